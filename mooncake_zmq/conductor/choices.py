@@ -6,6 +6,7 @@ from typing import Final
 from mooncake_zmq.conductor.chain import Found
 from mooncake_zmq.conductor.decodes import DecodeNode
 from mooncake_zmq.conductor.prefills import PrefillNode
+from mooncake_zmq.core.messages import MAX_PRIORITY
 
 NO_LIMIT: Final = math.inf
 
@@ -56,6 +57,7 @@ class PrefillChoice:
         "coming",
         "coming_s",
         "fetch_s",
+        "least_priority",
         "node",
         "queue_s",
         "reuse_blocks",
@@ -91,6 +93,8 @@ class PrefillChoice:
         self.coming: Found | None = None
         """What makes the reused blocks up to `coming_blocks`, which `node` waits for, for `coming_s` at most."""
         self.coming_s = 0.0
+        self.least_priority = -MAX_PRIORITY
+        """It goes ahead of others as one of this priority at the earliest."""
 
     @property
     def ttft_s(self) -> float:

@@ -26,6 +26,7 @@ from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.conductor.waits import Waits
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
+from mooncake_zmq.core.order import Order
 
 MAX_PREDICTION_S: Final = 1e7
 """The most a message may say."""
@@ -105,7 +106,7 @@ class Placement:
         """From the prefill on."""
         if self._pipelines and not (prefill.node.vllm or prefill.coming):
             prefill = self._in_pipeline(schedule, plan, prefill)
-        ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, plan.priority)
+        ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, max(plan.priority, prefill.least_priority))
         spare = self.hindsight.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
         late_s = self._admission.late_prefill_s(limits, prefill, ttft_s * spare)
         if late_s:
@@ -151,6 +152,7 @@ class Placement:
             stages=tuple([node.name for node in prefill.stages]) if prefill.stages else (),
             coming_blocks=prefill.coming_blocks,
             coming_s=min(prefill.coming_s, MAX_PREDICTION_S),
+            least_priority=prefill.least_priority,
         )
         booking = Booking(
             key=key,
@@ -174,9 +176,9 @@ class Placement:
                 self._coming.wait(booking, prefill.node, schedule.keys[prefill.coming_blocks - 1], prefill.coming)
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s
-        self._prefills.book(now, prefill.node, work_s, plan.priority, number)
-        for node in prefill.stages:
-            self._prefills.book(now, node, work_s, plan.priority, number)
+        priority = max(plan.priority, prefill.least_priority)
+        for node in (prefill.node, *prefill.stages):
+            self._prefills.book(now, node, work_s, priority, number)
         self._decodes.book(decode.node, booking)
         if prefill.sources:
             self._transfers.book(now, prefill.sources[0], prefill.node.home, prefill.fetch_s)
@@ -247,6 +249,7 @@ class Placement:
                 waiting = self._waits.better(plan, schedule.keys, choice, barred)
                 if waiting is not choice and not self._is_late(limits, waiting):  # rather more engine time than a refusal
                     choice = waiting
+            self._give_way(now, plan, choice)
             if not self._pushes_others(now, plan, limits, choice):
                 return choice
             barred = (*barred, choice.node.name)
@@ -255,6 +258,7 @@ class Placement:
             return RejectReason.TTFT, bounded(pushed_s), 0.0
         last_resort = self._router.choose(now, schedule, plan, without) if schedule.exclude else None
         if last_resort is not None:
+            self._give_way(now, plan, last_resort)
             return last_resort
         if any(not node.draining for node in self._prefills.nodes):
             shortest_s = min(self._prefills.shortest_queue_s(now), MAX_RETRY_S)
@@ -289,12 +293,28 @@ class Placement:
         choice.stages = tuple([self._prefills.by_name[name] for name in pipeline.stages])
         return choice
 
+    def _give_way(self, now: float, plan: Plan, choice: PrefillChoice) -> None:
+        """Bound its priority, if that would take it before a job that is late already against what it was promised."""
+        node = choice.node
+        if plan.priority >= 0:
+            return
+        first = bisect_right(node.ranks, node.rank(now, choice.work_s, plan.priority))
+        stop = bisect_right(node.ranks, node.rank(now, choice.work_s, 0))
+        for place in range(stop - 1, first - 1, -1):
+            booking = self._bookings.numbered(node.numbers[place])
+            if booking is not None and booking.deadline < node.ends[place]:
+                order = Order(node.overtake, node.priority_s)
+                choice.least_priority = min(0, order.priority_behind(node.ranks[place], now, choice.work_s))
+                rank = node.rank(now, choice.work_s, choice.least_priority)
+                choice.queue_s = max(choice.queue_s, node.wait_s(now, rank))
+                return
+
     def _pushes_others(self, now: float, plan: Plan, limits: Limits, choice: PrefillChoice) -> bool:
         """Whether it would go before a job that was promised a time and would then miss it."""
         node = choice.node
         if not (node.overtake or plan.priority) or not limits.may_refuse:
             return False
-        after = bisect_right(node.ranks, node.rank(now, choice.work_s, plan.priority))
+        after = bisect_right(node.ranks, node.rank(now, choice.work_s, max(plan.priority, choice.least_priority)))
         if after == len(node.ends):
             return False
         for end, number in zip(node.ends[after:], node.numbers[after:], strict=True):

@@ -267,6 +267,8 @@ class Placed(_Message, frozen=True):
     """Another prompt's computation makes the reused blocks up to this one, and is not through: the prefill waits for them, for
     `coming_s` at most, or until a conductor's `WaitEnded`; 0: nothing is waited for."""
     coming_s: Seconds = 0.0
+    least_priority: Priority = -MAX_PRIORITY
+    """Its own priority, where that is earlier, would take it before requests that are late already: it has this one."""
 
 
 class RejectReason(Enum):

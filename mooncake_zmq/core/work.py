@@ -86,6 +86,7 @@ class ChunkComputed(Struct, frozen=True):
 
     checksums: tuple[int, ...]
     token: int | None
+    """None while more chunks follow, and where it is not known in time what may come next: `SampleTokens` samples it then."""
     elapsed_s: float
     failed: tuple[int, ...] = ()
     corrupt: tuple[int, ...] = ()
@@ -178,13 +179,28 @@ class SequenceForked(Struct, frozen=True):
     without_memory: tuple[int, ...] = ()
 
 
+class SampleTokens(Struct, frozen=True):
+    """Sample from what the last work on the sequence `logits_of` computed and did not sample, as soon as it is known what may
+    come next. The sequence may be closed meanwhile: its KV is not needed."""
+
+    logits_of: int
+
+
+class TokensSampled(Struct, frozen=True):
+    """A token by each of the seeds of that work."""
+
+    sampled: tuple[Sampled, ...]
+
+
 class StepEntry(Struct, frozen=True, gc=False):
-    """Feed `token` at `position`; sample the one for `position + 1`."""
+    """Feed `token` at `position`; sample the one for `position + 1`. The step waits for what may come there for at most
+    `mask_s`, counted from when all else is computed."""
 
     sequence: int
     token: int
     position: int
     sampling: Sampling
+    mask_s: float = 0.0
 
 
 class DecodeStep(Struct, frozen=True):
@@ -209,7 +225,8 @@ class StepDecoded(Struct, frozen=True):
     """Entries, by their places, whose answers cannot follow their constraints, and why: their tokens of the last step are
     none."""
     sat_out: tuple[int, ...] = ()
-    """Entries for which it was not known in time what may come next. Theirs are none either, and the step is to be repeated."""
+    """Entries for which it was not known in time what may come next. Their tokens of the last step are none either:
+    `SampleTokens` samples them."""
 
 
 class SequenceBlock(Struct, frozen=True, gc=False):
@@ -355,6 +372,7 @@ Work = (
     | ProbeEngine
     | WatchEngine
     | ForkSequence
+    | SampleTokens
 )
 Progress = LayersComputed | TokensGenerated | EngineTold
 Result = (
@@ -369,4 +387,5 @@ Result = (
     | Generated
     | EngineProbed
     | SequenceForked
+    | TokensSampled
 )

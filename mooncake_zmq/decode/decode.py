@@ -74,13 +74,16 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     ForkSequence,
     PullBlocks,
+    SampleTokens,
     SequenceBlock,
     SequenceForked,
     StepDecoded,
     StepEntry,
+    TokensSampled,
     WorkFailed,
 )
 from mooncake_zmq.decode.batch import Place, retry_after_s, step_members, victim
+from mooncake_zmq.decode.masks import mask_s
 from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Group, Request, RequestEvent, RequestState, Segment
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import Key
@@ -109,9 +112,10 @@ RUN_SHARE = 4
 """A work of several steps takes at most this part of the free KV ahead, so that there is some left for those that come."""
 
 PULLED, DECODED, COPIED = (BlocksPulled, WorkFailed), (StepDecoded, WorkFailed), (BlocksCopied, WorkFailed)
-FORKED = SequenceForked, WorkFailed
+FORKED, SAMPLED = (SequenceForked, WorkFailed), (TokensSampled, WorkFailed)
 """How its works end."""
 LOADING, READY, STEPPING, CLOSING = RequestState.LOADING, RequestState.READY, RequestState.STEPPING, RequestState.CLOSING
+SITTING_OUT, RUNNING = RequestState.SITTING_OUT, (RequestState.READY, RequestState.STEPPING, RequestState.SITTING_OUT)
 STEP_BEGAN, STEPPED = RequestEvent.STEP_BEGAN, RequestEvent.STEPPED
 """By name, as each step needs them for each request: an enum's class is ten times as slow to look into."""
 
@@ -173,6 +177,8 @@ class Decode:
         self._pulls: dict[int, Request] = {}
         self._forks: dict[int, tuple[Request, list[Request]]] = {}
         """Copies of a request's KV into its siblings."""
+        self._sitting_out: dict[int, Request] = {}
+        """By the works that sample their tokens."""
         self._step: _Step | None = None
         self._free_tokens = settings.capacity_tokens // layout.block_tokens * layout.block_tokens
         self._capacity_tokens = self._free_tokens
@@ -264,6 +270,9 @@ class Decode:
         if self._step is not None and self._step.work_id == work_id:
             assert isinstance(result, DECODED)
             return self._on_stepped(now, result)
+        if (request := self._sitting_out.pop(work_id, None)) is not None:
+            assert isinstance(result, SAMPLED)
+            return self._on_sampled(now, request, result)
         if self._pool.copying(work_id):
             assert isinstance(result, COPIED)
             return self._put_ended(now, self._pool.on_copied(work_id, result))
@@ -287,12 +296,14 @@ class Decode:
             assert request.leader is None or request in request.leader.siblings
             assert not request.unwanted or request.siblings or request.state is CLOSING
             assert all(each.leader is request and each.state is LOADING for each in request.siblings)
+        sitting_out = {id(r) for r in self._sitting_out.values() if r.state is not CLOSING}
+        assert sitting_out == {id(r) for r in live if r.state is SITTING_OUT}
         stepping = sum(1 for r in live if r.state is STEPPING)
         assert stepping == 0 or self._step is not None
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
-        running = sum(1 for r in self._requests.values() if r.state in (READY, STEPPING))
+        running = sum(1 for r in self._requests.values() if r.state in RUNNING)
         return {
             "capacity_tokens": self._capacity_tokens,
             "reserved_tokens": self._capacity_tokens - self._free_tokens,
@@ -760,7 +771,10 @@ class Decode:
             self._move(request, STEP_BEGAN)
             request.stepped_at = request.stepped_at or now
             request.in_flight += 1
-            entries.append(StepEntry(request.sequence, request.last, request.position, request.request.sampling))
+            sampling = request.request.sampling
+            wait_s = mask_s(self._step_s, constrained=bool(sampling.constraint), was_late=request.was_late)
+            entries.append(StepEntry(request.sequence, request.last, request.position, sampling, wait_s))
+        self.counts.add("steps_sat_out", len(self._sitting_out))
         work_id = self._ids.new()
         self._step = _Step(work_id, members, steps, sum([request.context for request in members]))
         return [*effects, Start(work_id, DecodeStep(tuple(entries), steps), self._settings.step_deadline_s)]
@@ -845,7 +859,6 @@ class Decode:
             columns = list(zip(*result.tokens, strict=True))
             told = list(zip(*result.logprobs, strict=True)) or told
             unable, sat_out = dict(result.failed), result.sat_out
-            self.counts.add("steps_sat_out", len(sat_out))
         effects: list[Effect] = []
         batches: dict[str, list[_Entry]] = {}
         for place, (request, tokens, logprobs) in enumerate(zip(step.members, columns, told, strict=True)):
@@ -860,15 +873,41 @@ class Decode:
             if place in unable:
                 effects += self._take_rest(now, request, tokens[:-1], logprobs[:-1], batches, unable[place])
                 continue
-            if place in sat_out:
+            request.was_late = place in sat_out
+            if request.was_late:
                 tokens, logprobs = tokens[:-1], logprobs[:-1]
             if tokens:
                 effects += self._take_tokens(now, request, tokens, logprobs, batches)
             if step.steps > 1 and request.state is READY:
                 self._shrink(request)
+            if request.was_late and request.state is READY:
+                effects.append(self._sit_out(request))
+        return self._tell(batches) + effects
+
+    def _tell(self, batches: dict[str, list[_Entry]]) -> list[Effect]:
+        """Each gateway what was sampled for it."""
         self.counts.add("generation_tokens", sum([len(told[-1]) for each in batches.values() for told, _, _ in each]))
-        sends: list[Effect] = [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
-        return sends + effects
+        return [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
+
+    def _sit_out(self, request: Request) -> Effect:
+        """Its next token is computed and not sampled: it was not known in time what it may be."""
+        self._move(request, RequestEvent.SAT_OUT)
+        request.in_flight += 1
+        request.sampling_id = self._ids.new()
+        self._sitting_out[request.sampling_id] = request
+        return Start(request.sampling_id, SampleTokens(request.sequence), self._settings.step_deadline_s)
+
+    def _on_sampled(self, now: float, request: Request, result: TokensSampled | WorkFailed) -> list[Effect]:
+        request.in_flight -= 1
+        if request.state is CLOSING:
+            return self._try_end(request)
+        self._move(request, RequestEvent.SAMPLED)
+        if isinstance(result, WorkFailed):
+            return self._fail(now, request, result.reason, stuck=result.stuck)
+        batches: dict[str, list[_Entry]] = {}
+        ((token, logprob),) = result.sampled
+        effects = self._take_tokens(now, request, (token,), (logprob,), batches)
+        return self._tell(batches) + effects
 
     def _measure(self, now: float, step: _Step, result: StepDecoded) -> None:
         """Each step of a run reads one more token of KV for each member than the one before it."""
@@ -1008,6 +1047,8 @@ class Decode:
             effects.append(CancelTimer(_held_timer(request)))
         if request.state is STEPPING:
             effects += self._interrupt()
+        if request.state is SITTING_OUT:
+            effects.append(CancelWork(request.sampling_id))
         self._move(request, RequestEvent.CLOSE)
         del self._requests[message.request_id]
         self._closing.append(request)
@@ -1064,7 +1105,7 @@ class Decode:
 
     def _report(self, now: float) -> list[Effect]:
         requests = self._requests.values()
-        running = [r for r in requests if r.state in (READY, STEPPING)]
+        running = [r for r in requests if r.state in RUNNING]
         bookings = [booking for r in requests if (booking := r.request.booking)]
         load = DecodeLoad(
             running=len(running),

@@ -21,6 +21,8 @@ class RequestState(Named):
     READY = "ready"
     """Handoff verified; may join the batch."""
     STEPPING = "stepping"
+    SITTING_OUT = "sitting out"
+    """Its token is sampled once it is known what may come next there; others step meanwhile."""
     CLOSING = "closing"
     """Over, but a copy or step in flight still uses the sequence."""
     ENDED = "ended"
@@ -32,6 +34,8 @@ class RequestEvent(Named):
     VERIFIED = "verified"
     STEP_BEGAN = "step"
     STEPPED = "stepped"
+    SAT_OUT = "sat out"
+    SAMPLED = "sampled"
     CLOSE = "close"
     END = "end"
 
@@ -40,6 +44,9 @@ NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.LOADING, RequestEvent.VERIFIED): RequestState.READY,
     (RequestState.READY, RequestEvent.STEP_BEGAN): RequestState.STEPPING,
     (RequestState.STEPPING, RequestEvent.STEPPED): RequestState.READY,
+    (RequestState.READY, RequestEvent.SAT_OUT): RequestState.SITTING_OUT,
+    (RequestState.SITTING_OUT, RequestEvent.SAMPLED): RequestState.READY,
+    (RequestState.SITTING_OUT, RequestEvent.CLOSE): RequestState.CLOSING,
     (RequestState.LOADING, RequestEvent.CLOSE): RequestState.CLOSING,
     (RequestState.READY, RequestEvent.CLOSE): RequestState.CLOSING,
     (RequestState.STEPPING, RequestEvent.CLOSE): RequestState.CLOSING,
@@ -121,6 +128,10 @@ class Request:
     stepped_at: float = 0.0
     """When its first step began."""
     steps: int = 0
+    was_late: bool = False
+    """What its last token may be was not known in time."""
+    sampling_id: int = 0
+    """The work that samples its next token, while it sits out."""
     forked: bool = False
     """It has no handoff of its own: it begins with a copy of another one's KV."""
     leader: "Request | None" = None

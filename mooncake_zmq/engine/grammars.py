@@ -75,12 +75,12 @@ class Following:
 
     def awaited(self) -> Future[bytes] | None:
         """What `allowed` would wait for."""
-        return None if self._allowed.done() or self._left_s() == 0.0 else self._allowed
+        return None if self._allowed.done() or self.left_s() == 0.0 else self._allowed
 
     def allowed(self) -> NDArray[np.bool_]:
         """Which ids may come next. Waits for it, though not for long. Raises ConstraintError."""
         try:
-            packed = self._allowed.result(self._left_s())
+            packed = self._allowed.result(self.left_s())
         except TimeoutError:
             raise ConstraintNotReady(f"its grammar was not ready in {MAX_WAIT_S:g} s") from None
         except CancelledError:
@@ -88,7 +88,8 @@ class Following:
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=self._grammars.vocab_size, bitorder="little")
         return bits.view(np.bool_)
 
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
+        """How long `allowed` would wait at most."""
         return max(0.0, self._asked_at + MAX_WAIT_S - time.monotonic())
 
     def drop(self) -> None:

@@ -35,6 +35,10 @@ class Past:
         """What is not known yet and a choice needs."""
         return None if self._following is None else self._following.awaited()
 
+    def left_s(self) -> float:
+        """How much longer it may be awaited."""
+        return 0.0 if self._following is None else self._following.left_s()
+
     def close(self) -> None:
         """No further choice is made."""
         if self._following is not None:

@@ -428,7 +428,7 @@ class Requests:
             conductor=sender,
             deadline_s=max(0.0, request.deadline - now),
             booking=message.booking,
-            priority=client.priority,
+            priority=max(client.priority, message.least_priority),
             tbt_slo_s=message.tbt_slo_s,
             stages=message.stages if request.is_scored else (),
             tenant=client.tenant,

@@ -44,6 +44,8 @@ class JobState(Named):
     COMPUTING = "computing"
     TRAILING = "trailing"
     """Of a pipeline: all computed here, and not by its other stages."""
+    SAMPLING = "sampling"
+    """All computed, and it is not known yet what the first token may be: it holds no place and needs no turn."""
     HANDING_OFF = "handing off"
     """All computed; the decode is still reading."""
     ABANDONED = "abandoned"
@@ -61,6 +63,7 @@ class JobEvent(Named):
     CHUNK_BEGAN = "chunk"
     CHUNK_DONE = "chunk done"
     OWN_DONE = "own done"
+    SET_ASIDE = "set aside"
     ALL_DONE = "all done"
     END = "end"
 
@@ -75,6 +78,9 @@ NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
     (JobState.COMPUTING, JobEvent.CHUNK_DONE): JobState.READY,
     (JobState.COMPUTING, JobEvent.OWN_DONE): JobState.TRAILING,
     (JobState.COMPUTING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
+    (JobState.COMPUTING, JobEvent.SET_ASIDE): JobState.SAMPLING,
+    (JobState.SAMPLING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
+    (JobState.SAMPLING, JobEvent.END): JobState.ENDED,
     (JobState.TRAILING, JobEvent.ALL_DONE): JobState.HANDING_OFF,
     (JobState.HANDING_OFF, JobEvent.END): JobState.ENDED,
     (JobState.WAITING, JobEvent.END): JobState.ENDED,
@@ -161,6 +167,8 @@ class Job:
     """When its first chunk began."""
     load_s: float = 0.0
     """From then until its prefix was loaded."""
+    sampling_id: int = 0
+    """The work that samples its first tokens, while it is set aside."""
     group: Group | None = None
     """The pipeline that computes it, if one does."""
     choices: dict[str, int] = field(default_factory=dict)

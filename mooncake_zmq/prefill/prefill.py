@@ -80,8 +80,10 @@ from mooncake_zmq.core.work import (
     ComputeChunk,
     ComputeStage,
     LayersComputed,
+    SampleTokens,
     SlotGrant,
     StageComputed,
+    TokensSampled,
     WorkFailed,
 )
 from mooncake_zmq.kv.block_hash import Key
@@ -101,7 +103,7 @@ MAX_UNREUSED = 256
 """Requests remembered whose reused blocks were not reached; of more, the oldest are forgotten."""
 
 COMPUTED, STAGED = (ChunkComputed, StageComputed, WorkFailed), (StageComputed, WorkFailed)
-COPIED = (BlocksCopied, WorkFailed)
+COPIED, SAMPLED = (BlocksCopied, WorkFailed), (TokensSampled, WorkFailed)
 """How its works end."""
 PREPARING, READY, COMPUTING, ABANDONED = JobState.PREPARING, JobState.READY, JobState.COMPUTING, JobState.ABANDONED
 """By name, as nearly every event asks for them: an enum's class is ten times as slow to look into."""
@@ -143,6 +145,8 @@ class Prefill:
         """The live job of each request, in arrival order."""
         self._leases: dict[int, Job] = {}
         """The job of each lease asked for or held."""
+        self._sampling: dict[int, Job] = {}
+        """Jobs set aside, by the works that sample their first tokens."""
         self._abandoned: list[Job] = []
         self._unreused: OrderedDict[str, None] = OrderedDict()
         """Requests whose reused blocks were not reached, from here or from the decode: their next attempt here computes them.
@@ -263,6 +267,12 @@ class Prefill:
         if self._stages.is_computing(work_id):
             assert isinstance(result, STAGED)
             return self._stages.on_computed(now, result) + self._reports.hurry(now)
+        if (job := self._sampling.pop(work_id, None)) is not None:
+            assert isinstance(result, SAMPLED)
+            return self._on_sampled(now, job, result)
+        if self._stages.is_sampling(work_id):
+            assert isinstance(result, SAMPLED)
+            return self._stages.on_sampled(work_id, result)
         return []
 
     def _on_start_stage(self, now: float, sender: str, message: StartStage) -> list[Effect]:
@@ -304,7 +314,9 @@ class Prefill:
         computing = [job for job in live if job.state in (COMPUTING, ABANDONED)]
         assert len(computing) == (self._computing is not None)
         assert not (self._computing and self._stages.computing), "one engine"
-        queued = [job for job in live if job.state is not JobState.HANDING_OFF and not self._waiting.holds(job)]
+        computed = (JobState.SAMPLING, JobState.HANDING_OFF)
+        queued = [job for job in live if job.state not in computed and not self._waiting.holds(job)]
+        assert {id(job) for job in self._sampling.values()} == {id(job) for job in live if job.state is JobState.SAMPLING}
         assert {id(job) for job in self._turns} == {id(job) for job in queued}, "whoever is not computed to its end waits"
         assert self._turns.waiting == sum(1 for job in queued if job.state is JobState.QUEUED)
         assert {id(job) for job in self._leases.values()} == {id(job) for job in live if job.lease_id is not None}
@@ -854,7 +866,8 @@ class Prefill:
         if job.computed < job.length:
             self._move(job, JobEvent.CHUNK_DONE)
             return layers + scored + self._keep_chunk(now, job)
-        assert result.token is not None
+        if result.token is None:
+            return [*layers, *scored, *self._set_aside(job), *self._keep_chunk(now, job)]
         finished = self._finish(now, job, ((result.token, result.logprob), *result.others), layers)
         return scored + finished + self._keep_chunk(now, job)
 
@@ -913,6 +926,23 @@ class Prefill:
                 self.slots.forget(ref.slot)
         return self._pool.report_corrupt(refs)
 
+    def _set_aside(self, job: Job) -> list[Effect]:
+        """It is not known yet what its first token may be: others have their turns meanwhile, and its sequence's memory."""
+        assert job.sequence is not None
+        self._move(job, JobEvent.SET_ASIDE)
+        self._turns.leave(job)
+        self.counts.add("jobs_set_aside")
+        job.sampling_id = self._ids.new()
+        self._sampling[job.sampling_id] = job
+        sample = Start(job.sampling_id, SampleTokens(job.sequence), self._settings.work_deadline_s)
+        closed, job.sequence = job.sequence, None
+        return [sample, CloseSequence(closed)]
+
+    def _on_sampled(self, now: float, job: Job, result: TokensSampled | WorkFailed) -> list[Effect]:
+        if isinstance(result, WorkFailed):
+            return self._fail(now, job, f"no first token: {result.reason}", stuck=result.stuck)
+        return self._finish(now, job, result.sampled)
+
     # --- handing off
 
     def _finish(self, now: float, job: Job, sampled: Sequence[Sampled], layers: Sequence[Effect] = ()) -> list[Effect]:
@@ -920,7 +950,6 @@ class Prefill:
         the request and each of its siblings. `layers`: what the decode hears before, and a client need not wait for."""
         self._move(job, JobEvent.ALL_DONE)
         self._turns.leave(job)
-        assert job.sequence is not None
         assert job.held_blocks is not None
         request, size = job.request, self._layout.block_tokens
         own = (len(job.own_slots) + job.found_blocks) * size
@@ -959,8 +988,10 @@ class Prefill:
         )
         job.done = done = self._covering(job, done)
         effects: list[Effect] = [Send(job.gateway, first) for first in firsts if first.request_id in job.choices]
-        effects += [*layers, Send(request.decode, done), CloseSequence(job.sequence)]
-        job.sequence = None
+        effects += [*layers, Send(request.decode, done)]
+        if job.sequence is not None:
+            effects.append(CloseSequence(job.sequence))
+            job.sequence = None
         if job.own_slots:  # the pool may have evicted them since
             effects += self._offer_chain(now, request, 0, job.own_slots)
         return effects + self._reports.hurry(now)
@@ -1050,6 +1081,8 @@ class Prefill:
     def _end(self, now: float, job: Job) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""
         effects: list[Effect] = [self._waiting.remove(job)] if self._waiting.holds(job) else []
+        if self._sampling.pop(job.sampling_id, None) is not None:
+            effects.append(CancelWork(job.sampling_id))
         self._move(job, JobEvent.END)
         request = job.request
         if self._jobs.get(request.request_id) is job:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from mooncake_zmq.cache_node.client import PoolClient
 from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, OpenSequence, Send, SetTimer, Start
 from mooncake_zmq.core.messages import (
@@ -23,7 +25,15 @@ from mooncake_zmq.core.messages import (
     clip,
 )
 from mooncake_zmq.core.shell import Ids, Lifecycle, Named, Tally
-from mooncake_zmq.core.work import BlockLoad, ComputeChunk, ComputeStage, StageComputed, WorkFailed
+from mooncake_zmq.core.work import (
+    BlockLoad,
+    ComputeChunk,
+    ComputeStage,
+    SampleTokens,
+    StageComputed,
+    TokensSampled,
+    WorkFailed,
+)
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.pipeline import BUFFERS, HiddenSlots, grants, hidden_slots, release, reserve, written
@@ -41,6 +51,8 @@ class StageState(Named):
     READY = "ready"
     """Waiting for a chunk, or for its turn to compute one."""
     COMPUTING = "computing"
+    SAMPLING = "sampling"
+    """All computed, and it is not known yet what the first token may be."""
     ABANDONED = "abandoned"
     """Over, but a chunk in flight still writes its slots."""
     ENDED = "ended"
@@ -52,6 +64,8 @@ class StageEvent(Named):
     LEASED = "leased"
     CHUNK_BEGAN = "chunk"
     CHUNK_DONE = "chunk done"
+    SET_ASIDE = "set aside"
+    SAMPLED = "sampled"
     END = "end"
 
 
@@ -59,6 +73,9 @@ NEXT_STATE: dict[tuple[StageState, StageEvent], StageState] = {
     (StageState.LEASING, StageEvent.LEASED): StageState.READY,
     (StageState.READY, StageEvent.CHUNK_BEGAN): StageState.COMPUTING,
     (StageState.COMPUTING, StageEvent.CHUNK_DONE): StageState.READY,
+    (StageState.READY, StageEvent.SET_ASIDE): StageState.SAMPLING,
+    (StageState.SAMPLING, StageEvent.SAMPLED): StageState.READY,
+    (StageState.SAMPLING, StageEvent.END): StageState.ENDED,
     (StageState.LEASING, StageEvent.END): StageState.ENDED,
     (StageState.READY, StageEvent.END): StageState.ENDED,
     (StageState.COMPUTING, StageEvent.END): StageState.ABANDONED,
@@ -92,6 +109,10 @@ class Stage:
     leaving: list[int] = field(default_factory=list)
     """Slots for the hidden states of the chunk in flight."""
     lease_id: int | None = None
+    unsampled: StageDone | None = None
+    """What the first stage is sent with the first tokens, while the stage is set aside."""
+    sampling_id: int = 0
+    """The work that samples them."""
 
     @property
     def layers(self) -> range:
@@ -127,6 +148,8 @@ class Stages:
         """The work in flight."""
         self._stages: OrderedDict[str, Stage] = OrderedDict()
         """The live one of each request."""
+        self._sampling: dict[int, Stage] = {}
+        """Those set aside, by the works that sample their first tokens."""
         self._abandoned: list[Stage] = []
         self._name, self._incarnation = name, incarnation
         self._settings = settings
@@ -153,6 +176,8 @@ class Stages:
             assert stage.state is not StageState.ENDED
             assert (stage.state is StageState.ABANDONED) == (stage in self._abandoned)
             assert len(stage.chunks) <= BUFFERS
+        sampling = {id(s) for s in self._all() if s.state is StageState.SAMPLING}
+        assert sampling == {id(s) for s in self._sampling.values()}
         computing = [s for s in self._all() if s.state in (StageState.COMPUTING, StageState.ABANDONED)]
         assert len(computing) == (self.computing is not None)
 
@@ -388,7 +413,31 @@ class Stages:
             logprob=result.logprob,
             others=result.others,
         )
-        return [Send(stage.leader, done)]
+        samples = stage.layers.stop == self._layout.layers and stop == stage.request.tokens
+        return [self._set_aside(stage, done)] if samples and result.token is None else [Send(stage.leader, done)]
+
+    def _set_aside(self, stage: Stage, done: StageDone) -> Effect:
+        """It is not known yet what the first token may be: others have their turns meanwhile."""
+        assert stage.sequence is not None
+        self._move(stage, StageEvent.SET_ASIDE)
+        self._counts.add("jobs_set_aside")
+        stage.unsampled, stage.sampling_id = done, self._ids.new()
+        self._sampling[stage.sampling_id] = stage
+        return Start(stage.sampling_id, SampleTokens(stage.sequence), self._settings.work_deadline_s)
+
+    def is_sampling(self, work_id: int) -> bool:
+        """Return whether this work samples first tokens here."""
+        return work_id in self._sampling
+
+    def on_sampled(self, work_id: int, result: TokensSampled | WorkFailed) -> list[Effect]:
+        """The first tokens are sampled, or will not be."""
+        stage = self._sampling.pop(work_id)
+        self._move(stage, StageEvent.SAMPLED)
+        if isinstance(result, WorkFailed):
+            return self._fail(stage, f"no first token: {result.reason}", stuck=result.stuck)
+        assert stage.unsampled is not None
+        (token, logprob), *others = result.sampled
+        return [Send(stage.leader, structs.replace(stage.unsampled, token=token, logprob=logprob, others=tuple(others)))]
 
     def _on_prefix_failed(self, stage: Stage, result: StageComputed) -> list[Effect]:
         """Nobody shall find corrupt copies again; what is only out of reach is computed by the next attempt."""
@@ -436,9 +485,11 @@ class Stages:
 
     def _end(self, stage: Stage) -> list[Effect]:
         """Let go of everything; of what a chunk in flight still writes, once it is done."""
+        effects: list[Effect] = []
+        if self._sampling.pop(stage.sampling_id, None) is not None:
+            effects.append(CancelWork(stage.sampling_id))
         self._move(stage, StageEvent.END)
         request = stage.request
-        effects: list[Effect] = []
         if self._stages.get(request.request_id) is stage:
             del self._stages[request.request_id]
             effects.append(CancelTimer((DEADLINE, request.request_id, request.attempt)))

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,11 +50,14 @@ from mooncake_zmq.core.work import (
     ProcessProbed,
     PullBlocks,
     Result,
+    SampleTokens,
     SequenceBlock,
     SequenceForked,
     SlotGrant,
     StageComputed,
     StepDecoded,
+    StepEntry,
+    TokensSampled,
     WatchEngine,
     Work,
     WorkFailed,
@@ -93,10 +96,6 @@ log = structlog.get_logger()
 
 Emit = Callable[[WorkProgress | WorkDone], None]
 
-MASKS_S = 0.05
-"""A step waits so much longer than it takes for what may come next in its answers; who is not ready then sits it out."""
-ALONE_S = 0.25
-"""And so long where nobody is ready: others may join the next one."""
 ENGINE_WORKS = (ComputeChunk, ComputeStage, DecodeStep)
 
 
@@ -149,6 +148,7 @@ class Executor:
         self._reader = RemoteReader(layout, on_crash=crash, window_bytes=window_bytes, sockets=sockets)
         self._compute = _Worker("compute", crash)
         self._copy = _Worker("copy", crash)
+        self._sampler = _Sampler(crash)
         self._disk = disk
         self._disk_reads = _Worker("disk-read", crash, disk.threads if disk else 0)
         self._disk_writes = _Worker("disk-write", crash, disk.threads if disk else 0)
@@ -218,9 +218,9 @@ class Executor:
         with self._lock:
             opened = self._sequences.pop(sequence)
             opened.closing = True
-            idle = opened.uses == 0
-        if idle:
-            opened.close()
+            unused = opened.take_unused()
+        for each in unused:
+            each.close()
 
     # --- works
 
@@ -253,6 +253,8 @@ class Executor:
                 self._begin(job, [(self._compute, partial(self._decode, job, work))], [])
             case ForkSequence():
                 self._begin(job, [(self._copy, partial(self._fork, job, work))], [])
+            case SampleTokens():
+                self._start_sampling(job, work)
             case ProbeProcess():
                 self._begin(job, [(self._copy, partial(self._probe, work))], [])
             case Generate() | ProbeEngine() | WatchEngine():
@@ -277,6 +279,7 @@ class Executor:
         self._compute.close()
         if self._grammars is not None:
             self._grammars.close()
+        self._sampler.close()
         self._copy.close()
         self._disk_reads.close()
         self._disk_writes.close()
@@ -332,9 +335,12 @@ class Executor:
             del self._jobs[job.work_id]
             for opened in job.sequences.values():
                 opened.uses -= 1
-            unused = [opened for opened in job.sequences.values() if opened.closing and not opened.uses]
-        for opened in unused:
-            opened.close()
+            if job.unsampled:
+                job.unsampled.source.samples -= 1
+            let_go = [*job.sequences.values(), *([job.unsampled.source] if job.unsampled else [])]
+            unused = [each for opened in let_go for each in opened.take_unused()]
+        for each in unused:
+            each.close()
         self._emit(WorkDone(job.work_id, outcome))
 
     def _stop(self, job: "_Job", reason: str) -> None:
@@ -347,6 +353,8 @@ class Executor:
             job.entering.wake()
         if batch:
             self._reader.cancel(batch)
+        if job.unsampled:
+            self._sampler.wake()
 
     # --- loading blocks into sequences
 
@@ -484,9 +492,21 @@ class Executor:
         )
 
     def _sample(self, job: "_Job", work: ComputeChunk, logits: NDArray[np.float32], position: int) -> tuple[Sampled, ...]:
-        """The token at `position` for each choice."""
-        past = job.sequences[work.sequence].past
-        return tuple(choose(logits, sampling, position, past) for sampling in work.samplings)
+        """The token at `position` for each choice; none where it is not known yet what may stand there."""
+        opened = job.sequences[work.sequence]
+        if opened.past is not None and opened.past.awaited() is not None:
+            opened.unsampled = _Unsampled(opened, logits.copy(), work.samplings, position)
+            return ()
+        return tuple(choose(logits, sampling, position, opened.past) for sampling in work.samplings)
+
+    def _start_sampling(self, job: "_Job", work: SampleTokens) -> None:
+        with self._lock:
+            opened = self._sequences[work.logits_of]
+            unsampled, opened.unsampled = opened.unsampled, None
+            assert unsampled, "the last work on the sequence left nothing to sample"
+            job.unsampled, job.parties = unsampled, 1
+            opened.samples += 1
+        self._sampler.put(job, partial(self._take_turn, job, lambda: TokensSampled(unsampled.sample())))
 
     def _compute_stage(self, job: "_Job", stage: ComputeStage, sequence: SequenceKV) -> Result:
         assert self._engine
@@ -573,16 +593,21 @@ class Executor:
                     past.feed(fed[row], entry.position + step)
             logits = self._engine.decode(sequences, np.array(fed, np.int32))
             chosen: list[tuple[int, TokenLogprob | None]] = []
-            sat_out = _sitting_out(pasts)
+            sat_out = _sitting_out(work.entries, pasts)
             for row, entry in enumerate(work.entries):
+                position, opened = entry.position + step + 1, job.sequences[entry.sequence]
                 if row in sat_out:
+                    opened.unsampled = _Unsampled(opened, logits[row].copy(), (entry.sampling,), position)
                     chosen.append((0, None))
                     continue
                 try:
-                    chosen.append(choose(logits[row], entry.sampling, entry.position + step + 1, pasts[row]))
+                    chosen.append(choose(logits[row], entry.sampling, position, opened.past))
                 except ConstraintError as error:  # of this answer alone
                     failed[row] = _unable(error)
                     chosen.append((0, None))
+                    continue
+                if opened.past is not None:  # what may follow is looked for from now on
+                    opened.past.feed(chosen[row][0], position)
             fed = tuple(token for token, _ in chosen)
             made.append(fed)
             if asked:
@@ -732,7 +757,12 @@ class _OpenSequence:
     """None: there was none for it."""
     past: Past | None = None
     """Where choices read it."""
+    unsampled: "_Unsampled | None" = None
+    """What its last work computed and did not sample."""
     uses: int = 0
+    """Works that use its KV."""
+    samples: int = 0
+    """Works that use its past alone."""
     closing: bool = False
 
     @property
@@ -740,11 +770,39 @@ class _OpenSequence:
         assert self.memory, "no work begins on a sequence without memory"
         return self.memory
 
-    def close(self) -> None:
-        if self.memory:
-            self.memory.close()
-        if self.past:
-            self.past.close()
+    def take_unused(self) -> "list[SequenceKV | Past]":
+        """What can be closed: once it is closing, what no work uses. Each is returned once."""
+        unused: list[SequenceKV | Past] = []
+        if self.closing and not self.uses:
+            if self.memory:
+                unused.append(self.memory)
+                self.memory = None
+            if self.past and not self.samples:
+                unused.append(self.past)
+                self.past = None
+        return unused
+
+
+@dataclass(slots=True, eq=False)
+class _Unsampled:
+    """Logits at `position`, from which a token is to be sampled in each of these ways when that can be done."""
+
+    source: _OpenSequence
+    logits: NDArray[np.float32]
+    samplings: Sequence[Sampling]
+    position: int
+
+    def sample(self) -> tuple[Sampled, ...]:
+        """May wait, and raises ConstraintError."""
+        return tuple(choose(self.logits, sampling, self.position, self.source.past) for sampling in self.samplings)
+
+    def awaited(self) -> Future[bytes] | None:
+        """What `sample` would wait for."""
+        return self.source.past.awaited() if self.source.past else None
+
+    def left_s(self) -> float:
+        """How much longer it may be awaited."""
+        return self.source.past.left_s() if self.source.past else 0.0
 
 
 def _nothing() -> Result:
@@ -769,6 +827,7 @@ class _Job:
     """For the prefix."""
     entering: EnteringStates | None = None
     batch: ReadBatch | None = None
+    unsampled: _Unsampled | None = None
     sequences: dict[int, _OpenSequence] = field(default_factory=dict)
 
     def is_late(self) -> bool:
@@ -1013,6 +1072,69 @@ class _Worker:
                 log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
 
 
+class _Sampler:
+    """A thread that samples for each job when it is known what may come next, or that it will not be."""
+
+    def __init__(self, on_crash: Callable[[BaseException], None]) -> None:
+        self._on_crash = on_crash
+        self._lock = threading.Lock()
+        """Guards what follows."""
+        self._waiting: list[tuple[_Job, _Unsampled, Callable[[], None]]] = []
+        self._woken: Future[None] = Future()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    def put(self, job: _Job, sample: Callable[[], None]) -> None:
+        """Call `sample` when the job's tokens can be sampled, at its deadline or when it is stopped."""
+        assert job.unsampled
+        with self._lock:
+            self._waiting.append((job, job.unsampled, sample))
+        self.wake()
+
+    def wake(self) -> None:
+        """A job came, or was stopped."""
+        with self._lock:
+            woken, self._woken = self._woken, Future()
+        woken.set_result(None)
+
+    def close(self) -> None:
+        """Finish what was given, then stop."""
+        with self._lock:
+            self._closed = True
+        self.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        _give_way()
+        try:
+            while self._go_on():
+                pass
+        except Exception as error:
+            self._on_crash(error)
+            log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
+
+    def _go_on(self) -> bool:
+        """Sample what can be, or wait until something changes."""
+        with self._lock:
+            waiting, woken = list(self._waiting), self._woken
+            if self._closed and not waiting:
+                return False
+        awaited, until_s = list[Future[Any]](), list[float]()
+        for entry in waiting:
+            job, unsampled, sample = entry
+            future = None if job.stopped or job.is_late() else unsampled.awaited()
+            if future is not None:
+                awaited.append(future)
+                until_s += [job.deadline - time.monotonic(), unsampled.left_s()]
+                continue
+            with self._lock:
+                self._waiting.remove(entry)
+            sample()
+        wait_for([woken, *awaited], max(0.0, min(until_s)) if until_s else None, FIRST_COMPLETED)
+        return True
+
+
 def _give_way() -> None:
     """When woken, this thread does not push aside who speaks for this process or another; unless an operator has said how its
     process is to be scheduled. An engine's further threads, which it waits for, stay as they are."""
@@ -1026,13 +1148,12 @@ def _unable(error: ConstraintError) -> WorkFailed:
     return WorkFailed(f"constraint: {error}", stuck=not isinstance(error, ConstraintNotReady))
 
 
-def _sitting_out(pasts: Sequence[Past | None]) -> tuple[int, ...]:
-    """For whom the others of a step wait no longer, unless there are no others."""
+def _sitting_out(entries: Sequence[StepEntry], pasts: Sequence[Past | None]) -> tuple[int, ...]:
+    """The rows for which it is still not known what may come next, once the step has waited for them as long as it may."""
     awaited = {row: future for row, past in enumerate(pasts) if past is not None and (future := past.awaited()) is not None}
-    wait_for(awaited.values(), MASKS_S)
-    if len(awaited) == len(pasts):
-        wait_for(awaited.values(), ALONE_S, FIRST_COMPLETED)
-    return tuple(row for row, past in enumerate(pasts) if row in awaited and past is not None and past.awaited() is not None)
+    part_s = {row: entries[row].mask_s for row in awaited if entries[row].mask_s}
+    wait_for([awaited[row] for row in part_s], max(part_s.values(), default=0.0))
+    return tuple(row for row, future in awaited.items() if not future.done())
 
 
 def _tokens_of(work: ComputeChunk) -> NDArray[np.int32]:
@@ -1085,5 +1206,5 @@ def _sequences_of(work: Work) -> list[int]:
             return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
         case ForkSequence():
             return [work.source, *work.targets]
-        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine() | SampleTokens():
             return []

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mooncake_zmq.core.messages import Sampling, TokenLogprob
+from mooncake_zmq.core.messages import Sampled, Sampling, TokenLogprob
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 
@@ -37,12 +37,14 @@ def sim_layout(block_tokens: int) -> BlockLayout:
 class SimSequence:
     """One sequence's KV as `[layer, k/v, token, head_dim]`."""
 
-    __slots__ = ("capacity", "_place", "kv", "past")
+    __slots__ = ("capacity", "_place", "kv", "past", "unsampled")
 
     def __init__(self, capacity: int, past: bytes = b"") -> None:
         self.capacity = capacity
         self.past = past
         """What choices read of the tokens before the next one, as `Sampling.past` says."""
+        self.unsampled: tuple[Sampled, ...] = ()
+        """What its last work would have sampled, had it been known in time what may come."""
         self._place: int | None = None
         self.kv = np.zeros((LAYERS, 2, capacity, HEAD_DIM), dtype=np.uint32)
 

@@ -38,6 +38,7 @@ from mooncake_zmq.core.work import (
     Progress,
     PullBlocks,
     Result,
+    SampleTokens,
     SequenceBlock,
     SequenceForked,
     SlotGrant,
@@ -45,6 +46,7 @@ from mooncake_zmq.core.work import (
     StepDecoded,
     StepEntry,
     TokensGenerated,
+    TokensSampled,
     WatchEngine,
     Work,
     WorkFailed,
@@ -60,8 +62,10 @@ from mooncake_zmq.simulation.shelf import Shelf, block_of, fill
 
 NO_ANSWER = "no answer"
 """Why a work stops that waited for a silent peer: its blocks were not reached."""
-SITS_OUT = 0.05
-"""Of the steps of an answer that follows a grammar: it is not known in time what may come next."""
+SET_ASIDE, SITS_OUT = 0.3, 0.05
+"""Of the first tokens of answers that follow a grammar, and of the later ones: it is not known in time what may come next."""
+MASK_S, NO_MASK = 0.1, 0.02
+"""It is known so much later at most, but for this part of them, for which it never is."""
 ENGINE_FAILS = 0.05
 """A foreign engine refuses requests and questions so often by itself."""
 COMING_S, AGAIN_S = 0.2, 0.02
@@ -299,6 +303,8 @@ class Machine:
                 return self._decode(running, work)
             case ForkSequence() as work:
                 return self._fork(running, work)
+            case SampleTokens() as work:
+                return self._sample_late(work)
             case CopyBlocks() as work:
                 return self._copy(running, work)
             case WriteToDisk() as work:
@@ -353,10 +359,26 @@ class Machine:
         )
 
     def _sampled(self, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:
-        """The next token for each choice."""
+        """The next token for each choice; none where it is not known in time what it may be."""
         sequence = self.sequences[work.sequence]
         tokens = [(sequence.token_of(kv_hash, end, sampling), sampling) for sampling in work.samplings]
-        return tuple((token, logprob_of(token, end, sampling)) for token, sampling in tokens)
+        sampled = tuple((token, logprob_of(token, end, sampling)) for token, sampling in tokens)
+        if work.sampling is None or not self._sits_out(work.sampling, SET_ASIDE):
+            return sampled
+        sequence.unsampled = sampled
+        return ()
+
+    def _sample_late(self, work: SampleTokens) -> Steps:
+        sequence = self.sequences.get(work.logits_of)
+        sampled = sequence.unsampled if sequence is not None else ()
+        if not sampled:
+            self.world.watcher.broken(self, f"samples where nothing was left of sequence {work.logits_of}")
+        elif sequence is not None:
+            sequence.unsampled = ()
+        stop = yield self._took(MASK_S * self.world.random.random())
+        if stop or self.world.random.random() < max(NO_MASK, self.world.copy_fail):
+            return WorkFailed(stop or "constraint: its grammar was not ready")
+        return TokensSampled(sampled)
 
     def _compute_stage(self, running: Running, work: ComputeStage) -> Steps:
         hardware, chunk, segment = self.world.hardware, work.chunk, self.segment
@@ -506,7 +528,7 @@ class Machine:
             stop = yield took_s
             fed = rows[-1] if rows else [entry.token for entry in work.entries]
             rows.append(tuple(self._step(entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
-            sat_out = tuple(place for place, entry in enumerate(work.entries) if self._sits_out(entry))
+            sat_out = tuple(place for place, entry in enumerate(work.entries) if self._sits_out(entry.sampling))
             if stop or sat_out:  # whoever asked waits for no more than the next border
                 break
         asked = any(each.sampling.logprobs is not None for each in work.entries)
@@ -514,10 +536,15 @@ class Machine:
             tuple(logprob_of(token, each.position + made, each.sampling) for each, token in zip(work.entries, row, strict=True))
             for made, row in enumerate(rows if asked else (), 1)
         )
-        return StepDecoded(tuple(rows), self.world.now - began_at, logprobs, sat_out=sat_out)
+        for place in sat_out:
+            entry = work.entries[place]
+            token_at = rows[-1][place], logprob_of(rows[-1][place], entry.position + len(rows), entry.sampling)
+            self.sequences[entry.sequence].unsampled = (token_at,)
+        nothing = [tuple(0 if place in sat_out else token for place, token in enumerate(rows[-1]))]
+        return StepDecoded(tuple(rows[:-1] + nothing), self.world.now - began_at, logprobs, sat_out=sat_out)
 
-    def _sits_out(self, entry: StepEntry) -> bool:
-        return bool(entry.sampling.constraint) and self.world.random.random() < SITS_OUT
+    def _sits_out(self, sampling: Sampling, share: float = SITS_OUT) -> bool:
+        return bool(sampling.constraint) and self.world.random.random() < share
 
     def _step(self, entry: StepEntry, made: int, token: int) -> int:
         sequence, position = self.sequences[entry.sequence], entry.position + made
@@ -907,5 +934,5 @@ def _sequences_of(work: Work) -> frozenset[int]:
             return frozenset(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock))
         case ForkSequence():
             return frozenset((work.source, *work.targets))
-        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine():
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine() | SampleTokens():
             return frozenset()

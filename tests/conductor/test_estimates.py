@@ -177,6 +177,69 @@ def test_queues_equal_a_plain_reference_under_any_rule():
                 jobs[name] = worked_off(mine, pause)
 
 
+def late_cluster(ttft_slo_s=10.0):
+    """One prefill with two jobs that were promised their first tokens within 10 s, of which the second is late by now."""
+    cluster = Cluster(1, ttft_slo_s=ttft_slo_s)
+    first, second = cluster.schedule(tokens=100), cluster.schedule(tokens=100)
+    cluster.prefill_load("p0", jobs=[(first.booking, -2.0, 4.0), (second.booking, -1.0, 8.0)], priority_s=10.0)
+    return cluster, first, second
+
+
+def test_a_priority_takes_a_prompt_before_those_that_keep_their_promise_and_before_none_that_is_late():
+    cluster, first, second = late_cluster()
+    hurried = cluster.schedule(tokens=100, priority=-5, ttft_slo_s=0)
+    node = cluster.conductor._prefills.by_name["p0"]
+    assert node.numbers == [first.booking, second.booking, hurried.booking]
+    assert hurried.ttft_s > 12, "what it is told counts who goes before it"
+    assert hurried.least_priority == 0, "its prefill keeps the same order"
+    cluster, first, second = late_cluster(ttft_slo_s=60.0)
+    hurried = cluster.schedule(tokens=100, priority=-5)
+    assert cluster.conductor._prefills.by_name["p0"].numbers == [hurried.booking, first.booking, second.booking]
+    assert hurried.ttft_s < 1
+    assert hurried.least_priority <= -5
+
+
+def test_a_priority_is_bounded_no_more_than_a_late_job_needs():
+    cluster = Cluster(1, ttft_slo_s=10.0)
+    late, other = cluster.schedule(tokens=100), cluster.schedule(tokens=100)
+    cluster.prefill_load("p0", jobs=[(late.booking, -35.0, 11.0), (other.booking, -15.0, 0.5)], priority_s=10.0, overtake=0.0)
+    cluster.conductor._bookings.numbered(other.booking).deadline = cluster.now + 60
+    hurried = cluster.schedule(tokens=100, priority=-1000, ttft_slo_s=0)
+    assert hurried.least_priority == -3
+    assert cluster.conductor._prefills.by_name["p0"].numbers == [late.booking, hurried.booking, other.booking]
+
+
+def test_of_nobody_who_was_promised_nothing_is_it_said_that_he_is_late():
+    cluster, *_ = late_cluster(ttft_slo_s=0.0)
+    assert cluster.schedule(tokens=100, priority=-5).ttft_s < 1
+
+
+def test_no_priority_makes_a_late_job_later():
+    """Than the same prompt would without any."""
+
+    def ends_after(seed, priority):
+        chance = random.Random(seed)
+        cluster = Cluster(1, ttft_slo_s=20.0)
+        overtake, priority_s = chance.choice((0.0, 1.0)), chance.choice((0.0, 3.0, 10.0))
+        bookings = [cluster.schedule(tokens=50).booking for _ in range(8)]
+        told = [(booking, chance.uniform(-30, 10), chance.uniform(0, 6)) for booking in bookings]
+        cluster.prefill_load("p0", jobs=told, overtake=overtake, priority_s=priority_s)
+        node = cluster.conductor._prefills.by_name["p0"]
+        late = {n for n, end in zip(node.numbers, node.ends, strict=True) if end > cluster.now + 20.0}
+        tokens = chance.randrange(100, 5000)
+        placed = cluster.schedule(tokens=tokens, priority=priority, ttft_slo_s=0)
+        return {n: end for n, end in zip(node.numbers, node.ends, strict=True) if n in late}, placed
+
+    bounded = 0
+    for seed in range(60):
+        without, _ = ends_after(seed, 0)
+        for priority in (-1, -3, -1000):
+            ends, placed = ends_after(seed, priority)
+            assert all(ends[number] <= without[number] + 1e-6 for number in ends)
+            bounded += isinstance(placed, Placed) and bool(ends) and placed.least_priority > priority
+    assert bounded > 20
+
+
 def worked_off(jobs, seconds):
     """The jobs after so long, the front first."""
     left = []

@@ -32,6 +32,14 @@ def test_a_short_one_passes_a_long_one_and_a_step_of_priority_is_worth_its_secon
     assert order.rank(9.9, 1.0, -1) < order.rank(0.0, 1.0) < order.rank(10.1, 1.0, -1)
 
 
+@given(st.floats(0, 5), st.floats(0.1, 20), st.floats(-200, 200), st.floats(0, 100), st.floats(0.01, 50))
+def test_the_priority_behind_a_rank_is_the_earliest_that_does_not_pass_it(overtake, priority_s, rank, arrived_at, work_s):
+    order = Order(overtake, priority_s)
+    priority = order.priority_behind(rank, arrived_at, work_s)
+    assert order.rank(arrived_at, work_s, priority) >= rank
+    assert order.rank(arrived_at, work_s, priority - 2) < rank
+
+
 def test_the_work_ahead_is_what_ranks_before():
     assert work_ahead_s([(1.0, 5.0), (2.0, 7.0), (3.0, 11.0)], 2.0) == 12.0
     assert work_ahead_s([], 2.0) == 0.0

@@ -35,9 +35,20 @@ from mooncake_zmq.core.messages import (
     StopRule,
     TokensDecoded,
 )
-from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, CopyBlocks, DecodeStep, PullBlocks, StepDecoded, WorkFailed
+from mooncake_zmq.core.work import (
+    BlocksCopied,
+    BlocksPulled,
+    CopyBlocks,
+    DecodeStep,
+    PullBlocks,
+    SampleTokens,
+    StepDecoded,
+    TokensSampled,
+    WorkFailed,
+)
 from mooncake_zmq.decode.batch import Place, retry_after_s
 from mooncake_zmq.decode.decode import HELD_GRACE_S, HOLD_SHARE, Decode
+from mooncake_zmq.decode.masks import mask_s
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
@@ -709,31 +720,100 @@ def test_a_step_that_cannot_follow_ones_constraint_fails_that_request_alone(node
     assert [entry[0] for entry in node.one(TokensDecoded).entries] == ["r1"]
 
 
-def test_who_sits_a_step_out_is_in_the_next_one_with_the_same_token(node):
-    node.run("r0")
+def constrained(node, request_id):
+    sampling = Sampling(constraint=b"a grammar", prompt_tokens=6)
+    node.run(request_id, sampling=sampling)
+
+
+def sits_out(node):
+    """r0 follows a grammar and sat out the second step of a batch with r1; the work that samples for it."""
+    constrained(node, "r0")
     node.run("r1")
     node.step()
-    work_id, work = node.work(DecodeStep)
     node.take(TokensDecoded)
+    work_id, work = node.work(DecodeStep)
     node.done(work_id, StepDecoded(((0, 6),), 0.01, sat_out=(0,)))
     assert [entry[0] for entry in node.one(TokensDecoded).entries] == ["r1"]
-    again_id, again = node.work(DecodeStep)
-    assert again.entries[0] == work.entries[0]
-    assert (again.entries[1].token, again.entries[1].position) == (6, work.entries[1].position + 1)
-    node.done(again_id, StepDecoded(((0, 0),), 0.01, sat_out=(0, 1)))
-    assert node.take(TokensDecoded) == []
-    assert node.work(DecodeStep)[1].entries == again.entries
-    assert node.actor.counts["steps_sat_out"] == 3
+    return node.work(SampleTokens)[0], work
+
+
+def test_an_answer_whose_mask_is_late_sits_steps_out_until_its_token_is_sampled(node):
+    late_id, work = sits_out(node)
+    for _ in range(3):
+        assert len(node.work(DecodeStep)[1].entries) == 1, "others step meanwhile"
+        node.step()
+    assert node.actor.counts["steps_sat_out"] == 4
+    node.take(TokensDecoded)
+    node.done(late_id, TokensSampled(((8, None),)))
+    ((name, _, _, tokens),) = node.one(TokensDecoded).entries
+    assert (name, tokens) == ("r0", (8,))
+    node.step()
+    again = node.work(DecodeStep)[1].entries
+    assert (again[0].token, again[0].position) == (8, work.entries[0].position + 1)
+    assert node.actor.counts["steps_sat_out"] == 4
+
+
+def test_a_step_waits_for_those_alone_that_keep_up_and_for_a_small_part_of_its_time(node):
+    late_id, work = sits_out(node)
+    keeps_up, plain = work.entries
+    assert plain.mask_s == 0.0
+    assert keeps_up.mask_s == mask_s(0.01, constrained=True, was_late=False)
+    node.done(late_id, TokensSampled(((8, None),)))
+    node.step()
+    assert node.work(DecodeStep)[1].entries[0].mask_s == 0.0
+    node.step()
+    assert node.work(DecodeStep)[1].entries[0].mask_s == keeps_up.mask_s, "it kept up again"
+
+
+def test_nobody_left_to_step_waits_for_the_first_token_that_is_sampled(node):
+    constrained(node, "r0")
+    constrained(node, "r1")
+    work_id, _ = node.work(DecodeStep)
+    node.done(work_id, StepDecoded(((0,),), 0.01, sat_out=(0,)))
+    work_id, _ = node.work(DecodeStep)
+    node.done(work_id, StepDecoded(((0,),), 0.01, sat_out=(0,)))
+    assert not any(isinstance(work, DecodeStep) for work in node.works.values())
+    late_id = max(work_id for work_id, work in node.works.items() if isinstance(work, SampleTokens))
+    node.done(late_id, TokensSampled(((8, None),)))
+    assert [entry.token for entry in node.work(DecodeStep)[1].entries] == [8]
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_an_answer_whose_token_cannot_be_sampled_fails_alone(node, stuck):
+    late_id, _ = sits_out(node)
+    node.done(late_id, WorkFailed("constraint: not ready", stuck=stuck))
+    failed = node.one(AttemptFailed)
+    assert (failed.request_id, failed.stuck) == ("r0", stuck)
+    assert len(node.work(DecodeStep)[1].entries) == 1
+
+
+def test_an_answer_that_ends_while_it_sits_out_holds_its_memory_until_that_work_ended(node):
+    late_id, _ = sits_out(node)
+    held = node.actor.gauges(node.now)["reserved_tokens"]
+    node.say("g", CancelRequest(request_id="r0", attempt=1))
+    assert node.cancelled == [late_id]
+    assert node.actor.gauges(node.now)["reserved_tokens"] == held
+    node.done(late_id, WorkFailed("cancelled"))
+    assert node.actor.gauges(node.now)["reserved_tokens"] < held
+    assert node.take(AttemptFailed) == []
+
+
+def test_a_late_token_that_ends_the_answer_ends_it(node):
+    late_id, _ = sits_out(node)
+    node.done(late_id, TokensSampled(((9, None),)))
+    assert node.one(TokensDecoded).accounts[0].request_id == "r0"
+    assert "r0" not in node.actor._requests
 
 
 def test_what_a_run_sampled_before_one_sat_out_is_told():
     node = Node(max_steps=10)
-    node.run("r0")
+    constrained(node, "r0")
     work_id, work = node.work(DecodeStep)
     node.done(work_id, StepDecoded(((5,), (6,), (0,)), 0.01, sat_out=(0,)))
     assert [entry[3] for entry in node.one(TokensDecoded).entries] == [(5, 6)]
+    node.done(node.work(SampleTokens)[0], TokensSampled(((8, None),)))
     entry = node.work(DecodeStep)[1].entries[0]
-    assert (entry.token, entry.position) == (6, work.entries[0].position + 2)
+    assert (entry.token, entry.position) == (8, work.entries[0].position + 3)
 
 
 def test_what_a_run_sampled_before_it_got_stuck_is_told_first():

@@ -335,6 +335,13 @@ def test_slos_and_priority_go_to_conductor_and_prefill(node):
     assert (start.booking, start.priority, start.tbt_slo_s, start.stages) == (7, -3, 0.25, ("p1",))
 
 
+@pytest.mark.parametrize(("asked", "least", "sent"), [(-3, -1, -1), (-3, -1000, -3), (2, -1, 2), (0, 0, 0)])
+def test_a_prefill_is_sent_no_earlier_priority_than_its_conductor_predicted_with(node, asked, least, sent):
+    node.ask(priority=asked)
+    node.place(least_priority=least)
+    assert node.one(StartPrefill).priority == sent
+
+
 def test_a_further_attempt_tells_how_long_its_client_waited_and_whether_it_has_tokens(node):
     node.ask()
     node.place()

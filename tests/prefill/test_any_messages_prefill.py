@@ -24,7 +24,15 @@ from mooncake_zmq.core.messages import (
     SlotsReserved,
     StartPrefill,
 )
-from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, WorkFailed
+from mooncake_zmq.core.work import (
+    BlocksCopied,
+    ChunkComputed,
+    ComputeChunk,
+    CopyBlocks,
+    SampleTokens,
+    TokensSampled,
+    WorkFailed,
+)
 from mooncake_zmq.kv.block_hash import unpack_tokens
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
@@ -43,7 +51,7 @@ def starts(draw):
     return structs.replace(message, **more, deadline_s=60.0, stages=())
 
 
-def outcome(work, share):
+def outcome(node, work, share):
     """What an engine and a copy make of a work; every so often it fails, or the reused blocks are not what they were."""
     if share > 0.9:
         return WorkFailed("odd")
@@ -52,7 +60,12 @@ def outcome(work, share):
             if prefix and share > 0.7:
                 return ChunkComputed((), None, 0.1, failed=(0,), corrupt=(0,) if share > 0.8 else ())
             others = tuple((4, None) for _ in seeds)
+            if sampling is not None and 0 < share < 0.2:
+                node.late[work.sequence] = ((3, None), *others)
+                return ChunkComputed(tuple(5 for _ in outputs), None, share)
             return ChunkComputed(tuple(5 for _ in outputs), None if sampling is None else 3, share, others=others)
+        case SampleTokens(logits_of=sequence):
+            return TokensSampled(node.late[sequence])
         case CopyBlocks(copies=copies):
             return BlocksCopied(tuple(5 for _ in copies))
     raise TypeError(work)
@@ -95,7 +108,7 @@ def test_any_messages_leave_a_prefill_sound(steps):
         node.down(name)
     while node.works:
         work_id, work = next(iter(node.works.items()))
-        node.done(work_id, outcome(work, 0.0))
+        node.done(work_id, outcome(node, work, 0.0))
     node.down("c")
     node.advance(100.0)
     assert not node.busy()
@@ -113,6 +126,7 @@ def new_node():
     node = Harness(Prefill(name="me", host="h0", incarnation=2, settings=settings, layout=LAYOUT, costs=Costs()))
     for name in ("g", "c", "k", "d0", "d1"):
         node.up(name, 7)
+    node.late = {}
     return node
 
 
@@ -132,7 +146,7 @@ def take_step(node, what, which, message):
             node.handle(Received("c", leased(leases[which % len(leases)], which)))
         case "work" if node.works:
             work_id, work = sorted(node.works.items())[0]
-            node.done(work_id, outcome(work, which))
+            node.done(work_id, outcome(node, work, which))
         case "wait":
             node.advance(which)
         case "restart":

@@ -35,7 +35,16 @@ from mooncake_zmq.core.messages import (
     StartStage,
     StopRule,
 )
-from mooncake_zmq.core.work import ChunkComputed, ComputeChunk, ComputeStage, StageComputed, WorkFailed, stage_layers
+from mooncake_zmq.core.work import (
+    ChunkComputed,
+    ComputeChunk,
+    ComputeStage,
+    SampleTokens,
+    StageComputed,
+    TokensSampled,
+    WorkFailed,
+    stage_layers,
+)
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
@@ -420,6 +429,55 @@ def test_a_constraint_that_the_last_stage_cannot_follow_is_told_to_the_gateway()
     line.compute("p1", WorkFailed("constraint: no token can follow", stuck=True))
     line.run()
     assert line.first.one(AttemptFailed, "g").stuck
+    assert not line.leftovers()
+
+
+def set_aside(line):
+    """Everything is computed, and the last stage does not know in time what the first token may be."""
+    line.start()
+    last = line.nodes["p1"]
+    while not any(getattr(getattr(work, "chunk", None), "sampling", None) for work in last.works.values()):
+        assert line.step()
+    ((work_id, work),) = last.works.items()
+    first = work.chunk.start // B
+    parts = tuple(part(first + index, layer) for index in range(len(work.chunk.outputs)) for layer in work.layers)
+    last.done(work_id, StageComputed(parts, None, 0.01))
+    line.settle()
+    return last, last.work(SampleTokens)[0]
+
+
+def test_a_last_stage_whose_first_token_waits_for_its_grammar_is_set_aside():
+    line = Line(("p1",))
+    last, sampling = set_aside(line)
+    assert line.first.take(FirstToken, "g") == []
+    assert last.actor.counts["jobs_set_aside"] == 1
+    last.done(sampling, TokensSampled(((77, None),)))
+    line.run()
+    assert line.first.one(FirstToken, "g").token == 77
+    line.received()
+    assert not line.leftovers()
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_last_stage_whose_first_token_cannot_be_sampled_ends_the_attempt(stuck):
+    line = Line(("p1",))
+    last, sampling = set_aside(line)
+    last.done(sampling, WorkFailed("constraint: not ready", stuck=stuck))
+    line.run()
+    failed = line.first.one(AttemptFailed, "g")
+    assert failed.stuck is stuck
+    assert "no first token: constraint: not ready" in failed.reason
+    assert not line.leftovers()
+
+
+def test_a_stage_that_ends_while_it_is_set_aside_stops_that_work():
+    line = Line(("p1",))
+    last, sampling = set_aside(line)
+    line.first.say("g", CancelRequest(request_id="r", attempt=1))
+    line.settle()
+    assert last.cancelled == [sampling]
+    last.done(sampling, WorkFailed("cancelled"))
+    line.run()
     assert not line.leftovers()
 
 

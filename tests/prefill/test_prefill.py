@@ -40,7 +40,16 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     StopRule,
 )
-from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, ComputeChunk, CopyBlocks, LayersComputed, WorkFailed
+from mooncake_zmq.core.work import (
+    BlocksCopied,
+    ChunkComputed,
+    ComputeChunk,
+    CopyBlocks,
+    LayersComputed,
+    SampleTokens,
+    TokensSampled,
+    WorkFailed,
+)
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.prefill.prefill import Prefill
@@ -891,6 +900,64 @@ def test_a_pooled_prefix_is_to_be_loaded_while_its_lease_lasts(node):
     ttl_s = settings.pool.lease_ttl_s
     prefix_s = node.work(ComputeChunk)[1].prefix_s
     assert 0 < prefix_s <= ttl_s * 0.75 < settings.work_deadline_s
+
+
+def set_aside(node, request_id="r"):
+    """A job is computed, and it is not known in time what its first token may be: the work that samples it."""
+    node.ready(request_id)
+    while not any(isinstance(work, SampleTokens) for work in node.works.values()):
+        node.computed(token=None)
+    return node.work(SampleTokens)[0]
+
+
+def test_a_job_whose_first_token_waits_for_its_grammar_keeps_no_other_waiting():
+    node = Node(max_active=1, short_lane=0)
+    sampling = set_aside(node)
+    assert node.take(HandoffDone) == []
+    assert node.take(FirstToken) == []
+    assert node.actor.gauges(node.now)["requests_running"] == 1
+    node.ready("other", prompt(4, base=200))
+    node.computed(token=5)
+    assert node.one(FirstToken).request_id == "other"
+    assert node.one(HandoffDone).request_id == "other"
+    node.done(sampling, TokensSampled(((77, None),)))
+    first, done = node.one(FirstToken), node.one(HandoffDone)
+    assert (first.request_id, first.token, done.token) == ("r", 77, 77)
+    node.received()
+    node.received("other")
+    node.put_all()
+    assert node.busy() == {}
+    assert node.sequences == set()
+    assert node.actor.counts["jobs_set_aside"] == 1
+
+
+def test_what_a_job_set_aside_has_computed_is_with_its_decode_and_its_memory_is_free(node):
+    node.ready()
+    while not any(isinstance(work, SampleTokens) for work in node.works.values()):
+        node.computed(token=None)
+    assert node.sequences == set()
+    assert [m.stop_layer for m in node.take(LayersReady)][-1] == LAYOUT.layers
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_job_whose_first_token_cannot_be_sampled_fails_by_that_name(node, stuck):
+    node.done(set_aside(node), WorkFailed("constraint: its grammar was not ready in 20 s", stuck=stuck))
+    failed = node.one(AttemptFailed)
+    assert failed.reason == "no first token: constraint: its grammar was not ready in 20 s"
+    assert failed.stuck is stuck
+    assert node.one(HandoffFailed).request_id == "r"
+    node.put_all()
+    assert node.busy() == {}
+
+
+def test_a_job_that_ends_while_it_is_set_aside_stops_that_work_and_holds_nothing(node):
+    sampling = set_aside(node)
+    node.say("g", CancelRequest(request_id="r", attempt=1))
+    assert node.cancelled == [sampling]
+    node.put_all()
+    assert node.busy() == {}
+    node.done(sampling, TokensSampled(((77, None),)))
+    assert node.take(FirstToken) == []
 
 
 def test_a_failed_put_frees_its_slots(node):

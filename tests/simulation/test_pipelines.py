@@ -72,7 +72,7 @@ def test_a_short_prompt_costs_what_it_cost_without_pipelines() -> None:
     assert first_token_s(SHORT, 3) == first_token_s(SHORT, 1)
 
 
-@pytest.mark.parametrize("seed", [1, 4, 7])
+@pytest.mark.parametrize("seed", [1, 7, 10])
 def test_seeds_with_pipelines_hold_and_use_them(seed: int) -> None:
     result = run_seed(seed)
     assert result.failure is None

@@ -34,11 +34,13 @@ from mooncake_zmq.core.work import (
     ProbeProcess,
     ProcessProbed,
     PullBlocks,
+    SampleTokens,
     SequenceBlock,
     SequenceForked,
     SlotGrant,
     StepDecoded,
     StepEntry,
+    TokensSampled,
     WorkFailed,
 )
 from mooncake_zmq.engine import grammars as grammars_module
@@ -135,6 +137,28 @@ class Rig:
     ):
         work = ComputeChunk(sequence, start, tokens.tobytes(), tuple(prefix), tuple(outputs), sampling, prefix_s)
         return self.start(work, deadline_s)
+
+    def first(self, sequence, tokens, sampling, seeds=()):
+        """Compute a prompt: its first token, then one for each of `seeds`, each with its probability."""
+        work = ComputeChunk(sequence, 0, tokens.tobytes(), (), (), sampling, seeds=seeds)
+        chunk = self.result(self.start(work))
+        if isinstance(chunk, WorkFailed):
+            return chunk
+        if chunk.token is not None:
+            return ((chunk.token, chunk.logprob), *chunk.others)
+        late = self.run(SampleTokens(sequence))
+        return late if isinstance(late, WorkFailed) else late.sampled
+
+    def answer(self, sequence, token, sampling, steps):
+        """What so many steps sample behind the first token, however late they know what may come."""
+        tokens = [token]
+        while len(tokens) <= steps:
+            position = len(PROMPT) + len(tokens) - 1
+            step = self.run(DecodeStep((StepEntry(sequence, tokens[-1], position, sampling, TIMEOUT_S),)))
+            assert not step.sat_out
+            assert not step.failed
+            tokens.append(step.tokens[0][0])
+        return tokens[1:]
 
     def prefill(self, sequence=1, slots=(0, 1, 2, 3)):
         """Prefill PROMPT in two chunks into `slots`: the references and the first token."""
@@ -345,33 +369,34 @@ def constrained(make_rig, grammar, **asked):
     sampling = Sampling(constraint=of_lark(grammar), prompt_tokens=len(PROMPT), **asked)
     rig = make_rig("a", grammars=Grammars("toy", 512))
     rig.executor.open_sequence(1, 64, sampling, sampling.past(PROMPT.tobytes()))
-    return rig, sampling, rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
+    ((token, _),) = rig.first(1, PROMPT, sampling)
+    return rig, sampling, token
 
 
 def test_an_answer_with_a_constraint_follows_it_wherever_it_goes_on(make_rig):
-    rig, sampling, chunk = constrained(make_rig, 'start: "<" /[a-z]/ /[0-9]{4}/ ">"')
-    run = rig.run(DecodeStep((StepEntry(1, chunk.token, len(PROMPT), sampling),), steps=9))
-    answer = [chunk.token, *(row[0] for row in run.tokens)]
+    rig, sampling, first = constrained(make_rig, 'start: "<" /[a-z]/ /[0-9]{4}/ ">"')
+    answer = [first, *rig.answer(1, first, sampling, steps=9)]
     assert re.fullmatch(r"<[a-z]\d{4}>", bytes(answer[:7]).decode())
     assert answer[7:] == [256] * 3, "nothing but ends follow"
     for cut in (1, 4, 7):
         resumed = np.append(PROMPT, answer[:cut]).astype(np.int32)
         rig.executor.open_sequence(10 + cut, 64, sampling, sampling.past(resumed.tobytes()))
-        assert rig.result(rig.compute(10 + cut, 0, resumed, sampling=sampling)).token == answer[cut]
+        ((token, _),) = rig.first(10 + cut, resumed, sampling)
+        assert token == answer[cut]
 
 
 def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
-    rig, sampling, chunk = constrained(make_rig, 'start: ("a"{1,1000}){1,1000}', logit_bias=((ord("a"), 100.0),))
+    rig, sampling, first = constrained(make_rig, 'start: ("a"{1,1000}){1,1000}', logit_bias=((ord("a"), 100.0),))
     rig.executor.open_sequence(2, 64)
     other = rig.result(rig.compute(2, 0, PROMPT, sampling=GREEDY))
-    entries = StepEntry(1, chunk.token, len(PROMPT), sampling), StepEntry(2, other.token, len(PROMPT), GREEDY)
+    entries = StepEntry(1, first, len(PROMPT), sampling, TIMEOUT_S), StepEntry(2, other.token, len(PROMPT), GREEDY)
     run = rig.run(DecodeStep(entries, steps=40))
     assert [(place, why.stuck) for place, why in run.failed] == [(0, True)]
     assert 1 < len(run.tokens) < 40
     assert [row[1] for row in run.tokens][:STEPS] == reference()[1][: len(run.tokens)]
     nonsense = Sampling(constraint=b"{", prompt_tokens=len(PROMPT))
     rig.executor.open_sequence(3, 64, nonsense, b"")
-    failed = rig.result(rig.compute(3, 0, PROMPT, sampling=nonsense))
+    failed = rig.first(3, PROMPT, nonsense)
     assert isinstance(failed, WorkFailed)
     assert failed.reason.startswith("constraint: ")
     assert failed.stuck
@@ -403,27 +428,69 @@ def entered(rig, sequence, grammar):
     sampling = GREEDY if grammar is None else Sampling(constraint=of_lark(grammar), prompt_tokens=len(PROMPT))
     rig.executor.open_sequence(sequence, 64, sampling, sampling.past(PROMPT.tobytes()) if grammar else b"")
     chunk = rig.result(rig.compute(sequence, 0, PROMPT, sampling=None if grammar else GREEDY))
-    return StepEntry(sequence, ord("s") if grammar else chunk.token, len(PROMPT), sampling)
+    waits_s = TIMEOUT_S if grammar and "slow" not in grammar else 0.0
+    return StepEntry(sequence, ord("s") if grammar else chunk.token, len(PROMPT), sampling, waits_s)
 
 
-def test_a_newcomer_whose_grammar_is_not_ready_stops_nobody_and_joins_when_it_is(make_rig, slow):
+def test_an_answer_whose_grammar_is_not_ready_stops_nobody_and_gets_its_token_when_it_is(make_rig, slow):
     rig = make_rig("a", grammars=Grammars("toy", 512))
-    rig.executor._grammars.check(of_lark('start: "sea"'))  # once it has begun, this is no work
     plain, ready, newcomer = entered(rig, 1, None), entered(rig, 2, 'start: "sea"'), entered(rig, 3, 'start: "slow"')
     run = rig.run(DecodeStep((plain, ready, newcomer), steps=4))
     assert run.sat_out == (2,)
     assert run.failed == ()
     assert len(run.tokens) == 1, "a run of steps ends where somebody sits out"
     assert run.tokens[0][:2] == (reference()[1][0], ord("e"))
-    alone = rig.run(DecodeStep((newcomer,)))
-    assert alone.sat_out == (0,)
-    slow()
+    late = rig.start(SampleTokens(3))
     sampled = zip((plain, ready), run.tokens[0][:2], strict=True)
     after = [structs.replace(entry, token=token, position=len(PROMPT) + 1) for entry, token in sampled]
-    joined = rig.run(DecodeStep((*after, newcomer)))
-    while joined.sat_out:
-        joined = rig.run(DecodeStep((*after, newcomer)))
-    assert joined.tokens == ((reference()[1][1], ord("a"), ord("l")),)
+    assert rig.run(DecodeStep(tuple(after))).tokens == ((reference()[1][1], ord("a")),), "others step meanwhile"
+    slow()
+    assert rig.result(late) == TokensSampled(((ord("l"), None),))
+    rejoins = structs.replace(newcomer, token=ord("l"), position=len(PROMPT) + 1, mask_s=TIMEOUT_S)
+    assert rig.run(DecodeStep((rejoins,))).tokens == ((ord("o"),),)
+
+
+def test_a_prompt_whose_grammar_is_not_ready_stops_no_other_and_is_sampled_without_its_kv(make_rig, slow):
+    rig = make_rig("a", grammars=Grammars("toy", 512))
+    sampling = Sampling(constraint=of_lark('start: "slow"'), prompt_tokens=len(PROMPT))
+    rig.executor.open_sequence(1, 64, sampling)
+    chunk = rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
+    assert (chunk.token, chunk.others) == (None, ())
+    late = rig.start(SampleTokens(1))
+    opened = rig.executor._sequences[1]
+    rig.executor.close_sequence(1)
+    assert opened.memory is None, "its memory is free at once"
+    rig.executor.open_sequence(2, 64)
+    assert rig.result(rig.compute(2, 0, PROMPT, sampling=GREEDY)).token == reference()[0]
+    slow()
+    assert rig.result(late) == TokensSampled(((ord("s"), None),))
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline", "close"])
+def test_what_waits_for_a_grammar_ends_when_it_is_to(make_rig, slow, end):
+    rig = make_rig("a", grammars=Grammars("toy", 512))
+    sampling = Sampling(constraint=of_lark('start: "slow"'), prompt_tokens=len(PROMPT))
+    rig.executor.open_sequence(1, 64, sampling)
+    rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
+    late = rig.start(SampleTokens(1), 0.05 if end == "deadline" else TIMEOUT_S)
+    rig.executor.close_sequence(1)
+    if end == "cancel":
+        rig.executor.cancel(late)
+    if end == "close":
+        rig.close()
+    reason = {"cancel": "cancelled", "close": "closed", "deadline": "deadline"}[end]
+    assert rig.result(late) == WorkFailed(reason)
+
+
+def test_a_first_token_is_waited_for_as_long_as_any_other(make_rig, slow, monkeypatch):
+    rig = make_rig("a", grammars=Grammars("toy", 512))
+    sampling = Sampling(constraint=of_lark('start: "slow"'), prompt_tokens=len(PROMPT))
+    rig.executor.open_sequence(1, 64, sampling)
+    rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
+    monkeypatch.setattr(grammars_module, "MAX_WAIT_S", 0.05)
+    failed = rig.run(SampleTokens(1))
+    assert "not ready in 0.05 s" in failed.reason
+    assert not failed.stuck, "another one may be in time"
 
 
 def test_who_waits_for_too_long_fails_alone(make_rig, slow, monkeypatch):
@@ -478,12 +545,10 @@ def test_choices_with_a_constraint_follow_it_each_by_itself(make_rig):
     rig = make_rig("a", grammars=Grammars("toy", 512))
     for sequence in (1, 2, 3):
         rig.executor.open_sequence(sequence, 32, sampling)
-    work = ComputeChunk(1, 0, PROMPT.tobytes(), (), (), sampling, seeds=(1, 2))
-    chunk = rig.result(rig.start(work, TIMEOUT_S))
+    firsts = [token for token, _ in rig.first(1, PROMPT, sampling, seeds=(1, 2))]
     assert rig.run(ForkSequence(1, (2, 3), len(PROMPT))) == SequenceForked()
-    firsts = [chunk.token, *(token for token, _ in chunk.others)]
     choices = [structs.replace(sampling, seed=seed) for seed in range(3)]
-    entries = [StepEntry(i + 1, firsts[i], len(PROMPT), choices[i]) for i in range(3)]
+    entries = [StepEntry(i + 1, firsts[i], len(PROMPT), choices[i], TIMEOUT_S) for i in range(3)]
     run = rig.run(DecodeStep(tuple(entries), steps=6))
     answers = [bytes([firsts[i], *(row[i] for row in run.tokens[:5])]).decode() for i in range(3)]
     assert len(set(answers)) == 3
