@@ -63,6 +63,7 @@ class PrefillChoice:
         "sources",
         "stages",
         "stores",
+        "whole",
         "work_s",
     )
 
@@ -78,6 +79,8 @@ class PrefillChoice:
         fetch_s: float,
     ) -> None:
         self.node = node
+        self.whole = node.stays
+        """The node decodes as well what it prefills."""
         self.reuse_blocks = reuse_blocks
         self.sources = sources
         self.stores = stores
