@@ -767,11 +767,11 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
 
 
 def _apart_warnings(loaded: Loaded) -> Iterator[str]:
-    """vLLMs that do a part of the work alone, and nobody does the other."""
+    """Warn of vLLMs that do a part of the work where none does the other."""
     parts = {loaded.section(node).part for node in loaded.config.of_role("vllm")}
     for part, other in (("prefill", "decode"), ("decode", "prefill")):
         if part in parts and other not in parts:
-            yield f'vllm nodes of part "{part}" get nothing: there is none of part "{other}"'
+            yield f'vllm nodes of part "{part}" get whole requests alone: there is none of part "{other}"'
     stores = any(node.store_endpoint for node in loaded.config.of_role("cache-node"))
     if parts - {"both"} and not stores:
         yield "no cache-node has a store_endpoint: what one vLLM prefills, another computes again to decode it"

@@ -65,6 +65,7 @@ class PrefillChoice:
         "sources",
         "stages",
         "stores",
+        "whole",
         "work_s",
     )
 
@@ -80,6 +81,8 @@ class PrefillChoice:
         fetch_s: float,
     ) -> None:
         self.node = node
+        self.whole = node.stays
+        """The node decodes as well what it prefills."""
         self.reuse_blocks = reuse_blocks
         self.sources = sources
         self.stores = stores

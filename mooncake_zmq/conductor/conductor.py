@@ -251,13 +251,9 @@ class Conductor:
         for node in self._index.counts:
             role = self._members.role_of(node.removesuffix(SHELF))
             assert role in ("cache-node", "prefill", "vllm"), f"the index names {node}"
-        for role, other, nodes in (
-            ("prefill", "decode", self._prefills.nodes),
-            ("decode", "prefill", self._decodes.nodes),
-        ):
-            vllms = [member.name for member in self._members.of_role("vllm") if member.part != other]
-            members = [*(member.name for member in self._members.of_role(role)), *vllms]
-            assert [node.name for node in nodes] == sorted(members)
+        vllms = [member.name for member in self._members.of_role("vllm")]
+        for role, names in (("prefill", self._prefills.by_name), ("decode", self._decodes.by_name)):
+            assert sorted(names) == sorted([*(member.name for member in self._members.of_role(role)), *vllms])
         self._prefills.check(now)
         self._sources.check()
         self._decodes.check(now)
@@ -297,11 +293,11 @@ class Conductor:
         return effects + self._roll_call.changed() + self._balance.joined(now, member)
 
     def _join_vllm(self, member: Member) -> None:
-        if member.part != "decode":
-            vllm = self._prefills.join(member.name, member.host, vllm=True, stays=member.part == "both")
-            self._sources.join_own(self._index.join(member.name, pool=False), vllm)
-        if member.part != "prefill":
-            self._decodes.join(member.name, member.host, vllm=True, stays=member.part == "both")
+        """Add a vLLM to both kinds: one that has a part is a spare of the other."""
+        name, host, whole = member.name, member.host, member.part == "both"
+        vllm = self._prefills.join(name, host, vllm=True, stays=whole, spare=member.part == "decode")
+        self._sources.join_own(self._index.join(name, pool=False), vllm)
+        self._decodes.join(name, host, vllm=True, stays=whole, spare=member.part == "prefill")
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
         """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
@@ -323,10 +319,8 @@ class Conductor:
                 self._decodes.leave(self._decodes.by_name[peer])
             case "vllm":
                 self._forget_apart(peer)
-                if prefill := self._prefills.by_name.get(peer):
-                    self._prefills.leave(prefill)
-                if decode := self._decodes.by_name.get(peer):
-                    self._decodes.leave(decode)
+                self._prefills.leave(self._prefills.by_name[peer])
+                self._decodes.leave(self._decodes.by_name[peer])
             case "cache-node":
                 self._forget_apart(peer + SHELF)
                 bit = self._index.join(peer)
@@ -476,6 +470,7 @@ class Conductor:
         self.counts.add("placed")
         if prefill.stages:
             self.counts.add("pipelines_placed")
+        self.counts.add("stand_ins_placed", int(prefill.node.spare or decided.decode.node.spare))
         self.counts.add(_way(prefill))
         held = max(plan.longest, prefill.reuse_blocks)
         self.counts.add("recomputed_blocks[reason=held]", held - prefill.reuse_blocks)

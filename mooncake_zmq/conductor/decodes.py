@@ -37,16 +37,21 @@ class DecodeNode:
         "places",
         "reported_at",
         "scale",
+        "spare",
         "step",
         "step_s",
         "there",
         "vllm",
     )
 
-    def __init__(self, name: str, host: str, *, half_life_s: float, step_s: float, vllm: bool, crowd: "Crowd | None") -> None:
+    def __init__(
+        self, name: str, host: str, *, half_life_s: float, step_s: float, vllm: bool, spare: bool, crowd: "Crowd | None"
+    ) -> None:
         self.name = name
         self.host = host
         self.vllm = vllm
+        self.spare = spare
+        """A vLLM that prefills for others: it decodes too what it prefills while no other vLLM is open for that."""
         self.crowd = crowd
         """Among whom it is searched; None: it takes what it prefilled itself, and nothing else."""
         self.draining = False
@@ -126,11 +131,12 @@ class Decodes:
         self._costs = costs
         self._accuracy = accuracy
 
-    def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False) -> None:
+    def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False, spare: bool = False) -> None:
         """A conversation began."""
         step_s = self._costs.step_s(1, 0)
-        crowd = None if stays else self.vllms if vllm else self.own
-        node = DecodeNode(name, host, half_life_s=self._settings.correction_half_life_s, step_s=step_s, vllm=vllm, crowd=crowd)
+        crowd = None if stays or spare else self.vllms if vllm else self.own
+        half_life_s = self._settings.correction_half_life_s
+        node = DecodeNode(name, host, half_life_s=half_life_s, step_s=step_s, vllm=vllm, spare=spare, crowd=crowd)
         insort(self.nodes, node, key=lambda each: each.name)
         self.by_name[name] = node
         if crowd is not None:

@@ -43,8 +43,8 @@ class Picture:
             "cached_copies": sum(self.index.counts.values()),
             "cached_chains": len(self.replication.demand),
             "capacity_keys": self.settings.max_keys,
-            "capacity_prefills": len(self.prefills.nodes),
-            "capacity_decodes": len(self.decodes.nodes),
+            "capacity_prefills": sum([not node.spare for node in self.prefills.nodes]),
+            "capacity_decodes": sum([not node.spare for node in self.decodes.nodes]),
             "capacity_cache_nodes": len(self.members.of_role("cache-node")),
             **self.balance.gauges(now),
         }

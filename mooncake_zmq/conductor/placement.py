@@ -92,15 +92,24 @@ class Placement:
         """Where it goes, or the refusal."""
         limits = self._admission.limits(schedule)
         prefill = self._choose_prefill(now, schedule, plan, limits, ())
-        if isinstance(prefill, PrefillChoice):
-            decided = self._go_on(now, schedule, plan, limits, prefill)
-            if not prefill.node.vllm or prefill.node.stays or not isinstance(decided, tuple) or decided[0] not in NO_DECODE:
-                return decided
-            # No vLLM can go on with what this one would prefill: whoever does both still may.
-            apart = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
-            prefill = self._choose_prefill(now, schedule, plan, limits, apart)
-            return decided if isinstance(prefill, tuple) else self._go_on(now, schedule, plan, limits, prefill)
-        return prefill
+        if isinstance(prefill, tuple):
+            return prefill
+        decided = self._go_on(now, schedule, plan, limits, prefill)
+        if not prefill.node.vllm or prefill.whole or _has_decode(decided, schedule):
+            return decided
+        # No vLLM can go on with what this one would prefill: one that does both may, or else this one does, unless it has to
+        # wait for room alone.
+        apart = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
+        other = self._choose_prefill(now, schedule, plan, limits, apart)
+        if not isinstance(other, tuple):
+            instead = self._go_on(now, schedule, plan, limits, other)
+            if isinstance(instead, Decision):
+                return instead
+        if isinstance(decided, tuple) and decided[0] is RejectReason.NO_ROOM:
+            return decided
+        prefill.whole = True
+        whole = self._go_on(now, schedule, plan, limits, prefill)
+        return whole if isinstance(whole, Decision) else decided
 
     def _go_on(self, now: float, schedule: Schedule, plan: Plan, limits: Limits, prefill: PrefillChoice) -> Decision | Refused:
         """From the prefill on."""
@@ -202,7 +211,7 @@ class Placement:
         """The cache-nodes to name: where a vLLM decodes what another one prefills, first the one whose store that writes to."""
         if not prefill.node.vllm:
             return tuple([self._index.name_of(bit) for bit in prefill.sources]) if prefill.sources else ()
-        first = () if prefill.node.stays else self._sources.store_of(prefill.node.host)
+        first = () if prefill.whole else self._sources.store_of(prefill.node.host)
         return (*first, *prefill.stores)
 
     def _crowd(self, prefill: PrefillNode) -> Crowd:
@@ -220,14 +229,14 @@ class Placement:
             expected_tokens=expected,
             stay_tokens=max(1.0, self._outputs.typical),
             choices=choices,
-            handover_s=0.0 if prefill.node.stays or not prefill.node.vllm else self._costs.load_s(plan.tokens),
+            handover_s=0.0 if prefill.whole or not prefill.node.vllm else self._costs.load_s(plan.tokens),
         )
 
     def _handover(self, plan: Plan, prefill: PrefillChoice) -> Handover:
         return Handover(plan, prefill, self._sources, self._transfers, self._costs, self._block_tokens)
 
     def _choose_decode(self, now: float, joining: Joining, prefill: PrefillChoice, schedule: Schedule) -> DecodeChoice | None:
-        if prefill.node.stays:
+        if prefill.whole:
             return self.batches.stay(joining, self._decodes.by_name[prefill.node.name])
         return self.batches.choose(now, joining, self._crowd(prefill.node), prefill.node.host, schedule.exclude)
 
@@ -341,6 +350,13 @@ class Placement:
         if not leave_s:
             return RejectReason.NO_DECODE, NO_NODE_RETRY_S, 0.0
         return RejectReason.NO_ROOM, bounded(min(leave_s)), 0.0
+
+
+def _has_decode(decided: Decision | Refused, schedule: Schedule) -> bool:
+    """Return whether a decode was found, and not only one that has let the request down already, or none was looked for."""
+    if isinstance(decided, Decision):
+        return decided.decode.node.name not in schedule.exclude
+    return decided[0] not in NO_DECODE
 
 
 def rejected(schedule: Schedule, refused: Refused) -> Rejected:

@@ -52,17 +52,22 @@ class PrefillNode:
         "priority_s",
         "ranks",
         "room",
+        "spare",
         "stays",
         "unseen",
         "vllm",
     )
 
-    def __init__(self, name: str, host: str, *, half_life_s: float, load_token_s: float, vllm: bool, stays: bool) -> None:
+    def __init__(
+        self, name: str, host: str, *, half_life_s: float, load_token_s: float, vllm: bool, stays: bool, spare: bool
+    ) -> None:
         self.name = name
         self.host = host
         self.vllm = vllm
         self.stays = stays
         """It decodes as well what it prefills, and nothing else: a vLLM may."""
+        self.spare = spare
+        """A vLLM that decodes what others prefill: it prefills too while no other vLLM is open for that."""
         self.ranks: list[float] = []
         self.ends: list[float] = []
         self.numbers: list[int] = []
@@ -76,7 +81,7 @@ class PrefillNode:
         self.room = NO_LIMIT
         self.draining = False
         self.closed = False
-        """It takes nothing new, or could not queue it."""
+        """It takes nothing new, could not queue it, or is a spare that is not needed."""
         self.compute = Correction(half_life_s)
         self.load = Correction(half_life_s)
         self.factor = 1.0
@@ -134,6 +139,8 @@ class Prefills:
         """Those that are not closed, by factor, rounded down."""
         self.freest: Ranking[PrefillNode] = Ranking()
         """The same nodes by `floor_at`."""
+        self._spares_needed = True
+        """No vLLM prefills but the spares, as far as they are there."""
         self.turns: dict[PrefillNode, None] = {}
         """All, the one chosen longest ago first, of equals in name order."""
         self.least_load_s = costs.load_s(1)
@@ -146,9 +153,17 @@ class Prefills:
         self._token_s = costs.prefill_token_s
         self._accuracy = accuracy
 
-    def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False) -> PrefillNode:
+    def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False, spare: bool = False) -> PrefillNode:
         """A conversation began."""
-        node = PrefillNode(name, host, half_life_s=self._half_life_s, load_token_s=self._load_token_s, vllm=vllm, stays=stays)
+        node = PrefillNode(
+            name,
+            host,
+            half_life_s=self._half_life_s,
+            load_token_s=self._load_token_s,
+            vllm=vllm,
+            stays=stays or spare,
+            spare=spare,
+        )
         insort(self.nodes, node, key=lambda each: each.name)
         self.by_name[name] = node
         self.by_host.setdefault(host, []).append(node)
@@ -157,6 +172,7 @@ class Prefills:
         self.turns = dict.fromkeys(sorted(self.turns, key=lambda each: (each.last, each.name)))
         self.quickest.set(node, 1.0)
         self.freest.set(node, 0.0)
+        self._open_or_close(node)
         return node
 
     def leave(self, node: PrefillNode) -> None:
@@ -169,6 +185,7 @@ class Prefills:
             del self.by_host[node.host]
         self.quickest.remove(node)
         self.freest.remove(node)
+        self._call_spares()
 
     # --- what is told
 
@@ -264,7 +281,8 @@ class Prefills:
             assert node.ranks == sorted(node.ranks)
             assert node.ends == sorted(node.ends)
             assert len(node.ranks) == len(node.ends) == len(node.numbers)
-            assert node.closed == (node.draining or node.room <= len(node.unseen))
+            unneeded = node.spare and any(other.vllm and not (other.spare or other.draining) for other in self.nodes)
+            assert node.closed == (node.draining or unneeded or node.room <= len(node.unseen))
             assert not node.unseen.keys() & node.named.keys()
             if not node.closed:
                 assert factors[node.name] == _grain(node.factor)
@@ -297,8 +315,19 @@ class Prefills:
         if not node.closed:
             self.freest.set(node, node.floor_at)
 
+    def _call_spares(self) -> None:
+        """Open the spares once no other vLLM is open for prompts, and close them once one is."""
+        needed = not any(node.vllm and not (node.spare or node.draining) for node in self.nodes)
+        if needed != self._spares_needed:
+            self._spares_needed = needed
+            for node in self.nodes:
+                if node.spare:
+                    self._open_or_close(node)
+
     def _open_or_close(self, node: PrefillNode) -> None:
-        closed = node.draining or node.room <= len(node.unseen)
+        if node.vllm and not node.spare:
+            self._call_spares()
+        closed = node.draining or node.room <= len(node.unseen) or (node.spare and not self._spares_needed)
         if closed == node.closed:
             return
         node.closed = closed

@@ -11,13 +11,11 @@ ENGINES = ("prefill", "decode")
 
 
 def missing_roles(there: Iterable[Hello]) -> list[str]:
-    """Roles that lack before anything can be served, beside these. Prefills and decodes of ours, or vLLMs of both parts: one
-    kind does not go on with what the other began."""
-    peers = list(there)
-    roles = {hello.role for hello in peers}
-    parts = {part for hello in peers if hello.role == "vllm" for part in (ENGINES if hello.part == "both" else (hello.part,))}
-    own, vllms = ([role for role in ENGINES if role not in kind] for kind in (roles, parts))
-    return [*(() if "conductor" in roles else ("conductor",)), *min(own, vllms, key=len)]
+    """Return the roles that lack before anything can be served, beside these: there have to be prefills and decodes of ours, or
+    any vLLM, as one of one part takes whole requests where there is none of the other."""
+    roles = {hello.role for hello in there}
+    engines = () if "vllm" in roles else tuple(role for role in ENGINES if role not in roles)
+    return [*(() if "conductor" in roles else ("conductor",)), *engines]
 
 
 @dataclass(frozen=True, slots=True)

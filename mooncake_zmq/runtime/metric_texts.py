@@ -85,6 +85,7 @@ _CONDUCTOR = {
     "plans": "Requests placed, by where the longest prefix came from",
     "recomputed_blocks": "Blocks placed to be computed though something held them, or another prompt's computation made them",
     "pipelines_placed": "Requests whose prompt is shared by several prefills",
+    "stand_ins_placed": "Requests placed whole on a vLLM of one part, as none of the other was open",
     "rejected": "Requests refused, by reason",
     "prediction_actual_millionths": "Sum of what came of predictions, in millionths of a second or a token, by kind",
     "prediction_error_millionths": "Sum of the distances of predictions from that, likewise in millionths, by kind",

@@ -33,6 +33,8 @@ CONDUCTORS = ("conductor-1", "conductor-2")
 MEMBERS = tuple(f"{role}-{host}" for role in ("prefill", "decode", "cache-node") for host in HOSTS)
 VLLMS: Mapping[str, Part] = {"b": "both", "c": "both"}
 VLLMS_APART: Mapping[str, Part] = {"a": "decode", "b": "prefill", "c": "decode"}
+VLLM_PAIR: Mapping[str, Part] = {"a": "decode", "b": "prefill"}
+"""Each of them is the only one of its part, and stands in for the other."""
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
@@ -103,7 +105,7 @@ class ClusterSettings:
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
         if seed % 3 == 0:
-            parts = VLLMS_APART if seed % 2 else VLLMS
+            parts = (VLLM_PAIR if seed % 4 == 1 else VLLMS_APART) if seed % 2 else VLLMS
             members = (*MEMBERS, *(f"vllm-{host}" for host in parts))
             return replace(plain, vllm_parts=parts, conductor=replace(plain.conductor, members=members))
         conductor = replace(

@@ -2,6 +2,7 @@
 
 To gateway and conductor it is a prefill and a decode in one, for requests that are placed on it as both; or one of the two:
 then it passes on what it prefilled, or goes on with what another one did, and the KV goes from vLLM to vLLM through the stores.
+Whatever its part, it takes whole requests too: the conductor places them so while no other vLLM is open for the other part.
 vLLM holds all KV. A request that cannot go on here ends with `AttemptFailed`; the gateway places it again, from prompt and
 tokens so far.
 """
@@ -77,7 +78,8 @@ FOREVER_S = 1e7
 UNKNOWN = "vLLM was not asked yet"
 NO_DECODE = "the vLLM that is to go on is not there"
 """A conductor that hears it would name it again and again, where there is no other: such an attempt counts as a broken one."""
-TAKES: Mapping[Part, tuple[bool, bool]] = {"both": (True, True), "prefill": (True, False), "decode": (False, True)}
+WHOLE: Final = (True, True)
+TAKES: Mapping[Part, tuple[bool, bool]] = {"both": WHOLE, "prefill": (True, False), "decode": (False, True)}
 """By part: does a request begin there, and does it end there?"""
 
 
@@ -279,7 +281,8 @@ class VllmNode:
         length = len(message.tokens) // 4
         if length == 0 or not self._layout.has_tokens(message.tokens):
             return "no tokens, or such as the model does not have"
-        if (not message.gateway, message.decode == self.name) != TAKES[self._settings.part] or message.stages:
+        kind = (not message.gateway, message.decode == self.name)
+        if kind not in (WHOLE, TAKES[self._settings.part]) or message.stages:
             return f"that is no work for a vLLM of part {self._settings.part}"
         if message.stop.max_tokens <= message.first_index:
             return "no token is wanted"
@@ -518,13 +521,11 @@ class VllmNode:
         return [CancelTimer(("deadline", request.request_id, request.attempt)), *self._reports.hurry(now)]
 
     def _report(self, now: float) -> list[Effect]:
-        """As a prefill, as a decode or as both. Without a vLLM that is well it is as if it drained: nothing new, please."""
+        """As a prefill and as a decode. Without a vLLM that is well it is as if it drained: nothing new, please."""
         closed = self._leaving.draining or self._lost
         jobs = list(self._jobs.values())
-        begins, goes_on = TAKES[self._settings.part]
-        prompts = [self._load.of_prompts(now, jobs, closed=closed)] if begins else []
-        answers = [self._load.of_answers(now, jobs, closed=closed)] if goes_on else []
-        return self._reports.send(now, *prompts, *answers)
+        prompts, answers = self._load.of_prompts(now, jobs, closed=closed), self._load.of_answers(now, jobs, closed=closed)
+        return self._reports.send(now, prompts, answers)
 
     def _drained(self) -> list[Effect]:
         return self._leaving.drained(idle=not (self._jobs or self._closing))

@@ -18,10 +18,8 @@ class Apart(Cluster):
     def join(self, name, incarnation=1):
         part = {"p": "prefill", "d": "decode", "b": "both"}[name[0]]
         self.up(name, "vllm", f"h{name}", incarnation, part=part)
-        if part != "decode":
-            self.prefill_load(name)
-        if part != "prefill":
-            self.decode_load(name)
+        self.prefill_load(name)
+        self.decode_load(name)
 
     def pair(self, *arguments, **more):
         answer = self.schedule(*arguments, **more)
@@ -61,11 +59,71 @@ def test_one_that_does_both_takes_whole_requests_where_nobody_goes_on():
     assert ("p1", "d1") in {cluster.pair(keys(prompt, 4)) for prompt in "klm"}
 
 
-def test_without_a_decode_or_a_prefill_nothing_is_placed():
-    for name, reason in (("p1", RejectReason.NO_DECODE), ("d1", RejectReason.NO_PREFILL)):
-        answer = Apart(name).schedule(keys("a", 4))
-        assert isinstance(answer, Rejected)
-        assert answer.reason is reason
+def test_a_prefill_takes_whole_requests_while_no_decode_is_open():
+    cluster = Apart("p1", "d1")
+    assert cluster.pair(keys("a", 4)) == ("p1", "d1")
+    cluster.decode_load("d1", draining=True)
+    cluster.prefill_load("d1", draining=True)
+    answer = cluster.schedule(keys("b", 4))
+    assert (answer.prefill, answer.decode, answer.sources) == ("p1", "p1", ())
+    cluster.down("d1")
+    assert cluster.pair(keys("c", 4)) == ("p1", "p1")
+    assert cluster.conductor.counts["stand_ins_placed"] == 2
+    cluster.join("d1", 2)
+    assert cluster.pair(keys("d", 4)) == ("p1", "d1")
+    assert cluster.conductor.counts["stand_ins_placed"] == 2
+
+
+def test_a_decode_takes_whole_requests_while_no_prefill_is_open():
+    cluster = Apart("p1", "d1", "d2")
+    cluster.prefill_load("p1", draining=True)
+    cluster.decode_load("p1", draining=True)
+    assert {cluster.pair(keys(prompt, 4)) for prompt in "abcd"} == {("d1", "d1"), ("d2", "d2")}
+    cluster.down("p1")
+    assert {cluster.pair(keys(prompt, 4)) for prompt in "efgh"} == {("d1", "d1"), ("d2", "d2")}
+    assert cluster.conductor.counts["stand_ins_placed"] == 8
+    cluster.join("p1", 2)
+    assert {cluster.pair(keys(prompt, 4)) for prompt in "ijkl"} == {("p1", "d1"), ("p1", "d2")}
+
+
+def test_a_stand_in_yields_to_a_vllm_that_does_both():
+    cluster = Apart("p1", "b")
+    assert {cluster.pair(keys(prompt, 4)) for prompt in "abcd"} == {("b", "b")}
+    cluster = Apart("d1", "b")
+    assert {cluster.pair(keys(prompt, 4)) for prompt in "abcd"} == {("b", "b")}
+    assert "stand_ins_placed" not in cluster.conductor.counts
+
+
+def test_a_request_whose_only_decode_has_failed_it_stays_with_its_prefill():
+    cluster = Apart("p1", "d1")
+    assert cluster.pair(keys("a", 4), exclude=("d1",)) == ("p1", "p1")
+    assert cluster.pair(keys("a", 4), exclude=("p1",)) == ("p1", "d1")
+    cluster = Apart("p1", "d1", "d2")
+    assert cluster.pair(keys("a", 4), exclude=("d1",)) == ("p1", "d2")
+
+
+def test_a_decode_that_is_full_makes_no_stand_in():
+    cluster = Apart("p1", "d1")
+    cluster.decode_load("d1", room=0, free=0)
+    answer = cluster.schedule(keys("a", 4))
+    assert isinstance(answer, Rejected)
+    assert answer.reason is RejectReason.NO_ROOM
+
+
+def test_without_any_vllm_that_is_open_nothing_is_placed():
+    cluster = Apart("p1", "d1")
+    for name in ("p1", "d1"):
+        cluster.decode_load(name, draining=True)
+        cluster.prefill_load(name, draining=True)
+    answer = cluster.schedule(keys("a", 4))
+    assert isinstance(answer, Rejected)
+    assert answer.reason is RejectReason.NO_PREFILL
+
+
+def test_stand_ins_are_no_further_prefills_or_decodes():
+    cluster = Apart("p1", "d1", "b")
+    gauges = cluster.conductor.gauges(cluster.now)
+    assert (gauges["capacity_prefills"], gauges["capacity_decodes"]) == (2, 2)
 
 
 def test_our_own_engine_and_vllms_never_go_on_with_each_other_s_kv():
@@ -79,7 +137,7 @@ def test_our_own_engine_and_vllms_never_go_on_with_each_other_s_kv():
     cluster.decode_load("d0", draining=True)
     assert {cluster.pair(keys("theirs", 8), exclude=("p0",)) for _ in range(2)} == {("p1", "d1")}
     cluster.down("d1")
-    assert isinstance(cluster.schedule(keys("theirs", 8)), Rejected)
+    assert cluster.pair(keys("theirs", 8)) == ("p1", "p1")
 
 
 def test_each_is_judged_by_its_own_work():
@@ -103,15 +161,11 @@ def test_loading_the_kv_counts_between_first_and_second_token():
     assert apart.ttft_s == together.ttft_s
 
 
-def test_what_one_says_of_a_part_that_is_not_its_own_is_passed_over():
+def test_what_a_decode_holds_itself_places_nothing_on_it_while_a_prefill_is_open():
     cluster = Apart("p1", "d1")
-    cluster.decode_load("p1")
-    cluster.prefill_load("d1")
     cluster.announce("d1", keys("a", 4))
-    assert cluster.conductor.counts["unexpected[message=DecodeLoad]"] == 1
-    assert cluster.conductor.counts["unexpected[message=PrefillLoad]"] == 1
-    assert cluster.conductor.counts["unexpected[message=BlocksAnnounced]"] == 1
-    assert cluster.schedule(keys("a", 4)).reuse_blocks == 0
+    answer = cluster.schedule(keys("a", 5))
+    assert (answer.prefill, answer.reuse_blocks) == ("p1", 0)
 
 
 def test_bookings_go_with_either_of_the_two():

@@ -90,8 +90,8 @@ def test_one_that_prefills_or_decodes_alone_has_the_connector_over_all_stores_it
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('part = "decode", ', "", 'of part "prefill" get nothing'),
-        ('part = "prefill", ', "", 'of part "decode" get nothing'),
+        ('part = "decode", ', "", 'of part "prefill" get whole requests'),
+        ('part = "prefill", ', "", 'of part "decode" get whole requests'),
         ("store_endpoint", "# store_endpoint", "computes again"),
     ],
 )

@@ -342,11 +342,11 @@ def test_one_that_decodes_goes_on_and_answers_to_the_gateway():
     assert not node.busy()
 
 
-def test_each_part_reports_its_own_work_alone():
-    for node, told, untold in ((Prefilling(), PrefillLoad, DecodeLoad), (Decoding(), DecodeLoad, PrefillLoad)):
+def test_each_part_reports_both_kinds_of_work_as_it_may_stand_in_for_the_other():
+    for node in (Prefilling(), Decoding()):
         node.advance(node.own.report_s)
-        assert node.take(told)
-        assert not node.take(untold)
+        assert node.take(PrefillLoad)
+        assert node.take(DecodeLoad)
     node = Decoding()
     node.take_over(length=11, booking=7)
     node.advance(1.0)
@@ -358,17 +358,27 @@ def test_each_part_reports_its_own_work_alone():
     assert load.step == before, "its first token is no step"
 
 
-def test_no_part_takes_what_is_not_its_own():
-    node = Prefilling()
-    node.begin(decode="me")
-    assert not node.one(AttemptFailed).full
-    node = Decoding()
-    node.begin(decode="me")
-    assert not node.one(AttemptFailed).full
-    node = Node()
-    node.up("w", 3, role="vllm")
-    node.begin(decode="w")
-    assert not node.one(AttemptFailed).full
+def test_each_part_takes_whole_requests():
+    for node in (Prefilling(), Decoding()):
+        node.begin(decode="me", max_tokens=3)
+        work = node.work(Generate)[1]
+        assert (work.stop.max_tokens, work.coming_tokens) == (3, 0)
+        node.gives(5)
+        node.ends(Generated((6, 7)))
+        assert node.told() == {0: 5, 1: 6, 2: 7}
+        assert not node.take(StartPrefill)
+        assert not node.busy()
+
+
+def test_no_part_takes_what_is_half_of_another():
+    for node in (Node(), Decoding()):
+        node.up("w", 3, role="vllm")
+        node.begin(decode="w")
+        assert not node.one(AttemptFailed).full
+    for node in (Node(), Prefilling()):
+        node.up("w", 3, role="vllm")
+        node.begin(gateway="w", asker="g", first_index=1)
+        assert not node.generating
 
 
 def test_what_is_passed_on_by_somebody_else_or_for_nobody_is_dropped():
