@@ -63,6 +63,7 @@ LABORATORY = Part("laboratory", (*_ACTORS, *_REPLAYS), (*_ROOMS, "laboratory", "
 PARTS = (NODES, LABORATORY)
 SWITCH = "MOONCAKE_ZMQ_MYPYC"
 """The environment variable that turns it off, as 0: tests replace parts of classes, which machine code does not allow."""
+NOT_COMPILED = "the nodes are not compiled, or their sources have changed since: run mooncake-zmq compile"
 HOME = PACKAGE / "__mypyc__"
 EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
 TAG = EXTENSION.split(".")[1]
@@ -85,11 +86,17 @@ class _Finder:
 def use(part: Part) -> None:
     """Import its compiled modules from here on, if they are there and not stale; where a source of them is imported already,
     none of them: they know each other's insides."""
-    if os.environ.get(SWITCH) == "0" or not HOME.is_dir():
-        return
-    files = compiled_files(folder(PACKAGE, part))
-    if is_complete(files, part) and not files.keys() & sys.modules.keys():
+    files = usable(part)
+    if files and not files.keys() & sys.modules.keys():
         sys.meta_path.insert(0, _Finder(files))
+
+
+def usable(part: Part) -> dict[str, Path]:
+    """The compiled modules of a part by full name; empty where it is not compiled, is stale or is turned off."""
+    if os.environ.get(SWITCH) == "0" or not HOME.is_dir():
+        return {}
+    files = compiled_files(folder(PACKAGE, part))
+    return files if is_complete(files, part) else {}
 
 
 def in_use() -> bool:

@@ -1,5 +1,6 @@
 """Machine code decides what the Python that it was made of decides, and never outlives it."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,11 +14,12 @@ import mooncake_zmq
 from mooncake_zmq import mypyc_code
 from mooncake_zmq.core.roles import SUMMARIES
 from mooncake_zmq.mypyc_build import SLOTTED
-from mooncake_zmq.mypyc_code import LABORATORY, PARTS, folder, is_complete
+from mooncake_zmq.mypyc_code import LABORATORY, NODES, PARTS, compiled_files, folder, is_complete
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 QUICKLY = {"MYPYC_OPT_LEVEL": "0"}
-"""How much the C compiler thinks about it changes no number."""
+"""How much the C compiler optimizes changes no number. Where this checkout's nodes are compiled, as in CI, their machine code
+is taken: what is shipped, and no second build."""
 AS_NODE = """
 from mooncake_zmq import mypyc_code
 
@@ -62,6 +64,16 @@ print(*suffixes, len(logs[0]), hashlib.sha256(repr(logs).encode()).hexdigest())
 """
 
 
+def copied(target: Path) -> Path:
+    """A package of the same sources, with the machine code of their nodes, if there is any."""
+    source = Path(mooncake_zmq.__file__).parent
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__mypyc__", "__pycache__"))
+    built = folder(source, NODES)
+    if is_complete(compiled_files(built), NODES):
+        shutil.copytree(built, target / "__mypyc__" / built.name)
+    return target
+
+
 def compiler() -> str | None:
     return shutil.which(str(sysconfig.get_config_var("CC")).split()[0])
 
@@ -69,8 +81,7 @@ def compiler() -> str | None:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(compiler() is None, reason="no C compiler")
 def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
-    package = tmp_path / "mooncake_zmq"
-    shutil.copytree(Path(mooncake_zmq.__file__).parent, package, ignore=shutil.ignore_patterns("__mypyc__", "__pycache__"))
+    package = copied(tmp_path / "mooncake_zmq")
 
     def run(*arguments, switch="1"):
         environment = os.environ | {"PYTHONPATH": str(tmp_path), "MOONCAKE_ZMQ_MYPYC": switch} | QUICKLY
@@ -80,7 +91,7 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    as_python = run("-c", AS_NODE + DECISIONS)
+    as_python = run("-c", AS_NODE + DECISIONS, switch="0")
     assert as_python[0] == "py"
     assert int(as_python[1]) > 300
     run("-m", "mooncake_zmq", "compile")
@@ -93,6 +104,9 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
     assert (a_cluster[0], same[0]) == ("so", "py")
     assert int(same[1]) > 1000
     assert a_cluster[1:] == same[1:]
+    lines = run("-m", "mooncake_zmq.simulation", "3", "--compiled"), run("-m", "mooncake_zmq.simulation", "3")
+    compiled, sources = (json.loads(" ".join(line)) for line in lines)
+    assert (compiled["failure"], compiled["digest"], compiled["events"]) == (None, sources["digest"], sources["events"])
     assert run("-c", AS_NODE + DECISIONS, switch="0") == as_python, "it can be turned off"
     with (package / "conductor" / "settings.py").open("a") as source:
         source.write("# changed\n")
@@ -172,6 +186,7 @@ ROLE = "from mooncake_zmq.cli import main\nmain({arguments!r})"
         ("import mooncake_zmq.laboratory.__main__", "laboratory"),
         *((ROLE.format(arguments=[role, "--node", "a"]), "nodes") for role in SUMMARIES),
         (ROLE.format(arguments=["bench", "schedule"]), "nodes"),
+        ("from mooncake_zmq.simulation.__main__ import worker\nworker(['1', '--compiled'])", "nodes"),
     ],
 )
 def test_who_runs_machine_code_says_so_before_any_of_it_is_imported(entering, part):

@@ -220,10 +220,12 @@ class PrefixIndex:
         assert self._count <= self.max_keys
         assert not self._live & self._dead
         assert self._live == sum(1 << bit for bit in self._bits.values())
+        masks: dict[Key, int] = {}
+        for shard in filter(None, self._holders):
+            masks |= shard
         assert _in_their_shards(self._holders)
         assert _in_their_shards(self._disk)
         assert _in_their_shards(self._asked)
-        masks = dict(chain.from_iterable(map(dict.items, self._holders)))
         alike = Counter(masks.values())  # few masks differ, and this runs after every event of a seed
         for node, bit in self._bits.items():
             assert self._names[bit] == node
@@ -231,9 +233,11 @@ class PrefixIndex:
         known = self._live | self._dead
         assert not any(held & ~known for held in alike)
         assert self._count == len(masks) - alike[0]
-        disk = chain.from_iterable(map(dict.items, self._disk))
-        assert all(held and not held & ~masks.get(key, 0) for key, held in disk)
-        assert all(map(masks.get, chain.from_iterable(self._asked)))
+        for shard in filter(None, self._disk):
+            for key, held in shard.items():
+                assert held, "on SSD alone is what somebody holds"
+                assert not held & ~masks.get(key, 0)
+        assert all(map(masks.get, chain.from_iterable(filter(None, self._asked))))
         logged = list(chain.from_iterable(self._log))
         assert self._logged == len(logged) == len(masks)
         assert masks.keys() == set(logged)
@@ -343,4 +347,4 @@ class PrefixIndex:
 
 
 def _in_their_shards(shards: Sequence[Iterable[Key]]) -> bool:
-    return all(key[0] == first for first, shard in enumerate(shards) if shard for key in shard)
+    return not [key for first, shard in enumerate(shards) if shard for key in shard if key[0] != first]

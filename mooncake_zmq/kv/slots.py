@@ -360,13 +360,14 @@ class Slots:
     def check(self) -> None:
         """Assert the invariants."""
         assert self._counts == [self._state.count(state) for state in range(len(STATES))]
-        for slot in range(self.capacity):
-            state, pins, key = self._state[slot], self.pins[slot], self.key_of(slot)
-            writing = STATES[state] in (SlotState.WRITING, SlotState.QUARANTINED)
-            assert (self.generation[slot] % 2 == 1) == writing, "odd while it may be written"
-            assert (slot in self._evictable) == (state == COMMITTED and pins == 0)
+        writable = (WRITING, STATES.index(SlotState.QUARANTINED))
+        for slot, (state, pins, generation) in enumerate(zip(self._state, self.pins, self.generation, strict=True)):
+            key = self._by_key.key_of(slot)
+            evictable = slot in self._evictable
+            assert (generation % 2 == 1) == (state in writable), "odd while it may be written"
+            assert evictable == (state == COMMITTED and pins == 0)
             assert key is None or (self._by_key.get(key) == slot and state in (WRITING, COMMITTED))
-            assert key is not None or slot not in self._evictable, "nobody could find it: it should be free"
+            assert key is not None or not evictable, "nobody could find it: it should be free"
             assert pins == 0 or state in (COMMITTED, WRITING)
         assert self._pinned == self.capacity - self.pins.count(0)
         assert len(self._evictable) == len(self._evictable.coldest(self.capacity))

@@ -4,15 +4,22 @@ import sys
 
 import click
 
-from mooncake_zmq.simulation.run import as_line, run_seed
+from mooncake_zmq import mypyc_code
 
 
 @click.command()
 @click.argument("seeds", type=int, nargs=-1, required=True)
 @click.option("--planted", default=None)
 @click.option("--stores", is_flag=True, default=None)
-def worker(seeds: tuple[int, ...], planted: str | None, stores: bool | None) -> None:
+@click.option("--compiled", is_flag=True)
+def worker(seeds: tuple[int, ...], planted: str | None, stores: bool | None, compiled: bool) -> None:
     """Run `seeds` one after the other."""
+    if compiled:
+        mypyc_code.use(mypyc_code.NODES)  # before anything of it is imported
+    from mooncake_zmq.simulation.run import as_line, run_seed
+
+    if compiled and not mypyc_code.in_use():
+        sys.exit(mypyc_code.NOT_COMPILED)
     for seed in seeds:
         click.echo(as_line(run_seed(seed, planted=planted, stores=stores)))
         sys.stdout.flush()

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mooncake_zmq import mypyc_code
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import WATCHING
 from mooncake_zmq.core.work import WatchEngine, Work
@@ -81,6 +82,16 @@ def coverage_table(total: Mapping[str, Counter[str]]) -> Table:
     return table
 
 
+def _check_compiled(planted: str | None, trace: Path | None) -> None:
+    """What machine code cannot do is an error, and so is to run Python without saying so."""
+    if planted is not None:
+        raise click.UsageError("--planted replaces parts of actors, which machine code does not allow: leave out --compiled")
+    if trace is not None:
+        raise click.UsageError("--trace writes down a run of the sources: leave out --compiled, which decides the same")
+    if not mypyc_code.usable(mypyc_code.NODES):
+        raise click.ClickException(mypyc_code.NOT_COMPILED)
+
+
 def _commit() -> str:
     here = Path(__file__).parent
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
@@ -106,6 +117,7 @@ def _replay(seed: int, planted: str | None, output: Path | None, console: Consol
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes; one for each core by default.")
 @click.option("--planted", type=click.Choice(sorted(PLANTED)), default=None, help="Plant a bug; a checker must then fail.")
 @click.option("--stores", is_flag=True, default=None, help="Nothing but the stores, in a fraction of the time.")
+@click.option("--compiled", is_flag=True, help="On the machine code that nodes run; see mooncake-zmq compile.")
 @click.option("--json", "as_json", is_flag=True, help="Print the coverage as one JSON object instead of a table.")
 def simtest(
     seeds: int,
@@ -115,6 +127,7 @@ def simtest(
     jobs: int,
     planted: str | None,
     stores: bool | None,
+    compiled: bool,
     as_json: bool,
 ) -> None:
     """Run the cluster under virtual time and seeded faults; every invariant is checked in every run.
@@ -126,15 +139,23 @@ def simtest(
       mooncake-zmq simtest --seed 1234 --trace /tmp/1234.txt
       mooncake-zmq simtest --seeds 5 --planted late_writer
       mooncake-zmq simtest --seeds 1000 --stores
+      mooncake-zmq compile && mooncake-zmq simtest --seeds 20 --compiled
     """
     errors = Console(stderr=True)
-    if seed is not None:
+    if compiled:
+        _check_compiled(planted, trace)
+    if seed is not None and compiled:
+        results = run_seeds(seed, 1, 1, lambda _: None, stores=stores, compiled=True)
+        errors.out(results[0].where, highlight=False)
+    elif seed is not None:
         results = [_replay(seed, planted, trace, errors, stores)]
     else:
         columns = (TextColumn("simtest"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=errors, transient=True) as progress:
             task = progress.add_task("", total=seeds)
-            results = run_seeds(first, seeds, jobs, lambda _: progress.advance(task), planted=planted, stores=stores)
+            results = run_seeds(
+                first, seeds, jobs, lambda _: progress.advance(task), planted=planted, stores=stores, compiled=compiled
+            )
     failed = [result for result in results if result.failure is not None]
     total = totals(results)
     if as_json:
@@ -143,7 +164,8 @@ def simtest(
         Console().print(coverage_table(total))
     for result in failed:
         click.echo(failing_line(result, _commit()))
-        how = (f" --planted {planted}" if planted else "") + (" --stores" if stores else "")
+        how = f" --planted {planted}" if planted else ""
+        how += " --stores" * bool(stores) + " --compiled" * compiled
         click.echo(f"  again: mooncake-zmq simtest --seed {result.seed}{how}")
     cpu_s = sum(result.cpu_s for result in results) / len(results)
     virtual_s = sum(result.virtual_s for result in results) / len(results)

@@ -179,10 +179,11 @@ def run_seeds(
     *,
     planted: str | None = None,
     stores: bool | None = None,
+    compiled: bool = False,
 ) -> list[SeedResult]:
-    """Run seeds in `jobs` worker processes; `progress` hears of each result as it comes."""
+    """Run seeds in `jobs` worker processes; `progress` gets each result as it comes. `compiled`: on the nodes' machine code."""
     lanes = [range(first + lane, first + count, jobs) for lane in range(min(jobs, count))]
-    workers = [_spawn(seeds, planted, stores) for seeds in lanes]
+    workers = [_spawn(seeds, planted, stores, compiled) for seeds in lanes]
     results: list[SeedResult] = []
     # Lanes take equal turns, so reading them round robin keeps all pipes short.
     pending = {index: iter(seeds) for index, seeds in enumerate(lanes)}
@@ -206,12 +207,14 @@ def run_seeds(
     return results
 
 
-def _spawn(seeds: Iterable[int], planted: str | None, stores: bool | None) -> subprocess.Popen[str]:
+def _spawn(seeds: Iterable[int], planted: str | None, stores: bool | None, compiled: bool) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "mooncake_zmq.simulation", *map(str, seeds)]
     if planted:
         command += ["--planted", planted]
     if stores:
         command += ["--stores"]
+    if compiled:
+        command += ["--compiled"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -48,6 +48,8 @@ CATCH_UP_S = 0.0006
 LEAVES_WITHIN_S = LINGER_S + 0.2
 """A process whose drain has run out of time is gone so soon."""
 LOOK_EVERY_S = 0.7
+ASKS_A_POOL = (LeaseBlocks, ReserveSlots)
+_PACK_TIME = struct.Struct("<d").pack
 DISK_FAULTS = {FaultKind.DISK_FULL: "full", FaultKind.DISK_FAIL: "failing"}
 
 
@@ -259,14 +261,15 @@ class Simulator(World[Machine]):
             self.log.extend(f"{'':9} {'':<12}   -> {_short(effect)}" for effect in effects)
 
     def _observe(self, process: Process[Machine], event: Event, effects: list[Effect]) -> None:
-        self.write_down(process.name, event, effects)
+        if self.log is not None:
+            self.write_down(process.name, event, effects)
         assert process.life is not None
         process.life.machine.hear(event)
         self.watcher.observed(process.spec, process.life.incarnation, process.life.actor, event, effects)
         self._turns += 1
         if self._turns % self._check_every == 0:
             process.life.actor.check(self.now)
-        if any(isinstance(effect, Send) and isinstance(effect.message, LeaseBlocks | ReserveSlots) for effect in effects):
+        if self._traps and any(isinstance(effect, Send) and isinstance(effect.message, ASKS_A_POOL) for effect in effects):
             self._spring(FaultKind.STOP_ASKER, process.name)
 
     def note(self, what: bytes, name: str) -> None:
@@ -274,9 +277,7 @@ class Simulator(World[Machine]):
         self._note(what, self.processes[name])
 
     def _note(self, what: bytes, process: Process[Any]) -> None:
-        self._digest.update(struct.pack("<d", self.now))
-        self._digest.update(process.name.encode())
-        self._digest.update(what)
+        self._digest.update(_PACK_TIME(self.now) + process.name.encode() + what)
 
     # --- what machines ask
 

@@ -285,11 +285,12 @@ class StoreChecker:
     def _within_quotas(self, store: "StoreLife", books: _Books) -> None:
         """I7, by what is allocated and by what stands on disk, and not by the actor's sums."""
         objects = store.node.objects
+        puts = [put for holder in objects._clients.values() for put in holder.puts.values()]
+        names = {grant.entry: key for put in puts for key, grant in zip(put.keys, put.grants, strict=True)}
+        names |= {entry: key for entry, key in enumerate(objects._key) if key is not None}
+        cells = [(names.get(entry, ""), size) for entry, _, size in objects.slabs.cells()]
         for tenant in objects.settings.tenants:
-            puts = [put for holder in objects._clients.values() for put in holder.puts.values()]
-            names = {grant.entry: key for put in puts for key, grant in zip(put.keys, put.grants, strict=True)}
-            names |= {entry: key for entry, key in enumerate(objects._key) if key is not None}
-            sizes = [size for entry, _, size in objects.slabs.cells() if names.get(entry, "").startswith(tenant.namespaces)]
+            sizes = [size for key, size in cells if key.startswith(tenant.namespaces)]
             row_bytes = objects.settings.object_bytes // objects.settings.max_objects
             used = sum(max(size, row_bytes) for size in sizes)
             if used > tenant.dram_bytes:

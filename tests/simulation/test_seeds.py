@@ -123,6 +123,27 @@ def test_stores_alone_hold_in_other_seeds() -> None:
     assert totals(results)["stores"]["ForgetValues failed"] > 0
 
 
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ((), "the nodes are not compiled"),
+        (("--planted", "late_writer"), "--planted replaces parts of actors, which machine code does not allow"),
+        (("--seed", "1", "--trace", "/dev/null"), "--trace writes down a run of the sources"),
+    ],
+)
+def test_who_asks_for_machine_code_is_not_given_python(more: tuple[str, ...], error: str) -> None:
+    outcome = CliRunner().invoke(simtest, ["--seeds", "1", "--compiled", *more])
+    assert outcome.exit_code != 0
+    assert error in outcome.output
+
+
+def test_a_worker_without_machine_code_says_so_and_runs_no_seed() -> None:
+    command = [sys.executable, "-m", "mooncake_zmq.simulation", "1", "--compiled"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the nodes are not compiled" in done.stderr
+
+
 def test_passing_seeds_print_coverage() -> None:
     outcome = CliRunner().invoke(simtest, ["--seeds", "2", "--jobs", "2"])
     assert outcome.exit_code == 0, outcome.output
