@@ -1131,6 +1131,8 @@ class _Sampler:
             with self._lock:
                 self._waiting.remove(entry)
             sample()
+        if len(awaited) < len(waiting):
+            return True  # sampling takes time: another one may be ready by now, or the last one is gone
         wait_for([woken, *awaited], max(0.0, min(until_s)) if until_s else None, FIRST_COMPLETED)
         return True
 

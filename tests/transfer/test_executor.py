@@ -51,7 +51,7 @@ from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.gateway.constraints import of_lark
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.runtime import executor as executor_module
-from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.executor import Executor, _Sampler
 from mooncake_zmq.transfer.block_copy import load_blocks
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.process_lock import ProcessLock
@@ -480,6 +480,20 @@ def test_what_waits_for_a_grammar_ends_when_it_is_to(make_rig, slow, end):
         rig.close()
     reason = {"cancel": "cancelled", "close": "closed", "deadline": "deadline"}[end]
     assert rig.result(late) == WorkFailed(reason)
+
+
+def test_a_sampler_that_is_closed_ends_after_the_last_job_that_was_stopped():
+    job = SimpleNamespace(stopped="", deadline=time.monotonic() + 1000, is_late=lambda: False)
+    job.unsampled = SimpleNamespace(awaited=Future, left_s=lambda: 1000.0)
+    sampled = threading.Event()
+    sampler = _Sampler(on_crash=pytest.fail)
+    sampler.put(job, sampled.set)
+    job.stopped = "closed"
+    closing = threading.Thread(target=sampler.close, daemon=True)
+    closing.start()
+    assert sampled.wait(TIMEOUT_S)
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
 
 
 def test_a_first_token_is_waited_for_as_long_as_any_other(make_rig, slow, monkeypatch):
