@@ -484,10 +484,11 @@ def test_what_waits_for_a_grammar_ends_when_it_is_to(make_rig, slow, end):
 
 def test_a_sampler_that_is_closed_ends_after_the_last_job_that_was_stopped():
     job = SimpleNamespace(stopped="", deadline=time.monotonic() + 1000, is_late=lambda: False)
-    job.unsampled = SimpleNamespace(awaited=Future, left_s=lambda: 1000.0)
-    sampled = threading.Event()
+    looked, sampled = threading.Event(), threading.Event()
+    job.unsampled = SimpleNamespace(awaited=lambda: looked.set() or Future(), left_s=lambda: 1000.0)
     sampler = _Sampler(on_crash=pytest.fail)
     sampler.put(job, sampled.set)
+    assert looked.wait(TIMEOUT_S)
     job.stopped = "closed"
     closing = threading.Thread(target=sampler.close, daemon=True)
     closing.start()
