@@ -41,7 +41,12 @@ def keys() -> None:
 @click.option("--config", "path", metavar="FILE", help="The deployment's TOML file: a key for each of its nodes.")
 @click.option("--to", "directory", required=True, metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--store", "stores", multiple=True, metavar="NAME", help="A key for a client of stores.")
-@click.option("--events", multiple=True, metavar="NAME", help="A key for a subscriber of KV events.")
+@click.option(
+    "--events",
+    multiple=True,
+    metavar="NAME",
+    help="A key for a subscriber of KV events: whoever has it reads the token ids of all tenants' prompts.",
+)
 def make(path: str | None, directory: Path, stores: tuple[str, ...], events: tuple[str, ...]) -> None:
     """Make a key for each node of FILE and each named client that has none yet; those that have one keep it.
 
