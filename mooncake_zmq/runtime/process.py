@@ -59,8 +59,8 @@ from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
-from mooncake_zmq.runtime.metrics import Snapshot
-from mooncake_zmq.runtime.metrics import serve as serve_metrics
+from mooncake_zmq.runtime.metrics import Snapshot, page_of
+from mooncake_zmq.runtime.metrics_endpoint import MetricsEndpoint
 from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.runtime.starvation import waits_for_cpu
@@ -816,7 +816,7 @@ class _Process:
         try:
             host, port = self.node.metrics_host, self.node.metrics_port
             model = self.model.spec.name if self.node.role in ENGINE_ROLES else ""  # a vLLM tells its own
-            self.stack.callback(serve_metrics(host, port, snapshot, also, engine_of=model))
+            self.stack.callback(MetricsEndpoint(host, port, page_of(snapshot, also, engine_of=model)).close)
         except OSError as error:
             raise PortInUse(f"metrics_host {host}, metrics_port {port}: {error.strerror}") from error
 
