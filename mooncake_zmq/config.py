@@ -36,6 +36,7 @@ from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.runtime.otlp import OTEL, is_installed
 from mooncake_zmq.runtime.tls import tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
+from mooncake_zmq.transfer.shared_memory import needs_checksums
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopback
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
@@ -452,6 +453,16 @@ def check_devices(nodes: Iterable[NodeSettings]) -> None:
             array_namespace(node.device)
         except ValueError as error:
             raise ConfigError(f"{node.name}: {error}") from None
+
+
+def check_local_reads(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
+    """Raise ConfigError where a node leaves out checksums that reads of shared memory need on this machine."""
+    for node in nodes:
+        for role in node.roles:
+            if role not in ENGINE_ROLES or loaded.section(node.in_role(role)).pool.verify_local:
+                continue
+            if why := needs_checksums(f"{role}.pool.verify_local = false"):
+                raise ConfigError(f"{loaded.path}: {node.name}: {why}")
 
 
 def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:

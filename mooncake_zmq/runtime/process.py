@@ -31,7 +31,7 @@ from prometheus_client.metrics_core import Metric
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_open, costs_of, gateway_warnings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_reads, check_open, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, RestWanted, ShelfTold
 from mooncake_zmq.core.costs import Costs
@@ -161,6 +161,7 @@ class _Process:
         self.loaded, self.config, self.node, self.stack = loaded, loaded.config, node, stack
         self.settings = loaded.section(node)
         check_open(loaded, [node])
+        check_local_reads(loaded, [node])
         cluster = self.config.cluster
         self.runtime_dir = Path(cluster.runtime_dir)
         _mind_early_signals()
