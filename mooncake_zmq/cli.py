@@ -196,10 +196,11 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
       mooncake-zmq config check cluster.toml
       mooncake-zmq config check configs/local.toml --model ~/models/llama.gguf
     """
-    from mooncake_zmq.config import check_devices, check_open, summary, warnings
+    from mooncake_zmq.config import check_devices, check_local_reads, check_open, summary, warnings
 
     loaded = _load(path, model, assignments)
     _or_exit(lambda: check_devices(loaded.config.nodes))
+    _or_exit(lambda: check_local_reads(loaded, loaded.config.nodes))
     for line in _or_exit(lambda: list(summary(loaded))):
         click.echo(line)
     for warning in _or_exit(lambda: list(warnings(loaded))):

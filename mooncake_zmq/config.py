@@ -36,6 +36,7 @@ from mooncake_zmq.runtime.log import LEVELS, LogFormat
 from mooncake_zmq.runtime.otlp import OTEL, is_installed
 from mooncake_zmq.runtime.tls import tls_files_of
 from mooncake_zmq.transfer.key_files import directory_of
+from mooncake_zmq.transfer.shared_memory import needs_checksums
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopback
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
@@ -152,10 +153,11 @@ class NodeSettings:
     """Where a prefill or decode computes and keeps its KV, a prefill its slab too. "cuda" is the first GPU that the process
     sees (CUDA_VISIBLE_DEVICES) and needs the extra gpu-cu12 or gpu-cu13. Written without a GPU at hand, not yet run on one."""
     metrics_host: str = "127.0.0.1"
-    """IPv4 address where Prometheus finds the node. Nothing asks who calls there: on another than this machine's own leave it
-    to a network or firewall that lets only Prometheus through."""
+    """IPv4 address where Prometheus finds the node. One beyond loopback needs `security.allow_open_metrics`, and a network or
+    firewall that lets only Prometheus through: nothing asks who calls there."""
     metrics_port: int = 0
-    """Prometheus on `metrics_host` at this port; 0: none. A gateway shows its metrics at /metrics in any case."""
+    """Prometheus finds /metrics on `metrics_host` at this port; 0: none. A gateway shows its metrics at its own /metrics in any
+    case."""
     may_become: Role | Literal[""] = ""
     """The other role of a prefill ("decode") or of a decode ("prefill"): a conductor may then ask it to finish what it has and
     come back as that, and back again; see `conductor.role_change_after_s` and `mooncake-zmq role`. A process that starts, after
@@ -236,6 +238,9 @@ class SecuritySettings:
     in whom they name, loopback's too. The streams of blocks and values let in whom those sockets gave a ticket."""
     allow_plain_tcp: bool = False
     """Without keys, TCP beyond loopback is refused, unless this says that nobody else is on the network."""
+    allow_open_metrics: bool = False
+    """Nothing asks who calls at a node's `metrics_port`. A node whose `metrics_host` is beyond loopback does not start, unless
+    this says that whoever reaches it may read its metrics, names of tenants among them."""
     encrypt_bulk: bool = True
     """With keys, blocks and values that this node serves over TCP are encrypted (AES-256-GCM). False: only who attaches a
     stream is asked for his ticket; whoever can listen on the network reads what passes, and who can change it under way may put
@@ -448,6 +453,16 @@ def check_devices(nodes: Iterable[NodeSettings]) -> None:
             array_namespace(node.device)
         except ValueError as error:
             raise ConfigError(f"{node.name}: {error}") from None
+
+
+def check_local_reads(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
+    """Raise ConfigError where a node leaves out checksums that reads of shared memory need on this machine."""
+    for node in nodes:
+        for role in node.roles:
+            if role not in ENGINE_ROLES or loaded.section(node.in_role(role)).pool.verify_local:
+                continue
+            if why := needs_checksums(f"{role}.pool.verify_local = false"):
+                raise ConfigError(f"{loaded.path}: {node.name}: {why}")
 
 
 def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
@@ -707,8 +722,15 @@ def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
 
 
 def check_open(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
-    """Raise ConfigError if one of these is a gateway that everybody could call, and nobody has said so."""
+    """Raise ConfigError if one of these would serve whoever reaches it, a gateway its answers or a node its metrics, and no
+    setting says that this is meant."""
     for node in nodes:
+        if _has_far_metrics(node) and not loaded.config.security.allow_open_metrics:
+            raise ConfigError(
+                f"{loaded.path}: {node.name}: metrics_host {node.metrics_host} is not loopback, and nothing asks who reads "
+                "there: leave it out, and have Prometheus, or a proxy that asks, on that machine; or, where whoever reaches "
+                "it may read its metrics, set security.allow_open_metrics = true"
+            )
         if node.role == "gateway":
             section = loaded.section(node)
             why = unasked(http_host=section.http_host, api_keys=section.api_keys, allow_open=section.allow_open)
@@ -751,8 +773,8 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
     config, security = loaded.config, loaded.config.security
     keyed = directory_of(security.keys) is not None
     for node in config.nodes:
-        if node.metrics_port and not is_loopback(f"tcp://{node.metrics_host}:0"):
-            yield f"{node.name}: whoever reaches {node.metrics_host} sees its metrics (metrics_host)"
+        if _has_far_metrics(node):
+            yield f"{node.name}: whoever reaches {node.metrics_host} sees its metrics (security.allow_open_metrics)"
         far = [each for each in (node.endpoint, node.data_endpoint) if each.startswith("tcp://") and not is_loopback(each)]
         if far and not keyed and not security.allow_plain_tcp:
             yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"
@@ -764,6 +786,10 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
             yield f"{node.name}: its blocks go in clear to other hosts (security.encrypt_bulk)"
         if node.store_endpoint.startswith("tcp://") and not is_loopback(node.store_endpoint):
             yield f"{node.name}: values of its store go in clear to other hosts (security.keys, security.encrypt_bulk)"
+
+
+def _has_far_metrics(node: NodeSettings) -> bool:
+    return bool(node.metrics_port) and not is_loopback(f"tcp://{node.metrics_host}:0")
 
 
 def _apart_warnings(loaded: Loaded) -> Iterator[str]:

@@ -21,6 +21,9 @@ directory_option = click.option(
 )
 
 
+SALT_BYTES = 8
+
+
 @click.group()
 def keys() -> None:
     """Make, list and rotate the keys by which nodes and clients know each other over TCP.
@@ -41,7 +44,12 @@ def keys() -> None:
 @click.option("--config", "path", metavar="FILE", help="The deployment's TOML file: a key for each of its nodes.")
 @click.option("--to", "directory", required=True, metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--store", "stores", multiple=True, metavar="NAME", help="A key for a client of stores.")
-@click.option("--events", multiple=True, metavar="NAME", help="A key for a subscriber of KV events.")
+@click.option(
+    "--events",
+    multiple=True,
+    metavar="NAME",
+    help="A key for a subscriber of KV events: whoever has it reads the token ids of all tenants' prompts.",
+)
 def make(path: str | None, directory: Path, stores: tuple[str, ...], events: tuple[str, ...]) -> None:
     """Make a key for each node of FILE and each named client that has none yet; those that have one keep it.
 
@@ -140,7 +148,12 @@ def drop(name: str, directory: Path) -> None:
     help="The least, so earliest, that its requests may ask for.",
 )
 @click.option("--slo", type=click.Choice(["own"]), default=None, help="Whether its requests may name SLOs of their own.")
-@click.option("--replace", is_flag=True, help="Instead of the key and limits that NAME has.")
+@click.option("--replace", is_flag=True, help="Instead of the key and limits that NAME has. Its cached prefixes stay its own.")
+@click.option(
+    "--forget",
+    is_flag=True,
+    help="With --replace: for another holder of NAME, who shares no cached prefix with the former one.",
+)
 def api(
     name: str,
     path: Path,
@@ -151,6 +164,7 @@ def api(
     priority: int,
     slo: SloRight | None,
     replace: bool,
+    forget: bool,
 ) -> None:
     """Make an API key of NAME for a gateway's clients, print it once, and write its hash to FILE.
 
@@ -161,7 +175,14 @@ def api(
       mooncake-zmq keys api alice --in api_keys --requests 60 --tokens 100000 --share 0.25
       mooncake-zmq keys api grafana --in api_keys --role metrics
       mooncake-zmq keys api alice --in api_keys --replace
+      mooncake-zmq keys api team-a --in api_keys --replace --forget
     """
+    if forget and not replace:
+        _fail("--forget goes with --replace: a new name shares nothing with anybody")
+    known = _or_exit(lambda: read(path)) if path.exists() else ()
+    former = next((each for each in known if each.name == name), None)
+    if former is not None and not replace:
+        _fail(f"{name} has a key in {path}: --replace makes another one in its place")
     secret = f"mz-{secrets.token_urlsafe(32)}"
     tenant = _or_exit(
         lambda: Tenant(
@@ -173,11 +194,9 @@ def api(
             role=role,
             priority=priority,
             slo=slo or "",
+            own_salt=former.own_salt if former is not None and not forget else secrets.token_hex(SALT_BYTES),
         )
     )
-    known = _or_exit(lambda: read(path)) if path.exists() else ()
-    if any(each.name == name for each in known) and not replace:
-        _fail(f"{name} has a key in {path}: --replace makes another one in its place")
     lines = [each.line() for each in known if each.name != name] + [tenant.line()]
     # Hashes of what nobody guesses, for gateways of whatever user.
     _or_exit(lambda: replace_own(path, "".join(f"{line}\n" for line in lines).encode(), mode=key_files.WORLD_READABLE))

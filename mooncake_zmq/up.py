@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_open, is_tls, warnings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_reads, check_open, is_tls, warnings
 from mooncake_zmq.core.roles import ENGINE_ROLES, Role
 from mooncake_zmq.runtime import log_file
 from mooncake_zmq.runtime.process import (
@@ -186,6 +186,7 @@ class Up:
             if not self.config.of_role(role):
                 raise ConfigError(f"{self.loaded.path}: there is no {role}: nothing can be served")
         check_open(self.loaded, self.config.nodes)
+        check_local_reads(self.loaded, self.config.nodes)
         for node in self.config.nodes:
             if (pid := holder(self.runtime_dir, node.name)) is not None:
                 raise ConfigError(f"{node.name} is already running as pid {pid} in {self.runtime_dir}")

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from mooncake_zmq import config as config_module
 from mooncake_zmq.cli import main
-from mooncake_zmq.config import ConfigError, check_devices, effective, load, summary, warnings
+from mooncake_zmq.config import ConfigError, check_devices, check_local_reads, check_open, effective, load, summary, warnings
 
 ROOT = Path(__file__).parent.parent
 NODES = """
@@ -206,6 +206,33 @@ def test_the_examples_beyond_one_machine_ask_for_keys_and_speak_tls(name: str) -
         assert section.api_keys
         assert section.tls_certificate
         assert not section.allow_open
+
+
+def test_metrics_beyond_the_machine_are_refused_unless_a_setting_says_so(write: Any) -> None:
+    path = write("", NODES + "metrics_host = '10.1.2.3'\nmetrics_port = 9101\n")
+    loaded = load(path, {}, {})
+    with pytest.raises(ConfigError, match=r"metrics_host 10\.1\.2\.3 is not loopback.*security\.allow_open_metrics = true"):
+        check_open(loaded, loaded.config.nodes)
+    opened = load(path, {"security.allow_open_metrics": "true"}, {})
+    check_open(opened, opened.config.nodes)
+    assert any("whoever reaches 10.1.2.3 sees its metrics" in text for text in warnings(opened))
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "riscv64"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_machine_that_reorders_loads_does_not_read_shared_memory_unchecked(
+    write: Any, monkeypatch: pytest.MonkeyPatch, machine: str, role: str
+) -> None:
+    path = write(f"[{role}.pool]\nverify_local = false\n", NODES + "may_become = 'prefill'\n")
+    loaded = load(path, {}, {})
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    check_local_reads(loaded, loaded.config.nodes)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    with pytest.raises(ConfigError, match=rf"d: {role}\.pool\.verify_local = false needs a CPU .* on {machine} only checksums"):
+        check_local_reads(loaded, loaded.config.nodes)
+    assert CliRunner().invoke(main, ["config", "check", str(path)]).exit_code == 2
+    checked = load(path, {f"{role}.pool.verify_local": "true"}, {})
+    check_local_reads(checked, checked.config.nodes)
 
 
 def test_the_summary_counts_the_kv_of_running_prompts(write: Any) -> None:

@@ -85,6 +85,23 @@ def test_an_api_key_is_printed_once_and_its_hash_is_kept(tmp_path: Path) -> None
     assert [tenants.of(each) is not None for each in (secret, other, admin)] == [False, True, True]
 
 
+def test_a_name_made_anew_shares_no_prefix_with_the_one_before_unless_it_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "api_keys"
+
+    def salt(*options: str) -> str:
+        assert run("api", "alice", "--in", path, *options).exit_code == 0
+        return read(path)[0].salt("")
+
+    first = salt()
+    assert salt("--replace") == first
+    forgotten = salt("--replace", "--forget")
+    path.write_text("")
+    assert len({first, forgotten, salt()}) == 3
+    path.write_text(f"alice:{'0' * 64}\n")
+    assert salt("--replace") == "tenant/alice/", "as of lines of older releases"
+    assert run("api", "alice", "--in", path, "--forget").exit_code == 1
+
+
 def test_whose_api_key_is_taken_away_is_out_whatever_else_is_wrong_with_the_file(tmp_path: Path) -> None:
     """And nobody is let in by such a file."""
     path, now = tmp_path / "api_keys", 0.0
@@ -94,7 +111,7 @@ def test_whose_api_key_is_taken_away_is_out_whatever_else_is_wrong_with_the_file
     keys_of_file.clock = lambda: now
     tenants = keys_of_file.tenants
     new = f"new:{digest_of('new')}"
-    path.write_text(f"{kept}:requests=5\n{new}\nhalf of a li")
+    path.write_text(f"{kept},requests=5\n{new}\nhalf of a li")
     keys_of_file.refresh()
     assert keys_of_file.not_followed
     assert tenants.of(thief) is not None, "it may be on its way yet"

@@ -122,7 +122,8 @@ class CacheNode:
         self._layout = layout
         self._ids = Ids()
         self._misses = Misses()
-        self._contents = Contents(self.slots.capacity, layout.block_tokens if settings.kv_events.endpoint else 0)
+        events = settings.kv_events
+        self._contents = Contents(self.slots.capacity, layout.block_tokens if events.endpoint and events.tokens else 0)
         self.disk = DiskTier(
             settings.ssd,
             disk,
@@ -523,7 +524,7 @@ class CacheNode:
         fits = len(message.tokens) == len(message.keys) * self._layout.block_tokens * 4
         if message.tokens and not fits:
             self.counts.add("put_tokens_misfit")
-        return message.tokens if fits else b""
+        return message.tokens if fits and self._settings.kv_events.tokens else b""
 
     def _on_commit(self, now: float, sender: str, message: CommitSlots) -> list[Effect]:
         writer = self._holder(sender, message.put_id)

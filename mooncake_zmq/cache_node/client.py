@@ -37,7 +37,8 @@ class PoolClientSettings:
     """Puts in flight; a further one is skipped and counted: the pool is a cache, the request does not wait for it."""
     verify_local: bool = True
     """Hash what is read from the own host's memory too. False trusts that memory: only what crosses the network or a disk is
-    then verified, and a block overwritten by a stray writer would be used."""
+    then verified, and a block overwritten by a stray writer would be used. Refused on CPUs that reorder loads, as ARM's do:
+    there the hash alone tells that a block was overwritten while it was read."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fetch_s < self.lease_ttl_s:

@@ -55,6 +55,9 @@ class KvEventsSettings:
     replay_endpoint: str = ""
     """Where a subscriber asks for what it missed, such as "tcp://*:5558". Empty: no replay."""
     topic: str = ""
+    tokens: bool = True
+    """Events carry the token ids of the blocks that come: of all tenants' prompts. Without, they carry keys alone, by which no
+    router can match a prompt, and no tokens are kept in the pool or in the index on SSD."""
     format: str = "map"
     """"map": as vLLM since June 2026; "array": as before, and as SGLang."""
 

@@ -99,7 +99,7 @@ def addresses(here: Here, node: NodeSettings) -> Iterator[tuple[str, str, int]]:
     if node.store_stream_port and (store := tcp_address(node.store_endpoint)):
         yield "store_stream_port", store[0], node.store_stream_port
     if node.metrics_port:
-        yield "metrics_port", "127.0.0.1", node.metrics_port
+        yield "metrics_port", node.metrics_host, node.metrics_port
     if node.role == "gateway":
         yield "http_port", section.http_host, section.http_port
 

@@ -1,9 +1,10 @@
 """Who may use a gateway, and how much of it: API keys by their hashes, rates by token buckets, shares of the slots. PURE.
 
 A file of keys has one tenant a line: NAME:SHA256[:LIMITS]; empty lines and those that begin with # tell nothing. LIMITS are
-`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, a `role`, `priority=N` as the earliest that its requests
-may ask for, and `slo=own` where they may name SLOs, by commas. Tokens are those of the prompt
-and of the longest answer asked for; what of that was not written comes back.
+`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, a `role`, `priority=N` as the earliest that its
+requests may ask for, `slo=own` where they may name SLOs, and `salt=TEXT`, which sets cached prefixes apart from those of
+whoever else had the name, by commas. Tokens are those of the prompt and of the longest answer asked for; what of that was not
+written comes back.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ SloRight = Literal["", "own"]
 MAX_TENANTS = 1024
 MINUTE_S = 60.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_SALT = re.compile(r"[0-9a-z]{0,32}")
 
 
 class TenantsError(ValueError):
@@ -39,7 +41,7 @@ class Limited(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """One line. Rates are a minute's, 0 for none; `share` is at least one slot. `priority` and `slo`: what it may ask for its
-    requests at the cost of others'; nobody may unless his line says so."""
+    requests at the cost of others'; nobody may unless his line says so. `own_salt`: not that of whoever had the name before."""
 
     name: str
     digest: str
@@ -49,6 +51,7 @@ class Tenant:
     role: Role = "user"
     priority: int = 0
     slo: SloRight = ""
+    own_salt: str = ""
 
     def __post_init__(self) -> None:
         if not NAME_PATTERN.fullmatch(self.name) or not _DIGEST.fullmatch(self.digest):
@@ -61,17 +64,22 @@ class Tenant:
             raise TenantsError(f"priority is the earliest that may be asked for, from -{MAX_PRIORITY} to 0")
         if self.slo not in get_args(SloRight):
             raise TenantsError("slo is own, where requests may name SLOs, or left out")
+        if not _SALT.fullmatch(self.own_salt):
+            raise TenantsError("salt is up to 32 of a-z and 0-9")
 
     def line(self) -> str:
         """As in a file."""
         told = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
         told += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
         told += [f"priority={self.priority}"] * bool(self.priority) + [f"slo={self.slo}"] * bool(self.slo)
+        told += [f"salt={self.own_salt}"] * bool(self.own_salt)
         return ":".join((self.name, self.digest, *([",".join(told)] if told else [])))
 
     def salt(self, wanted: str) -> str:
-        """Of its block keys: tenants neither share prefixes nor learn by time what others have asked."""
-        return f"tenant/{self.name}/{wanted}"
+        """Of its block keys: tenants neither share prefixes nor learn by time what others have asked, nor does the next holder
+        of a name whose line has another salt. No name has an @."""
+        holder = f"{self.name}@{self.own_salt}" if self.own_salt else self.name
+        return f"tenant/{holder}/{wanted}"
 
 
 def digest_of(secret: str) -> str:
@@ -106,10 +114,12 @@ def _tenant(line: str) -> Tenant:
     name, _, rest = line.partition(":")
     digest, _, limits = rest.partition(":")
     told = dict(limit.partition("=")[::2] for limit in limits.split(",") if limit)
-    kinds = {"requests": int, "tokens": int, "share": float, "role": str, "priority": int, "slo": str}
+    kinds = {"requests": int, "tokens": int, "share": float, "role": str, "priority": int, "slo": str, "salt": str}
     if unknown := sorted(told.keys() - kinds.keys()):
         raise TenantsError(f"{unknown[0]} is no limit: there are {', '.join(kinds)}")
-    return Tenant(name=name, digest=digest, **{key: kinds[key](value) for key, value in told.items()})
+    own_salt = told.pop("salt", "")
+    limits_told = {key: kinds[key](value) for key, value in told.items()}
+    return Tenant(name=name, digest=digest, own_salt=own_salt, **limits_told)
 
 
 @dataclass(slots=True)

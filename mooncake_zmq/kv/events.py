@@ -9,10 +9,14 @@ import msgpack
 
 from mooncake_zmq.kv.block_hash import Key, unpack_tokens
 
-MAX_BATCH_BLOCKS = 1024
-MAX_BATCH_TOKENS = 65_536
-"""What one published batch may name: at most about 350 kB."""
+MAX_EVENT_BLOCKS = 1024
+MAX_EVENT_TOKENS = 16_384
+"""What one event may name, at most about 100 kB; an event of more blocks is split."""
+MAX_BATCH_BYTES = 128 << 10
+"""What one batch takes when it is written; only a single block of more tokens than MAX_EVENT_TOKENS takes more."""
 TOKEN_BYTES = 4
+_BATCH_BYTES, _EVENT_BYTES, _KEY_BYTES, _TOKEN_BYTES = 32, 160, 18, 5
+"""What MessagePack takes at most for a batch and for an event beside its keys and tokens, for a key, and for a token."""
 
 
 class Medium(Enum):
@@ -66,21 +70,24 @@ class EventEncoder:
         """`block_tokens`: tokens in a block, told with every stored one."""
         self._form = form
         self._block_tokens = block_tokens
-        self.max_blocks = max(1, min(MAX_BATCH_BLOCKS, MAX_BATCH_TOKENS // block_tokens))
+        self.max_blocks = max(1, min(MAX_EVENT_BLOCKS, MAX_EVENT_TOKENS // block_tokens))
+        self.max_batch_bytes = max(MAX_BATCH_BYTES, _BATCH_BYTES + _EVENT_BYTES + _KEY_BYTES + block_tokens * _TOKEN_BYTES)
+        """No batch that `batches` returns takes more when it is written."""
 
     def batches(self, events: Iterable[KvEvent]) -> list[tuple[KvEvent, ...]]:
-        """The same events in the same order, cut so that a batch names at most `max_blocks` blocks."""
+        """Return the same events in the same order, split so that an event names at most `max_blocks` blocks and a batch
+        takes at most `max_batch_bytes`."""
         batches: list[tuple[KvEvent, ...]] = []
         batch: list[KvEvent] = []
-        room = self.max_blocks
+        room = self.max_batch_bytes - _BATCH_BYTES
         for event in events:
             for part in self._parts(event):
-                blocks = _blocks(part)
-                if blocks > room and batch:
+                size = _event_bytes(part)
+                if size > room and batch:
                     batches.append(tuple(batch))
-                    batch, room = [], self.max_blocks
+                    batch, room = [], self.max_batch_bytes - _BATCH_BYTES
                 batch.append(part)
-                room -= blocks
+                room -= size
         return [*batches, tuple(batch)] if batch else batches
 
     def encode(self, time_s: float, events: Iterable[KvEvent]) -> bytes:
@@ -132,5 +139,13 @@ class EventEncoder:
         return {"type": "AllBlocksCleared"}
 
 
-def _blocks(event: KvEvent) -> int:
-    return 0 if isinstance(event, AllBlocksCleared) else len(event.keys)
+def batch_bytes(batch: Iterable[KvEvent]) -> int:
+    """The most that `EventEncoder.encode` makes of a batch."""
+    return _BATCH_BYTES + sum(map(_event_bytes, batch))
+
+
+def _event_bytes(event: KvEvent) -> int:
+    if isinstance(event, AllBlocksCleared):
+        return _EVENT_BYTES
+    tokens = len(event.tokens) // TOKEN_BYTES if isinstance(event, BlocksStored) else 0
+    return _EVENT_BYTES + len(event.keys) * _KEY_BYTES + tokens * _TOKEN_BYTES

@@ -9,6 +9,10 @@ Batches are numbered from 0 in each life of the process, and batch 0 says that a
 a subscriber sees that by the gap and asks for them again. A batch the publisher itself had to drop is such a gap too, which
 no replay fills: the subscriber then has to forget this pool.
 
+For a subscriber that reads too slowly `subscriber_bytes` are queued; what is published while its queue is full is not sent to
+it, which is a gap as well, for replay. `MAX_SUBSCRIBERS` may subscribe, and `MAX_SUBSCRIBERS_PER_KEY` with the key of one
+name; a further one is cut. So all queues together are bounded in bytes, and one key does not take every place.
+
 A PUB remembers whatever anybody subscribes to. This one is told of it, one subscription at a time, and cuts off who asks for
 more than `MAX_FOREIGN` topics that are never published here. Who only hears shows his key but once, when he subscribes: each
 second it is asked whether that key still lets him in.
@@ -24,8 +28,8 @@ from dataclasses import dataclass
 import structlog
 import zmq
 
-from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent
-from mooncake_zmq.transfer.connections import Connections, came_by, cut, receive
+from mooncake_zmq.kv.events import AllBlocksCleared, EventEncoder, EventFormat, KvEvent, batch_bytes
+from mooncake_zmq.transfer.connections import Connections, came_by, cut, receive, stands
 from mooncake_zmq.transfer.sockets import REFRESH_S, USER_ID, BadEndpoint, Limits, Sockets
 
 log = structlog.get_logger()
@@ -45,6 +49,8 @@ REPLAY_STALL_S = 10.0
 """A subscriber that takes nothing for this long is given up."""
 MAX_FOREIGN = 64
 """A subscriber of several publishers tells each of them all its topics."""
+MAX_SUBSCRIBERS = 32
+MAX_SUBSCRIBERS_PER_KEY = 8
 
 
 @dataclass(slots=True)
@@ -70,13 +76,13 @@ class KvEventPublisher:
         block_tokens: int,
         buffer_steps: int = 10_000,
         buffer_bytes: int = 256 << 20,
-        hwm: int = 100_000,
-        max_queue_size: int = 100_000,
+        subscriber_bytes: int = 64 << 20,
+        queue_bytes: int = 256 << 20,
         on_crash: Callable[[BaseException], None],
         sockets: Sockets | None = None,
     ) -> None:
-        """`format`: see `EventFormat`. `buffer_steps`, `buffer_bytes`: what is kept for replay, the newest. `hwm`: batches
-        queued for a subscriber before it loses some. `max_queue_size`: batches published and not sent yet. `on_crash` is
+        """`format`: see `EventFormat`. `buffer_steps`, `buffer_bytes`: what is kept for replay, the newest. `subscriber_bytes`:
+        queued for a subscriber before it loses batches. `queue_bytes`: of batches published and not sent yet. `on_crash` is
         called from the thread. `sockets`: the process's; else one's own. Raises BadEndpoint."""
         self.counts = {
             "batches": 0,
@@ -93,12 +99,13 @@ class KvEventPublisher:
         self._topic = topic.encode()
         self._buffer_steps = buffer_steps
         self._buffer_bytes = buffer_bytes
-        self._max_queue_size = max_queue_size
+        self._max_queue_bytes = queue_bytes
         self._on_crash = on_crash
         self._queue: deque[tuple[int, float, tuple[KvEvent, ...]]] = deque()
         self._next_number = 0
         self._guard = threading.Lock()
-        """Of `_queue`, `_next_number` and the count of what was dropped."""
+        """Of `_queue`, `_queued_bytes`, `_next_number` and the count of what was dropped."""
+        self._queued_bytes = 0
         self._sent: dict[int, bytes] = {}
         """Payloads kept for replay, by number: of `[_first, _stop)` all but those dropped unsent."""
         self._sent_bytes = 0
@@ -106,8 +113,9 @@ class KvEventPublisher:
         self._replays: dict[bytes, _Replay] = {}
         self._foreign: Counter[int] = Counter()
         """Topics subscribed to that are not ours, by the connection's descriptor."""
-        self._shown: dict[int, str] = {}
-        """Whose key a subscriber has shown (see `Sockets.holder`), by the connection's descriptor; without keys nobody's."""
+        self._subscribers: dict[int, str] = {}
+        """Whose key each subscriber has shown (see `Sockets.holder`), by the connection's descriptor; without keys nobody's.
+        Those that have left stay until somebody new subscribes."""
         self._looked_at = 0.0
         self._connections: dict[zmq.Socket[bytes], Connections] = {}
         """Of those sockets that listen on TCP."""
@@ -116,7 +124,7 @@ class KvEventPublisher:
         self._sockets = (sockets or Sockets(io_threads=1)).borrow()
         self._open: list[zmq.Socket[bytes]] = []
         try:
-            self._pub = self._listen(zmq.XPUB, endpoint, hwm)
+            self._pub = self._listen(zmq.XPUB, endpoint, max(1, subscriber_bytes // self._encoder.max_batch_bytes))
             self._router = self._listen(zmq.ROUTER, replay_endpoint, REPLAY_HWM) if replay_endpoint else None
         except BaseException:
             self._close_sockets()
@@ -135,11 +143,12 @@ class KvEventPublisher:
         now = time.time()
         with self._guard:
             for batch in batches:
-                if len(self._queue) >= self._max_queue_size:
-                    self._queue.popleft()
-                    self.counts["dropped"] += 1
                 self._queue.append((self._next_number, now, batch))
                 self._next_number += 1
+                self._queued_bytes += batch_bytes(batch)
+                while self._queued_bytes > self._max_queue_bytes and len(self._queue) > 1:
+                    self._queued_bytes -= batch_bytes(self._queue.popleft()[2])
+                    self.counts["dropped"] += 1
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -207,7 +216,7 @@ class KvEventPublisher:
         # A ROUTER polls as writable while any one peer is, so that waiting for POLLOUT would spin beside a stuck one.
         if self._replays:
             return REPLAY_RETRY_MS
-        return int(REFRESH_S * 1000) if self._shown else None  # in time for a key that is dropped
+        return int(REFRESH_S * 1000) if any(self._subscribers.values()) else None  # in time for a key that is dropped
 
     def _read_subscriptions(self) -> bool:
         """True: more may be waiting."""
@@ -218,27 +227,40 @@ class KvEventPublisher:
             told, descriptor = message[0].bytes, came_by(message[0])
             if told[:1] == b"\0" or descriptor < 0:  # he has gone
                 continue
-            if told[:1] == b"\1" and (shown := self._shown_by(self._pub, message[0])):
-                self._shown[descriptor] = shown
+            if told[:1] == b"\1" and not self._takes(descriptor, self._shown_by(self._pub, message[0])):
+                self._cut(descriptor)
+                continue
             if told[:1] == b"\1" and self._topic.startswith(told[1:]):
                 continue
             self._foreign[descriptor] += 1
             if self._foreign[descriptor] > MAX_FOREIGN:
                 del self._foreign[descriptor]
-                self.counts["subscribers_cut"] += 1
-                cut(self._pub, descriptor)
+                self._cut(descriptor)
         return True
+
+    def _takes(self, descriptor: int, shown: str) -> bool:
+        """Note a subscriber, new or known; False: there are as many as there may be."""
+        if descriptor not in self._subscribers:
+            self._subscribers = {each: of for each, of in self._subscribers.items() if stands(self._pub, each)}
+            of_name = sum(_name(of) == _name(shown) for of in self._subscribers.values()) if shown else 0
+            if len(self._subscribers) >= MAX_SUBSCRIBERS or of_name >= MAX_SUBSCRIBERS_PER_KEY:
+                return False
+        self._subscribers[descriptor] = shown
+        return True
+
+    def _cut(self, descriptor: int) -> None:
+        self._subscribers.pop(descriptor, None)
+        self.counts["subscribers_cut"] += 1
+        cut(self._pub, descriptor)
 
     def _cut_dropped(self, now: float) -> None:
         """A number may be another connection's by now: who is cut wrongly connects anew."""
         if now - self._looked_at < REFRESH_S:
             return
         self._looked_at = now
-        for descriptor, shown in list(self._shown.items()):
+        for descriptor, shown in list(self._subscribers.items()):
             if not self._lets_in(shown):
-                del self._shown[descriptor]
-                self.counts["subscribers_cut"] += 1
-                cut(self._pub, descriptor)
+                self._cut(descriptor)
         for peer, replay in list(self._replays.items()):
             if not self._lets_in(replay.shown):
                 del self._replays[peer]
@@ -259,6 +281,7 @@ class KvEventPublisher:
                 if not self._queue:
                     return False
                 number, at, events = self._queue.popleft()
+                self._queued_bytes -= batch_bytes(events)
             payload = self._encoder.encode(at, events)
             self._pub.send_multipart((self._topic, _frame(number), payload), zmq.NOBLOCK)
             self.counts["batches"] += 1
@@ -326,6 +349,10 @@ class KvEventPublisher:
             replay.number += 1
             replay.moved_at = now
         return False
+
+
+def _name(shown: str) -> str:
+    return shown.partition(" ")[0]
 
 
 def _frame(number: int) -> bytes:

@@ -230,7 +230,7 @@ _POOL = {
     "kv_events_batches": "Batches of KV events published",
     "kv_events_bytes": "Bytes of KV events published",
     "kv_events_dropped": "Batches dropped: too many waited",
-    "kv_events_subscribers_cut": "Subscribers cut: too many topics that are not published here, or a key that was dropped",
+    "kv_events_subscribers_cut": "Subscribers cut: too many, or of one key, or of foreign topics, or a key that was dropped",
     "kv_events_connections_cut": "Connections cut because what they had sent was not whole, or too much of it waited",
     "kv_events_replays": "Replays asked for",
     "kv_events_replayed": "Batches replayed",

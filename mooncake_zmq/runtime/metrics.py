@@ -1,9 +1,9 @@
-"""Counters and gauges of actors as Prometheus metrics, and an optional endpoint of them for processes without HTTP."""
+"""Counters and gauges of actors as Prometheus metrics, and a page of them for processes without HTTP."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -12,7 +12,7 @@ from mooncake_zmq.runtime.metric_texts import text_of
 _NAME = re.compile(r"([^\[\]]+)(?:\[(.*)\])?")
 
 Snapshot = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
-"""Returns (counts, gauges); called from the endpoint's thread."""
+"""Returns (counts, gauges); called from whichever thread makes the page."""
 
 
 def parse_name(name: str) -> tuple[str, dict[str, str]]:
@@ -79,18 +79,9 @@ class _Snapshots(Collector):
         yield from self._also()
 
 
-def serve(
-    host: str, port: int, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple, *, engine_of: str = ""
-) -> Callable[[], None]:
-    """Serve `snapshot` and what `also` gives; returns what ends it. Both are called from the endpoint's thread. `engine_of`:
-    the model of an engine node, which is told under vLLM's names too. Raises OSError when the port is taken."""
+def page_of(snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple, *, engine_of: str = "") -> Callable[[], bytes]:
+    """What writes `snapshot` and what `also` gives as text. `engine_of`: the model of an engine node, which is told under
+    vLLM's names too."""
     registry = CollectorRegistry()
     registry.register(_Snapshots(snapshot, also, engine_of))
-    server, thread = start_http_server(port, host, registry)
-
-    def close() -> None:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-    return close
+    return lambda: generate_latest(registry)

@@ -31,7 +31,7 @@ from prometheus_client.metrics_core import Metric
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_open, costs_of, gateway_warnings
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_reads, check_open, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, RestWanted, ShelfTold
 from mooncake_zmq.core.costs import Costs
@@ -59,8 +59,8 @@ from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
-from mooncake_zmq.runtime.metrics import Snapshot
-from mooncake_zmq.runtime.metrics import serve as serve_metrics
+from mooncake_zmq.runtime.metrics import Snapshot, page_of
+from mooncake_zmq.runtime.metrics_endpoint import MetricsEndpoint
 from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.runtime.starvation import waits_for_cpu
@@ -161,6 +161,7 @@ class _Process:
         self.loaded, self.config, self.node, self.stack = loaded, loaded.config, node, stack
         self.settings = loaded.section(node)
         check_open(loaded, [node])
+        check_local_reads(loaded, [node])
         cluster = self.config.cluster
         self.runtime_dir = Path(cluster.runtime_dir)
         _mind_early_signals()
@@ -816,7 +817,7 @@ class _Process:
         try:
             host, port = self.node.metrics_host, self.node.metrics_port
             model = self.model.spec.name if self.node.role in ENGINE_ROLES else ""  # a vLLM tells its own
-            self.stack.callback(serve_metrics(host, port, snapshot, also, engine_of=model))
+            self.stack.callback(MetricsEndpoint(host, port, page_of(snapshot, also, engine_of=model)).close)
         except OSError as error:
             raise PortInUse(f"metrics_host {host}, metrics_port {port}: {error.strerror}") from error
 

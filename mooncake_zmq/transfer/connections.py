@@ -222,14 +222,30 @@ def came_by(frame: zmq.Frame) -> int:
 
 def cut(listening: "zmq.Socket[bytes]", descriptor: int) -> None:
     """End a connection of a listening socket; whoever is at its other end may connect anew."""
+    if (duplicate := _duplicate(listening, descriptor)) is not None:
+        with duplicate, contextlib.suppress(OSError):
+            duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def stands(listening: "zmq.Socket[bytes]", descriptor: int) -> bool:
+    """Is this the descriptor of a connection of a listening socket, still or again?"""
+    if (duplicate := _duplicate(listening, descriptor)) is None:
+        return False
+    duplicate.close()
+    return True
+
+
+def _duplicate(listening: "zmq.Socket[bytes]", descriptor: int) -> socket.socket | None:
+    """None: the connection has ended. Its number may be another file's by now, which is this process's too and is to stay."""
     try:
         duplicate = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # it has ended
-        return
-    with duplicate, contextlib.suppress(OSError):
-        # The number may be another file's by now: that one is ours too, and is to stay.
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
         if _place(duplicate) == _endpoint(listening).removeprefix("ipc://").rpartition(":")[2]:
-            duplicate.shutdown(socket.SHUT_RDWR)
+            return duplicate
+    duplicate.close()
+    return None
 
 
 def _place(connection: socket.socket) -> str:

@@ -9,13 +9,15 @@ The slots of a process with a GPU may lie in that GPU's memory instead (`transfe
 its header names the device.
 
 A generation works as a seqlock's counter: a reader looks before and after its copy. Loads and stores of it are single
-aligned 8-byte accesses; on CPUs that reorder them the part checksums, compared on every read, catch what it misses.
+aligned 8-byte accesses; on CPUs that reorder them the part checksums, compared on every read, catch what it misses. So only a
+CPU that keeps their order may leave the checksums out (`needs_checksums`).
 """
 
 import contextlib
 import fcntl
 import mmap
 import os
+import platform
 import secrets
 import struct
 from collections.abc import Callable, Sequence
@@ -35,12 +37,22 @@ from mooncake_zmq.transfer.own_files import open_own, own_files
 MAGIC = b"MOONKV\r\n"
 VERSION = 2
 FILE_PREFIX = "mooncake"
+ORDERED_MACHINES = ("x86_64", "amd64", "i386", "i486", "i586", "i686", "s390x")
+"""Machines, as `platform.machine` names them, that keep the order of loads and the order of stores."""
 HUGE_PAGE_BYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it yet
 UUID_BYTES = 16
 HOST = bytes(UUID_BYTES)
 """In place of a device's UUID: the slots lie in the file."""
 _HEADER = struct.Struct(f"<8sI16sQQIQQ{UUID_BYTES}s")
+
+
+def needs_checksums(setting: str) -> str:
+    """Why `setting`, which leaves checksums of shared memory out, cannot be followed on this machine; empty: it can."""
+    machine = platform.machine()
+    if machine.lower() in ORDERED_MACHINES:
+        return ""
+    return f"{setting} needs a CPU that keeps the order of loads, as x86-64 does: on {machine} only checksums find a torn read"
 
 
 class SharedMemoryError(Exception):

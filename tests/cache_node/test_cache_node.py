@@ -76,7 +76,7 @@ class Pool(Harness):
         self.index = {}
         self.mediums = {medium: set() for medium in Medium}
         settings = replace(BASE, **settings)
-        self.tells = bool(settings.kv_events.endpoint)
+        self.tells = bool(settings.kv_events.endpoint) and settings.kv_events.tokens
         self.told = []
         actor = CacheNode(name="me", host="h0", incarnation=3, settings=settings, layout=LAYOUT, disk=disk)
         super().__init__(actor)
@@ -1293,13 +1293,16 @@ def test_tokens_found_on_disk_that_do_not_fit_are_not_told():
     assert published.events == (first, BlocksStored(keys(2), Medium.DISK, key(1)))
 
 
-def test_without_kv_events_nothing_of_what_blocks_hold_goes_to_disk():
-    pool = disk_pool()
+@pytest.mark.parametrize("events", [KvEventsSettings(), replace(EVENTS, tokens=False)])
+def test_without_tokens_in_kv_events_nothing_of_what_blocks_hold_goes_to_disk(events):
+    pool = disk_pool(kv_events=events)
     told = {"parent": key(99), "tokens": tokens(1)}
     pool.say("p0", ReserveSlots(put_id=1, keys=keys(1), ttl_s=15.0, **told))
     pool.say("p0", CommitSlots(put_id=1, checksums=((0, 1001),)))
     ((_, work),) = pool.batches()
     assert [(block.parent, block.tokens) for _, block in work.blocks] == [(None, b"")]
+    if not events.tokens:
+        assert pool.told == [BlocksStored(keys(1), Medium.CPU, key(99))]
 
 
 def test_a_source_that_was_slow_once_is_judged_anew(pool):

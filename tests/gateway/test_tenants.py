@@ -1,5 +1,7 @@
 """Limits by the clock that the test holds, and lines of the file that cannot be followed."""
 
+from dataclasses import replace
+
 import pytest
 
 from mooncake_zmq.gateway.tenants import Limited, Tenant, Tenants, TenantsError, digest_of, parse
@@ -87,8 +89,14 @@ def test_salts_of_two_tenants_differ_whatever_they_wish():
     assert len({each.salt(wish) for each in (one, other) for wish in ("", "b/", "a/")}) == 6
 
 
+def test_holders_of_a_name_with_other_salts_share_nothing_whatever_they_wish():
+    holders = [Tenant(name="a", digest=DIGEST, own_salt=salt) for salt in ("", "1", "2")]
+    assert len({each.salt(wish) for each in holders for wish in ("", "a@1/", "@1/", "1/")}) == 12
+
+
 def test_a_line_is_read_as_it_is_written():
     tenant = Tenant(name="alice", digest=DIGEST, requests=60, tokens=1000, share=0.25, role="admin", priority=-5, slo="own")
+    tenant = replace(tenant, own_salt="0a1b")
     plain = Tenant(name="bob", digest=DIGEST)
     assert parse(f"# names\n\n{tenant.line()}\n{plain.line()}\n") == (tenant, plain)
 
@@ -108,6 +116,9 @@ def test_a_line_is_read_as_it_is_written():
         f"alice:{DIGEST}:priority=-1001",
         f"alice:{DIGEST}:slo=any",
         f"alice:{DIGEST}:name=bob",
+        f"alice:{DIGEST}:own_salt=a",
+        f"alice:{DIGEST}:salt=a/b",
+        f"alice:{DIGEST}:salt={'a' * 33}",
         f"alice:{DIGEST}\nalice:{DIGEST}",
     ],
 )

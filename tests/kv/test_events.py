@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.kv.events import (
-    MAX_BATCH_BLOCKS,
-    MAX_BATCH_TOKENS,
+    MAX_EVENT_BLOCKS,
+    MAX_EVENT_TOKENS,
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     EventEncoder,
     EventFormat,
     Medium,
+    batch_bytes,
 )
 
 BLOCK = 4
@@ -138,11 +139,30 @@ def test_a_long_event_that_is_no_chain_has_no_parents():
     assert {event.parent for batch in encoder.batches((BlocksStored(keys, Medium.DISK),)) for event in batch} == {b""}
 
 
-@pytest.mark.parametrize("block_tokens", [1, 32, 1000, 4096, MAX_BATCH_TOKENS * 2])
-def test_a_batch_is_bounded_in_blocks_and_in_tokens(block_tokens):
+@pytest.mark.parametrize("block_tokens", [1, 32, 1000, 4096, MAX_EVENT_TOKENS * 2])
+def test_an_event_is_bounded_in_blocks_and_in_tokens(block_tokens):
     most = EventEncoder(EventFormat.MAP, block_tokens).max_blocks
-    assert 1 <= most <= MAX_BATCH_BLOCKS
-    assert most == 1 or most * block_tokens <= MAX_BATCH_TOKENS
+    assert 1 <= most <= MAX_EVENT_BLOCKS
+    assert most == 1 or most * block_tokens <= MAX_EVENT_TOKENS
+
+
+LARGEST = bytes.fromhex("ffffff7f")  # the token id that takes the most bytes
+
+
+@BOTH
+@pytest.mark.parametrize("block_tokens", [1, 16, 512, MAX_EVENT_TOKENS * 2])
+@pytest.mark.parametrize("blocks", [1, 7, 3000])
+def test_a_batch_is_bounded_in_bytes(form, block_tokens, blocks):
+    encoder = EventEncoder(form, block_tokens)
+    keys = tuple(number.to_bytes(16, "big") for number in range(min(blocks, 200_000 // block_tokens + 1)))
+    long = BlocksStored(keys, Medium.DISK, ROOT, LARGEST * (len(keys) * block_tokens))
+    short = [BlocksStored((key,), Medium.DISK, ROOT, LARGEST * block_tokens) for key in keys[:100]]
+    batches = encoder.batches(
+        [long, *short, AllBlocksCleared(), BlocksRemoved(keys, Medium.DISK), *[AllBlocksCleared()] * 3000]
+    )
+    for batch in batches:
+        assert len(encoder.encode(1e9, batch)) <= batch_bytes(batch) <= encoder.max_batch_bytes
+    assert sum(len(getattr(event, "keys", ())) for batch in batches for event in batch) == 2 * len(keys) + len(short)
 
 
 KEYS = chain(12)[0]
@@ -174,7 +194,7 @@ def test_a_subscriber_that_folds_any_sequence_knows_what_is_held(events, form, m
                 truth = set()
     held = set()
     for batch in encoder.batches(events):
-        assert sum(len(getattr(event, "keys", ())) for event in batch) <= max_blocks
+        assert all(len(getattr(event, "keys", ())) <= max_blocks for event in batch)
         for event in decode(encoder.encode(0, batch))[1]:
             fold(held, event)
     assert held == truth

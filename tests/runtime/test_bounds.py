@@ -125,6 +125,44 @@ def test_what_a_subscriber_tells_is_bounded(tmp_path: Path, what: str, scheme: s
     assert growth < (SUBSCRIPTIONS_COST * 20_000_000 if what == "subscribe" else BOUND_BYTES)
 
 
+UNREAD_EVENTS = """
+import os, selectors, sys, time
+from hostile import connect, rss_bytes
+from mooncake_zmq.transfer.zmtp import part
+from mooncake_zmq.kv.block_hash import pack_tokens
+from mooncake_zmq.kv.events import AllBlocksCleared, BlocksStored, Medium
+from mooncake_zmq.runtime.kv_events import KvEventPublisher
+
+what, scheme = sys.argv[1:]
+endpoint = f"ipc://{os.getcwd()}/kv.ipc" if scheme == "ipc" else "tcp://127.0.0.1:*"
+bounds = {"buffer_bytes": 1 << 20, "subscriber_bytes": 16 << 20, "queue_bytes": 1 << 20}
+publisher = KvEventPublisher(endpoint, block_tokens=16, on_crash=print, **bounds)
+strangers = [connect(publisher.endpoint, b"SUB") for _ in range(2)]
+for stranger in strangers:
+    stranger.sendall(part(b"\\1"))
+    subscribed = selectors.DefaultSelector()
+    subscribed.register(stranger, selectors.EVENT_READ)
+    while not subscribed.select(0.01):  # then it is sent what is published from now on
+        publisher.publish((AllBlocksCleared(),))
+keys = tuple(number.to_bytes(16, "big") for number in range(1024))
+stored = BlocksStored(keys, Medium.CPU, b"", pack_tokens(range(1 << 17, (1 << 17) + 16 * len(keys))))
+before = rss_bytes()
+while publisher.counts["bytes"] < 200 << 20:
+    publisher.publish((stored,))
+    while publisher._queue:
+        time.sleep(0.0001)
+print(rss_bytes() - before, publisher.counts["bytes"])
+publisher.close()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_a_subscriber_that_reads_nothing_costs_no_more_than_its_queue(tmp_path: Path, scheme: str) -> None:
+    growth, sent = grown(tmp_path, UNREAD_EVENTS, "read nothing", scheme)
+    assert sent >= 200 << 20
+    assert growth < BOUND_BYTES
+
+
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_a_receive_queue_is_bounded_in_bytes(tmp_path: Path, scheme: str) -> None:
     growth, sent = grown(tmp_path, QUEUE, "queue", scheme)

@@ -22,6 +22,7 @@ from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member
 from mooncake_zmq.kv.events import AllBlocksCleared
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.runtime import kv_events
 from mooncake_zmq.runtime.kv_events import END, KvEventPublisher
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store import MooncakeDistributedStore, streaming
@@ -327,6 +328,30 @@ def test_who_hears_kv_events_by_a_dropped_key_hears_no_more(directory: Path, soc
             if int.from_bytes(last[1], "big") == publisher.counts["batches"] - 1:
                 break
         assert not heard["watcher"].poll(0)
+
+
+def test_one_key_does_not_take_all_places_of_subscribers(
+    sockets: Callable[[str], Sockets], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "MAX_SUBSCRIBERS_PER_KEY", 1)
+    key_files.make(directory, [("watcher-too", ("events",))])
+    with ExitStack() as stack:
+        publisher = KvEventPublisher("tcp://127.0.0.1:*", block_tokens=4, on_crash=pytest.fail, sockets=sockets("a"))
+        stack.callback(publisher.close)
+
+        def subscribed(name: str) -> "zmq.Socket[bytes]":
+            socket, _ = sockets(name).connecting(zmq.SUB, publisher.endpoint, "events", data_server.LIMITS, server="a")
+            stack.callback(socket.close)
+            socket.connect(publisher.endpoint)
+            socket.subscribe(b"")
+            return socket
+
+        first = subscribed("watcher")
+        eventually(lambda: publisher.publish((AllBlocksCleared(),)) or first.poll(20))
+        subscribed("watcher")
+        eventually(lambda: publisher.counts["subscribers_cut"])
+        other = subscribed("watcher-too")
+        eventually(lambda: publisher.publish((AllBlocksCleared(),)) or other.poll(20))
 
 
 def ask(replays: "zmq.Socket[bytes]") -> None:

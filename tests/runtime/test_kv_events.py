@@ -9,7 +9,7 @@ import msgpack
 import pytest
 import zmq
 
-from mooncake_zmq.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, Medium
+from mooncake_zmq.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, Medium, batch_bytes
 from mooncake_zmq.runtime import kv_events
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.transfer.connections import PARTIAL_BYTES
@@ -202,6 +202,41 @@ def test_two_subscribers_and_a_topic():
         assert not none.sub.poll(0)
 
 
+def test_a_subscriber_that_lags_loses_batches_and_gets_them_by_replay():
+    with publishing(subscriber_bytes=1 << 20) as publisher, Subscriber(publisher) as subscriber:
+        subscriber.joined(publisher).until(published(publisher))
+        before = subscriber.replays
+        fill(publisher, batches=1500)  # 30 MB, of which the sockets on both sides hold a part
+        publisher.publish(stored(5000))
+        wait_until(lambda: publisher.counts["batches"] == published(publisher))
+        while subscriber.next < published(publisher):
+            if not subscriber.sub.poll(20):
+                publisher.publish((BlocksRemoved((key(0),), Medium.CPU),))
+            else:
+                subscriber.receive()
+        assert subscriber.replays > before
+        assert subscriber.resets == 0
+        assert (key(5000), "CPU") in subscriber.held
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_subscribers_past_the_limit_are_cut_and_one_that_leaves_makes_room(monkeypatch, tmp_path, scheme):
+    monkeypatch.setattr(kv_events, "MAX_SUBSCRIBERS", 2)
+    with publishing(endpoint=f"ipc://{tmp_path}/events" if scheme == "ipc" else "tcp://127.0.0.1:*") as publisher:
+        with Subscriber(publisher) as one:
+            one.joined(publisher)
+            with Subscriber(publisher) as two, Subscriber(publisher) as three:
+                two.joined(publisher)
+                wait_until(lambda: publisher.counts["subscribers_cut"] > 0)
+                publisher.publish(stored(1))
+                one.until(published(publisher))
+                two.until(published(publisher))
+                assert three.held == set()
+            with Subscriber(publisher) as four:
+                four.joined(publisher)
+        assert publisher.counts["subscribers_cut"] > 0
+
+
 def test_a_restart_begins_at_0_and_clears():
     with publishing() as publisher:
         endpoints = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
@@ -248,7 +283,7 @@ def test_a_full_queue_drops_its_oldest_batch_and_leaves_a_gap(monkeypatch):
         return encode(*args)
 
     monkeypatch.setattr(kv_events.EventEncoder, "encode", slow)
-    with publishing(max_queue_size=5) as publisher, Subscriber(publisher) as subscriber:
+    with publishing(queue_bytes=5 * batch_bytes(stored(1))) as publisher, Subscriber(publisher) as subscriber:
         wait_until(lambda: not publisher._queue)  # the thread holds batch 0
         for number in range(1, 21):
             publisher.publish(stored(number))

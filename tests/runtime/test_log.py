@@ -14,38 +14,53 @@ FAILS = """
 import logging, sys
 import structlog
 from mooncake_zmq.runtime import log
+from mooncake_zmq.transfer.sockets import BadEndpoint
 
 log.configure(node="n", role="gateway", form=sys.argv[1], level="info")
 
 def answer(prompt):
     secret = b"sesame"
-    raise ValueError("cannot answer " + "long " * 500)
+    try:
+        raise BadEndpoint("tcp://10.0.0.1:7000 is not ours " + "long " * 500)
+    except BadEndpoint:
+        raise ValueError(f"cannot answer {prompt!r}")
+
+class Own(OSError):  # a library's, which may say anything
+    pass
 
 try:
     answer("what the client asked")
 except ValueError as error:
     structlog.get_logger().critical("crashed", exc_info=True)
     logging.getLogger("uvicorn.error").error("Exception in application", exc_info=error)
+    logging.getLogger("asyncio").error("Task exception was never retrieved\\nfuture: <Task exception=%r>" % error)
+    logging.getLogger("asyncio").error("it failed: %s, %s", error, OSError(28, "No space left on device"))
     try:
-        raise ExceptionGroup("several", [error])
+        raise ExceptionGroup("several of what the client asked", [error, Own("what the client asked")])
     except ExceptionGroup:
         structlog.get_logger().critical("crashed", exc_info=True)
 """
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_errors_are_told_without_the_variables_they_met(form: str) -> None:
+def test_errors_are_told_without_what_a_client_sent(form: str) -> None:
     ended = subprocess.run([sys.executable, "-c", FAILS, form], capture_output=True, text=True, timeout=30)
     assert ended.returncode == 0, ended.stderr
     for word in ("client asked", "sesame"):
         assert word not in ended.stderr
-    assert ended.stderr.count("cannot answer") >= 3
+    assert ended.stderr.count("BadEndpoint") >= 3
+    assert ended.stderr.count("tcp://10.0.0.1:7000 is not ours") >= 3
+    assert "it failed: ValueError, OSError: [Errno 28] No space left on device" in ended.stderr
     assert "long " * 100 not in ended.stderr
     assert "uvicorn.error" in ended.stderr
     if form == "json":
         lines = [json.loads(line) for line in ended.stderr.splitlines()]
-        assert [line["event"] for line in lines] == ["crashed", "library", "crashed"]
-        assert lines[0]["exception"][0]["frames"][-1]["name"] == "answer"
+        assert [line["event"] for line in lines] == ["crashed", "library", "library", "library", "crashed"]
+        assert [(each["exc_type"], each["frames"][-1]["name"]) for each in lines[0]["exception"]] == [
+            ("ValueError", "answer"),
+            ("BadEndpoint", "answer"),
+        ]
+        assert [each[0]["exc_type"] for each in lines[-1]["exception"][0]["exceptions"]] == ["ValueError", "Own"]
 
 
 TURNS = """

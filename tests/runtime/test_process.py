@@ -14,9 +14,12 @@ import sys
 from mooncake_zmq.config import load
 from mooncake_zmq.runtime import process
 
+class AnEarlyBug(Exception):
+    pass
+
 def crashing_server(*arguments, on_crash, **settings):
     server = real(*arguments, on_crash=on_crash, **settings)
-    on_crash(RuntimeError("an early bug"))
+    on_crash(AnEarlyBug())
     return server
 
 real, process.DataServer = process.DataServer, crashing_server
@@ -31,7 +34,7 @@ def test_a_data_server_that_dies_before_the_loop_exists_ends_the_process_with_it
             [sys.executable, "-c", CRASHES_EARLY, str(TOY), directory], capture_output=True, text=True, timeout=30
         )
         assert ended.returncode == 1, ended.stderr
-        assert "an early bug" in ended.stderr
+        assert "AnEarlyBug" in ended.stderr
         assert "AttributeError" not in ended.stderr
         assert [path.name for path in Path(directory).iterdir()] == ["cache-a.lock"]
 
@@ -96,7 +99,7 @@ def test_what_others_put_beside_the_segments_stops_no_start(tmp_path: Path) -> N
             (tmp_path / name).mkdir()
         ended = run_until_crash(Path(directory), tmp_path)
         assert ended.returncode == 1, ended.stderr
-        assert "an early bug" in ended.stderr, "it came that far"
+        assert "AnEarlyBug" in ended.stderr, "it came that far"
         assert len(list(tmp_path.iterdir())) == 3
 
 

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from store_harness import SLAB_BYTES, Memory, idle, wait_for
@@ -223,6 +224,16 @@ def test_setup_with_nothing_listening_fails_with_a_reason(address, capsys):
     assert store.setup("localhost", "P2PHANDSHAKE", 0, 0, "tcp", "", address) == -900
     assert "store_setup_failed" in capsys.readouterr().out
     assert store.get("k") == b""
+
+
+@pytest.mark.parametrize("setting", ["verify_local", "checksum_local"])
+def test_setup_refuses_to_leave_checksums_out_where_the_cpu_reorders_loads(server, monkeypatch, capsys, setting):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    config = {"local_hostname": "here", "master_server_addr": server.endpoint}
+    with closing(MooncakeDistributedStore()) as store:
+        assert store.setup(config | {setting: "false"}) == api.INVALID
+        assert f"{setting} = false needs a CPU that keeps the order of loads" in capsys.readouterr().out
+        assert store.setup(config) == 0
 
 
 @pytest.mark.parametrize(

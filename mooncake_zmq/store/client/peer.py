@@ -21,7 +21,7 @@ from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
 from mooncake_zmq.store.stream_messages import Attach, decode_attached
-from mooncake_zmq.transfer.shared_memory import SharedMemoryError
+from mooncake_zmq.transfer.shared_memory import SharedMemoryError, needs_checksums
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, connect_beside
 from mooncake_zmq.transfer.stream import Stream, StreamError
 from mooncake_zmq.transfer.tickets import Ticket
@@ -41,7 +41,8 @@ class ClientSettings:
     share_memory: bool = True
     """Map the segment of a store on this host. Off: exchange bytes on streams, as with other hosts."""
     verify_local: bool = True
-    """Compare checksums on reads from shared memory too. What comes over a network is always compared."""
+    """Compare checksums on reads from shared memory too. What comes over a network is always compared. Off, like
+    `checksum_local`, is refused on CPUs that reorder loads, as ARM's do."""
     checksum_local: bool = True
     """Make a checksum when writing to shared memory. Off: made by the store when the value first leaves the host."""
     timeout_s: float = 10.0
@@ -62,6 +63,11 @@ class ClientSettings:
     """Without keys, stores on other hosts are not talked to, unless this says that nobody else is on the network."""
     tune_malloc: bool = True
     """Let the process keep freed memory once values come on streams, see `memory.keep_freed_memory`."""
+
+    def __post_init__(self) -> None:
+        for name in ("verify_local", "checksum_local"):
+            if not getattr(self, name) and (why := needs_checksums(f"{name} = false")):
+                raise ValueError(why)
 
 
 @dataclass(frozen=True, slots=True)
