@@ -94,6 +94,7 @@ class _Put:
 class _Pool:
     """What one life of a cache-node has promised."""
 
+    name: str
     asked: dict[tuple[LifeId, int], LeaseBlocks] = field(default_factory=dict)
     leases: dict[tuple[LifeId, int], _Lease] = field(default_factory=dict)
     puts: dict[tuple[LifeId, int], _Put] = field(default_factory=dict)
@@ -143,6 +144,10 @@ class Checkers:
         """Learn whose world this is."""
         self._simulator = simulator
 
+    def _now(self, name: str) -> float:
+        """The monotonic clock of a process."""
+        return self._simulator.clock(self._simulator.processes[name])
+
     # --- at the actors' edge
 
     def observed(self, spec: "ProcessSpec", incarnation: int, actor: Any, event: Event, effects: Sequence[Effect]) -> None:
@@ -153,7 +158,7 @@ class Checkers:
                 self.messages[type(effect.message).__name__] += 1
             elif isinstance(effect, Start):
                 self.works[type(effect.work).__name__] += 1
-        wrong = self._rests.observed(self._simulator.now, (spec.name, incarnation), spec.role, actor, event, effects)
+        wrong = self._rests.observed(self._now(spec.name), (spec.name, incarnation), spec.role, actor, event, effects)
         if wrong is not None:
             raise Violation("I4", wrong)
         if self._all_live and isinstance(event, PeerDown):
@@ -161,7 +166,7 @@ class Checkers:
         if spec.role == "gateway":
             self._gateway_did(event, effects)
         if spec.role == "cache-node":
-            pool = self._pools.setdefault((spec.name, incarnation), _Pool())
+            pool = self._pools.setdefault((spec.name, incarnation), _Pool(spec.name))
             self._pool_heard(pool, event)
             self._pool_said((spec.name, incarnation), pool, event, effects)
             self._shares.observed(spec.name, incarnation, actor, event, effects)
@@ -171,7 +176,7 @@ class Checkers:
 
     def _waits_end(self, name: str, actor: Any) -> None:
         """I4: no job waits for blocks of another past its bound, unless its process was stopped meanwhile."""
-        life, now = self._simulator.processes[name].life, self._simulator.now
+        life, now = self._simulator.processes[name].life, self._now(name)
         for job in getattr(actor, "_waiting", ()):
             if now - job.arrived_at > job.request.coming_s + LATE_S and life and life.machine.stopped_at < job.arrived_at:
                 raise Violation(
@@ -283,7 +288,7 @@ class Checkers:
             slots[ref.slot] = ref.generation
             pool.had[holder, ref.slot] = ref.generation
         ttl_s = min(ask.ttl_s, self._max_lease_s)
-        pool.leases[holder, leased.lease_id] = _Lease(holder, slots, self._simulator.now + ttl_s)
+        pool.leases[holder, leased.lease_id] = _Lease(holder, slots, self._now(pool.name) + ttl_s)
 
     def _renewed(self, pool: _Pool, holder: LifeId, lease_id: int, event: Event) -> None:
         lease = pool.leases.get((holder, lease_id))
@@ -291,13 +296,13 @@ class Checkers:
             raise Violation("I2", f"{holder} is told that lease {lease_id} lasts, but it has ended")
         assert isinstance(event, Received)
         assert isinstance(event.message, RenewLease)
-        lease.expires_at = self._simulator.now + min(event.message.ttl_s, self._max_lease_s)
+        lease.expires_at = self._now(pool.name) + min(event.message.ttl_s, self._max_lease_s)
 
     def _reserved(self, pool: _Pool, writer: LifeId, event: Event, reserved: SlotsReserved) -> None:
         if isinstance(event, Received) and isinstance(event.message, ReserveSlots) and reserved.grants:
             slots = {grant.slot: grant.generation for grant in reserved.grants}
             ttl_s = min(event.message.ttl_s, self._max_lease_s)
-            put = _Put(writer, event.message.keys, slots, self._simulator.now + ttl_s)
+            put = _Put(writer, event.message.keys, slots, self._now(pool.name) + ttl_s)
             pool.puts[writer, reserved.put_id] = put
 
     def _released(self, pool: _Pool, holder: LifeId, lease_id: int) -> None:
@@ -353,7 +358,7 @@ class Checkers:
             raise Violation("I2", f"{where} granted at generation {grant.generation}, which stands at {standing}")
         if machine.name == segment.node or machine.stopped_at > work.started_at:
             return
-        now = self._simulator.now
+        now = self._now(segment.node)
         for put in self._pools[segment.node, segment.incarnation].puts.values():
             mine = put.writer == (machine.name, machine.incarnation) and put.slots.get(grant.slot) == grant.generation
             if mine and now <= put.expires_at + EPSILON_S:
@@ -361,19 +366,26 @@ class Checkers:
         raise Violation("I2", f"{where} at {now:.3f} under no put of its own that still lasts")
 
     def reading(self, machine: Machine, work: Running, segment: Segment, ref: SlotRef) -> None:
-        """I2: whoever reads a pool's slot does so under a lease that lasts. A stopped reader may be late, and will notice.
+        """I2: whoever reads a pool's slot does so under a lease that lasts. A stopped reader may be late, and will notice; one
+        whose host was suspended believes in a lease that is over, and finds out by the generation.
 
         A decode may also read what its prefill has leased, and cannot know when that ends: generations guard it there.
         """
         pool = self._pools.get((segment.node, segment.incarnation))
         if pool is None or machine.name == segment.node or machine.stopped_at > work.started_at:
             return
+        if self._simulator.now - machine.woke_at <= self._max_lease_s:
+            return
         own = pool.had.get(((machine.name, machine.incarnation), ref.slot)) == ref.generation
         if (own or not isinstance(work.work, PullBlocks)) and self._covering(pool, ref.slot, ref.generation) is None:
             raise Violation("I2", f"{machine.name} reads {segment.node} slot {ref.slot} under no lease that lasts")
 
     def verified(self, segment: Segment, ref: SlotRef, layer: int, part: bytes) -> None:
-        """I1: what was read back and found good is what was committed."""
+        """I1: what was read back and found good stands, and is what was committed."""
+        stands = segment.generations[ref.slot]
+        if stands != ref.generation and (ref.checksum or stands != ref.generation + 1):  # 0: told before it was committed
+            where = f"{segment.node} slot {ref.slot} generation {ref.generation}"
+            raise Violation("I1", f"{where} is taken for good, but it stands at {stands}")
         generation, stored = self._committed.get((segment.node, segment.incarnation, ref.slot), (-1, b""))
         if generation == ref.generation:
             size = segment.layout.part_bytes
@@ -393,7 +405,7 @@ class Checkers:
         raise Violation("I2", f"{machine.name} {text}")
 
     def _covering(self, pool: _Pool, slot: int, generation: int) -> _Lease | None:
-        now = self._simulator.now
+        now = self._now(pool.name)
         for lease in pool.leases.values():
             covers = lease.slots.get(slot) == generation and lease.expires_at > now + EPSILON_S
             if covers and self._simulator.alive(*lease.holder):
@@ -422,7 +434,7 @@ class Checkers:
         return None
 
     def _idle(self, name: str, life: "Life[Machine]") -> Violation | None:
-        levels = life.actor.gauges(self._simulator.now).items()
+        levels = life.actor.gauges(self._now(name)).items()
         above = {gauge: level for gauge, level in levels if level and not gauge.startswith(IDLE_GAUGES)}
         if above:
             leases_only = all("lease" in gauge for gauge in above)
@@ -469,10 +481,10 @@ class Checkers:
                 self._check_unchanged(place, segment)
         for name, process in self._simulator.processes.items():
             if process.life is not None:
-                process.life.actor.check(self._simulator.now)
-            pool = self._pools.get((name, process.life.incarnation if process.life else 0), _Pool())
+                process.life.actor.check(self._now(name))
+            pool = self._pools.get((name, process.life.incarnation if process.life else 0), _Pool(name))
             for holder, lease in pool.leases.items():
-                if lease.expires_at > self._simulator.now and self._simulator.alive(*lease.holder):
+                if lease.expires_at > self._now(name) and self._simulator.alive(*lease.holder):
                     raise Violation("I2", f"{name}: lease {holder} lasts although nobody reads")
 
 

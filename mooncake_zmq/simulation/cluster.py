@@ -94,14 +94,16 @@ class ClusterSettings:
     """Somebody looks at the cluster by its gateways."""
     starved: bool = False
     """Its processes get no CPU now and then, and no conversation ends."""
+    suspended: bool = False
+    """Some of its hosts are suspended and go on."""
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
     def of_seed(cls, seed: int) -> "ClusterSettings":
         """Of three seeds one has vLLMs among the others, which in half of them prefill and decode apart; one computes longer
         prompts in pipelines of up to three prefills, one decodes several steps in a work. Of five, one is watched. Of
-        eight, one is starved."""
-        plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6)
+        eight, one is starved. Of four, one has hosts that are suspended."""
+        plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
         if seed % 3 == 0:

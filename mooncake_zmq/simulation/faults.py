@@ -27,6 +27,11 @@ class FaultKind(Enum):
     """The second target is sent a frame by somebody who says that he is the first one."""
     PAUSE = "pause"
     """SIGSTOP, and SIGCONT after `duration_s`: queued events are then late, and copies under way finish late."""
+    SUSPEND = "suspend"
+    """The target's host is suspended for `duration_s`, as a virtual machine is: nothing there runs, nothing arrives, its clock
+    stands still, and it goes on as if no time had passed. `amount` of 1: in the middle of its next read from another host."""
+    STOP_READER = "stop_reader"
+    """SIGSTOP in the middle of the process's next read of another's slots, for longer than it may read there."""
     LATE = "late"
     """The targets get no CPU for `duration_s`: they stand still while their sockets fill, and their hosts' kernels show it."""
     STOP_ASKER = "stop_asker"
@@ -80,11 +85,14 @@ _OF_BLOCKS = (
     FaultKind.REST,
     FaultKind.ROLE,
     FaultKind.LATE,
+    FaultKind.SUSPEND,
+    FaultKind.STOP_READER,
     FaultKind.STOP_ASKER,
     FaultKind.STOP_WRITER,
     FaultKind.COPY_FAIL,
     FaultKind.GARBAGE,
 )
+_READERS = ("prefill", "decode")
 LONG_STOP_S = 3.2
 """Above the simulated cluster's `lease_ttl_s`."""
 SHORT_DRAIN_S = 0.02
@@ -93,8 +101,9 @@ STRESS_FAULTS = 4
 """More faults of each kind to be stressed."""
 
 
-USUAL = tuple(kind for kind in FaultKind if kind not in (FaultKind.REST, FaultKind.LATE))
-"""What a seed draws from."""
+_APART = (FaultKind.REST, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER)
+USUAL = tuple(kind for kind in FaultKind if kind not in _APART)
+"""What a seed draws from. The others are drawn by themselves, so that these stay."""
 AMID_LATENESS = (
     FaultKind.COPY_FAIL,
     FaultKind.COPY_TEAR,
@@ -130,6 +139,17 @@ def draw_faults(
 def draw_rests(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
     """Of an operator who looks on: some nodes are to rest for a while. Drawn by themselves, so that other faults stay."""
     return tuple(_draw(random, FaultKind.REST, processes, (), window_s) for _ in range(random.randint(3, 7)))
+
+
+SUSPENDED_S = (0.3, 4.0)
+"""A host may be suspended for longer than its leases last."""
+
+
+def draw_halts(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
+    """Some hosts are suspended for a while, and a reader stops half-way."""
+    suspends = [_draw(random, FaultKind.SUSPEND, processes, (), window_s) for _ in range(random.randint(1, 3))]
+    readers = [name for name in processes if name.startswith(_READERS)]
+    return (*suspends, *(_draw(random, FaultKind.STOP_READER, readers, (), window_s) for _ in readers[:1]))
 
 
 UNTOLD_S = 0.4
@@ -171,6 +191,8 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, 0.0, (one, two))
         case FaultKind.CLOCK | FaultKind.CRASH | FaultKind.PAUSE | FaultKind.LATE:
             return Fault(kind, at_s, duration_s, (one,))
+        case FaultKind.SUSPEND:
+            return Fault(kind, at_s, random.uniform(*SUSPENDED_S), (one,), random.choice((0.0, 1.0)))
         case FaultKind.DRAIN:
             return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))
         case FaultKind.REST:
@@ -180,8 +202,8 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
         case FaultKind.ROLE:
             changeable = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
             return Fault(kind, at_s, duration_s, (changeable,))
-        case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER:
-            pool_client = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
+        case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER | FaultKind.STOP_READER:
+            pool_client = random.choice([name for name in processes if name.startswith(_READERS)])
             return Fault(kind, 0.5 * at_s, LONG_STOP_S * random.uniform(1, 1.4), (pool_client,))
         case FaultKind.SLOW:
             return Fault(kind, at_s, duration_s, (one,), random.uniform(3, 40))

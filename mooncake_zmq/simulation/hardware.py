@@ -159,6 +159,7 @@ class World(Protocol):
     def reach(self, reader: str, owner: str, incarnation: int) -> str: ...
     def alive(self, node: str, incarnation: int) -> bool: ...
     def half_written(self, name: str) -> None: ...
+    def half_read(self, name: str, *, remote: bool) -> None: ...
 
 
 Steps = Generator[float, str | None, Result]
@@ -194,6 +195,7 @@ class Machine:
         later: Callable[[float, Callable[[], None]], None],
         done: Callable[[int, Result], None],
         progressed: Callable[[int, Progress], None],
+        clock: Callable[[], float],
     ) -> None:
         self.world = world
         self.name = name
@@ -204,6 +206,8 @@ class Machine:
         self.disk = disk
         self.stopped_at = float("-inf")
         """When the process was last stopped: a work begun before that may be late without being wrong."""
+        self.woke_at = float("-inf")
+        """When, in the world's time, its host was last suspended no more: its leases may have ended unnoticed."""
         self.sequences: dict[int, SimSequence] = {}
         self._told: dict[str, int] = {}
         """The life of each peer whose segment its Hello told of, as long as the conversation lasts."""
@@ -215,8 +219,14 @@ class Machine:
         self._later = later
         self._done = done
         self._progressed = progressed
+        self._clock = clock
 
     # --- whose slots can be found
+
+    @property
+    def now(self) -> float:
+        """The host's monotonic clock."""
+        return self._clock()
 
     def hear(self, event: Event) -> None:
         """What the process's actor is about to learn: its peers come and go."""
@@ -264,7 +274,7 @@ class Machine:
         if work_id in self._used_ids:
             self.world.watcher.broken(self, f"reuses work id {work_id}")
         self._used_ids.add(work_id)
-        now = self.world.now
+        now = self.now
         running = Running(work_id, work, now, now + deadline_s, iter(()), _sequences_of(work))  # type: ignore[arg-type]
         unknown = [sequence for sequence in running.sequences if sequence not in self.sequences]
         if unknown:
@@ -281,7 +291,7 @@ class Machine:
     # --- works
 
     def _resume(self, running: Running, _: None = None, *, first: bool = False) -> None:
-        late = self.world.now > running.deadline
+        late = self.now > running.deadline
         stop = "deadline" if late else "cancelled" if running.cancelled else None
         try:
             delay_s = next(running.steps) if first else running.steps.send(stop)
@@ -327,7 +337,7 @@ class Machine:
 
     def _wait_for_compute(self, running: Running, took_s: float) -> float:
         """Queue for the one compute thread; returns how long to wait, at most until just after the deadline."""
-        now = self.world.now
+        now = self.now
         begin = max(now, self._compute_free_at)
         if begin > running.deadline:
             return running.deadline - now + 1e-6
@@ -340,23 +350,21 @@ class Machine:
         took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * len(tokens))
         took_s += self._took(hardware.copy_block_s * len(work.prefix))
         fail = self.world.random.random() < self.world.copy_fail
-        began_at = self.world.now
+        began_at = self.now
         stop = yield self._wait_for_compute(running, took_s)
         if stop or fail:
             return WorkFailed(stop or "injected failure")
         layers = range(self.layout.layers)
         missing = yield from self._run_layers(running, work, tokens, layers, took_s, tell=True)
         if missing is not None:
-            return missing.of_chunk(self.world.now - began_at)
+            return missing.of_chunk(self.now - began_at)
         end = work.start + len(tokens)
         kv_hash = 0 if work.sampling is None else self.sequences[work.sequence].hash_kv(layers, end)
         sampled = self._sampled(work, kv_hash, end)
         token, logprob = sampled[0] if sampled else (None, None)
         assert self.segment is not None or not work.outputs
         checksums = tuple(block_checksum(self.segment.parts[grant.slot]) for grant in work.outputs if self.segment)
-        return ChunkComputed(
-            checksums, token, self.world.now - began_at, logprob=logprob, others=sampled[1:], scored=_scored(work)
-        )
+        return ChunkComputed(checksums, token, self.now - began_at, logprob=logprob, others=sampled[1:], scored=_scored(work))
 
     def _sampled(self, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:
         """The next token for each choice; none where it is not known in time what it may be."""
@@ -387,7 +395,7 @@ class Machine:
         took_s = self._took(hardware.compute_start_s + hardware.compute_token_s * work.count * share)
         took_s += self._took(hardware.copy_block_s * (len(chunk.prefix) * share + len(work.entering)))
         fail = self.world.random.random() < self.world.copy_fail
-        began_at = self.world.now
+        began_at = self.now
         stop = yield self._wait_for_compute(running, took_s)
         if stop or fail:
             return WorkFailed(stop or "injected failure")
@@ -399,7 +407,7 @@ class Machine:
             tokens, before = entering_states(raw)
         missing = yield from self._run_layers(running, chunk, tokens, work.layers, took_s, tell=False)
         if missing is not None:
-            return missing.of_stage(self.world.now - began_at)
+            return missing.of_stage(self.now - began_at)
         end = chunk.start + work.count
         kv_hash = self.sequences[chunk.sequence].hash_kv(work.layers, end, before)
         if work.leaving:
@@ -407,7 +415,7 @@ class Machine:
         sampled = self._sampled(chunk, kv_hash, end)
         token, logprob = sampled[0] if sampled else (None, None)
         parts = [part for grant in chunk.outputs for part in segment.parts[grant.slot][work.first_layer : work.stop_layer]]
-        return StageComputed(tuple(parts), token, self.world.now - began_at, logprob=logprob, others=sampled[1:])
+        return StageComputed(tuple(parts), token, self.now - began_at, logprob=logprob, others=sampled[1:])
 
     def _read_states(self, running: Running, work: ComputeStage) -> Generator[float, str | None, bytes | None]:
         size = work.count * self.layout.hidden_bytes
@@ -439,11 +447,12 @@ class Machine:
         layer_s = took_s / (2 * len(layers))
         for layer in layers:
             loads = [load for load in work.prefix if load.first_layer <= layer < load.stop_layer]
-            if loads and self.world.now > running.started_at + work.prefix_s:
+            if loads and self.now > running.started_at + work.prefix_s:
                 return _Missing(tuple(load.block for load in loads))
             reads = [_Read(self, running, load.source, layer) for load in loads]
             for read in reads:
                 read.first_half()
+            self._half_read([load.source for load in loads])
             stop = yield layer_s
             parts = [read.second_half() for read in reads]
             failed = tuple(load.block for load, part in zip(loads, parts, strict=True) if part is None)
@@ -489,6 +498,7 @@ class Machine:
             return WorkFailed("injected failure")
         for _, _, read in reads:
             read.first_half()
+        self._half_read([load.source for load in work.loads])
         yield self._took(self._copy_s(len(reads) / self.layout.layers, [load.source for load in work.loads]))
         parts: list[tuple[int, int, int]] = []
         failed: dict[int, None] = {}
@@ -517,7 +527,7 @@ class Machine:
 
     def _decode(self, running: Running, work: DecodeStep) -> Steps:
         hardware = self.world.hardware
-        began_at = self.world.now
+        began_at = self.now
         rows: list[tuple[int, ...]] = []
         sat_out: tuple[int, ...] = ()
         for made in range(work.steps):
@@ -541,7 +551,7 @@ class Machine:
             token_at = rows[-1][place], logprob_of(rows[-1][place], entry.position + len(rows), entry.sampling)
             self.sequences[entry.sequence].unsampled = (token_at,)
         nothing = [tuple(0 if place in sat_out else token for place, token in enumerate(rows[-1]))]
-        return StepDecoded(tuple(rows[:-1] + nothing), self.world.now - began_at, logprobs, sat_out=sat_out)
+        return StepDecoded(tuple(rows[:-1] + nothing), self.now - began_at, logprobs, sat_out=sat_out)
 
     def _sits_out(self, sampling: Sampling, share: float = SITS_OUT) -> bool:
         return bool(sampling.constraint) and self.world.random.random() < share
@@ -584,9 +594,9 @@ class Machine:
         """The KV of so many tokens comes from stores. What another engine is still saving is waited for, but not for long."""
         world, size = self.world, self.layout.block_tokens
         keys = extend_keys(work.root, work.tokens, size)[: (len(work.tokens) // 4 - 1) // size]
-        coming, until = min(len(keys), work.coming_tokens // size), world.now + COMING_S
+        coming, until = min(len(keys), work.coming_tokens // size), self.now + COMING_S
         found = self._on_shelves(keys)
-        while len(found) < coming and world.now < until:
+        while len(found) < coming and self.now < until:
             if (yield AGAIN_S):
                 break
             found = self._on_shelves(keys)
@@ -661,6 +671,7 @@ class Machine:
                     copy.target.part(copy.grant.slot, layer)[: len(part)] = part
         if any(copy.target is not self.segment for copy in copies if copy.target is not None):
             self.world.half_written(self.name)
+        self._half_read(sources)
         # From here on a stopped process writes late: the generation was checked, the bytes are on their way.
         yield self._took(self._copy_s(len(copies), sources) + self._disk_block_s() * len(stored))
         self.disk_reads.subtract(stored)
@@ -732,9 +743,13 @@ class Machine:
         if stop:
             return stop
         if any(self.world.reach(self.name, source.node, source.incarnation) == "silent" for source in remote):
-            stop = yield max(0.0, running.deadline - self.world.now - 1e-6)
+            stop = yield max(0.0, running.deadline - self.now - 1e-6)
             return stop or NO_ANSWER
         return None
+
+    def _half_read(self, sources: Sequence[SlotRef]) -> None:
+        if any(source.node != self.name for source in sources):
+            self.world.half_read(self.name, remote=any(map(self._is_remote, sources)))
 
     def _is_remote(self, source: SlotRef) -> bool:
         segment = self.find(source.node, source.incarnation)

@@ -79,7 +79,7 @@ class Sessions:
             hello=self._hello(process),
             peers={name: _member(world.processes[name]) for name in process.spec.peers},
             settings=self._settings,
-            now=world.now,
+            now=world.clock(process),
             starved=partial(self._starved, process),
         )
         looks = life.observe
@@ -93,7 +93,7 @@ class Sessions:
 
     def handle(self, process: Process[Any], event: Event) -> None:
         """See `world.Link`."""
-        self._carry_out(process, _node(process).handle(self._world.now, event))
+        self._carry_out(process, _node(process).handle(self._world.clock(process), event))
 
     def pending(self, process: Process[Any]) -> int:
         """See `world.Link`."""
@@ -101,21 +101,21 @@ class Sessions:
 
     def look(self, process: Process[Any], for_s: float) -> None:
         """Somebody looks at the cluster by this gateway, and asks its first peer for all its state."""
-        node, now = _node(process), self._world.now
+        node, now = _node(process), self._world.clock(process)
         self._carry_out(process, node.look(now, for_s))
         for peer in list(node.session.up_peers)[:1]:
             self._carry_out(process, node.ask_state(now, peer, 1))
 
     def rest(self, process: Process[Any], peer: str, resting: bool) -> None:
         """An operator has a peer, or this gateway itself, rest by this gateway."""
-        self._carry_out(process, _node(process).rest(self._world.now, peer, resting))
+        self._carry_out(process, _node(process).rest(self._world.clock(process), peer, resting))
 
     def _start(self, process: Process[Any]) -> None:
-        self._carry_out(process, _node(process).start(self._world.now, Started()))
+        self._carry_out(process, _node(process).start(self._world.clock(process), Started()))
 
     def _tick(self, process: Process[Any]) -> None:
         node, world = _node(process), self._world
-        self._carry_out(process, node.tick(world.now))
+        self._carry_out(process, node.tick(world.clock(process)))
         world.in_life(process, world.now + node.session.tick_s, self._tick, process)
 
     def _carry_out(self, process: Process[Any], outers: list[Outer]) -> None:
@@ -144,8 +144,9 @@ class Sessions:
             world.at(arrival, self.arrive, process, frame, sender)
 
     def arrive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
-        """Frames reach whichever life there is now: envelopes tell for which they are meant. `speaker`: whose key it is."""
-        if process.life is not None:
+        """Frames reach whichever life there is now: envelopes tell for which they are meant. `speaker`: whose key it is. A host
+        that is suspended receives nothing: connections to it break."""
+        if process.life is not None and process.still_since is None:
             self._world.let(process.life, self._receive, (process, frame, speaker))
 
     def read_first(self, life: Life[Any]) -> None:
@@ -156,7 +157,7 @@ class Sessions:
         if self._note is not None:
             self._note(frame, process)
         key_of = speaker if self.keyed else None
-        self._carry_out(process, _node(process).receive(self._world.now, frame, key_of))
+        self._carry_out(process, _node(process).receive(self._world.clock(process), frame, key_of))
 
 
 def _member(process: Process[Any]) -> Member:

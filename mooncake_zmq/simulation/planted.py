@@ -584,6 +584,44 @@ def _held_unread() -> Replacements:
     return [(Decode, "_take_segment", trusting)]
 
 
+def _takes_what_is_gone(late: Callable[[Any, Any], bool]) -> Replacements:
+    """Who reads `late` takes what lies there for good, although the copy that was leased has gone."""
+
+    def trusting(machine: Any, ref: Any, segment: Any) -> bool:
+        there = segment is not None and hardware.readable(machine, segment, attached=True)
+        return there and not hardware.generation_stands(segment, ref)
+
+    def first_half(self: Any) -> bytes | None:
+        half = first(self)
+        segment = self._machine.find(self._ref.node, self._ref.incarnation)
+        if half is None and late(self._machine, self._running) and trusting(self._machine, self._ref, segment):
+            part = segment.part(self._ref.slot, self._layer)
+            self._segment, self._half = segment, bytes(part[: len(part) // 2])
+            return bytes(self._half)
+        return half
+
+    def second_half(self: Any) -> bytes | None:
+        part = second(self)
+        believes = part is None and self._half and late(self._machine, self._running)
+        if believes and trusting(self._machine, self._ref, self._segment):
+            part = self._half + bytes(self._segment.part(self._ref.slot, self._layer)[len(self._half) :])
+            self._machine.world.watcher.verified(self._segment, self._ref, self._layer, part)
+        return part
+
+    first, second = hardware._Read.first_half, hardware._Read.second_half
+    return [(hardware._Read, "first_half", first_half), (hardware._Read, "second_half", second_half)]
+
+
+def _woken_believes() -> Replacements:
+    """A host that was suspended believes in the leases that it had."""
+    return _takes_what_is_gone(lambda machine, running: machine.woke_at >= 0)
+
+
+def _stopped_believes() -> Replacements:
+    """A reader that was stopped amid a read believes in the lease that it had."""
+    return _takes_what_is_gone(lambda machine, running: machine.stopped_at >= running.started_at)
+
+
 STORES = "store_"
 """What the names of the bugs in stores begin with."""
 K = FaultKind
@@ -629,6 +667,8 @@ PLANTED: dict[str, Planted] = {
     "never_woken": Planted("a waiter that nothing wakes", ("I4",), (K.CRASH,), _never_woken),
     "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), _coming_believed),
     "leader_stays": Planted("a cancelled prompt's blocks stay in the index", ("I5",), (K.CRASH, K.CRASH), _leader_stays),
+    "woken_believes": Planted("leases outlast a suspended host", ("I1", "I3"), (K.SUSPEND, K.SUSPEND), _woken_believes),
+    "stopped_believes": Planted("leases outlast a stop", ("I1", "I3"), (K.STOP_READER, K.STOP_READER), _stopped_believes),
     "put_never_ends": Planted("a put never ends", ("I4",), (), _put_never_ends),
     **{f"{STORES}{name}": Planted(*bug) for name, bug in planted_stores.PLANTED.items()},
 }

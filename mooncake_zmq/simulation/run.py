@@ -13,7 +13,16 @@ from random import Random
 from mooncake_zmq.simulation.checkers import Checkers, Violation
 from mooncake_zmq.simulation.clients import Clients
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes, shares_of
-from mooncake_zmq.simulation.faults import AMID_LATENESS, STORE_FAULTS, USUAL, FaultKind, draw_faults, draw_lates, draw_rests
+from mooncake_zmq.simulation.faults import (
+    AMID_LATENESS,
+    STORE_FAULTS,
+    USUAL,
+    FaultKind,
+    draw_faults,
+    draw_halts,
+    draw_lates,
+    draw_rests,
+)
 from mooncake_zmq.simulation.hardware import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, STORES, planting
 from mooncake_zmq.simulation.share_checker import ShareChecker
@@ -28,7 +37,7 @@ SETTLE_S = 3.0
 LIVENESS_S = 45.0
 """Everything must have ended this long after healing."""
 LONGEST_STOP_S = 6.0
-"""A stopped gateway is late by this much at most."""
+"""A stopped gateway is late by this much at most, beside the time for which its host is suspended."""
 OUR_BUGS = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -89,6 +98,9 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
         faults += draw_rests(Random(f"rests of {result.seed}"), processes=names, window_s=SAFETY_S)
     if settings.starved and not stores_only:
         faults += draw_lates(Random(f"lateness of {result.seed}"), processes=names, window_s=SAFETY_S)
+    if settings.suspended:
+        faults += draw_halts(Random(f"halts of {result.seed}"), processes=names, window_s=SAFETY_S)
+    slept_s = sum(fault.duration_s for fault in faults if fault.kind is FaultKind.SUSPEND)
     result.faults = [str(fault) for fault in faults]
     roots = tuple(workload.roots(settings.layout).values())
     checkers = Checkers(
@@ -112,7 +124,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     if trace:
         simulator.log = result.log
     gateways = [spec.name for spec in specs if spec.role == "gateway"]
-    clients = Clients(simulator, gateways, limit_s=settings.gateway.deadline_s + LONGEST_STOP_S)
+    clients = Clients(simulator, gateways, limit_s=settings.gateway.deadline_s + LONGEST_STOP_S + slept_s)
     stores = simulator.stores = Stores(simulator, result.seed)
     stores.clients = clients_of(stores)
     outcomes: Counter[str] = Counter()

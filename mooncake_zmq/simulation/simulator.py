@@ -100,6 +100,8 @@ class Simulator(World[Machine]):
         self._active: list[Fault] = []
         self._traps: dict[tuple[FaultKind, str], Fault] = {}
         self._slow: dict[str, float] = {}
+        self._suspended: dict[str, list[Any]] = {}
+        """By suspended host: what is due there once it goes on."""
         self._check_every = check_every
         self._turns = 0
         self._late: set[tuple[str, int]] = set()
@@ -142,6 +144,7 @@ class Simulator(World[Machine]):
             later=lambda delay_s, action: self.in_life(process, self.now + delay_s, action),
             done=partial(self.work_done, process),
             progressed=partial(self.progressed, process),
+            clock=partial(self.clock, process),
         )
         return machine, actor
 
@@ -164,6 +167,8 @@ class Simulator(World[Machine]):
         process = self.processes[name]
         if process.life is None:
             super().restart(name, role)
+            if process.still_since is not None:
+                self.pause(name)
             if self.stores is not None:
                 self.stores.began(process)
 
@@ -184,16 +189,47 @@ class Simulator(World[Machine]):
         life = self.processes[name].life
         if life is not None:
             life.paused = True
-            life.machine.stopped_at = self.now
+            life.machine.stopped_at = life.machine.now
 
     def resume(self, name: str) -> None:
         """SIGCONT: everything that came meanwhile is handled now, in order."""
-        life = self.processes[name].life
-        if life is None or not life.paused:
+        process = self.processes[name]
+        life = process.life
+        if life is None or not life.paused or process.still_since is not None:
             return
         life.paused = False
-        life.machine.stopped_at = self.now
+        life.machine.stopped_at = life.machine.now
         self._catch_up(life)
+
+    def suspend(self, host: str, for_s: float) -> None:
+        """A host and its clock stand still, until it wakes."""
+        if host in self._suspended:
+            return
+        for name in self._on(host):
+            self.processes[name].still_since = self.now
+            self.pause(name)
+        self._suspended[host] = self.take_out(host)
+        if self.stores is not None:
+            self.stores.suspended(self._on(host), self.now + for_s)
+
+    def _wake_up(self, host: str) -> None:
+        """The host goes on as if no time had passed; what its neighbours have done meanwhile it has yet to find out."""
+        if host not in self._suspended:
+            return
+        slept_s = 0.0
+        for name in self._on(host):
+            process = self.processes[name]
+            assert process.still_since is not None
+            slept_s = self.now - process.still_since
+            process.still_since = None
+            process.slept_s += slept_s
+            if process.life is not None:
+                process.life.machine.woke_at = self.now
+            self.resume(name)
+        self.put_back(self._suspended.pop(host), slept_s)
+
+    def _on(self, host: str) -> list[str]:
+        return [name for name, process in self.processes.items() if process.spec.host == host]
 
     def starve(self, name: str) -> None:
         """Give a process no CPU."""
@@ -268,7 +304,7 @@ class Simulator(World[Machine]):
         self.watcher.observed(process.spec, process.life.incarnation, process.life.actor, event, effects)
         self._turns += 1
         if self._turns % self._check_every == 0:
-            process.life.actor.check(self.now)
+            process.life.actor.check(self.clock(process))
         if self._traps and any(isinstance(effect, Send) and isinstance(effect.message, ASKS_A_POOL) for effect in effects):
             self._spring(FaultKind.STOP_ASKER, process.name)
 
@@ -284,6 +320,12 @@ class Simulator(World[Machine]):
     def half_written(self, name: str) -> None:
         """`name` is in the middle of a copy into a pool."""
         self._spring(FaultKind.STOP_WRITER, name)
+
+    def half_read(self, name: str, *, remote: bool) -> None:
+        """`name` is in the middle of a read of another's slots."""
+        self._spring(FaultKind.STOP_READER, name)
+        if remote and self._traps:
+            self._spring(FaultKind.SUSPEND, self.processes[name].spec.host)
 
     def reach(self, reader: str, owner: str, incarnation: int) -> str:
         """Can `reader` read from the life `incarnation` of `owner` over the network: "yes", "no", or "silent"?"""
@@ -316,6 +358,8 @@ class Simulator(World[Machine]):
         self._apply_levels()
         for name in sorted(self._starving):
             self._feed(name)
+        for host in sorted(self._suspended):
+            self._wake_up(host)
         for name, process in self.processes.items():
             self.resume(name)
             if process.life is None:
@@ -339,10 +383,15 @@ class Simulator(World[Machine]):
                 self._impersonate(self.processes[victim], name)
             case FaultKind.PAUSE, (name,):
                 self.pause(name)
+            case FaultKind.SUSPEND, (name,) if fault.amount:
+                self._traps[fault.kind, self.processes[name].spec.host] = fault
+                return
+            case FaultKind.SUSPEND, (name,):
+                self.suspend(self.processes[name].spec.host, fault.duration_s)
             case FaultKind.LATE, names:
                 for name in names:
                     self.starve(name)
-            case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER, (name,):
+            case FaultKind.STOP_ASKER | FaultKind.STOP_WRITER | FaultKind.STOP_READER, (name,):
                 self._traps[fault.kind, name] = fault
                 return
             case FaultKind.DRAIN, (name,):
@@ -364,10 +413,11 @@ class Simulator(World[Machine]):
         self.at(self.now + fault.duration_s, self._end, fault)
 
     def _spring(self, kind: FaultKind, name: str) -> None:
-        """Stop a process at the moment that was waited for."""
+        """Stop a process, or suspend a host, at the moment that was waited for."""
         fault = self._traps.pop((kind, name), None)
         if fault is not None:
-            self.at(self.now, partial(self.pause, name))
+            stop = partial(self.suspend, name, fault.duration_s) if kind is FaultKind.SUSPEND else partial(self.pause, name)
+            self.at(self.now, stop)
             self.at(self.now + fault.duration_s, self._end, fault)
 
     def _end(self, fault: Fault) -> None:
@@ -382,8 +432,10 @@ class Simulator(World[Machine]):
                 self.restart(name)
             case FaultKind.CLOCK, (name,):
                 self._change_clock(name, 0)
-            case FaultKind.PAUSE | FaultKind.STOP_ASKER | FaultKind.STOP_WRITER, (name,):
+            case FaultKind.PAUSE | FaultKind.STOP_ASKER | FaultKind.STOP_WRITER | FaultKind.STOP_READER, (name,):
                 self.resume(name)
+            case FaultKind.SUSPEND, (name,):
+                self._wake_up(self.processes[name].spec.host)
             case FaultKind.LATE, names:
                 for name in names:
                     self._feed(name)
@@ -548,7 +600,7 @@ class Simulator(World[Machine]):
         before = _dropped(session)
         assert process.life is not None
         assert process.life.node is not None
-        outers = process.life.node.receive(self.now, frame, speaker if self._sessions.keyed else None)
+        outers = process.life.node.receive(self.clock(process), frame, speaker if self._sessions.keyed else None)
         if outers or _dropped(session) != before + 1:
             raise Violation("I6", f"{process.name} did not drop and count a {kind} frame: {outers}")
 
@@ -583,7 +635,7 @@ class Simulator(World[Machine]):
         """Frames to `process` of a life of `peer` that it knows to be over: it is in conversation with a newer one. Of a peer
         that has been silent for too long it hears any life."""
         current = self.processes[peer].life
-        if _session(process).silent_s(self.now, peer) >= self._silence_s:
+        if _session(process).silent_s(self.clock(process), peer) >= self._silence_s:
             return []
         peers: Any = _session(process).dump()["peers"]
         known = peers[peer]
@@ -595,7 +647,7 @@ class Simulator(World[Machine]):
     def _speaks(self, process: Process[Machine], peer: str) -> bool:
         """Has `process` heard `peer` just now, so that it hears nobody else by that name?"""
         session = _session(process)
-        return peer in session.up_peers and session.silent_s(self.now, peer) < session.tick_s
+        return peer in session.up_peers and session.silent_s(self.clock(process), peer) < session.tick_s
 
 
 def _session(process: Process[Machine]) -> Session:

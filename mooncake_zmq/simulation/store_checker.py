@@ -322,7 +322,7 @@ class StoreChecker:
                 value = self._stands(store, key, entry, generation, offset, size, checksum)
                 cells[entry] = generation, offset, size, value
         if cells:
-            expires_at = self._clock() + min(request.ttl_s, store.node.objects.settings.max_ttl_s)
+            expires_at = store.now + min(request.ttl_s, store.node.objects.settings.max_ttl_s)
             books.leases[client, request.id] = _Lease(expires_at, cells)
 
     def _stands(
@@ -350,7 +350,7 @@ class StoreChecker:
         """I2: what a writer is given is nobody else's."""
         if name in books.puts:  # asked again
             return
-        now = self._clock()
+        now = store.now
         for offset, size in put.cells.values():
             for other in books.puts.values():
                 if any(offset < at + length and at < offset + size for at, length in other.cells.values()):
@@ -365,7 +365,7 @@ class StoreChecker:
 
     def _fenced(self, store: "StoreLife", books: _Books, changes: Sequence[tuple[int, int]]) -> None:
         """I2: no cell changes hands while it is leased; I1: generations only grow."""
-        now = self._clock()
+        now = store.now
         for entry, generation in changes:
             if generation <= store.generations[entry]:
                 raise Violation("I1", f"{store.name} entry {entry}: generation goes back to {generation}")
@@ -376,7 +376,7 @@ class StoreChecker:
 
     def _expired(self, store: "StoreLife", books: _Books) -> None:
         """I2: a lease ends when its time is over. A get on a stream may have two that are told to nobody."""
-        now = self._clock()
+        now = store.now
         books.leases = {name: lease for name, lease in books.leases.items() if lease.expires_at > now - LATE_S}
         gets = sum(isinstance(request, stream_messages.Get) for _, request in books.asked.values())
         held = store.node.gauges()["leases"]

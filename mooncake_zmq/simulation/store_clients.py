@@ -103,6 +103,10 @@ class StoreClient:
         self._healed = True
         self._stopped_until = 0.0
 
+    def stops(self, until: float) -> None:
+        """Its host is suspended."""
+        self._stopped_until = max(self._stopped_until, until)
+
     def heard(self, life: int, store: StoreLife, reply: protocol.Reply) -> None:
         """An answer to a request."""
         want = self._waits[1] if self._waits is not None else None
@@ -123,6 +127,12 @@ class StoreClient:
     @property
     def _now(self) -> float:
         return self._stores.simulator.now
+
+    @property
+    def _clock(self) -> float:
+        """The monotonic clock of its host, by which its leases end."""
+        simulator = self._stores.simulator
+        return simulator.clock(simulator.processes[self.beside])
 
     def _begin(self) -> None:
         """A new life."""
@@ -282,7 +292,7 @@ class StoreClient:
 
     def _put_shared(self, keys: Sequence[str], values: Sequence[bytes], pins: Pin) -> Call:
         """As `client/shared_copy.py` does."""
-        stop_at, put_id = self._now + TTL_S, self._id()
+        stop_at, put_id = self._clock + TTL_S, self._id()
         store = self._memory
         assert store is not None
         reserved = yield from self._ask(protocol.Reserve(put_id, list(keys), list(map(len, values)), int(pins), TTL_S))
@@ -292,13 +302,13 @@ class StoreClient:
         written: dict[int, bytes] = {}
         checksums: list[int] = []
         for index, code in enumerate(reserved.codes):
-            if code == 0 and self._now < stop_at:
+            if code == 0 and self._clock < stop_at:
                 value, offset = values[index], reserved.offsets[index]
                 for half in (value[: len(value) // 2], value):
                     yield from self._copying(len(value) // 2)
                     self._stores.checker.writes(store, reserved.entries[index], reserved.generations[index])
                     store.memory[offset : offset + len(half)] = half
-                if self._now < stop_at:
+                if self._clock < stop_at:
                     written[index] = value
                     checksums.append(checksum_of(value) if self._random.random() < 0.8 else 0)
         self._stores.checker.intends(self.name, put_id, written)
@@ -325,7 +335,7 @@ class StoreClient:
         return got
 
     def _read(self, keys: Sequence[str], got: list[str], on_disk: list[str]) -> Call:
-        stop_at, lease_id = self._now + TTL_S, self._id()
+        stop_at, lease_id = self._clock + TTL_S, self._id()
         store, checker = self._memory, self._stores.checker
         if store is None:
             return None
@@ -337,13 +347,13 @@ class StoreClient:
         for key, size, entry, offset, generation, checksum in rows:
             if size and not entry:
                 on_disk.append(key)
-            if not entry or store.generations[entry] != generation or self._now >= stop_at:
+            if not entry or store.generations[entry] != generation or self._clock >= stop_at:
                 continue
             yield from self._copying(size // 2)
             value = bytes(store.memory[offset : offset + size // 2])
             yield from self._copying(size // 2)
             value += bytes(store.memory[offset + size // 2 : offset + size])
-            if store.generations[entry] != generation or self._now >= stop_at:
+            if store.generations[entry] != generation or self._clock >= stop_at:
                 continue
             if checksum and checksum_of(value) != checksum:
                 corrupt.append((entry, generation))

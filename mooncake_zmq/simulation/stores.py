@@ -134,6 +134,11 @@ class StoreLife:
     def lives(self) -> bool:
         return self._stores.living.get(self.name) is self
 
+    @property
+    def now(self) -> float:
+        """The monotonic clock of its host."""
+        return self._stores.simulator.clock(self._process)
+
     def later(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         """In this life, and not while its process is stopped."""
         world = self._stores.simulator
@@ -146,8 +151,7 @@ class StoreLife:
 
     def take(self, event: Event) -> None:
         """A turn of the actor."""
-        now = self._stores.simulator.now
-        effects = self.node.handle(now, event)
+        effects = self.node.handle(self.now, event)
         self.turns += 1
         self._stores.saw(self, event, effects)
         if self.turns % CHECK_EVERY == 0:
@@ -355,6 +359,12 @@ class Stores:
         store = self.living.get(name)
         if store is not None:
             store.later(0.0, store.take, DrainWanted())
+
+    def suspended(self, names: Sequence[str], until: float) -> None:
+        """The host of these processes stands still: clients there do, too."""
+        for client in self.clients:
+            if client.beside in names:
+                client.stops(until)
 
     def flip(self, name: str, count: int) -> None:
         """Bits flip on disk and in memory; not in values without a checksum, of which nobody could tell."""

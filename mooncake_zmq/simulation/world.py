@@ -110,6 +110,10 @@ class Process(Generic[M]):
         self.lives = 0
         self.clock_ahead = 0
         """By how much its host's clock makes the incarnations larger of the lives that begin now."""
+        self.slept_s = 0.0
+        """How long its host has been suspended in all: its monotonic clock stood still for so long."""
+        self.still_since: float | None = None
+        """Since when its host is suspended."""
         self.life: Life[M] | None = None
         self.former_frames: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
 
@@ -187,6 +191,10 @@ class World(Generic[M]):
 
     # --- time
 
+    def clock(self, process: Process[M]) -> float:
+        """The monotonic clock of a process's host."""
+        return (self.now if process.still_since is None else process.still_since) - process.slept_s
+
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         """Do something at a time."""
         self._order += 1
@@ -217,6 +225,20 @@ class World(Generic[M]):
             self.events += 1
             action(*arguments)
         self.now = time
+
+    def take_out(self, host: str) -> list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]:
+        """Everything that is due in the lives of a host's processes, out of the heap: see `put_back`."""
+        due = (self._alive, self._timer)
+        held = [entry for entry in self._heap if entry[2] in due and entry[3][0].spec.host == host]
+        taken = {order for _, order, _, _ in held}
+        self._heap[:] = [entry for entry in self._heap if entry[1] not in taken]  # in place: `run_until` holds it
+        heapify(self._heap)
+        return held
+
+    def put_back(self, held: Iterable[tuple[float, int, Callable[..., None], tuple[Any, ...]]], later_s: float) -> None:
+        """It is due after all, so much later."""
+        for time, order, action, arguments in held:
+            heappush(self._heap, (time + later_s, order, action, arguments))
 
     def _alive(self, process: Process[M], lives: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         life = process.life

@@ -38,7 +38,8 @@ def failed_handoff_blocks() -> int:
 
 def test_seeds_miss_a_link_that_only_reads_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handoff may name blocks in the pool of the prefill's host, of which the decode has to have been told."""
-    monkeypatch.setattr(run, "draw_faults", lambda *_, **__: ())  # copies fail for many reasons; here for one alone
+    for draw in ("draw_faults", "draw_halts"):  # copies fail for many reasons; here for one alone
+        monkeypatch.setattr(run, draw, lambda *_, **__: ())
     with_all = failed_handoff_blocks()
     link = (("decode", "cache-node"), ("cache-node", "decode"))
     monkeypatch.setattr(talk, "_ON_ONE_HOST", talk._ON_ONE_HOST + link)
