@@ -64,6 +64,7 @@ CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"t
 """What bodies say that ask for a grammar, and others may."""
 ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
 """A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
+TOO_MANY_CONNECTIONS = "too_many_connections"
 COMPILE_S = 1.0
 """Of a grammar, which every engine that follows it has to compile too."""
 SCRAPE_EVERY_S = 0.1
@@ -424,9 +425,12 @@ class _Envelope:
             state["tenant"] = tenant = tenant_at(self._edge.tenants, scope["path"], headers.get(b"authorization", b""))
             if tenant is not None:
                 state["facts"] = {"tenant": tenant.name}
+                if not state.get("claim", _always)(tenant.name):
+                    raise RequestError(429, f"{tenant.name} has as many connections as it may", code=TOO_MANY_CONNECTIONS)
             await self._app(scope, receive, send_with_id)
         except RequestError as error:  # who has no key gets no further
-            await _json(error.body(), error.status, error.headers())(scope, receive, send_with_id)
+            close = {"connection": "close"} if error.code == TOO_MANY_CONNECTIONS else {}
+            await _json(error.body(), error.status, {**error.headers(), **close})(scope, receive, send_with_id)
         except BaseException:
             state["told"] = False
             raise
@@ -469,6 +473,11 @@ async def _our_bug(request: Request, _error: Exception) -> Response:
     """Starlette raises the error again once this is sent, so that the server logs it."""
     error = RequestError(500, "internal error of the gateway", code="internal_error")
     return _json(error.body(), 500, {"x-request-id": request.state.echoed.decode("latin-1")})
+
+
+def _always(_tenant: str) -> bool:
+    """Of a server that counts no connections."""
+    return True
 
 
 async def _nothing() -> Message:
