@@ -42,7 +42,7 @@ from mooncake_zmq.gateway.openai import (
     quoted,
     unknown_model,
 )
-from mooncake_zmq.gateway.replies import Reply
+from mooncake_zmq.gateway.replies import EVENT_STREAM, Reply, server_sent
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.streams import Stream, Stuck, accept
 from mooncake_zmq.gateway.tenants import Limited, Tenant
@@ -58,6 +58,7 @@ SWITCH_S = 0.0005
 Python's 5 ms would add up."""
 AT_ONCE_BYTES = 1 << 10
 """Of a body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
+STREAM_TYPE = (b"content-type", EVENT_STREAM["content-type"].encode())
 CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
@@ -65,6 +66,7 @@ CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"t
 ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
 """A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
+TAKEN_AWAY = "this API key was taken away"
 COMPILE_S = 1.0
 """Of a grammar, which every engine that follows it has to compile too."""
 SCRAPE_EVERY_S = 0.1
@@ -423,14 +425,12 @@ class _Envelope:
             if self._edge.tenants is None:
                 check_caller(scope, Headers(scope=scope), allow_open=self._edge.allow_open, origins=self._origins)
             state["tenant"] = tenant = tenant_at(self._edge.tenants, scope["path"], headers.get(b"authorization", b""))
-            if tenant is not None:
-                state["facts"] = {"tenant": tenant.name}
-                if not state.get("claim", _always)(tenant.name):
-                    raise RequestError(429, f"{tenant.name} has as many connections as it may", code=TOO_MANY_CONNECTIONS)
-            await self._app(scope, receive, send_with_id)
+            if tenant is None:
+                await self._app(scope, receive, send_with_id)
+            else:
+                await self._run_for(tenant, scope, receive, send_with_id)
         except RequestError as error:  # who has no key gets no further
-            close = {"connection": "close"} if error.code == TOO_MANY_CONNECTIONS else {}
-            await _json(error.body(), error.status, {**error.headers(), **close})(scope, receive, send_with_id)
+            await _refuse(error, scope, receive, send_with_id)
         except BaseException:
             state["told"] = False
             raise
@@ -449,6 +449,53 @@ class _Envelope:
                 traceparent=traceparent,
                 **state["facts"],
             )
+
+    async def _run_for(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """The call of a tenant, as long as its key is good."""
+        state, tenants, loop = scope["state"], self._edge.tenants, asyncio.get_running_loop()
+        assert tenants is not None
+        state["facts"] = {"tenant": tenant.name}
+        if not state.get("claim", _always)(tenant.name):
+            raise RequestError(429, f"{tenant.name} has as many connections as it may", code=TOO_MANY_CONNECTIONS)
+        begun, is_stream = False, False
+
+        async def send_watched(message: Message) -> None:
+            nonlocal begun, is_stream
+            if message["type"] == "http.response.start":
+                begun, is_stream = True, STREAM_TYPE in message["headers"]
+            await send(message)
+
+        while_good = asyncio.timeout(None)
+
+        def end() -> None:
+            if not while_good.expired():
+                while_good.reschedule(loop.time())
+
+        try:
+            async with while_good:
+                with tenants.calling(tenant, end):
+                    await self._app(scope, receive, send_watched)
+            return
+        except TimeoutError:
+            if not while_good.expired():
+                raise
+        self._edge.count("edge_calls_cut")
+        error = RequestError(401, TAKEN_AWAY, code="invalid_api_key")
+        if not begun:
+            raise error
+        try:
+            if not (is_stream and state.get("push", _cannot)(server_sent(error.body()))):
+                raise TimeoutError  # the client takes nothing now, or only what was promised by its length
+            async with asyncio.timeout(self._edge.settings.send_timeout_s):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            await _hang_up(scope, receive)
+
+
+async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a call that is not looked at, or no longer. What more would come on its connection is not worth reading."""
+    close = {"connection": "close"} if error.code == TOO_MANY_CONNECTIONS or error.message == TAKEN_AWAY else {}
+    await _json(error.body(), error.status, {**error.headers(), **close})(scope, receive, send)
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -478,6 +525,11 @@ async def _our_bug(request: Request, _error: Exception) -> Response:
 def _always(_tenant: str) -> bool:
     """Of a server that counts no connections."""
     return True
+
+
+def _cannot(_event: bytes) -> bool:
+    """Of a server that takes nothing but ASGI's messages."""
+    return False
 
 
 async def _nothing() -> Message:

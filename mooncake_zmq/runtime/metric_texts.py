@@ -54,6 +54,7 @@ _GATEWAY = {
     "edge_http_responses": "HTTP answers begun, by status",
     "edge_rejected": "Calls refused at the door, by reason",
     "edge_outputs_dropped": "Outputs of requests that nobody reads any more",
+    "edge_calls_cut": "Calls that were ended because their API key was taken away",
     "edge_clients_too_slow": "Clients cut off because they took nothing",
     "edge_open_requests": "Requests open at this gateway",
     "tenant_preparing": "Calls that are made into requests, or wait for that, by tenant",
