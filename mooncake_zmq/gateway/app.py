@@ -27,9 +27,10 @@ from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway import admin, cluster_face, manual, pages
+from mooncake_zmq.gateway.door import network_of
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.fair_pool import FairPool
-from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
+from mooncake_zmq.gateway.guard import Refusals, Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.keyless import check_caller
 from mooncake_zmq.gateway.openai import (
     QUOTED_CHARS,
@@ -390,6 +391,7 @@ class _Envelope:
         self._app = app
         self._edge = edge
         self._origins = origins
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -417,6 +419,8 @@ class _Envelope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state["status"] = message["status"]
+                if message["status"] >= 400 and self._edge.tenants is not None:
+                    await self._put_off(scope)
                 told = ((b"x-request-id", echoed), (CLUSTER_ID, own_id.encode()))
                 message = {**message, "headers": [*message["headers"], *told]}
             await send(message)
@@ -449,6 +453,15 @@ class _Envelope:
                 traceparent=traceparent,
                 **state["facts"],
             )
+
+    async def _put_off(self, scope: Scope) -> None:
+        """Wait with a refusal, if its client asks for too many; its connection makes room meanwhile."""
+        tenant, (address, _) = scope["state"]["tenant"], scope.get("client") or ("", 0)
+        delay_s = self._refusals.delay_s(self._edge.clock(), tenant.name if tenant else f"at {network_of(address)}")
+        if delay_s:
+            self._edge.count("edge_refusals_put_off")
+            scope["state"].get("refuse", _nobody_minds)()
+            await asyncio.sleep(delay_s)
 
     async def _run_for(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
         """The call of a tenant, as long as its key is good."""
@@ -525,6 +538,10 @@ async def _our_bug(request: Request, _error: Exception) -> Response:
 def _always(_tenant: str) -> bool:
     """Of a server that counts no connections."""
     return True
+
+
+def _nobody_minds() -> None:
+    """Of a server that counts no connections."""
 
 
 def _cannot(_event: bytes) -> bool:

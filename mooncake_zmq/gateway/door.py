@@ -87,7 +87,7 @@ class Connection(HttpToolsProtocol):
     """One connection, as uvicorn serves it, with bounds on what its client may do to others."""
 
     def __init__(self, door: "Door", address: str, **uvicorn_own: Any) -> None:
-        own_state = {"abort": self.abort, "push": self.push, "claim": partial(door.claim, self)}
+        own_state = {"abort": self.abort, "push": self.push, "claim": partial(door.claim, self), "refuse": self.refuse}
         super().__init__(**{**uvicorn_own, "app_state": {**uvicorn_own["app_state"], **own_state}})
         self.address = address
         self.tenant = ""
@@ -97,6 +97,8 @@ class Connection(HttpToolsProtocol):
         """Since when no call is open here; None: one is."""
         self._called_at = 0.0
         """When the headers of the last call were whole."""
+        self._refused = False
+        """The answer to the call is a refusal, and is put off."""
         self.begun = False
         """Did something of a call come whose headers are not whole?"""
         self._deaf = False
@@ -179,6 +181,7 @@ class Connection(HttpToolsProtocol):
         self.expect_100_continue &= version != "1.0"  # to which it means nothing
         if not self.parser.should_upgrade():  # else it comes again
             self.begun, self.quiet_since, self._called_at = False, None, self._door.now()
+            self._refused = False
             super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -259,6 +262,10 @@ class Connection(HttpToolsProtocol):
             if not unsent:
                 self.transport.abort()
 
+    def refuse(self) -> None:
+        """From the application: the answer to the call that is open is a refusal, which waits a while."""
+        self._refused = True
+
     def make_room(self) -> None:
         """Go, for a newcomer. A client whose body is on its way is answered, if that can be done at once."""
         if self.calling and not self.cycle.response_started and not self._unsent_bytes:
@@ -269,9 +276,9 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def is_spare(self, now: float) -> bool:
-        """Does it hold nothing up to go: has it no open call, or one whose body is slow?"""
+        """Does it hold nothing up to go: has it no open call, or one that is refused, or whose body is slow?"""
         if self.calling:
-            return self.cycle.more_body and now - self._called_at >= SLOW_S
+            return self._refused or (self.cycle.more_body and now - self._called_at >= SLOW_S)
         return not self._unsent_bytes or self.quiet_since is None or now - self.quiet_since >= SLOW_S
 
     @property

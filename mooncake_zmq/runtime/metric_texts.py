@@ -55,6 +55,7 @@ _GATEWAY = {
     "edge_rejected": "Calls refused at the door, by reason",
     "edge_outputs_dropped": "Outputs of requests that nobody reads any more",
     "edge_calls_cut": "Calls that were ended because their API key was taken away",
+    "edge_refusals_put_off": "Answers of refused calls that were late, as their client made too many of them",
     "edge_clients_too_slow": "Clients cut off because they took nothing",
     "edge_open_requests": "Requests open at this gateway",
     "tenant_preparing": "Calls that are made into requests, or wait for that, by tenant",

@@ -8,6 +8,7 @@ import pytest
 from scripted_actor import ScriptedActor
 from test_edge_keys import guarded
 
+from mooncake_zmq.gateway.guard import REFUSALS_PER_S
 from mooncake_zmq.gateway.settings import ConnectionSettings
 
 STALLED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: 99\r\n\r\n{"
@@ -143,5 +144,50 @@ def test_connections_that_have_just_come_make_room_too():
         await actor.until(lambda: len(actor.door.connections) == 4)
         assert await answered(port, "bob") == 200
         close_all(silent)
+
+    actor.serve(client)
+
+
+def test_who_is_refused_again_and_again_waits_for_it_and_nobody_else_does():
+    actor = guarded(share=1 / 8)  # of 8 slots
+    actor.script = lambda _request, _number: []
+    counts = actor.edge.counts
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", limits=httpx.Limits(max_connections=None)) as http:
+
+            async def ask(key):
+                headers = {"authorization": f"Bearer {key}"}
+                return (await http.post("/v1/completions", json={"prompt": "hello"}, headers=headers)).status_code
+
+            held = asyncio.create_task(ask("alice"))
+            await actor.until(lambda: len(actor.requests) == 1)
+            flood = [asyncio.create_task(ask("alice")) for _ in range(2 * REFUSALS_PER_S)]
+            await actor.until(lambda: counts.get("edge_refusals_put_off", 0) == REFUSALS_PER_S)
+            late = [each for each in flood if not each.done()]
+            assert len(late) >= REFUSALS_PER_S / 2
+            assert [await ask("nobody") for _ in range(3)] == [401] * 3
+            assert not late[-1].done(), "strangers do not wait for what alice waits for"
+            assert {await each for each in flood} == {429}
+            held.cancel()
+        await actor.until(lambda: actor.edge.slots_taken == 0)
+
+    actor.serve(client)
+
+
+def test_refusals_that_are_put_off_make_room_for_newcomers():
+    actor = with_connections(max_connections=4)
+    many = {"authorization": "Bearer mallory"}
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            for _ in range(REFUSALS_PER_S):
+                assert (await http.get("/v1/models", headers=many)).status_code == 401
+        put_off = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for _, writer in put_off:
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer mallory\r\n\r\n")
+        await actor.until(lambda: sum(each._refused for each in actor.door.connections) == 4)
+        assert await answered(port, "bob", "127.0.0.2") == 200
+        close_all(put_off)
 
     actor.serve(client)
