@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import psutil
 from mooncake_zmq.chaos.checks import Footprint, Growth
 from mooncake_zmq.chaos.keys import RunKeys
 from mooncake_zmq.chaos.network import Network
-from mooncake_zmq.chaos.node import DIALS_VARIABLE, PLANTED_VARIABLE, TOKEN_VARIABLE, Dials
+from mooncake_zmq.chaos.node import DIALS_VARIABLE, PLANTED_VARIABLE, STEP_VARIABLE, TOKEN_VARIABLE, Dials
 from mooncake_zmq.config import Config, Loaded, NodeSettings, load
 from mooncake_zmq.core.roles import Role
 from mooncake_zmq.operate import collect_dumps
@@ -53,7 +53,20 @@ class Child:
 class Cluster:
     """All nodes of a deployment, each on its host, in directories of the run's own. Used from one asyncio loop."""
 
-    def __init__(self, loaded: Loaded, directory: Path, network: Network, *, planted: str = "", with_keys: bool = True) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        directory: Path,
+        network: Network,
+        *,
+        planted: str = "",
+        with_keys: bool = True,
+        more: Mapping[str, str] | None = None,
+        operators_key: str = "",
+        step_s: float = 0.0,
+    ) -> None:
+        """`more`: settings for all nodes. `operators_key`: an API key that may see how the cluster is; empty: gateways have
+        none. `step_s`: what a decode takes for a step, however large; 0: `TOKEN_S` for each row."""
         self.directory = directory
         self.network = network
         self.config = _moved(loaded, directory, network)
@@ -67,7 +80,15 @@ class Cluster:
         self.own_file_systems = self._make_hosts()
         self.keys = self._make_keys() if with_keys else None
         """None: TCP in clear."""
-        self._environment = {**os.environ, "PYTHONUNBUFFERED": "1", TOKEN_VARIABLE: str(TOKEN_S), PLANTED_VARIABLE: planted}
+        self._more = dict(more or {})
+        self._operator = {"authorization": f"Bearer {operators_key}"} if operators_key else {}
+        self._environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            TOKEN_VARIABLE: str(TOKEN_S),
+            STEP_VARIABLE: str(step_s),
+            PLANTED_VARIABLE: planted,
+        }
         (directory / "logs").mkdir()
 
     # --- where things are
@@ -130,6 +151,7 @@ class Cluster:
             ("cache_node.ssd.directory", self.ssd_dir(host)),
             ("security.keys", self.keys_dir(host) if self.keys else ""),
             ("security.allow_plain_tcp", str(self.keys is None).lower()),
+            *self._more.items(),
         ):
             command += ["--set", f"{key}={where}"]
         environment = {**self._environment, DIALS_VARIABLE: str(self.directory / host / "dials")}
@@ -252,7 +274,7 @@ class Cluster:
         """Does every gateway see every conductor, prefill and decode?"""
         wanted = {node.name for node in self.config.of_role("conductor", "prefill", "decode")}
         running = all(holder(self.run_dir(child.node.host), name) for name, child in self.children.items())
-        return running and all([wanted <= await _seen(url) for url in self.urls().values()])
+        return running and all([wanted <= await _seen(url, self._operator) for url in self.urls().values()])
 
     async def until_whole(self, timeout_s: float) -> bool:
         """Wait for that; False if it did not come about."""
@@ -329,11 +351,11 @@ def addresses(config: Config) -> dict[str, str]:
     return found
 
 
-async def _seen(url: str) -> set[str]:
+async def _seen(url: str, headers: Mapping[str, str]) -> set[str]:
     """The peers of a gateway; none while it does not answer or is not ready."""
     try:
         async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as client:
-            answer = await client.get(f"{url}/health")
+            answer = await client.get(f"{url}/health", headers=headers)
             peers = answer.json()["peers"] if answer.status_code == 200 else {}
     except (httpx.HTTPError, ValueError, KeyError):
         return set()

@@ -6,16 +6,22 @@ import logging
 import shutil
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import structlog
 from rich.console import Console
 from rich.markup import escape
 
+from mooncake_zmq.chaos.floods import KINDS
 from mooncake_zmq.chaos.node import PLANTED
 from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.engine.cpu import limit_blas
+
+if TYPE_CHECKING:
+    from mooncake_zmq.config import Loaded
 
 DEFAULT_CONFIG = "configs/chaos.toml"
 
@@ -51,6 +57,24 @@ DEFAULT_CONFIG = "configs/chaos.toml"
     metavar="N",
     help="Instead of faults: N spoilt inputs to every socket, a 20th of that to streams, a 50th to HTTP.",
 )
+@click.option(
+    "--tenants", is_flag=True, help="Instead of faults: one tenant floods, and how long another's answers take is measured."
+)
+@click.option(
+    "--flood",
+    "kinds",
+    multiple=True,
+    type=click.Choice([*KINDS]),
+    metavar="KIND",
+    help=f"With --tenants, only this kind; may be given again. There are {', '.join(KINDS)}.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, max=600, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="With --tenants, of each flood, and of the time before it.",
+)
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def chaos(
@@ -65,6 +89,9 @@ def chaos(
     loopback: bool,
     plain: bool,
     hostile: int | None,
+    tenants: bool,
+    kinds: tuple[str, ...],
+    seconds: float,
     keep: bool,
     as_json: bool,
 ) -> None:
@@ -85,6 +112,8 @@ def chaos(
       mooncake-zmq chaos --fault kill --fault stop  only these kinds
       mooncake-zmq chaos --fault rotate --minutes 4 every node restarted with a new key
       mooncake-zmq chaos --hostile 1000000 --clients 2
+      mooncake-zmq chaos --tenants                  what one tenant's floods cost another
+      mooncake-zmq chaos --tenants --flood "slow readers" --seconds 20
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
     from mooncake_zmq.chaos.network import enter
@@ -104,17 +133,13 @@ def chaos(
         loaded = load(_located(path), {})
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
+    if tenants:
+        _run_tenants(loaded, kinds, seconds, keep=keep, as_json=as_json)
     wanted_kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_lives)]
     if plan_only:
         for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}, wanted_kinds):
             click.echo(f"{fault.at_s:6.1f} s  {fault}")
         return
-    began = time.monotonic()
-    errors = Console(stderr=True, highlight=False)
-
-    def say(text: str) -> None:
-        errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {escape(text)}", markup=True, soft_wrap=True)
-
     wanted = Wanted(
         loaded=loaded,
         seed=seed,
@@ -125,7 +150,7 @@ def chaos(
         with_keys=not plain,
         hostile=hostile or 0,
     )
-    run = Run(wanted, say)
+    run = Run(wanted, _sayer())
     try:
         outcome = asyncio.run(run.run())
     except asyncio.CancelledError:
@@ -137,9 +162,38 @@ def chaos(
         click.echo(json.dumps(report_as_json(outcome, wanted), indent=1))
     else:
         print_report(outcome, wanted, Console())
-    if not outcome.problems and not keep:
-        shutil.rmtree(outcome.directory, ignore_errors=True)
-    sys.exit(1 if outcome.problems else 0)
+    _end(outcome.problems, outcome.directory, keep=keep)
+
+
+def _run_tenants(loaded: "Loaded", kinds: Sequence[str], seconds: float, *, keep: bool, as_json: bool) -> NoReturn:
+    from mooncake_zmq.chaos import tenants
+
+    try:
+        outcome = asyncio.run(tenants.TenantsRun(loaded, kinds or [*KINDS], seconds, _sayer()).run())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if as_json:
+        click.echo(json.dumps(tenants.as_json(outcome), indent=1))
+    else:
+        tenants.print_report(outcome, Console())
+    _end(outcome.problems, outcome.directory, keep=keep)
+
+
+def _sayer() -> Callable[[str], None]:
+    """What says on stderr how far a run has come."""
+    began = time.monotonic()
+    errors = Console(stderr=True, highlight=False)
+
+    def say(text: str) -> None:
+        errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {escape(text)}", markup=True, soft_wrap=True)
+
+    return say
+
+
+def _end(problems: Sequence[str], directory: Path, *, keep: bool) -> NoReturn:
+    if not problems and not keep:
+        shutil.rmtree(directory, ignore_errors=True)
+    sys.exit(1 if problems else 0)
 
 
 def _located(path: str) -> str:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from mooncake_zmq.chaos.plan import Kind
 
+SOURCES = 4
 INSIDE_VARIABLE = "MOONCAKE_ZMQ_CHAOS_INSIDE"
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _NOBODYS_ADDRESS = "02:00:00:00:00:00"
@@ -26,6 +27,8 @@ class Network(Protocol):
     name: str
     impossible: dict[Kind, str]
     """Kinds of faults that cannot be had here, and why."""
+    sources: tuple[str, ...]
+    """Addresses of ours that clients may connect from."""
 
     def address(self, written: str) -> str:
         """The address to use in place of one that the deployment names."""
@@ -73,6 +76,7 @@ class Loopback:
         why = "needs network namespaces"
         self.impossible = dict.fromkeys((Kind.PARTITION, Kind.ONE_WAY, Kind.DELAY), why)
         run = os.getpid()
+        self.sources = tuple(f"127.0.0.{number}" for number in range(1, SOURCES + 1))
         self._addresses = {
             address: f"127.{1 + (run >> 8) % 250}.{run % 256}.{number}" for number, address in enumerate(hosts.values(), 2)
         }
@@ -109,6 +113,9 @@ class Namespaces:
         _ip("link", "set", "lo", "up")
         _ip("link", "add", "bridge", "type", "bridge")
         _ip("addr", "add", f"{network}.1/24", "dev", "bridge")
+        self.sources = tuple(f"{network}.{200 + number}" for number in range(SOURCES))
+        for address in self.sources:
+            _ip("addr", "add", f"{address}/24", "dev", "bridge")
         _ip("link", "set", "bridge", "up")
         for number, (host, address) in enumerate(hosts.items()):
             self._plug_in(host, address, f"host{number}")

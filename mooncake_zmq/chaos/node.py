@@ -2,7 +2,8 @@
 
 `python -m mooncake_zmq.chaos.node ROLE ...` is `python -m mooncake_zmq ROLE ...`, except that (1) time.time() is off by what
 the host's dials say, (2) vectored reads and writes of files, as SSD tiers do them, fail with the errno that stands there, and
-(3) a decode's toy engine takes its time for a token. Nothing else is different, and no product code knows of it.
+(3) a decode's toy engine takes its time: for each token, or for a whole step of its batch. Nothing else is different, and no
+product code knows of it.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any
 
 DIALS_VARIABLE = "MOONCAKE_ZMQ_CHAOS_DIALS"
 TOKEN_VARIABLE = "MOONCAKE_ZMQ_CHAOS_TOKEN_S"
+STEP_VARIABLE = "MOONCAKE_ZMQ_CHAOS_STEP_S"
 PLANTED_VARIABLE = "MOONCAKE_ZMQ_CHAOS_PLANTED"
 _DIALS = struct.Struct("<dq")
 
@@ -72,6 +74,19 @@ def _take_time(token_s: float) -> None:
     _replace(weights, "ToyEngine", functools.partial(ToyEngine, delay_s_per_token=token_s))
 
 
+def _take_time_a_step(step_s: float) -> None:
+    """A step takes as long for many rows as for one, as on a GPU with room in its batch."""
+    from mooncake_zmq.engine import weights
+    from mooncake_zmq.engine.toy import ToyEngine
+
+    class Batching(ToyEngine):
+        def decode(self, sequences: Any, tokens: Any) -> Any:
+            time.sleep(step_s)
+            return super().decode(sequences, tokens)
+
+    _replace(weights, "ToyEngine", Batching)
+
+
 def _trust_all_bytes() -> None:
     """The planted bug: checksums are made and never compared."""
     from mooncake_zmq.kv import reading
@@ -104,7 +119,10 @@ def main() -> None:
     _follow_clock(dials)
     _follow_disk(dials)
     if sys.argv[1] == "decode":
-        _take_time(float(os.environ.get(TOKEN_VARIABLE, "0")))
+        if step_s := float(os.environ.get(STEP_VARIABLE, "0")):
+            _take_time_a_step(step_s)
+        else:
+            _take_time(float(os.environ.get(TOKEN_VARIABLE, "0")))
     if planted := os.environ.get(PLANTED_VARIABLE):
         PLANTED[planted]()
     from mooncake_zmq.cli import main as command_line

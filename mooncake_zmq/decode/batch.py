@@ -1,5 +1,6 @@
 """The continuous batch's rules: who is in the next step, who is preempted when KV runs short, who may not join. PURE."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,19 +19,36 @@ class Member(Protocol):
     def order(self) -> int:
         """Reservation number: larger is younger."""
 
+    @property
+    def tenant(self) -> str:
+        """Who asked; empty where nobody is known."""
+
 
 M = TypeVar("M", bound=Member)
 BY_ORDER: Callable[[Member], int] = attrgetter("order")
 
 
 def step_members(ready: Iterable[M], max_batch: int) -> list[M]:
-    """The oldest `max_batch` requests: those running stay, a new one joins as soon as there is a place."""
-    return sorted(ready, key=BY_ORDER)[:max_batch]
+    """At most `max_batch` requests: each tenant's oldest one, then each one's second, and so on, of equals the oldest. Those of
+    one tenant stay until they end, and a new one joins as soon as there is a place; a tenant that fills the batch by itself
+    makes room for another one's."""
+    oldest_first = sorted(ready, key=BY_ORDER)
+    if len(oldest_first) <= max_batch:
+        return oldest_first
+    rounds: Counter[str] = Counter()
+    ranked: list[tuple[int, int, M]] = []
+    for member in oldest_first:
+        ranked.append((rounds[member.tenant], member.order, member))
+        rounds[member.tenant] += 1
+    ranked.sort(key=lambda each: each[:2])
+    return sorted([member for _, _, member in ranked[:max_batch]], key=BY_ORDER)
 
 
 def victim(members: Sequence[M]) -> M | None:
-    """The youngest gives way: it has lost least, and the oldest always goes on, so the batch as a whole does."""
-    return max(members, key=lambda member: member.order, default=None)
+    """Of the tenant that has most requests here the youngest gives way: it has lost least, and the oldest of all always goes
+    on, so the batch as a whole does."""
+    counts = Counter(member.tenant for member in members)
+    return max(members, key=lambda member: (counts[member.tenant], member.order), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,11 @@ class Request:
     """Its gateway has cancelled it: its handoff goes on for its siblings alone."""
 
     @property
+    def tenant(self) -> str:
+        """Who asked; empty where nobody is known."""
+        return self.request.tenant
+
+    @property
     def position(self) -> int:
         """Where the last token stands."""
         return self.request.tokens + self.made - 1

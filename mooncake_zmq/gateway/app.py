@@ -27,9 +27,10 @@ from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway import admin, cluster_face, manual, pages
+from mooncake_zmq.gateway.door import network_of
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.fair_pool import FairPool
-from mooncake_zmq.gateway.guard import Usage, sees_all, tenant_at
+from mooncake_zmq.gateway.guard import Refusals, Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.keyless import check_caller
 from mooncake_zmq.gateway.openai import (
     QUOTED_CHARS,
@@ -42,7 +43,7 @@ from mooncake_zmq.gateway.openai import (
     quoted,
     unknown_model,
 )
-from mooncake_zmq.gateway.replies import Reply
+from mooncake_zmq.gateway.replies import EVENT_STREAM, Reply, server_sent
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.gateway.streams import Stream, Stuck, accept
 from mooncake_zmq.gateway.tenants import Limited, Tenant
@@ -58,12 +59,15 @@ SWITCH_S = 0.0005
 Python's 5 ms would add up."""
 AT_ONCE_BYTES = 1 << 10
 """Of a body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
+STREAM_TYPE = (b"content-type", EVENT_STREAM["content-type"].encode())
 CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
 """What bodies say that ask for a grammar, and others may."""
 ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
 """A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
+TOO_MANY_CONNECTIONS = "too_many_connections"
+TAKEN_AWAY = "this API key was taken away"
 COMPILE_S = 1.0
 """Of a grammar, which every engine that follows it has to compile too."""
 SCRAPE_EVERY_S = 0.1
@@ -387,6 +391,7 @@ class _Envelope:
         self._app = app
         self._edge = edge
         self._origins = origins
+        self._refusals = Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -414,6 +419,8 @@ class _Envelope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 state["status"] = message["status"]
+                if message["status"] >= 400 and self._edge.tenants is not None:
+                    await self._put_off(scope)
                 told = ((b"x-request-id", echoed), (CLUSTER_ID, own_id.encode()))
                 message = {**message, "headers": [*message["headers"], *told]}
             await send(message)
@@ -422,11 +429,12 @@ class _Envelope:
             if self._edge.tenants is None:
                 check_caller(scope, Headers(scope=scope), allow_open=self._edge.allow_open, origins=self._origins)
             state["tenant"] = tenant = tenant_at(self._edge.tenants, scope["path"], headers.get(b"authorization", b""))
-            if tenant is not None:
-                state["facts"] = {"tenant": tenant.name}
-            await self._app(scope, receive, send_with_id)
+            if tenant is None:
+                await self._app(scope, receive, send_with_id)
+            else:
+                await self._run_for(tenant, scope, receive, send_with_id)
         except RequestError as error:  # who has no key gets no further
-            await _json(error.body(), error.status, error.headers())(scope, receive, send_with_id)
+            await _refuse(error, scope, receive, send_with_id)
         except BaseException:
             state["told"] = False
             raise
@@ -445,6 +453,62 @@ class _Envelope:
                 traceparent=traceparent,
                 **state["facts"],
             )
+
+    async def _put_off(self, scope: Scope) -> None:
+        """Wait with a refusal, if its client asks for too many; its connection makes room meanwhile."""
+        tenant, (address, _) = scope["state"]["tenant"], scope.get("client") or ("", 0)
+        delay_s = self._refusals.delay_s(self._edge.clock(), tenant.name if tenant else f"at {network_of(address)}")
+        if delay_s:
+            self._edge.count("edge_refusals_put_off")
+            scope["state"].get("refuse", _nobody_minds)()
+            await asyncio.sleep(delay_s)
+
+    async def _run_for(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """The call of a tenant, as long as its key is good."""
+        state, tenants, loop = scope["state"], self._edge.tenants, asyncio.get_running_loop()
+        assert tenants is not None
+        state["facts"] = {"tenant": tenant.name}
+        if not state.get("claim", _always)(tenant.name):
+            raise RequestError(429, f"{tenant.name} has as many connections as it may", code=TOO_MANY_CONNECTIONS)
+        begun, is_stream = False, False
+
+        async def send_watched(message: Message) -> None:
+            nonlocal begun, is_stream
+            if message["type"] == "http.response.start":
+                begun, is_stream = True, STREAM_TYPE in message["headers"]
+            await send(message)
+
+        while_good = asyncio.timeout(None)
+
+        def end() -> None:
+            if not while_good.expired():
+                while_good.reschedule(loop.time())
+
+        try:
+            async with while_good:
+                with tenants.calling(tenant, end):
+                    await self._app(scope, receive, send_watched)
+            return
+        except TimeoutError:
+            if not while_good.expired():
+                raise
+        self._edge.count("edge_calls_cut")
+        error = RequestError(401, TAKEN_AWAY, code="invalid_api_key")
+        if not begun:
+            raise error
+        try:
+            if not (is_stream and state.get("push", _cannot)(server_sent(error.body()))):
+                raise TimeoutError  # the client takes nothing now, or only what was promised by its length
+            async with asyncio.timeout(self._edge.settings.send_timeout_s):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            await _hang_up(scope, receive)
+
+
+async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a call that is not looked at, or no longer. What more would come on its connection is not worth reading."""
+    close = {"connection": "close"} if error.code == TOO_MANY_CONNECTIONS or error.message == TAKEN_AWAY else {}
+    await _json(error.body(), error.status, {**error.headers(), **close})(scope, receive, send)
 
 
 def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -469,6 +533,20 @@ async def _our_bug(request: Request, _error: Exception) -> Response:
     """Starlette raises the error again once this is sent, so that the server logs it."""
     error = RequestError(500, "internal error of the gateway", code="internal_error")
     return _json(error.body(), 500, {"x-request-id": request.state.echoed.decode("latin-1")})
+
+
+def _always(_tenant: str) -> bool:
+    """Of a server that counts no connections."""
+    return True
+
+
+def _nobody_minds() -> None:
+    """Of a server that counts no connections."""
+
+
+def _cannot(_event: bytes) -> bool:
+    """Of a server that takes nothing but ASGI's messages."""
+    return False
 
 
 async def _nothing() -> Message:

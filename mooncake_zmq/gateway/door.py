@@ -17,7 +17,7 @@ import struct
 import time
 from asyncio.sslproto import SSLProtocol
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,8 @@ WATCH_S = 1.0
 PAUSE_S = 0.2
 """Out of descriptors: whoever waits at the door by then is answered 503, and then nobody is let in for this long."""
 LOG_EVERY_S = 60.0
+SLOW_S = 1.0
+"""A body that has been on its way for so long makes room for newcomers, and so does an answer whose end is not taken."""
 WRITE_BUFFER_BYTES = 64 << 10
 """What a connection holds of an answer that its client does not take, one write apart; then the stream waits."""
 PIECES, PIECE_BYTES = 32, 256
@@ -85,12 +87,18 @@ class Connection(HttpToolsProtocol):
     """One connection, as uvicorn serves it, with bounds on what its client may do to others."""
 
     def __init__(self, door: "Door", address: str, **uvicorn_own: Any) -> None:
-        own = {**uvicorn_own, "app_state": {**uvicorn_own["app_state"], "abort": self.abort, "push": self.push}}
-        super().__init__(**own)
+        own_state = {"abort": self.abort, "push": self.push, "claim": partial(door.claim, self), "refuse": self.refuse}
+        super().__init__(**{**uvicorn_own, "app_state": {**uvicorn_own["app_state"], **own_state}})
         self.address = address
+        self.tenant = ""
+        """Whose key the last call here had; empty: no key has come that is known."""
         self._door = door
         self.quiet_since: float | None = None
         """Since when no call is open here; None: one is."""
+        self._called_at = 0.0
+        """When the headers of the last call were whole."""
+        self._refused = False
+        """The answer to the call is a refusal, and is put off."""
         self.begun = False
         """Did something of a call come whose headers are not whole?"""
         self._deaf = False
@@ -102,7 +110,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.quiet_since = None
+        self.quiet_since = self._door.now()
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         with contextlib.suppress(AttributeError):  # asyncio's own name for it; libuv's measure is 256 KiB
             transport.max_size = READ_BYTES  # type: ignore[attr-defined]
@@ -158,7 +166,7 @@ class Connection(HttpToolsProtocol):
             raise _Refused
         super().on_message_begin()
         self.begun = True
-        self.quiet_since = None  # it has its own time
+        self.quiet_since = self._door.now()  # it has its own time
         self._pieces = self._bytes = self._beside = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -172,7 +180,8 @@ class Connection(HttpToolsProtocol):
             raise _Refused
         self.expect_100_continue &= version != "1.0"  # to which it means nothing
         if not self.parser.should_upgrade():  # else it comes again
-            self.begun = False
+            self.begun, self.quiet_since, self._called_at = False, None, self._door.now()
+            self._refused = False
             super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -194,6 +203,10 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self.begun:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.quiet_since = self._door.now()
+        super().on_response_complete()
 
     def _end_with_call(self) -> None:
         self._deaf = True
@@ -248,6 +261,39 @@ class Connection(HttpToolsProtocol):
             unsent = self.transport.get_write_buffer_size() + below.get_write_buffer_size()
             if not unsent:
                 self.transport.abort()
+
+    def refuse(self) -> None:
+        """From the application: the answer to the call that is open is a refusal, which waits a while."""
+        self._refused = True
+
+    def make_room(self) -> None:
+        """Go, for a newcomer. A client whose body is on its way is answered, if that can be done at once."""
+        if self.calling and not self.cycle.response_started and not self._unsent_bytes:
+            self._deaf = True
+            self.transport.write(REFUSAL)
+            self.close()
+        else:
+            self.abort()
+
+    def is_spare(self, now: float) -> bool:
+        """Does it hold nothing up to go: has it no open call, or one that is refused, or whose body is slow?"""
+        if self.calling:
+            return self._refused or (self.cycle.more_body and now - self._called_at >= SLOW_S)
+        return not self._unsent_bytes or self.quiet_since is None or now - self.quiet_since >= SLOW_S
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """The tenant or the address for which it counts when connections must go."""
+        return (self.tenant, "") if self.tenant else ("", self.address)
+
+    @property
+    def idle_first(self) -> tuple[bool, float]:
+        """By this the first one goes: without a call before with one, and of these what has lasted longest."""
+        return (True, self._called_at) if self.calling else (False, self.quiet_since or 0.0)
+
+    @property
+    def _unsent_bytes(self) -> int:
+        return self.transport.get_write_buffer_size() if self.transport is not None else 0
 
     @property
     def calling(self) -> bool:
@@ -345,6 +391,7 @@ class Door:
         self._server, self.listener, self._tls = server, listener, tls
         self._count, self._clock = count, clock
         self._by_address: Counter[str] = Counter()
+        self._by_tenant: Counter[str] = Counter()
         self._arriving: dict[Connection, asyncio.Task[None]] = {}
         """Those that nothing can be said on yet, the oldest first."""
         self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -438,9 +485,34 @@ class Door:
         """From a connection: it is gone."""
         if connection in self.connections:
             self.connections.remove(connection)
-            self._by_address[connection.address] -= 1
-            if not self._by_address[connection.address]:
-                del self._by_address[connection.address]
+            _take_one(self._by_address, connection.address)
+            self._count_for(connection, "")
+
+    def now(self) -> float:
+        """The time by which connections are judged."""
+        return self._clock()
+
+    def claim(self, connection: Connection, tenant: str) -> bool:
+        """Count a connection for the tenant whose key its call has. False: the tenant has as many as it may, and none
+        is spare."""
+        if connection.tenant == tenant or connection not in self.connections:
+            return True
+        most = max(1, int(self.max_connections * self.settings.max_tenant_share))
+        if self._by_tenant[tenant] >= most:
+            spare = self._most_spare(each for each in self.connections if each.tenant == tenant)
+            if spare is None:
+                self._count("http_connections_refused")
+                return False
+            self._displace(spare)
+        self._count_for(connection, tenant)
+        return True
+
+    def _count_for(self, connection: Connection, tenant: str) -> None:
+        if connection.tenant:
+            _take_one(self._by_tenant, connection.tenant)
+        connection.tenant = tenant
+        if tenant:
+            self._by_tenant[tenant] += 1
 
     # --- who comes
 
@@ -479,8 +551,7 @@ class Door:
         )
         self.connections.add(connection)
         self._by_address[address] += 1
-        if self._tls is not None:
-            connection.quiet_since = self._clock()  # whoever only began to greet makes room as who only began a call does
+        connection.quiet_since = self._clock()  # whoever only began to greet makes room as who only began a call does
         arriving = self._arriving[connection] = loop.create_task(self._let_in(connection, incoming))
         arriving.add_done_callback(partial(self._arrived, connection, incoming))
 
@@ -514,20 +585,31 @@ class Door:
 
     def _displace(self, connection: Connection) -> None:
         self._count("http_connections_displaced")
-        connection.abort()
+        connection.make_room()
         self.left(connection)
 
     def _make_room(self, address: str) -> bool:
-        """Whether one more may come in: within the limits, or in place of one that has been waiting for its call."""
+        """Whether one more may come in: within the limits, or in place of a spare one."""
         crowded = self._by_address[address] >= self.settings.max_per_address
         if not crowded and len(self.connections) < self.max_connections:
             return True
-        rivals = [each for each in self.connections if not each.calling and (not crowded or each.address == address)]
-        waiting = [(each.quiet_since, each) for each in rivals if each.quiet_since is not None]
-        if not waiting:
+        spare = self._most_spare(each for each in self.connections if not crowded or each.address == address)
+        if spare is None:
             return False
-        self._displace(min(waiting, key=lambda each: each[0])[1])
+        self._displace(spare)
         return True
+
+    def _most_spare(self, among: Iterable[Connection]) -> Connection | None:
+        """Of the owner who has most connections to spare, the one to go first: who takes up much makes room for the others."""
+        now = self._clock()
+        crowds: dict[tuple[str, str], list[Connection]] = {}
+        for each in among:
+            if each.is_spare(now):
+                crowds.setdefault(each.owner, []).append(each)
+        if not crowds:
+            return None
+        largest = max(crowds.values(), key=lambda crowd: len(crowd))
+        return min(largest, key=lambda each: each.idle_first)
 
     def _refuse(self, incoming: socket.socket) -> None:
         if self._tls is None:  # else there is no way to say so
@@ -656,6 +738,13 @@ def network_of(address: str) -> str:
     packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
     mapped = packed[:12] == bytes(10) + b"\xff\xff"
     return socket.inet_ntop(socket.AF_INET, packed[12:]) if mapped else packed[:8].hex()
+
+
+def _take_one(counter: Counter[str], key: str) -> None:
+    """One less, and nothing kept of what is zero."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
 
 
 def _within_files(wanted: int, reserved: int) -> int:

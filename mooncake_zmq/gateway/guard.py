@@ -17,6 +17,11 @@ OPERATORS_PATHS = ("/metrics", "/cluster", "/trace")
 ADMINS_PATHS = ("/admin",)
 """With all that is below them."""
 MAX_KEY_BYTES = 256
+REFUSALS_PER_S = 20
+LATEST_S = 2.0
+"""The longest that a refusal is put off: a tenant with 512 connections is refused 256 times a second at most."""
+MAX_REFUSED = 2048
+"""Tenants and addresses that are remembered: more than there are connections."""
 
 
 def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenant | None:
@@ -55,6 +60,23 @@ def is_below(path: str, paths: Sequence[str]) -> bool:
 def sees_all(tenants: Tenants | None, tenant: Tenant | None) -> bool:
     """May he know how the cluster is, and who uses it?"""
     return tenants is None or (tenant is not None and tenant.role in ("metrics", "admin"))
+
+
+class Refusals:
+    """How late refusals are to be, of a tenant or of an address without a key. A refused call costs the gateway a millisecond
+    too, in which others wait; a client that asks again at once gets its refusals later and later."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, float] = {}
+        """Until when refusals are spoken for, by whom they are for, while that is not over."""
+
+    def delay_s(self, now: float, owner: str) -> float:
+        """How late one more refusal is to be: 0 for the first ones of a second."""
+        if len(self._due) >= MAX_REFUSED:
+            self._due = {each: due for each, due in self._due.items() if due > now - 1.0}
+        due = max(self._due.get(owner, 0.0), now - 1.0) + 1.0 / REFUSALS_PER_S
+        self._due[owner] = min(due, now + LATEST_S)
+        return min(max(0.0, due - now), LATEST_S)
 
 
 class Usage:

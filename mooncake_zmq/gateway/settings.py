@@ -99,13 +99,18 @@ class EdgeSettings:
 class ConnectionSettings:
     """Limits of HTTP connections, whatever is said on them.
 
-    Over a limit the connection that was longest without a call makes room; if all have one, the newcomer is answered 503.
+    Over a limit one connection makes room: of the tenant, or the address without a key, that has most to spare, the one that
+    was longest without a call; if all have one, that whose body has been on its way for longest, and for a second at least. If
+    there is none to spare, the newcomer is answered 503.
     """
 
     max_connections: int = 1024
     """Connections at once; fewer where the process may not open as many files (RLIMIT_NOFILE, which is raised if it can be)."""
     max_per_address: int = 512
     """Of these from one IPv4 address or IPv6 /64, this machine's own too. Behind a proxy all come from one: raise it there."""
+    max_tenant_share: float = 0.5
+    """Part of `max_connections` that calls with one API key may have, idle ones between them included. Over it the tenant's own
+    connections make room; where it has none to spare, its call is answered 429."""
     head_timeout_s: float = 10.0
     """Seconds from a connection's first byte of a call, or from its beginning, until the call's headers are whole. Over TLS
     the greeting has as long, before that."""
@@ -118,5 +123,7 @@ class ConnectionSettings:
         for name in ("max_connections", "max_per_address", "head_timeout_s", "idle_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive")
+        if not 0 < self.max_tenant_share <= 1:
+            raise ValueError("max_tenant_share must be above 0 and at most 1")
         if not 1024 <= self.max_head_bytes <= 1 << 20:
             raise ValueError("max_head_bytes must be between 1 KiB and 1 MiB")

@@ -10,7 +10,8 @@ written comes back.
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -75,6 +76,11 @@ class Tenant:
         told += [f"salt={self.own_salt}"] * bool(self.own_salt)
         return ":".join((self.name, self.digest, *([",".join(told)] if told else [])))
 
+    @property
+    def right(self) -> tuple[str, str, Role]:
+        """What a call is let in by: limits may change under it, this may not."""
+        return self.name, self.digest, self.role
+
     def salt(self, wanted: str) -> str:
         """Of its block keys: tenants neither share prefixes nor learn by time what others have asked, nor does the next holder
         of a name whose line has another salt. No name has an @."""
@@ -106,8 +112,8 @@ def parse(text: str) -> tuple[Tenant, ...]:
 def still_in(known: Sequence[Tenant], text: str) -> tuple[Tenant, ...]:
     """Those whose keys a text that cannot be followed has yet, for the same role: what is taken away is so whatever else
     is wrong with it."""
-    left = {(each.name, each.digest, each.role) for each in each_readable(text, lambda line: (_tenant(line.strip()),))}
-    return tuple(each for each in known if (each.name, each.digest, each.role) in left)
+    left = {each.right for each in each_readable(text, lambda line: (_tenant(line.strip()),))}
+    return tuple(each for each in known if each.right in left)
 
 
 def _tenant(line: str) -> Tenant:
@@ -159,11 +165,16 @@ class Tenants:
         self._slots = slots
         self.known: Sequence[Tenant] = ()
         self._uses: dict[str, _Use] = {}
+        self._open: dict[Callable[[], None], Tenant] = {}
+        """How each open call is ended, and whose it is."""
         self.replace(known)
 
     def replace(self, known: Sequence[Tenant]) -> None:
-        """Other keys and limits from now on; who stays keeps what is left to him."""
+        """Other keys and limits from now on; who stays keeps what is left to him. Open calls end whose key is taken away."""
         self.known = known
+        rights = {tenant.right for tenant in known}
+        for end in [end for end, tenant in self._open.items() if tenant.right not in rights]:
+            end()
         names = {tenant.name for tenant in known}
         self._uses = {name: use for name, use in self._uses.items() if name in names or use.slots}
 
@@ -175,6 +186,15 @@ class Tenants:
             if hmac.compare_digest(tenant.digest, digest):
                 found = tenant
         return found
+
+    @contextmanager
+    def calling(self, tenant: Tenant, end: Callable[[], None]) -> Iterator[None]:
+        """While a call is open; `end` is called if its key is taken away meanwhile."""
+        self._open[end] = tenant
+        try:
+            yield
+        finally:
+            del self._open[end]
 
     def begin(self, now: float, tenant: Tenant) -> None:
         """One more call. Raises Limited."""

@@ -164,7 +164,6 @@ def test_one_address_has_so_many_connections_and_those_without_a_call_make_room(
             writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         await actor.until(lambda: len(actor.requests) == 2)
         idle, _ = await connect(port)
-        await actor.until(lambda: any(each.quiet_since is not None for each in actor.door.connections))
         reader, writer = await connect(port)
         assert await until_closed(idle) == b""
         writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)

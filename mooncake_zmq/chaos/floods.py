@@ -1,0 +1,350 @@
+"""All that one tenant can pour over a cluster by its own API key and its own store key, each kind for a while.
+
+Each kind runs in a process of its own at a low priority (`python -m mooncake_zmq.chaos.floods`, see `begin`), so that what its
+making costs is not taken for what the cluster suffers from it.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+BEGUN = "begun"
+"""The first line that it prints; the other one is what it got."""
+NICE = 10
+AT_ONCE = 96
+"""Calls that most kinds have open at a time: half as many again as a quarter of a gateway's slots."""
+CONNECTIONS = 700
+"""Open at a time where connections are the matter: more than one tenant, or one address, may have."""
+CALL_TIMEOUT_S = 30.0
+LONG_TOKENS = 1000
+HUGE_TOKENS = 3900
+"""As long as the deployment's model takes."""
+READS_BYTES = 512
+STORE_VALUE_BYTES = 1 << 20
+STORE_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom to flood, and as whom."""
+
+    host: str
+    port: int
+    key: str
+    sources: tuple[str, ...]
+    """Addresses to connect from."""
+    store: str = ""
+    """Endpoint of a store; empty: none."""
+    keys: str = ""
+    """Directory of CURVE keys; empty: in clear."""
+    key_name: str = ""
+    namespace: str = ""
+
+
+class Flood:
+    """One kind at work, until its time is up. `got`: what was answered, by status or by what became of a connection."""
+
+    def __init__(self, target: Target, ends_at: float) -> None:
+        """`ends_at`: on the monotonic clock."""
+        from mooncake_zmq.engine.toy import EOS_ID  # not before the command line has bounded NumPy's threads
+
+        self.target = target
+        self.ends_at = ends_at
+        self.got: Counter[str] = Counter()
+        self.random = Random("flood")
+        self._vocabulary = range(EOS_ID)
+        self._sources = itertools.cycle(target.sources)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.ends_at
+
+    def prompt(self, count: int) -> list[int]:
+        """Token ids that nobody has asked before."""
+        return self.random.choices(self._vocabulary, k=count)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.target.host, self.target.port, local_addr=(next(self._sources), 0))
+
+    def head(self, length: int, *, key: str | None = None, path: str = "/v1/completions") -> bytes:
+        secret = self.target.key if key is None else key
+        return (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {secret}\r\ncontent-type: application/json\r\n"
+            f"connection: close\r\ncontent-length: {length}\r\n\r\n"
+        ).encode()
+
+    async def call(self, body: bytes, *, key: str | None = None, path: str = "/v1/completions", upto_bytes: int = -1) -> None:
+        """One call; its answer is read to the end, or `upto_bytes` of it, and then the connection is shut."""
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            reader, writer = await self.connect()
+            try:
+                writer.write(self.head(len(body), key=key, path=path) + body)
+                line = await reader.readline()
+                self.got[line[9:12].decode("latin-1") or "cut"] += 1
+                await reader.read(upto_bytes)
+            finally:
+                writer.transport.abort()
+
+    async def again(self, count: int, once: Callable[[], Awaitable[None]]) -> None:
+        """`once`, again and again by `count` at a time."""
+
+        async def one() -> None:
+            while not self.over:
+                try:
+                    await once()
+                except (OSError, asyncio.IncompleteReadError, TimeoutError):
+                    self.got["cut"] += 1
+                await asyncio.sleep(0)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self.ends_at - time.monotonic())):
+                await asyncio.gather(*[one() for _ in range(count)])
+
+
+def _body(**said: Any) -> bytes:
+    return json.dumps({"model": "toy", "temperature": 0} | said).encode()
+
+
+async def open_requests(flood: Flood) -> None:
+    """More streams at once than its share."""
+    await flood.again(AT_ONCE, lambda: flood.call(_body(prompt=flood.prompt(64), max_tokens=100, ignore_eos=True, stream=True)))
+
+
+async def many_choices(flood: Flood) -> None:
+    """As many choices in each call as one may ask for."""
+    await flood.again(AT_ONCE, lambda: flood.call(_body(prompt=flood.prompt(64), max_tokens=50, ignore_eos=True, n=32)))
+
+
+async def stalled_bodies(flood: Flood) -> None:
+    """Calls whose bodies never end, by several addresses."""
+
+    async def stall() -> None:
+        reader, writer = await flood.connect()
+        try:
+            writer.write(flood.head(1000) + b"{")
+            flood.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
+        finally:
+            writer.transport.abort()
+
+    await flood.again(CONNECTIONS, stall)
+
+
+async def stalled_heads(flood: Flood) -> None:
+    """Calls whose headers never end."""
+
+    async def stall() -> None:
+        reader, writer = await flood.connect()
+        try:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            flood.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
+        finally:
+            writer.transport.abort()
+
+    await flood.again(CONNECTIONS, stall)
+
+
+async def connections(flood: Flood) -> None:
+    """Connections that come and go, with a call that needs no slot on each, and its key or none."""
+    keys = itertools.cycle((flood.target.key, "wrong"))
+
+    async def come_and_go() -> None:
+        reader, writer = await flood.connect()
+        try:
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n\r\n" % next(keys).encode())
+            flood.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
+        finally:
+            writer.transport.abort()
+
+    await flood.again(AT_ONCE, come_and_go)
+
+
+async def grammar_bombs(flood: Flood) -> None:
+    """Grammars that take long to compile, each another one."""
+    numbers = itertools.count()
+
+    async def bomb() -> None:
+        number = next(numbers)
+        parts = [{"type": "string", "pattern": f"^.*a.{{{i},{i + 18}}}b{number}.*$"} for i in range(18)]
+        await flood.call(_body(prompt=flood.prompt(8), max_tokens=8, guided_json={"allOf": parts}))
+
+    await flood.again(AT_ONCE, bomb)
+
+
+async def logprobs(flood: Flood) -> None:
+    """Probabilities of every token, for several choices, held until the answers are whole."""
+    said = {"max_tokens": 100, "ignore_eos": True, "n": 8, "logprobs": 20}
+    await flood.again(AT_ONCE, lambda: flood.call(_body(prompt=flood.prompt(16), **said)))
+
+
+async def slow_readers(flood: Flood) -> None:
+    """Streams that are begun, and then not read."""
+
+    async def stop_reading() -> None:
+        reader, writer = await flood.connect()
+        try:
+            body = _body(prompt=flood.prompt(16), max_tokens=LONG_TOKENS, ignore_eos=True, stream=True, n=4, logprobs=5)
+            writer.write(flood.head(len(body)) + body)
+            flood.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(flood.random.uniform(2.0, 10.0))
+        finally:
+            writer.transport.abort()
+
+    await flood.again(AT_ONCE, stop_reading)
+
+
+async def priorities(flood: Flood) -> None:
+    """Places before others, and SLOs of its own, for which its key has no right."""
+    wishes = itertools.cycle(({"priority": -1000}, {"ttft_slo": 0}, {"tbt_slo": 10}, {"priority": 1000}))
+    await flood.again(
+        AT_ONCE, lambda: flood.call(_body(prompt=flood.prompt(64), max_tokens=50, ignore_eos=True, **next(wishes)))
+    )
+
+
+async def huge_prompts(flood: Flood) -> None:
+    """Prompts as long as the model takes, and bodies that are larger than the gateway takes."""
+    numbers = itertools.count()
+    text = "x " * (1 << 20)
+
+    async def ask() -> None:
+        match next(numbers) % 8:
+            case 0:
+                await flood.call(_body(prompt=text))
+            case 1:
+                await flood.call(_body(prompt=text), path="/tokenize")
+            case 2:
+                await flood.call(b"x" * (5 << 20))
+            case _:
+                await flood.call(_body(prompt=flood.prompt(HUGE_TOKENS), max_tokens=8))
+
+    await flood.again(16, ask)
+
+
+async def hang_ups(flood: Flood) -> None:
+    """Calls that are left as soon as they are made, or as their answer begins."""
+    numbers = itertools.count()
+
+    async def leave() -> None:
+        body = _body(prompt=flood.prompt(200), max_tokens=LONG_TOKENS, ignore_eos=True, stream=True)
+        if next(numbers) % 2:
+            await flood.call(body, upto_bytes=READS_BYTES)
+        else:
+            _, writer = await flood.connect()
+            writer.write(flood.head(len(body)) + body)
+            await asyncio.sleep(0.01)
+            writer.transport.abort()
+            flood.got["left"] += 1
+
+    await flood.again(AT_ONCE, leave)
+
+
+def _client(target: Target) -> Any:
+    from mooncake_zmq.store.client.client import StoreClient
+    from mooncake_zmq.store.client.peer import ClientSettings
+
+    settings = ClientSettings(
+        share_memory=False, keys=target.keys, key_name=target.key_name, allow_plain_tcp=not target.keys, timeout_s=5.0
+    )
+    client = StoreClient([target.store], settings)
+    if (why := client.connect()) is not None:
+        raise OSError(why)
+    return client
+
+
+async def _by_threads(flood: Flood, work: Callable[[Any, int], str]) -> None:
+    """`work`, by several threads with a client of the store each, until the time is up; it tells what it got."""
+
+    def one(thread: int) -> None:
+        client = _client(flood.target)
+        try:
+            for number in itertools.count():
+                if flood.over:
+                    return
+                flood.got[work(client, thread << 20 | number)] += 1
+        finally:
+            client.close()
+
+    await asyncio.gather(*[asyncio.to_thread(one, thread) for thread in range(STORE_THREADS)])
+
+
+async def store_puts(flood: Flood) -> None:
+    """Values of a MiB, without end."""
+    import numpy as np
+
+    value = np.frombuffer(os.urandom(STORE_VALUE_BYTES), np.uint8)
+
+    def put(client: Any, number: int) -> str:
+        (code,) = client.put([f"{flood.target.namespace}{number}"], [[(value.ctypes.data, value.nbytes)]])
+        return f"put {code}"
+
+    await _by_threads(flood, put)
+
+
+async def store_leases_and_scans(flood: Flood) -> None:
+    """Leases that are not given back, lists of all keys, removals of what is not there, and of everything."""
+    import numpy as np
+
+    value = np.frombuffer(os.urandom(4096), np.uint8)
+
+    def work(client: Any, number: int) -> str:
+        names = [f"{flood.target.namespace}small/{number % 4096 + i}" for i in range(64)]
+        match number % 4:
+            case 0:
+                client.put(names, [[(value.ctypes.data, value.nbytes)]] * len(names))
+                return "put"
+            case 1:
+                client.hold(names)
+                return "leased"
+            case 2:
+                return f"listed {'some' if sum(1 for _ in client.list_keys()) else 'none'}"
+            case _:
+                client.remove_all()
+                return "removed"
+
+    await _by_threads(flood, work)
+
+
+KINDS: dict[str, Callable[[Flood], Awaitable[None]]] = {
+    each.__name__.replace("_", " "): each
+    for each in (
+        *(open_requests, many_choices, stalled_bodies, stalled_heads, connections, grammar_bombs, logprobs, slow_readers),
+        *(priorities, huge_prompts, hang_ups, store_puts, store_leases_and_scans),
+    )
+}
+
+
+async def begin(kind: str, target: Target, duration_s: float) -> asyncio.subprocess.Process:
+    """Start a process that floods for so long, and then prints what it got."""
+    said = json.dumps({"kind": kind, "duration_s": duration_s, "target": asdict(target)})
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "mooncake_zmq.chaos.floods", said, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Flood, and print what came of it."""
+    os.nice(NICE)
+    said = json.loads(arguments[0])
+    target = Target(**said["target"] | {"sources": tuple(said["target"]["sources"])})
+
+    async def run() -> Flood:
+        sys.stdout.write(f"{BEGUN}\n")
+        sys.stdout.flush()
+        flood = Flood(target, time.monotonic() + said["duration_s"])
+        await KINDS[said["kind"]](flood)
+        return flood
+
+    sys.stdout.write(json.dumps(dict(asyncio.run(run()).got)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
