@@ -139,7 +139,7 @@ def simtest(
       mooncake-zmq simtest --seed 1234 --trace /tmp/1234.txt
       mooncake-zmq simtest --seeds 5 --planted late_writer
       mooncake-zmq simtest --seeds 1000 --stores
-      mooncake-zmq compile && mooncake-zmq simtest --seeds 20 --compiled
+      mooncake-zmq simtest --seeds 20 --compiled
     """
     errors = Console(stderr=True)
     if compiled:
