@@ -154,13 +154,14 @@ class Fence(Struct, frozen=True):
 
 class OpenSequence(Struct, frozen=True):
     """Allocate the KV of a running sequence. `past`: what `sampling` reads of the tokens before those that are fed singly.
-    `filled_tokens`: that come at once, of the capacity."""
+    `filled_tokens`: that come at once, of the capacity. `tenant`: whose it is."""
 
     sequence: int
     capacity_tokens: int
     sampling: Sampling | None = None
     past: bytes = b""
     filled_tokens: int = 0
+    tenant: str = ""
 
 
 class CloseSequence(Struct, frozen=True):

@@ -856,6 +856,7 @@ class StartStage(_Message, frozen=True):
     """See `Sampling.past`."""
     seeds: Annotated[tuple[Seed, ...], Meta(max_length=MAX_CHOICES)] = ()
     """Of further choices, for each of which a token is sampled too."""
+    tenant: Tenant = ""
 
 
 class StageReady(_Message, frozen=True):

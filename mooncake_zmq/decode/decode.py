@@ -410,7 +410,8 @@ class Decode:
         remaining = message.stop.max_tokens - message.first_index
         # What a request asks for is no reason to have more than the budget can ever give it.
         capacity = min(message.tokens + max(1, remaining), self._capacity_tokens)
-        effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past, filled_tokens=message.tokens))
+        tokens, tenant = message.tokens, message.tenant
+        effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past, tokens, tenant))
         effects.append(SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s))
         return request
 

@@ -18,8 +18,8 @@ NUCLEUS_TRY = 1024
 class Past:
     """The tokens before the next one, as far as penalties and constraints read them."""
 
-    def __init__(self, sampling: Sampling, tokens: bytes, grammars: Grammars | None = None) -> None:
-        """`tokens`: see `Sampling.past`. `grammars`: where there is a constraint."""
+    def __init__(self, sampling: Sampling, tokens: bytes, grammars: Grammars | None = None, tenant: str = "") -> None:
+        """`tokens`: see `Sampling.past`. `grammars`: where there is a constraint. `tenant`: whose answer it is."""
         ids = np.frombuffer(tokens, "<i4")
         answer = max(0, sampling.prompt_tokens - sampling.past_from)
         self._next = sampling.past_from + len(ids)
@@ -29,7 +29,7 @@ class Past:
         self._following: Following | None = None
         if sampling.constraint:
             assert grammars is not None, "a constraint is followed with a vocabulary"
-            self._following = grammars.begin(sampling.constraint, ids[answer:].tolist())
+            self._following = grammars.begin(sampling.constraint, ids[answer:].tolist(), tenant)
 
     def awaited(self) -> Future[bytes] | None:
         """What is not known yet and a choice needs."""

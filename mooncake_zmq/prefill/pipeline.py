@@ -144,6 +144,7 @@ class Group:
                     deadline_s=deadline_s,
                     booking=request.booking,
                     priority=request.priority,
+                    tenant=request.tenant,
                     past=request.sampling.past(request.tokens),
                     seeds=tuple([each.seed for each in request.siblings]),
                 ),

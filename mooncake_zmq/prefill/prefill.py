@@ -671,7 +671,8 @@ class Prefill:
         job.sequence = self._ids.new()
         job.chunk_first_block = len(job.prefix)
         sampling = job.request.sampling
-        effects: list[Effect] = [OpenSequence(job.sequence, job.length, sampling, job.past, filled_tokens=job.length)]
+        opened = OpenSequence(job.sequence, job.length, sampling, job.past, job.length, job.request.tenant)
+        effects: list[Effect] = [opened]
         first = min(held_blocks, len(job.prefix))
         if first < len(job.prefix):
             effects.append(self._handoff_blocks(job, first, tuple(job.prefix[first:]), ready=True))

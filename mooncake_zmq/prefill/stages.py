@@ -300,7 +300,8 @@ class Stages:
         stage.sequence = self._ids.new()
         request = stage.request
         ready = StageReady(request_id=request.request_id, attempt=request.attempt, blocks=len(stage.prefix))
-        opened = OpenSequence(stage.sequence, request.tokens, request.sampling, request.past, filled_tokens=request.tokens)
+        tokens = request.tokens
+        opened = OpenSequence(stage.sequence, tokens, request.sampling, request.past, tokens, request.tenant)
         return [opened, Send(stage.leader, ready)]
 
     # --- chunks

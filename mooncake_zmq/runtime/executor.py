@@ -198,6 +198,7 @@ class Executor:
         sampling: Sampling | None = None,
         past: bytes = b"",
         filled_tokens: int = 0,
+        tenant: str = "",
     ) -> None:
         """See `core.actor.OpenSequence`."""
         assert self._engine, "a node without an engine has no sequences"
@@ -209,7 +210,7 @@ class Executor:
             log.warning("no_memory_for_sequence", tokens=capacity_tokens, error=str(error))
             opened = _OpenSequence(None)
         if sampling is not None and sampling.reads_past:
-            opened.past = Past(sampling, past, self._grammars)
+            opened.past = Past(sampling, past, self._grammars, tenant)
         with self._lock:
             self._sequences[sequence] = opened
 

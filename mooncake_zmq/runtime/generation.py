@@ -242,7 +242,7 @@ class Generation:
         raise AssertionError("no segment here")
 
     def open_sequence(
-        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int
+        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int, tenant: str
     ) -> None:
         raise AssertionError("no sequences here")
 

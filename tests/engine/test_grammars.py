@@ -256,3 +256,46 @@ def test_grammars_are_asked_from_many_threads_at_once(make):
     for thread in threads:
         thread.join()
     assert found == [b"ny"] * 8
+
+
+def test_another_tenants_answer_waits_for_the_one_under_way_and_not_for_all_of_a_tenants_others(make, monkeypatch):
+    grammars = make()
+    grammars.check(YES_NO)
+    began, go_on, asked, answer = threading.Event(), threading.Event(), [], Grammars._ask
+
+    def held(self, following, tokens):
+        asked.append(following.tenant)
+        began.set()
+        assert go_on.wait(20.0)
+        return answer(self, following, tokens)
+
+    monkeypatch.setattr(Grammars, "_ask", held)
+    many = [grammars.begin(YES_NO, tenant="bob")]
+    assert began.wait(20.0)
+    many += [grammars.begin(YES_NO, tenant="bob") for _ in range(20)]
+    other = grammars.begin(YES_NO, tenant="alice")
+    go_on.set()
+    assert [next_of(each) for each in (other, *many)] == [b"ny"] * 22
+    assert asked.index("alice") <= 2
+
+
+def test_an_answer_that_is_dropped_waits_for_nothing(make, monkeypatch):
+    grammars = make()
+    began, go_on, asked = threading.Event(), threading.Event(), []
+
+    def held(self, following, tokens):
+        asked.append(following.tenant)
+        began.set()
+        assert go_on.wait(20.0)
+        return bytes(64)
+
+    monkeypatch.setattr(Grammars, "_ask", held)
+    first, dropped, last = (grammars.begin(YES_NO, tenant=name) for name in ("a", "b", "c"))
+    assert began.wait(20.0)
+    dropped.drop()
+    go_on.set()
+    for each in (first, last):
+        each.allowed()
+    assert asked == ["a", "c"]
+    with pytest.raises(ConstraintNotReady, match="no longer wanted"):
+        dropped.allowed()

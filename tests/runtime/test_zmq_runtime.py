@@ -360,7 +360,7 @@ class Threads:
         self.calls.append(("fence", generations))
 
     def open_sequence(
-        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int
+        self, sequence: int, capacity_tokens: int, sampling: Sampling | None, past: bytes, filled_tokens: int, tenant: str
     ) -> None: ...
 
     def close_sequence(self, sequence: int) -> None: ...
