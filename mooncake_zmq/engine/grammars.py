@@ -265,7 +265,7 @@ class Grammars:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What may come behind so many tokens of an answer?"""
+    """A question: which tokens may come behind the first `tokens` of an answer."""
 
     following: Following
     tokens: int

@@ -1,8 +1,8 @@
-"""Whose turn it is at something that does one thing after the other, where things take very different times. PURE.
+"""Shares the time of one worker fairly among tenants, and among the answers of each tenant. PURE.
 
-Each tenant gets the same share of its time, and within a tenant each answer does: the one goes first that used least. One
-that comes, or comes back, counts as having used what would have been its share by then, so that nobody saves up turns, and no
-stream of newcomers keeps one waiting for ever.
+The next work is one of the tenant that has used the least time, and of its answer that has used the least. A tenant or an answer
+that comes, or comes back, counts as having used its share of the time so far: turns cannot be saved up, and a stream of new ones
+cannot keep another one waiting for ever. (Fair queueing with a virtual time, as start-time fair queueing has it.)
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ WorkT = TypeVar("WorkT")
 
 @dataclass(slots=True)
 class _Flow(Generic[WorkT]):
-    """What one answer waits for."""
+    """The works that one answer waits for, and the time that its works have taken."""
 
     used_s: float
     works: deque[WorkT] = field(default_factory=deque)
@@ -24,7 +24,7 @@ class _Flow(Generic[WorkT]):
 class _Tenant(Generic[WorkT]):
     used_s: float
     share_s: float = 0.0
-    """What a flow has used that always was there."""
+    """The time that a flow has used that was here from the beginning."""
     flows: dict[int, _Flow[WorkT]] = field(default_factory=dict)
 
     @property
@@ -38,11 +38,11 @@ class Turns(Generic[WorkT]):
 
     def __init__(self) -> None:
         self._share_s = 0.0
-        """What a tenant has used that always was there."""
+        """The time that a tenant has used that was here from the beginning."""
         self._tenants: dict[str, _Tenant[WorkT]] = {}
 
     def put(self, tenant: str, flow: int, work: WorkT) -> None:
-        """It waits for its turn, behind others of the same flow."""
+        """Add a work behind the others of the same flow."""
         known = self._tenants.setdefault(tenant, _Tenant(self._share_s))
         if not known.waiting:
             known.used_s = max(known.used_s, self._share_s)
@@ -52,7 +52,7 @@ class Turns(Generic[WorkT]):
         waiting.works.append(work)
 
     def take(self) -> WorkT | None:
-        """The next one."""
+        """Remove and return the next work; None if none waits."""
         for name in [name for name, each in self._tenants.items() if not each.flows and each.used_s <= self._share_s]:
             del self._tenants[name]  # as if it had never been here
         tenants = [tenant for tenant in self._tenants.values() if tenant.waiting]
@@ -62,7 +62,7 @@ class Turns(Generic[WorkT]):
         return min([flow for flow in flows if flow.works], key=lambda each: each.used_s).works.popleft()
 
     def charge(self, tenant: str, flow: int, seconds: float) -> None:
-        """A work of this flow took so long. One that was dropped is charged to its tenant alone."""
+        """Count the seconds that a work of this flow took; of a flow that was dropped, for its tenant alone."""
         if (known := self._tenants.get(tenant)) is None:
             return
         others = sum(each.waiting > 0 for each in self._tenants.values() if each is not known)
@@ -74,12 +74,12 @@ class Turns(Generic[WorkT]):
             charged.used_s += seconds
 
     def drop(self, tenant: str, flow: int) -> list[WorkT]:
-        """Forget a flow; returns what still waited."""
+        """Forget a flow, and return its works that waited."""
         known = self._tenants.get(tenant)
         gone = None if known is None else known.flows.pop(flow, None)
         return [] if gone is None else list(gone.works)
 
     def clear(self) -> list[WorkT]:
-        """Forget all; returns what still waited."""
+        """Forget all flows, and return their works that waited."""
         tenants, self._tenants = self._tenants, {}
         return [work for tenant in tenants.values() for flow in tenant.flows.values() for work in flow.works]
