@@ -1,8 +1,8 @@
 """Shares the time of one worker fairly among tenants, and among the answers of each tenant. PURE.
 
-The next work is one of the tenant that has used the least time, and of its answer that has used the least. A tenant or an answer
-that comes, or comes back, counts as having used its share of the time so far: turns cannot be saved up, and a stream of new ones
-cannot keep another one waiting for ever. (Fair queueing with a virtual time, as start-time fair queueing has it.)
+The next work is one of the tenant that has used the least time, and of its answer that has used the least. A tenant or an
+answer that comes, or comes back, counts as having used its share of the time so far: turns cannot be saved up, and a stream of
+new ones cannot keep another one waiting for ever. (Fair queueing with a virtual time, as start-time fair queueing has it.)
 """
 
 from collections import deque
