@@ -14,7 +14,6 @@ from typing import Protocol
 
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
-from mooncake_zmq.store.client.peer import RETRY_S
 from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Load, Save
@@ -22,6 +21,8 @@ from mooncake_zmq.vllm.names import object_names
 from mooncake_zmq.vllm.spans import BlockSpans
 
 MAX_WAITING = 4096
+RETRY_S = 1.0
+"""Pause before a save that a store did not take in is tried again."""
 TRIES = 3
 """Further ones for what a store did not take in but may, RETRY_S apart. None after a save in vain, until one is not: blocks are
 kept for a store that was lost for a moment, and not for one that is gone."""

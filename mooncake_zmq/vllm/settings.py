@@ -31,7 +31,8 @@ class ConnectorSettings:
     copy_threads: int = 0
     """Of a load, side by side, and as many of a save; 0: one, or with KV on a GPU a quarter of the cores, four at most."""
     lookup_timeout_s: float = LOOKUP_TIMEOUT_S
-    """Of a question; a store that takes longer has nothing. It costs a request so much once a second, the engine nothing."""
+    """Of a question; a store that takes longer has nothing, and is asked nothing more until it answers a ping. It costs one
+    request so much, the engine nothing."""
     load: str = "faster"
     """Which blocks of the pool are loaded: those that are sooner there for it, or "always" all."""
     coming_timeout_s: float = COMING_TIMEOUT_S

@@ -17,6 +17,7 @@ import zmq
 
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client.link import SLICE_MS, Forgotten, Link, Links, ReplyT, Unreached, answer
+from mooncake_zmq.store.client.outage import Outage
 from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
@@ -28,8 +29,8 @@ from mooncake_zmq.transfer.tickets import Ticket
 
 log = structlog.get_logger()
 
-RETRY_S = 1.0
-"""How long a store that did not answer is not asked again."""
+PING_S = 1.0
+"""The longest that a ping of a store that did not answer waits."""
 
 T = TypeVar("T")
 
@@ -143,21 +144,22 @@ class Peer:
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._life: Life | None = None
-        self._down_until = 0.0
-        self._reason = ""
+        self._outage = Outage()
+        self._outage_lock = threading.Lock()
+        self._closing = threading.Event()
         self._abandoned: deque[int] = deque(maxlen=MAX_KEYS)
         """Puts whose end the store may not have heard of."""
         self._pid = os.getpid()
 
     def session(self, deadline: float) -> Session:
-        """Raises Unreached. The first call, and that after a restart of the store, say Hello."""
+        """Raises Unreached, at once during an outage. The first call, and that after a restart of the store, say Hello."""
+        self._check_reachable()
         session = self._session
         if session is not None:
             return session
         with self._lock:
+            self._check_reachable()
             if self._session is None:
-                if time.monotonic() < self._down_until:
-                    raise Unreached(self._reason)
                 try:
                     self._session = self._greet(deadline)
                 except Unreached as error:
@@ -177,6 +179,7 @@ class Peer:
             try:
                 result = work(Call(self, session, link, again))
                 broken = False
+                self._outage.answered()
                 return result
             except Forgotten:
                 self._drop(session)
@@ -242,6 +245,7 @@ class Peer:
     def close(self, deadline: float) -> bool:
         """End calls under way and our life at the store; False if a call had not ended by then."""
         self.closed = True
+        self._closing.set()
         ended = self._links.close(deadline)
         if self._life is not None and ended:  # while one still writes, we are not to be taken for dead
             self._life.end()
@@ -253,11 +257,39 @@ class Peer:
                 self._session = None
         self._links.drop_idle()
 
+    def _check_reachable(self) -> None:
+        """Raises Unreached during an outage."""
+        if self._outage.is_on:
+            raise Unreached(self._outage.reason)
+
     def _note_down(self, error: Exception) -> None:
-        if not self.closed:
+        """Leave the store alone until a ping is answered."""
+        if self.closed:
+            return
+        with self._outage_lock:
+            begins = self._outage.begin(str(error))
+        if begins:
             log.warning("store_unreached", endpoint=self.endpoint, reason=str(error))
-        self._reason = str(error)
-        self._down_until = time.monotonic() + RETRY_S
+            try:
+                threading.Thread(target=self._ping, name="store-ping", daemon=True).start()
+            except RuntimeError:  # no thread can be had: the next call asks itself
+                self._outage.met()
+
+    def _ping(self) -> None:
+        """Say Hello until it is answered or this client is closed. Whatever ends this, calls may ask again."""
+        try:
+            while not self._closing.wait(self._outage.pause_s):
+                try:
+                    session = self._greet(time.monotonic() + PING_S)
+                except Unreached:
+                    self._outage.missed()
+                    continue
+                with self._lock:
+                    self._session = session
+                return
+        finally:
+            with self._outage_lock:
+                self._outage.met()
 
     def _make_link(self) -> Link:
         routing_id = b"c" + self._client_name + next(self._numbers).to_bytes(4, "big")
