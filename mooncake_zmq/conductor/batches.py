@@ -98,14 +98,15 @@ class Batches:
         """What the request is told: by the gap when it joins, what becomes of it while it runs."""
         batch, expected = self.batch(joining, node), joining.expected_tokens
         late_s = self._late_s(joining, node)
-        load_s = joining.handover_s / gaps.longest_gaps(int(expected) - 1) + late_s
+        load_s = late_s
+        if joining.handover_s:
+            load_s += joining.handover_s / gaps.longest_gaps(int(expected) - 1)
         grown_s = self._grown_s(node, batch + joining.choices, expected)
         alone_s = self._alone_s(joining, node) + self._grown_s(node, joining.choices, expected)
         stretch = gaps.stretch(expected, min(1.0, batch))
         tbt_s = stretch * (self._look_at(joining, node) - late_s + grown_s) + load_s
-        alone_s = gaps.stretch(expected, 0.0) * alone_s + load_s
         moving_s = 0.0 if joining.handover is None else joining.handover.moving_s(node)
-        return DecodeChoice(node, tbt_s=tbt_s, batch=batch, alone_s=alone_s, moving_s=moving_s)
+        return DecodeChoice(node, tbt_s=tbt_s, batch=batch, alone_s=alone_s + load_s, moving_s=moving_s)
 
     def weigh(self, joining: Joining) -> None:
         """Before `gap_s`: what the request adds to any step."""

@@ -186,7 +186,8 @@ class Placement:
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s
         priority = max(plan.priority, prefill.least_priority)
-        for node in (prefill.node, *prefill.stages):
+        self._prefills.book(now, prefill.node, work_s, priority, number)
+        for node in prefill.stages:
             self._prefills.book(now, node, work_s, priority, number)
         self._decodes.book(decode.node, booking)
         if prefill.sources:
