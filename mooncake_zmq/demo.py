@@ -18,6 +18,7 @@ from httpx_sse import EventSource
 from rich.markup import escape
 from rich.table import Table
 
+from mooncake_zmq.core.roles import Role
 from mooncake_zmq.up import Up
 
 DOCUMENT = "demo_document.txt"
@@ -28,6 +29,7 @@ QUESTIONS = (
     "When do the puffins arrive on the island?",
     "What should you do if you are lost in fog?",
 )
+ENGINES: tuple[Role, ...] = ("prefill", "decode")
 MAX_TOKENS = 48
 REUSE_WANTED = 0.9
 REQUEST_TIMEOUT_S = 300.0
@@ -97,21 +99,30 @@ class Demo:
     def _ask_all(self, up: Up) -> None:
         words = len(self._document.split())
         up.say(f"one document of {words:,} words, {len(QUESTIONS)} questions; every question repeats the whole document")
+        elsewhere = _engines_elsewhere(up)
+        if elsewhere:
+            up.say(f"[cyan]holding {', '.join(elsewhere)}[/]: the document's KV shall lie on one host alone at first")
+        for name in elsewhere:
+            up.hold(name)
+        self._wait(lambda: not set(elsewhere) & _engines(up), "these to be gone from the cluster")
         first = self._ask(up, QUESTIONS[0], "cold")
         self._ask(up, QUESTIONS[1], "again")
 
         taken = str(first.served["prefill"])
+        for name in elsewhere:
+            up.release(name)
+        self._wait(lambda: set(elsewhere) <= _engines(up), f"{', '.join(elsewhere)} to be back")
         up.say(f"[cyan]taking {taken} away[/]: the other host's prefill must serve, and its pool does not hold everything")
         up.hold(taken)
-        self._wait(lambda: taken not in _prefills(up), f"{taken} to be gone from the cluster")
+        self._wait(lambda: taken not in _engines(up), f"{taken} to be gone from the cluster")
         other = self._ask(up, QUESTIONS[2], "other host")
         up.release(taken)
-        self._wait(lambda: taken in _prefills(up), f"{taken} to be back")
+        self._wait(lambda: taken in _engines(up), f"{taken} to be back")
 
         victim = str(other.served["prefill"])
         old = up.signal(victim, signal.SIGKILL)
         up.say(f"[cyan]kill -9 {victim}[/] (pid {old}): its own KV is gone, the pool of its host is not")
-        self._wait(lambda: up.pid(victim) not in (None, old) and victim in _prefills(up), f"{victim} to be back")
+        self._wait(lambda: up.pid(victim) not in (None, old) and victim in _engines(up), f"{victim} to be back")
         self._ask(up, QUESTIONS[3], "restarted")
         self._ask(up, QUESTIONS[4], "once more")
 
@@ -246,11 +257,16 @@ class VllmDemo(Demo):
         return 0 if all(good for good, _ in checks) else 1
 
 
-def _prefills(up: Up) -> list[str]:
-    """The prefills that the gateway sees."""
-    detail = up.health() or {}
-    names: list[str] = detail.get("peers", {}).get("prefill", [])
-    return names
+def _engines(up: Up) -> set[str]:
+    """Return the prefills and decodes that the gateway is connected to."""
+    peers = (up.health() or {}).get("peers", {})
+    return {name for role in ENGINES for name in peers.get(role, ())}
+
+
+def _engines_elsewhere(up: Up) -> list[str]:
+    """Return the prefills and decodes that are not on the first prefill's host."""
+    home = up.config.of_role("prefill")[0].host
+    return [node.name for role in ENGINES for node in up.config.of_role(role) if node.host != home]
 
 
 def _stream(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
