@@ -11,8 +11,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
@@ -72,8 +72,19 @@ class Flood:
         """Token ids that nobody has asked before."""
         return self.random.choices(self._vocabulary, k=count)
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection(self.target.host, self.target.port, local_addr=(next(self._sources), 0))
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Open a connection from the next address, and abort it at the end."""
+        source = next(self._sources), 0
+        reader, writer = await asyncio.open_connection(self.target.host, self.target.port, local_addr=source)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    async def note_status(self, reader: asyncio.StreamReader) -> None:
+        """Count the status of the answer that begins, or that the connection was cut before it."""
+        self.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
 
     def head(self, length: int, *, key: str | None = None, path: str = "/v1/completions") -> bytes:
         secret = self.target.key if key is None else key
@@ -84,15 +95,10 @@ class Flood:
 
     async def call(self, body: bytes, *, key: str | None = None, path: str = "/v1/completions", upto_bytes: int = -1) -> None:
         """One call; its answer is read to the end, or `upto_bytes` of it, and then the connection is shut."""
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            reader, writer = await self.connect()
-            try:
-                writer.write(self.head(len(body), key=key, path=path) + body)
-                line = await reader.readline()
-                self.got[line[9:12].decode("latin-1") or "cut"] += 1
-                await reader.read(upto_bytes)
-            finally:
-                writer.transport.abort()
+        async with asyncio.timeout(CALL_TIMEOUT_S), self.connection() as (reader, writer):
+            writer.write(self.head(len(body), key=key, path=path) + body)
+            await self.note_status(reader)
+            await reader.read(upto_bytes)
 
     async def again(self, count: int, once: Callable[[], Awaitable[None]]) -> None:
         """`once`, again and again by `count` at a time."""
@@ -128,12 +134,9 @@ async def stalled_bodies(flood: Flood) -> None:
     """Calls whose bodies never end, by several addresses."""
 
     async def stall() -> None:
-        reader, writer = await flood.connect()
-        try:
+        async with flood.connection() as (reader, writer):
             writer.write(flood.head(1000) + b"{")
-            flood.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
-        finally:
-            writer.transport.abort()
+            await flood.note_status(reader)
 
     await flood.again(CONNECTIONS, stall)
 
@@ -142,12 +145,9 @@ async def stalled_heads(flood: Flood) -> None:
     """Calls whose headers never end."""
 
     async def stall() -> None:
-        reader, writer = await flood.connect()
-        try:
+        async with flood.connection() as (reader, writer):
             writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
-            flood.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
-        finally:
-            writer.transport.abort()
+            await flood.note_status(reader)
 
     await flood.again(CONNECTIONS, stall)
 
@@ -157,12 +157,9 @@ async def connections(flood: Flood) -> None:
     keys = itertools.cycle((flood.target.key, "wrong"))
 
     async def come_and_go() -> None:
-        reader, writer = await flood.connect()
-        try:
+        async with flood.connection() as (reader, writer):
             writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n\r\n" % next(keys).encode())
-            flood.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
-        finally:
-            writer.transport.abort()
+            await flood.note_status(reader)
 
     await flood.again(AT_ONCE, come_and_go)
 
@@ -189,15 +186,12 @@ async def slow_readers(flood: Flood) -> None:
     """Streams that are begun, and then not read."""
 
     async def stop_reading() -> None:
-        reader, writer = await flood.connect()
-        try:
+        async with flood.connection() as (reader, writer):
             body = _body(prompt=flood.prompt(16), max_tokens=LONG_TOKENS, ignore_eos=True, stream=True, n=4, logprobs=5)
             writer.write(flood.head(len(body)) + body)
-            flood.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
+            await flood.note_status(reader)
             writer.transport.pause_reading()  # type: ignore[attr-defined]
             await asyncio.sleep(flood.random.uniform(2.0, 10.0))
-        finally:
-            writer.transport.abort()
 
     await flood.again(AT_ONCE, stop_reading)
 
@@ -238,10 +232,9 @@ async def hang_ups(flood: Flood) -> None:
         if next(numbers) % 2:
             await flood.call(body, upto_bytes=READS_BYTES)
         else:
-            _, writer = await flood.connect()
-            writer.write(flood.head(len(body)) + body)
-            await asyncio.sleep(0.01)
-            writer.transport.abort()
+            async with flood.connection() as (_, writer):
+                writer.write(flood.head(len(body)) + body)
+                await asyncio.sleep(0.01)
             flood.got["left"] += 1
 
     await flood.again(AT_ONCE, leave)

@@ -31,6 +31,8 @@ from mooncake_zmq.core.order import Order
 MAX_PREDICTION_S: Final = 1e7
 """The most a message may say."""
 NO_DECODE: Final = (RejectReason.NO_DECODE, RejectReason.NO_ROOM)
+ALONE_BELOW: Final = 0.5
+"""Requests expected in a batch below which one that comes is probably alone."""
 TRIES: Final = 3
 """Prefills tried for a request that would push others past their bounds."""
 
@@ -145,7 +147,7 @@ class Placement:
     def commit(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan, decision: Decision) -> Booking:
         """Book what was decided: queue, batch, link and turn know of it at once."""
         prefill, decode, ttft_s, expected = decision.prefill, decision.decode, decision.ttft_s, decision.expected
-        alone = decode.batch < 0.5
+        alone = decode.batch < ALONE_BELOW
         number = self._bookings.next_number()
         placed = Placed(
             request_id=schedule.request_id,
