@@ -113,6 +113,8 @@ def test_a_process_that_hangs_is_ended_and_nothing_is_held_against_a_grammar(mak
     grammars = make()
     grammars.check(YES_NO)
     monkeypatch.setattr(grammars_module, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(grammars_module, "START", "import time; time.sleep(60)")  # the next one is never ready in time
+    monkeypatch.setattr(grammars_module, "START_S", 0.2)
     process_of(grammars).suspend()
     with pytest.raises(ConstraintNotReady):
         grammars.check(YES_NO)
