@@ -10,7 +10,18 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from mooncake_zmq.mypyc_code import EXTENSION, HOME, PACKAGE, PARTS, SWITCH, TAG, Part, compiled_files, folder, is_complete
+from mooncake_zmq.native.mypyc_code import (
+    EXTENSION,
+    HOME,
+    PACKAGE,
+    PARTS,
+    SWITCH,
+    TAG,
+    Part,
+    compiled_files,
+    folder,
+    is_complete,
+)
 
 CONFIG = "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
 LOCK = "lock"

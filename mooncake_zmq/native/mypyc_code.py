@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import xxhash
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 
 class Part(NamedTuple):
@@ -49,8 +49,9 @@ _ACTORS = (
 """Not among them: modules whose classes are msgspec's, which mypyc does not know."""
 _AROUND_THEM = (
     *(f"core.{name}" for name in ("node", "session", "watch")),
-    *(f"gateway.{name}" for name in ("accounts", "answers", "edge", "gaps", "metrics", "replies", "requests")),
-    *(f"gateway.{name}" for name in ("streams", "traces")),
+    *(f"gateway.http.{name}" for name in ("http_calls", "metrics", "sse")),
+    *(f"gateway.openai.{name}" for name in ("detokenizer", "responses")),
+    *(f"gateway.requests.{name}" for name in ("request_log", "requests", "token_gaps", "traces")),
     "runtime.zmq_runtime",
 )
 _REPLAYS = (
@@ -101,16 +102,16 @@ def usable(part: Part) -> dict[str, Path]:
 
 def in_use() -> bool:
     """Whether this process decides by machine code."""
-    return str(importlib.import_module(f"{__package__}.conductor.routing").__file__).endswith(EXTENSION)
+    return str(importlib.import_module(f"{PACKAGE.name}.conductor.routing").__file__).endswith(EXTENSION)
 
 
 def folder(package: Path, part: Part) -> Path:
     """Where the compiled modules of a package's sources are, or would be: other sources, another way to compile them or another
     mypyc make another one."""
     digest = xxhash.xxh3_128(repr(part).encode())
-    digest.update((package / "mypyc_build.py").read_bytes() + compiler_version())
+    digest.update((package / "native/mypyc_build.py").read_bytes() + compiler_version())
     for room in part.rooms:
-        for path in sorted((package / room).glob("*.py")):
+        for path in sorted((package / room).rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return HOME / f"{TAG}-{digest.hexdigest()[:16]}"
 
@@ -129,5 +130,5 @@ def compiled_files(folder: Path) -> dict[str, Path]:
 
 def is_complete(files: dict[str, Path], part: Part) -> bool:
     """Whether all modules are there, and the library that has their code."""
-    wanted = {f"{__package__}.{name}" for name in part.modules}
+    wanted = {f"{PACKAGE.name}.{name}" for name in part.modules}
     return wanted <= files.keys() and any(name.endswith("__mypyc") for name in files)

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mooncake_zmq.core.roles import Role
-from mooncake_zmq.up import Up
+from mooncake_zmq.operate.up import Up
 
 DOCUMENT = "demo_document.txt"
 QUESTIONS = (
@@ -83,7 +83,7 @@ class Demo:
     """Asks, breaks things, asks again, judges."""
 
     def __init__(self) -> None:
-        self._document = resources.files("mooncake_zmq").joinpath(DOCUMENT).read_text(encoding="utf-8")
+        self._document = resources.files("mooncake_zmq.operate").joinpath(DOCUMENT).read_text(encoding="utf-8")
         self._answers: list[Answer] = []
 
     def run(self, up: Up) -> int:

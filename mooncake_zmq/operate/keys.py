@@ -9,8 +9,8 @@ import click
 
 from mooncake_zmq.core.keys import KeysError, Kind
 from mooncake_zmq.core.messages import MAX_PRIORITY
-from mooncake_zmq.gateway.tenants import Role, SloRight, Tenant, TenantsError, digest_of
-from mooncake_zmq.runtime.api_keys import read
+from mooncake_zmq.gateway.http.api_keys import read
+from mooncake_zmq.gateway.requests.tenants import Role, SloRight, Tenant, TenantsError, digest_of
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.own_files import replace_own
 

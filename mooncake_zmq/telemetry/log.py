@@ -9,7 +9,7 @@ from typing import Any, Literal, TextIO, cast
 import structlog
 from structlog.typing import EventDict, ExcInfo, WrappedLogger
 
-from mooncake_zmq.runtime import log_file
+from mooncake_zmq.telemetry import log_file
 
 LogFormat = Literal["json", "console"]
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}

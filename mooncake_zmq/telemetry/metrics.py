@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from mooncake_zmq.runtime.metric_texts import text_of
+from mooncake_zmq.telemetry.metric_texts import text_of
 
 _NAME = re.compile(r"([^\[\]]+)(?:\[(.*)\])?")
 

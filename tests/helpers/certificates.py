@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from mooncake_zmq.runtime.tls import TlsFiles
+from mooncake_zmq.gateway.http.tls import TlsFiles
 
 
 def make(directory: Path, name: str = "localhost", *, days: int = 30, password: bytes | None = None) -> TlsFiles:

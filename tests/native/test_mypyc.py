@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 import mooncake_zmq
-from mooncake_zmq import mypyc_code
 from mooncake_zmq.core.roles import SUMMARIES
-from mooncake_zmq.mypyc_build import SLOTTED
-from mooncake_zmq.mypyc_code import LABORATORY, NODES, PARTS, compiled_files, folder, is_complete
+from mooncake_zmq.native import mypyc_code
+from mooncake_zmq.native.mypyc_build import SLOTTED
+from mooncake_zmq.native.mypyc_code import LABORATORY, NODES, PARTS, compiled_files, folder, is_complete
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKLY = {"MYPYC_OPT_LEVEL": "0"}
 """How much the C compiler optimizes changes no number. Where this checkout's nodes are compiled, as in CI, their machine code
 is taken: what is shipped, and no second build."""
 AS_NODE = """
-from mooncake_zmq import mypyc_code
+from mooncake_zmq.native import mypyc_code
 
 mypyc_code.use(mypyc_code.NODES)
 """
@@ -114,7 +114,7 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
 
 
 AS_WORKER = """
-from mooncake_zmq import mypyc_code
+from mooncake_zmq.native import mypyc_code
 
 mypyc_code.use(mypyc_code.LABORATORY)
 """
@@ -168,7 +168,7 @@ def test_what_is_compiled_is_there_and_no_part_takes_the_others_folder():
 ENTERED = """
 import sys
 
-from mooncake_zmq import mypyc_code
+from mooncake_zmq.native import mypyc_code
 
 
 def use(part):
@@ -205,7 +205,7 @@ def test_the_command_line_has_imported_nothing_of_it_by_then():
 def test_what_is_compiled_otherwise_is_not_taken_for_this(tmp_path, monkeypatch):
     package = tmp_path / "mooncake_zmq"
     package.mkdir()
-    build = package / "mypyc_build.py"
+    build = package / "native/mypyc_build.py"
     build.write_text("FLAGS = 1")
     found = [folder(package, LABORATORY), folder(package, LABORATORY._replace(optimize="3"))]
     build.write_text("FLAGS = 2")

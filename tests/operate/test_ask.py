@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_zmq import operate
 from mooncake_zmq.config import ConfigError
 from mooncake_zmq.core.asks import AskError, SetCopies, decode, encode
-from mooncake_zmq.operate import ask
+from mooncake_zmq.operate import local_nodes
+from mooncake_zmq.operate.local_nodes import ask
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 CONFIG = """
@@ -41,8 +41,8 @@ def test_a_node_that_does_not_run_is_named(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operate, "ASK_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(operate.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(local_nodes, "ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(local_nodes.os, "kill", lambda pid, number: None)
     lock = ProcessLock.acquire(tmp_path, "c")
     try:
         with pytest.raises(ConfigError, match="c did not answer"):

@@ -6,8 +6,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from mooncake_zmq.console import drain as draining
-from mooncake_zmq.console.gateways import Gateways
+from mooncake_zmq.operate.console import drain as draining
+from mooncake_zmq.operate.console.gateways import Gateways
 
 
 def node(state: str, left: float = 0, *, resting: bool = True) -> dict:

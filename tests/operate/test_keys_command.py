@@ -4,9 +4,9 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from mooncake_zmq.gateway.tenants import Tenants, digest_of
-from mooncake_zmq.keys import keys
-from mooncake_zmq.runtime.api_keys import ApiKeys, read
+from mooncake_zmq.gateway.http.api_keys import ApiKeys, read
+from mooncake_zmq.gateway.requests.tenants import Tenants, digest_of
+from mooncake_zmq.operate.keys import keys
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.key_files import SETTLED_S
 

@@ -16,9 +16,9 @@ from rich.console import Console
 
 from mooncake_zmq.cli import main
 from mooncake_zmq.config import load
-from mooncake_zmq.console.gateways import KEY_VARIABLE, Gateways, NoGateway, place
-from mooncake_zmq.console.status import show, watch
-from mooncake_zmq.gateway.cluster import Listed, Seen, picture
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, picture
+from mooncake_zmq.operate.console.gateways import KEY_VARIABLE, Gateways, NoGateway, place
+from mooncake_zmq.operate.console.status import show, watch
 
 CONFIG = Path(__file__).parent.parent.parent / "configs"
 

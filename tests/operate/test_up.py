@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mooncake_zmq import up as up_module
 from mooncake_zmq.config import load
 from mooncake_zmq.engine import cpu
+from mooncake_zmq.operate import up as up_module
+from mooncake_zmq.operate.up import Up, _Child
 from mooncake_zmq.transfer.process_lock import ProcessLock
-from mooncake_zmq.up import Up, _Child
 
-TOY = Path(__file__).parent.parent / "configs/toy.toml"
+TOY = Path(__file__).parents[2] / "configs/toy.toml"
 
 
 class Process:

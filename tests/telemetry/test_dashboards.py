@@ -13,14 +13,14 @@ from cuda_stand_in import FakeCupy, Gpu
 from store_servers import store_server
 
 from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.gateway.metrics import EdgeMetrics
+from mooncake_zmq.gateway.http.metrics import EdgeMetrics
+from mooncake_zmq.gateway.requests import otlp
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.runtime import otlp
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
-from mooncake_zmq.runtime.metric_texts import TEXTS
-from mooncake_zmq.runtime.metrics import as_vllm, parse_name
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes
+from mooncake_zmq.telemetry.metric_texts import TEXTS
+from mooncake_zmq.telemetry.metrics import as_vllm, parse_name
 from mooncake_zmq.transfer.cuda import Cuda
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.disk import Disk
@@ -28,8 +28,8 @@ from mooncake_zmq.transfer.network import RemoteReader
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import Sockets
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-PACKAGE = Path(__file__).parent.parent / "mooncake_zmq"
+CONFIGS = Path(__file__).parents[2] / "configs"
+PACKAGE = Path(__file__).parents[2] / "mooncake_zmq"
 ROLES = ("conductor", "prefill", "decode", "cache_node", "gateway", "vllm_node")
 SESSIONS = (PACKAGE / "core/session.py", PACKAGE / "core/watch.py")
 """They count what is told of a process's session."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_zmq.runtime import log_file
+from mooncake_zmq.telemetry import log_file
 
 FAILS = """
 import logging, sys

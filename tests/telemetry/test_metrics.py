@@ -10,9 +10,9 @@ from contextlib import closing, contextmanager
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from mooncake_zmq.runtime import metrics_endpoint
-from mooncake_zmq.runtime.metrics import as_vllm, families, page_of, parse_name
-from mooncake_zmq.runtime.metrics_endpoint import MAX_CONNECTIONS, MAX_HEAD_BYTES, MetricsEndpoint
+from mooncake_zmq.telemetry import metrics_endpoint
+from mooncake_zmq.telemetry.metrics import as_vllm, families, page_of, parse_name
+from mooncake_zmq.telemetry.metrics_endpoint import MAX_CONNECTIONS, MAX_HEAD_BYTES, MetricsEndpoint
 
 PATIENCE_S = 20.0
 

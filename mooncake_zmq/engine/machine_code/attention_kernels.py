@@ -4,8 +4,8 @@ import numpy as np
 from numba import njit
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
-from mooncake_zmq.engine.memory_access import floats
-from mooncake_zmq.engine.products import (
+from mooncake_zmq.engine.machine_code.memory_access import floats
+from mooncake_zmq.engine.machine_code.products import (
     OPTIONS,
     TILE_COLUMNS,
     multiply_2,
@@ -14,8 +14,8 @@ from mooncake_zmq.engine.products import (
     multiply_float32,
     multiply_tile,
 )
-from mooncake_zmq.engine.row_kernels import exp, exponentiate, largest, normalize
-from mooncake_zmq.engine.step_layout import CAPACITY, KEYS_AT, SPAN_TILES, VALUES_AT
+from mooncake_zmq.engine.machine_code.row_kernels import exp, exponentiate, largest, normalize
+from mooncake_zmq.engine.machine_code.step_layout import CAPACITY, KEYS_AT, SPAN_TILES, VALUES_AT
 
 FEW_ROWS = 6
 """Fewer rows meet keys as wide as they lie in memory, in long runs; more, as wide as the registers have sums for."""

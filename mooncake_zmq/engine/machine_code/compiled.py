@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine import machine_code
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.llama import Llama
-from mooncake_zmq.engine.panels import PANEL_COLUMNS
-from mooncake_zmq.engine.quantized import Form, Panels
-from mooncake_zmq.engine.spec import ModelSpec, check_batch
-from mooncake_zmq.engine.step_layout import (
+from mooncake_zmq.engine.machine_code import object_code
+from mooncake_zmq.engine.machine_code.step_layout import (
     ARRAY_FIELDS,
     ATTENDING_ROWS,
     CACHE_FIELDS,
@@ -28,6 +25,9 @@ from mooncake_zmq.engine.step_layout import (
     Array,
     What,
 )
+from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
+from mooncake_zmq.engine.matrices.quantized import Form, Panels
+from mooncake_zmq.engine.spec import ModelSpec, check_batch
 
 _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
 
@@ -37,7 +37,7 @@ class CompiledRows:
 
     def __init__(
         self,
-        code: machine_code.MachineCode,
+        code: object_code.MachineCode,
         arrays: Mapping[Array, NDArray[Any]],
         hidden: NDArray[np.float32],
         group: int,
@@ -222,4 +222,4 @@ def _table(arrays: Mapping[Array, NDArray[Any]]) -> NDArray[np.int64]:
     return table
 
 
-_machine_code = functools.cache(machine_code.load)
+_machine_code = functools.cache(object_code.load)

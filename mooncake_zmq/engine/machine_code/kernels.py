@@ -8,14 +8,14 @@ attention into tiles of keys, in T equal shares; a barrier stands wherever one s
 import numpy as np
 from numba import njit, types
 
-from mooncake_zmq.engine.attention_kernels import attend_tiles, places, prepared_head, store_token
 from mooncake_zmq.engine.kv_cache import KEY_TILE
-from mooncake_zmq.engine.memory_access import atomic_read, fetch_add, integers
-from mooncake_zmq.engine.prefill_kernels import finish_rows, project_rows, store_rows
-from mooncake_zmq.engine.products import OPTIONS, linear
-from mooncake_zmq.engine.row_kernels import exp, normalize, silu_times
-from mooncake_zmq.engine.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_2
-from mooncake_zmq.engine.step_layout import ARRAY_FIELDS, DOWN, GATE_UP, MATRICES, OUT, POSITION, QKV, Array, What
+from mooncake_zmq.engine.machine_code.attention_kernels import attend_tiles, places, prepared_head, store_token
+from mooncake_zmq.engine.machine_code.memory_access import atomic_read, fetch_add, integers
+from mooncake_zmq.engine.machine_code.prefill_kernels import finish_rows, project_rows, store_rows
+from mooncake_zmq.engine.machine_code.products import OPTIONS, linear
+from mooncake_zmq.engine.machine_code.row_kernels import exp, normalize, silu_times
+from mooncake_zmq.engine.machine_code.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_2
+from mooncake_zmq.engine.machine_code.step_layout import ARRAY_FIELDS, DOWN, GATE_UP, MATRICES, OUT, POSITION, QKV, Array, What
 
 SPINS = 4096  # looks at the barrier before the core is offered to others
 

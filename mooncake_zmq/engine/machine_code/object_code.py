@@ -22,8 +22,8 @@ import llvmlite.binding as llvm
 import structlog
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
-from mooncake_zmq.engine.panels import PANEL_COLUMNS
-from mooncake_zmq.engine.step_layout import What
+from mooncake_zmq.engine.machine_code.step_layout import What
+from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
 
 DIRECTORY = "machine-code"  # in the models' cache directory
 NAME = "run"
@@ -37,8 +37,8 @@ LEFTOVER_S = 3600.0  # writing takes milliseconds: an older temporary file is a 
 _SOURCES = [
     f"{name}.py"
     for name in (
-        *("attention_kernels", "kernels", "machine_code", "memory_access", "prefill_kernels", "products", "quantized"),
-        *("row_kernels", "step_arrays", "step_layout"),
+        *("attention_kernels", "kernels", "memory_access", "object_code", "prefill_kernels", "products"),
+        *("row_kernels", "step_arrays", "step_layout", "../matrices/quantized"),
     )
 ]
 _VERSIONS = [f"{package} {importlib.metadata.version(package)}" for package in ("numba", "numpy", "llvmlite")]  # or ImportError
@@ -81,7 +81,7 @@ def _path(cache_dir: Path) -> Path:
 
 def digest() -> str:
     """Of all that the code depends on: this package's part, the compiler's versions, the kind of CPU."""
-    sources = [Path(__file__).with_name(name).read_bytes() for name in _SOURCES]
+    sources = [(Path(__file__).parent / name).read_bytes() for name in _SOURCES]
     facts = [*_VERSIONS, f"{KEY_TILE} {PANEL_COLUMNS}", llvm.get_process_triple(), llvm.get_host_cpu_name(), _features()]
     parts = [*sources, *(fact.encode() for fact in facts)]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
@@ -110,8 +110,8 @@ def make() -> bytes:
     """Compile `kernels.run` for this machine's CPU: some seconds, and the import of Numba."""
     from numba import cfunc, types
 
-    from mooncake_zmq.engine.kernels import run
-    from mooncake_zmq.engine.products import OPTIONS
+    from mooncake_zmq.engine.machine_code.kernels import run
+    from mooncake_zmq.engine.machine_code.products import OPTIONS
 
     entry = cfunc(types.void(types.int64, types.int64, types.int64), **OPTIONS)(run)
     return _object_code(entry.inspect_llvm(), entry.native_name)

@@ -3,13 +3,13 @@
 import numpy as np
 from numba import njit
 
-from mooncake_zmq.engine.attention_kernels import attend_tiles, places, prepared_head, store_token
 from mooncake_zmq.engine.kv_cache import KEY_TILE
-from mooncake_zmq.engine.memory_access import integers
-from mooncake_zmq.engine.products import OPTIONS, multiply_panels
-from mooncake_zmq.engine.row_kernels import normalize, silu_times
-from mooncake_zmq.engine.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_2
-from mooncake_zmq.engine.step_layout import (
+from mooncake_zmq.engine.machine_code.attention_kernels import attend_tiles, places, prepared_head, store_token
+from mooncake_zmq.engine.machine_code.memory_access import integers
+from mooncake_zmq.engine.machine_code.products import OPTIONS, multiply_panels
+from mooncake_zmq.engine.machine_code.row_kernels import normalize, silu_times
+from mooncake_zmq.engine.machine_code.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_2
+from mooncake_zmq.engine.machine_code.step_layout import (
     DOWN,
     GATE_UP,
     LARGEST_TOTAL,

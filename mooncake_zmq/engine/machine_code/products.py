@@ -12,10 +12,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from mooncake_zmq.engine.memory_access import floats
-from mooncake_zmq.engine.panels import PANEL_COLUMNS
-from mooncake_zmq.engine.quantized import PANEL_WIDTH, Form
-from mooncake_zmq.engine.step_layout import DEPTH, FORM, GROUP_SHIFT, MINIMA, PANELS, SCALES, VALUES
+from mooncake_zmq.engine.machine_code.memory_access import floats
+from mooncake_zmq.engine.machine_code.step_layout import DEPTH, FORM, GROUP_SHIFT, MINIMA, PANELS, SCALES, VALUES
+from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
+from mooncake_zmq.engine.matrices.quantized import PANEL_WIDTH, Form
 
 # No error leaves compiled code: a thread that raised would leave the others waiting for ever. Without Numba's runtime
 # (nrt), it counts no references and calls nothing of Numba's.

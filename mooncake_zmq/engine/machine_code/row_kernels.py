@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from mooncake_zmq.engine.products import OPTIONS
+from mooncake_zmq.engine.machine_code.products import OPTIONS
 
 
 @njit(**OPTIONS, inline="always")

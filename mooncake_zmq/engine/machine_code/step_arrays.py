@@ -2,8 +2,8 @@
 
 from numba import njit
 
-from mooncake_zmq.engine.memory_access import floats, integers
-from mooncake_zmq.engine.products import OPTIONS
+from mooncake_zmq.engine.machine_code.memory_access import floats, integers
+from mooncake_zmq.engine.machine_code.products import OPTIONS
 
 
 @njit(**OPTIONS, inline="always")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine.disk import sync
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.quantized import Form, Panels, panel_arrays
+from mooncake_zmq.engine.matrices.quantized import Form, Panels, panel_arrays
 
 FORMAT = 1
 ALIGNMENT_BYTES = 64

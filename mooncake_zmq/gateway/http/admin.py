@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mooncake_zmq.gateway.keyless import check_is_here
-from mooncake_zmq.gateway.openai import RequestError
-from mooncake_zmq.gateway.overview import NoNode, Overview
+from mooncake_zmq.gateway.http.cluster_reports import NoNode, Overview
+from mooncake_zmq.gateway.http.keyless import check_is_here
+from mooncake_zmq.gateway.openai.prepare import RequestError
 
 _log = structlog.get_logger("gateway")
 
 
 def routes(overview: Overview, *, keyed: Callable[[], bool]) -> list[Route]:
-    """`keyed`: are there API keys, so that `gateway.guard` has seen an admin's?"""
+    """`keyed`: are there API keys, so that `gateway.http.auth` has seen an admin's?"""
 
     async def drain(request: Request) -> Response:
         if not keyed():

@@ -1,9 +1,9 @@
-"""A gateway's file of API keys: read when it starts, and whenever it changes. What its lines mean, `gateway.tenants` says."""
+"""A gateway's file of API keys: read when it starts, and whenever it changes. `gateway.requests.tenants` reads its lines."""
 
 from pathlib import Path
 
 from mooncake_zmq.core.keys import KeysError
-from mooncake_zmq.gateway.tenants import Tenant, Tenants, TenantsError, parse, still_in
+from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants, TenantsError, parse, still_in
 from mooncake_zmq.transfer.key_files import Followed, credential, identity_of, read_guarded
 
 CREDENTIAL = "api_keys"

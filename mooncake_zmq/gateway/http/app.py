@@ -26,13 +26,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.gateway import admin, cluster_face, manual, pages
-from mooncake_zmq.gateway.door import network_of
-from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
-from mooncake_zmq.gateway.fair_pool import FairPool
-from mooncake_zmq.gateway.guard import Refusals, Usage, sees_all, tenant_at
-from mooncake_zmq.gateway.keyless import check_caller
-from mooncake_zmq.gateway.openai import (
+from mooncake_zmq.gateway import manual
+from mooncake_zmq.gateway.http import admin, cluster_routes, web
+from mooncake_zmq.gateway.http.acceptor import network_of
+from mooncake_zmq.gateway.http.auth import Refusals, Usage, sees_all, tenant_at
+from mooncake_zmq.gateway.http.fair_pool import FairPool
+from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading, ServedModel
+from mooncake_zmq.gateway.http.keyless import check_caller
+from mooncake_zmq.gateway.http.sse import Stream, Stuck, accept
+from mooncake_zmq.gateway.openai.prepare import (
     QUOTED_CHARS,
     SEED_BITS,
     ChatBody,
@@ -43,12 +45,11 @@ from mooncake_zmq.gateway.openai import (
     quoted,
     unknown_model,
 )
-from mooncake_zmq.gateway.replies import EVENT_STREAM, Reply, server_sent
+from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, Reply, server_sent
+from mooncake_zmq.gateway.openai.tokens import detokenize, tokenize
+from mooncake_zmq.gateway.requests.tenants import Limited, Tenant
+from mooncake_zmq.gateway.requests.traces import names_of
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.gateway.streams import Stream, Stuck, accept
-from mooncake_zmq.gateway.tenants import Limited, Tenant
-from mooncake_zmq.gateway.tokens import detokenize, tokenize
-from mooncake_zmq.gateway.traces import names_of
 
 CLIENT_CLOSED_REQUEST = 499
 """Status in log and metrics when the client hung up; nobody receives it."""
@@ -172,8 +173,8 @@ def _plain_routes(edge: Edge) -> list[Route]:
         return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def front(request: Request) -> Response:
-        text = pages.front_page(str(request.base_url), edge.model.id, edge.model.max_model_len)
-        return HTMLResponse(text, headers=pages.headers())
+        text = web.front_page(str(request.base_url), edge.model.id, edge.model.max_model_len)
+        return HTMLResponse(text, headers=web.headers())
 
     return [
         Route("/", front),
@@ -187,10 +188,10 @@ def _plain_routes(edge: Edge) -> list[Route]:
         Route("/metrics", metrics),
         *manual.routes(),
         *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
-        *cluster_face.routes(
+        *cluster_routes.routes(
             edge.overview,
             edge.traces,
-            cluster_face.Events(edge.overview, lambda: edge.draining, edge.settings.send_timeout_s, _hang_up),
+            cluster_routes.Events(edge.overview, lambda: edge.draining, edge.settings.send_timeout_s, _hang_up),
         ),
     ]
 
@@ -356,7 +357,7 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
     abort = scope["state"].get("abort")
     if abort is not None:
         abort()
-        await cluster_face.until_gone(receive)
+        await cluster_routes.until_gone(receive)
 
 
 async def _read_body(request: Request, reading: Reading, settings: EdgeSettings) -> bytearray:
@@ -380,7 +381,7 @@ async def _read_body(request: Request, reading: Reading, settings: EdgeSettings)
 
 
 async def _watch(receive: Receive, call: Call) -> None:
-    await cluster_face.until_gone(receive)
+    await cluster_routes.until_gone(receive)
     call.hang_up()
 
 

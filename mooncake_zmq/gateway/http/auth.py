@@ -1,15 +1,15 @@
 """Who calls, and whether he may: API keys at the gateway's door, and what each call takes of its tenant's share.
 
-Without keys `gateway.keyless` says who may. With them load balancers need none to learn whether the gateway can serve; how the
-cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
+Without keys `gateway.http.keyless` says who may. With them load balancers need none to learn whether the gateway can serve; how
+the cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
 """
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from mooncake_zmq.gateway.clients import ClientRequest
-from mooncake_zmq.gateway.openai import RequestError, quoted
-from mooncake_zmq.gateway.tenants import Tenant, Tenants
+from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
+from mooncake_zmq.gateway.requests.client_events import ClientRequest
+from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live", "/docs"))
 OPEN_BELOW = "/docs/"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mooncake_zmq.core.messages import Hello, StateTold
 from mooncake_zmq.core.watch import Heard
-from mooncake_zmq.gateway.cluster import Degraded, Listed, Seen, by_reason, degraded, picture, told_node
+from mooncake_zmq.gateway.requests.cluster_snapshot import Degraded, Listed, Seen, by_reason, degraded, picture, told_node
 
 LOOK_S = 90.0
 """How long after somebody looked reports still come: longer than a scraper waits, so that what it gets is never old."""

@@ -12,10 +12,10 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from mooncake_zmq.core.watch import EVERY_S
-from mooncake_zmq.gateway.openai import RequestError, quoted
-from mooncake_zmq.gateway.overview import NoNode, Overview
-from mooncake_zmq.gateway.replies import EVENT_STREAM, server_sent
-from mooncake_zmq.gateway.traces import MAX_TRACES, Traces
+from mooncake_zmq.gateway.http.cluster_reports import NoNode, Overview
+from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
+from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, server_sent
+from mooncake_zmq.gateway.requests.traces import MAX_TRACES, Traces
 
 MAX_ONLOOKERS = 16
 """Clients of `/cluster/events` at once; a further one is answered 503."""
@@ -78,7 +78,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 def routes(overview: Overview, traces: Traces, events: Events) -> list[Route]:
-    """What `gateway.guard` keeps for operators."""
+    """What `gateway.http.auth` keeps for operators."""
 
     async def cluster(_request: Request) -> Response:
         await overview.look()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from mooncake_zmq.core.keys import KeysError
-from mooncake_zmq.runtime.api_keys import api_keys_of, read
-from mooncake_zmq.runtime.tls import SOON_DAYS, TlsFiles, days_left, presented, tls_files_of
+from mooncake_zmq.gateway.http.api_keys import api_keys_of, read
+from mooncake_zmq.gateway.http.tls import SOON_DAYS, TlsFiles, days_left, presented, tls_files_of
 from mooncake_zmq.transfer.sockets import is_loopback
 
 ADVICE = "gateway.api_keys = FILE, which `mooncake-zmq keys api NAME --in FILE` makes"

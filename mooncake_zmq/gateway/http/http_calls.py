@@ -18,16 +18,16 @@ from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
-from mooncake_zmq.gateway.accounts import Account, line
-from mooncake_zmq.gateway.clients import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
-from mooncake_zmq.gateway.cluster import Listed
-from mooncake_zmq.gateway.metrics import EdgeMetrics, RequestTimes
-from mooncake_zmq.gateway.overview import Overview, Watching
-from mooncake_zmq.gateway.readiness import ClusterView, missing_roles
+from mooncake_zmq.gateway.http.cluster_reports import Overview, Watching
+from mooncake_zmq.gateway.http.metrics import EdgeMetrics, RequestTimes
+from mooncake_zmq.gateway.http.reuse_port import LISTENING
+from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.readiness import ClusterView, missing_roles
+from mooncake_zmq.gateway.requests.request_log import Account, line
+from mooncake_zmq.gateway.requests.tenants import Tenants
+from mooncake_zmq.gateway.requests.traces import Names, Traces
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.gateway.shared_address import LISTENING
-from mooncake_zmq.gateway.tenants import Tenants
-from mooncake_zmq.gateway.traces import Names, Traces
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 OUTPUTS_AT_ONCE = 256

@@ -11,8 +11,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from mooncake_zmq.gateway.clients import ClientOutput, Failed, Finished, TokenOut
-from mooncake_zmq.runtime.metrics import families
+from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.telemetry.metrics import families
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1),

@@ -10,10 +10,10 @@ import structlog
 
 from mooncake_zmq.core.messages import Report
 from mooncake_zmq.core.watch import EVERY_S, STALE_S
-from mooncake_zmq.gateway.cluster import Seen
+from mooncake_zmq.gateway.requests.cluster_snapshot import Seen
 
 if TYPE_CHECKING:  # all roles read this module, and only a gateway has what a door needs
-    from mooncake_zmq.gateway.door import Door
+    from mooncake_zmq.gateway.http.acceptor import Door
 
 LEAVE_S = 1.0
 """Between leaving a shared address and turning calls away: whoever was let in last has said what he wants."""

@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Message, Scope, Send
 
-from mooncake_zmq.gateway.clients import ClientOutput, Failed, Finished, TokenOut
-from mooncake_zmq.gateway.cluster_face import HEADERS
-from mooncake_zmq.gateway.edge import Call
-from mooncake_zmq.gateway.openai import RequestError
-from mooncake_zmq.gateway.replies import DONE, KEEP_ALIVE, Reply, server_sent
+from mooncake_zmq.gateway.http.cluster_routes import HEADERS
+from mooncake_zmq.gateway.http.http_calls import Call
+from mooncake_zmq.gateway.openai.prepare import RequestError
+from mooncake_zmq.gateway.openai.responses import DONE, KEEP_ALIVE, Reply, server_sent
+from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 Told = Callable[[Reply, Callable[[], bytes]], Awaitable[bytes]]

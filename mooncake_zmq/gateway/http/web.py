@@ -18,7 +18,7 @@ _BLANK = re.compile(r"\{\{(\w+)\}\}")
 @cache
 def sheet() -> str:
     """The page as it is written; blanks are outside its style and its script."""
-    return (files("mooncake_zmq.gateway") / "page.html").read_text(encoding="utf-8")
+    return (files("mooncake_zmq.gateway.http") / "page.html").read_text(encoding="utf-8")
 
 
 @cache

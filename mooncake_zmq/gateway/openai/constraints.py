@@ -14,7 +14,7 @@ from msgspec import Meta, Raw, Struct
 
 from mooncake_zmq.core.grammar import links
 from mooncake_zmq.core.messages import MAX_CONSTRAINT_BYTES
-from mooncake_zmq.gateway.unsupported import NULL, Unsupported
+from mooncake_zmq.gateway.openai.rejected_params import NULL, Unsupported
 
 MAX_SCHEMA_BYTES = 64 << 10
 """Of a schema, a pattern or a grammar."""

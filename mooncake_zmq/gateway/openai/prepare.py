@@ -14,14 +14,14 @@ from msgspec import Meta, Struct
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.gateway.answers import Choice, stop_tables
-from mooncake_zmq.gateway.clients import ClientRequest, Failed
-from mooncake_zmq.gateway.constraints import Constrained, ConstraintRefused, schema_of
-from mooncake_zmq.gateway.edge import ServedModel
+from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.constraints import Constrained, ConstraintRefused, schema_of
+from mooncake_zmq.gateway.openai.detokenizer import Choice, stop_tables
+from mooncake_zmq.gateway.openai.rejected_params import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
+from mooncake_zmq.gateway.openai.tools import NO_TOOLS, Tools, read_calls, read_tools, with_names
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Failed
+from mooncake_zmq.gateway.requests.tenants import Tenant
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.gateway.tenants import Tenant
-from mooncake_zmq.gateway.tools import NO_TOOLS, Tools, read_calls, read_tools, with_names
-from mooncake_zmq.gateway.unsupported import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 KindT = TypeVar("KindT")

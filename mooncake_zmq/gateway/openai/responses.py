@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from mooncake_zmq.gateway.answers import Choice, Piece
-from mooncake_zmq.gateway.edge import ServedModel
-from mooncake_zmq.gateway.logprobs import of_chat, of_completion
-from mooncake_zmq.gateway.openai import ChatBody, Prepared
-from mooncake_zmq.gateway.tools import call_deltas, whole_calls
+from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.detokenizer import Choice, Piece
+from mooncake_zmq.gateway.openai.logprobs import of_chat, of_completion
+from mooncake_zmq.gateway.openai.prepare import ChatBody, Prepared
+from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
 
 
 class Reply:

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from mooncake_zmq.gateway.edge import ServedModel
-from mooncake_zmq.gateway.logprobs import text_of
-from mooncake_zmq.gateway.openai import (
+from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.logprobs import text_of
+from mooncake_zmq.gateway.openai.prepare import (
     ChatMessage,
     Prompt,
     RequestError,

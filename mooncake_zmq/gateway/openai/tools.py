@@ -1,6 +1,6 @@
 """Tools of a chat: what a client gives and chooses, how the model's template takes it, what its answer must look like.
 
-How calls are read out of an answer stands in `gateway.calls`.
+How calls are read out of an answer stands in `gateway.openai.tool_call_parser`.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from mooncake_zmq.gateway.calls import Arguments, Begins, Hermes, Llama, Mistral, Reader, Told
-from mooncake_zmq.gateway.constraints import ConstraintRefused, check_depth, of_lark, schema_text, within_limits
+from mooncake_zmq.gateway.openai.constraints import ConstraintRefused, check_depth, of_lark, schema_text, within_limits
+from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Hermes, Llama, Mistral, Reader, Told
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10

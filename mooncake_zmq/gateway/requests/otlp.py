@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import structlog
 
 from mooncake_zmq import __version__
-from mooncake_zmq.gateway.accounts import Account
-from mooncake_zmq.gateway.spans import CALLER, Branch, tree
-from mooncake_zmq.gateway.traces import Names
+from mooncake_zmq.gateway.requests.request_log import Account
+from mooncake_zmq.gateway.requests.spans import CALLER, Branch, tree
+from mooncake_zmq.gateway.requests.traces import Names
 
 MAX_QUEUED = 2048
 """Requests that wait to be sent: seconds of a busy gateway, a few KiB each."""

@@ -34,7 +34,7 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     TokensDecoded,
 )
-from mooncake_zmq.gateway.clients import ClientGone, ClientRequest, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientRequest, Failed, Finished, TokenOut
 
 MAX_OPEN = 8192
 """Requests that are followed at once; of more, the oldest is followed no longer."""

@@ -51,10 +51,18 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.shell import Lifecycle, Named, Tally
-from mooncake_zmq.gateway.clients import ClientGone, ClientRequest, Failed, Finished, PromptLogprobs, StopFound, TokenOut
-from mooncake_zmq.gateway.cluster import count_prediction
-from mooncake_zmq.gateway.gaps import Gaps
-from mooncake_zmq.gateway.readiness import WAIT, ClusterView, Readiness
+from mooncake_zmq.gateway.requests.client_events import (
+    ClientGone,
+    ClientRequest,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    StopFound,
+    TokenOut,
+)
+from mooncake_zmq.gateway.requests.cluster_snapshot import count_prediction
+from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness
+from mooncake_zmq.gateway.requests.token_gaps import Gaps
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mooncake_zmq.gateway.accounts import CANCELLED, Account, Attempt, spans
-from mooncake_zmq.gateway.traces import Names
+from mooncake_zmq.gateway.requests.request_log import CANCELLED, Account, Attempt, spans
+from mooncake_zmq.gateway.requests.traces import Names
 
 WELL = ("stop", "length", CANCELLED)
 """Outcomes that are no errors."""

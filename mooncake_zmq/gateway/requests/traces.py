@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from mooncake_zmq.gateway.accounts import Account, told
+from mooncake_zmq.gateway.requests.request_log import Account, told
 
 MAX_TRACES = 2048
 """Requests kept, of which the oldest go first: a few KiB each."""

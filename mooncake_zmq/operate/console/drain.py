@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 from rich.console import Console
 
-from mooncake_zmq.console.gateways import Gateways, NoGateway
+from mooncake_zmq.operate.console.gateways import Gateways, NoGateway
 
 DONE, UNDONE, REFUSED = 0, 1, 2
 EVERY_S = 0.5

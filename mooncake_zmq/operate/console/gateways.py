@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, is_tls
-from mooncake_zmq.runtime.tls import trusting
+from mooncake_zmq.gateway.http.tls import trusting
 
 KEY_VARIABLE = "MOONCAKE_ZMQ_API_KEY"
 """The API key of an operator, where the gateways want one."""

@@ -11,8 +11,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from mooncake_zmq.console import tables
-from mooncake_zmq.console.gateways import Gateways, NoGateway
+from mooncake_zmq.operate.console import tables
+from mooncake_zmq.operate.console.gateways import Gateways, NoGateway
 
 OK, DEGRADED, DOWN = 0, 1, 2
 EVERY_S = 1.0

@@ -9,8 +9,8 @@ from urllib.parse import quote
 from rich.console import Console
 
 from mooncake_zmq.config import ConfigError
-from mooncake_zmq.console import tables
-from mooncake_zmq.console.gateways import Gateways, NoGateway
+from mooncake_zmq.operate.console import tables
+from mooncake_zmq.operate.console.gateways import Gateways, NoGateway
 
 MICROSECONDS = 1e6
 

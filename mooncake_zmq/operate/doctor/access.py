@@ -6,8 +6,8 @@ from typing import Any
 
 from mooncake_zmq.config import NodeSettings, exposure_of
 from mooncake_zmq.core.keys import KeysError
-from mooncake_zmq.doctor.finding import Finding, Here
-from mooncake_zmq.doctor.places import units_installed
+from mooncake_zmq.operate.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.places import units_installed
 from mooncake_zmq.transfer import key_files
 
 AREA = "access"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake_zmq.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.store.segment import boot_id
 
 AREA = "clock"

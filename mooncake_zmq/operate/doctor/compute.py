@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mooncake_zmq.core.roles import ENGINE_ROLES
-from mooncake_zmq.doctor.finding import Finding, Here
-from mooncake_zmq.doctor.places import UNIT_DIRECTORIES, units_installed
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import lacking
+from mooncake_zmq.operate.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.places import UNIT_DIRECTORIES, units_installed
 
 AREA = "compute"
 FEATURES = {"x86_64": ("avx2", "avx512f", "avx512_bf16"), "aarch64": ("asimd", "asimddp", "sve")}

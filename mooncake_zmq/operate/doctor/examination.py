@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mooncake_zmq.config import Loaded
-from mooncake_zmq.doctor import access, clock, compute, here, limits, memory, packages, peers, places, storage
-from mooncake_zmq.doctor.finding import LEVELS, Finding, Here
+from mooncake_zmq.operate.doctor import access, clock, compute, here, limits, memory, packages, peers, places, storage
+from mooncake_zmq.operate.doctor.finding import LEVELS, Finding, Here
 
 AREAS: tuple[Callable[[Here], Iterable[Finding]], ...] = (
     here.examine,

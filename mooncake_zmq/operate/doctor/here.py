@@ -4,7 +4,7 @@ import errno
 import socket
 
 from mooncake_zmq.config import Loaded, NodeSettings
-from mooncake_zmq.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.transfer.process_lock import holder
 
 AREA = "nodes"

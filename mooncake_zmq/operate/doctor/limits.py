@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake_zmq.doctor.finding import Finding, Here
-from mooncake_zmq.doctor.memory import size
+from mooncake_zmq.operate.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.memory import size
 
 AREA = "limits"
 FILES = 4096

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mooncake_zmq.config import NodeSettings
-from mooncake_zmq.doctor.finding import Finding, Here
 from mooncake_zmq.engine.inspect import measure_host
+from mooncake_zmq.operate.doctor.finding import Finding, Here
 
 AREA = "memory"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

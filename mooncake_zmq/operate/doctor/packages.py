@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 
 from mooncake_zmq.core.messages import PROTOCOL_VERSION
-from mooncake_zmq.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.finding import Finding, Here
 
 AREA = "packages"
 DISTRIBUTION = "mooncake-zmq"

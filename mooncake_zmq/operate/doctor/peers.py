@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_zmq.core.messages import PROTOCOL_VERSION
-from mooncake_zmq.doctor.finding import Finding, Here
-from mooncake_zmq.doctor.here import tcp_address
-from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.operate.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.here import tcp_address
+from mooncake_zmq.operate.local_nodes import collect_dumps
 from mooncake_zmq.transfer import zmtp
 
 AREA = "peers"

@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake_zmq.doctor.finding import Finding, Here
-from mooncake_zmq.doctor.memory import size
+from mooncake_zmq.operate.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.memory import size
 from mooncake_zmq.transfer.disk_directory import allows_direct
 
 AREA = "storage"

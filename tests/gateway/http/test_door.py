@@ -14,9 +14,9 @@ import httpx
 import pytest
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway import door as door_module
-from mooncake_zmq.gateway.clients import TokenOut
-from mooncake_zmq.gateway.door import PIECES, network_of
+from mooncake_zmq.gateway.http import acceptor as door_module
+from mooncake_zmq.gateway.http.acceptor import PIECES, network_of
+from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
 from mooncake_zmq.runtime.process import listen
 
@@ -341,7 +341,7 @@ OUT_OF_FILES = """
 
 
 def test_out_of_descriptors_newcomers_are_turned_away_and_the_log_has_one_line():
-    script = textwrap.dedent(OUT_OF_FILES).format(tests=str(Path(__file__).parent))
+    script = textwrap.dedent(OUT_OF_FILES).format(tests=str(Path(__file__).parents[2] / "helpers"))
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env={**os.environ})
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["1"]
@@ -351,7 +351,7 @@ def test_out_of_descriptors_newcomers_are_turned_away_and_the_log_has_one_line()
 def test_connections_leave_the_process_the_files_that_it_needs():
     script = textwrap.dedent("""
         import resource
-        from mooncake_zmq.gateway.door import _within_files
+        from mooncake_zmq.gateway.http.acceptor import _within_files
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 500))
         print(_within_files(150, 100), resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 200, _within_files(10_000, 100))
     """)

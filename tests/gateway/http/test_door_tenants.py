@@ -8,7 +8,7 @@ import pytest
 from scripted_actor import ScriptedActor
 from test_edge_keys import guarded
 
-from mooncake_zmq.gateway.guard import REFUSALS_PER_S
+from mooncake_zmq.gateway.http.auth import REFUSALS_PER_S
 from mooncake_zmq.gateway.settings import ConnectionSettings
 
 STALLED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: 99\r\n\r\n{"

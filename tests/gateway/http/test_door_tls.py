@@ -10,9 +10,9 @@ import pytest
 from scripted_actor import ScriptedActor
 from test_door import LONG_ANSWERS, ask_for_much_and_read_nothing, until_closed
 
-from mooncake_zmq.gateway import door as door_module
+from mooncake_zmq.gateway.http import acceptor as door_module
+from mooncake_zmq.gateway.http.tls import Tls, trusting
 from mooncake_zmq.gateway.settings import ConnectionSettings
-from mooncake_zmq.runtime.tls import Tls, trusting
 
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 

@@ -11,7 +11,7 @@ from test_edge_keys import guarded
 
 from mooncake_zmq.core.messages import Report
 from mooncake_zmq.core.watch import Heard
-from mooncake_zmq.gateway.cluster import Listed
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 
 LOCAL = {"host": "127.0.0.1:8000"}
 RESTS = Report(uptime_s=1.0, draining=True, resting=True)
@@ -133,7 +133,7 @@ def test_a_resting_gateway_knows_how_the_cluster_is():
 
 
 def test_a_node_that_is_not_there_or_does_not_do_it_is_told(monkeypatch):
-    monkeypatch.setattr("mooncake_zmq.gateway.overview.REST_S", 0.05)
+    monkeypatch.setattr("mooncake_zmq.gateway.http.cluster_reports.REST_S", 0.05)
     actor = cluster(deaf=True)
     assert error_of(drain(actor))[0::3] == (504, "node_silent")
     del actor.up["decode"]

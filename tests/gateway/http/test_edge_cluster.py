@@ -13,11 +13,11 @@ from test_edge_keys import ask, guarded
 
 from mooncake_zmq.core.messages import Report, StateTold
 from mooncake_zmq.core.watch import Heard
-from mooncake_zmq.gateway import cluster_face
-from mooncake_zmq.gateway import edge as edge_module
-from mooncake_zmq.gateway.accounts import Account
-from mooncake_zmq.gateway.cluster import Listed
-from mooncake_zmq.gateway.edge import LINES_AT_ONCE
+from mooncake_zmq.gateway.http import cluster_routes
+from mooncake_zmq.gateway.http import http_calls as edge_module
+from mooncake_zmq.gateway.http.http_calls import LINES_AT_ONCE
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.request_log import Account
 
 LISTED = [Listed(role, role, "h") for role in ("conductor", "prefill", "decode")]
 WITH_CACHE = [*LISTED, Listed("cache-0", "cache-node", "h")]
@@ -194,21 +194,21 @@ def events(actor: ScriptedActor, take: int) -> list[dict]:
 
 
 def test_the_picture_comes_again_and_again(monkeypatch):
-    monkeypatch.setattr(cluster_face, "EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_routes, "EVERY_S", 0.01)
     pictures = events(watched(reports=full_disk()), 3)
     assert [each["status"] for each in pictures] == ["degraded"] * 3
 
 
 def test_who_looks_on_for_long_comes_again(monkeypatch):
-    monkeypatch.setattr(cluster_face, "EVERY_S", 0.01)
-    monkeypatch.setattr(cluster_face, "LONGEST_S", 0.0)
+    monkeypatch.setattr(cluster_routes, "EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_routes, "LONGEST_S", 0.0)
     assert events(watched(), 1) == []
     assert watched().call("HEAD", "/cluster/events").status_code == 200
 
 
 def test_so_many_look_on_and_one_more_is_sent_away_until_one_goes(monkeypatch):
-    monkeypatch.setattr(cluster_face, "EVERY_S", 0.01)
-    monkeypatch.setattr(cluster_face, "MAX_ONLOOKERS", 1)
+    monkeypatch.setattr(cluster_routes, "EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_routes, "MAX_ONLOOKERS", 1)
     actor = watched()
 
     async def client(port: int) -> None:
@@ -227,7 +227,7 @@ def test_so_many_look_on_and_one_more_is_sent_away_until_one_goes(monkeypatch):
 
 
 def test_a_stream_ends_when_its_gateway_drains(monkeypatch):
-    monkeypatch.setattr(cluster_face, "EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_routes, "EVERY_S", 0.01)
     actor = watched()
 
     async def client(port: int) -> None:
@@ -253,6 +253,6 @@ def test_a_nodes_whole_state_is_asked_for_and_waited_for():
 
 
 def test_a_node_that_does_not_tell_its_state_is_given_up(monkeypatch):
-    monkeypatch.setattr("mooncake_zmq.gateway.overview.STATE_S", 0.02)
+    monkeypatch.setattr("mooncake_zmq.gateway.http.cluster_reports.STATE_S", 0.02)
     actor = watched()
     assert error_of(actor.call("GET", "/cluster/state/prefill"))[0::3] == (504, "node_silent")

@@ -9,9 +9,9 @@ import pytest
 import structlog
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway import app
-from mooncake_zmq.gateway.clients import ClientRequest, TokenOut
-from mooncake_zmq.gateway.edge import Call
+from mooncake_zmq.gateway.http import app
+from mooncake_zmq.gateway.http.http_calls import Call
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 

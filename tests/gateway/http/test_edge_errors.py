@@ -7,7 +7,7 @@ import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, failing, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.clients import Failed
+from mooncake_zmq.gateway.requests.client_events import Failed
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 

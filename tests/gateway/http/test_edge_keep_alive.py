@@ -7,7 +7,7 @@ import pytest
 from scripted_actor import ScriptedActor, events, failing, finished, tokens
 
 from mooncake_zmq.core.actor import ToClient
-from mooncake_zmq.gateway.clients import PromptLogprobs, TokenOut
+from mooncake_zmq.gateway.requests.client_events import PromptLogprobs, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 SOON = EdgeSettings(keep_alive_s=0.02)

@@ -8,8 +8,8 @@ import pytest
 from scripted_actor import ScriptedActor
 from test_edge_errors import error_of
 
-from mooncake_zmq.gateway import app
-from mooncake_zmq.gateway.tenants import Tenant, Tenants, digest_of
+from mooncake_zmq.gateway.http import app
+from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants, digest_of
 
 BODY = {"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "max_tokens": 4}
 

@@ -7,8 +7,8 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_actor import ScriptedActor, failing, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.clients import ClientRequest
-from mooncake_zmq.gateway.readiness import ClusterView
+from mooncake_zmq.gateway.requests.client_events import ClientRequest
+from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import unpack_tokens
 

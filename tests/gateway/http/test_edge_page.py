@@ -19,15 +19,16 @@ from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.core.messages import Moved, RejectReason, Report
 from mooncake_zmq.core.moves import KINDS
 from mooncake_zmq.core.watch import Heard
-from mooncake_zmq.gateway import cluster, pages
-from mooncake_zmq.gateway.accounts import Account, Attempt, Span
-from mooncake_zmq.gateway.cluster import Listed
-from mooncake_zmq.gateway.requests import RequestState
+from mooncake_zmq.gateway.http import web
+from mooncake_zmq.gateway.requests import cluster_snapshot
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.request_log import Account, Attempt, Span
+from mooncake_zmq.gateway.requests.requests import RequestState
 
-SOURCE = pages.sheet()
+SOURCE = web.sheet()
 HOME = Path(mooncake_zmq.__file__).parent
 ACTORS = {
-    "gateway": "gateway/requests.py",
+    "gateway": "gateway/requests/requests.py",
     "conductor": "conductor/picture.py",
     "prefill": "prefill/prefill.py",
     "decode": "decode/decode.py",
@@ -60,7 +61,7 @@ def test_it_tells_the_endpoint_and_leads_to_the_other_pages():
 
 def test_a_hostile_name_stays_text():
     served = ScriptedActor(allow_open=True).call("GET", "/", headers={"host": "<script>"}).text
-    written = pages.front_page("http://<script>/", '</code><script>alert(1)</script>"{{curl}}', 1)
+    written = web.front_page("http://<script>/", '</code><script>alert(1)</script>"{{curl}}', 1)
     assert "http://&lt;script&gt;/v1" in written
     for text in (served, written):
         assert content("script", text) == content("script")
@@ -135,14 +136,14 @@ def of_kinds(picture: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_a_replay_is_the_same_page_and_may_do_less():
-    written = pages.replay_page("<replay>", b"tape")
+    written = web.replay_page("<replay>", b"tape")
     live = ScriptedActor().call("GET", "/").text
     for tag in ("script", "style"):
         assert content(tag, written) == content(tag, live) == content(tag)
     (policy,) = re.findall(r'<meta http-equiv="content-security-policy" content="([^"]*)">', written)
     rules = dict(each.split(" ", 1) for each in policy.split("; "))
     for tag in ("script", "style"):
-        assert rules[f"{tag}-src"] in pages.headers()["content-security-policy"]
+        assert rules[f"{tag}-src"] in web.headers()["content-security-policy"]
     assert (rules["default-src"], "connect-src" in rules) == ("'none'", False)
     assert '<script type="text/plain" id="tape">dGFwZQ==</script>' in written
     assert written.index(policy) < written.index("<style>")
@@ -190,13 +191,13 @@ def test_whatever_is_not_over_is_in_work():
 
 
 def test_it_has_words_for_every_reason_span_and_way():
-    assert list(table("MISSES").keys() ^ cluster.MISSES.keys()) == ["none"]
-    assert set(cluster.MISS_REASONS) == set(REASONS)
+    assert list(table("MISSES").keys() ^ cluster_snapshot.MISSES.keys()) == ["none"]
+    assert set(cluster_snapshot.MISS_REASONS) == set(REASONS)
     assert set(table("WAYS")) <= set(KINDS)
     assert set(KINDS) - set(table("WAYS")) == {"reuse", "promote", "demote"}  # within a node
-    accounts = (HOME / "gateway/accounts.py").read_text()
+    accounts = (HOME / "gateway/requests/request_log.py").read_text()
     assert set(table("SPANS")) == set(re.findall(rf'{Span.__name__}\("([a-z ]+)"', accounts))
-    states = (HOME / "gateway/cluster.py").read_text()
+    states = (HOME / "gateway/requests/cluster_snapshot.py").read_text()
     assert [state for state in table("STATES") if f'"{state}"' not in states] == []
     assert set(table("REFUSALS")) == {each.value for each in (RejectReason.TTFT, RejectReason.TBT, RejectReason.NO_ROOM)}
 

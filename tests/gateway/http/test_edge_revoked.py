@@ -10,8 +10,8 @@ from scripted_actor import ScriptedActor, finished, tokens
 from test_door_tenants import STALLED
 from test_edge_keys import guarded
 
-from mooncake_zmq.gateway.tenants import Tenant, Tenants
-from mooncake_zmq.runtime.api_keys import ApiKeys
+from mooncake_zmq.gateway.http.api_keys import ApiKeys
+from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants
 
 
 def without(actor: ScriptedActor, *names: str, **limits) -> list[Tenant]:

@@ -6,7 +6,7 @@ from concurrent.futures import wait as wait_for
 
 import pytest
 
-from mooncake_zmq.gateway.fair_pool import FairPool
+from mooncake_zmq.gateway.http.fair_pool import FairPool
 
 
 @pytest.fixture

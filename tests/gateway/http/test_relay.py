@@ -9,9 +9,9 @@ import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway import door, edge
-from mooncake_zmq.gateway.answers import Choice
-from mooncake_zmq.gateway.door import Connection, HeadWithBody
+from mooncake_zmq.gateway.http import acceptor, http_calls
+from mooncake_zmq.gateway.http.acceptor import Connection, HeadWithBody
+from mooncake_zmq.gateway.openai.detokenizer import Choice
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 BODY = {"model": "toy", "prompt": "hello", "stream": True, "stream_options": {"include_usage": True}, "n": 2}
@@ -121,7 +121,7 @@ def test_a_client_is_woken_once_for_the_head_and_the_first_of_the_body(monkeypat
         def __getattr__(self, name):
             return lambda *parts: [getattr(each, name)(*parts) for each in self.transports][0]
 
-    monkeypatch.setattr(door, "HeadWithBody", Noted)
+    monkeypatch.setattr(acceptor, "HeadWithBody", Noted)
 
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
@@ -234,13 +234,13 @@ def test_an_error_in_one_answer_ends_that_one_and_no_other_waits_for_it(monkeypa
 
 def test_a_call_that_is_over_is_gone_without_the_collector(monkeypatch):
     calls = []
-    begin = edge.Call.__init__
+    begin = http_calls.Call.__init__
 
     def noted(self, of):
         begin(self, of)
         calls.append(weakref.ref(self))
 
-    monkeypatch.setattr(edge.Call, "__init__", noted)
+    monkeypatch.setattr(http_calls.Call, "__init__", noted)
     actor = says("abc")
 
     async def client(port):

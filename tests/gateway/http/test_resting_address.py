@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from mooncake_zmq.core.messages import Hello, Report
 from mooncake_zmq.core.watch import EVERY_S, STALE_S, Heard
-from mooncake_zmq.gateway.cluster import Listed, Seen
-from mooncake_zmq.gateway.shared_address import DECIDE_S, FRESH_S, LEAVE_S, LISTENING, SharedAddress
+from mooncake_zmq.gateway.http.reuse_port import DECIDE_S, FRESH_S, LEAVE_S, LISTENING, SharedAddress
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen
 
 LISTED = [Listed(name, "gateway", "h") for name in ("g0", "g1", "g2")]
 HERE = ((LISTENING, 1.0),)

@@ -7,9 +7,9 @@ from click.testing import CliRunner
 from mooncake_zmq.cli import main
 from mooncake_zmq.config import load
 from mooncake_zmq.core.keys import KeysError
-from mooncake_zmq.doctor import access
-from mooncake_zmq.runtime import tls
-from mooncake_zmq.runtime.tls import Tls, TlsFiles, presented, tls_files_of
+from mooncake_zmq.gateway.http import tls
+from mooncake_zmq.gateway.http.tls import Tls, TlsFiles, presented, tls_files_of
+from mooncake_zmq.operate.doctor import access
 from mooncake_zmq.transfer import key_files
 
 CONFIG = """

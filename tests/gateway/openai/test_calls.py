@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.gateway.calls import Arguments, Begins, Hermes, Llama, Mistral, merged
+from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Hermes, Llama, Mistral, merged
 
 MAKERS = {"hermes": Hermes, "mistral": Mistral, "llama": lambda: Llama(["f", "g"])}
 

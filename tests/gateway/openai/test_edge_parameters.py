@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from scripted_actor import EOS, ScriptedActor, events, finished
 
-from mooncake_zmq.gateway import replies, unsupported
-from mooncake_zmq.gateway.clients import PromptLogprobs, TokenOut
+from mooncake_zmq.gateway.openai import rejected_params, responses
+from mooncake_zmq.gateway.requests.client_events import PromptLogprobs, TokenOut
 
 ASKING = {
     "functions": [{"name": "f"}],
@@ -39,8 +39,8 @@ def test_what_is_not_done_is_refused_by_its_name(name):
 
 
 def test_what_asks_for_nothing_is_taken():
-    asked = {name: values[0] for name, values in unsupported.NEUTRAL.items() if name in unsupported.NAMES}
-    nothing = dict.fromkeys(unsupported.NAMES)
+    asked = {name: values[0] for name, values in rejected_params.NEUTRAL.items() if name in rejected_params.NAMES}
+    nothing = dict.fromkeys(rejected_params.NAMES)
     for call in (ScriptedActor().complete, ScriptedActor().chat):
         assert call(**asked).status_code == call(**nothing).status_code == 200
         assert call(user="me", metadata={"a": "b"}, safety_identifier="x", prompt_cache_key="y").status_code == 200
@@ -209,13 +209,13 @@ def test_stream_options_that_ask_for_what_is_not_told_are_refused(asked):
 @pytest.mark.parametrize("stream", [False, True])
 def test_whole_prompts_probabilities_are_written_by_another_thread(stream, monkeypatch):
     """They are so many that to write them stops every stream."""
-    threads, real = [], replies.of_completion
+    threads, real = [], responses.of_completion
 
     def spy(ids, *arguments):
         threads.append((len(ids), threading.current_thread().name.rpartition("_")[0]))
         return real(ids, *arguments)
 
-    monkeypatch.setattr(replies, "of_completion", spy)
+    monkeypatch.setattr(responses, "of_completion", spy)
     asked = {"prompt": "hey", "logprobs": 1, "max_tokens": 1, "stream": stream}
     ScriptedActor(scoring).complete(echo=True, **asked)
     assert threads[0] == (4, "prepare-long")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scripted_actor import EOS, ScriptedActor, events, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.clients import TokenOut
+from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 
 USAGE = {

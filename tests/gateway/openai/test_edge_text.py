@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway import replies
-from mooncake_zmq.gateway.answers import StopScanner, stop_tables
+from mooncake_zmq.gateway.openai import responses
+from mooncake_zmq.gateway.openai.detokenizer import StopScanner, stop_tables
 
 
 def text_of(chunks):
@@ -125,6 +125,6 @@ def test_an_end_of_sequence_that_has_text_is_not_shown():
 def test_an_event_is_one_line_for_every_client():
     """Of those that cut text into lines, some take more than newlines for ends."""
     text = "a\u2028b\u2029c\x85d"
-    sent = replies.server_sent({"text": text}).decode()
+    sent = responses.server_sent({"text": text}).decode()
     assert sent.splitlines()[:1] == [sent.removesuffix("\n\n")]
     assert json.loads(sent.removeprefix("data: ")) == {"text": text}

@@ -5,7 +5,7 @@ import threading
 import pytest
 from scripted_actor import ScriptedActor
 
-from mooncake_zmq.gateway import app as app_module
+from mooncake_zmq.gateway.http import app as app_module
 
 TURNS = [{"role": "user", "content": "hi"}]
 

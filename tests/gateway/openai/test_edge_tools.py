@@ -8,9 +8,9 @@ from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
 from mooncake_zmq.engine.constraint import Compiler, ConstraintError
 from mooncake_zmq.engine.tokenizer import BYTE_TEMPLATE, ByteVocabulary, Conversation, Tokenizer, byte_tokenizer
-from mooncake_zmq.gateway.clients import TokenOut
+from mooncake_zmq.gateway.openai.tools import CallPiece, whole_calls
+from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.gateway.tools import CallPiece, whole_calls
 
 WEATHER = {
     "type": "function",

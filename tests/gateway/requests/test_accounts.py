@@ -16,9 +16,9 @@ from mooncake_zmq.core.messages import (
     RequestEnded,
     TokensDecoded,
 )
-from mooncake_zmq.gateway.accounts import CANCELLED, MAX_ATTEMPTS, MAX_OPEN, Account, Accounts, line, spans, told
-from mooncake_zmq.gateway.clients import ClientGone, StopFound
-from mooncake_zmq.gateway.traces import MAX_FOUND, MAX_TRACES, Names, Traces, names_of
+from mooncake_zmq.gateway.requests.client_events import ClientGone, StopFound
+from mooncake_zmq.gateway.requests.request_log import CANCELLED, MAX_ATTEMPTS, MAX_OPEN, Account, Accounts, line, spans, told
+from mooncake_zmq.gateway.requests.traces import MAX_FOUND, MAX_TRACES, Names, Traces, names_of
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.run import run_seed
 

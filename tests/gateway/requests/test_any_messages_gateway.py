@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.core.actor import Received
 from mooncake_zmq.core.messages import FirstToken, Placed, Sampling, StopRule, TokensDecoded
-from mooncake_zmq.gateway.clients import ClientGone, ClientRequest, TokenOut
-from mooncake_zmq.gateway.requests import Requests, RequestsSettings
+from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientRequest, TokenOut
+from mooncake_zmq.gateway.requests.requests import Requests, RequestsSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 LAYOUT = replace(NARROW, vocab_size=VOCABULARY)

@@ -6,7 +6,16 @@ import pytest
 
 from mooncake_zmq.core.messages import Hello, Moved, Report
 from mooncake_zmq.core.watch import STALE_S, Heard
-from mooncake_zmq.gateway.cluster import REASONS, Degraded, Listed, Seen, by_reason, degraded, picture, verdict
+from mooncake_zmq.gateway.requests.cluster_snapshot import (
+    REASONS,
+    Degraded,
+    Listed,
+    Seen,
+    by_reason,
+    degraded,
+    picture,
+    verdict,
+)
 
 LISTED = (
     Listed("k0", "conductor", "h0"),

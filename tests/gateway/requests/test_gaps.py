@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.gateway.gaps import MAX_KEPT, Gaps
+from mooncake_zmq.gateway.requests.token_gaps import MAX_KEPT, Gaps
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=300))

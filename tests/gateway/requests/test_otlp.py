@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import requests
 
-from mooncake_zmq.gateway.accounts import Account, Attempt, spans
-from mooncake_zmq.gateway.traces import Names, names_of
-from mooncake_zmq.runtime import otlp
+from mooncake_zmq.gateway.requests import otlp
+from mooncake_zmq.gateway.requests.request_log import Account, Attempt, spans
+from mooncake_zmq.gateway.requests.traces import Names, names_of
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not here")
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

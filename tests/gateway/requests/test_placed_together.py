@@ -15,7 +15,7 @@ from mooncake_zmq.core.messages import (
     Schedule,
     StartPrefill,
 )
-from mooncake_zmq.gateway.clients import ClientGone, Failed
+from mooncake_zmq.gateway.requests.client_events import ClientGone, Failed
 from mooncake_zmq.kv.block_hash import unpack_tokens
 
 THREE = ("r", "s", "t")

@@ -6,8 +6,8 @@ from actor_harness import LAYOUT, Harness
 
 from mooncake_zmq.core.actor import PeerUp
 from mooncake_zmq.core.messages import Hello, NodesHeard
-from mooncake_zmq.gateway.readiness import WAIT, missing_roles
-from mooncake_zmq.gateway.requests import Requests, RequestsSettings
+from mooncake_zmq.gateway.requests.readiness import WAIT, missing_roles
+from mooncake_zmq.gateway.requests.requests import Requests, RequestsSettings
 
 
 def hello(role, part="both"):

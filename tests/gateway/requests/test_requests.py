@@ -23,9 +23,17 @@ from mooncake_zmq.core.messages import (
     StopRule,
     TokensDecoded,
 )
-from mooncake_zmq.gateway.clients import ClientGone, ClientRequest, Failed, Finished, PromptLogprobs, StopFound, TokenOut
-from mooncake_zmq.gateway.readiness import WAIT
-from mooncake_zmq.gateway.requests import EARLY_TOKENS, Requests, RequestsSettings
+from mooncake_zmq.gateway.requests.client_events import (
+    ClientGone,
+    ClientRequest,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    StopFound,
+    TokenOut,
+)
+from mooncake_zmq.gateway.requests.readiness import WAIT
+from mooncake_zmq.gateway.requests.requests import EARLY_TOKENS, Requests, RequestsSettings
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 
 B = LAYOUT.block_tokens

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_zmq.gateway.tenants import Limited, Tenant, Tenants, TenantsError, digest_of, parse
+from mooncake_zmq.gateway.requests.tenants import Limited, Tenant, Tenants, TenantsError, digest_of, parse
 
 DIGEST = digest_of("secret")
 

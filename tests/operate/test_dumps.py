@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_zmq import operate
-from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.operate import local_nodes
+from mooncake_zmq.operate.local_nodes import collect_dumps
 
 NODE = """
 import os, signal, sys
@@ -51,7 +51,7 @@ def test_two_may_collect_at_once(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("node")
 @pytest.mark.parametrize("node", ["does not answer"], indirect=True)
 def test_an_old_dump_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operate, "DUMP_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(operate, "DUMP_AGAIN_S", 0.03)
+    monkeypatch.setattr(local_nodes, "DUMP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(local_nodes, "DUMP_AGAIN_S", 0.03)
     (tmp_path / "node.dump.json").write_text("{}")
     assert collect_dumps(tmp_path, ["node"]) == {}
