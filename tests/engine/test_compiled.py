@@ -179,7 +179,8 @@ import sys
 from pathlib import Path
 sys.modules["numba"] = None  # an import of it fails
 import numpy as np
-from mooncake_zmq.engine import compiled, weights
+from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.machine_code import compiled
 path = Path(sys.argv[1])
 engine = compiled.CompiledLlama(*weights._map_tensors(path), {}, threads=2, cache_dir=path.parent)
 sequence = engine.new_sequence(8)

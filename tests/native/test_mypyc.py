@@ -55,7 +55,7 @@ SEEDS = """
 import hashlib
 from mooncake_zmq.core import node, session
 from mooncake_zmq.decode import decode
-from mooncake_zmq.gateway import requests
+from mooncake_zmq.gateway.requests import requests
 from mooncake_zmq.simulation.run import run_seed
 
 logs = [run_seed(seed, trace=True).log for seed in range(2)]
@@ -204,7 +204,7 @@ def test_the_command_line_has_imported_nothing_of_it_by_then():
 
 def test_what_is_compiled_otherwise_is_not_taken_for_this(tmp_path, monkeypatch):
     package = tmp_path / "mooncake_zmq"
-    package.mkdir()
+    (package / "native").mkdir(parents=True)
     build = package / "native/mypyc_build.py"
     build.write_text("FLAGS = 1")
     found = [folder(package, LABORATORY), folder(package, LABORATORY._replace(optimize="3"))]

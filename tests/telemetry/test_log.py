@@ -13,7 +13,7 @@ from mooncake_zmq.telemetry import log_file
 FAILS = """
 import logging, sys
 import structlog
-from mooncake_zmq.runtime import log
+from mooncake_zmq.telemetry import log
 from mooncake_zmq.transfer.sockets import BadEndpoint
 
 log.configure(node="n", role="gateway", form=sys.argv[1], level="info")
@@ -66,7 +66,7 @@ def test_errors_are_told_without_what_a_client_sent(form: str) -> None:
 TURNS = """
 import os, sys, threading
 import structlog
-from mooncake_zmq.runtime import log, log_file
+from mooncake_zmq.telemetry import log, log_file
 
 log_file.MAX_BYTES = 40_000
 log.configure(node="n", role="decode", form="json", level="info")
@@ -120,7 +120,7 @@ def test_a_log_file_that_cannot_be_turned_over_goes_on_and_is_tried_again(tmp_pa
 FULL = """
 import os, resource, sys
 import structlog
-from mooncake_zmq.runtime import log
+from mooncake_zmq.telemetry import log
 
 def allow(more):
     limit = os.fstat(2).st_size + more if more else resource.RLIM_INFINITY
@@ -172,7 +172,7 @@ def test_a_process_whose_log_takes_nothing_goes_on(form: str, end: str) -> None:
 CLOSED = """
 import os, sys, tempfile
 os.close(2)
-from mooncake_zmq.runtime import log_file
+from mooncake_zmq.telemetry import log_file
 lines = log_file.stderr()
 with tempfile.TemporaryFile() as file:
     lines.write("a line")

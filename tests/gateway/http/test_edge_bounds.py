@@ -153,7 +153,7 @@ def test_echo_repeats_only_so_much():
 def test_what_is_being_answered_keeps_no_text():
     actor = ScriptedActor()
     raw = json.dumps({"prompt": "x" * 60, "stream": True}).encode()
-    prepared = prepare(raw, CompletionBody, actor.edge.model, actor.settings, lambda: 1)
+    prepared = prepare.prepare(raw, CompletionBody, actor.edge.model, actor.settings, lambda: 1)
     assert bytes(prepared.body.prompt) == b""
     assert prepared.body.stream
 
@@ -367,7 +367,7 @@ def test_answers_that_hold_probabilities_share_what_the_gateway_has_for_them():
 def test_the_more_comes_with_tokens_the_fewer_wait_for_a_reader(logprobs, choices, most):
     actor = ScriptedActor(lambda _request, _number: [])
     body = {"prompt": "a", "n": choices, "max_tokens": 40, "stream": True, "logprobs": logprobs}
-    ready = prepare(json.dumps(body).encode(), CompletionBody, actor.edge.model, actor.settings, lambda: 1)
+    ready = prepare.prepare(json.dumps(body).encode(), CompletionBody, actor.edge.model, actor.settings, lambda: 1)
 
     async def go() -> int:
         number = 0
