@@ -76,14 +76,13 @@ from mooncake_zmq.transfer.block_copy import (
     copy_block,
     granted,
     load_blocks,
-    read_blocks,
     store_block,
     store_parts,
-    write_blocks,
 )
 from mooncake_zmq.transfer.cuda import Cuda
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk
+from mooncake_zmq.transfer.disk_copy import read_blocks, write_blocks
 from mooncake_zmq.transfer.disk_directory import DiskFault
 from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
 from mooncake_zmq.transfer.network import RemoteReader

@@ -19,6 +19,7 @@ from msgspec import structs
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.events import (
     Asked,
     ChecksumsMade,
@@ -40,7 +41,7 @@ from mooncake_zmq.store.events import (
 )
 from mooncake_zmq.store.rules.changes import Change, Changes, replaced
 from mooncake_zmq.store.rules.object_log import ObjectLog
-from mooncake_zmq.store.rules.objects import Code, Found, Objects, ObjectSettings, Pin
+from mooncake_zmq.store.rules.objects import Found, Objects, ObjectSettings
 from mooncake_zmq.store.rules.tenants import HIDDEN, Reach
 from mooncake_zmq.store.streaming import Streaming
 from mooncake_zmq.store.tiers import LOOK, RETRY, Tiers

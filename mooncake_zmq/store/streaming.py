@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.events import Dismiss, Hear, MakeChecksums, ReceiveValues, Say, SendValues, Turn
 from mooncake_zmq.store.rules.changes import Change, Changes, replaced
-from mooncake_zmq.store.rules.objects import Code, Found, Grant, Objects, Pin
+from mooncake_zmq.store.rules.objects import Found, Grant, Objects
 from mooncake_zmq.store.rules.tenants import Reach
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Attached, Ended, Get, Promote, Put, Recheck, Request, promoted_bytes
 from mooncake_zmq.store.tiers import Tiers

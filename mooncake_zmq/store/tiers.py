@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from mooncake_zmq.core.actor import SetTimer
 from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.events import (
     BAD,
     BUSY,
@@ -39,7 +40,7 @@ from mooncake_zmq.store.events import (
 from mooncake_zmq.store.rules.changes import Change, Changes
 from mooncake_zmq.store.rules.object_log import MOVED_SHARE, ObjectLog, Place
 from mooncake_zmq.store.rules.object_record import ObjectRecord, moved_bytes, record_bytes, round_up
-from mooncake_zmq.store.rules.objects import Code, Objects, Pin, Unsaved
+from mooncake_zmq.store.rules.objects import Objects, Unsaved
 
 BATCH_BYTES = 16 << 20
 """Written at a time; a larger value alone."""

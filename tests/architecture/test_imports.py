@@ -28,7 +28,7 @@ PURE = (
     "cache_node/",
     "vllm_node/",
     "store/rules/",
-    *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
+    *("store/codes", "store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
     *("vllm/choice", "vllm/hints", "vllm/ledger", "vllm/names", "vllm/spans"),
 )
 IMPURE_STANDARD = {

@@ -2,6 +2,7 @@
 
 from mooncake_zmq.core.actor import Started, TimerFired
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.store.events import (
     Asked,
     DiskFailed,
@@ -24,7 +25,7 @@ from mooncake_zmq.store.events import (
 from mooncake_zmq.store.node import StoreFacts, StoreNode
 from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord
-from mooncake_zmq.store.rules.objects import ObjectSettings, Pin
+from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.stream_messages import Attach, Get, Put
 from mooncake_zmq.store.tiers import LOOK
 

@@ -7,6 +7,7 @@ from node_harness import SLAB, TOKEN
 from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, TimerFired
 from mooncake_zmq.store import node as node_module
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.codes import Code
 from mooncake_zmq.store.events import (
     GOOD,
     Asked,
@@ -36,7 +37,6 @@ from mooncake_zmq.store.events import (
 from mooncake_zmq.store.node import EXPIRE, PROBE
 from mooncake_zmq.store.rules import changes
 from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
-from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.store.stream_messages import Attach, Ended, Get, Promote, Put
 from mooncake_zmq.store.tiers import LOOK, LOOK_S
 

@@ -7,11 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.rules.changes import copies_on_disk, replaced
 from mooncake_zmq.store.rules.cold_end import ColdEnd
 from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
 from mooncake_zmq.store.rules.object_record import ObjectRecord
-from mooncake_zmq.store.rules.objects import Code, Objects, ObjectSettings, Pin
+from mooncake_zmq.store.rules.objects import Objects, ObjectSettings
 from mooncake_zmq.store.rules.tenants import StoreTenant, Tenants
 
 SLAB = 1 << 16

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.store.rules.objects import LEAST_ENDS, Code, Objects, ObjectSettings, Pin
+from mooncake_zmq.store.codes import Code, Pin
+from mooncake_zmq.store.rules.objects import LEAST_ENDS, Objects, ObjectSettings
 
 SLAB = 1 << 16
 ME, OTHER = b"me", b"other"

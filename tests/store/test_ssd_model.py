@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tiers_harness import CONNECTION, Tiers
 
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.events import Asked
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.rules.changes import copies_on_disk
-from mooncake_zmq.store.rules.objects import Code, Pin
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.tiers import PROMOTER
 

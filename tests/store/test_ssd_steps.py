@@ -8,8 +8,8 @@ from tiers_harness import CONNECTION, Tiers
 
 from mooncake_zmq.core.actor import TimerFired
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.store.events import Asked, CommitValues, WriteValues
-from mooncake_zmq.store.rules.objects import Pin
 from mooncake_zmq.store.tiers import LOOK
 
 SLAB = 1 << 17

@@ -9,6 +9,7 @@ from node_harness import SLAB, SSD, TOKEN, Store
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, TimerFired
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.events import (
     Asked,
     Greeted,
@@ -18,7 +19,6 @@ from mooncake_zmq.store.events import (
 )
 from mooncake_zmq.store.rules.cold_end import MAX_STEPS
 from mooncake_zmq.store.rules.object_record import taken_bytes
-from mooncake_zmq.store.rules.objects import Code, Pin
 from mooncake_zmq.store.rules.tenants import Reach, StoreTenant, Tenants, check_tenants
 from mooncake_zmq.store.stream_messages import Promote, Recheck
 from mooncake_zmq.store.tiers import LOOK

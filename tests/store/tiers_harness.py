@@ -6,11 +6,12 @@ import time
 
 from mooncake_zmq.core.actor import Fence, Started, TimerFired
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.store.events import Asked, Greeted, Reply, Say, Start, StreamAsked, StreamBegan, WorkDone
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.node import StoreFacts, StoreNode
 from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.store.rules.objects import ObjectSettings, Pin
+from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.disk_works import DiskHand
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.stream_messages import Attach, Promote

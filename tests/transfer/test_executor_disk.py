@@ -26,8 +26,8 @@ from mooncake_zmq.core.work import (
     WriteToDisk,
 )
 from mooncake_zmq.runtime import executor as executor_module
-from mooncake_zmq.transfer.block_copy import read_blocks, write_blocks
 from mooncake_zmq.transfer.disk import Disk
+from mooncake_zmq.transfer.disk_copy import read_blocks, write_blocks
 
 BLOCKS = 6
 

@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.rules.object_record import ObjectRecord
-from mooncake_zmq.store.rules.objects import Code, Objects, Pin
+from mooncake_zmq.store.rules.objects import Objects
 
 MAX_WAITING = 4096
 """Changes that wait for the disk; of a further one nothing becomes."""

@@ -16,12 +16,13 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
+from mooncake_zmq.store.codes import Code, Pin, is_key
 from mooncake_zmq.store.rules.cold_end import ColdEnd
 from mooncake_zmq.store.rules.disk_quotas import DiskQuotas
 from mooncake_zmq.store.rules.linked_rows import LinkedRows
@@ -31,40 +32,12 @@ from mooncake_zmq.store.rules.shelf import Shelf
 from mooncake_zmq.store.rules.slab import PARTS, SlabAllocator
 from mooncake_zmq.store.rules.tenants import NOBODY, Holdings, StoreTenant, Tenants, check_tenants
 
-MAX_KEY_BYTES = 1024
 SCAN_EVERY = 8
 LEAST_ENDS = 64
 """Leases and puts that are over are not worth to be looked for among fewer than these."""
 DISK_COUNTS = ("evicted_unsaved", "promoted", "promoted_bytes", "demoted", "demoted_bytes")
 _NEVER = 1 << 62
 """Later than any use: not to be emptied."""
-
-
-class Code(IntEnum):
-    """What became of one key. The numbers are those that clients of Mooncake's store expect."""
-
-    OK = 0
-    NO_ROOM = -200
-    """Everything that could make room is leased, pinned hard or being written, or the client is at its limit."""
-    INVALID = -600
-    NOT_FOUND = -704
-    EXISTS = -705
-    """Stored or being written already: nothing is to be written."""
-    EXPIRED = -707
-    """The put or lease was over when this came."""
-    TRANSFER_FAILED = -800
-    """The bytes that arrived are not those that were sent."""
-
-
-class Pin(IntFlag):
-    """How an object may be evicted, and whether its put replaces an older value."""
-
-    NONE = 0
-    SOFT = 1
-    HARD = 2
-    UPSERT = 4
-    PROMOTION = 8
-    """Not a client's: the value comes from the log."""
 
 
 _SOFT, _HARD, _UPSERT, _PROMOTION = int(Pin.SOFT), int(Pin.HARD), int(Pin.UPSERT), int(Pin.PROMOTION)
@@ -1061,13 +1034,3 @@ class Objects:
 
 def _some_on_disk(log: ObjectLog, tenants: list[int] | None) -> Iterable[str]:
     return log.by_key if tenants is None else itertools.chain.from_iterable(map(log.coldest, tenants))
-
-
-def is_key(key: str) -> bool:
-    """Keys have 1..MAX_KEY_BYTES bytes of UTF-8."""
-    if key.isascii():
-        return 0 < len(key) <= MAX_KEY_BYTES
-    try:
-        return len(key.encode()) <= MAX_KEY_BYTES
-    except UnicodeEncodeError:
-        return False
