@@ -16,7 +16,6 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import structs
 
-from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
@@ -29,6 +28,7 @@ from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import Backend, Device, chosen
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
+from mooncake_zmq.pool.node.settings import CacheNodeSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.runtime.api_keys import api_keys_of
 from mooncake_zmq.runtime.exposure import Judgement, judged, unasked

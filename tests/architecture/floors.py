@@ -12,10 +12,10 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engine", "conductor"}),
     # How bytes move.
     frozenset({"transfer"}),
-    # The store of values, and HTTP in front of the gateway's actor.
+    # What store clients import, and HTTP in front of the gateway's actor.
     frozenset({"store", "gateway"}),
     # A host's pool, and vLLM's connector to it.
-    frozenset({"cache_node", "vllm"}),
+    frozenset({"pool", "vllm"}),
     # The roles that use a pool.
     frozenset({"prefill", "decode", "vllm_node"}),
     # All roles in one table.

@@ -13,7 +13,6 @@ import pytest
 from scripted_actor import ScriptedActor, events, hello
 
 import mooncake_zmq
-from mooncake_zmq.cache_node.misses import REASONS
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.core.messages import Moved, RejectReason, Report
@@ -23,6 +22,7 @@ from mooncake_zmq.gateway import cluster, pages
 from mooncake_zmq.gateway.accounts import Account, Attempt, Span
 from mooncake_zmq.gateway.cluster import Listed
 from mooncake_zmq.gateway.requests import RequestState
+from mooncake_zmq.pool.node.misses import REASONS
 
 SOURCE = pages.sheet()
 HOME = Path(mooncake_zmq.__file__).parent
@@ -32,7 +32,7 @@ ACTORS = {
     "prefill": "prefill/prefill.py",
     "decode": "decode/decode.py",
     "vllm": "vllm_node/vllm_node.py",
-    "cache-node": "cache_node/cache_node.py",
+    "cache-node": "pool/node/cache_node.py",
 }
 
 
