@@ -18,7 +18,6 @@ from mooncake_zmq.bench.options import (
 )
 from mooncake_zmq.bench.zoo_command import zoo
 from mooncake_zmq.engine.cpu import Backend, limit_blas
-from mooncake_zmq.kv.eviction import POLICIES
 
 PARTS = ("cold", "warm", "gap", "decode")
 ENGINE_PARTS = ("prefill", "decode")
@@ -145,55 +144,6 @@ def overload(
 
     wanted = Load(multiple=multiple, duration_s=seconds, prompt_tokens=prompt_tokens, output_tokens=output_tokens, seed=seed)
     bench_overload(config or MODELLED, wanted, tell).show(as_json=as_json, plot=plot)
-
-
-@bench.command()
-@click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines with hash_ids; else generated chats.")
-@click.option("--capacity", "capacities", multiple=True, type=click.IntRange(min=1), help="Blocks; may be repeated.")
-@click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(tuple(POLICIES)), help="All by default; may be repeated."
-)
-@json_option
-@plot_option("the hit ratios over the capacities")
-def eviction(
-    trace: Path | None, capacities: tuple[int, ...], policies: tuple[str, ...], as_json: bool, plot: Path | None
-) -> None:
-    """Hit ratio of each eviction policy and capacity, against a pool that never evicts. Takes about a minute.
-
-    \b
-    Examples:
-      mooncake-zmq bench eviction
-      mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
-      mooncake-zmq bench eviction --policy lru --policy lfu --capacity 10000 --json
-    """
-    from mooncake_zmq.bench.eviction import CAPACITIES, bench_eviction
-
-    report = bench_eviction(trace, capacities or CAPACITIES, policies or tuple(POLICIES), progress=tell)
-    report.show(as_json=as_json, plot=plot)
-
-
-@bench.command()
-@click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines with hash_ids; else generated chats.")
-@numbers_option("--capacity", least=200, default="10000,30000", help="Blocks of the tier; DRAM has an eighth of them.")
-@click.option("--block-kib", type=click.IntRange(min=4), default=1440, show_default=True, help="Size of a block.")
-@click.option("--directory", type=click.Path(path_type=Path), default=Path("/var/tmp"), show_default=True, help="For indexes.")
-@json_option
-@plot_option("the ratios")
-def disk(
-    trace: Path | None, capacity: tuple[int, ...], block_kib: int, directory: Path, as_json: bool, plot: Path | None
-) -> None:
-    """Blocks on SSD in the log that the store's values have, against the slots that they have. Takes about half a minute.
-
-    \b
-    Examples:
-      mooncake-zmq bench disk
-      mooncake-zmq bench disk --trace conversation_trace.jsonl --block-kib 64
-      mooncake-zmq bench disk --capacity 20000 --directory /mnt/nvme --json
-    """
-    from mooncake_zmq.bench.disk_formats import bench_disk_formats
-
-    report = bench_disk_formats(trace, capacity, block_kib << 10, directory, progress=tell)
-    report.show(as_json=as_json, plot=plot)
 
 
 @bench.command()
