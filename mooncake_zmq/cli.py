@@ -445,7 +445,7 @@ def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str |
 def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node: str | None) -> None:
     """Have COPIES hosts hold the prefix whose last block has KEY.
 
-    A conductor's `dump` names such keys under "recent" (or "chains").
+    A conductor's `dump` names such keys under "recent".
 
     \b
     Examples:
