@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.gateway import admin, cluster_face, manual, pages
+from mooncake_zmq.gateway import admin, cluster_face, pages
 from mooncake_zmq.gateway.door import network_of
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.fair_pool import FairPool
@@ -185,7 +185,6 @@ def _plain_routes(edge: Edge) -> list[Route]:
         Route("/live", live),
         Route("/version", version),
         Route("/metrics", metrics),
-        *manual.routes(),
         *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
         *cluster_face.routes(
             edge.overview,

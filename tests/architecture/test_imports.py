@@ -48,7 +48,7 @@ ROLE_NEIGHBOURS = {
     # The other half of a cache-node, whose settings stand in the same section.
     "cache_node": ("store.rules",),
 }
-EDGE = {f"gateway/{name}" for name in ("answers", "app", "cluster_face", "door", "edge", "guard", "manual", "metrics")} | {
+EDGE = {f"gateway/{name}" for name in ("answers", "app", "cluster_face", "door", "edge", "guard", "metrics")} | {
     f"gateway/{name}" for name in ("lanes", "openai", "overview", "pages", "replies", "streams", "__init__")
 }
 """Starlette's side of the gateway: not an actor, runs beside one."""

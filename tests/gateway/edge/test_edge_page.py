@@ -53,7 +53,7 @@ def test_it_tells_the_endpoint_and_leads_to_the_other_pages():
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert "curl -N http://example:1/v1/chat/completions" in answer.text
     assert '<code id="model">toy</code>' in answer.text
-    for path in ("v1/models", "health", "metrics", "docs"):
+    for path in ("v1/models", "health", "metrics"):
         assert f'href="{path}"' in answer.text
     assert "{{" not in answer.text.replace(content("script"), "")
 
