@@ -42,10 +42,20 @@ ca_option = click.option(
 
 
 class Cli(click.Group):
-    """Shows commands in the order of this file."""
+    """Shows commands in the order of this file, and names the extra that a command lacks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            from mooncake_zmq.extras import advice
+
+            if (lacking := advice(error)) is None:
+                raise
+            _fail(lacking)
 
 
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -5,7 +5,7 @@ A room is a folder of the package, or a module beside the folders. A new room mu
 
 FLOORS: tuple[frozenset[str], ...] = (
     # The ground: what a block is, which modules are compiled, the version.
-    frozenset({"__init__", "kv", "mypyc_code"}),
+    frozenset({"__init__", "extras", "kv", "mypyc_code"}),
     # Messages, sessions, timers and the cost model.
     frozenset({"core", "mypyc_build", "sbom"}),
     # The model, and the role that needs nothing but the ground.
