@@ -81,8 +81,8 @@ class ConductorSettings:
     role_change_after_s: float = 0.0
     """A node that `may_become` the other of prefill and decode is asked to once the load was lopsided for this long, one node
     at a time, and after a change none for twice as long. 0: never but when the operator asks. To drain and to start anew
-    takes a node away for half a minute or more and empties its memory, so minutes: 120 to 600. Needs both SLOs: they say what
-    a role's load is a share of."""
+    takes a node away for half a minute or more and empties its memory: a twentieth of the time for which a load stays as it is
+    gains, a tenth loses. Needs both SLOs: they say what a role's load is a share of."""
     role_change_ratio: float = 1.5
     """Lopsided: a role has this many times the load that the other one would have with one node fewer (1 or more)."""
     pipeline_stages: int = 1
