@@ -25,11 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import NamedWords
+from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway import admin, cluster_face, manual, pages
 from mooncake_zmq.gateway.door import network_of
 from mooncake_zmq.gateway.edge import Call, Edge, Full, HungUp, Reading, ServedModel
-from mooncake_zmq.gateway.fair_pool import FairPool
 from mooncake_zmq.gateway.guard import Refusals, Usage, sees_all, tenant_at
 from mooncake_zmq.gateway.keyless import check_caller
 from mooncake_zmq.gateway.openai import (
