@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mooncake_zmq.gateway.clients import ClientRequest
+from mooncake_zmq.gateway.edge import HungUp
 from mooncake_zmq.gateway.openai import RequestError, quoted
 from mooncake_zmq.gateway.tenants import Tenant, Tenants
 
@@ -116,6 +117,8 @@ class Usage:
         self._preparing = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._tokens and isinstance(error, HungUp) and self._tenants is not None and self._tenant is not None:
+            self._tenants.hung_up(self._clock(), self._tenant)
         if self._slots and self._tenants is not None and self._tenant is not None:
             self._prepared(self._tenants, self._tenant)
             left = max(0, self._tokens - self.tokens_used)

@@ -1,4 +1,4 @@
-"""The order of a prefill's jobs: tenants share the engine's time, and a tenant's time goes to its jobs by `core.order`. It knows
+"""The order of a prefill's jobs: tenants share the engine's time, and a tenant's goes to its jobs by `core.order`. It knows
 nothing of KV. PURE.
 
 A place is the right to hold KV and to get chunks, and `max_active` jobs hold one. The next one goes to the tenant that holds
@@ -99,8 +99,8 @@ class JobQueue(Generic[J]):
         return self._places[job.tenant], self._used_s(job), job.rank
 
     def _used_s(self, job: J) -> float:
-        """Return the time that its tenant has used, with as many seconds more or less as it ranks behind or before its arrival: a
-        priority is worth as much among tenants as it is among the jobs of one."""
+        """Return the time that its tenant has used, with as many seconds more or less as it ranks behind or before its arrival.
+        So a priority is worth as much among tenants as it is among the jobs of one."""
         return self._shares.used_s(job.tenant) + job.rank - job.arrived_at
 
     def leave(self, job: J) -> None:
