@@ -25,11 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import NamedWords
+from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway.http import admin, cluster_routes, web
 from mooncake_zmq.gateway.http.acceptor import network_of
 from mooncake_zmq.gateway.http.auth import Refusals, Usage, sees_all, tenant_at
-from mooncake_zmq.gateway.http.fair_pool import FairPool
 from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.sse import Stream, Stuck, accept

@@ -7,6 +7,7 @@ the cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mooncake_zmq.gateway.http.http_calls import HungUp
 from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants
@@ -115,6 +116,8 @@ class Usage:
         self._preparing = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._tokens and isinstance(error, HungUp) and self._tenants is not None and self._tenant is not None:
+            self._tenants.hung_up(self._clock(), self._tenant)
         if self._slots and self._tenants is not None and self._tenant is not None:
             self._prepared(self._tenants, self._tenant)
             left = max(0, self._tokens - self.tokens_used)
