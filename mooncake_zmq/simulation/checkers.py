@@ -41,7 +41,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.core.work import ProbeEngine, PullBlocks, SlotGrant
-from mooncake_zmq.gateway.clients import ClientGone
+from mooncake_zmq.gateway.requests.client_events import ClientGone
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
@@ -454,7 +454,7 @@ class Checkers:
         for name, life in lives.items():
             if roles[name] != "conductor":
                 continue
-            index = getattr(life.actor, "_index")  # noqa: B009 (the checkers may look inside; types may not)
+            index = getattr(life.actor, "_inventory").index  # noqa: B009 (the checkers may look inside; types may not)
             coming = getattr(life.actor, "_coming")  # noqa: B009
             if len(coming) > len(getattr(life.actor, "_bookings")):  # noqa: B009
                 return Violation("I5", f"{name} counts on blocks of {len(coming)} placements, and not as many are booked")
