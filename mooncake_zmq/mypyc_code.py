@@ -42,7 +42,8 @@ _ACTORS = (
     *(f"conductor.{name}" for name in ("coming", "conductor", "corrections", "decodes", "handovers", "membership")),
     *(f"conductor.{name}" for name in ("placement", "plans", "prefills", "prefix_index", "ranking", "recent", "routing")),
     *(f"conductor.{name}" for name in ("sources", "transfers", "waits")),
-    *(f"prefill.{name}" for name in ("prefill", "queue", "slab_announcer", "waiting", "workload")),
+    *(f"prefill.{name}" for name in ("admission", "computing", "ends", "handoff", "jobs", "leading", "offers", "prefill")),
+    *(f"prefill.{name}" for name in ("queue", "reuse", "slab", "slab_announcer", "waiting", "workload")),
     *(f"decode.{name}" for name in ("batch", "decode", "request")),
     *(f"cache_node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
 )

@@ -43,7 +43,10 @@ from mooncake_zmq.kv.eviction import Eviction
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.shares import Shares
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.prefill.computing import Computing
+from mooncake_zmq.prefill.handoff import Handoff
 from mooncake_zmq.prefill.job import JobState
+from mooncake_zmq.prefill.offers import Offers
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.stages import Stages
@@ -419,7 +422,7 @@ def _stale_hidden() -> Replacements:
         chunk = self._begun[stage]
         return chunk < len(self._chunks) and (stage == 0 or self._done[stage - 1] > chunk)
 
-    def taken(self: Any, slots: Slots, chunk: int, count: int) -> list[int]:
+    def taken(self: Any, slab: Any, chunk: int, count: int) -> list[int]:
         first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
         return list(self.slots[first : first + count])
 
@@ -485,12 +488,12 @@ def _copied_short() -> Replacements:
 
 def _one_seed() -> Replacements:
     """All choices are given the first one's token."""
-    finish = Prefill._finish
+    finish = Handoff.finish
 
-    def alike(self: Prefill, now: float, job: Any, sampled: Any, layers: Any = ()) -> list[Effect]:
+    def alike(self: Handoff, now: float, job: Any, sampled: Any, layers: Any = ()) -> list[Effect]:
         return finish(self, now, job, sampled[:1] * len(sampled), layers)
 
-    return [(Prefill, "_finish", alike)]
+    return [(Handoff, "finish", alike)]
 
 
 def _disk_stays_off() -> Replacements:
@@ -537,28 +540,29 @@ def _never_woken() -> Replacements:
 
 def _coming_believed() -> Replacements:
     """A chunk's blocks count as computed when it begins."""
-    compute = Prefill._compute
+    begin = Computing.begin
 
-    def early(self: Prefill, now: float, job: Any) -> list[Effect]:
-        effects = compute(self, now, job)
+    def early(self: Computing, now: float, job: Any) -> list[Effect]:
+        effects = begin(self, now, job)
         if job.state is JobState.COMPUTING and job.group is None:
             blocks = job.chunk_stop // self._layout.block_tokens - job.chunk_first_block
             written = job.checksums
             job.checksums = [*written, *[1] * blocks]
-            effects += self._keep_chunk(now, job)
+            effects += self._offers.keep_chunk(now, job)
             job.checksums = written
         return effects
 
-    return [(Prefill, "_compute", early), (Prefill, "_keep_chunk", _once(Prefill._keep_chunk)), (Prefill, "check", silent)]
+    keep = _once(Offers.keep_chunk)
+    return [(Computing, "begin", early), (Offers, "keep_chunk", keep), (Prefill, "check", silent)]
 
 
 def _once(keep: Any) -> Any:
     """Keep a chunk's blocks, unless they are kept."""
 
-    def unless_kept(self: Prefill, now: float, job: Any) -> list[Effect]:
+    def unless_kept(self: Offers, now: float, job: Any) -> list[Effect]:
         first, base = job.chunk_first_block, len(job.prefix)
         slots = job.new_slots[first - base : job.chunk_stop // self._layout.block_tokens - base]
-        writing = self.slots.being_written(slots) == slots
+        writing = self._slab.slots.being_written(slots) == slots
         effects: list[Effect] = keep(self, now, job) if writing else []
         return effects
 
