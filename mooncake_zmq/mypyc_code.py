@@ -44,7 +44,8 @@ _ACTORS = (
     *(f"conductor.{name}" for name in ("sources", "transfers", "waits")),
     *(f"prefill.{name}" for name in ("admission", "computing", "ends", "handoff", "jobs", "leading", "offers", "prefill")),
     *(f"prefill.{name}" for name in ("queue", "reuse", "slab", "slab_announcer", "waiting", "workload")),
-    *(f"decode.{name}" for name in ("batch", "decode", "request")),
+    *(f"decode.{name}" for name in ("admission", "batch", "budget", "decode", "ends", "flight", "forks", "handoff", "offers")),
+    *(f"decode.{name}" for name in ("request", "requests", "steps")),
     *(f"cache_node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
 )
 """Not among them: modules whose classes are msgspec's, which mypyc does not know."""
