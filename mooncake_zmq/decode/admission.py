@@ -48,6 +48,7 @@ class Admission:
         self._counts = counts
 
     def on_reserve(self, now: float, sender: str, message: ReserveDecode) -> list[Effect]:
+        """Reserve KV for a request and its further choices, or deny it."""
         current = self._requests.live.get(message.request_id)
         if current is not None and current.request.attempt >= message.attempt:
             if current.request.attempt == message.attempt and current.prefill == sender:
@@ -111,7 +112,7 @@ class Admission:
         return request
 
     def _lack(self, budget: int) -> str | None:
-        """What may be otherwise soon: such an attempt counts as one that found no room."""
+        """Return what is missing for now: such an attempt counts as one that found no room."""
         if self._drain.draining:
             return "decode is draining"
         if len(self._requests) >= self._settings.max_requests:
@@ -119,7 +120,7 @@ class Admission:
         return "no KV left" if self._budget.free_tokens < budget <= self._budget.capacity_tokens else None
 
     def _refusal(self, sender: str, message: ReserveDecode, budget: int) -> str | None:
-        """What is wrong with the request here: it is tried a few times at most."""
+        """Return what is wrong with a request here, which is tried a few times at most."""
         for peer in (message.gateway, sender):
             if peer not in self._peers:
                 return f"{peer} is not reachable from {self._name}"

@@ -216,7 +216,7 @@ class Decode:
                 raise TypeError(event)
 
     def _on_work(self, now: float, event: WorkDone) -> list[Effect]:
-        """Ids of works are used once, so each tells what it was."""
+        """Ids of works are used once, so each shows which work ended."""
         work_id, result = event.work_id, event.result
         if self._handoff.is_pulling(work_id):
             assert isinstance(result, PULLED)

@@ -7,7 +7,7 @@ from mooncake_zmq.core.actor import CancelWork, Effect
 from mooncake_zmq.decode.request import Request
 
 RECENT = 0.8
-"""What earlier steps still count in `step_s` once another is measured."""
+"""Share that earlier steps keep in `step_s` once another is measured."""
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ HELD_GRACE_S = 0.1
 """So long after all is computed a request waits for its pool: its client sees that as a gap after the first token, and the
 prefill has what is lacking at hand."""
 MOST_SEGMENTS, LEAST_SEGMENT = 8, 16
-"""What is loaded from the pool is leased in so many segments at most, of so many blocks at least, one after the other: one is
+"""Blocks from the pool are leased in so many segments at most, of so many blocks at least, one after the other: one is
 loaded while the next is on its way."""
 LOADING, CLOSING = RequestState.LOADING, RequestState.CLOSING
 
@@ -123,6 +123,7 @@ class Handoff:
     # --- from the prefill
 
     def on_blocks(self, now: float, sender: str, message: HandoffBlocks) -> list[Effect]:
+        """The prefill announces blocks, which can be copied now or layer by layer."""
         request = self._loading(sender, message.request_id, message.attempt)
         if request is None:
             return []
@@ -167,6 +168,7 @@ class Handoff:
         return [Send(request.prefill, denied), *self._ends.close(now, request, prefill_fails=True)]
 
     def on_layers(self, now: float, sender: str, message: LayersReady) -> list[Effect]:
+        """Some layers of announced blocks can be copied."""
         request = self._loading(sender, message.request_id, message.attempt)
         group = None if request is None else request.groups.get(message.first_block)
         if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
@@ -189,7 +191,7 @@ class Handoff:
         return [SetTimer((BORDER, request.sequence), max(0.0, request.due_at - now - self._flight.step_s))]
 
     def _pull(self, now: float, request: Request) -> list[Effect]:
-        """Copy what is ready, a piece at a time, so that nobody's last layers wait for another one's whole prompt. One copy at
+        """Copy what is ready, a piece at a time, so that no last layers wait for another request's whole prompt. One copy at
         a time per request: what becomes ready meanwhile goes into the next one."""
         if request.pulling or not request.wanted:
             return []
@@ -207,6 +209,7 @@ class Handoff:
         return [Start(work_id, PullBlocks(request.sequence, loads), deadline_s)]
 
     def on_pulled(self, now: float, work_id: int, result: BlocksPulled | WorkFailed) -> list[Effect]:
+        """A copy ended: its blocks are verified one by one, and then all together once they are there."""
         request = self._pulls.pop(work_id)
         request.in_flight -= 1
         request.pulling = False
@@ -235,6 +238,7 @@ class Handoff:
         return effects + self._pull(now, request) + self._verify(now, request)
 
     def on_done(self, now: float, sender: str, message: HandoffDone) -> list[Effect]:
+        """The prefill has computed everything, and proves by a checksum what that is."""
         request = self._loading(sender, message.request_id, message.attempt)
         if request is None or request.done is not None and message.blocks <= request.done.blocks:
             return []
@@ -287,6 +291,7 @@ class Handoff:
         return effects + (self._steps.join(now, request, done.token) if wanted else self._ends.close(now, request))
 
     def on_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
+        """The prefill gave up, and reports that to the gateway."""
         request = self._requests.live.get(message.request_id)
         current = request is not None and (request.request.attempt, request.prefill) == (message.attempt, sender)
         if request is None or not current or request.forked or request.state is not LOADING:

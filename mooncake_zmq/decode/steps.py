@@ -169,17 +169,17 @@ class Steps:
         """Give out the tokens of the work in flight, which ended."""
         step = self._flight.end(now)
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
-        logged: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
+        scored: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
         unable: dict[int, WorkFailed] = {}
         sat_out: tuple[int, ...] = ()
         if isinstance(result, StepDecoded):
             self._measure(now, step, result)
             columns = list(zip(*result.tokens, strict=True))
-            logged = list(zip(*result.logprobs, strict=True)) or logged
+            scored = list(zip(*result.logprobs, strict=True)) or scored
             unable, sat_out = dict(result.failed), result.sat_out
         effects: list[Effect] = []
         batches: dict[str, list[Entry]] = {}
-        for place, (request, tokens, logprobs) in enumerate(zip(step.members, columns, logged, strict=True)):
+        for place, (request, tokens, logprobs) in enumerate(zip(step.members, columns, scored, strict=True)):
             request.in_flight -= 1
             if request.state is CLOSING:
                 effects += self._ends.try_end(request)
@@ -189,7 +189,7 @@ class Steps:
                 effects += self._ends.fail(now, request, f"step failed: {result.reason}")
                 continue
             if place in unable:
-                effects += self._take_rest(now, request, tokens[:-1], logprobs[:-1], batches, unable[place])
+                effects += self._take_until_failed(now, request, tokens[:-1], logprobs[:-1], batches, unable[place])
                 continue
             request.was_late = place in sat_out
             if request.was_late:
@@ -204,7 +204,7 @@ class Steps:
 
     def _sent(self, batches: dict[str, list[Entry]]) -> list[Effect]:
         """Send each gateway the tokens that were sampled for it."""
-        self._counts.add("generation_tokens", sum([len(logged[-1]) for each in batches.values() for logged, _, _ in each]))
+        self._counts.add("generation_tokens", sum([len(entry[-1]) for each in batches.values() for entry, _, _ in each]))
         return [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
 
     def _sit_out(self, request: Request) -> Effect:
@@ -256,12 +256,12 @@ class Steps:
             request.made += stop
             request.last = taken[-1]
         entry = (message.request_id, message.attempt, first, taken)
-        logged = tuple([each for each in logprobs[:stop] if each is not None]) if logprobs else ()
+        known = tuple([each for each in logprobs[:stop] if each is not None]) if logprobs else ()
         request.steps += stop
-        batches.setdefault(message.gateway, []).append((entry, logged, request.account(now) if ended else None))
+        batches.setdefault(message.gateway, []).append((entry, known, request.account(now) if ended else None))
         return effects + self._ends.close(now, request) if ended else effects
 
-    def _take_rest(
+    def _take_until_failed(
         self,
         now: float,
         request: Request,

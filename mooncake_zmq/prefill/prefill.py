@@ -276,7 +276,7 @@ class Prefill:
                 raise TypeError(event)
 
     def _on_work(self, now: float, event: WorkDone) -> list[Effect]:
-        """Ids of works are used once, so each tells what it was."""
+        """Ids of works are used once, so each shows which work ended."""
         work_id, result = event.work_id, event.result
         if self._computing.is_computing(work_id):
             assert isinstance(result, COMPUTED)
