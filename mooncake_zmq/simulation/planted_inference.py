@@ -90,7 +90,7 @@ def _once(keep: Any) -> Any:
 
 
 def held_unread() -> Replacements:
-    """A decode whose pool got fewer blocks than it was to have takes the others as read, and its prefill does not hand them off."""
+    """A decode whose pool got fewer blocks than it was to have takes the others as read: they are never handed off."""
 
     def trusting(self: decode_handoff.Handoff, now: float, request: Any, segment: Any, sources: Any) -> list[Effect]:
         request.segment = None
