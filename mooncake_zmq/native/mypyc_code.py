@@ -36,15 +36,17 @@ class Part(NamedTuple):
 
 _ACTORS = (
     *(f"core.{name}" for name in ("chunking", "costs", "gaps", "leaving", "moves", "order", "pace", "reactions")),
-    *(f"core.{name}" for name in ("reports", "shell")),
+    *(f"core.{name}" for name in ("reports", "shell", "turns")),
     *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slots")),
     *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "chain", "choices")),
     *(f"conductor.{name}" for name in ("coming", "conductor", "copies", "corrections", "decodes", "handovers")),
     *(f"conductor.{name}" for name in ("inventory", "membership")),
     *(f"conductor.{name}" for name in ("placement", "plans", "prefills", "prefix_index", "ranking", "recent", "routing")),
     *(f"conductor.{name}" for name in ("sources", "transfers", "waits")),
-    *(f"prefill.{name}" for name in ("prefill", "queue", "slab_announcer", "waiting", "workload")),
-    *(f"decode.{name}" for name in ("batch", "decode", "request")),
+    *(f"prefill.{name}" for name in ("admission", "computing", "ends", "handoff", "jobs", "leading", "offers", "prefill")),
+    *(f"prefill.{name}" for name in ("queue", "reuse", "slab", "slab_announcer", "waiting", "workload")),
+    *(f"decode.{name}" for name in ("admission", "batch", "budget", "decode", "ends", "flight", "forks", "handoff", "offers")),
+    *(f"decode.{name}" for name in ("request", "requests", "steps")),
     *(f"pool.node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
 )
 """Not among them: modules whose classes are msgspec's, which mypyc does not know."""

@@ -43,12 +43,9 @@ from mooncake_zmq.pool.node.cache_node import CacheNode
 from mooncake_zmq.pool.node.client import PoolClient, PutEnded
 from mooncake_zmq.pool.node.contents import Content, Contents
 from mooncake_zmq.pool.node.gathering import Gatherer
-from mooncake_zmq.prefill.job import JobState
-from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
-from mooncake_zmq.prefill.stages import Stages
 from mooncake_zmq.prefill.waiting import Waiting
-from mooncake_zmq.simulation import engine, hardware, planted_stores, shelf
+from mooncake_zmq.simulation import engine, hardware, planted_inference, planted_stores, shelf
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted_stores import Replacements, silent
 from mooncake_zmq.vllm_node.vllm_node import VllmNode
@@ -300,17 +297,6 @@ def _lease_leak() -> Replacements:
     return [(CacheNode, "_on_release", ignore), (CacheNode, "_on_lease_expired", ignore)]
 
 
-def _closed_under_copy() -> Replacements:
-    """A request that ends frees its KV although a work still uses it."""
-    try_end = Decode._try_end
-
-    def end_now(self: Decode, request: Any) -> list[Effect]:
-        request.in_flight = 0
-        return try_end(self, request)
-
-    return [(Decode, "_try_end", end_now)]
-
-
 def _lost_request() -> Replacements:
     """The gateway forgets that a failed attempt needs another, and every timer that would remind it."""
 
@@ -412,28 +398,6 @@ def _restless_conductor() -> Replacements:
     return [(Readiness, "_rests", rests)]
 
 
-def _stale_hidden() -> Replacements:
-    """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
-
-    def hurried(self: Any, stage: int) -> bool:
-        chunk = self._begun[stage]
-        return chunk < len(self._chunks) and (stage == 0 or self._done[stage - 1] > chunk)
-
-    def taken(self: Any, slots: Slots, chunk: int, count: int) -> list[int]:
-        first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
-        return list(self.slots[first : first + count])
-
-    def always(*_: object) -> bool:
-        return True
-
-    return [
-        (Group, "may_begin", hurried),
-        (HiddenSlots, "take", taken),
-        (Stages, "_follows", always),
-        (Stages, "check", silent),
-    ]
-
-
 def _resume_repeats() -> Replacements:
     """A vLLM that goes on with an answer is given all but the last token of it, and makes that once more."""
     handle = VllmNode.handle
@@ -483,16 +447,6 @@ def _copied_short() -> Replacements:
     return [(hardware.Machine, "_fork", short)]
 
 
-def _one_seed() -> Replacements:
-    """All choices are given the first one's token."""
-    finish = Prefill._finish
-
-    def alike(self: Prefill, now: float, job: Any, sampled: Any, layers: Any = ()) -> list[Effect]:
-        return finish(self, now, job, sampled[:1] * len(sampled), layers)
-
-    return [(Prefill, "_finish", alike)]
-
-
 def _disk_stays_off() -> Replacements:
     """An SSD that was full or failed is never tried again."""
 
@@ -535,53 +489,9 @@ def _never_woken() -> Replacements:
     return [(Coming, "_release", unsaid), (Waiting, "begin", endless), (Waiting, "found", lambda self: [])]
 
 
-def _coming_believed() -> Replacements:
-    """A chunk's blocks count as computed when it begins."""
-    compute = Prefill._compute
-
-    def early(self: Prefill, now: float, job: Any) -> list[Effect]:
-        effects = compute(self, now, job)
-        if job.state is JobState.COMPUTING and job.group is None:
-            blocks = job.chunk_stop // self._layout.block_tokens - job.chunk_first_block
-            written = job.checksums
-            job.checksums = [*written, *[1] * blocks]
-            effects += self._keep_chunk(now, job)
-            job.checksums = written
-        return effects
-
-    return [(Prefill, "_compute", early), (Prefill, "_keep_chunk", _once(Prefill._keep_chunk)), (Prefill, "check", silent)]
-
-
-def _once(keep: Any) -> Any:
-    """Keep a chunk's blocks, unless they are kept."""
-
-    def unless_kept(self: Prefill, now: float, job: Any) -> list[Effect]:
-        first, base = job.chunk_first_block, len(job.prefix)
-        slots = job.new_slots[first - base : job.chunk_stop // self._layout.block_tokens - base]
-        writing = self.slots.being_written(slots) == slots
-        effects: list[Effect] = keep(self, now, job) if writing else []
-        return effects
-
-    return unless_kept
-
-
 def _leader_stays() -> Replacements:
     """What an attempt would have computed goes on coming when the attempt has ended."""
     return [(Coming, "remove", lambda self, now, number, lost=False: None), (Coming, "check", lambda self, bookings: None)]
-
-
-def _held_unread() -> Replacements:
-    """A decode whose pool got fewer blocks than it was to have takes the others as read, and nobody hands them off."""
-
-    def trusting(self: Decode, now: float, request: Any, segment: Any, sources: Any) -> list[Effect]:
-        request.segment = None
-        layers = self._layout.layers
-        request.want_held(segment, sources, layers, self._layout.block_tokens)
-        for block in range(segment.first + len(sources), segment.first + segment.blocks):
-            request.parts[block * layers : (block + 1) * layers] = [0] * layers
-        return self._lease_held(now, request) + self._pull(now, request) + self._verify(now, request)
-
-    return [(Decode, "_take_segment", trusting)]
 
 
 def _takes_what_is_gone(late: Callable[[Any, Any], bool]) -> Replacements:
@@ -647,13 +557,13 @@ PLANTED: dict[str, Planted] = {
     "contents_stale": Planted("events tell what a slot held before", ("I5",), (), _contents_stale),
     "contents_lost": Planted("events of fetched blocks tell nothing", ("I5",), (), _contents_lost),
     "copied_short": Planted("a copy of a prompt's KV lacks its end", ("I3",), (), _copied_short),
-    "one_seed": Planted("choices share a seed", ("I3",), (), _one_seed),
-    "held_unread": Planted("held blocks that the decode never got", ("I3",), (), _held_unread),
+    "one_seed": Planted("choices share a seed", ("I3",), (), planted_inference.one_seed),
+    "held_unread": Planted("held blocks that the decode never got", ("I3",), (), planted_inference.held_unread),
     "disk_stays_off": Planted("a disk that was full stays off", ("I4",), (K.DISK_FULL, K.DISK_FAIL), _disk_stays_off),
     "share_ignored": Planted("room is made at whoever's cost", ("I7",), (), _share_ignored),
     "copies_are_nobodys": Planted("fetched blocks count for nobody", ("I7",), (), _copies_are_nobodys),
     "lease_leak": Planted("lease leak", ("I2", "I4"), (), _lease_leak),
-    "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
+    "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), planted_inference.closed_under_copy),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
@@ -663,9 +573,11 @@ PLANTED: dict[str, Planted] = {
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "restless": Planted("who rests takes new requests", ("I4",), (), _restless),
     "restless_conductor": Planted("a conductor that rests is asked on", ("I4",), (K.REST,), _restless_conductor),
-    "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
+    "stale_hidden": Planted(
+        "hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), planted_inference.stale_hidden
+    ),
     "never_woken": Planted("a waiter that nothing wakes", ("I4",), (K.CRASH,), _never_woken),
-    "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), _coming_believed),
+    "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), planted_inference.coming_believed),
     "leader_stays": Planted("a cancelled prompt's blocks stay in the index", ("I5",), (K.CRASH, K.CRASH), _leader_stays),
     "woken_believes": Planted("leases outlast a suspended host", ("I1", "I3"), (K.SUSPEND, K.SUSPEND), _woken_believes),
     "stopped_believes": Planted("leases outlast a stop", ("I1", "I3"), (K.STOP_READER, K.STOP_READER), _stopped_believes),
