@@ -30,8 +30,8 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import DiskBlock, Generate
 from mooncake_zmq.decode.decode import Decode
-from mooncake_zmq.gateway.readiness import Readiness
-from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.gateway.requests.readiness import Readiness
+from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.eviction import Eviction
