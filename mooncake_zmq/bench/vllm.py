@@ -26,7 +26,7 @@ from mooncake_zmq.bench.memory import cpu_s
 from mooncake_zmq.bench.peers import Peer, driver_process
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.shim import install
 

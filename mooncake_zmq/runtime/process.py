@@ -55,7 +55,7 @@ from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.pool.node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.pool.node.store_events import ShelfChanged
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.pool.ssd.disk_directory import DiskError
