@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from mooncake_zmq.gateway.http.cluster_reports import NoNode, Overview
 from mooncake_zmq.gateway.http.keyless import check_is_here
-from mooncake_zmq.gateway.openai.prepare import RequestError
+from mooncake_zmq.gateway.openai.errors import RequestError
 
 _log = structlog.get_logger("gateway")
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from mooncake_zmq.gateway.http.auth import is_below
-from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
+from mooncake_zmq.gateway.openai.errors import RequestError, quoted
 
 LOCAL = "localhost"
 PASSED_ON = ("forwarded", "via", "x-forwarded-for", "x-real-ip")

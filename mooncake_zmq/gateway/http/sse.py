@@ -7,7 +7,7 @@ from starlette.types import Message, Scope, Send
 
 from mooncake_zmq.gateway.http.cluster_routes import HEADERS
 from mooncake_zmq.gateway.http.http_calls import Call
-from mooncake_zmq.gateway.openai.prepare import RequestError
+from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.responses import DONE, KEEP_ALIVE, Reply, server_sent
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings

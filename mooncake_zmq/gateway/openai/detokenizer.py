@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.core.messages import TokenLogprob
-from mooncake_zmq.gateway.http.http_calls import ServedModel
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, CallPiece, Tools
 from mooncake_zmq.gateway.requests.client_events import Failed, Finished, PromptLogprobs, TokenOut
+from mooncake_zmq.gateway.served_model import ServedModel
 
 StopTable = tuple[str, list[int]]
 

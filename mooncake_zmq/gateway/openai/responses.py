@@ -5,11 +5,12 @@ from typing import Any
 
 import msgspec
 
-from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.bodies import ChatBody
 from mooncake_zmq.gateway.openai.detokenizer import Choice, Piece
 from mooncake_zmq.gateway.openai.logprobs import of_chat, of_completion
-from mooncake_zmq.gateway.openai.prepare import ChatBody, Prepared
+from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
+from mooncake_zmq.gateway.served_model import ServedModel
 
 
 class Reply:

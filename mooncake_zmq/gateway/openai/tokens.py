@@ -5,19 +5,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.bodies import ChatMessage, Prompt, parsed, read_ids, turns_of
+from mooncake_zmq.gateway.openai.errors import RequestError, check_model
 from mooncake_zmq.gateway.openai.logprobs import text_of
-from mooncake_zmq.gateway.openai.prepare import (
-    ChatMessage,
-    Prompt,
-    RequestError,
-    check_model,
-    check_size,
-    parsed,
-    read_ids,
-    tokenized,
-    turns_of,
-)
+from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
+from mooncake_zmq.gateway.served_model import ServedModel
 
 
 class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
