@@ -220,7 +220,7 @@ class Door:
             self._refuse(incoming)
             return
         if self._tls is not None and len(self._arriving) >= MAX_HANDSHAKES:
-            self._displace(self._of_largest_crowd())
+            self._displace(self._displaced_handshake())
         server, loop = self._server, asyncio.get_running_loop()
         connection = Connection(
             self, address, config=server.config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop
@@ -253,10 +253,10 @@ class Door:
             incoming.close()
             self.forget(connection)
 
-    def _of_largest_crowd(self) -> Connection:
+    def _displaced_handshake(self) -> Connection:
         """The oldest handshake of the address that has the most."""
-        crowds = Counter(each.address for each in self._arriving)
-        address = max(crowds, key=crowds.__getitem__)
+        groups = Counter(each.address for each in self._arriving)
+        address = max(groups, key=groups.__getitem__)
         return next(each for each in self._arriving if each.address == address)
 
     def _displace(self, connection: Connection) -> None:
@@ -266,10 +266,10 @@ class Door:
 
     def _make_room(self, address: str) -> bool:
         """True if one more may come in: within the limits, or in place of a spare one."""
-        crowded = self._by_address[address] >= self.settings.max_per_address
-        if not crowded and len(self.connections) < self.max_connections:
+        address_is_full = self._by_address[address] >= self.settings.max_per_address
+        if not address_is_full and len(self.connections) < self.max_connections:
             return True
-        spare = self._most_spare(each for each in self.connections if not crowded or each.address == address)
+        spare = self._most_spare(each for each in self.connections if not address_is_full or each.address == address)
         if spare is None:
             return False
         self._displace(spare)
@@ -278,13 +278,13 @@ class Door:
     def _most_spare(self, among: Iterable[Connection]) -> Connection | None:
         """The connection to go first, of the owner that has the most spare ones; None: none is spare."""
         now = self._clock()
-        crowds: dict[tuple[str, str], list[Connection]] = {}
+        groups: dict[tuple[str, str], list[Connection]] = {}
         for each in among:
             if each.is_spare(now):
-                crowds.setdefault(each.owner, []).append(each)
-        if not crowds:
+                groups.setdefault(each.owner, []).append(each)
+        if not groups:
             return None
-        largest = max(crowds.values(), key=lambda crowd: len(crowd))
+        largest = max(groups.values(), key=len)
         return min(largest, key=lambda each: each.idle_first)
 
     def _refuse(self, incoming: socket.socket) -> None:
