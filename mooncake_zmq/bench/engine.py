@@ -2,7 +2,7 @@
 
 Every side is a process of its own that holds the same weights and computes only when asked, so the sides of a row take
 turns, round by round, and only one of them ever computes. All hold them in float32, and vLLM once more in bfloat16, which
-rounds them; our compiled backend decodes from fewer bits wherever those give the very same numbers. See `engine_driver` for
+rounds them; our compiled backend decodes from fewer bits wherever those give the very same numbers. See `others.engine_driver` for
 what exactly each of them does.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import click
 
-from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, VLLM_BFLOAT16, engine_process
-from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import cpu_s, footprint
-from mooncake_zmq.bench.peers import Peer
+from mooncake_zmq.bench.others.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, VLLM_BFLOAT16, engine_process
+from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
+from mooncake_zmq.bench.others.peers import Peer
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError

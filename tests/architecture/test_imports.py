@@ -52,7 +52,7 @@ EDGE = ("gateway/http/", "gateway/openai/", "gateway/requests/otlp", "gateway/__
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-TORCH = {"vllm/connector", "store/tensors", "bench/engine_driver", "bench/vllm_driver"}
+TORCH = {"vllm/connector", "store/tensors", "bench/others/engine_driver", "bench/others/vllm_driver"}
 """May import torch and vLLM: what runs in an environment of theirs."""
 ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "store/server/")
 ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))
