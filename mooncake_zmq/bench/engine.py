@@ -2,7 +2,7 @@
 
 Every side is a process of its own that holds the same weights and computes only when asked, so the sides of a row take
 turns, round by round, and only one of them ever computes. All hold them in float32, and vLLM once more in bfloat16, which
-rounds them; our compiled backend decodes from fewer bits wherever those give the very same numbers. See `others` for
+rounds them; our compiled backend decodes from fewer bits wherever those give the very same numbers. See `engine_driver` for
 what exactly each of them does.
 """
 
