@@ -43,25 +43,25 @@ from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status in log and metrics when the client hung up; nobody receives it."""
+"""The status in the log and the metrics of a call whose client hung up; it is not sent."""
 CLIENT_ID_CHARS = 256
 """A longer x-request-id is not echoed."""
 SWITCH_S = 0.0005
 """After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
 Python's 5 ms would add up."""
 AT_ONCE_BYTES = 1 << 10
-"""Of a body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
+"""The longest body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
 STREAM_TYPE = (b"content-type", EVENT_STREAM["content-type"].encode())
 CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
-"""What bodies say that ask for a grammar, and others may."""
+"""Text that every body asking for a grammar contains, and others may."""
 ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
 """A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 TAKEN_AWAY = "this API key was taken away"
 COMPILE_S = 1.0
-"""Of a grammar, which every engine that follows it has to compile too."""
+"""The longest time to compile a grammar, which every engine that follows it has to compile too."""
 
 WorkT = TypeVar("WorkT")
 
@@ -122,7 +122,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 class _Threads:
-    """Where bodies are made into requests, and what is told of whole prompts into JSON: not on the loop, which every stream
+    """Threads that make bodies into requests and the scores of whole prompts into JSON: not on the loop, which every stream
     waits for, but for the shortest bodies, and of the loop's time no more than half. Short ones wait for no long one, and none
     for a grammar of another."""
 
@@ -155,7 +155,7 @@ class _Threads:
             self._loop_free_at = ended + (ended - began)
 
     async def told(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
-        """`work`, which writes what there is of `reply`, whom nobody else touches meanwhile."""
+        """`work`, which writes what there is of `reply`; no other task uses `reply` meanwhile."""
         if not reply.is_long:
             return work()
         return await asyncio.wrap_future(self._long.submit("", work))
@@ -210,7 +210,7 @@ class _Posted(Generic[WorkT]):
 
 
 class _Asked(Protocol[WorkT]):
-    """What one kind of POST asks for."""
+    """The work of one kind of POST."""
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> WorkT:
         """In a thread. Raises RequestError."""
@@ -277,7 +277,7 @@ class _Generation:
 
 
 async def _hang_up(scope: Scope, receive: Receive) -> None:
-    """Cut the connection: nobody takes what is in its buffer. Its server must know before we return without having ended."""
+    """Cut the connection: its client does not read. The server must know before the application returns without an end."""
     scope["state"]["status"] = CLIENT_CLOSED_REQUEST
     abort = scope["state"].get("abort")
     if abort is not None:
@@ -458,16 +458,16 @@ async def _our_bug(request: Request, _error: Exception) -> Response:
 
 
 def _always(_tenant: str) -> bool:
-    """Of a server that counts no connections."""
+    """Stands in where the server counts no connections."""
     return True
 
 
 def _nobody_minds() -> None:
-    """Of a server that counts no connections."""
+    """Stands in where the server counts no connections."""
 
 
 def _cannot(_event: bytes) -> bool:
-    """Of a server that takes nothing but ASGI's messages."""
+    """Stands in where the server takes only ASGI's messages."""
     return False
 
 

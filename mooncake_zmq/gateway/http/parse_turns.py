@@ -1,4 +1,4 @@
-"""Bounds the loop's time for what clients send, so that no crowd of them makes a stream wait."""
+"""Bounds the loop's time for what clients send, so that many of them do not make a stream wait."""
 
 import asyncio
 from collections import deque

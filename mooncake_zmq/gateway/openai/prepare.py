@@ -31,7 +31,7 @@ from mooncake_zmq.kv.block_hash import pack_tokens
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
 MAX_SCORES = 1 << 16
-"""Probabilities of prompts' tokens that one answer tells: about 2 MB of JSON."""
+"""Probabilities of prompts' tokens in one answer: about 2 MB of JSON."""
 SCORES_SHARE = 4
 """So much of `max_held_scores` one call may have: a quarter."""
 
@@ -62,7 +62,7 @@ def prepare(
     tenant: Tenant | None = None,
     grammars: Grammars | None = None,
 ) -> Prepared:
-    """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone tells.
+    """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone is too large.
     `grammars`: to see whether a constraint can be followed; None: it is not tried."""
     body = parse_body(raw, kind)
     check_model(body.model, model)
@@ -88,7 +88,7 @@ def prepare(
 
 
 class _Common:
-    """What the requests of one body have in common, and how much of their prompts the answer may still repeat."""
+    """The part that all requests of one body share, and how much of their prompts the answer may still repeat."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ def _param_of(body: CompletionBody | ChatBody) -> str:
 
 
 def _check_rights(body: Body, tenant: Tenant) -> None:
-    """What others would pay for is asked for by those whose key says so alone."""
+    """Refuse priorities and SLOs that the tenant's key does not permit. Raises RequestError."""
     code = "insufficient_permissions"
     if (body.priority or 0) < tenant.priority:
         text = f"the least priority that {tenant.name} may ask for is {tenant.priority}"
@@ -214,7 +214,7 @@ def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Gram
 
 
 def check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
-    """What is too long whatever it says is not tokenized. Raises RequestError."""
+    """Refuse a prompt that is too long by its size alone, before it is tokenized. Raises RequestError."""
     if isinstance(prompt, str):
         _check_chars(len(prompt), param, model)
     elif isinstance(prompt[0], int):

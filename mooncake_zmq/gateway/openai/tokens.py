@@ -19,10 +19,9 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    """What the model puts before a text: of a text it is counted unless this is false; of a conversation its template writes
-    it."""
+    """Adds the tokens that the model puts before a text, unless this is false; a conversation's template writes them itself."""
     add_generation_prompt: bool | None = None
-    """Of a conversation: it ends where the answer begins, unless this is false."""
+    """Ends a conversation where the answer begins, unless this is false."""
     return_token_strs: bool | None = None
 
 
