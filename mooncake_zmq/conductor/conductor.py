@@ -4,8 +4,7 @@ Everything it knows it was told since the conversations began: membership, block
 what it placed until reports show it, so that many requests between two reports do not all go to the same idle node.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
@@ -71,12 +70,11 @@ from mooncake_zmq.kv.layout import BlockLayout
 Load = TypeVar("Load", PrefillLoad, DecodeLoad)
 
 EXPIRY = ("bookings",)
-REPLICAS = ("replicas",)
+RECENT_BLOCKS = 512
+"""Leading blocks of a prompt that an operator can have copied: 16,000 tokens in blocks of 32."""
 SWEEP = ("sweep",)
 EXPIRY_MIN_DELAY_S = 0.01
 """Rounding may wake the timer a hair early; it must not spin."""
-PAUSE_S = 0.005
-"""Between two pieces of a round of replicas."""
 SWEEP_S = 0.01
 SWEPT_KEYS = 2048
 """About half a millisecond, every hundredth of a second while there is something to sweep."""
@@ -94,19 +92,13 @@ class Conductor:
         self.counts = Tally()
         self._settings = settings
         self._booking_ttl_s = settings.booking_ttl_s
-        self._replica_interval_s = settings.replica_interval_s
         self._members = Membership()
         self._roll_call = RollCall(settings.members, self._members)
         self._index = PrefixIndex(max_keys=settings.max_keys)
-        self._replication = Replication(settings, self._index, self.counts)
-        self._recent = RecentChains(settings.replica_max_blocks)
-        self._replicas_armed = False
-        self._round: Iterator[tuple[tuple[Key, ...], int] | None] | None = None
-        """The round of replicas that is under way."""
+        self._replication = Replication(self._index, self.counts)
+        self._recent = RecentChains(RECENT_BLOCKS)
         self._hosts: dict[str, str] = {}
         """Of the cache-nodes."""
-        self._asked_at = -math.inf
-        """When the last `Schedule` came: gateways ask one conductor at a time, and that one acts."""
         self._accuracy = Accuracy(self.counts)
         self._outputs = OutputLengths(settings.expected_output_tokens)
         self._prefills = Prefills(settings, costs, self._accuracy)
@@ -202,8 +194,6 @@ class Conductor:
                 return self._forget(now, peer)
             case TimerFired(key) if key == EXPIRY:
                 return self._on_expiry(now)
-            case TimerFired(key) if key == REPLICAS:
-                return self._on_replicas(now)
             case TimerFired(key) if key == SWEEP:
                 return self._on_sweep()
             case TimerFired(key) if key == ROLL_CALL:
@@ -232,10 +222,9 @@ class Conductor:
         return [Send(node, message) for node, message in changes]
 
     def _on_copies_wanted(self, now: float, ask_id: str, key: Key, copies: int) -> list[Effect]:
-        chain = self._replication.demand.chain(key)
-        keys = self._recent.get(key) if chain is None else chain.keys
+        keys = self._recent.get(key)
         if keys is None:
-            return [Answered(ask_id, {"error": "that prefix is not known: see chains and recent in this conductor's dump"})]
+            return [Answered(ask_id, {"error": "that prefix is not known: see recent in this conductor's dump"})]
         effects = self.change_replica(now, keys, copies)
         asked = [effect.to for effect in effects if isinstance(effect, Send)]
         holders = self._index.holders(keys)
@@ -246,7 +235,6 @@ class Conductor:
         self._index.check()
         self._replication.check(now)
         self._recent.check()
-        assert self._replicas_armed or not self._settings.replica_interval_s or not self._is_acting(now)
         assert self._sweep_armed or not self._index.is_sweeping
         for node in self._index.counts:
             role = self._members.role_of(node.removesuffix(SHELF))
@@ -446,8 +434,6 @@ class Conductor:
         plan = self._placement.planner.plan(now, schedule)
         if plan.best and attempt == 1:
             self._recent.add(schedule.keys, plan.best)
-        if self._replica_interval_s and attempt == 1:
-            effects += self._count_demand(now, schedule.keys[: plan.best])
         answer = self._place(now, key, schedule, plan)
         if not self._expiry_armed and self._bookings:
             self._expiry_armed = True
@@ -498,40 +484,6 @@ class Conductor:
         if ended.stalled:
             self.counts.add("attempts_silent")
             self._suspects.stalled(now, placed, told=ended.outcome is not None)
-
-    # --- copies
-
-    def _count_demand(self, now: float, held: tuple[Key, ...]) -> list[Effect]:
-        """A request wants `held`, the leading blocks that somebody holds."""
-        if now - self._asked_at > self._settings.replica_half_life_s:
-            # Another conductor may have been asked all the while: what was counted before would make hot chains look cold.
-            self._replication.demand.clear()
-        self._asked_at = now
-        self.counts.add("chains_forgotten", self._replication.demand.count(now, held))
-        if self._replicas_armed or not self._replication.demand:
-            return []
-        self._replicas_armed = True
-        return [SetTimer(REPLICAS, self._settings.replica_interval_s)]
-
-    def _on_replicas(self, now: float) -> list[Effect]:
-        """One piece of a round, and the next soon; the next round only while requests come."""
-        if self._round is None:
-            if not self._is_acting(now):
-                self._replicas_armed = False
-                return []
-            self._round = self._replication.round(now, self._hosts)
-        effects: list[Effect] = []
-        for target in self._round:
-            if target is None:
-                return [*effects, SetTimer(REPLICAS, PAUSE_S)]
-            effects += self.change_replica(now, *target)
-        self._round = None
-        self._replicas_armed = bool(self._replication.demand)
-        return [*effects, SetTimer(REPLICAS, self._settings.replica_interval_s)] if self._replicas_armed else effects
-
-    def _is_acting(self, now: float) -> bool:
-        """Whether this is the conductor that gateways ask, as far as it can tell, and it has demand to act on."""
-        return bool(self._replication.demand) and now - self._asked_at < 2 * self._settings.replica_interval_s
 
     # --- bookings
 

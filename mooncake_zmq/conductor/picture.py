@@ -41,7 +41,6 @@ class Picture:
             "decode_requests": sum(load.running + load.reserved for load in known) + coming,
             "cached_keys": len(self.index),
             "cached_copies": sum(self.index.counts.values()),
-            "cached_chains": len(self.replication.demand),
             "capacity_keys": self.settings.max_keys,
             "capacity_prefills": sum([not node.spare for node in self.prefills.nodes]),
             "capacity_decodes": sum([not node.spare for node in self.decodes.nodes]),
@@ -62,7 +61,6 @@ class Picture:
             "index": {"keys": len(self.index), "by_node": self.index.counts},
             "replication": {
                 "under_way": self.replication.under_way(now),
-                "chains": self.replication.dump(now, DUMPED_CHAINS),
                 "recent": self.recent.dump(self.index, DUMPED_CHAINS),
             },
             "balance": self.balance.dump(now),

@@ -22,12 +22,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq.engine.constraint import NamedWords
+from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.gateway import manual
 from mooncake_zmq.gateway.http import admin, cluster_routes, plain_routes
 from mooncake_zmq.gateway.http.acceptor import network_of
 from mooncake_zmq.gateway.http.auth import Refusals, Usage, tenant_at
-from mooncake_zmq.gateway.http.fair_pool import FairPool
 from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.plain_routes import json_response
@@ -91,7 +90,6 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
             Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *plain_routes.routes(edge),
-            *manual.routes(),
             *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
             *cluster_routes.routes(
                 edge.overview,
