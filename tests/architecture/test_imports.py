@@ -160,6 +160,18 @@ def test_imports_point_one_way(room: str, never: tuple[str, ...]) -> None:
     assert not breaches(lambda module: room_of(module) == room, may_import)
 
 
+@pytest.mark.parametrize(
+    ("wing", "never"),
+    [("gateway/requests/", ("gateway.openai", "gateway.http")), ("gateway/openai/", ("gateway.http",))],
+)
+def test_the_gateways_wings_import_one_way(wing: str, never: tuple[str, ...]) -> None:
+    def may_import(_: str, name: str) -> bool:
+        inner = own(name)
+        return inner is None or not is_below(inner, never)
+
+    assert not breaches(lambda module: module.startswith(wing), may_import)
+
+
 def test_every_module_says_what_it_is() -> None:
     assert not [module for module, source in package().items() if not ast.get_docstring(source.tree)]
 
