@@ -211,11 +211,11 @@ def test_whatever_is_asked_no_block_is_lost_and_hosts_are_never_exceeded(hosts, 
 def test_an_operator_can_ask_for_copies():
     cluster = Cluster(3)
     cluster.announce("c0", DOC)
-    effects = cluster.conductor.change_replica(cluster.now, DOC, 2)
+    effects = cluster.conductor._copies.change(cluster.now, DOC, 2)
     assert [(effect.to, effect.message) for effect in effects] == [("c1", ChangeReplica(keys=DOC, sources=("c0",)))]
-    assert cluster.conductor.change_replica(cluster.now, DOC, 2) == []
+    assert cluster.conductor._copies.change(cluster.now, DOC, 2) == []
     cluster.down("c1")
-    assert [effect.to for effect in cluster.conductor.change_replica(cluster.now, DOC, 2)] == ["c2"]
+    assert [effect.to for effect in cluster.conductor._copies.change(cluster.now, DOC, 2)] == ["c2"]
 
 
 # --- the operator
