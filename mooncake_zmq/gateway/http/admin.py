@@ -1,6 +1,6 @@
 """What operators do to the cluster at a gateway, under `/admin`: have a node rest (drain, and stay) and serve again.
 
-With API keys it takes one with role=admin. Without, whoever sits at the gateway's own machine may, and no other site's page.
+With API keys it takes one with role=admin. Without, it takes a call from the gateway's own machine and no other site's page.
 """
 
 from collections.abc import Callable
