@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Part(NamedTuple):
-    """What is compiled together. `rooms`: what its modules are made of: a change in any of it makes them stale."""
+    """Modules that are compiled together. `rooms`: folders whose sources they depend on: a change there makes them stale."""
 
     name: str
     modules: tuple[str, ...]
@@ -120,7 +120,7 @@ def folder(package: Path, part: Part) -> Path:
 
 
 def compiler_version() -> bytes:
-    """What mypyc says of its version; nothing where it is missing: what it made elsewhere is not used then."""
+    """The text of mypyc's version; empty where it is missing: what it made elsewhere is not used then."""
     spec = importlib.util.find_spec("mypy")  # importlib.metadata would take each start of a command 10 ms
     said = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     return said.read_bytes() if said is not None and said.exists() else b""
