@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 import click
 
-from mooncake_zmq import mypyc_code
 from mooncake_zmq.core.roles import BECOMES, SUMMARIES, Role
 from mooncake_zmq.engine.cpu import limit_blas
+from mooncake_zmq.native import mypyc_code
 
 DEFAULT_CONFIG = "configs/local.toml"
 VLLM_CONFIG = "configs/vllm.toml"
@@ -121,11 +121,11 @@ def up(
     if vllm_python is not None and engine != "vllm":
         _fail("--vllm-python goes with --engine vllm")
     loaded = _load(path, model, assignments)
-    from mooncake_zmq.up import Up
+    from mooncake_zmq.operate.up import Up
 
     cluster = Up(loaded, path, model, assignments, vllm_python=vllm_python)
     if demo:
-        from mooncake_zmq.demo import Demo, VllmDemo
+        from mooncake_zmq.operate.demo import Demo, VllmDemo
 
         sys.exit(cluster.run(VllmDemo().run if engine == "vllm" else Demo().run))
     sys.exit(cluster.run())
@@ -149,7 +149,7 @@ _forward("sim", "mooncake_zmq.laboratory.command", "Replay a trace in virtual ti
 _forward("reproduce", "mooncake_zmq.laboratory.reproduce.command", "Print a figure of the papers, ours beside theirs.")
 _forward("bench", "mooncake_zmq.bench.command", "Measure, each value beside its reference.")
 _forward("profile", "mooncake_zmq.bench.command", "Measure the engine, for the conductor's estimates.")
-_forward("keys", "mooncake_zmq.keys", "Make, list and rotate the keys by which nodes and clients know each other.")
+_forward("keys", "mooncake_zmq.operate.keys", "Make, list and rotate the keys by which nodes and clients know each other.")
 
 
 @main.command()
@@ -162,7 +162,7 @@ def sbom(licences: bool) -> None:
       mooncake-zmq sbom > sbom.json
       mooncake-zmq sbom --licences
     """
-    from mooncake_zmq.sbom import bill
+    from mooncake_zmq.operate.sbom import bill
 
     told = bill()
     if not licences:
@@ -341,8 +341,8 @@ def status(path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: 
       mooncake-zmq status
       mooncake-zmq status --url https://llm.example.org --json
     """
-    from mooncake_zmq.console.status import show
-    from mooncake_zmq.console.terminal import Terminal
+    from mooncake_zmq.operate.console.status import show
+    from mooncake_zmq.operate.console.terminal import Terminal
 
     sys.exit(show(_gateways(path, assignments, url, ca), Terminal(), as_json=as_json))
 
@@ -359,8 +359,8 @@ def top(path: str, assignments: tuple[str, ...], url: str, ca: str) -> None:
     Example:
       mooncake-zmq top --config /etc/mooncake-zmq/cluster.toml
     """
-    from mooncake_zmq.console.status import watch
-    from mooncake_zmq.console.terminal import Terminal
+    from mooncake_zmq.operate.console.status import watch
+    from mooncake_zmq.operate.console.terminal import Terminal
 
     try:
         sys.exit(watch(_gateways(path, assignments, url, ca), Terminal()))
@@ -389,8 +389,8 @@ def trace(
       mooncake-zmq trace gateway-0-19a3b5c-2f
       mooncake-zmq trace my-own-id --perfetto trace.json
     """
-    from mooncake_zmq.console.terminal import Terminal
-    from mooncake_zmq.console.trace import show
+    from mooncake_zmq.operate.console.terminal import Terminal
+    from mooncake_zmq.operate.console.trace import show
 
     sys.exit(_or_exit(lambda: show(_gateways(path, assignments, url, ca), request, Terminal(), as_json, perfetto)))
 
@@ -414,8 +414,8 @@ def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str |
     import json
     from urllib.parse import quote
 
-    from mooncake_zmq.console.gateways import NoGateway
-    from mooncake_zmq.operate import collect_dumps
+    from mooncake_zmq.operate.console.gateways import NoGateway
+    from mooncake_zmq.operate.local_nodes import collect_dumps
 
     if url and not node:
         _fail("--url asks a gateway, which tells of one node at a time: name it by --node")
@@ -503,8 +503,8 @@ def drain(node: str, path: str, assignments: tuple[str, ...], url: str, ca: str,
       mooncake-zmq drain decode-b
       mooncake-zmq drain decode-b --undo
     """
-    from mooncake_zmq.console import drain as draining
-    from mooncake_zmq.console.terminal import Terminal
+    from mooncake_zmq.operate.console import drain as draining
+    from mooncake_zmq.operate.console.terminal import Terminal
 
     gateways = _gateways(path, assignments, url, ca)
     sys.exit(draining.undo(gateways, node, Terminal()) if undo else draining.drain(gateways, node, Terminal(), within_s=wait))
@@ -530,7 +530,7 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
     from rich.console import Console
 
     limit_blas()
-    from mooncake_zmq.doctor import examination
+    from mooncake_zmq.operate.doctor import examination
 
     findings = list(examination.examine(_load(path, None, assignments), host))
     if as_json:
@@ -552,7 +552,7 @@ def compile_(*, laboratory: bool) -> None:
     Example:
       pip install 'mooncake-zmq[mypyc]' && mooncake-zmq compile
     """
-    from mooncake_zmq.mypyc_build import CannotCompile, compile_part
+    from mooncake_zmq.native.mypyc_build import CannotCompile, compile_part
 
     try:
         click.echo(f"compiled: {compile_part(mypyc_code.LABORATORY if laboratory else mypyc_code.NODES)}")
@@ -566,7 +566,7 @@ def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
 
     from mooncake_zmq.config import ConfigError
     from mooncake_zmq.core.asks import AskError, decode, encode
-    from mooncake_zmq.operate import ask
+    from mooncake_zmq.operate.local_nodes import ask
 
     conductors = [each.name for each in loaded.config.of_role("conductor")]
     if not conductors:
@@ -582,7 +582,7 @@ def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
 
 
 def _gateways(path: str, assignments: tuple[str, ...], url: str, ca: str) -> Any:
-    from mooncake_zmq.console.gateways import Gateways
+    from mooncake_zmq.operate.console.gateways import Gateways
 
     return _or_exit(lambda: Gateways.at(url, ca=ca) if url else Gateways.of(_load(path, None, assignments), ca=ca))
 

@@ -28,13 +28,13 @@ from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import Backend, Device, chosen
+from mooncake_zmq.gateway.http.api_keys import api_keys_of
+from mooncake_zmq.gateway.http.exposure import Judgement, judged, unasked
+from mooncake_zmq.gateway.http.tls import tls_files_of
+from mooncake_zmq.gateway.requests.otlp import OTEL, is_installed
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
-from mooncake_zmq.runtime.api_keys import api_keys_of
-from mooncake_zmq.runtime.exposure import Judgement, judged, unasked
-from mooncake_zmq.runtime.log import LEVELS, LogFormat
-from mooncake_zmq.runtime.otlp import OTEL, is_installed
-from mooncake_zmq.runtime.tls import tls_files_of
+from mooncake_zmq.telemetry.log import LEVELS, LogFormat
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.shared_memory import needs_checksums
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint, is_loopback

@@ -15,7 +15,7 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.roles import Role
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.decode.settings import DecodeSettings
-from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.prefill import Prefill

@@ -14,8 +14,8 @@ from mooncake_zmq.cli import main
 from mooncake_zmq.engine.constraint import Compiler, ConstraintError
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway import manual
-from mooncake_zmq.gateway.cluster import REASONS
-from mooncake_zmq.gateway.constraints import of_schema
+from mooncake_zmq.gateway.openai.constraints import of_schema
+from mooncake_zmq.gateway.requests.cluster_snapshot import REASONS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "mooncake_zmq/docs"

@@ -6,8 +6,8 @@ from functools import reduce
 from pathlib import Path
 
 from mooncake_zmq.config import Config
-from mooncake_zmq.gateway.guard import LATEST_S, REFUSALS_PER_S
-from mooncake_zmq.gateway.tenants import Tenant
+from mooncake_zmq.gateway.http.auth import LATEST_S, REFUSALS_PER_S
+from mooncake_zmq.gateway.requests.tenants import Tenant
 
 PAGE = Path(__file__).parent.parent / "mooncake_zmq/docs/operating.md"
 TABLE = PAGE.read_text().partition("## What one tenant can take\n")[2].partition("\n`bin/chaos --tenants`")[0]

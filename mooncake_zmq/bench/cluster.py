@@ -18,7 +18,7 @@ import httpx
 from httpx_sse import EventSource
 
 from mooncake_zmq.config import Config
-from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.operate.local_nodes import collect_dumps
 
 START_TIMEOUT_S = 300.0
 STATE_TIMEOUT_S = 60.0

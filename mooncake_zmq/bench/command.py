@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 
-from mooncake_zmq import mypyc_code
 from mooncake_zmq.bench.load_commands import client, gateway
 from mooncake_zmq.bench.options import (
     backend_option,
@@ -19,6 +18,7 @@ from mooncake_zmq.bench.options import (
 from mooncake_zmq.bench.zoo_command import zoo
 from mooncake_zmq.engine.cpu import Backend, limit_blas
 from mooncake_zmq.kv.eviction import POLICIES
+from mooncake_zmq.native import mypyc_code
 
 PARTS = ("cold", "warm", "gap", "decode")
 ENGINE_PARTS = ("prefill", "decode")
@@ -291,7 +291,7 @@ def pool(
       mooncake-zmq bench pool --mooncake-python ~/mooncake-venv/bin/python --json > pool.json
     """
     from mooncake_zmq.bench.pool import PoolBench, bench_pool
-    from mooncake_zmq.runtime import log
+    from mooncake_zmq.telemetry import log
 
     log.configure(node="bench", role="bench", form="console", level="warning")
     settings = PoolBench(
@@ -390,7 +390,7 @@ def vllm(python: str, model: str, gpu: bool, rounds: int, lengths: tuple[int, ..
     """
     limit_blas()
     from mooncake_zmq.bench.vllm import VllmBench, bench_vllm
-    from mooncake_zmq.runtime import log
+    from mooncake_zmq.telemetry import log
 
     log.configure(node="bench", role="bench", form="console", level="warning")
     wanted = VllmBench(python=python, model=model, rounds=rounds, lengths=lengths, gpu=gpu)

@@ -22,7 +22,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mooncake_zmq import mypyc_code
 from mooncake_zmq.bench.eviction import generated_trace
 from mooncake_zmq.bench.report import Report, Row, commit
 from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad
@@ -36,6 +35,7 @@ from mooncake_zmq.core.messages import BlocksAnnounced, Placed, Schedule
 from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.native import mypyc_code
 
 BLOCK_TOKENS = 512
 COSTS = HARDWARE["a800-llama3-70b"]

@@ -22,7 +22,7 @@ from mooncake_zmq.chaos.network import Network
 from mooncake_zmq.chaos.node import DIALS_VARIABLE, PLANTED_VARIABLE, STEP_VARIABLE, TOKEN_VARIABLE, Dials
 from mooncake_zmq.config import Config, Loaded, NodeSettings, load
 from mooncake_zmq.core.roles import Role
-from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.operate.local_nodes import collect_dumps
 from mooncake_zmq.transfer.process_lock import holder
 
 SHM_BYTES, SSD_BYTES = 64 << 20, 48 << 20

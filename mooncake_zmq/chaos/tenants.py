@@ -26,7 +26,7 @@ from mooncake_zmq.chaos.keys import OUTSIDER
 from mooncake_zmq.chaos.network import Network, open_network
 from mooncake_zmq.config import Loaded, load
 from mooncake_zmq.engine.toy import EOS_ID
-from mooncake_zmq.gateway.tenants import Tenant, digest_of
+from mooncake_zmq.gateway.requests.tenants import Tenant, digest_of
 
 SHARE = 0.25
 """Of a gateway's slots, which each of the two may have."""

@@ -82,7 +82,7 @@ class ShelfTold(Struct, frozen=True):
 
 
 class FromClient(Struct, frozen=True):
-    """Gateway only: something from the client's connection at the HTTP edge; the types are in `gateway.requests`."""
+    """Gateway only: something from the client's connection at the HTTP edge; the types are in `gateway.requests.requests`."""
 
     request_id: str
     input: Any
@@ -171,7 +171,7 @@ class CloseSequence(Struct, frozen=True):
 
 
 class ToClient(Struct, frozen=True):
-    """Gateway only: something for the client's connection at the HTTP edge; the types are in `gateway.requests`."""
+    """Gateway only: something for the client's connection at the HTTP edge; the types are in `gateway.requests.requests`."""
 
     request_id: str
     output: Any

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
-from mooncake_zmq.engine.panels import SMALL_PRODUCT
+from mooncake_zmq.engine.machine_code.step_layout import LARGEST_TOTAL, SMALLEST_TOTAL
+from mooncake_zmq.engine.matrices.panels import SMALL_PRODUCT
 from mooncake_zmq.engine.rowwise import Rowwise
 from mooncake_zmq.engine.spec import ModelSpec
-from mooncake_zmq.engine.step_layout import LARGEST_TOTAL, SMALLEST_TOTAL
 
 MIXED_TOKENS = 16  # whose scores meet the values in one product; measured 8 to 32: equal
 SCORES_ITEMS = 64 * 1024  # of one product: heads are taken together while they are shorter, for fewer calls

@@ -1,5 +1,5 @@
 """What may come next in an answer that follows a grammar, by llguidance. The table of the vocabulary is made once, where a
-constraint is first asked for. What is asked is none of its business: `gateway.constraints` writes grammars, this reads them.
+constraint is first asked for. `gateway.openai.constraints` writes grammars, this reads them.
 
 A grammar may be written so that the library, which knows bounds for most of its work and not for all, never comes back: when it
 reads it, or many tokens later. So this runs in a process of its own alone, see `engine.grammars`.

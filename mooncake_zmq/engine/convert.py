@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.panels import to_panels
-from mooncake_zmq.engine.quantized import Panels, bfloat16_panels, concatenate, quantized_panels
+from mooncake_zmq.engine.matrices.panels import to_panels
+from mooncake_zmq.engine.matrices.quantized import Panels, bfloat16_panels, concatenate, quantized_panels
 from mooncake_zmq.engine.sources import Source, expected_shapes
 from mooncake_zmq.engine.spec import FAMILIES
 from mooncake_zmq.engine.weights import ALIGNMENT_BYTES, WEIGHTS_FILE, fused_matrices, write_header

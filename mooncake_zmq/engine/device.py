@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.backend import array_namespace, ended_on_error
 from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV
 from mooncake_zmq.engine.llama import Activations, Layer, Llama
-from mooncake_zmq.engine.panels import Product
+from mooncake_zmq.engine.matrices.panels import Product
 from mooncake_zmq.engine.spec import ModelSpec, check_batch
 
 SOURCE = Path(__file__).with_suffix(".cu")

@@ -17,7 +17,7 @@ from mooncake_zmq.engine.attention import Attention, tile_tokens
 from mooncake_zmq.engine.backend import array_namespace, ended_on_error, release_staging, synchronize, to_host
 from mooncake_zmq.engine.cpu import Device
 from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
-from mooncake_zmq.engine.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
+from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
 from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
 from mooncake_zmq.engine.spec import (
     LOGIT_ROWS,

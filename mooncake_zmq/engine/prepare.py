@@ -17,12 +17,13 @@ from pathlib import Path
 
 import structlog
 
-from mooncake_zmq.engine import compact, tokenizer
+from mooncake_zmq.engine import tokenizer
 from mooncake_zmq.engine.convert import compact_matrices, write_weights
 from mooncake_zmq.engine.cpu import Backend, chosen, found_broken
 from mooncake_zmq.engine.disk import check_space, sync
 from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_SHA256, Progress, obtain_default
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.matrices import compact
 from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source
 from mooncake_zmq.engine.weights import FORMAT, HEADER_FILE, WEIGHTS_FILE, compiled_engine, prepared_bytes
 
@@ -74,17 +75,17 @@ def prepare(
 def _make_kernels(cache_dir: Path, progress: Progress) -> None:
     """The machine code, kept beside the models, so that no engine makes it when it is asked for something."""
     try:
-        from mooncake_zmq.engine import machine_code
+        from mooncake_zmq.engine.machine_code import object_code
     except ImportError:  # whoever loads the engine says so
         return
-    if machine_code.is_kept(cache_dir):
+    if object_code.is_kept(cache_dir):
         return
     waiting = "waiting for another process that compiles the kernels"
-    with contextlib.suppress(OSError), _locked(cache_dir / f".{machine_code.DIRECTORY}.lock", progress, waiting):
+    with contextlib.suppress(OSError), _locked(cache_dir / f".{object_code.DIRECTORY}.lock", progress, waiting):
         # Where nothing can be kept, each engine makes its own as it is loaded.
-        if not machine_code.is_kept(cache_dir):
+        if not object_code.is_kept(cache_dir):
             progress("compiling the kernels for this CPU: half a minute, once", 0.0)
-            machine_code.keep(cache_dir)
+            object_code.keep(cache_dir)
 
 
 def _prepared(model: str, cache_dir: Path, progress: Progress, *, compacted: bool) -> Path:

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine import compact
 from mooncake_zmq.engine.cpu import Backend, Device, chosen
 from mooncake_zmq.engine.device import DeviceLlama
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import NewSequence
 from mooncake_zmq.engine.llama import Llama
-from mooncake_zmq.engine.panels import PANEL_COLUMNS, panel_count
+from mooncake_zmq.engine.matrices import compact
+from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS, panel_count
 from mooncake_zmq.engine.sources import expected_shapes
 from mooncake_zmq.engine.spec import FAMILIES, Engine, ModelSpec, check_spec
 from mooncake_zmq.engine.toy import ToyEngine
 
 if TYPE_CHECKING:
-    from mooncake_zmq.engine.compiled import CompiledLlama
+    from mooncake_zmq.engine.machine_code.compiled import CompiledLlama
 
 FORMAT = 3  # of the prepared directory: a change here converts every model again
 ALIGNMENT_BYTES = 4096
@@ -75,7 +75,7 @@ def open_compiled(path: Path, *, threads: int = 1, compacted: bool = True) -> "C
 def compiled_engine() -> "type[CompiledLlama]":
     """The engine of backend "compiled". Raises ModelError where its library is missing."""
     try:
-        from mooncake_zmq.engine.compiled import CompiledLlama
+        from mooncake_zmq.engine.machine_code.compiled import CompiledLlama
     except ImportError as error:
         raise ModelError(f"backend 'compiled' needs Numba ({error}): install the extra 'compiled'") from error
     return CompiledLlama

@@ -32,8 +32,9 @@ from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import TOY_SPEC
 from mooncake_zmq.fuzz.examination import IN_MEMORY, Decoder
 from mooncake_zmq.fuzz.samples import samples
-from mooncake_zmq.gateway import openai, tenants
-from mooncake_zmq.gateway.edge import ServedModel
+from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai import prepare
+from mooncake_zmq.gateway.requests import tenants
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EventError, decode_batch
@@ -177,7 +178,7 @@ def _served() -> ServedModel:
 
 
 def _prepare(kind: Any, raw: bytes) -> object:
-    return openai.prepare(raw, kind, _served(), EdgeSettings(), lambda: 1)
+    return prepare.prepare(raw, kind, _served(), EdgeSettings(), lambda: 1)
 
 
 def _bodies(**asked: object) -> list[bytes]:
@@ -376,18 +377,18 @@ def _of_stores() -> Iterable[Decoder]:
 
 
 def _of_people() -> Iterable[Decoder]:
-    refused = (openai.RequestError,)
+    refused = (prepare.RequestError,)
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "t"}]}]}
     yield Decoder(
         name="completions",
-        read=partial(_prepare, openai.CompletionBody),
+        read=partial(_prepare, prepare.CompletionBody),
         refusals=refused,
         seeds=lambda: [*_bodies(prompt="hello"), *_bodies(prompt=[1, 2, 3]), *_bodies(prompt=[[1], [2]])],
         max_bytes=16_384,
     )
     yield Decoder(
         name="chat",
-        read=partial(_prepare, openai.ChatBody),
+        read=partial(_prepare, prepare.ChatBody),
         refusals=refused,
         seeds=lambda: _bodies(**chat),
         max_bytes=16_384,

@@ -1,6 +1,6 @@
 """A worker process of the laboratory: see jobs.py."""
 
-from mooncake_zmq import mypyc_code
+from mooncake_zmq.native import mypyc_code
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The gateway of a replayed trace: asks for a placement when a request comes, sends it on, tries again, writes its record.
 
-It does what `gateway.requests` does, in runs of tokens instead of tokens, and with nobody who could hang up. A conductor that
-rejects a request whose client has no token yet ends it.
+It does what `gateway.requests.requests` does, in runs of tokens instead of tokens, and with nobody who could hang up.
+A conductor that rejects a request whose client has no token yet ends it.
 """
 
 from collections.abc import Callable, Iterator

@@ -56,7 +56,7 @@ def _replayed(setup: Setup, arrivals: Sequence[Arrival], progress: Progress, pag
 
 
 def _write_page(page: Path, setup: Setup, tape: bytes) -> None:
-    from mooncake_zmq.gateway.pages import replay_page
+    from mooncake_zmq.gateway.http.web import replay_page
 
     title = f"replay, {setup.speed:g}x"
     try:

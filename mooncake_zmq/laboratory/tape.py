@@ -18,9 +18,9 @@ from mooncake_zmq.core.messages import Hello, Report, Sampling, Schedule, StopRu
 from mooncake_zmq.core.moves import MOVES, Moves
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.watch import Heard, report
-from mooncake_zmq.gateway.accounts import Account, Accounts, told
-from mooncake_zmq.gateway.clients import ClientRequest, Failed, Finished
-from mooncake_zmq.gateway.cluster import Listed, Seen, count_prediction, picture
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Failed, Finished
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, count_prediction, picture
+from mooncake_zmq.gateway.requests.request_log import Account, Accounts, told
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory.keys import ROOT, Prompt
 from mooncake_zmq.laboratory.study import RequestRecord, Setup
@@ -131,7 +131,7 @@ class Tape:
         self._over.clear()
 
     def _count(self, record: RequestRecord) -> None:
-        """As `gateway.requests` does."""
+        """As `gateway.requests.requests` does."""
         if record.outcome == "rejected":
             self._refused += 1
             self._counts.add(f"requests_rejected[reason={record.reason}]")
@@ -216,7 +216,7 @@ class Tape:
         )
 
     def written(self) -> bytes:
-        """All of it for `gateway.pages.replay_page`: a head, a line for each picture, and one for each request that is told."""
+        """All of it for `gateway.http.web.replay_page`: a head, then a line for each picture and each request that is told."""
         ended: list[bytes] = []
         until: list[int] = []
         for each in self._pictures:

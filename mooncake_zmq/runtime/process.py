@@ -45,32 +45,32 @@ from mooncake_zmq.core.watch import WATCH_S, Heard
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.spec import Engine
-from mooncake_zmq.gateway.accounts import Accounts
-from mooncake_zmq.gateway.cluster import Listed
-from mooncake_zmq.gateway.edge import Edge, ServedModel
-from mooncake_zmq.gateway.readiness import ClusterView
-from mooncake_zmq.gateway.requests import Requests
-from mooncake_zmq.gateway.shared_address import LEAVE_S, SharedAddress
+from mooncake_zmq.gateway.http.api_keys import REFRESH_S, ApiKeys, api_keys_of
+from mooncake_zmq.gateway.http.http_calls import Edge, ServedModel
+from mooncake_zmq.gateway.http.reuse_port import LEAVE_S, SharedAddress
+from mooncake_zmq.gateway.http.tls import Tls, tls_files_of
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.otlp import OTEL, Otlp, is_installed
+from mooncake_zmq.gateway.requests.readiness import ClusterView
+from mooncake_zmq.gateway.requests.request_log import Accounts
+from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.roles import PARTS, make_actor
-from mooncake_zmq.runtime import log as logs
 from mooncake_zmq.runtime import notify
-from mooncake_zmq.runtime.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.runtime.executor import Executor
 from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
-from mooncake_zmq.runtime.metrics import Snapshot, page_of
-from mooncake_zmq.runtime.metrics_endpoint import MetricsEndpoint
 from mooncake_zmq.runtime.model import learn
-from mooncake_zmq.runtime.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.runtime.starvation import waits_for_cpu
-from mooncake_zmq.runtime.tls import Tls, tls_files_of
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.store.events import ShelfChanged
 from mooncake_zmq.store.rules.objects import ObjectSettings
 from mooncake_zmq.store.server.object_disk import ObjectDisk
 from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.telemetry import log as logs
+from mooncake_zmq.telemetry.metrics import Snapshot, page_of
+from mooncake_zmq.telemetry.metrics_endpoint import MetricsEndpoint
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.data_server import DataServer
@@ -82,7 +82,7 @@ from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, swee
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 
 if TYPE_CHECKING:  # else where there is one: no other role needs it
-    from mooncake_zmq.gateway.door import Door
+    from mooncake_zmq.gateway.http.acceptor import Door
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -544,15 +544,15 @@ class _Process:
     # --- the gateway
 
     def _run_gateway(self) -> None:
-        from mooncake_zmq.gateway.door import new_loop
+        from mooncake_zmq.gateway.http.acceptor import new_loop
 
         with asyncio.Runner(loop_factory=partial(new_loop, tls=bool(self.settings.tls_certificate))) as runner:
             runner.run(self._serve_gateway())
 
     async def _serve_gateway(self) -> None:
         from mooncake_zmq.engine.tokenizer import open_tokenizer
-        from mooncake_zmq.gateway.app import create_app
-        from mooncake_zmq.gateway.door import Door, server_config
+        from mooncake_zmq.gateway.http.acceptor import Door, server_config
+        from mooncake_zmq.gateway.http.app import create_app
 
         shared = self.settings.reuse_port
         # Where others serve too, nobody is to meet us before we can.
@@ -771,7 +771,7 @@ class _Process:
         return edge.may_open and not self.signals_seen
 
     def _mind_address(self, door: "Door", edge: Edge) -> None:
-        """See `gateway.shared_address`."""
+        """See `gateway.http.reuse_port`."""
         here, node = (self.settings.http_host, self.settings.http_port), self.runtime.node
         address = SharedAddress(door, self._sharers(), partial(listen, *here, share=True), partial(is_deserted, *here))
         node.defers_rest = True
@@ -859,7 +859,7 @@ class _Process:
             log.info("dumped", path=str(path))
 
     def _take_asks(self) -> None:
-        """What the operator left in the runtime directory, which is ours alone; see `operate.ask`."""
+        """What the operator left in the runtime directory, which is ours alone; see `operate.local_nodes`."""
         for path in sorted(self.runtime_dir.glob(f"{self.node.name}.ask.*.json"))[:MAX_ASKS]:
             ask_id = path.name.removeprefix(f"{self.node.name}.ask.").removesuffix(".json")
             try:
@@ -889,7 +889,7 @@ class _Process:
 
 
 class _Backing:
-    """What the HTTP edge asks of this process; see `gateway.edge.Backing`."""
+    """What the HTTP edge asks of this process; see `gateway.http.http_calls.Backing`."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from mooncake_zmq import mypyc_code
+from mooncake_zmq.native import mypyc_code
 
 
 @click.command()

@@ -41,7 +41,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.core.work import ProbeEngine, PullBlocks, SlotGrant
-from mooncake_zmq.gateway.clients import ClientGone
+from mooncake_zmq.gateway.requests.client_events import ClientGone
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored

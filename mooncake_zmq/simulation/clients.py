@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from mooncake_zmq.core.messages import Sampling
-from mooncake_zmq.gateway.clients import ClientGone, Failed, Finished, PromptLogprobs, TokenOut
+from mooncake_zmq.gateway.requests.client_events import ClientGone, Failed, Finished, PromptLogprobs, TokenOut
 from mooncake_zmq.kv.block_hash import unpack_tokens
 from mooncake_zmq.simulation.engine import logprob_of
 from mooncake_zmq.simulation.simulator import Simulator

@@ -24,8 +24,8 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import Generate
 from mooncake_zmq.decode.decode import Decode
-from mooncake_zmq.gateway.readiness import Readiness
-from mooncake_zmq.gateway.requests import Requests
+from mooncake_zmq.gateway.requests.readiness import Readiness
+from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.job import JobState
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from mooncake_zmq import mypyc_code
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import WATCHING
 from mooncake_zmq.core.work import WatchEngine, Work
 from mooncake_zmq.decode import request as decode_request
-from mooncake_zmq.gateway import requests
+from mooncake_zmq.gateway.requests import requests
 from mooncake_zmq.kv import slots
+from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED

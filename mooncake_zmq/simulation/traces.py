@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import structs
 
 from mooncake_zmq.core.messages import Sampling, StopRule
-from mooncake_zmq.gateway.clients import ClientRequest
+from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence

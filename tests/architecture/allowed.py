@@ -97,6 +97,6 @@ def _line(name: str, number: int) -> str:
 
 
 def _is_in(name: str, places: tuple[str, ...]) -> bool:
-    """Does the breach name one of the places? `config -> runtime/tls` names `config`, `runtime` and `runtime/tls`."""
+    """Does the breach name one of the places? `config -> gateway/http/tls` names `config`, `runtime` and `gateway/http/tls`."""
     modules = re.split(r":| -> ", name)
     return any(f"{module}/".startswith(f"{place}/") for module in modules for place in places)

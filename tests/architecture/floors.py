@@ -5,29 +5,29 @@ A room is a folder of the package, or a module beside the folders. A new room mu
 
 FLOORS: tuple[frozenset[str], ...] = (
     # The ground: what a block is, which modules are compiled, the version.
-    frozenset({"__init__", "kv", "mypyc_code"}),
+    frozenset({"__init__", "kv", "native"}),
     # Messages, sessions, timers and the cost model.
-    frozenset({"core", "mypyc_build", "sbom"}),
+    frozenset({"core"}),
     # The model, and the role that needs nothing but the ground.
     frozenset({"engine", "conductor"}),
     # How bytes move.
     frozenset({"transfer"}),
-    # The store of values, and HTTP in front of the gateway's actor.
-    frozenset({"store", "gateway"}),
-    # A host's pool, and vLLM's connector to it.
-    frozenset({"cache_node", "vllm"}),
+    # The store of values; logs and metrics.
+    frozenset({"store", "telemetry"}),
+    # A host's pool, vLLM's connector to it, and the gateway with HTTP in front of its actor.
+    frozenset({"cache_node", "vllm", "gateway"}),
     # The roles that use a pool.
     frozenset({"prefill", "decode", "vllm_node"}),
     # All roles in one table.
     frozenset({"roles"}),
     # A deployment's settings.
     frozenset({"config"}),
-    # What runs the actors: over ZeroMQ, or under a seed; and one operator's command.
-    frozenset({"runtime", "simulation", "operate"}),
+    # What runs the actors: over ZeroMQ, or under a seed.
+    frozenset({"runtime", "simulation"}),
     # Operator's commands on a running or planned deployment, and studies in virtual time.
-    frozenset({"up", "keys", "console", "doctor", "laboratory"}),
-    # What demonstrates, measures and spoils inputs.
-    frozenset({"demo", "bench", "fuzz"}),
+    frozenset({"operate", "laboratory"}),
+    # What measures and spoils inputs.
+    frozenset({"bench", "fuzz"}),
     # The command line, which names all commands.
     frozenset({"cli"}),
     # What starts whole clusters through the command line.

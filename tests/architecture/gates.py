@@ -14,7 +14,7 @@ MAX_MODULE_LINES = 650
 MAX_FUNCTION_LINES = 60
 
 EXEMPT_FUNCTIONS = {
-    f"engine/{name}": "Numba kernels: it compiles a loop nest as one function, and a call inside one costs registers"
+    f"engine/machine_code/{name}": "Numba kernels: a loop nest is compiled as one function, and a call in it costs registers"
     for name in ("attention_kernels", "kernels", "memory_access", "prefill_kernels", "products", "row_kernels", "step_arrays")
 }
 """Modules whose functions may be as long as they need, with the reason."""
@@ -31,7 +31,7 @@ class Breach:
 
 
 Found = dict[str, Breach]
-"""Breaches by name. A name begins with its module: `kv/slots:Slots`, `config -> runtime/tls`."""
+"""Breaches by name. A name begins with its module: `kv/slots:Slots`, `config -> gateway/http/tls`."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def test_of_two_functions_of_one_name_the_longer_counts() -> None:
 
 
 def test_a_kernel_may_be_long() -> None:
-    assert found("function_lines", engine__kernels=function(61)) == {}
+    assert found("function_lines", engine__machine_code__kernels=function(61)) == {}
 
 
 # --- imports
@@ -293,7 +293,7 @@ def test_shrinking_lowers_and_drops_but_raises_and_adds_nothing() -> None:
 
 
 def test_a_list_is_read_as_it_was_written() -> None:
-    listed = {"class_lines": {"kv/slots:Slots": 500, "config -> runtime/tls": 1}, "module_lines": {}}
+    listed = {"class_lines": {"kv/slots:Slots": 500, "config -> gateway/http/tls": 1}, "module_lines": {}}
     assert allowed.read(allowed.written(listed)) == listed
 
 

@@ -3,14 +3,10 @@
 import asyncio
 import json
 import re
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "gateway" / "edge"))
 from scripted_actor import ScriptedActor, finished, tokens
 
 from mooncake_zmq.bench import client_connection, client_report
@@ -22,7 +18,7 @@ from mooncake_zmq.bench.client_report import Bounds, as_dict, lines, result_of
 from mooncake_zmq.bench.client_stream import MAX_BEYOND, Listener, Seen
 from mooncake_zmq.bench.client_stream import ask as ask_once
 from mooncake_zmq.bench.load_commands import client as command
-from mooncake_zmq.gateway.clients import Failed
+from mooncake_zmq.gateway.requests.client_events import Failed
 from mooncake_zmq.laboratory.study import Arrival
 
 FORM = PromptForm(block_tokens=16)

@@ -9,7 +9,7 @@ import pytest
 from toy_cluster import Stream, eventually, expected_tokens, free_port, greedy
 from unit_files import ROOT, Service, config_text, running
 
-from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.operate.local_nodes import collect_dumps
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from toy_cluster import ToyCluster, eventually
 
-from mooncake_zmq.console.gateways import Gateways
+from mooncake_zmq.operate.console.gateways import Gateways
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy, until_none
 
-from mooncake_zmq.runtime.tls import trusting
+from mooncake_zmq.gateway.http.tls import trusting
 from mooncake_zmq.transfer import key_files
 
 pytestmark = pytest.mark.timeout(120)

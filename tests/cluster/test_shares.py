@@ -6,7 +6,7 @@ import httpx
 import pytest
 from toy_cluster import ToyCluster, eventually
 
-from mooncake_zmq.gateway.tenants import Tenant, digest_of
+from mooncake_zmq.gateway.requests.tenants import Tenant, digest_of
 
 PATTERNS = " & ".join(f"/.*a.{{{number},{number + 30}}}b.*/" for number in range(18))
 CALLS = 300

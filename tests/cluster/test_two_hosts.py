@@ -18,7 +18,7 @@ from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, stopp
 
 from mooncake_zmq.chaos.checks import busy, unheard
 from mooncake_zmq.config import load
-from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.operate.local_nodes import collect_dumps
 from mooncake_zmq.transfer import key_files
 
 pytestmark = pytest.mark.timeout(180)

@@ -17,7 +17,7 @@ import httpx
 
 from mooncake_zmq.chaos.checks import busy, unheard
 from mooncake_zmq.chaos.clients import Truth
-from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.operate.local_nodes import collect_dumps
 
 ROOT = Path(__file__).parent.parent.parent
 NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "cache-b", "prefill-b", "decode-b", "gateway-0")

@@ -30,7 +30,7 @@ from mooncake_zmq.core.gaps import longest_gaps
 from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, Measured, Outcome, Placed, PrefillLoad, RequestEnded
 from mooncake_zmq.core.order import Order, work_ahead_s
 from mooncake_zmq.core.pace import Pace
-from mooncake_zmq.gateway.gaps import Gaps
+from mooncake_zmq.gateway.requests.token_gaps import Gaps
 
 PAPER = Costs(
     prefill_token_s=1.147e-4,

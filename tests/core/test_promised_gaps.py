@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake_zmq.core.gaps import FIRST_GAP_STEPS, GROWTH_TOKENS, growth_tokens, longest_gaps, longest_step_s, stretch
-from mooncake_zmq.gateway.gaps import Gaps
+from mooncake_zmq.gateway.requests.token_gaps import Gaps
 
 
 def test_the_longest_tenth_is_one_gap_at_least():

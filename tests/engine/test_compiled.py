@@ -10,13 +10,14 @@ import pytest
 
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine import prepare as prepare_module
-from mooncake_zmq.engine import quantized, weights
+from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.panels import to_panels
+from mooncake_zmq.engine.matrices import quantized
+from mooncake_zmq.engine.matrices.panels import to_panels
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.sampling import near_tie
 
-compiled = pytest.importorskip("mooncake_zmq.engine.compiled", reason="needs Numba")
+compiled = pytest.importorskip("mooncake_zmq.engine.machine_code.compiled", reason="needs Numba")
 
 SHAPES = {
     "tiny": {},
@@ -33,7 +34,7 @@ LENGTHS = [1, 63, 64, 65, 128, 2, 510, 30, 600]  # about tiles, and spans of eig
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory):
     """With the machine code that this user's engines have: it is made once."""
-    directory, code, kept = tmp_path_factory.mktemp("models"), compiled.machine_code, default_cache_dir()
+    directory, code, kept = tmp_path_factory.mktemp("models"), compiled.object_code, default_cache_dir()
     kept.mkdir(parents=True, exist_ok=True)
     prepare_module._make_kernels(kept, lambda *_: None)
     if code.is_kept(kept):
@@ -178,7 +179,8 @@ import sys
 from pathlib import Path
 sys.modules["numba"] = None  # an import of it fails
 import numpy as np
-from mooncake_zmq.engine import compiled, weights
+from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.machine_code import compiled
 path = Path(sys.argv[1])
 engine = compiled.CompiledLlama(*weights._map_tensors(path), {}, threads=2, cache_dir=path.parent)
 sequence = engine.new_sequence(8)

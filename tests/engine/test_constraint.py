@@ -12,7 +12,7 @@ from mooncake_zmq.engine.constraint import MAX_COMPILED, Compiler, ConstraintErr
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.sampling import Past, choose, near_tie, scores
 from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer, open_tokenizer
-from mooncake_zmq.gateway.constraints import of_lark, of_schema
+from mooncake_zmq.gateway.openai.constraints import of_lark, of_schema
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 END = ByteVocabulary.END_ID
@@ -201,7 +201,7 @@ CHAINS = """
 import json
 from mooncake_zmq.engine.constraint import ConstraintError
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.gateway.constraints import of_lark
+from mooncake_zmq.gateway.openai.constraints import of_lark
 
 def rules(count, of="r"):
     return f"start: {of}0\\n" + "".join(f"{of}{i}: {of}{i + 1}\\n" for i in range(count)) + f'{of}{count}: "a"'

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from cuda_stand_in import FakeCupy, Gpu
 
-from mooncake_zmq.engine import attention, device, llama, panels
+from mooncake_zmq.engine import attention, device, llama
 from mooncake_zmq.engine.device import DeviceLlama
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.matrices import panels
 from mooncake_zmq.engine.spec import FAMILIES
 from mooncake_zmq.engine.weights import stored_shapes
 from mooncake_zmq.kv.layout import BlockLayout

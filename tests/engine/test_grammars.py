@@ -17,7 +17,7 @@ from mooncake_zmq.engine import grammars as grammars_module
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.sampling import Past
-from mooncake_zmq.gateway.constraints import of_lark, of_schema
+from mooncake_zmq.gateway.openai.constraints import of_lark, of_schema
 
 YES_NO = of_lark('start: "yes" | "no"')
 PATTERNS = [f".*a.{{{number},{number + 30}}}b.*" for number in range(30)]

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.engine import panels
-from mooncake_zmq.engine.panels import PANEL_COLUMNS, column, linear, panel_count, rows_needed, shared_linear, to_panels
+from mooncake_zmq.engine.matrices import panels
+from mooncake_zmq.engine.matrices.panels import (
+    PANEL_COLUMNS,
+    column,
+    linear,
+    panel_count,
+    rows_needed,
+    shared_linear,
+    to_panels,
+)
 from mooncake_zmq.engine.team import Team
 
 TEAMS = {size: Team(size) for size in (1, 2, 3, 7)}

@@ -10,8 +10,9 @@ import pytest
 from model_files import save_gguf, stored
 from structlog.testing import capture_logs
 
-from mooncake_zmq.engine import compact, cpu, prepare, weights
+from mooncake_zmq.engine import cpu, prepare, weights
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.matrices import compact
 from mooncake_zmq.engine.sources import DummySource
 
 
@@ -31,7 +32,7 @@ def entries(directory):
 
 
 def test_a_missing_library_is_told_before_anything_is_read_or_made(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mooncake_zmq.engine.compiled", None)
+    monkeypatch.setitem(sys.modules, "mooncake_zmq.engine.machine_code.compiled", None)
     monkeypatch.setattr(prepare, "obtain_default", lambda *_, **__: pytest.fail("it was downloaded"))
     with pytest.raises(ModelError, match="needs Numba.*install the extra 'compiled'"):
         prepare.prepare("default", tmp_path, backend="compiled")
@@ -41,7 +42,7 @@ def test_a_missing_library_is_told_before_anything_is_read_or_made(tmp_path, mon
 def test_the_same_line_where_the_model_was_prepared_elsewhere(tmp_path, monkeypatch):
     path = prepare.prepare("dummy:tiny", tmp_path)
     compact.write(path, [])
-    monkeypatch.setitem(sys.modules, "mooncake_zmq.engine.compiled", None)
+    monkeypatch.setitem(sys.modules, "mooncake_zmq.engine.machine_code.compiled", None)
     assert prepare.prepare("dummy:tiny", tmp_path, backend="compiled") == path
     with pytest.raises(ModelError, match="needs Numba.*install the extra 'compiled'"):
         weights.load_engine(path, backend="compiled")
@@ -128,7 +129,7 @@ def test_a_model_is_ready_with_its_kernels(tmp_path, kernels):
 
 
 def test_kernels_are_made_once_and_that_is_told(tmp_path, monkeypatch):
-    machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code", reason="needs Numba")
+    machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code.object_code", reason="needs Numba")
     monkeypatch.undo()
     monkeypatch.setattr(machine_code, "make", lambda: b"code")
     told = []
@@ -139,7 +140,7 @@ def test_kernels_are_made_once_and_that_is_told(tmp_path, monkeypatch):
 
 
 def test_where_no_kernels_can_be_kept_the_model_is_ready_all_the_same(tmp_path, monkeypatch):
-    machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code", reason="needs Numba")
+    machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code.object_code", reason="needs Numba")
     monkeypatch.undo()
     monkeypatch.setattr(machine_code, "make", lambda: pytest.fail("made for nobody"))
     (tmp_path / f".{machine_code.DIRECTORY}.lock").mkdir()  # it cannot be written

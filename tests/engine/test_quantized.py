@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
-from mooncake_zmq.engine import compact, quantized
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.matrices import compact, quantized
+from mooncake_zmq.engine.matrices.quantized import Form
 from mooncake_zmq.engine.prepare import prepare
-from mooncake_zmq.engine.quantized import Form
 
 FACTORS = {  # offsets of a block's float16 scale (and minimum), which random bytes would make infinite
     "Q4_0": [0],

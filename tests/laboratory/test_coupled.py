@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.gateway.gaps import Gaps
+from mooncake_zmq.gateway.requests.token_gaps import Gaps
 from mooncake_zmq.laboratory.coupled import run
 from mooncake_zmq.laboratory.coupled_instance import TOO_LONG, CoupledSettings, GapLog, Instance, Job
 from mooncake_zmq.laboratory.coupled_memory import KvMemory

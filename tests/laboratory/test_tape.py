@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from lab_bench import NODE, small_setup, small_trace
 
 from mooncake_zmq.cli import main
-from mooncake_zmq.gateway.cluster import Listed, Seen, picture
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, picture
 from mooncake_zmq.laboratory import tape as taping
 from mooncake_zmq.laboratory.replay import run
 from mooncake_zmq.laboratory.study import RunResult, Setup

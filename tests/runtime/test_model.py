@@ -16,7 +16,7 @@ from mooncake_zmq.config import Config, ModelSettings, NodeSettings
 from mooncake_zmq.engine import card as cards
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
-from mooncake_zmq.operate import collect_dumps
+from mooncake_zmq.operate.local_nodes import collect_dumps
 from mooncake_zmq.runtime.model import learn
 
 MODEL = "dummy:tiny"

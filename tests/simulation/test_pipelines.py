@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mooncake_zmq.core.messages import Sampling, StopRule
-from mooncake_zmq.gateway.clients import ClientRequest, Finished, TokenOut
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Finished, TokenOut
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes

@@ -361,7 +361,7 @@ time.sleep(600)
 
 
 def test_after_kill_9_amid_puts_only_right_values_are_served(make, connect, tmp_path):
-    code = SERVER.format(here=[str(each) for each in Path(__file__).parents[:2]])
+    code = SERVER.format(here=[str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")])
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         while "ready" not in process.stdout.readline():

@@ -48,7 +48,7 @@ from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import logprob
 from mooncake_zmq.engine.toy import ToyEngine
-from mooncake_zmq.gateway.constraints import of_lark
+from mooncake_zmq.gateway.openai.constraints import of_lark
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.runtime import executor as executor_module
 from mooncake_zmq.runtime.executor import Executor, _Sampler

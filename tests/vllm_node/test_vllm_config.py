@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mooncake_zmq.config import ConfigError, load, summary, warnings
+from mooncake_zmq.operate.up import Up
 from mooncake_zmq.runtime.vllm_server import server_command
-from mooncake_zmq.up import Up
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 CONFIG = Path(__file__).parents[2] / "configs/vllm.toml"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine import tokenizer
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.quantized import Quantized
+from mooncake_zmq.engine.matrices.quantized import Quantized
 from mooncake_zmq.engine.sources.directory import ModelDirectory
 from mooncake_zmq.engine.sources.rope import scaled_frequencies
 from mooncake_zmq.engine.sources.safetensors_file import READABLE, SafetensorsFile

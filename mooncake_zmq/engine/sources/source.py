@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.quantized import Quantized
+from mooncake_zmq.engine.matrices.quantized import Quantized
 from mooncake_zmq.engine.spec import FAMILIES, ModelSpec
 from mooncake_zmq.engine.tokenizer import TokenizerParts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
 
 from cuda_stand_in import CUDARuntimeError, FakeCupy, Gpu, Runtime  # noqa: E402
 

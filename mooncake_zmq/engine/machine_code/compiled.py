@@ -1,0 +1,225 @@
+"""An optional engine: decode in machine code over the weights in the fewest exact bits, and prefill over those in float32.
+
+Decode reads every weight once a step and does little else: a quarter or a fifth of the bytes is most of its gain, and
+the rest is that all threads share a step without returning to Python. Needs Numba (extra `compiled`).
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.machine_code import object_code
+from mooncake_zmq.engine.machine_code.step_layout import (
+    ARRAY_FIELDS,
+    ATTENDING_ROWS,
+    CACHE_FIELDS,
+    LAYER_ROWS,
+    SPAN_TILES,
+    Array,
+    What,
+)
+from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
+from mooncake_zmq.engine.matrices.quantized import Form, Panels
+from mooncake_zmq.engine.spec import ModelSpec, check_batch
+
+_LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
+
+
+class CompiledRows:
+    """Implements `Rows`, without the interpreter's lock but between the calls."""
+
+    def __init__(
+        self,
+        code: object_code.MachineCode,
+        arrays: Mapping[Array, NDArray[Any]],
+        hidden: NDArray[np.float32],
+        group: int,
+    ) -> None:
+        """`arrays`: all of a prefill's, kept here: the table knows their addresses only. `hidden`: HIDDEN without what pads it,
+        holding what enters. `group`: of queries."""
+        self._code, self._arrays, self._table = code, arrays, _table(arrays)
+        queries = arrays[Array.QUERIES]
+        self.hidden, self.queries = hidden, queries.reshape(len(queries), len(hidden), group, queries.shape[2])
+
+    def project(self, layer: int) -> None:
+        self._code(What.PROJECT_ROWS, self._table.ctypes.data, layer)
+
+    def store(self, layer: int) -> None:
+        self._code(What.STORE_ROWS, self._table.ctypes.data, layer)
+
+    def finish(self, layer: int) -> None:
+        self._code(What.FINISH_ROWS, self._table.ctypes.data, layer)
+
+
+class CompiledLlama(Llama):
+    """`Llama` with a decode step of its own; `panels` holds those matrices that have a shorter form.
+
+    `threads` share each step: more of them than idle cores make it slower, since they wait for each other in loops.
+    Machine code is kept in `cache_dir`; the first process on a machine takes some seconds to make it.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: dict[str, NDArray[np.float32]],
+        panels: Mapping[str, Panels],
+        *,
+        threads: int = 1,
+        cache_dir: Path,
+    ) -> None:
+        self._code = _machine_code(cache_dir)
+        super().__init__(spec, tensors, threads=threads)
+        self._panels = panels  # as of the tensors, the kernel knows their addresses only
+        names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
+        self._shortest = {Array.MATRICES: np.array([self._matrix(name) for name in (*names, "head")], dtype=np.int64)}
+        self._exact = {
+            Array.MATRICES: np.array([self._float32_matrix(name) for name in names], dtype=np.int64),
+            Array.SHIFTED: np.zeros(spec.layers, dtype=np.int64),
+        }
+        self._kept: dict[int, dict[Array, NDArray[Any]]] = {}
+        """By rank, the arrays of its largest prefill."""
+        norms = [f"{layer}.{name}" for layer in range(spec.layers) for name in ("attn_norm", "ffn_norm")]
+        self._model: dict[Array, NDArray[Any]] = {
+            Array.NORMS: np.stack([tensors[name] for name in (*norms, "final_norm")]),
+            Array.BIASES: self._of_each_layer("qkv_bias", (0,)),
+            Array.HEAD_NORMS: self._of_each_layer("qk_norm", (0, spec.head_dim)),
+            Array.EPSILON: np.array([spec.norm_eps], dtype=np.float32),
+        }
+
+    def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        tokens = np.asarray(tokens, dtype=np.int32)
+        check_batch(sequences, tokens, self.spec.vocab_size)
+        if not sequences:
+            return np.empty((0, self.spec.vocab_size), dtype=np.float32)
+        work = _workspace(self.spec, len(sequences), self._team.size)
+        work[Array.CACHES][:] = [_cache(sequence, sequence.length) for sequence in sequences]
+        self._turn(work, np.array([sequence.length for sequence in sequences]))
+        work[Array.HIDDEN][:, : self.spec.hidden] = self._embed(tokens)
+        self._run(_table(self._model | self._shortest | work))
+        for sequence in sequences:
+            sequence.length += 1
+        return work[Array.LOGITS][:, : self.spec.vocab_size]
+
+    def _rows_of(self, rank: int, sequence: SequenceKV, start: int, entering: NDArray[Any]) -> CompiledRows:
+        spec, rows = self.spec, len(entering)
+        if rank not in self._kept or len(self._kept[rank][Array.HIDDEN]) < rows:
+            self._kept[rank] = _rows_workspace(spec, rows)
+        work = _first_rows(self._kept[rank], rows, self._group)
+        work[Array.CACHES][:] = _cache(sequence, start)
+        self._turn(work, np.arange(start, start + rows))
+        hidden = work[Array.HIDDEN][:, : spec.hidden]
+        hidden[:] = self._enter(entering)
+        return CompiledRows(self._code, self._model | self._exact | work, hidden, self._group)
+
+    def _turn(self, work: Mapping[Array, NDArray[Any]], positions: NDArray[np.int64]) -> None:
+        """The rotary angles of the rows."""
+        angles = positions.astype(np.float32)[:, None] * self._tensors["inv_freq"]
+        work[Array.COS][:], work[Array.SIN][:] = np.cos(angles), np.sin(angles)
+
+    def _run(self, table: NDArray[np.int64]) -> None:
+        """One step in all threads of the team; `table` and what it tells of live until the last has ended."""
+        self._team.run(lambda rank: self._code(What.DECODE_STEP, table.ctypes.data, rank))
+
+    def _matrix(self, name: str) -> list[int]:
+        """A row of step_layout.MATRIX_FIELDS."""
+        panels = self._panels.get(name)
+        if panels is None:
+            return self._float32_matrix(name)
+        values, scales, minima = panels.values, panels.scales, panels.minima
+        depth = self._tensors[name].shape[1]
+        shift = 0 if scales is None else int(math.log2(depth // scales.shape[1]))
+        addresses = [0 if array is None else array.ctypes.data for array in (values, scales, minima)]
+        return [panels.form, *addresses, shift, depth, len(values)]
+
+    def _float32_matrix(self, name: str) -> list[int]:
+        values = self._tensors[name]
+        return [Form.FLOAT32, values.ctypes.data, 0, 0, 0, values.shape[1], len(values)]
+
+    def _of_each_layer(self, name: str, shape_of_none: tuple[int, ...]) -> NDArray[np.float32]:
+        if f"0.{name}" not in self._tensors:
+            return np.empty((self.spec.layers, *shape_of_none), dtype=np.float32)
+        return np.stack([self._tensors[f"{layer}.{name}"] for layer in range(self.spec.layers)])
+
+
+def _cache(sequence: SequenceKV, position: int) -> tuple[int, ...]:
+    """A row of step_layout.CACHE_FIELDS; `position`: of the first new token."""
+    return sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, position
+
+
+def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[Any]]:
+    """The arrays of one step that are not the model's. Widths are rounded up to whole panels."""
+    group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
+    return {
+        Array.BARRIER: np.zeros(1, dtype=np.int64),
+        Array.CACHES: np.empty((rows, CACHE_FIELDS), dtype=np.int64),
+        Array.COS: _floats(rows, dim // 2),
+        Array.SIN: _floats(rows, dim // 2),
+        Array.HIDDEN: _panelled(rows, spec.hidden),
+        Array.LOGITS: _panelled(rows, spec.vocab_size),
+        Array.NORMED: _floats(threads, rows, spec.hidden),
+        Array.QKV: _panelled(rows, query + 2 * spec.kv_heads * dim),
+        Array.QUERIES: _floats(threads, group, dim),
+        Array.SCORES: _floats(threads, group, SPAN_TILES * KEY_TILE),
+        Array.MIXED: _floats(threads, rows, spec.kv_heads, group, dim),
+        Array.STATES: _floats(threads, rows, spec.kv_heads, group, 2),
+        Array.ATTENDED: _floats(rows, query),
+        Array.GATE_UP: _panelled(rows, 2 * spec.ffn),
+        Array.ACTIVE: _floats(rows, spec.ffn),
+    }
+
+
+def _rows_workspace(spec: ModelSpec, rows: int) -> dict[Array, NDArray[Any]]:
+    """The same of one thread's rows of a prefill."""
+    group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
+    some, few = min(rows, LAYER_ROWS), max(1, ATTENDING_ROWS // group) * group
+    return {
+        Array.CACHES: np.empty((1, CACHE_FIELDS), dtype=np.int64),
+        Array.COS: _floats(rows, dim // 2),
+        Array.SIN: _floats(rows, dim // 2),
+        Array.HIDDEN: _panelled(rows, spec.hidden),
+        Array.NORMED: _floats(1, some, spec.hidden),
+        Array.QKV: _panelled(rows, query + 2 * spec.kv_heads * dim),
+        Array.QUERIES: _floats(spec.kv_heads, rows * group, dim),
+        Array.SCORES: _floats(1, few, SPAN_TILES * KEY_TILE),
+        Array.MIXED: _floats(1, 1, 1, few, dim),
+        Array.STATES: _floats(1, 1, 1, few, 2),
+        Array.ATTENDED: _floats(some, query),
+        Array.GATE_UP: _panelled(some, 2 * spec.ffn),
+        Array.ACTIVE: _floats(some, spec.ffn),
+    }
+
+
+def _first_rows(work: Mapping[Array, NDArray[Any]], rows: int, group: int) -> dict[Array, NDArray[Any]]:
+    """Of arrays for as many rows or more."""
+    fewer = {each: work[each][:rows] for each in (Array.COS, Array.SIN, Array.HIDDEN, Array.QKV)}
+    queries = work[Array.QUERIES]
+    heads, _, dim = queries.shape
+    packed = queries.reshape(-1)[: heads * rows * group * dim].reshape(heads, rows * group, dim)
+    return {**work, **fewer, Array.QUERIES: packed}
+
+
+def _floats(*shape: int) -> NDArray[np.float32]:
+    return np.empty(shape, dtype=np.float32)
+
+
+def _panelled(rows: int, width: int) -> NDArray[np.float32]:
+    return _floats(rows, -(-width // PANEL_COLUMNS) * PANEL_COLUMNS)
+
+
+def _table(arrays: Mapping[Array, NDArray[Any]]) -> NDArray[np.int64]:
+    """Where all the arrays of a step lie: what a decode step takes."""
+    table = np.zeros((len(Array), ARRAY_FIELDS), dtype=np.int64)
+    for row, array in arrays.items():
+        assert array.flags.c_contiguous, row.name
+        table[row, : 1 + array.ndim] = array.ctypes.data, *array.shape
+    return table
+
+
+_machine_code = functools.cache(object_code.load)

@@ -1,0 +1,1 @@
+"""Forms in which matrices of weights are held: panels, and the few bits of their file."""

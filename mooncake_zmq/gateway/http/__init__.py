@@ -1,0 +1,1 @@
+"""HTTP in front of the gateway's actor: connections, keys, routes, streams."""

@@ -1,0 +1,554 @@
+"""The gateway's HTTP face: routes, streaming and the client's hanging up. What requests mean is decided elsewhere."""
+
+import asyncio
+import contextlib
+import math
+import re
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mooncake_zmq import __version__
+from mooncake_zmq.engine.constraint import NamedWords
+from mooncake_zmq.engine.grammars import Grammars
+from mooncake_zmq.gateway import manual
+from mooncake_zmq.gateway.http import admin, cluster_routes, web
+from mooncake_zmq.gateway.http.acceptor import network_of
+from mooncake_zmq.gateway.http.auth import Refusals, Usage, sees_all, tenant_at
+from mooncake_zmq.gateway.http.fair_pool import FairPool
+from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading, ServedModel
+from mooncake_zmq.gateway.http.keyless import check_caller
+from mooncake_zmq.gateway.http.sse import Stream, Stuck, accept
+from mooncake_zmq.gateway.openai.prepare import (
+    QUOTED_CHARS,
+    SEED_BITS,
+    ChatBody,
+    CompletionBody,
+    Prepared,
+    RequestError,
+    prepare,
+    quoted,
+    unknown_model,
+)
+from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, Reply, server_sent
+from mooncake_zmq.gateway.openai.tokens import detokenize, tokenize
+from mooncake_zmq.gateway.requests.tenants import Limited, Tenant
+from mooncake_zmq.gateway.requests.traces import names_of
+from mooncake_zmq.gateway.settings import EdgeSettings
+
+CLIENT_CLOSED_REQUEST = 499
+"""Status in log and metrics when the client hung up; nobody receives it."""
+CLIENT_ID_CHARS = 256
+"""A longer x-request-id is not echoed."""
+SWITCH_S = 0.0005
+"""After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
+Python's 5 ms would add up."""
+AT_ONCE_BYTES = 1 << 10
+"""Of a body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
+STREAM_TYPE = (b"content-type", EVENT_STREAM["content-type"].encode())
+CLUSTER_ID = b"x-mooncake-request-id"
+"""Our own id, whatever the client calls its request."""
+CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
+"""What bodies say that ask for a grammar, and others may."""
+ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
+"""A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
+TOO_MANY_CONNECTIONS = "too_many_connections"
+TAKEN_AWAY = "this API key was taken away"
+COMPILE_S = 1.0
+"""Of a grammar, which every engine that follows it has to compile too."""
+SCRAPE_EVERY_S = 0.1
+"""A page of metrics is made at most this often, however many ask: it takes milliseconds, in which no stream goes on."""
+
+WorkT = TypeVar("WorkT")
+
+_log = structlog.get_logger("gateway")
+
+
+def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
+    """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`. `cors_origins`: whose pages may call."""
+    threads = _Threads(edge.settings)
+    model = edge.model
+    words = NamedWords.of(model.tokenizer, model.vocab_size)  # no more than that: the whole vocabulary's table takes memory
+    grammars = Grammars(words, model.vocab_size, max_compile_s=COMPILE_S)
+    edge.parts["grammar_processes"] = grammars.counts
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        yield
+        threads.close()
+        await asyncio.to_thread(grammars.close)
+
+    completions = _Generation(edge, threads, CompletionBody, grammars)
+    chats = _Generation(edge, threads, ChatBody, grammars)
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", _Posted(edge, threads, completions), methods=["POST"]),
+            Route("/v1/chat/completions", _Posted(edge, threads, chats), methods=["POST"]),
+            Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
+            Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
+            *_plain_routes(edge),
+        ],
+        middleware=[*_cors(cors_origins), Middleware(_Envelope, edge=edge, origins=cors_origins)],
+        exception_handlers={HTTPException: _routing_error, RequestError: _request_error, Exception: _our_bug},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Before everything else: a browser asks without a key whether it may ask with one."""
+    if not origins:
+        return []
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", CLUSTER_ID.decode(), "retry-after", "retry-after-ms"),
+    )
+    return [cors]
+
+
+def _plain_routes(edge: Edge) -> list[Route]:
+    created = int(time.time())
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": edge.model.id,
+            "object": "model",
+            "created": created,
+            "owned_by": "mooncake_zmq",
+            "root": edge.model.id,
+            "parent": None,
+            "max_model_len": edge.model.max_model_len,
+        }
+
+    async def models(_request: Request) -> Response:
+        return _json({"object": "list", "data": [card()]})
+
+    async def model(request: Request) -> Response:
+        wanted = request.path_params["model"]
+        if wanted != edge.model.id:
+            raise unknown_model(wanted, edge.model)
+        return _json(card())
+
+    async def health(request: Request) -> Response:
+        is_operator = sees_all(edge.tenants, request.state.tenant)
+        if is_operator:  # nobody else is to have every node report
+            await edge.overview.look()
+        ok, detail = edge.health()
+        if not is_operator:
+            detail = {"status": "ok" if ok else "unavailable"}
+        return _json(detail, 200 if ok else 503, {} if ok else {"retry-after": "1"})
+
+    async def live(_request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def version(_request: Request) -> Response:
+        return _json({"version": __version__})
+
+    made_at, page = -math.inf, b""
+
+    async def metrics(_request: Request) -> Response:
+        nonlocal made_at, page
+        await edge.overview.look()
+        if edge.clock() - made_at >= SCRAPE_EVERY_S:
+            made_at, page = edge.clock(), edge.metrics.exposition()
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def front(request: Request) -> Response:
+        text = web.front_page(str(request.base_url), edge.model.id, edge.model.max_model_len)
+        return HTMLResponse(text, headers=web.headers())
+
+    return [
+        Route("/", front),
+        Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),
+        Route("/health", health),
+        Route("/ready", health),
+        Route("/ping", health),
+        Route("/live", live),
+        Route("/version", version),
+        Route("/metrics", metrics),
+        *manual.routes(),
+        *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
+        *cluster_routes.routes(
+            edge.overview,
+            edge.traces,
+            cluster_routes.Events(edge.overview, lambda: edge.draining, edge.settings.send_timeout_s, _hang_up),
+        ),
+    ]
+
+
+class _Threads:
+    """Where bodies are made into requests, and what is told of whole prompts into JSON: not on the loop, which every stream
+    waits for, but for the shortest bodies, and of the loop's time no more than half. Short ones wait for no long one, and none
+    for a grammar of another."""
+
+    def __init__(self, settings: EdgeSettings) -> None:
+        sys.setswitchinterval(SWITCH_S)
+        self._short_bytes = settings.short_body_bytes
+        self._at_once_bytes = min(AT_ONCE_BYTES, settings.short_body_bytes)
+        self._short = FairPool("prepare")
+        self._long = FairPool("prepare-long", settings.tokenize_threads)
+        self._constrained = FairPool("prepare-grammar")
+        self._loop_free_at = 0.0
+        """Until then the loop's time is for others."""
+
+    async def run(self, call: Call, tenant: Tenant | None, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
+        """`work`, for that body; what it raises, and HungUp."""
+        lane = self._short if len(raw) <= self._short_bytes else self._long
+        if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
+            lane = self._constrained
+        elif len(raw) <= self._at_once_bytes and time.monotonic() >= self._loop_free_at:
+            return self._at_once(work)
+        return await call.unless_gone(asyncio.wrap_future(lane.submit(tenant.name if tenant else "", work)))
+
+    def _at_once(self, work: Callable[[], WorkT]) -> WorkT:
+        """To hand it to a thread and back would take longer."""
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            ended = time.monotonic()
+            self._loop_free_at = ended + (ended - began)
+
+    async def told(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
+        """`work`, which writes what there is of `reply`, whom nobody else touches meanwhile."""
+        if not reply.is_long:
+            return work()
+        return await asyncio.wrap_future(self._long.submit("", work))
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        for lane in (self._short, self._long, self._constrained):
+            lane.close()
+
+
+class _Posted(Generic[WorkT]):
+    """A POST, as an ASGI application: its body is read within the limits and made into something by a thread, then answered."""
+
+    def __init__(self, edge: Edge, threads: _Threads, asked: "_Asked[WorkT]") -> None:
+        self._edge = edge
+        self._threads = threads
+        self._asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = scope["state"]["tenant"]
+        try:
+            with contextlib.ExitStack() as stack:
+                usage = stack.enter_context(Usage(self._edge.tenants, tenant, self._edge.clock))
+                with self._edge.reading() as reading:
+                    raw = await _read_body(Request(scope, receive), reading, self._edge.settings)
+                    usage.prepare()
+                    call = stack.enter_context(self._edge.call())
+                    call.names = scope["state"]["names"]
+                    watcher = asyncio.create_task(_watch(receive, call))
+                    stack.callback(watcher.cancel)
+                    prepared = await self._prepare(call, raw, tenant)
+                    del raw
+                await self._asked.answer(call, prepared, usage, scope, send)
+        except Stuck:
+            scope["state"]["told"] = False  # its requests know only that they were cancelled
+            await _hang_up(scope, receive)
+        except (HungUp, ClientDisconnect):
+            scope["state"]["status"] = CLIENT_CLOSED_REQUEST
+        except Full as full:
+            retry_after_s = self._edge.settings.full_retry_after_s
+            raise RequestError(503, str(full), code="overloaded", retry_after_s=retry_after_s) from None
+        except Limited as limited:
+            raise RequestError(429, str(limited), code="rate_limit_exceeded", retry_after_s=limited.retry_after_s) from None
+
+    async def _prepare(self, call: Call, raw: bytearray, tenant: Tenant | None) -> WorkT:
+        def work() -> WorkT:
+            if call.gone:  # while this waited for a thread
+                raise HungUp
+            return self._asked.prepare(raw, tenant)
+
+        return await self._threads.run(call, tenant, raw, work)
+
+
+class _Asked(Protocol[WorkT]):
+    """What one kind of POST asks for."""
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> WorkT:
+        """In a thread. Raises RequestError."""
+
+    async def answer(self, call: Call, prepared: WorkT, usage: Usage, scope: Scope, send: Send) -> None:
+        """On the loop."""
+
+
+class _Tokens:
+    """POST /tokenize or /detokenize."""
+
+    def __init__(self, edge: Edge, work: Callable[[bytearray, ServedModel], bytes]) -> None:
+        self._model = edge.model
+        self._work = work
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> bytes:
+        return self._work(raw, self._model)
+
+    async def answer(self, call: Call, prepared: bytes, usage: Usage, scope: Scope, send: Send) -> None:
+        await Response(prepared, media_type="application/json")(scope, _nothing, send)
+
+
+class _Generation:
+    """POST /v1/completions or /v1/chat/completions."""
+
+    def __init__(self, edge: Edge, threads: _Threads, kind: type[CompletionBody] | type[ChatBody], grammars: Grammars) -> None:
+        self._edge = edge
+        self._threads = threads
+        self._kind = kind
+        self._grammars = grammars
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
+        edge = self._edge
+        return prepare(raw, self._kind, edge.model, edge.settings, lambda: secrets.randbits(SEED_BITS), tenant, self._grammars)
+
+    async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
+        each = prepared.body.choices_per_prompt
+        usage.take(prepared.requests, each)
+        call.hold(prepared.held_scores)
+        call.submit(prepared.requests, each)
+        scope["state"]["told"] = True
+        reply = Reply(
+            prepared,
+            self._edge.model,
+            request_id=scope["state"]["id"],
+            created=int(time.time()),
+            tells_reuse=self._edge.tells_reuse(prepared.body.cache_salt),
+        )
+        try:
+            if prepared.body.stream:
+                await Stream(call, reply, scope, send, self._threads.told, self._edge.settings).run()
+            else:
+                while not reply.done:
+                    accept(call, reply, await call.take())
+                whole = await self._threads.told(reply, lambda: msgspec.json.encode(reply.whole()))
+                await Response(whole, media_type="application/json")(scope, _nothing, send)
+        finally:
+            usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
+            scope["state"]["facts"] |= {
+                "prompt_tokens": reply.prompt_tokens,
+                "completion_tokens": reply.completion_tokens,
+                "finish_reasons": [choice.finish_reason for choice in prepared.choices],
+            }
+
+
+async def _hang_up(scope: Scope, receive: Receive) -> None:
+    """Cut the connection: nobody takes what is in its buffer. Its server must know before we return without having ended."""
+    scope["state"]["status"] = CLIENT_CLOSED_REQUEST
+    abort = scope["state"].get("abort")
+    if abort is not None:
+        abort()
+        await cluster_routes.until_gone(receive)
+
+
+async def _read_body(request: Request, reading: Reading, settings: EdgeSettings) -> bytearray:
+    limit = settings.max_body_bytes
+    too_large = RequestError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and (len(length) > 18 or int(length) > limit):
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > limit:
+                    raise too_large
+                reading.add(len(chunk))
+                body += chunk
+    except TimeoutError:
+        text = f"the body did not arrive within {settings.body_timeout_s:g} s"
+        raise RequestError(408, text, code="body_timeout") from None
+    return body
+
+
+async def _watch(receive: Receive, call: Call) -> None:
+    await cluster_routes.until_gone(receive)
+    call.hang_up()
+
+
+class _Envelope:
+    """Around every call: its id, the x-request-id echo, and one line in the log when it ends."""
+
+    def __init__(self, app: ASGIApp, edge: Edge, origins: Sequence[str]) -> None:
+        self._app = app
+        self._edge = edge
+        self._origins = origins
+        self._refusals = Refusals()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_at = self._edge.clock()
+        headers = dict(scope["headers"])
+        own_id = self._edge.new_id()
+        client_id = headers.get(b"x-request-id", b"")
+        traceparent = headers.get(b"traceparent", b"")[:CLIENT_ID_CHARS].decode("latin-1")
+        names = names_of(own_id, client_id[:CLIENT_ID_CHARS].decode("latin-1"), traceparent)
+        echoed = client_id if 0 < len(client_id) <= CLIENT_ID_CHARS else own_id.encode()
+        # A fresh dict: the server may share its own between all calls.
+        state = scope["state"] = {
+            **scope.get("state", {}),
+            "id": own_id,
+            "names": names,
+            "echoed": echoed,
+            "status": 500,
+            "facts": {},
+            "told": False,
+            "tenant": None,
+        }
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                state["status"] = message["status"]
+                if message["status"] >= 400 and self._edge.tenants is not None:
+                    await self._put_off(scope)
+                told = ((b"x-request-id", echoed), (CLUSTER_ID, own_id.encode()))
+                message = {**message, "headers": [*message["headers"], *told]}
+            await send(message)
+
+        try:
+            if self._edge.tenants is None:
+                check_caller(scope, Headers(scope=scope), allow_open=self._edge.allow_open, origins=self._origins)
+            state["tenant"] = tenant = tenant_at(self._edge.tenants, scope["path"], headers.get(b"authorization", b""))
+            if tenant is None:
+                await self._app(scope, receive, send_with_id)
+            else:
+                await self._run_for(tenant, scope, receive, send_with_id)
+        except RequestError as error:  # who has no key gets no further
+            await _refuse(error, scope, receive, send_with_id)
+        except BaseException:
+            state["told"] = False
+            raise
+        finally:
+            self._edge.count(f"edge_http_responses[status={state['status']}]")
+            # What was made into requests has a line for each of them, and says there how it ended; unless that was our bug.
+            log = _log.info if scope["path"].startswith("/v1/") and not state["told"] else _log.debug
+            log(
+                "http",
+                method=scope["method"],
+                path=scope["path"][:QUOTED_CHARS],
+                status=state["status"],
+                duration_s=round(self._edge.clock() - began_at, 6),
+                id=own_id,
+                x_request_id=names.client_id,
+                traceparent=traceparent,
+                **state["facts"],
+            )
+
+    async def _put_off(self, scope: Scope) -> None:
+        """Wait with a refusal, if its client asks for too many; its connection makes room meanwhile."""
+        tenant, (address, _) = scope["state"]["tenant"], scope.get("client") or ("", 0)
+        delay_s = self._refusals.delay_s(self._edge.clock(), tenant.name if tenant else f"at {network_of(address)}")
+        if delay_s:
+            self._edge.count("edge_refusals_put_off")
+            scope["state"].get("refuse", _nobody_minds)()
+            await asyncio.sleep(delay_s)
+
+    async def _run_for(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """The call of a tenant, as long as its key is good."""
+        state, tenants, loop = scope["state"], self._edge.tenants, asyncio.get_running_loop()
+        assert tenants is not None
+        state["facts"] = {"tenant": tenant.name}
+        if not state.get("claim", _always)(tenant.name):
+            raise RequestError(429, f"{tenant.name} has as many connections as it may", code=TOO_MANY_CONNECTIONS)
+        begun, is_stream = False, False
+
+        async def send_watched(message: Message) -> None:
+            nonlocal begun, is_stream
+            if message["type"] == "http.response.start":
+                begun, is_stream = True, STREAM_TYPE in message["headers"]
+            await send(message)
+
+        while_good = asyncio.timeout(None)
+
+        def end() -> None:
+            if not while_good.expired():
+                while_good.reschedule(loop.time())
+
+        try:
+            async with while_good:
+                with tenants.calling(tenant, end):
+                    await self._app(scope, receive, send_watched)
+            return
+        except TimeoutError:
+            if not while_good.expired():
+                raise
+        self._edge.count("edge_calls_cut")
+        error = RequestError(401, TAKEN_AWAY, code="invalid_api_key")
+        if not begun:
+            raise error
+        try:
+            if not (is_stream and state.get("push", _cannot)(server_sent(error.body()))):
+                raise TimeoutError  # the client takes nothing now, or only what was promised by its length
+            async with asyncio.timeout(self._edge.settings.send_timeout_s):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            await _hang_up(scope, receive)
+
+
+async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a call that is not looked at, or no longer. What more would come on its connection is not worth reading."""
+    close = {"connection": "close"} if error.code == TOO_MANY_CONNECTIONS or error.message == TAKEN_AWAY else {}
+    await _json(error.body(), error.status, {**error.headers(), **close})(scope, receive, send)
+
+
+def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+async def _request_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    # The rest of a body that was refused half-way is not worth reading: close.
+    close = {"connection": "close"} if error.status in (408, 413) else {}
+    return _json(error.body(), error.status, {**error.headers(), **close})
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    text = f"{request.method} {quoted(request.url.path)}: {error.detail}"
+    return _json(RequestError(error.status_code, text, code=code).body(), error.status_code, dict(error.headers or {}))
+
+
+async def _our_bug(request: Request, _error: Exception) -> Response:
+    """Starlette raises the error again once this is sent, so that the server logs it."""
+    error = RequestError(500, "internal error of the gateway", code="internal_error")
+    return _json(error.body(), 500, {"x-request-id": request.state.echoed.decode("latin-1")})
+
+
+def _always(_tenant: str) -> bool:
+    """Of a server that counts no connections."""
+    return True
+
+
+def _nobody_minds() -> None:
+    """Of a server that counts no connections."""
+
+
+def _cannot(_event: bytes) -> bool:
+    """Of a server that takes nothing but ASGI's messages."""
+    return False
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}

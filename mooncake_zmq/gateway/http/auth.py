@@ -1,0 +1,122 @@
+"""Who calls, and whether he may: API keys at the gateway's door, and what each call takes of its tenant's share.
+
+Without keys `gateway.http.keyless` says who may. With them load balancers need none to learn whether the gateway can serve; how
+the cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
+"""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
+from mooncake_zmq.gateway.requests.client_events import ClientRequest
+from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants
+
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live", "/docs"))
+OPEN_BELOW = "/docs/"
+OPERATORS_PATHS = ("/metrics", "/cluster", "/trace")
+ADMINS_PATHS = ("/admin",)
+"""With all that is below them."""
+MAX_KEY_BYTES = 256
+REFUSALS_PER_S = 20
+LATEST_S = 2.0
+"""The longest that a refusal is put off: a tenant with 512 connections is refused 256 times a second at most."""
+MAX_REFUSED = 2048
+"""Tenants and addresses that are remembered: more than there are connections."""
+
+
+def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenant | None:
+    """Who calls; None where nobody has to say, and did not. Raises RequestError."""
+    if tenants is None:
+        return None
+    scheme, _, secret = authorization.strip().partition(b" ")
+    is_key = scheme.lower() == b"bearer" and 0 < len(secret) <= MAX_KEY_BYTES
+    tenant = tenants.of(secret.strip().decode("latin-1")) if is_key else None
+    if path in OPEN_PATHS or path.startswith(OPEN_BELOW):
+        return tenant
+    if not is_key:
+        text = "You didn't provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
+        raise RequestError(401, text, code="invalid_api_key")
+    if tenant is None:
+        raise RequestError(401, "Incorrect API key provided", code="invalid_api_key")
+    if is_below(path, ADMINS_PATHS) and tenant.role != "admin":
+        raise RequestError(403, f"{quoted(path)} is for keys with role=admin", code="insufficient_permissions")
+    if _for_operators(path) and not sees_all(tenants, tenant):
+        raise RequestError(403, f"{quoted(path)} is for keys with role=metrics or role=admin", code="insufficient_permissions")
+    if not _for_operators(path) and tenant.role == "metrics":
+        told = ", ".join(("/health", *OPERATORS_PATHS))
+        raise RequestError(403, f"a key with role=metrics is for {told} alone", code="insufficient_permissions")
+    return tenant
+
+
+def _for_operators(path: str) -> bool:
+    return is_below(path, OPERATORS_PATHS)
+
+
+def is_below(path: str, paths: Sequence[str]) -> bool:
+    """Is it one of these, or below one?"""
+    return any(path == own or path.startswith(f"{own}/") for own in paths)
+
+
+def sees_all(tenants: Tenants | None, tenant: Tenant | None) -> bool:
+    """May he know how the cluster is, and who uses it?"""
+    return tenants is None or (tenant is not None and tenant.role in ("metrics", "admin"))
+
+
+class Refusals:
+    """How late refusals are to be, of a tenant or of an address without a key. A refused call costs the gateway a millisecond
+    too, in which others wait; a client that asks again at once gets its refusals later and later."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, float] = {}
+        """Until when refusals are spoken for, by whom they are for, while that is not over."""
+
+    def delay_s(self, now: float, owner: str) -> float:
+        """How late one more refusal is to be: 0 for the first ones of a second."""
+        if len(self._due) >= MAX_REFUSED:
+            self._due = {each: due for each, due in self._due.items() if due > now - 1.0}
+        due = max(self._due.get(owner, 0.0), now - 1.0) + 1.0 / REFUSALS_PER_S
+        self._due[owner] = min(due, now + LATEST_S)
+        return min(max(0.0, due - now), LATEST_S)
+
+
+class Usage:
+    """What one call takes of its tenant's rates and slots; leaving it gives back what was not used. Raises Limited."""
+
+    def __init__(self, tenants: Tenants | None, tenant: Tenant | None, clock: Callable[[], float]) -> None:
+        self._tenants, self._tenant, self._clock = tenants, tenant, clock
+        self._slots = self._tokens = 0
+        self._preparing = False
+        self.tokens_used = 0
+        """Of prompts and answers, once the call is over."""
+
+    def __enter__(self) -> "Usage":
+        if self._tenants is not None and self._tenant is not None:
+            self._tenants.begin(self._clock(), self._tenant)
+        return self
+
+    def prepare(self) -> None:
+        """The call is whole: a place for it, before it takes anything of the others'."""
+        if self._tenants is not None and self._tenant is not None:
+            self._tenants.prepare(self._clock(), self._tenant)
+            self._slots, self._preparing = 1, True
+
+    def take(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
+        """For requests that are about to begin, `each` in a row for one prompt, which is computed once."""
+        if self._tenants is None or self._tenant is None:
+            return
+        tokens = sum(len(request.tokens) // 4 for request in requests[::each])
+        tokens += sum(request.stop.max_tokens for request in requests)
+        self._prepared(self._tenants, self._tenant)
+        self._tenants.take(self._clock(), self._tenant, len(requests) - self._slots, tokens)
+        self._slots, self._tokens = len(requests), tokens
+
+    def _prepared(self, tenants: Tenants, tenant: Tenant) -> None:
+        if self._preparing:
+            tenants.prepared(self._clock(), tenant)
+        self._preparing = False
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._slots and self._tenants is not None and self._tenant is not None:
+            self._prepared(self._tenants, self._tenant)
+            left = max(0, self._tokens - self.tokens_used)
+            self._tenants.give_back(self._clock(), self._tenant, self._slots, left, self.tokens_used)

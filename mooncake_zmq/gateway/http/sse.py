@@ -1,0 +1,154 @@
+"""A reply on its way to a client that reads it as it grows."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Message, Scope, Send
+
+from mooncake_zmq.gateway.http.cluster_routes import HEADERS
+from mooncake_zmq.gateway.http.http_calls import Call
+from mooncake_zmq.gateway.openai.prepare import RequestError
+from mooncake_zmq.gateway.openai.responses import DONE, KEEP_ALIVE, Reply, server_sent
+from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
+
+Told = Callable[[Reply, Callable[[], bytes]], Awaitable[bytes]]
+"""Writes what there is of a reply, perhaps elsewhere."""
+
+
+class Stuck(Exception):
+    """A client takes nothing any more, but its connection is open."""
+
+
+class Stream:
+    """A reply as server-sent events. Nothing is sent before there is something to say, so an early failure keeps its status;
+    unless that is long in coming."""
+
+    def __init__(self, call: Call, reply: Reply, scope: Scope, send: Send, told: Told, settings: EdgeSettings) -> None:
+        self._call = call
+        self._reply = reply
+        self._send = send
+        self._push: Callable[[bytes], bool] = scope["state"].get("push", _never)
+        self._told = told
+        self._settings = settings
+        self._begun = False
+        self._loop = asyncio.get_running_loop()
+        self._said_at = self._loop.time()
+        self._writing_since: float | None = None
+        self._limit = asyncio.timeout(None)
+        self._unsaid = b""
+        call.shortcut = self._say_at_once
+
+    async def run(self) -> None:
+        self._look()
+        try:
+            async with self._limit:
+                await self._tell()
+        except TimeoutError:
+            raise Stuck from None
+        finally:
+            self._timer.cancel()
+
+    async def _tell(self) -> None:
+        reply = self._reply
+        try:
+            while not reply.done:
+                accept(self._call, reply, await self._next())
+                await self._say(await self._news() if reply.is_long else reply.news())
+        except RequestError as error:
+            if not self._begun:
+                raise
+            await self._say(await self._news() + server_sent(error.body()), last=True)
+            return
+        usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
+        await self._say(usage + DONE, last=True)
+
+    async def _next(self) -> list[tuple[int, ClientOutput]]:
+        """The next outputs; while none come that say anything, something now and then that is none: a prompt is computed, or an
+        answer goes on elsewhere."""
+        while True:
+            outputs = await self._call.take()
+            unsaid, self._unsaid = self._unsaid, b""
+            if unsaid or not outputs:
+                await self._say(unsaid or KEEP_ALIVE)
+            if outputs:
+                return outputs
+
+    def _say_at_once(self, outputs: list[tuple[int, ClientOutput]]) -> bool:
+        """Tokens of an answer that has begun are most of what is ever said: for them nobody is woken, unless the client takes
+        no more for now."""
+        if not self._begun:
+            return False
+        for _, output in outputs:
+            if type(output) is not TokenOut:
+                return False
+        accept(self._call, self._reply, outputs)
+        events = self._reply.news()
+        if not events:
+            return True
+        if self._push(events):
+            self._said_at = self._loop.time()
+        else:
+            self._unsaid += events
+            self._call.nudge()
+        return True
+
+    def _look(self) -> None:
+        """One timer for all the times of a stream, set again only when it fires: to set one for each token, and to take it
+        back, would cost as much as the token."""
+        now, settings = self._loop.time(), self._settings
+        due = now + settings.send_timeout_s
+        if self._writing_since is not None:
+            due = self._writing_since + settings.send_timeout_s
+            if due <= now:  # a client that takes nothing for long is as good as gone
+                self._limit.reschedule(now)
+                return
+        elif settings.keep_alive_s:
+            silent_since = self._said_at
+            if silent_since + settings.keep_alive_s <= now:
+                self._call.nudge()
+                silent_since = now
+            due = min(due, silent_since + settings.keep_alive_s)
+        self._timer = self._loop.call_at(due, self._look)
+
+    async def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        await self._write({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+    async def _news(self) -> bytes:
+        return await self._told(self._reply, self._reply.news)
+
+    async def _say(self, events: bytes, *, last: bool = False) -> None:
+        if not events:
+            return
+        if last or not self._begun or not self._push(events):
+            await self._begin()
+            await self._write({"type": "http.response.body", "body": events, "more_body": not last})
+        self._said_at = self._loop.time()
+
+    async def _write(self, message: Message) -> None:
+        self._writing_since = self._loop.time()
+        await self._send(message)
+        self._writing_since = None
+
+
+def _never(_events: bytes) -> bool:
+    """Of a server that takes nothing but ASGI's messages."""
+    return False
+
+
+def accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -> None:
+    """Feed the choices; raises RequestError at the first failure. One failed choice fails the call."""
+    for index, output in outputs:
+        choice = reply.choices[index]
+        if choice.has_ended:  # a stop string was found
+            if isinstance(output, Finished | Failed):  # else it came before the actor learned of it
+                choice.settle(output)
+            continue
+        if isinstance(output, Failed):
+            raise RequestError.of(output)
+        choice.accept(output)
+        if choice.was_cut:
+            call.stop(index)

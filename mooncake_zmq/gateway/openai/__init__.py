@@ -1,0 +1,1 @@
+"""OpenAI's API: bodies read into requests, and answers written as responses."""

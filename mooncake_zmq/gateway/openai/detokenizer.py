@@ -1,0 +1,222 @@
+"""An answer as it grows: its tokens made into text, cut at stop strings, told in pieces."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake_zmq.core.messages import TokenLogprob
+from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.tools import NO_TOOLS, CallPiece, Tools
+from mooncake_zmq.gateway.requests.client_events import Failed, Finished, PromptLogprobs, TokenOut
+
+StopTable = tuple[str, list[int]]
+
+
+def stop_tables(stops: Sequence[str]) -> list[StopTable]:
+    """Each stop string with its borders: made once for all choices of a call."""
+    return [(stop, _borders(stop)) for stop in stops]
+
+
+class StopScanner:
+    """Finds the first stop string to be completed, holding back text that may be the start of one (Knuth-Morris-Pratt)."""
+
+    def __init__(self, stops: Sequence[StopTable]) -> None:
+        self._stops = stops
+        self._matched = [0] * len(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """What may go out, and whether a stop string was found; what follows a stop string is cut."""
+        if not self._stops:
+            return text, False
+        start, text = len(self._held), self._held + text
+        for end in range(start, len(text)):
+            found = self._step(text[end])
+            if found:
+                return text[: end + 1 - found], True
+        free = len(text) - max(self._matched)
+        self._held = text[free:]
+        return text[:free], False
+
+    def flush(self) -> str:
+        """What was held back in vain."""
+        held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return held
+
+    def _step(self, char: str) -> int:
+        """Advance all stops by a character; the length of the longest one completed, or 0."""
+        found = 0
+        for which, (stop, borders) in enumerate(self._stops):
+            matched = self._matched[which]
+            while matched and stop[matched] != char:
+                matched = borders[matched - 1]
+            matched += stop[matched] == char
+            self._matched[which] = matched
+            if matched == len(stop):
+                found = max(found, matched)
+        return found
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    length = 0
+    for end in range(1, len(text)):
+        while length and text[end] != text[length]:
+            length = borders[length - 1]
+        length += text[end] == text[length]
+        borders[end] = length
+    return borders
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a choice has to say since it was last asked."""
+
+    text: str
+    token_ids: list[int]
+    echoed_ids: list[int]
+    """The prompt's, if their probabilities are told."""
+    logprobs: list[TokenLogprob | None]
+    """Of the tokens, if they are wanted, those of the prompt first."""
+    offsets: list[int]
+    """Where in the text each of these begins, in characters."""
+    calls: list[CallPiece]
+    """Of tools."""
+
+
+class Choice:
+    """One answer: detokenizes, cuts at stop strings, ends once."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: list[int],
+        model: ServedModel,
+        *,
+        stops: Sequence[StopTable],
+        min_tokens: int,
+        echo: str,
+        tools: Tools = NO_TOOLS,
+        offsets: list[int] | None = None,
+        silent: bool = False,
+    ) -> None:
+        """`offsets`: of the prompt's tokens, if their probabilities are told. `silent`: the answer is not."""
+        self.index = index
+        self._silent = silent
+        self.prompt_ids = prompt_ids
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+        self.finished: Finished | None = None
+        """The actor's account; None if it failed just as a stop string ended the choice."""
+        self.settled = False
+        """Whether the actor is done with it: after a stop string its account comes last."""
+        self.pieces_taken = 0
+        self.has_news = False
+        """Whether anything came since the last `take`."""
+        self._eos_ids = model.tokenizer.eos_ids
+        self._calls = tools.reader()
+        self._detokenizer = model.tokenizer.stream(special=tools.marked)
+        self._scanner = StopScanner(stops)
+        self._min_tokens = min_tokens
+        self._text = [echo]
+        self._token_ids: list[int] = []
+        self._echoed_ids: list[int] = [] if offsets is None else prompt_ids
+        self._logprobs: list[TokenLogprob | None] = [] if offsets is None else [None]
+        self._offsets: list[int] = offsets or []
+        self._pieces: list[CallPiece] = []
+        self._chars = len(echo)
+        """Of the text so far, whether it may go out or not."""
+
+    def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
+        """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
+        assert not self.has_ended
+        if isinstance(output, TokenOut):
+            if not self._silent:
+                self._accept_token(output)
+            return
+        if isinstance(output, PromptLogprobs):
+            assert output.first == len(self._logprobs)
+            self._logprobs += output.logprobs
+            return
+        self.has_news = True
+        self.settle(output)
+        self._add(self._detokenizer.flush())
+        if self._calls is not None and not self.has_ended:
+            self._scan(self._beside(*self._calls.flush()))
+        if not self.has_ended:
+            self._say(self._scanner.flush(), "length" if self._silent else output.reason)
+
+    def _accept_token(self, output: TokenOut) -> None:
+        assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
+        self.has_news = True
+        self.completion_tokens += 1
+        self._token_ids.append(output.token)
+        if output.logprob is not None:
+            self._logprobs.append(output.logprob)
+            self._offsets.append(self._chars)
+        if output.token not in self._eos_ids:
+            self._add(self._detokenizer.push(output.token))
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Will the next piece tell the probabilities of the prompt?"""
+        return bool(self._echoed_ids)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def was_cut(self) -> bool:
+        """Has it ended by a stop string, so that the actor has to be told?"""
+        return self.has_ended and self.finished is None
+
+    def settle(self, output: Finished | Failed) -> None:
+        """The actor's last word."""
+        self.settled = True
+        self.finished = output if isinstance(output, Finished) else None
+
+    def take(self) -> Piece:
+        piece = Piece("".join(self._text), self._token_ids, self._echoed_ids, self._logprobs, self._offsets, self._pieces)
+        self._text, self._token_ids, self._echoed_ids, self.has_news = [], [], [], False
+        self._logprobs, self._offsets, self._pieces = [], [], []
+        self.pieces_taken += 1
+        return piece
+
+    @property
+    def says_text_alone(self) -> bool:
+        """Is there a text to say, neither the first nor the last of the answer, and beside it nothing but token ids?"""
+        return self.pieces_taken > 0 and self.finish_reason is None and not self._pieces and any(self._text)
+
+    def take_text(self) -> tuple[str, list[int]]:
+        """`take`, of what is text alone."""
+        text, ids = "".join(self._text), self._token_ids
+        self._text, self._token_ids, self.has_news = [], [], False
+        self.pieces_taken += 1
+        return text, ids
+
+    def _add(self, text: str) -> None:
+        self._chars += len(text)
+        self._scan(text if self._calls is None else self._beside(*self._calls.push(text)))
+
+    def _beside(self, text: str, pieces: list[CallPiece]) -> str:
+        """The text beside calls, in which alone stop strings are looked for: they would end a call half-way. None stands across
+        one."""
+        if any(piece.name is not None for piece in pieces):
+            self._text.append(self._scanner.flush())
+        self._pieces += pieces
+        return text
+
+    def _scan(self, text: str) -> None:
+        stopped = False
+        if self.completion_tokens > self._min_tokens:
+            text, stopped = self._scanner.push(text)
+        self._say(text, "stop" if stopped else None)
+
+    def _say(self, text: str, reason: str | None) -> None:
+        """This may go out, and with a reason nothing more."""
+        self._text.append(text)
+        self.finish_reason = reason
+        if reason == "stop" and self._calls is not None and self._calls.calls:
+            self.finish_reason = "tool_calls"

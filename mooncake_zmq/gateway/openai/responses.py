@@ -1,0 +1,225 @@
+"""What clients receive of an OpenAI call: its answers as JSON, whole or as server-sent events."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.detokenizer import Choice, Piece
+from mooncake_zmq.gateway.openai.logprobs import of_chat, of_completion
+from mooncake_zmq.gateway.openai.prepare import ChatBody, Prepared
+from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
+
+
+class Reply:
+    """The JSON of one HTTP call, whole or in chunks."""
+
+    def __init__(
+        self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, tells_reuse: bool = True
+    ) -> None:
+        """`tells_reuse`: how much of the prompts was cached."""
+        self.body = prepared.body
+        self.choices = prepared.choices
+        self._model = model
+        self._chat = isinstance(self.body, ChatBody)
+        self._request_id = request_id
+        self._tells_reuse = tells_reuse
+        self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
+        self._forms: dict[int, list[bytes]] = {}
+        self._head = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
+            "object": ("chat.completion" if self._chat else "text_completion"),
+            "created": created,
+            "model": model.id,
+        }
+
+    @property
+    def done(self) -> bool:
+        return all(choice.settled for choice in self.choices)
+
+    @property
+    def is_long(self) -> bool:
+        """Does what is to be said now tell probabilities of whole prompts, so that to write it takes long?"""
+        return any(choice.tells_prompt and choice.has_news for choice in self.choices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """A prompt counts once, however many choices it has: it is computed once."""
+        return sum(len(choice.prompt_ids) for choice in self._first_choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices, as far as they have come."""
+        return sum(choice.completion_tokens for choice in self.choices)
+
+    def whole(self) -> dict[str, Any]:
+        """The body of a call that does not stream."""
+        body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
+        if self._chat and self.body.return_token_ids:
+            body["prompt_token_ids"] = self.choices[0].prompt_ids
+        return {**body, "usage": self._usage(), "mooncake": self._served()}
+
+    def news(self) -> bytes:
+        """What there is to say now, as server-sent events."""
+        return b"".join([self._events(choice) for choice in self.choices if choice.has_news])
+
+    def _events(self, choice: Choice) -> bytes:
+        if not choice.says_text_alone or not self._says_text_alone:
+            return b"".join(map(server_sent, self._chunks(choice)))
+        form = self._forms.get(choice.index)
+        if form is None:
+            form = self._forms[choice.index] = self._form(choice)
+        text, ids = choice.take_text()
+        written = _one_line(msgspec.json.encode(text))
+        if len(form) == 2:
+            return form[0] + written + form[1]
+        return form[0] + written + form[1] + msgspec.json.encode(ids) + form[2]
+
+    def _form(self, choice: Choice) -> list[bytes]:
+        """A chunk of this choice as it is written, cut where its text stands, and its token ids: nothing else changes from
+        token to token."""
+        content = {"delta": {"content": _TEXT}} if self._chat else {"text": _TEXT}
+        ids = {"token_ids": _TEXT} if self.body.return_token_ids else {}
+        return server_sent(self._chunk(choice, content, ids=ids)).split(msgspec.json.encode(_TEXT))
+
+    def _chunks(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        """The first output always says something: a client times it."""
+        first = choice.pieces_taken == 0
+        piece = choice.take()
+        if first and self._chat:
+            chunk = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
+            if self.body.return_token_ids:
+                chunk["prompt_token_ids"] = choice.prompt_ids
+            yield chunk
+        told = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
+        said = piece.text or piece.calls or choice.finish_reason
+        if not (said or (first and not self._chat) or (told and piece.token_ids)):
+            return
+        content = {"delta": self._delta(choice, piece)} if self._chat else {"text": piece.text}
+        ids: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            ids["token_ids"] = piece.token_ids
+            if first and not self._chat:
+                ids["prompt_token_ids"] = choice.prompt_ids
+        chunk = self._chunk(choice, content, piece, ids)
+        if piece.calls and choice.finish_reason:  # what ends with the chunk that brought it, OpenAI's client overlooks
+            chunk["choices"][0]["finish_reason"] = None
+            yield chunk
+            chunk = self._chunk(choice, {"delta": {}}, choice.take())
+        yield chunk
+
+    def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            delta["tool_calls"] = call_deltas(piece.calls, self._call_salt(choice))
+        return delta
+
+    def _call_salt(self, choice: Choice) -> str:
+        """Makes the ids of its calls its own."""
+        return f"{self._head['id']}/{choice.index}"
+
+    def _message(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+        if piece.calls:
+            message["content"] = piece.text or None
+            message["tool_calls"] = whole_calls(piece.calls, self._call_salt(choice))
+        return message
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The chunk before [DONE], when asked for."""
+        return {**self._chunk_head(), "choices": [], "usage": self._usage(), "mooncake": self._served()}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        piece = choice.take()
+        text = {"message": self._message(choice, piece)} if self._chat else {"text": piece.text}
+        told = {"logprobs": self._logprobs(piece), "finish_reason": choice.finish_reason}
+        whole: dict[str, Any] = {"index": choice.index, **text, **told}
+        if self.body.return_token_ids:
+            whole["token_ids"] = piece.token_ids
+            if not self._chat:
+                whole["prompt_token_ids"] = choice.prompt_ids
+        return whole
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self.body.likeliest is None:
+            return None
+        if self._chat:
+            return of_chat(piece.token_ids, [told for told in piece.logprobs if told], self._model.tokenizer.piece)
+        ids = [*piece.echoed_ids, *piece.token_ids]
+        return of_completion(ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk"} if self._chat else self._head
+
+    def _chunk(
+        self, choice: Choice, content: dict[str, Any], piece: Piece | None = None, ids: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        told = {"logprobs": piece and self._logprobs(piece), "finish_reason": piece and choice.finish_reason}
+        said = {"index": choice.index, **content, **told, **(ids or {})}
+        chunk = {**self._chunk_head(), "choices": [said]}
+        if self.body.continuous_usage:
+            chunk["usage"] = _usage(len(choice.prompt_ids), choice.completion_tokens)
+        return chunk
+
+    @property
+    def _first_choices(self) -> list[Choice]:
+        """One for each prompt."""
+        return self.choices[:: self.body.choices_per_prompt]
+
+    def _usage(self) -> dict[str, Any]:
+        usage = _usage(self.prompt_tokens, self.completion_tokens)
+        served = self._served() if self._tells_reuse else None
+        cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
+        return {**usage, "prompt_tokens_details": cached}
+
+    def _served(self) -> dict[str, Any] | None:
+        """Who served, and what was reused, if that may be told; nodes and attempts are the first choice's. None where it is not
+        known."""
+        accounts = [choice.finished for choice in self._first_choices if choice.finished is not None]
+        if len(accounts) < len(self._first_choices):
+            return None
+        reused = {
+            "cached_own": sum(account.cached_own for account in accounts),
+            "cached_local": sum(account.cached_local for account in accounts),
+            "cached_remote": sum(account.cached_remote for account in accounts),
+        }
+        return {
+            **(reused if self._tells_reuse else dict.fromkeys(reused)),
+            "prefill": accounts[0].prefill,
+            "decode": accounts[0].decode,
+            "attempts": accounts[0].attempts,
+            "request": self._request_id,
+        }
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def server_sent(event: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _one_line(msgspec.json.encode(event)) + b"\n\n"
+
+
+def _one_line(written: bytes) -> bytes:
+    """JSON without what clients may take for the end of a line."""
+    if not written.isascii():
+        for raw, escaped in LINE_ENDS:
+            written = written.replace(raw, escaped)
+    return written
+
+
+_TEXT = "\0text"
+"""Stands where the text of a chunk does; no model's name has such a character."""
+EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+"""The headers of a stream of events."""
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: whoever reads events passes over it."""
+LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+"""JSON lets them stand in a string, and clients that cut text into lines take them for ends."""

@@ -1,0 +1,78 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes: what a text is to the model, and back. PURE."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.logprobs import text_of
+from mooncake_zmq.gateway.openai.prepare import (
+    ChatMessage,
+    Prompt,
+    RequestError,
+    check_model,
+    check_size,
+    parsed,
+    read_ids,
+    tokenized,
+    turns_of,
+)
+
+
+class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A text, or a conversation; one of both."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """What the model puts before a text: of a text it is counted unless this is false; of a conversation its template writes
+    it."""
+    add_generation_prompt: bool | None = None
+    """Of a conversation: it ends where the answer begins, unless this is false."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Token ids."""
+
+    tokens: msgspec.Raw
+    model: str | None = None
+
+
+def tokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
+    """The answer to /tokenize, as JSON. Raises RequestError."""
+    body = parsed(raw, TokenizeBody)
+    check_model(body.model, model)
+    prompt = _prompt(body, model)
+    param = "prompt" if isinstance(prompt, str) else "messages"
+    check_size(prompt, model, param)
+    ids = tokenized(
+        prompt, model, param, special=body.add_special_tokens is not False, answer=body.add_generation_prompt is not False
+    )
+    strings = [text_of(model.tokenizer.piece(token)) for token in ids] if body.return_token_strs else None
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
+    return msgspec.json.encode(answer)
+
+
+def detokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
+    """The answer to /detokenize, as JSON, special tokens and all. Raises RequestError."""
+    body = parsed(raw, DetokenizeBody)
+    check_model(body.model, model)
+    ids = read_ids(bytes(body.tokens), model, "tokens")
+    if max(ids, default=0) >= model.vocab_size:
+        text = f"token id {max(ids)} is out of range: the vocabulary has {model.vocab_size} ids"
+        raise RequestError(400, text, code="invalid_value", param="tokens")
+    return msgspec.json.encode({"prompt": model.tokenizer.decode(ids, special=True)})
+
+
+def _prompt(body: TokenizeBody, model: ServedModel) -> Prompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError(400, "give a prompt or messages, one of both", code="invalid_value", param="prompt")
+    if body.prompt is not None:
+        return body.prompt
+    if body.add_special_tokens:
+        text = "add_special_tokens is for a prompt: of messages the chat template writes them"
+        raise RequestError(400, text, code="invalid_value", param="add_special_tokens")
+    return turns_of(body.messages or [], model)

@@ -1,0 +1,1 @@
+"""The gateway's actor, which owns requests, with its records of them and of the cluster."""

@@ -1,0 +1,184 @@
+"""Sends spans of requests that are over to an OpenTelemetry collector, from a thread of its own.
+
+Nothing waits for it: what does not fit into its queue, or what the collector does not take in time, is dropped and counted.
+Needs the extra `otel`.
+"""
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import structlog
+
+from mooncake_zmq import __version__
+from mooncake_zmq.gateway.requests.request_log import Account
+from mooncake_zmq.gateway.requests.spans import CALLER, Branch, tree
+from mooncake_zmq.gateway.requests.traces import Names
+
+MAX_QUEUED = 2048
+"""Requests that wait to be sent: seconds of a busy gateway, a few KiB each."""
+BATCH = 64
+"""Requests in one message, some hundred spans: to write more holds the interpreter for too long."""
+EVERY_S = 1.0
+TIMEOUT_S = 5.0
+"""For one message, with the tries that the exporter makes."""
+CLOSE_S = 3.0
+TRACES_PATH = "/v1/traces"
+NANOSECONDS = 1_000_000_000
+SERVICE = "mooncake_zmq"
+EXPORTED, NOT_SAMPLED = "requests_exported", "requests_not_sampled"
+QUEUE_FULL, NOT_TAKEN = "requests_dropped[reason=queue_full]", "requests_dropped[reason=collector]"
+COUNTED = (EXPORTED, NOT_SAMPLED, QUEUE_FULL, NOT_TAKEN)
+OTEL = "pip install 'mooncake-zmq[otel]'"
+log = structlog.get_logger("otlp")
+
+
+class Ended(NamedTuple):
+    """A request, with the time at which it was over, in ns of the wall clock."""
+
+    account: Account
+    names: Names
+    at_ns: int
+
+
+def is_installed() -> bool:
+    """Is the extra `otel` here?"""
+    found = [name for name in ("opentelemetry", "opentelemetry.sdk") if find_spec(name) is not None]
+    return len(found) == 2 and find_spec("opentelemetry.exporter") is not None
+
+
+def full_url(endpoint: str) -> str:
+    """As OTLP over HTTP has it: a collector's address alone is that of all signals."""
+    parts = urlsplit(endpoint)
+    return endpoint if parts.path not in ("", "/") else f"{endpoint.rstrip('/')}{TRACES_PATH}"
+
+
+class Otlp:
+    """Of one gateway. `tell` what is over; `counts` says what became of it."""
+
+    def __init__(self, endpoint: str, *, gateway: str, model: str, on_crash: Callable[[BaseException], None]) -> None:
+        """Headers, certificates and compression are those of the usual OTEL_EXPORTER_OTLP_... variables."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
+        self._made = _Spans(gateway, model)
+        self._on_crash = on_crash
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # what it would say again and again is told once below
+        self._exporter = OTLPSpanExporter(endpoint=full_url(endpoint), timeout=TIMEOUT_S)
+        self._queue: queue.Queue[Ended] = queue.Queue(MAX_QUEUED)
+        self._closing = threading.Event()
+        self._reached = True
+        self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
+        self._thread.start()
+
+    def tell(self, account: Account, names: Names) -> None:
+        """A request is over. Whose client said that its trace is not sampled is told nobody."""
+        if not names.sampled:
+            self._count(NOT_SAMPLED)
+            return
+        try:
+            self._queue.put_nowait(Ended(account, names, time.time_ns()))
+        except queue.Full:
+            self._count(QUEUE_FULL)
+
+    def close(self) -> None:
+        """Send what waits, if the collector takes it soon."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+        self._exporter.shutdown()  # it may be between two tries
+        self._thread.join(CLOSE_S)
+
+    # --- the own thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(EVERY_S):
+                self._send_all()
+            self._send_all()
+        except Exception as error:
+            self._on_crash(error)
+            log.critical("worker_crashed", thread="otlp", exc_info=error)
+
+    def _send_all(self) -> None:
+        """Until nothing waits, or once in vain."""
+        while batch := self._batch():
+            if not self._send(batch):
+                return
+
+    def _batch(self) -> list[Ended]:
+        batch: list[Ended] = []
+        while len(batch) < BATCH:
+            try:
+                batch.append(self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return batch
+
+    def _send(self, batch: list[Ended]) -> bool:
+        from requests import RequestException
+
+        spans = [span for each in batch for span in self._made.of(each)]
+        try:
+            reached = bool(self._exporter.export(spans).name == "SUCCESS")
+        except RequestException:  # some releases of the exporter let it through
+            reached = False
+        self._count(EXPORTED if reached else NOT_TAKEN, len(batch))
+        if reached != self._reached:
+            self._reached = reached
+            (log.info if reached else log.warning)("otlp_reached" if reached else "otlp_unreached")
+        return reached
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
+
+
+class _Spans:
+    """Makes OpenTelemetry's spans."""
+
+    def __init__(self, gateway: str, model: str) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._gateway, self._model = gateway, model
+        self._resource = Resource.create(
+            {"service.name": SERVICE, "service.instance.id": gateway, "service.version": __version__}
+        )
+        self._scope = InstrumentationScope(SERVICE, __version__)
+
+    def of(self, ended: Ended) -> list[Any]:
+        """In the client's trace, below its span, where it named one."""
+        names = ended.names
+        trace_id = int(names.trace_id, 16) if names.trace_id else secrets.randbits(128) or 1
+        caller = int(names.parent_id, 16) if names.parent_id else 0
+        branches = tree(ended.account, names, model=self._model, gateway=self._gateway)
+        ids = [secrets.randbits(64) or 1 for _ in branches]
+        began_ns = ended.at_ns - round(ended.account.duration_s * NANOSECONDS)
+        return [
+            self._span(branch, trace_id, own, caller if branch.parent == CALLER else ids[branch.parent], began_ns)
+            for branch, own in zip(branches, ids, strict=True)
+        ]
+
+    def _span(self, branch: Branch, trace_id: int, own: int, parent: int, began_ns: int) -> Any:
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+        from opentelemetry.trace.status import Status, StatusCode
+
+        flags, is_root = TraceFlags(TraceFlags.SAMPLED), branch.parent == CALLER
+        return ReadableSpan(
+            name=branch.name,
+            context=SpanContext(trace_id, own, is_remote=False, trace_flags=flags),
+            parent=SpanContext(trace_id, parent, is_remote=is_root, trace_flags=flags) if parent else None,
+            resource=self._resource,
+            attributes=branch.attributes,
+            kind=SpanKind.SERVER if is_root else SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR, branch.failed) if branch.failed else Status(StatusCode.UNSET),
+            start_time=began_ns + round(branch.start_s * NANOSECONDS),
+            end_time=began_ns + round((branch.start_s + branch.duration_s) * NANOSECONDS),
+            instrumentation_scope=self._scope,
+        )

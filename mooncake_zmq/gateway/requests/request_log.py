@@ -1,0 +1,369 @@
+"""What became of each request: its attempts, why each ended, where its time went. PURE.
+
+It is told from what the gateway's actor hears and says, which knows nothing of this. Times are seconds since the request came;
+nodes tell durations, which are laid back from when their messages arrived here.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from mooncake_zmq.core.actor import (
+    DrainTimedOut,
+    Effect,
+    Event,
+    FromClient,
+    PeerDown,
+    Received,
+    Send,
+    SetTimer,
+    TimerFired,
+    ToClient,
+)
+from mooncake_zmq.core.messages import (
+    AttemptFailed,
+    DecodeAccount,
+    FirstToken,
+    Message,
+    Placed,
+    Rejected,
+    RejectReason,
+    RequestEnded,
+    Schedule,
+    StartPrefill,
+    TokensDecoded,
+)
+from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientRequest, Failed, Finished, TokenOut
+
+MAX_OPEN = 8192
+"""Requests that are followed at once; of more, the oldest is followed no longer."""
+MAX_ATTEMPTS = 16
+"""Attempts told of a request: the first, and the last ones."""
+CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One attempt: who had it, what was predicted, what came. None, or 0 of what a node tells: it did not come so far."""
+
+    number: int
+    began_s: float
+    conductor: str
+    placed_s: float | None = None
+    prefill: str = ""
+    decode: str = ""
+    stages: tuple[str, ...] = ()
+    predicted_ttft_s: float | None = None
+    """From `began_s` on. Of a request that was refused, what it was refused for: from its arrival on."""
+    predicted_tbt_s: float | None = None
+    first_s: float | None = None
+    """When its first token came."""
+    cached_own: int = 0
+    cached_local: int = 0
+    cached_remote: int = 0
+    queue_s: float = 0.0
+    prepare_s: float = 0.0
+    """From its turn in the queue to the engine: lease, the decode's reservation, room."""
+    load_s: float = 0.0
+    """Of `prefill_s`: until reused KV was loaded."""
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0
+    """From the decode's reservation until it had verified all KV."""
+    wait_s: float = 0.0
+    """For a place in the batch."""
+    decode_s: float = 0.0
+    steps: int = 0
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    tokens: int = 0
+    ended_s: float | None = None
+    why: str = ""
+    """Why it ended; of the last attempt, as the request did."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Account:
+    """One request, open or over."""
+
+    request_id: str
+    arrived_at: float
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    tenant: str = ""
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    first_s: float | None = None
+    """When its first token came, of whatever attempt."""
+    outcome: str = ""
+    """"stop", "length", "cancelled" or the code of its error."""
+    completion_tokens: int = 0
+    duration_s: float = 0.0
+    cached: tuple[int, int, int] = (0, 0, 0)
+    """Prompt tokens whose KV was loaded: from the prefill's own slab, its host's pool, other hosts."""
+    made: int = 0
+    """Attempts; of more than `MAX_ATTEMPTS` some are left out of `attempts`."""
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def last(self) -> Attempt | None:
+        """The attempt under way, or the last one."""
+        return self.attempts[-1] if self.attempts else None
+
+
+class Accounts:
+    """Follows all requests of one gateway. `ended` is given each account once."""
+
+    def __init__(self, ended: Callable[[Account], None]) -> None:
+        self._ended = ended
+        self._open: OrderedDict[str, Account] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def observe(self, now: float, event: Event, effects: Sequence[Effect]) -> None:
+        """The actor has handled an event."""
+        match event:
+            case Received(sender, message):
+                self._heard(now, sender, message)
+            case FromClient(request_id, ClientRequest() as client):
+                for each in (request_id, *(sibling for sibling, _ in client.siblings)):
+                    self._begin(now, each, client)
+        over: list[tuple[str, Finished | Failed]] = []
+        for effect in effects:
+            match effect:
+                case ToClient(_, TokenOut()):
+                    pass
+                case ToClient(request_id, Finished() | Failed() as end):
+                    over.append((request_id, end))
+                case Send(to, Schedule() as schedule):
+                    self._scheduled(now, to, schedule)
+                case Send(_, StartPrefill(siblings=siblings) as start) if siblings:
+                    self._shared(now, start)
+                case Send(_, RequestEnded() as ended):
+                    self._outcome(ended)
+                case SetTimer(("attempt", str(request_id))):
+                    self._attempt_over(now, request_id, _why(event))
+        for request_id, end in over:
+            self._over(now, request_id, end)
+        match event:
+            case FromClient(request_id, ClientGone()) if request_id in self._open:
+                self._close(now, self._open[request_id], CANCELLED)
+
+    def _begin(self, now: float, request_id: str, client: ClientRequest) -> None:
+        account = self._of(now, request_id)
+        account.prompt_tokens, account.max_tokens = len(client.tokens) // 4, client.stop.max_tokens
+        account.tenant = client.tenant
+        account.ttft_slo_s, account.tbt_slo_s = client.ttft_slo_s, client.tbt_slo_s
+
+    def _of(self, now: float, request_id: str) -> Account:
+        account = self._open.get(request_id)
+        if account is None:
+            account = self._open[request_id] = Account(request_id=request_id, arrived_at=now)
+            if len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)
+        return account
+
+    def _scheduled(self, now: float, conductor: str, schedule: Schedule) -> None:
+        account = self._of(now, schedule.request_id)
+        if account.last is None or account.last.number != schedule.attempt:
+            began_s = now - account.arrived_at
+            self._add(account, Attempt(number=schedule.attempt, began_s=began_s, conductor=conductor))
+
+    def _shared(self, now: float, start: StartPrefill) -> None:
+        """Choices of a prompt are placed with the first of them."""
+        found = self._attempt(start.request_id, start.attempt)
+        if found is None:
+            return
+        leader, led_since = found[1], found[0].arrived_at + found[1].began_s
+        for sibling in start.siblings:
+            account = self._of(now, sibling.request_id)
+            self._add(account, replace(leader, number=sibling.attempt, began_s=led_since - account.arrived_at))
+
+    def _add(self, account: Account, attempt: Attempt) -> None:
+        account.made += 1
+        account.attempts.append(attempt)
+        if len(account.attempts) > MAX_ATTEMPTS:
+            del account.attempts[1]
+
+    def _heard(self, now: float, sender: str, message: Message) -> None:
+        match message:
+            case TokensDecoded(accounts=accounts):
+                for told in accounts:
+                    found = self._attempt(told.request_id, told.attempt)
+                    if found is not None and found[1].decode == sender:
+                        _decoded(found[1], told)
+            case Placed():
+                found = self._attempt(message.request_id, message.attempt)
+                if found is not None:
+                    _placed(found[1], message, now - found[0].arrived_at)
+            case Rejected(reason=reason, predicted_s=predicted_s) if predicted_s:
+                found = self._attempt(message.request_id, message.attempt)
+                if found is not None and reason is RejectReason.TTFT:
+                    found[1].predicted_ttft_s = predicted_s
+                elif found is not None:
+                    found[1].predicted_tbt_s = predicted_s
+            case FirstToken():
+                found = self._attempt(message.request_id, message.attempt)
+                if found is not None and found[1].prefill == sender and found[1].ended_s is None:
+                    _first(*found, message, now - found[0].arrived_at)
+
+    def _attempt(self, request_id: str, number: int) -> tuple[Account, Attempt] | None:
+        account = self._open.get(request_id)
+        attempt = account.last if account is not None else None
+        return None if account is None or attempt is None or attempt.number != number else (account, attempt)
+
+    def _outcome(self, ended: RequestEnded) -> None:
+        found = self._attempt(ended.request_id, ended.attempt)
+        if found is not None and ended.outcome is not None:
+            attempt, outcome = found[1], ended.outcome
+            attempt.ttft_s, attempt.tbt_s, attempt.tokens = outcome.ttft_s, outcome.tbt_s, outcome.output_tokens
+
+    def _attempt_over(self, now: float, request_id: str, why: str) -> None:
+        account = self._open.get(request_id)
+        if account is not None and account.last is not None and account.last.ended_s is None:
+            account.last.ended_s, account.last.why = now - account.arrived_at, why
+
+    def _over(self, now: float, request_id: str, end: Finished | Failed) -> None:
+        account = self._of(now, request_id)
+        if isinstance(end, Failed):
+            self._close(now, account, end.code)
+            return
+        account.prompt_tokens, account.completion_tokens = end.prompt_tokens, end.completion_tokens
+        account.cached = end.cached_own, end.cached_local, end.cached_remote
+        self._close(now, account, end.reason)
+
+    def _close(self, now: float, account: Account, outcome: str) -> None:
+        self._attempt_over(now, account.request_id, outcome)
+        account.outcome, account.duration_s = outcome, now - account.arrived_at
+        del self._open[account.request_id]
+        self._ended(account)
+
+
+def _placed(attempt: Attempt, message: Placed, now_s: float) -> None:
+    attempt.placed_s = now_s
+    attempt.prefill, attempt.decode, attempt.stages = message.prefill, message.decode, message.stages
+    attempt.predicted_ttft_s, attempt.predicted_tbt_s = message.ttft_s, message.tbt_s
+
+
+def _first(account: Account, attempt: Attempt, message: FirstToken, now_s: float) -> None:
+    attempt.first_s = now_s
+    account.first_s = now_s if account.first_s is None else account.first_s
+    attempt.cached_own, attempt.cached_local, attempt.cached_remote = message.own, message.local, message.remote
+    attempt.queue_s, attempt.prepare_s = message.queue_s, message.prepare_s
+    attempt.load_s, attempt.prefill_s = message.load_s, max(0.0, message.prefill_s - message.prepare_s)
+
+
+def _decoded(attempt: Attempt, told: DecodeAccount) -> None:
+    attempt.handoff_s, attempt.wait_s = told.handoff_s, told.wait_s
+    attempt.decode_s, attempt.steps = told.decode_s, told.steps
+
+
+def _why(event: Event) -> str:
+    """Why an attempt was given up when this happened."""
+    match event:
+        case Received(sender, AttemptFailed(reason=reason)):
+            return f"{sender}: {reason}"
+        case Received(_, Rejected(reason=reason)):
+            return f"rejected: {reason.value}"
+        case Received(_, Placed(prefill=prefill, decode=decode)):
+            return f"{prefill} or {decode} is not there"
+        case Received(sender, FirstToken() | TokensDecoded()):
+            return f"{sender} tells of tokens that the model does not have"
+        case PeerDown(peer, reason):
+            return f"{peer} is down: {reason}"
+        case TimerFired(("stall", *_)):
+            return "nothing came for too long"
+        case DrainTimedOut():
+            return "the gateway stops"
+        case _:
+            return type(event).__name__
+
+
+# --- told
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a node did for an attempt."""
+
+    name: str
+    node: str
+    attempt: int
+    start_s: float
+    duration_s: float
+
+
+def spans(account: Account) -> list[Span]:
+    """Where the time went, node by node, attempts in order."""
+    return [span for attempt in account.attempts for span in _spans(attempt, account.duration_s)]
+
+
+def _spans(attempt: Attempt, over_s: float) -> Iterator[Span]:
+    ended_s = over_s if attempt.ended_s is None else attempt.ended_s
+    number = attempt.number
+    placed_s = attempt.placed_s
+    placing_s = (ended_s if placed_s is None else placed_s) - attempt.began_s
+    yield Span("place", attempt.conductor, number, attempt.began_s, placing_s)
+    if placed_s is None:
+        return
+    if attempt.first_s is None:
+        yield Span("wait for the first token", attempt.prefill, number, placed_s, ended_s - placed_s)
+        return
+    computing_s = attempt.first_s - attempt.prefill_s
+    preparing_s = computing_s - attempt.prepare_s
+    yield Span("queue", attempt.prefill, number, preparing_s - attempt.queue_s, attempt.queue_s)
+    yield Span("prepare", attempt.prefill, number, preparing_s, attempt.prepare_s)
+    yield Span("prefill", attempt.prefill, number, computing_s, attempt.prefill_s)
+    if attempt.load_s:
+        yield Span("load", attempt.prefill, number, computing_s, attempt.load_s)
+    if not attempt.steps:
+        yield Span("decode", attempt.decode, number, attempt.first_s, ended_s - attempt.first_s)
+        return
+    decoding_s = ended_s - attempt.decode_s
+    waiting_s = decoding_s - attempt.wait_s
+    yield Span("handoff", attempt.decode, number, waiting_s - attempt.handoff_s, attempt.handoff_s)
+    yield Span("wait for the batch", attempt.decode, number, waiting_s, attempt.wait_s)
+    yield Span("decode", attempt.decode, number, decoding_s, attempt.decode_s)
+
+
+def told(account: Account) -> dict[str, Any]:
+    """All of it, for JSON."""
+    whole = asdict(account)
+    del whole["arrived_at"]
+    own, local, remote = whole.pop("cached")
+    return whole | {
+        "cached_own": own,
+        "cached_local": local,
+        "cached_remote": remote,
+        "spans": [asdict(span) for span in spans(account)],
+    }
+
+
+def line(account: Account) -> dict[str, Any]:
+    """One line of a log: what came, beside what was predicted, and why attempts were given up."""
+    last = account.last or Attempt(number=0, began_s=0.0, conductor="")
+    own, local, remote = account.cached
+    return {
+        "outcome": account.outcome,
+        "tenant": account.tenant,
+        "duration_s": _rounded(account.duration_s),
+        "prompt_tokens": account.prompt_tokens,
+        "completion_tokens": account.completion_tokens,
+        "cached_own": own,
+        "cached_local": local,
+        "cached_remote": remote,
+        "first_s": _rounded(account.first_s),
+        "ttft_s": _rounded(last.ttft_s),
+        "predicted_ttft_s": _rounded(last.predicted_ttft_s),
+        "tbt_s": _rounded(last.tbt_s),
+        "predicted_tbt_s": _rounded(last.predicted_tbt_s),
+        "prefill": last.prefill,
+        "decode": last.decode,
+        "attempts": account.made,
+        "given_up": [f"{each.number} {each.prefill}>{each.decode}: {each.why}" for each in account.attempts[:-1]],
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -1,0 +1,1 @@
+"""Machine code of the package's own modules, by mypyc."""

@@ -1,0 +1,102 @@
+"""`mooncake-zmq compile`: has mypyc make machine code of a part of `mypyc_code`."""
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from mooncake_zmq.native.mypyc_code import (
+    EXTENSION,
+    HOME,
+    PACKAGE,
+    PARTS,
+    SWITCH,
+    TAG,
+    Part,
+    compiled_files,
+    folder,
+    is_complete,
+)
+
+CONFIG = "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
+LOCK = "lock"
+NEW = f"{TAG}-new-"
+SLOTTED = re.compile(r"^@dataclass\((frozen=True)?(?:, )?slots=True\)$", re.MULTILINE)
+"""In the copy that is compiled, dataclasses need no slots: mypyc takes them for classes of its own, which have no dictionaries
+anyway, only without. Those that are made by keywords alone keep them: msgspec makes some of them from files."""
+EXACT = "-ffp-contract=off"
+"""No multiplication is joined with an addition, where a machine has that: numbers are those of Python to the last digit."""
+
+
+class CannotCompile(Exception):
+    """Something is missing; the message says what."""
+
+
+def compile_part(part: Part) -> Path:
+    """Compile, which takes minutes, unless that was done; then drop what this Python has of other sources. Returns the folder.
+    A second one waits for the first. Raises CannotCompile."""
+    if find_spec("mypyc") is None or find_spec("setuptools") is None:
+        raise CannotCompile("mypyc is missing: pip install 'mooncake-zmq[mypyc]'")
+    try:
+        HOME.mkdir(exist_ok=True)
+        with (HOME / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            target = folder(PACKAGE, part)
+            if not is_complete(compiled_files(target), part):
+                target = _install(part)
+            kept = [folder(PACKAGE, each) for each in PARTS]
+            for other in HOME.glob(f"{TAG}-*"):
+                if other not in kept:
+                    shutil.rmtree(other, ignore_errors=True)
+    except OSError as error:
+        raise CannotCompile(f"cannot write {HOME}: {error}") from None
+    return target
+
+
+def _install(part: Part) -> Path:
+    """Build from a copy of the sources; what is there under its name already is incomplete."""
+    scratch = Path(tempfile.mkdtemp(dir=HOME, prefix=NEW))
+    package = scratch / PACKAGE.name
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns(HOME.name, "__pycache__", "plots"))
+    target = HOME / folder(package, part).name
+    for name in part.modules:
+        _without_slots(_source(package, name))
+    built = _build(scratch, package, part)
+    if target.exists():
+        target.rename(scratch / "incomplete")
+    built.rename(target)
+    return target
+
+
+def _source(package: Path, name: str) -> Path:
+    return package / f"{name.replace('.', '/')}.py"
+
+
+def _without_slots(source: Path) -> None:
+    source.write_text(SLOTTED.sub(r"@dataclass(\1)", source.read_text()))
+
+
+def _build(scratch: Path, package: Path, part: Part) -> Path:
+    """A folder with every compiled module by its full name."""
+    (scratch / "mypy.ini").write_text(CONFIG)
+    files = [str(_source(package, name).relative_to(scratch)) for name in part.modules]
+    paths = os.pathsep.join(filter(None, (str(scratch), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {SWITCH: "0", "PYTHONPATH": paths, "MYPYC_DEBUG_LEVEL": "0"}
+    environment.setdefault("MYPYC_OPT_LEVEL", part.optimize)
+    environment["CFLAGS"] = f"{EXACT} {os.environ.get('CFLAGS', '')}"
+    run = subprocess.run([sys.executable, "-m", "mypyc", *files], cwd=scratch, env=environment, capture_output=True, text=True)
+    if run.returncode:
+        raise CannotCompile(f"mypyc failed; it needs a C compiler and Python's headers:\n{(run.stdout + run.stderr)[-2000:]}")
+    built = scratch / "built"
+    built.mkdir()
+    for path in [*scratch.glob(f"*{EXTENSION}"), *package.rglob(f"*{EXTENSION}")]:
+        name = ".".join(path.relative_to(scratch).parts)
+        path.rename(built / name)
+    if not is_complete(compiled_files(built), part):
+        raise CannotCompile("mypyc left out modules; run it by hand to see why: python -m mypyc " + " ".join(files))
+    return built

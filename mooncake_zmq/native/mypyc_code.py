@@ -1,0 +1,134 @@
+"""Machine code for what a node goes through at each message and token, or a replayed trace: the same modules, compiled by
+mypyc where there is a C compiler.
+
+What `mypyc_build` makes lies in `__mypyc__` beside the sources, as `__pycache__` does, in a folder named after this Python,
+the sources and what compiled them: one for nodes, and one for the laboratory's own processes, where whatever a trace goes
+through is machine code. A process that runs any of it says so before it imports what is compiled, and no other does:
+simulations replace parts of actors, which machine code does not allow.
+Sources that changed are never shadowed: they run as Python until they are compiled anew. Without any of it the decisions are
+the same, and a quarter as many in a second. Constants that every decision reads are `Final`: they then stand in the code,
+instead of being looked up by name.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import xxhash
+
+PACKAGE = Path(__file__).parents[1]
+
+
+class Part(NamedTuple):
+    """What is compiled together. `rooms`: what its modules are made of: a change in any of it makes them stale."""
+
+    name: str
+    modules: tuple[str, ...]
+    rooms: tuple[str, ...]
+    optimize: str
+    """The compiler's level, unless MYPYC_OPT_LEVEL says another, for trials: the higher, the longer it takes."""
+
+
+_ACTORS = (
+    *(f"core.{name}" for name in ("chunking", "costs", "gaps", "leaving", "moves", "order", "pace", "reactions")),
+    *(f"core.{name}" for name in ("reports", "shell")),
+    *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slots")),
+    *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "chain", "choices")),
+    *(f"conductor.{name}" for name in ("coming", "conductor", "corrections", "decodes", "handovers", "membership")),
+    *(f"conductor.{name}" for name in ("placement", "plans", "prefills", "prefix_index", "ranking", "recent", "routing")),
+    *(f"conductor.{name}" for name in ("sources", "transfers", "waits")),
+    *(f"prefill.{name}" for name in ("prefill", "queue", "slab_announcer", "waiting", "workload")),
+    *(f"decode.{name}" for name in ("batch", "decode", "request")),
+    *(f"cache_node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
+)
+"""Not among them: modules whose classes are msgspec's, which mypyc does not know."""
+_AROUND_THEM = (
+    *(f"core.{name}" for name in ("node", "session", "watch")),
+    *(f"gateway.http.{name}" for name in ("http_calls", "metrics", "sse")),
+    *(f"gateway.openai.{name}" for name in ("detokenizer", "responses")),
+    *(f"gateway.requests.{name}" for name in ("request_log", "requests", "token_gaps", "traces")),
+    "runtime.zmq_runtime",
+)
+_REPLAYS = (
+    *(f"laboratory.{name}" for name in ("gaps", "keys", "machine", "recorder", "resources")),
+    *(f"simulation.{name}" for name in ("links", "world")),
+)
+_ROOMS = ("core", "kv", "conductor", "prefill", "decode", "cache_node")
+NODES = Part("nodes", (*_ACTORS, *_AROUND_THEM), (*_ROOMS, "gateway", "runtime"), "3")
+LABORATORY = Part("laboratory", (*_ACTORS, *_REPLAYS), (*_ROOMS, "laboratory", "simulation"), "1")
+PARTS = (NODES, LABORATORY)
+SWITCH = "MOONCAKE_ZMQ_MYPYC"
+"""The environment variable that turns it off, as 0: tests replace parts of classes, which machine code does not allow."""
+NOT_COMPILED = "the nodes are not compiled, or their sources have changed since: run mooncake-zmq compile"
+HOME = PACKAGE / "__mypyc__"
+EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
+TAG = EXTENSION.split(".")[1]
+"""This Python and machine."""
+
+
+class _Finder:
+    """On `sys.meta_path`. Its base class in `importlib.abc` would take every start of a command 10 ms, with all it imports."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._files = files
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        file = self._files.get(fullname)
+        return importlib.util.spec_from_file_location(fullname, file) if file is not None and file.exists() else None
+
+
+def use(part: Part) -> None:
+    """Import its compiled modules from here on, if they are there and not stale; where a source of them is imported already,
+    none of them: they know each other's insides."""
+    files = usable(part)
+    if files and not files.keys() & sys.modules.keys():
+        sys.meta_path.insert(0, _Finder(files))
+
+
+def usable(part: Part) -> dict[str, Path]:
+    """The compiled modules of a part by full name; empty where it is not compiled, is stale or is turned off."""
+    if os.environ.get(SWITCH) == "0" or not HOME.is_dir():
+        return {}
+    files = compiled_files(folder(PACKAGE, part))
+    return files if is_complete(files, part) else {}
+
+
+def in_use() -> bool:
+    """Whether this process decides by machine code."""
+    return str(importlib.import_module(f"{PACKAGE.name}.conductor.routing").__file__).endswith(EXTENSION)
+
+
+def folder(package: Path, part: Part) -> Path:
+    """Where the compiled modules of a package's sources are, or would be: other sources, another way to compile them or another
+    mypyc make another one."""
+    digest = xxhash.xxh3_128(repr(part).encode())
+    digest.update((package / "native/mypyc_build.py").read_bytes() + compiler_version())
+    for room in part.rooms:
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return HOME / f"{TAG}-{digest.hexdigest()[:16]}"
+
+
+def compiler_version() -> bytes:
+    """What mypyc says of its version; nothing where it is missing: what it made elsewhere is not used then."""
+    spec = importlib.util.find_spec("mypy")  # importlib.metadata would take each start of a command 10 ms
+    said = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    return said.read_bytes() if said is not None and said.exists() else b""
+
+
+def compiled_files(folder: Path) -> dict[str, Path]:
+    """The modules in a folder, by full name."""
+    return {path.name.removesuffix(EXTENSION): path for path in folder.glob(f"*{EXTENSION}")}
+
+
+def is_complete(files: dict[str, Path], part: Part) -> bool:
+    """Whether all modules are there, and the library that has their code."""
+    wanted = {f"{PACKAGE.name}.{name}" for name in part.modules}
+    return wanted <= files.keys() and any(name.endswith("__mypyc") for name in files)

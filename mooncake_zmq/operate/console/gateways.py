@@ -1,0 +1,155 @@
+"""Where a deployment's gateways are, and what one of them says: the first that answers speaks for the cluster."""
+
+import os
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, is_tls
+from mooncake_zmq.gateway.http.tls import trusting
+
+KEY_VARIABLE = "MOONCAKE_ZMQ_API_KEY"
+"""The API key of an operator, where the gateways want one."""
+TIMEOUT_S, CONNECT_S = 6.0, 2.0
+SERVING = ("ok", "degraded")
+NOBODY = "the deployment has no gateway"
+NONE_OF_OURS = "what answers there is no gateway of ours"
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+class NoGateway(Exception):
+    """None of the gateways told what was asked; in one line."""
+
+
+class Refused(NoGateway):
+    """One of them answered that it will not."""
+
+
+class Gateways:
+    """The gateways of a deployment, in the order of its file."""
+
+    def __init__(
+        self,
+        urls: Mapping[str, str],
+        *,
+        key: str = "",
+        trust: ssl.SSLContext | bool = True,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """`urls`: by the gateway's name."""
+        self.urls = dict(urls)
+        # Several gateways may share an address: a new connection may find another one.
+        headers = {"connection": "close", **({"authorization": f"Bearer {key}"} if key else {})}
+        timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
+        self._client = httpx.Client(headers=headers, timeout=timeout, verify=trust, trust_env=False, transport=transport)
+
+    @classmethod
+    def of(cls, loaded: Loaded, *, ca: str = "") -> "Gateways":
+        """Those of a config; `ca`: a PEM file of whom to trust. Raises ConfigError."""
+        places = {node.name: place(loaded, node) for node in loaded.config.of_role("gateway")}
+        return cls(places, key=os.environ.get(KEY_VARIABLE, ""), trust=trusted(loaded, ca))
+
+    @classmethod
+    def at(cls, url: str, *, ca: str = "") -> "Gateways":
+        """The one at `url`, whatever is configured here. Raises ConfigError."""
+        return cls({url: url}, key=os.environ.get(KEY_VARIABLE, ""), trust=_trust(ca))
+
+    def picture(self) -> tuple[str, Any]:
+        """Who answered, and how the cluster is. A gateway that drains or starts speaks only if no other serves. Raises
+        NoGateway."""
+        last: tuple[str, Any] | None = None
+        told: list[str] = []
+        for name in self.urls:
+            try:
+                last = name, self._picture(name)
+            except NoGateway as error:
+                told.append(str(error))
+                continue
+            if last[1].get("status") in SERVING:
+                return last
+        if last is None:
+            raise NoGateway("; ".join(told) or NOBODY)
+        return last
+
+    def _picture(self, name: str) -> Any:
+        told = self._ask(name, "/cluster")
+        if not isinstance(told, dict) or not told.keys() >= {"status", "nodes"}:
+            raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS}")
+        return told
+
+    def ask(self, path: str) -> tuple[str, Any]:
+        """The first who answered, and what. Raises NoGateway."""
+        return self._first(path, "GET", final=())
+
+    def order(self, path: str, method: str) -> tuple[str, Any]:
+        """Have the first that answers do something; what it says of that. Raises NoGateway; what one refuses the others
+        would too."""
+        return self._first(path, method, final=Refused)
+
+    def _first(self, path: str, method: str, *, final: type[NoGateway] | tuple[()]) -> tuple[str, Any]:
+        told: list[str] = []
+        for name in self.urls:
+            try:
+                return name, self._ask(name, path, method)
+            except NoGateway as error:
+                if isinstance(error, final):
+                    raise
+                told.append(str(error))
+        raise NoGateway("; ".join(told) or NOBODY)
+
+    def _ask(self, name: str, path: str, method: str = "GET") -> Any:
+        try:
+            answer = self._client.request(method, f"{self.urls[name].rstrip('/')}{path}")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise NoGateway(f"{self._at(name)}: {error or type(error).__name__}") from None
+        try:
+            told = answer.json()
+            if answer.status_code == httpx.codes.OK:
+                return told
+            reason = f"{name}: {answer.status_code} {told['error']['message']}"
+        except (ValueError, LookupError, TypeError):
+            said = f"{answer.status_code} {answer.reason_phrase}"
+            raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS} ({said})") from None
+        raise (Refused if answer.is_client_error else NoGateway)(reason)
+
+    def _at(self, name: str) -> str:
+        """A gateway that is known by its URL alone has that for a name."""
+        url = self.urls[name]
+        return url if name == url else f"{name} at {url}"
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._client.close()
+
+
+def place(loaded: Loaded, node: NodeSettings) -> str:
+    """The URL of a gateway. One that listens on all addresses is at that of its endpoint, if it has one. Raises ConfigError."""
+    section = loaded.section(node)
+    host = section.http_host
+    if host in EVERYWHERE:
+        tcp = node.endpoint.startswith("tcp://")
+        host = node.endpoint.removeprefix("tcp://").rpartition(":")[0] if tcp else "127.0.0.1"
+    scheme = "https" if is_tls(section) else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{section.http_port}"
+
+
+def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext:
+    """Whom to take for a gateway: who is certified by `ca`, who shows the certificate that the config names, if its file is
+    here, or whomever the system trusts. Raises ConfigError."""
+    certificates = [Path(loaded.section(node).tls_certificate) for node in loaded.config.of_role("gateway")]
+    here = [path for path in certificates if path.is_file()]
+    try:
+        return trusting(here[0]) if here and not ca else _trust(ca)
+    except OSError as error:
+        raise ConfigError(f"{here[0]}: {error.strerror or error}") from None
+
+
+def _trust(ca: str) -> ssl.SSLContext:
+    """Empty: whomever the system trusts."""
+    try:
+        return ssl.create_default_context(cafile=ca or None)
+    except OSError as error:
+        raise ConfigError(f"{ca}: {error.strerror or error}") from None

@@ -1,0 +1,71 @@
+"""How a cluster is: once, with an exit code, or again each second."""
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from mooncake_zmq.operate.console import tables
+from mooncake_zmq.operate.console.gateways import Gateways, NoGateway
+
+OK, DEGRADED, DOWN = 0, 1, 2
+EVERY_S = 1.0
+
+
+def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
+    """Print how the cluster is; the exit code says the same."""
+    try:
+        gateway, picture = gateways.picture()
+    except NoGateway as error:
+        if as_json:
+            console.out(json.dumps({"status": "down", "verdict": f"No gateway answers: {error}"}, indent=1), highlight=False)
+        else:
+            console.print(Text(f"No gateway answers: {error}", style="red"))
+        return DOWN
+    if as_json:
+        console.out(json.dumps(picture, indent=1), highlight=False)
+    else:
+        console.print(tables.overview(picture))
+        console.print(Text(f"by {gateway}", style="dim"))
+    return exit_code(picture)
+
+
+def exit_code(picture: dict[str, Any]) -> int:
+    """Of a picture: 0 all is well, 1 it serves and something is wrong, 2 it does not serve."""
+    return {"ok": OK, "degraded": DEGRADED}.get(str(picture["status"]), DOWN)
+
+
+def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> int:
+    """Show it again each second, `times` or until interrupted or nobody reads it; the last exit code. A terminal shows the last
+    picture alone; into a pipe goes each as it comes."""
+    if not console.is_terminal:
+        return _watch(gateways, console, console.print, times)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        return _watch(gateways, console, partial(live.update, refresh=True), times)
+
+
+def _watch(gateways: Gateways, console: Console, draw: Callable[[RenderableType], None], times: int | None) -> int:
+    code = DOWN
+    for left in count() if times is None else reversed(range(times)):
+        code, picture = _picture(gateways)
+        draw(picture)
+        if console.quiet:
+            break
+        if times is None or left:
+            time.sleep(EVERY_S)
+    return code
+
+
+def _picture(gateways: Gateways) -> tuple[int, RenderableType]:
+    try:
+        gateway, picture = gateways.picture()
+    except NoGateway as error:
+        return DOWN, Text(f"No gateway answers: {error}", style="red")
+    foot = Text(f"by {gateway}; Ctrl-C ends this", style="dim")
+    return exit_code(picture), Group(tables.overview(picture), Text(), tables.traffic(picture), foot)

@@ -1,0 +1,51 @@
+"""Python and what the project needs of it."""
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+
+from packaging.requirements import Requirement
+
+from mooncake_zmq.core.messages import PROTOCOL_VERSION
+from mooncake_zmq.operate.doctor.finding import Finding, Here
+
+AREA = "packages"
+DISTRIBUTION = "mooncake-zmq"
+OLDEST = (3, 11)
+INSTALL = "bin/install again, or: {python} -m pip install --upgrade {distribution}"
+
+
+def examine(here: Here) -> Iterator[Finding]:
+    """The versions of Python, of the project and of its packages."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= OLDEST:
+        yield Finding(AREA, "ok", f"Python {version}")
+    else:
+        yield Finding(AREA, "problem", f"Python {version}", "install Python 3.11 or newer, then bin/install again")
+    advice = INSTALL.format(python=sys.executable, distribution=DISTRIBUTION)
+    wrong = list(unmet())
+    for what in wrong:
+        yield Finding(AREA, "problem", what, advice)
+    if not wrong:
+        own = importlib.metadata.version(DISTRIBUTION)
+        shown = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("pyzmq", "numpy", "tokenizers", "uvicorn"))
+        yield Finding(AREA, "ok", f"{DISTRIBUTION} {own}, protocol {PROTOCOL_VERSION}; {shown}")
+
+
+def unmet() -> Iterator[str]:
+    """What the installed project declares that it needs, and is not there or of another version. Extras are nobody's need."""
+    try:
+        needed = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        yield f"{DISTRIBUTION} is not installed"
+        return
+    for requirement in map(Requirement, needed):
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield f"{requirement.name} is missing"
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield f"{requirement.name} is {found}, not {requirement.specifier}"

@@ -1,0 +1,85 @@
+"""Nodes of other machines: who answers at their addresses, and what the nodes that run here say of them."""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mooncake_zmq.core.messages import PROTOCOL_VERSION
+from mooncake_zmq.operate.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.here import tcp_address
+from mooncake_zmq.operate.local_nodes import collect_dumps
+from mooncake_zmq.transfer import zmtp
+
+AREA = "peers"
+ANSWER_S = 2.0
+AT_ONCE = 32
+
+
+def examine(here: Here) -> Iterator[Finding]:
+    """Every node elsewhere that has an address, then what running nodes have refused or never heard."""
+    elsewhere = [node for node in here.config.nodes if node not in here.nodes]
+    known = [(node.name, address) for node in elsewhere if (address := tcp_address(here.config.endpoint(node)))]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(lambda each: reached(each[0], *each[1]), known)
+    askable = [name for name, pid in here.running.items() if _may_signal(pid)]
+    dumps = collect_dumps(Path(here.config.cluster.runtime_dir), askable)
+    yield from heard({name: dump["session"] for name, dump in dumps.items()})
+
+
+def reached(name: str, address: str, port: int) -> Finding:
+    """Does ZeroMQ answer there?"""
+    where = f"{name} at {address}:{port}"
+    try:
+        with socket.create_connection((address, port), timeout=ANSWER_S) as stream:
+            stream.settimeout(ANSWER_S)
+            greeting = _greeting(stream)
+    except OSError as error:
+        advice = f"start it, or let {address}:{port} through the firewalls between: nc -vz {address} {port}"
+        return Finding(AREA, "warning", f"{where} does not answer: {error.strerror or error}", advice)
+    if greeting[:1] != zmtp.SIGNATURE[:1] or greeting[9:10] != zmtp.SIGNATURE[9:]:
+        return Finding(
+            AREA, "problem", f"{where} is no ZeroMQ socket", f"see what listens at {address}:{port}; it is none of ours"
+        )
+    guard = greeting[zmtp.MECHANISM].rstrip(b"\0").decode("ascii", "replace")
+    return Finding(AREA, "ok", f"{where} answers (ZMTP {greeting[10]}.{greeting[11]}, {guard})")
+
+
+def _greeting(stream: socket.socket) -> bytes:
+    """Both sides of ZMTP speak at once; the second half comes only after our signature and version."""
+    stream.sendall(zmtp.GREETING)
+    got = b""
+    while len(got) < zmtp.MECHANISM.stop and (more := stream.recv(zmtp.MECHANISM.stop - len(got))):
+        got += more
+    return got.ljust(zmtp.GREETING_BYTES, b"\0")
+
+
+def heard(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+    """What running nodes know of their peers, by name of the node."""
+    silent: dict[str, list[str]] = {}
+    for name, session in sessions.items():
+        for peer, why in session["refusals"].items():
+            advice = f"give {peer} the same release, model and cluster.toml as {name}, then restart it"
+            yield Finding(AREA, "problem", f"{name} refuses {peer}: {why}", advice)
+        unheard = [peer for peer, state in session["peers"].items() if not state["up"] and peer not in session["refusals"]]
+        for peer in unheard:
+            silent.setdefault(peer, []).append(name)
+        others = session["counts"].get("dropped[reason=version]", 0)
+        if others and unheard:
+            found = f"{name} was sent {others:,.0f} frames of another protocol than its own, {PROTOCOL_VERSION}"
+            yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(unheard)}")
+    for peer, names in silent.items():
+        advice = f"start it, or look on its machine: journalctl -u 'mooncake-*@{peer}'"
+        yield Finding(AREA, "warning", f"{peer} is not heard by {', '.join(names)}", advice)
+    if sessions and not silent:
+        yield Finding(AREA, "ok", f"{', '.join(sessions)}: each hears its peers")
+
+
+def _may_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

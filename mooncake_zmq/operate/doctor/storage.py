@@ -1,0 +1,56 @@
+"""The SSD tiers' directories and the model's: there, ours to write, with room, and read past the page cache."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mooncake_zmq.operate.doctor.finding import Finding, Here
+from mooncake_zmq.operate.doctor.memory import size
+from mooncake_zmq.transfer.disk_directory import allows_direct
+
+AREA = "storage"
+
+
+def examine(here: Here) -> Iterator[Finding]:
+    """Each directory that a cache-node here is to keep blocks or values in."""
+    for node in here.of_role("cache-node"):
+        section = here.section(node)
+        if section.ssd.directory:
+            yield from tier(Path(section.ssd.directory), node.name, section.ssd.bytes)
+        if node.store_endpoint and section.objects.ssd.directory:
+            yield from tier(Path(section.objects.ssd.directory), f"{node.name}.objects", section.objects.ssd.bytes)
+
+
+def tier(directory: Path, name: str, wanted_bytes: int) -> Iterator[Finding]:
+    """`name`: of the node's own directory below it."""
+    there = next(path for path in (directory / name, directory, *directory.parents) if path.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        advice = f"install -d -o mooncake -g mooncake -m 700 {directory} (and ReadWritePaths={directory} in the unit)"
+        yield Finding(AREA, "problem", f"{there} is not writable by this user", advice)
+        return
+    held_bytes = _held(directory / name)
+    free_bytes = shutil.disk_usage(there).free
+    found = f"{directory / name} holds {size(held_bytes)} of {size(wanted_bytes)}; {size(free_bytes)} are free"
+    if free_bytes >= wanted_bytes - held_bytes:
+        yield Finding(AREA, "ok", found)
+    else:
+        yield Finding(AREA, "warning", found, f"free room below {there}, or lower ssd.bytes to {held_bytes + free_bytes}")
+    yield direct(there)
+
+
+def direct(directory: Path) -> Finding:
+    """Tried in a directory of its own: a running node's files stay out of it."""
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=directory) as probe:
+        if allows_direct(Path(probe)):
+            return Finding(AREA, "ok", f"{directory} is read and written past the page cache (O_DIRECT)")
+    advice = "use a directory on ext4, xfs or a bare device's file system: copies in the page cache cost RAM and time"
+    return Finding(AREA, "warning", f"{directory} knows no O_DIRECT", advice)
+
+
+def _held(directory: Path) -> int:
+    try:
+        return sum(path.stat().st_blocks * 512 for path in directory.iterdir() if path.is_file())
+    except OSError:
+        return 0

@@ -1,0 +1,463 @@
+"""Starts every node of a deployment on this machine, restarts what crashes, and stops it all without a trace but logs."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_reads, check_open, is_tls, warnings
+from mooncake_zmq.core.roles import ENGINE_ROLES, Role
+from mooncake_zmq.gateway.http.tls import tls_files_of, trusting
+from mooncake_zmq.runtime.process import (
+    BAD_INPUT,
+    MISTAKES,
+    PARENT_VARIABLE,
+    PortInUse,
+    claim,
+    follow_parent,
+    make_private,
+)
+from mooncake_zmq.runtime.vllm_server import server_command
+from mooncake_zmq.telemetry import log_file
+from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files
+from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
+from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
+
+LOCK_NAME = "up"
+POLL_S = 0.1
+START_TIMEOUT_S = 120.0
+VLLM_START_TIMEOUT_S = 1800.0
+"""Weights are loaded, and on GPUs graphs captured."""
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+STEADY_S = 30.0
+"""A child that lived this long begins its backoff anew."""
+TAIL_LINES = 15
+RAM_LIMIT_BYTES = 10 << 30
+
+Scenario = Callable[["Up"], int]
+"""Runs beside a started cluster, in a thread of its own; its result is the exit code."""
+
+
+class StartFailed(Exception):
+    """The cluster did not come up; the reason was told."""
+
+
+@dataclass(slots=True)
+class _Child:
+    node: NodeSettings
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    wanted: bool = True
+    crashes: int = 0
+    started_at: float = 0.0
+    start_at: float = 0.0
+    lives: int = 0
+    server: tuple[str, ...] = ()
+    """The command line of a vLLM, if this is one and not the node beside it."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.node.name}.server" if self.server else self.node.name
+
+
+class Up:
+    """One cluster of child processes. Children are started by the main thread alone: their death signal hangs on it."""
+
+    def __init__(
+        self, loaded: Loaded, path: str, model: str | None, assignments: Sequence[str], *, vllm_python: str | None = None
+    ) -> None:
+        """`vllm_python`: the Python of an environment with vLLM, by which each vllm node's server is started here too."""
+        self.loaded, self.config = loaded, loaded.config
+        self._vllm_python = vllm_python
+        self._start_timeout_s = START_TIMEOUT_S if vllm_python is None else VLLM_START_TIMEOUT_S
+        self.console = Console(highlight=False)
+        self.runtime_dir = Path(self.config.cluster.runtime_dir)
+        self._arguments = ["--config", path]
+        for assignment in assignments:
+            self._arguments += ["--set", assignment]
+        if model is not None:
+            self._arguments += ["--model", model]
+        self._children: dict[str, _Child] = {}
+        self._stops = 0
+        self._wake = threading.Event()
+        self._result: int | None = None
+
+    @property
+    def url(self) -> str:
+        """Of the first gateway."""
+        settings = self.loaded.section(self.config.of_role("gateway")[0])
+        return f"{'https' if is_tls(settings) else 'http'}://{settings.http_host}:{settings.http_port}"
+
+    def run(self, scenario: Scenario | None = None) -> int:
+        """Start, serve until a signal or until `scenario` ends, stop; returns the exit code."""
+        try:
+            with ExitStack() as stack:
+                self._claim(stack)
+                self._prepare_model()
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, self._on_signal)
+                try:
+                    self._start()
+                    return self._serve(scenario)
+                finally:
+                    self._stop()
+        except MISTAKES as mistake:
+            sys.stderr.write(f"mooncake-zmq: {mistake}\n")
+            return BAD_INPUT
+        except StartFailed as failed:
+            sys.stderr.write(f"mooncake-zmq: {failed}\n")
+            return 1
+        except KeyboardInterrupt:
+            return 130
+
+    # --- for scenarios, from any thread
+
+    def hold(self, name: str) -> None:
+        """Stop a node in good order and keep it down until `release`."""
+        child = self._children[name]
+        child.wanted = False
+        told: subprocess.Popen[bytes] | None = None
+        while (process := child.process) is not None:
+            if process is not told:  # the main thread may just have been starting it again
+                process.send_signal(signal.SIGTERM)
+                told = process
+            time.sleep(POLL_S / 2)
+
+    def release(self, name: str) -> None:
+        """Start a held node again."""
+        self._children[name].wanted = True
+
+    def signal(self, name: str, number: signal.Signals) -> int | None:
+        """Send a node a signal; returns the pid it had."""
+        process = self._children[name].process
+        if process is None:
+            return None
+        process.send_signal(number)
+        return process.pid
+
+    def pid(self, name: str) -> int | None:
+        """The pid of a node's current life."""
+        process = self._children[name].process
+        return process.pid if process else None
+
+    def health(self) -> dict[str, Any] | None:
+        """The first gateway's health; None while it does not answer 200."""
+        settings = self.loaded.section(self.config.of_role("gateway")[0])
+        files = tls_files_of(settings.tls_certificate, settings.tls_key)
+        place = settings.http_host, settings.http_port
+        connection = http.client.HTTPConnection(*place, timeout=2)
+        if files is not None:
+            connection = http.client.HTTPSConnection(*place, timeout=2, context=trusting(files.certificate))
+        with suppress(OSError, http.client.HTTPException, ValueError):
+            try:
+                connection.request("GET", "/health")
+                response = connection.getresponse()
+                detail: dict[str, Any] = json.loads(response.read())
+                return detail if response.status == 200 else None
+            finally:
+                connection.close()
+        return None
+
+    # --- start
+
+    def _claim(self, stack: ExitStack) -> None:
+        """Everything that can be wrong is found before anything is started."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        make_private(self.runtime_dir)
+        lock = ProcessLock.acquire(self.runtime_dir, LOCK_NAME)
+        stack.callback(lock.release)
+        stack.callback(lock.path.unlink, missing_ok=True)  # while it is still held: nobody can have taken it by then
+        engines: tuple[Role, ...] = ("vllm",) if self.config.of_role("vllm") else ENGINE_ROLES
+        needed: tuple[Role, ...] = ("conductor", *engines, "gateway")
+        for role in needed:
+            if not self.config.of_role(role):
+                raise ConfigError(f"{self.loaded.path}: there is no {role}: nothing can be served")
+        check_open(self.loaded, self.config.nodes)
+        check_local_reads(self.loaded, self.config.nodes)
+        for node in self.config.nodes:
+            if (pid := holder(self.runtime_dir, node.name)) is not None:
+                raise ConfigError(f"{node.name} is already running as pid {pid} in {self.runtime_dir}")
+        for node in self.config.of_role("gateway"):
+            settings = self.loaded.section(node)
+            try:
+                claim(settings.http_host, settings.http_port, share=settings.reuse_port).close()
+            except PortInUse as error:
+                raise PortInUse(f"{error}; stop what listens there, or --set gateway.http_port=PORT") from error
+        self._sweep()
+
+    def _prepare_model(self) -> None:
+        if (
+            self.config.model.engine == "vllm"
+            or self.config.model.card
+            and not any(node.computes for node in self.config.nodes)
+        ):
+            return
+        from mooncake_zmq.engine.prepare import prepare, remove_former
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task("model", total=1.0)
+            began_at = time.monotonic()
+            path = prepare(
+                self.config.model.path,
+                self.config.model.cache_dir,
+                lambda what, share: progress.update(task, description=what, completed=share),
+                backend=self.config.backend,
+            )
+        took = time.monotonic() - began_at
+        self.say(f"model {self.config.model.path}: {path}" + (f" (prepared in {took:.0f} s)" if took > 1 else ""))
+        for former in remove_former(path):
+            self.say(f"removed {former}, which an earlier version had prepared")
+
+    def _start(self) -> None:
+        logs = self.runtime_dir / "logs"
+        make_own_directory(logs)
+        for warning in warnings(self.loaded):
+            self.say(f"[yellow]note:[/] {warning}")
+        for child in (*self._servers(logs), *(_Child(node, logs / f"{node.name}.log") for node in self.config.nodes)):
+            self._children[child.name] = child
+            if _size(child.log):  # of the cluster before
+                os.replace(child.log, log_file.older(child.log))
+            self._spawn(child)
+        self.say(f"started {len(self._children)} processes; logs in {logs}")
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self._is_complete():
+            self._look_after_children(starting=True)
+            if self._stops:
+                return
+            if time.monotonic() > deadline:
+                raise StartFailed(f"the gateway is not healthy after {self._start_timeout_s:.0f} s; see {logs}")
+            self._wake.wait(POLL_S)
+
+    def _servers(self, logs: Path) -> list[_Child]:
+        """The vLLMs that are ours to start: first, as their nodes wait for them."""
+        if self._vllm_python is None:
+            return []
+        children = []
+        for node in self.config.of_role("vllm"):
+            command = server_command(self._vllm_python, self.config, self.loaded.section(node), node.host)
+            children.append(_Child(node, logs / f"{node.name}.server.log", server=tuple(command)))
+        return children
+
+    def _is_complete(self) -> bool:
+        """Healthy, and with every engine there."""
+        detail = self.health()
+        if detail is None:
+            return False
+        if "peers" not in detail:  # which only an admin's API key is told; it is healthy once its conductor has heard all
+            return True
+        there = {name for names in detail["peers"].values() for name in names}
+        return all(node.name in there for node in self.config.of_role("conductor", "vllm", *ENGINE_ROLES))
+
+    def _spawn(self, child: _Child) -> None:
+        environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        environment[log_file.VARIABLE] = str(child.log)
+        own = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
+        with open(open_own(child.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
+            # A session of its own: Ctrl-C is for us, who then drain the children in order. And Linux shares cores out by
+            # session: in one, the threads of engines kept stores waiting for seconds.
+            child.process = subprocess.Popen(
+                child.server or own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=follow_parent if child.server else None,
+            )
+        child.started_at = time.monotonic()
+        child.lives += 1
+
+    # --- serve
+
+    def _serve(self, scenario: Scenario | None) -> int:
+        if self._stops:
+            return 0
+        self._greet()
+        if scenario is not None:
+            threading.Thread(target=self._play, args=(scenario,), daemon=True).start()
+        while not self._stops and self._result is None:
+            self._look_after_children(starting=False)
+            self._wake.wait(POLL_S)
+        return self._result if self._result is not None else 130 if scenario else 0
+
+    def _play(self, scenario: Scenario) -> None:
+        result = 1
+        try:
+            result = scenario(self)
+        finally:
+            self._result = result
+            self._wake.set()
+
+    def _greet(self) -> None:
+        detail = self.health() or {}
+        used = self.ram_bytes()
+        verdict = "under" if used < RAM_LIMIT_BYTES else "[red]over[/]"
+        question = '{"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 64}'
+        self.say(f"[bold green]ready[/]: {self.url}/v1  (model {detail.get('model', '?')})")
+        self.say(f"try: curl -s {self.url}/v1/chat/completions -H 'content-type: application/json' -d '{question}'")
+        self.say(f"RAM in use: {used / (1 << 30):.2f} GiB, /dev/shm included ({verdict} {RAM_LIMIT_BYTES >> 30} GiB)")
+        self.say("Ctrl-C stops")
+
+    def _look_after_children(self, *, starting: bool) -> None:
+        """Reap, tell, start again."""
+        now = time.monotonic()
+        for child in self._children.values():
+            if child.process is not None and (code := child.process.poll()) is not None:
+                _end_rest(child)
+                child.process = None
+                if child.wanted:
+                    self._explain_end(child, code, now, starting=starting)
+            if child.process is None and child.wanted and now >= child.start_at:
+                self._spawn(child)
+            if child.server and _size(child.log) > log_file.MAX_BYTES:
+                _cut(child.log)
+
+    def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
+        name = child.name
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        late = child.lives == 1 and now - child.started_at < START_TIMEOUT_S  # no gateway waits for a cache-node
+        if code == BAD_INPUT and (starting or late):
+            raise StartFailed(self._last_words(child))
+        if now - child.started_at > STEADY_S:
+            child.crashes = 0
+        delay_s = BACKOFF_S[min(child.crashes, len(BACKOFF_S) - 1)]
+        child.crashes += 1
+        child.start_at = now + delay_s
+        self.say(f"[yellow]{name}[/] {how}; starting it again in {delay_s} s")
+        if code > 0:
+            self.console.print(self._tail(child), markup=False, style="dim")
+            if starting and child.crashes >= 3:
+                raise StartFailed(f"{name} does not stay up; see {child.log}")
+
+    def _tail(self, child: _Child) -> str:
+        lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"  {child.name} | {line}" for line in lines[-TAIL_LINES:])
+
+    def _last_words(self, child: _Child) -> str:
+        lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("mooncake-zmq: ") if lines else f"{child.node.name} gave no reason"
+
+    # --- stop
+
+    def _stop(self) -> None:
+        """Gateways first: they wait for their requests, which need the others. vLLMs last."""
+        running = [child for child in self._children.values() if child.process is not None]
+        if running and self._stops:
+            self.say("draining; Ctrl-C again stops at once")
+        patience_s = self.config.cluster.drain_timeout_s + 5
+        gateways = [child for child in running if child.node.role == "gateway"]
+        servers = [child for child in running if child.server]
+        for group in (gateways, [child for child in running if child not in (*gateways, *servers)], servers):
+            for child in group:
+                _send(child, signal.SIGTERM)
+            self._await_end(group, patience_s)
+        self._sweep()
+        if self._children:
+            self.say("stopped")
+
+    def _await_end(self, group: list[_Child], patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        hurried_at: float | None = None
+        while any(child.process is not None and child.process.poll() is None for child in group):
+            now = time.monotonic()
+            if hurried_at is None and (self._stops > 1 or now > deadline):
+                hurried_at = now
+                for child in group:
+                    _send(child, signal.SIGTERM)  # their second one: stop now
+            elif hurried_at is not None and now > hurried_at + 5:
+                for child in group:
+                    _send(child, signal.SIGKILL)
+            time.sleep(POLL_S / 4)
+        for child in group:
+            _end_rest(child)
+            child.process = None
+
+    def _sweep(self) -> None:
+        """Remove what dead processes left: segments, sockets, dumps. Logs stay, and the locks, which tell of former lives."""
+        cluster = self.config.cluster
+        sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life))
+        for node in self.config.nodes:
+            for suffix in (".ipc", ".data.ipc", ".dump.json", ".dump.tmp"):
+                (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
+            for what in ("ask", "answer"):
+                for path in self.runtime_dir.glob(f"{node.name}.{what}.*"):
+                    path.unlink(missing_ok=True)
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._stops += 1
+        self._wake.set()
+
+    # --- what people read
+
+    def say(self, text: str) -> None:
+        """One line for the person at the terminal."""
+        self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {text}", soft_wrap=True)
+
+    def ram_bytes(self) -> int:
+        """What this cluster keeps in RAM: its processes' share of private and file memory, and its segments."""
+        processes = [child.process for child in self._children.values()]
+        pids = [process.pid for process in processes if process is not None]
+        segments = own_files(self.config.cluster.shm_dir, f"{FILE_PREFIX}={self.config.cluster.name}=")
+        return sum(map(_private_and_file_bytes, (*pids, os.getpid()))) + sum(map(_allocated_bytes, segments))
+
+
+def _end_rest(child: _Child) -> None:
+    """What a vLLM that has ended left: its engine is a process of its own, and may be slow to notice, or never do."""
+    if child.server and child.process is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+
+
+def _send(child: _Child, number: signal.Signals) -> None:
+    if child.process is not None:
+        child.process.send_signal(number)
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _cut(log: Path) -> None:
+    """Make a log's lines its older part and begin anew, under a writer that is not ours, and keeps its descriptor.
+
+    That appends, so it goes on from the start. Lines written between the copy and the cut are lost; our own nodes turn their
+    logs over by themselves.
+    """
+    older = log_file.older(log)
+    with suppress(OSError):  # a full disk, say: then the older lines go
+        older.unlink(missing_ok=True)
+        shutil.copyfile(log, older)
+    with suppress(FileNotFoundError):
+        os.truncate(log, 0)
+
+
+def _allocated_bytes(path: Path) -> int:
+    with suppress(OSError):  # its owner may just have ended
+        return path.stat().st_blocks * 512
+    return 0
+
+
+def _private_and_file_bytes(pid: int) -> int:
+    """Proportional: a page that n processes share counts 1/n in each. Shared memory is counted by its files instead."""
+    total = 0
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith(("Pss_Anon:", "Pss_File:")):
+                total += int(line.split()[1]) * 1024
+    return total

@@ -1,0 +1,87 @@
+"""Counters and gauges of actors as Prometheus metrics, and a page of them for processes without HTTP."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from mooncake_zmq.telemetry.metric_texts import text_of
+
+_NAME = re.compile(r"([^\[\]]+)(?:\[(.*)\])?")
+
+Snapshot = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
+"""Returns (counts, gauges); called from whichever thread makes the page."""
+
+
+def parse_name(name: str) -> tuple[str, dict[str, str]]:
+    """`misses[reason=evicted]` as ("misses", {"reason": "evicted"})."""
+    match = _NAME.fullmatch(name)
+    assert match, f"{name!r} is no metric name"
+    return match[1], dict(pair.split("=", 1) for pair in match[2].split(",")) if match[2] else {}
+
+
+def families(values: Mapping[str, float], kind: str) -> Iterator[Metric]:
+    """`misses[reason=evicted]` becomes `mooncake_misses_total{reason="evicted"}`; names that share a base share a family."""
+    metrics: dict[str, Metric] = {}
+    for name, value in sorted(values.items()):
+        plain, labels = parse_name(name)
+        base = "mooncake_" + re.sub(r"\W", "_", plain, flags=re.ASCII)
+        metric = metrics.setdefault(base, Metric(base, f"{text_of(plain)}.", kind))
+        metric.add_sample(f"{base}_total" if kind == "counter" else base, labels, value)
+    return iter(metrics.values())
+
+
+def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, float]) -> Iterator[Metric]:
+    """What an engine node counts under vLLM's names, so that dashboards and routers made for those find it."""
+    cached = sum(value for name, value in counts.items() if name.startswith("prompt_tokens_cached["))
+    prompt = cached + counts.get("prompt_tokens_computed", 0)
+    used, there = _kv_usage(gauges)
+    told = [
+        ("num_requests_running", "Requests being computed", "gauge", gauges.get("requests_running", 0)),
+        ("num_requests_waiting", "Requests that wait for that", "gauge", gauges.get("requests_waiting", 0)),
+        ("kv_cache_usage_perc", "KV memory in use that nobody else can have, 0 to 1", "gauge", used / there if there else 0),
+        ("num_preemptions", "Requests set back for lack of KV memory", "counter", counts.get("preemptions", 0)),
+        ("prompt_tokens", "Prompt tokens, computed or reused", "counter", prompt),
+        ("generation_tokens", "Tokens sampled", "counter", counts.get("generation_tokens", 0)),
+        ("prefix_cache_queries", "Prompt tokens looked up", "counter", prompt),
+        ("prefix_cache_hits", "Prompt tokens whose KV was reused", "counter", cached),
+    ]
+    for name, text, kind, value in told:
+        metric = Metric(f"vllm:{name}", f"{text}.", kind)
+        metric.add_sample(metric.name + "_total" * (kind == "counter"), {"model_name": model_name, "engine": "0"}, value)
+        yield metric
+
+
+def _kv_usage(gauges: Mapping[str, float]) -> tuple[float, float]:
+    """A decode's in tokens, a prefill's in blocks: what is merely cached makes room for whoever comes."""
+    if "reserved_tokens" in gauges:
+        return gauges["reserved_tokens"], gauges["capacity_tokens"]
+    held = gauges.get("pinned_blocks", 0) + gauges.get("writing_blocks", 0)
+    return held, gauges.get("capacity_blocks", 0)
+
+
+class _Snapshots(Collector):
+    def __init__(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]], engine_of: str) -> None:
+        self._snapshot, self._also, self._engine_of = snapshot, also, engine_of
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registering must not ask a process that does not run yet."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        counts, gauges = self._snapshot()
+        yield from families(counts, "counter")
+        yield from families(gauges, "gauge")
+        if self._engine_of:
+            yield from as_vllm(self._engine_of, counts, gauges)
+        yield from self._also()
+
+
+def page_of(snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple, *, engine_of: str = "") -> Callable[[], bytes]:
+    """What writes `snapshot` and what `also` gives as text. `engine_of`: the model of an engine node, which is told under
+    vLLM's names too."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshots(snapshot, also, engine_of))
+    return lambda: generate_latest(registry)

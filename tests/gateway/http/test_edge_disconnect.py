@@ -1,0 +1,163 @@
+"""A client that hangs up, at every stage, over real connections: everything is cancelled and every slot comes back."""
+
+import asyncio
+import json
+import threading
+
+import httpx
+import pytest
+import structlog
+from scripted_actor import ScriptedActor, finished, one_by_one, tokens
+
+from mooncake_zmq.gateway.http import app
+from mooncake_zmq.gateway.http.http_calls import Call
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, TokenOut
+from mooncake_zmq.gateway.settings import EdgeSettings
+
+
+async def send_request(port, body, path="/v1/completions"):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    writer.write(head + raw)
+    return reader, writer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("outputs", [0, 3])
+def test_hanging_up_cancels(path, stream, outputs):
+    actor = ScriptedActor(lambda _request, _number: one_by_one(tokens("abc"[:outputs])))
+    asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body = {**asked, "stream": stream, "n": 2}
+
+    async def client(port):
+        reader, writer = await send_request(port, body, path)
+        await actor.until(lambda: len(actor.requests) == 2)
+        if stream and outputs:
+            await asyncio.wait_for(reader.readuntil(b"data: "), 5)
+        assert actor.cancelled == []
+        writer.close()
+        await actor.until(lambda: len(actor.cancelled) == 2)
+        await actor.until(lambda: actor.edge.slots_taken == 0)
+
+    with structlog.testing.capture_logs() as lines:
+        actor.serve(client)
+    assert sorted(actor.cancelled) == sorted(actor.requests)
+    assert [line["status"] for line in lines if line["event"] == "http"] == [499]
+
+
+def test_hanging_up_before_the_body_is_whole():
+    actor = ScriptedActor()
+
+    async def client(port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
+        await actor.until(lambda: actor.edge.bodies == 1)
+        assert actor.edge.slots_taken == 0
+        writer.close()
+        await actor.until(lambda: actor.edge.bodies == 0)
+
+    actor.serve(client)
+    assert not actor.requests
+
+
+def test_hanging_up_while_tokenizing(monkeypatch):
+    monkeypatch.setattr(app, "AT_ONCE_BYTES", 0)
+    actor = ScriptedActor()
+    started, noticed, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
+    hang_up = Call.hang_up
+    monkeypatch.setattr(Call, "hang_up", lambda call: (hang_up(call), noticed.set()))
+    encode = actor.edge.model.tokenizer.encode
+
+    async def client(port):
+        loop = asyncio.get_running_loop()
+
+        def slow(text):
+            loop.call_soon_threadsafe(started.set)
+            assert go_on.wait(5)
+            return encode(text)
+
+        actor.edge.model.tokenizer.encode = slow
+        _, writer = await send_request(port, {"prompt": "a"})
+        await started.wait()
+        writer.close()
+        await asyncio.wait_for(noticed.wait(), 5)
+        go_on.set()
+        await actor.until(lambda: actor.edge.slots_taken == 0)
+
+    actor.serve(client)
+    assert not actor.requests
+
+
+def test_a_connection_serves_call_after_call():
+    actor = ScriptedActor(lambda _request, _number: one_by_one([*tokens("ab"), finished()]))
+
+    async def client(port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            for stream in (False, True, True, False):
+                response = await http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+                assert response.status_code == 200
+
+    actor.serve(client)
+    assert actor.cancelled == []
+
+
+def test_a_stream_is_sent_as_it_grows():
+    actor = ScriptedActor(lambda _request, _number: one_by_one(tokens("a")))
+
+    async def client(port):
+        reader, writer = await send_request(port, {"prompt": "a", "stream": True})
+        answer = await asyncio.wait_for(reader.readuntil(b'"text":"a"'), 5)
+        assert b"text/event-stream" in answer
+        writer.close()
+
+    actor.serve(client)
+
+
+def test_a_reader_that_lags_too_far_is_cut_off_with_an_error():
+    actor = ScriptedActor(settings=EdgeSettings(max_buffered_outputs=10))
+    actor.script = lambda _request, _number: [[*tokens("a")], [TokenOut(index, 98) for index in range(1, 30)]]
+    response = actor.complete(stream=True, max_tokens=40)
+    assert '"code":"client_too_slow"' in response.text
+    assert "[DONE]" not in response.text
+    assert list(actor.requests) == actor.cancelled
+    assert actor.edge.counts["edge_clients_too_slow"] == 1
+
+
+def test_a_client_that_takes_nothing_counts_as_gone():
+    settings = EdgeSettings(send_timeout_s=0.1, max_buffered_outputs=1 << 20)
+    actor = ScriptedActor(settings=settings)
+    stop = asyncio.Event()
+
+    def inject(event):
+        if not isinstance(event.input, ClientRequest):
+            actor.cancelled.append(event.request_id)
+            stop.set()
+            return
+
+        async def flood():
+            index = 0
+            while not stop.is_set():
+                actor.edge.deliver(to_client(event.request_id, index))
+                index += 1
+                await asyncio.sleep(0)
+
+        actor.flood = asyncio.create_task(flood())
+
+    def to_client(request_id, index):
+        from mooncake_zmq.core.actor import ToClient
+
+        return ToClient(request_id, TokenOut(index, 511))
+
+    actor.inject = inject
+
+    async def client(port):
+        _, writer = await send_request(port, {"prompt": "a" * 10, "stream": True})
+        writer.transport.pause_reading()
+        await asyncio.wait_for(stop.wait(), 30)
+        await actor.until(lambda: actor.edge.slots_taken == 0)
+        writer.transport.abort()
+
+    actor.serve(client)
+    assert len(actor.cancelled) == 1

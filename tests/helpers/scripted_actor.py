@@ -1,0 +1,244 @@
+"""A gateway without a cluster: an actor that plays a script, and clients to speak with it."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import httpx
+import uvicorn
+from msgspec import structs
+
+from mooncake_zmq.core.actor import FromClient, ToClient
+from mooncake_zmq.core.messages import Hello, Report, StateTold
+from mooncake_zmq.core.watch import Heard
+from mooncake_zmq.engine.tokenizer import byte_tokenizer
+from mooncake_zmq.gateway.http.acceptor import Door, new_loop, server_config
+from mooncake_zmq.gateway.http.app import create_app
+from mooncake_zmq.gateway.http.http_calls import Edge, ServedModel
+from mooncake_zmq.gateway.requests.client_events import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.readiness import ClusterView
+from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
+from mooncake_zmq.runtime.process import listen
+
+EOS = 256
+Batches = list[list[ClientOutput]]
+
+
+def tokens(text: str | bytes, start: int = 0) -> list[ClientOutput]:
+    raw = text.encode() if isinstance(text, str) else text
+    return [TokenOut(start + index, byte) for index, byte in enumerate(raw)]
+
+
+def finished(reason: str = "stop", **changes: Any) -> Finished:
+    account = {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "cached_own": 1,
+        "cached_local": 2,
+        "cached_remote": 1,
+        "prefill": "prefill-0",
+        "decode": "decode-0",
+        "attempts": 1,
+    }
+    return Finished(reason=reason, **(account | changes))
+
+
+def one_by_one(outputs: Iterable[ClientOutput]) -> Batches:
+    """Each output in its own loop iteration, as decode steps come."""
+    return [[output] for output in outputs]
+
+
+def hello(role: str) -> Hello:
+    return Hello(protocol=1, role=role, host="h", model="m", tokenizer="t", layout="l")
+
+
+@dataclass
+class ScriptedActor:
+    """Answers every request with the batches of `script(request, number)`; a script without an end waits for a cancel."""
+
+    script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
+    settings: EdgeSettings = field(default_factory=EdgeSettings)
+    max_open: int = 256
+    allow_open: bool = False
+    cors_origins: tuple[str, ...] = ()
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    share: bool = False
+    max_model_len: int = 64
+    vocab_size: int = 512
+    requests: dict[str, ClientRequest] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    up: dict[str, Hello] = field(default_factory=lambda: {role: hello(role) for role in ("conductor", "prefill", "decode")})
+    view: ClusterView = ClusterView(ready=True, cache_nodes=("cache-1", "cache-0"))
+    actor_counts: dict[str, float] = field(default_factory=dict)
+    tls: Callable[[], ssl.SSLContext] | None = None
+    listed: list[Listed] = field(default_factory=list)
+    reports: dict[str, Heard] = field(default_factory=dict)
+    looks: list[float] = field(default_factory=list)
+    states: dict[str, StateTold] = field(default_factory=dict)
+    rests: list[tuple[str, bool]] = field(default_factory=list)
+    deaf: bool = False
+    """No node does what it is asked to."""
+
+    def __post_init__(self) -> None:
+        model = ServedModel(
+            id="toy",
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            block_tokens=4,
+            model_fingerprint="weights",
+            layout_fingerprint="layout",
+            tokenizer=byte_tokenizer(),
+        )
+        self.edge = Edge(
+            name="gw",
+            incarnation=0xABC,
+            model=model,
+            settings=self.settings,
+            max_open=self.max_open,
+            allow_open=self.allow_open,
+            backing=self,
+            listed=self.listed,
+        )
+        self.app = create_app(self.edge, self.cors_origins)
+        self._playing: set[asyncio.Task[None]] = set()
+
+    @property
+    def only(self) -> ClientRequest:
+        (request,) = self.requests.values()
+        return request
+
+    def inject(self, event: FromClient) -> None:
+        if not isinstance(event.input, ClientRequest):
+            self.cancelled.append(event.request_id)
+            if isinstance(event.input, StopFound):
+                account = ToClient(event.request_id, finished())
+                asyncio.get_running_loop().call_soon(self.edge.deliver, account)
+            return
+        request = event.input
+        for request_id, seed in ((event.request_id, request.sampling.seed), *request.siblings):
+            own = structs.replace(request, sampling=structs.replace(request.sampling, seed=seed), siblings=())
+            assert request_id not in self.requests
+            task = asyncio.create_task(self._play(request_id, self.script(own, len(self.requests))))
+            self.requests[request_id] = own
+            self._playing.add(task)
+            task.add_done_callback(self._playing.discard)
+
+    def peers(self) -> dict[str, Hello]:
+        return self.up
+
+    def refusals(self) -> dict[str, str]:
+        return {"prefill-9": "model differs"}
+
+    def cluster(self) -> ClusterView:
+        return self.view
+
+    def counts(self) -> dict[str, float]:
+        return self.actor_counts
+
+    def gauges(self) -> dict[str, float]:
+        return {"requests[state=placing]": 0.0}
+
+    def resting(self) -> bool:
+        return self.edge.name in self.reports and self.reports[self.edge.name].report.resting
+
+    def look(self, for_s: float) -> None:
+        self.looks.append(for_s)
+
+    def heard(self) -> dict[str, Heard]:
+        return self.reports
+
+    def awaits_reports(self) -> bool:
+        return False
+
+    def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
+        if node in self.states:
+            tell(self.states[node])
+
+    def rest(self, node: str, resting: bool) -> None:
+        self.rests.append((node, resting))
+        if not self.deaf:
+            self.reports[node] = Heard(self.edge.clock(), 1, Report(uptime_s=1.0, draining=resting, resting=resting))
+
+    async def _play(self, request_id: str, batches: Batches) -> None:
+        for batch in batches:
+            for output in batch:
+                self.edge.deliver(ToClient(request_id, output))
+            for _ in range(12):  # let the reader come around to waiting again
+                await asyncio.sleep(0)
+
+    def call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        """One HTTP call in a loop of its own; afterwards nothing may be left open."""
+
+        async def go() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+                return await client.request(method, path, **arguments)
+
+        response = asyncio.run(go())
+        self.check_idle()
+        return response
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.call("POST", "/v1/completions", json={"model": "toy", "prompt": "hello", **body})
+
+    def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hi"}]
+        return self.call("POST", "/v1/chat/completions", json={"model": "toy", "messages": messages, **body})
+
+    def check_idle(self) -> None:
+        assert self.edge.open_requests == 0
+        assert self.edge.slots_taken == 0
+
+    def serve(self, client: Callable[[int], Awaitable[None]]) -> None:
+        """Run `client(port)` against a real server on a loopback port, behind a door as a gateway's is."""
+
+        async def go() -> None:
+            server = uvicorn.Server(server_config(self.app, self.connections))
+            listener = listen("127.0.0.1", 0, share=self.share)
+            self.door = Door(
+                server,
+                listener,
+                self.connections,
+                send_timeout_s=self.settings.send_timeout_s,
+                tls=self.tls,
+                count=self.edge.count,
+            )
+            serving = asyncio.create_task(server.serve(sockets=[]))
+            await self.door.open()
+            try:
+                await client(listener.getsockname()[1])
+            finally:
+                self.door.close()
+                listener.close()
+                server.should_exit = True
+                await serving
+            assert not self.door.connections
+
+        with asyncio.Runner(loop_factory=partial(new_loop, tls=self.tls is not None)) as runner:
+            runner.run(go())
+        self.check_idle()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`, at most 5 s."""
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of a stream; [DONE] as text."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = response.text.split("\n\n")
+    assert parts.pop() == ""
+    payloads = [part.removeprefix("data: ") for part in parts]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def failing(status: int = 503, retry_after_s: float | None = 2.5) -> Failed:
+    return Failed(status=status, code="no_decode", message="no decode node", retry_after_s=retry_after_s)
