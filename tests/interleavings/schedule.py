@@ -18,6 +18,8 @@ from unittest.mock import patch
 
 SWITCH_SHARE = 0.15
 """Between so many bytecodes another thread may go on."""
+REDRAW_SHARE = 0.05
+"""At so many switches a thread that was slow becomes fast, or the other way."""
 MAX_SWITCHES = 100_000
 
 
@@ -40,12 +42,19 @@ class Task:
         """The condition that it waits for, if it waits."""
         self.until = math.inf
         """The time at which it waits no longer."""
+        self.weight = 0.0
+        """How readily it is chosen: some threads hardly ever go on while others run far ahead."""
+        self._random = schedule.random
+        self.draw_weight()
         self.baton = threading.Lock()
         self.baton.acquire()
         self._schedule = schedule
         self._body = body
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
+
+    def draw_weight(self) -> None:
+        self.weight = 0.02 + self._random.random() ** 4
 
     def _run(self) -> None:
         self.baton.acquire()
@@ -72,6 +81,8 @@ class Schedule:
         self.current: Task | None = None
         self._files = {module.__file__ for module in watched}
         self._switches = 0
+        self._choosing = False
+        """The conditions that threads wait for are being looked at, which is no part of the run."""
         self._error: BaseException | None = None
         self._over = threading.Event()
 
@@ -111,7 +122,11 @@ class Schedule:
         me.can_go_on, me.until = can_go_on, math.inf if timeout_s is None else self.now + max(0.0, timeout_s)
         self.switch()
         me.can_go_on, me.until = None, math.inf
-        return can_go_on()
+        self._choosing = True
+        try:
+            return can_go_on()
+        finally:
+            self._choosing = False
 
     def switch(self) -> None:
         """Let a thread go on that is drawn among those that can: perhaps another, perhaps this one."""
@@ -143,24 +158,39 @@ class Schedule:
         return self._between_bytecodes
 
     def _between_bytecodes(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "opcode" and self._error is None and self.random.random() < SWITCH_SHARE:
+        if event == "opcode" and not self._choosing and self._error is None and self.random.random() < SWITCH_SHARE:
             self.switch()
         return self._between_bytecodes
 
     def _hand_over(self) -> None:
+        self._choosing = True
+        try:
+            chosen = self._choose()
+        except Exception as error:
+            self._fail(error)
+            return
+        finally:
+            self._choosing = False
+        if chosen is None:
+            self._over.set()
+        else:
+            self.current = chosen
+            chosen.baton.release()
+
+    def _choose(self) -> Task | None:
+        """The thread that goes on, or None: all have ended."""
         left = [task for task in self.tasks if not task.done]
         if not left:
-            self._over.set()
-            return
+            return None
         ready = [task for task in left if task.can_go_on is None or task.can_go_on() or task.until <= self.now]
         if not ready:
             self.now = min(task.until for task in left)
             ready = [task for task in left if task.until <= self.now < math.inf]
         if not ready:
-            self._fail(Stuck(f"no thread can go on: {[task.name for task in left]} wait"))
-            return
-        self.current = self.random.choice(ready)
-        self.current.baton.release()
+            raise Stuck(f"no thread can go on: {[task.name for task in left]} wait")
+        if self.random.random() < REDRAW_SHARE:
+            self.random.choice(left).draw_weight()
+        return self.random.choices(ready, [task.weight for task in ready])[0]
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

@@ -58,7 +58,6 @@ def test_two_locks_taken_in_opposite_orders_are_found_to_block_each_other():
 
 
 def test_a_seed_repeats_itself():
-    failures = {first_failure(counting(Counter.add), [seed], HERE) for seed in [7] * 5}
     orders = set()
     for _ in range(5):
         order = []
@@ -71,4 +70,4 @@ def test_a_seed_repeats_itself():
 
         assert first_failure(case, [7], HERE) == ""
         orders.add(tuple(order))
-    assert len(failures) == len(orders) == 1
+    assert len(orders) == 1

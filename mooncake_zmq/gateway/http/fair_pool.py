@@ -18,13 +18,17 @@ class FairPool:
         self._lock = threading.Lock()
         """Guards what follows."""
         self._busy = 0
+        self._closed = False
         self._waiting: OrderedDict[str, OrderedDict[Future[Any], Callable[[], Any]]] = OrderedDict()
         """By tenant, the next one first."""
 
     def submit(self, tenant: str, work: Callable[[], WorkT]) -> Future[WorkT]:
-        """Have it done by a thread, when it is the tenant's turn."""
+        """Have it done by a thread, when it is the tenant's turn; once the pool is closed it is cancelled at once."""
         done: Future[WorkT] = Future()
         with self._lock:
+            if self._closed:
+                done.cancel()
+                return done
             self._waiting.setdefault(tenant, OrderedDict())[done] = work
             if self._busy < self._threads:
                 self._busy += 1
@@ -34,9 +38,10 @@ class FairPool:
 
     def close(self) -> None:
         """Begin nothing more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._closed = True
             left = [done for waiting in self._waiting.values() for done in waiting]
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for done in left:
             done.cancel()
 
