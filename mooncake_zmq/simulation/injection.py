@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mooncake_zmq.core.actor import DrainWanted
-from mooncake_zmq.simulation.faults import Fault, FaultKind
+from mooncake_zmq.simulation.faults import TANGLES, Fault, FaultKind
 from mooncake_zmq.simulation.garbage import Garbage
 from mooncake_zmq.simulation.operator import Operator
 from mooncake_zmq.simulation.simulator import Moment, Simulator
@@ -85,6 +85,11 @@ class Injection:
                     simulator.stores.drains(name)
             case FaultKind.ROLE, (name,):
                 self.operator.ask_for_role(name)
+            case FaultKind.CRASH_SENDER, (name,):
+                self._set_trap(fault, Moment.SENDING, name, partial(simulator.crash, name))
+                return
+            case FaultKind.TANGLE, (name,):
+                self._tangle(fault, name)
             case FaultKind.REST, (name,):
                 self.operator.cordon(name, True)
             case FaultKind.BIT_FLIP, (name,):
@@ -114,8 +119,11 @@ class Injection:
         match fault.kind, fault.targets:
             case FaultKind.PARTITION | FaultKind.ONE_WAY, _:
                 simulator.wires.cut.subtract(self._cut_pairs(fault))
-            case FaultKind.CRASH, (name,):
+            case FaultKind.CRASH | FaultKind.CRASH_SENDER, (name,):
                 simulator.restart(name)
+            case FaultKind.TANGLE, (name,):
+                simulator.restart(name)
+                self.operator.uncordon(name)
             case FaultKind.CLOCK, (name,):
                 self._change_clock(name, 0)
             case FaultKind.PAUSE | FaultKind.STOP_ASKER | FaultKind.STOP_WRITER | FaultKind.STOP_READER, (name,):
@@ -133,6 +141,17 @@ class Injection:
                 self.operator.ask_for_role(name)
             case FaultKind.DISK_FULL | FaultKind.DISK_FAIL, (name,):
                 simulator.disks[name].fault = ""
+
+    def _tangle(self, fault: Fault, name: str) -> None:
+        """Begin its parts one after the other: the crash is over with the fault, as the cordon is."""
+        simulator = self._simulator
+        begin: dict[FaultKind, Callable[[], None]] = {
+            FaultKind.REST: lambda: self.operator.cordon(name, True),
+            FaultKind.ROLE: lambda: self.operator.ask_for_role(name),
+            FaultKind.CRASH: lambda: simulator.crash(name),
+        }
+        for place, part in enumerate(TANGLES[int(fault.amount)]):
+            simulator.at(simulator.now + place * fault.duration_s / 6, begin[part])
 
     def _change_clock(self, name: str, ahead: int) -> None:
         """The host of a process is started anew, by another clock and without the lock file that names former incarnations."""

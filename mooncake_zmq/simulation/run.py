@@ -20,10 +20,12 @@ from mooncake_zmq.simulation.faults import (
     USUAL,
     Fault,
     FaultKind,
+    draw_crash_of_sender,
     draw_faults,
     draw_halts,
     draw_lates,
     draw_rests,
+    draw_tangle,
 )
 from mooncake_zmq.simulation.injection import Injection
 from mooncake_zmq.simulation.machine import Hardware
@@ -147,8 +149,12 @@ def _draw_faults(
     faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
     if settings.watched and not stores_only:
         faults += draw_rests(Random(f"rests of {seed}"), processes=names, window_s=SAFETY_S)
+        if not settings.starved:
+            faults += draw_tangle(Random(f"tangle of {seed}"), processes=names, window_s=SAFETY_S)
     if settings.starved and not stores_only:
         faults += draw_lates(Random(f"lateness of {seed}"), processes=names, window_s=SAFETY_S)
+    if seed % 3 == 0 and not settings.starved:
+        faults += draw_crash_of_sender(Random(f"sender of {seed}"), segments=segments, window_s=SAFETY_S)
     if settings.suspended:
         faults += draw_halts(Random(f"halts of {seed}"), processes=names, window_s=SAFETY_S)
     return faults

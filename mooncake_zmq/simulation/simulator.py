@@ -50,6 +50,7 @@ class Moment(enum.Enum):
     ASKING = "it has just asked a pool for blocks or slots"
     WRITING = "it is in the middle of a copy into a pool"
     READING = "it is in the middle of a read of another process's slots"
+    SENDING = "its store has sent half of a value on a stream"
     READING_REMOTE = "a process of this host is in the middle of a read of another host's slots"
 
 
@@ -323,6 +324,10 @@ class Simulator(World[Machine]):
         self._spring(Moment.READING, name)
         if remote and self.traps:
             self._spring(Moment.READING_REMOTE, self.processes[name].spec.host)
+
+    def half_sent(self, name: str) -> None:
+        """The store beside `name` is in the middle of an answer on a stream."""
+        self._spring(Moment.SENDING, name)
 
     def _spring(self, moment: Moment, name: str) -> None:
         strike = self.traps.pop((moment, name), None)

@@ -110,6 +110,8 @@ class Pipe:
     cut: bool = False
     """The client is gone; whoever serves it will find out."""
     over: bool = False
+    half_sent: tuple[Values, list[bytes]] | None = None
+    """The answer of which one half is on its way: all that arrives of it if the store dies now."""
     dawdles_s: float = 0.0
     """How long its client takes to read what it asks for, beyond what that takes."""
     answers: deque[tuple[Any, list[bytes]]] = field(default_factory=deque)
@@ -249,12 +251,16 @@ class StoreLife:
     def _send_half(self, pipe: Pipe, asked: SendValues, whole_s: float) -> None:
         halves = [self._read(one)[: one.size // 2] for one in asked.found]
         self._stores.checker.sent(self, asked, halves)
+        if any(halves):
+            pipe.half_sent = Values(asked.sizes, asked.checksums), halves
+            self._stores.simulator.half_sent(self.name)
         if whole_s > asked.within_s:
             self.later(max(0.0, asked.within_s - whole_s / 2), self._end, pipe)
         else:
             self.later(whole_s / 2, self._sent, pipe, asked, halves)
 
     def _sent(self, pipe: Pipe, asked: SendValues, halves: Sequence[bytes]) -> None:
+        pipe.half_sent = None
         payload = [half + self._read(one)[len(half) :] for one, half in zip(asked.found, halves, strict=True)]
         self._stores.checker.sent(self, asked, payload)
         self._stores.answer(pipe, Values(asked.sizes, asked.checksums), [self._stores.damaged(value) for value in payload])
@@ -370,6 +376,8 @@ class Stores:
             self._disks[name].lose_power()
             for pipe in store.pipes.values():
                 pipe.over = True
+                if pipe.half_sent is not None:
+                    self.answer(pipe, *pipe.half_sent)
                 self.answer(pipe, None, [])
 
     def drains(self, name: str) -> None:
