@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
@@ -82,13 +81,14 @@ from mooncake_zmq.core.work import (
     TokensSampled,
     WorkFailed,
 )
-from mooncake_zmq.decode.batch import Place, retry_after_s, step_members, victim
+from mooncake_zmq.decode.batch import Place, ahead_of, retry_after_s, step_members, victim
 from mooncake_zmq.decode.masks import mask_s
 from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Group, Request, RequestEvent, RequestState, Segment
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum, block_checksums
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
+from mooncake_zmq.pool.node.client import PoolClient, PutEnded
 
 RECENT = 0.8
 """What earlier steps still count in `DecodeLoad.step_s` once another is measured."""
@@ -506,15 +506,15 @@ class Decode:
         promised = [r for r in self._requests.values() if r.promised and r is not request]
         if not promised:
             return None
-        others = [Place(r.context, max(0, r.left)) for r in (*promised, *request.siblings)]
-        batch = min(len(others) + 1, self._settings.max_batch)
+        others = (*promised, *request.siblings)
         wait_s = retry_after_s(
             self._costs,
             slowness=self._pace.ratio(now),
             slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
             max_batch=self._settings.max_batch,
-            others=others,
-            own_context=request.context + int(growth_tokens(batch, request.left)),
+            others=[Place(r.context, max(0, r.left)) for r in others],
+            own_context=request.context + int(growth_tokens(min(len(others) + 1, self._settings.max_batch), request.left)),
+            ahead=ahead_of(others, request.tenant),
         )
         if wait_s is None:
             return None

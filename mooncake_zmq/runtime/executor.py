@@ -72,19 +72,18 @@ from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.reading import ReadFailure
+from mooncake_zmq.pool.ssd.disk import Disk
+from mooncake_zmq.pool.ssd.disk_copy import read_blocks, write_blocks
+from mooncake_zmq.pool.ssd.disk_directory import DiskFault
 from mooncake_zmq.transfer.block_copy import (
     copy_block,
     granted,
     load_blocks,
-    read_blocks,
     store_block,
     store_parts,
-    write_blocks,
 )
 from mooncake_zmq.transfer.cuda import Cuda
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.disk import Disk
-from mooncake_zmq.transfer.disk_directory import DiskFault
 from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
 from mooncake_zmq.transfer.network import RemoteReader
 from mooncake_zmq.transfer.process_lock import is_alive

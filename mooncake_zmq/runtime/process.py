@@ -29,8 +29,6 @@ import uvicorn
 import zmq
 from prometheus_client.metrics_core import Metric
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_reads, check_open, costs_of, gateway_warnings
 from mooncake_zmq.core import asks
 from mooncake_zmq.core.actor import Actor, Answered, Asked, FromClient, RestWanted, ShelfTold
@@ -54,6 +52,14 @@ from mooncake_zmq.gateway.requests.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.requests.request_log import Accounts
 from mooncake_zmq.gateway.requests.requests import Requests
+from mooncake_zmq.pool.node.disk_tier import DiskContents
+from mooncake_zmq.pool.node.settings import KvEventsSettings, SsdSettings
+from mooncake_zmq.pool.node.store_events import ShelfChanged
+from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.server.server import StoreServer
+from mooncake_zmq.pool.ssd.disk import Disk
+from mooncake_zmq.pool.ssd.disk_directory import DiskError
+from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.executor import Executor
@@ -64,18 +70,12 @@ from mooncake_zmq.runtime.model import learn
 from mooncake_zmq.runtime.starvation import waits_for_cpu
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
-from mooncake_zmq.store.events import ShelfChanged
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.object_disk import ObjectDisk
-from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.telemetry import log as logs
 from mooncake_zmq.telemetry.metrics import Snapshot, page_of
 from mooncake_zmq.telemetry.metrics_endpoint import MetricsEndpoint
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.data_server import DataServer
-from mooncake_zmq.transfer.disk import Disk
-from mooncake_zmq.transfer.disk_directory import DiskError
 from mooncake_zmq.transfer.own_files import make_own_directory, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep

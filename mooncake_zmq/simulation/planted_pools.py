@@ -5,11 +5,6 @@ from typing import Any
 
 from msgspec import structs
 
-from mooncake_zmq.cache_node import cache_node, client, disk_tier
-from mooncake_zmq.cache_node.cache_node import CacheNode
-from mooncake_zmq.cache_node.client import PoolClient, PutEnded
-from mooncake_zmq.cache_node.contents import Content, Contents
-from mooncake_zmq.cache_node.gathering import Gatherer
 from mooncake_zmq.core.actor import Effect, Received, Send
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
@@ -23,10 +18,15 @@ from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.eviction import Eviction
+from mooncake_zmq.kv.eviction import Lru
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.shares import Shares
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.pool.node import cache_node, client, disk_tier
+from mooncake_zmq.pool.node.cache_node import CacheNode
+from mooncake_zmq.pool.node.client import PoolClient, PutEnded
+from mooncake_zmq.pool.node.contents import Content, Contents
+from mooncake_zmq.pool.node.gathering import Gatherer
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.simulation import copy_works, engine_works, memory, reads, shelf
 from mooncake_zmq.simulation.planted_stores import Replacements, silent
@@ -38,7 +38,7 @@ class _PinlessSlots(Slots):
     def pin(self, slots: Sequence[int]) -> None:
         pass
 
-    def unpin(self, slots: Sequence[int], depth: int = 0) -> None:
+    def unpin(self, slots: Sequence[int]) -> None:
         self.touch(slots)
 
     def check(self) -> None:
@@ -196,7 +196,7 @@ def share_ignored() -> Replacements:
     """An owner below its share takes from the one that has most."""
     victims = Shares.victims
 
-    def of_anybody(self: Shares, owner: int, *, free: bool) -> Eviction | None:
+    def of_anybody(self: Shares, owner: int, *, free: bool) -> Lru | None:
         order = victims(self, owner, free=free)
         return order if order is None or self.held[owner] >= self.most[owner] > 0 else max(self._orders, key=len)
 

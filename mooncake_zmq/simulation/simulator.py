@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import xxhash
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import Actor, DrainTimedOut, Effect, Event, Send
 from mooncake_zmq.core.messages import (
     PROTOCOL_VERSION,
@@ -24,6 +23,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.links import Sessions, Wires

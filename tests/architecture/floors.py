@@ -5,17 +5,17 @@ A room is a folder of the package, or a module beside the folders. A new room mu
 
 FLOORS: tuple[frozenset[str], ...] = (
     # The ground: what a block is, which modules are compiled, the version.
-    frozenset({"__init__", "kv", "native"}),
+    frozenset({"__init__", "extras", "kv", "native"}),
     # Messages, sessions, timers and the cost model.
     frozenset({"core"}),
     # The model, and the role that needs nothing but the ground.
     frozenset({"engine", "conductor"}),
     # How bytes move.
     frozenset({"transfer"}),
-    # The store of values; logs and metrics.
+    # What store clients import; logs and metrics.
     frozenset({"store", "telemetry"}),
     # A host's pool, vLLM's connector to it, and the gateway with HTTP in front of its actor.
-    frozenset({"cache_node", "vllm", "gateway"}),
+    frozenset({"pool", "vllm", "gateway"}),
     # The roles that use a pool.
     frozenset({"prefill", "decode", "vllm_node"}),
     # All roles in one table.

@@ -6,6 +6,7 @@ import sys
 from collections import Counter, deque
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -15,10 +16,10 @@ import zmq
 from schedule import first_failure
 
 from mooncake_zmq.core import keys as key_texts
-from mooncake_zmq.engine import grammars, turns
+from mooncake_zmq.core import turns
+from mooncake_zmq.engine import fair_pool, grammars
 from mooncake_zmq.engine.constraint import ConstraintError
-from mooncake_zmq.engine.grammar_process import Told
-from mooncake_zmq.gateway.http import fair_pool
+from mooncake_zmq.engine.grammar_process import Ask, Told
 from mooncake_zmq.runtime import executor
 from mooncake_zmq.transfer import connections, key_files, sockets
 from mooncake_zmq.transfer.own_files import replace_own
@@ -37,7 +38,7 @@ def pool_of_tenants(schedule):
 
     def body():
         threads = schedule.random.choice((1, 2))
-        pool, ran, at_once = fair_pool.FairPool("pool", threads), Counter(), []
+        pool, ran, at_once = fair_pool.FairPool("pool", threads, lambda: schedule.now), Counter(), []
 
         def work(name):
             at_once.append(name)
@@ -55,8 +56,7 @@ def pool_of_tenants(schedule):
                 assert ran[name, number] == (not cancelled)
 
         schedule.together(*[lambda name=name: tenant(name) for name in "ab"])
-        assert not pool._waiting
-        pool.close()
+        pool.close(wait=True)
 
     return body
 
@@ -65,7 +65,7 @@ def pool_that_closes(schedule):
     """Whatever was asked before, during or after the close ends: it is done or cancelled."""
 
     def body():
-        pool = fair_pool.FairPool("pool", 1)
+        pool = fair_pool.FairPool("pool", 1, lambda: schedule.now)
 
         def tenant(name):
             for _ in range(2):
@@ -80,18 +80,9 @@ def pool_that_closes(schedule):
 def idle_without_the_lock(self):
     """Planted: a thread says that it is idle after it has let go of the lock."""
     with self._lock:
-        waiting = bool(self._waiting)
-    if not waiting:
-        self._busy -= 1
-        return None
-    with self._lock:
-        if not self._waiting:
-            return None
-        tenant, waiting = self._waiting.popitem(last=False)
-        first = waiting.popitem(last=False)
-        if waiting:
-            self._waiting[tenant] = waiting
-        return first
+        work = self._turns.take()
+    self._busy -= work is None
+    return work
 
 
 # --- the thread that asks the grammars' process
@@ -130,6 +121,11 @@ class GrammarProcess:
         self.stop()
 
 
+def stood_in_for(schedule):
+    """No process, and the schedule's time for turns."""
+    return patch.multiple(grammars, _Process=GrammarProcess, FairPool=partial(fair_pool.FairPool, clock=lambda: schedule.now))
+
+
 def following(asks, name, tokens):
     """One answer under a grammar: what may come next is always told of exactly the tokens so far."""
     answer = asks.begin(b"grammar", (), name)
@@ -141,7 +137,9 @@ def following(asks, name, tokens):
 
 def answers_with_grammars(schedule):
     def body():
-        with patch.object(grammars, "_Process", GrammarProcess):
+        with patch.multiple(
+            grammars, _Process=GrammarProcess, FairPool=partial(fair_pool.FairPool, clock=lambda: schedule.now)
+        ):
             asks = grammars.Grammars(b"", 8)
             schedule.together(*[lambda name=name: following(asks, name, (1, 2, 4)) for name in "aab"])
             assert schedule.now < SOON_S, "an answer waited for what was never looked for"
@@ -155,11 +153,13 @@ def grammars_that_close(schedule):
     """Who waits at the close learns it at once."""
 
     def body():
-        with patch.object(grammars, "_Process", GrammarProcess):
+        with patch.multiple(
+            grammars, _Process=GrammarProcess, FairPool=partial(fair_pool.FairPool, clock=lambda: schedule.now)
+        ):
             asks = grammars.Grammars(b"", 8)
 
             def follow():
-                with suppress(ConstraintError, RuntimeError):
+                with suppress(ConstraintError):
                     following(asks, "a", (1, 2))
 
             schedule.together(follow, follow, asks.close)
@@ -168,12 +168,14 @@ def grammars_that_close(schedule):
     return body
 
 
-def ask_without_the_lock(self, following):
-    """Planted: a question is put among those that wait while another is taken."""
-    asked = grammars._Asked(following, len(following.answer), Future())
-    self._turns.put(following.tenant, following.number, asked)
-    self._thread.submit(self._answer_next)
-    return asked.told
+def ask_of_what_is_dropped(self, process, following, tokens):
+    """Planted: an answer is dropped in the message that asks for it."""
+    with self._lock:
+        dropped, self._dropped = self._dropped, []
+    life, known = following.held or (-1, 0)
+    if life != process.life:
+        return Ask(following.number, following.answer[:tokens], 1.0, following.constraint, tuple(dropped))
+    return Ask(following.number, following.answer[known:tokens], 1.0, drop=tuple(dropped))
 
 
 # --- the executor's sampler, and its wait for a prefix
@@ -438,8 +440,8 @@ def give_back_without_the_guard(self):
 # --- all of them
 
 CASES = {
-    "the pool of tenants": (pool_of_tenants, (fair_pool,), fair_pool.FairPool, "_next", idle_without_the_lock),
-    "grammars": (answers_with_grammars, (grammars, turns), grammars.Grammars, "ask", ask_without_the_lock),
+    "the pool of tenants": (pool_of_tenants, (fair_pool, turns), fair_pool.FairPool, "_next", idle_without_the_lock),
+    "grammars": (answers_with_grammars, (grammars, fair_pool), grammars.Grammars, "_ask_of", ask_of_what_is_dropped),
     "the sampler": (sampler_of_jobs, (executor,), executor._Sampler, "put", wake_before_the_job_is_there),
     "a chunk's prefix": (prefix_of_a_chunk, (executor,), executor._Prefix, "arrived", arrived_without_the_lock),
     "connections": (honest_and_endless, (connections,), connections.Connections, "_look", look_that_loses),

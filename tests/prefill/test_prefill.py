@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness, leased
 
-from mooncake_zmq.cache_node.client import UNHEARD, PoolClientSettings
 from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
@@ -52,6 +51,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.pool.node.client import UNHEARD, PoolClientSettings
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
 
@@ -1301,3 +1301,14 @@ def test_a_node_that_became_a_prefill_is_no_decode_to_hand_over_to(node):
     node.start()
     assert node.one(AttemptFailed, "g").avoid == "d"
     assert node.take(ReserveDecode) == []
+
+
+def test_another_tenants_short_prompt_waits_for_one_chunk_of_many_long_ones():
+    node = Node(max_active=1, overtake=0.0, slab_bytes=64 * LAYOUT.slot_bytes, max_queued=8)
+    node.ready("long", prompt(6 * B), tenant="alice")
+    for number in range(1, 4):
+        node.start(f"long-{number}", prompt(6 * B, 10 * number), tenant="alice")
+    node.ready("short", prompt(B, 50), tenant="bob")
+    node.now += 0.1
+    node.computed()
+    assert node.work(ComputeChunk)[1].tokens == pack_tokens(prompt(B, 50))
