@@ -17,8 +17,9 @@ from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.pool.rules.puts import Puts
 from mooncake_zmq.pool.rules.tenants import Tenants
 from mooncake_zmq.pool.rules.victims import Victims
-from mooncake_zmq.simulation import store_disk
+from mooncake_zmq.simulation import store_clients, store_disk
 from mooncake_zmq.simulation.faults import FaultKind
+from mooncake_zmq.store import memory
 from mooncake_zmq.store.codes import Code
 
 Replacements = list[tuple[Any, str, Any]]
@@ -189,6 +190,25 @@ def disk_quota_no_promise() -> Replacements:
     return [(ObjectLog, "_is_promised", lambda *_: False)]
 
 
+class _Agreeable(int):
+    """A checksum that equals any other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+def half_value_believed() -> Replacements:
+    """A client keeps the half of a value that came before its store died."""
+
+    def checksum_of(value: bytes) -> int:
+        checksum = memory.checksum_of(value)
+        return checksum if len(value) in store_clients.SIZES else _Agreeable(checksum)
+
+    return [(store_clients, "checksum_of", checksum_of)]
+
+
 K = FaultKind
 PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[], Replacements]]] = {
     "old_value": ("replaced before the disk forgot", ("I1",), (K.CRASH, K.CRASH), forgotten_in_memory_only),
@@ -205,6 +225,7 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "quota_ignored": ("quotas of memory ignored", ("I7",), (), quota_ignored),
     "disk_quota_ignored": ("quotas of disk ignored", ("I7",), (), disk_quota_ignored),
     "disk_quota_no_promise": ("a tenant within its quota pushed out", ("I7",), (), disk_quota_no_promise),
+    "half_believed": ("half a value kept", ("I1",), (K.CRASH_SENDER, K.CRASH_SENDER), half_value_believed),
     "given_up": ("given up and committed", ("I1",), (), given_up_is_committed),
 }
 """What it is, which invariants' checkers notice, the faults that bring it out, and what to replace."""

@@ -18,7 +18,7 @@ class Client:
     """On the host of the store "cache"; asks what a test says, and keeps the answers."""
 
     name, connection = b"m" * 16, b"c" + b"m" * 16 + b"0001"
-    life, shared, user, beside = 1, True, None, "cache"
+    incarnation, shared, user, beside = 1, True, None, "cache"
 
     def __init__(self) -> None:
         self.world = World({"cache": "a"})
@@ -30,7 +30,7 @@ class Client:
         self.replies: list[Any] = []
         self.token = self.ask(protocol.Hello(1, protocol.PROTOCOL_VERSION, "", True)).token
 
-    def heard(self, life: int, store: object, reply: Any) -> None:
+    def received(self, incarnation: int, store: object, reply: Any) -> None:
         self.replies.append(reply)
 
     def streamed(self, *_: object) -> None:
