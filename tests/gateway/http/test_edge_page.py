@@ -162,8 +162,8 @@ def test_it_reads_only_what_the_cluster_tells(picture):
             if otherwise is not None:
                 number = isinstance(otherwise, int)
                 assert isinstance(told[kind][name], (int, float) if number else type(otherwise)), (kind, name)
-    process = (HOME / "runtime/process.py").read_text()
-    assert [name for name in about if f'"{name}": self.' not in process] == []
+    process = (HOME / "runtime/gateway_process.py").read_text()
+    assert [name for name in about if f'"{name}": ' not in process] == []
 
 
 def test_it_uses_all_that_it_reads():
@@ -212,7 +212,7 @@ def test_what_it_reads_of_answers_and_of_conductors_is_there():
     (recent,) = _recent(index).dump(index, 1)
     assert set(others["chain"]) - set(recent) == {"per_s"}
     dumped = (HOME / "conductor/picture.py").read_text()
-    assert [name for name in others["replication"] if f'"{name}": self.' not in dumped] == []
+    assert [name for name in others["replication"] if f'"{name}": ' not in dumped] == []
     replication = (HOME / "conductor/replication.py").read_text()
     assert [name for name in others["chain"] if f'"{name}": ' not in replication] == []
 
