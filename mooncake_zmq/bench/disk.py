@@ -27,7 +27,8 @@ from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, DiskWritten, Result, SlotGrant, Work, WriteToDisk
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout
-from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.executor.executor import Executor
+from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import Segment
 
@@ -113,11 +114,7 @@ class _Tier:
         for grant in self._grants:
             segment.set_generation(grant.slot, grant.generation)
         self._executor = Executor(
-            node="bench",
-            incarnation=1,
-            host="bench",
-            layout=segment.layout,
-            segment=segment,
+            SegmentDirectory("bench", 1, "bench", segment.layout, segment),
             engine=None,
             runtime_dir=runtime_dir,
             emit=self._events.put,

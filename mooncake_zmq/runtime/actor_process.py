@@ -6,7 +6,7 @@ from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import ShelfTold, WorkDone, WorkProgress
 from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.runtime import notify
-from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.executor.executor import Executor
 from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.node_process import NodeProcess
 from mooncake_zmq.runtime.parts import Parts

@@ -21,7 +21,7 @@ from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.requests.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.roles import PARTS
 from mooncake_zmq.runtime import notify
-from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.executor.executor import Executor
 from mooncake_zmq.runtime.facts import Facts, named
 from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
@@ -38,6 +38,7 @@ from mooncake_zmq.telemetry.metrics_endpoint import MetricsEndpoint
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.data_server import DataServer
+from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
@@ -263,24 +264,23 @@ class Parts:
                 subscribe=self._subscribe if plan.settings.kv_events else None,
             )
         executor = Executor(
-            node=node.name,
-            incarnation=self.lifecycle.incarnation,
-            host=node.host,
-            layout=plan.layout,
-            segment=segment,
+            self._directory(segment),
             engine=engine,
             runtime_dir=plan.runtime_dir,
             emit=emit,
             on_crash=self.lifecycle.on_crash,
             disk=disk,
             verify_local=plan.settings.pool.verify_local if engine else True,
-            cuda=self.cuda,
             sockets=self.sockets,
-            shm_dir=Path(plan.loaded.config.cluster.shm_dir),
             grammars=self._grammars() if engine else None,
         )
         self.facts.threads["data_reader"] = executor.read_counts
         return executor
+
+    def _directory(self, segment: Segment | None) -> SegmentDirectory:
+        """The own segment, and those of peers as they are learned."""
+        node, shm_dir = self.plan.node, Path(self.plan.loaded.config.cluster.shm_dir)
+        return SegmentDirectory(node.name, self.lifecycle.incarnation, node.host, self.plan.layout, segment, self.cuda, shm_dir)
 
     def _grammars(self) -> Grammars:
         """The grammars of the model: its tokenizer is opened where a constraint is first asked for."""
