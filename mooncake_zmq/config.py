@@ -16,7 +16,6 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import structs
 
-from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
@@ -33,6 +32,7 @@ from mooncake_zmq.gateway.http.exposure import Judgement, judged, unasked
 from mooncake_zmq.gateway.http.tls import tls_files_of
 from mooncake_zmq.gateway.requests.otlp import OTEL, is_installed
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
+from mooncake_zmq.pool.node.settings import CacheNodeSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.telemetry.log import LEVELS, LogFormat
 from mooncake_zmq.transfer.key_files import directory_of

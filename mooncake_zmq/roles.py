@@ -5,9 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mooncake_zmq.cache_node.cache_node import CacheNode
-from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
@@ -18,6 +15,9 @@ from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node.cache_node import CacheNode
+from mooncake_zmq.pool.node.disk_tier import DiskContents
+from mooncake_zmq.pool.node.settings import CacheNodeSettings
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.vllm_node.settings import VllmSettings

@@ -20,16 +20,16 @@ from typing import TypeVar
 import numpy as np
 
 from mooncake_zmq.bench.report import Row
-from mooncake_zmq.cache_node.disk_tier import BATCHES
-from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, DiskWritten, Result, SlotGrant, Work, WriteToDisk
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout
+from mooncake_zmq.pool.node.disk_tier import BATCHES
+from mooncake_zmq.pool.node.settings import CacheNodeSettings
+from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.runtime.executor.executor import Executor
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import Segment
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 A trace's requests are replayed through a pool's DRAM slots and one tier behind them, of equal bytes on disk. What DRAM evicts
 is written there unless it stands there; what is found there goes back into DRAM. No byte moves: what is counted is what the
-real rules, `kv.slots` and `store.rules.object_log`, would have written. Only the indexes of a restart are real, and timed.
+real rules, `kv.slots` and `pool.rules.object_log`, would have written. Only the indexes of a restart are real, and timed.
 """
 
 import tempfile
@@ -15,17 +15,17 @@ from typing import Protocol
 
 from mooncake_zmq.bench.eviction import GENERATED_REQUESTS, generated_trace, read_trace
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.laboratory.hit_ratio import Trace, hold, infinite_hit_ratio
-from mooncake_zmq.store.rules.object_log import MOVED_SHARE, ObjectLog, ObjectSsdSettings
-from mooncake_zmq.store.rules.object_record import ObjectRecord, record_bytes
-from mooncake_zmq.store.server.object_index import ObjectIndex
-from mooncake_zmq.store.tiers import MAX_MOVED
-from mooncake_zmq.transfer.disk_index import DiskIndex
+from mooncake_zmq.pool.node.settings import CacheNodeSettings
+from mooncake_zmq.pool.node.tiers import MAX_MOVED
+from mooncake_zmq.pool.rules.object_log import MOVED_SHARE, ObjectLog, ObjectSsdSettings
+from mooncake_zmq.pool.rules.object_record import ObjectRecord, record_bytes
+from mooncake_zmq.pool.ssd.disk_index import DiskIndex
+from mooncake_zmq.pool.ssd.object_index import ObjectIndex
 
 MEMORY_SHARE = 8
 """The tier has so many times the DRAM's blocks."""
@@ -69,7 +69,7 @@ class Tier(Protocol):
 
 
 class SlotTier:
-    """A slot for each block; who goes is for the eviction policy to say. As `cache_node.disk_tier` does it."""
+    """A slot for each block; who goes is for the eviction policy to say. As `pool.node.disk_tier` does it."""
 
     def __init__(self, capacity_bytes: int, block_bytes: int) -> None:
         self.written = Written()
@@ -111,7 +111,7 @@ class SlotTier:
 
 
 class LogTier:
-    """Blocks one after another; the oldest segment goes, and what was read of it moves. As `store.tiers` does it."""
+    """Blocks one after another; the oldest segment goes, and what was read of it moves. As `pool.node.tiers` does it."""
 
     def __init__(self, capacity_bytes: int, block_bytes: int) -> None:
         self.written = Written()

@@ -22,9 +22,9 @@ from mooncake_zmq.bench.block_fetch import send_bare
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import LIMITS
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment

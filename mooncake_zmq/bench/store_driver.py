@@ -333,9 +333,9 @@ def free_port() -> int:
 
 def own_ours(order: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
     """Our store's server, as a cache-node runs it."""
-    objects = importlib.import_module("mooncake_zmq.store.rules.objects")
+    objects = importlib.import_module("mooncake_zmq.pool.rules.objects")
     directory = stack.enter_context(TemporaryDirectory(prefix="mczmq-bench-", dir="/dev/shm"))
-    server = importlib.import_module("mooncake_zmq.store.server.server").StoreServer(
+    server = importlib.import_module("mooncake_zmq.pool.server.server").StoreServer(
         settings=objects.ObjectSettings(object_bytes=order["segment_bytes"], slab_bytes=64 << 20),
         directory=directory,
         cluster=Path(directory).name,

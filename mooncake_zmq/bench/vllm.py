@@ -26,8 +26,8 @@ from mooncake_zmq.bench.memory import cpu_s
 from mooncake_zmq.bench.peers import Peer, driver_process
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.shim import install
 
 DRIVER = Path(__file__).with_name("vllm_driver.py")

@@ -89,6 +89,8 @@ class Coming:
         for key in chain.starts:
             if self._starts.get(key) is chain:
                 del self._starts[key]
+        if not chain.waiters:  # and so it is not watched
+            return
         for waiter in list(chain.waiters.values()):
             stop = next(stop for each, stop in waiter.links if each is chain)
             if lost or not self._stands(chain, stop):

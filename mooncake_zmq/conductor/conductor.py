@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from msgspec.structs import replace
 
 from mooncake_zmq.conductor.balance import BALANCE, Balance
-from mooncake_zmq.conductor.booking import BookingKey
+from mooncake_zmq.conductor.booking import Booking, BookingKey
 from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.choices import PrefillChoice
 from mooncake_zmq.conductor.coming import Coming
@@ -308,7 +308,7 @@ class Conductor:
             for booking in self._bookings.all():
                 placed = booking.placed
                 if peer in (booking.key[0], placed.prefill, placed.decode) or peer in placed.stages:
-                    self._unbook(now, booking.key, gone=peer)
+                    self._unbook(now, booking, gone=peer)
         self._members.leave(peer)
         self._suspects.forget(peer)
         match role:
@@ -442,7 +442,7 @@ class Conductor:
             self.counts.add("repeated_schedules")
             return [*effects, Send(gateway, booking.placed)]
         if booking is not None:
-            self._unbook(now, key)
+            self._unbook(now, booking)
         plan = self._placement.planner.plan(now, schedule)
         if plan.best and attempt == 1:
             self._recent.add(schedule.keys, plan.best)
@@ -458,7 +458,7 @@ class Conductor:
     def _place(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan) -> Placed | Rejected:
         if self._bookings.is_full and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_dropped")
-            self._unbook(now, oldest.key)  # before anything is found to wait for it
+            self._unbook(now, oldest)  # before anything is found to wait for it
         decided = self._placement.decide(now, schedule, plan)
         if isinstance(decided, tuple):
             self.counts.add(_REJECTED[decided[0]])
@@ -486,8 +486,9 @@ class Conductor:
             if outcome.ended:
                 self._outputs.ended(outcome.max_tokens, outcome.output_tokens)
         if booking is not None and booking.placed.attempt <= ended.attempt:
-            self._judge(now, booking.placed, ended)
-            self._unbook(now, booking.key)
+            if self._suspects or ended.stalled:
+                self._judge(now, booking.placed, ended)
+            self._unbook(now, booking)
         return []
 
     def _judge(self, now: float, placed: Placed, ended: RequestEnded) -> None:
@@ -534,22 +535,22 @@ class Conductor:
 
     # --- bookings
 
-    def _unbook(self, now: float, key: BookingKey, gone: str = "") -> None:
+    def _unbook(self, now: float, booking: Booking, gone: str = "") -> None:
         """Forget a booking; `gone`: the node that it was on is down."""
-        booking = self._bookings.get(key)
-        assert booking is not None
         self._bookings.remove(booking)
         placed = booking.placed
-        self._coming.remove(now, placed.booking, lost=gone == placed.prefill)
-        for name in (placed.prefill, *placed.stages):
-            self._prefills.unbook(now, self._prefills.by_name[name], placed.booking)
+        number, prefill = placed.booking, placed.prefill
+        self._coming.remove(now, number, lost=gone == prefill)
+        self._prefills.unbook(now, self._prefills.by_name[prefill], number)
+        for name in placed.stages:
+            self._prefills.unbook(now, self._prefills.by_name[name], number)
         self._decodes.unbook(self._decodes.by_name[placed.decode], booking)
 
     def _on_expiry(self, now: float) -> list[Effect]:
         """Drop what is too old, and come back when the next one is."""
         while self._bookings.is_due(now, self._booking_ttl_s) and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_expired")
-            self._unbook(now, oldest.key)
+            self._unbook(now, oldest)
         oldest = self._bookings.oldest
         self._expiry_armed = oldest is not None
         if oldest is None:

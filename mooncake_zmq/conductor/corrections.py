@@ -60,10 +60,9 @@ class Accuracy:
     def add(self, kind: str, actual: float, predicted: float) -> None:
         """One prediction came true, or did not."""
         count, error, came_true = COUNTERS[kind]
-        add = self._counts.add
-        add(count)
-        add(error, int(MILLION * abs(actual - predicted)))
-        add(came_true, int(MILLION * actual))
+        self._counts.add(count)  # not by a name for `add`, which machine code calls through the interpreter
+        self._counts.add(error, int(MILLION * abs(actual - predicted)))
+        self._counts.add(came_true, int(MILLION * actual))
 
     def table(self) -> dict[str, tuple[int, float, float]]:
         """By kind: how many, mean absolute error, mean of what came true."""

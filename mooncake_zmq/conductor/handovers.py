@@ -9,7 +9,7 @@ from typing import Final
 from mooncake_zmq.conductor.choices import PrefillChoice
 from mooncake_zmq.conductor.decodes import DecodeNode
 from mooncake_zmq.conductor.plans import Group, Plan
-from mooncake_zmq.conductor.prefix_index import bits_of
+from mooncake_zmq.conductor.prefix_index import lowest_bit
 from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.costs import Costs
@@ -48,7 +48,9 @@ class Handover:
             return home, 0.0
         found = [] if home is None else home.copy()
         for mask, blocks, _, _ in self._groups:
-            for bit in bits_of(mask):
+            while mask:  # mostly left early, so that no list of all bits is made
+                bit = lowest_bit(mask)
+                mask &= mask - 1
                 if (host := self._sources.host_of(bit)) != self.host:
                     found += by_host.get(host, ())
                     if len(found) > HOLDERS:

@@ -18,7 +18,7 @@ from mooncake_zmq.conductor.handovers import Handover
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
-from mooncake_zmq.conductor.prefix_index import PrefixIndex, bits_of
+from mooncake_zmq.conductor.prefix_index import PrefixIndex, lowest_bit
 from mooncake_zmq.conductor.routing import Router
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import Sources
@@ -204,7 +204,7 @@ class Placement:
 
     def _book_handover(self, now: float, decision: Decision) -> None:
         """What the decode gets from the prefill's host goes over both their links."""
-        pool = next(bits_of(self._sources.pools(decision.decode.node.host)), -1)
+        pool = lowest_bit(self._sources.pools(decision.decode.node.host))
         if pool >= 0 and decision.prefill.node.home >= 0:
             self._transfers.book(now, decision.prefill.node.home, pool, decision.decode.moving_s)
 

@@ -8,7 +8,7 @@ The table is many small dicts, by the key's first byte: a dict that grows moves 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from mooncake_zmq.kv.block_hash import Key
@@ -23,12 +23,19 @@ SWEPT_AT_ONCE = 2048
 """Keys swept when a node leaves, about 0.5 ms; the others piece by piece."""
 
 
-def bits_of(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set, lowest first."""
+def bits_of(mask: int) -> list[int]:
+    """Return the numbers of the bits that are set, lowest first."""
+    bits: list[int] = []
     while mask:
         low = mask & -mask
-        yield low.bit_length() - 1
+        bits.append(low.bit_length() - 1)
         mask ^= low
+    return bits
+
+
+def lowest_bit(mask: int) -> int:
+    """Return the number of the lowest bit that is set, -1 if there is none."""
+    return (mask & -mask).bit_length() - 1
 
 
 class PrefixIndex:
@@ -82,7 +89,7 @@ class PrefixIndex:
         copies made there; what an engine holds for itself alone counts in `runs` and nowhere else."""
         bit = self._bits.get(node)
         if bit is None:
-            bit = next(bits_of(~(self._live | self._dead)))
+            bit = lowest_bit(~(self._live | self._dead))
             if bit == len(self._names):
                 self._names.append("")
                 self._held.append(0)

@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from mooncake_zmq.cache_node.client import PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
@@ -89,6 +88,7 @@ from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum, block_checksums
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
+from mooncake_zmq.pool.node.client import PoolClient, PutEnded
 
 RECENT = 0.8
 """What earlier steps still count in `DecodeLoad.step_s` once another is measured."""

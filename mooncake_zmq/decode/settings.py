@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from mooncake_zmq.cache_node.client import PoolClientSettings
 from mooncake_zmq.core.messages import MAX_RUN
+from mooncake_zmq.pool.node.client import PoolClientSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

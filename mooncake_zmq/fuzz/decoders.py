@@ -41,12 +41,13 @@ from mooncake_zmq.kv.engine_events import EventError, decode_batch
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.traces import read_trace
+from mooncake_zmq.pool.rules.object_record import ObjectRecord, header, why_missed
+from mooncake_zmq.pool.ssd import disk
+from mooncake_zmq.pool.ssd.disk_index import DiskIndex, IndexFault, IndexUnusable
+from mooncake_zmq.pool.ssd.object_index import ObjectIndex
 from mooncake_zmq.runtime.generation import Answer, EventLines, Nonsense
 from mooncake_zmq.store import protocol, stream_messages
-from mooncake_zmq.store.rules.object_record import ObjectRecord, header, why_missed
-from mooncake_zmq.store.server.object_index import ObjectIndex
-from mooncake_zmq.transfer import block_messages, disk, shared_memory
-from mooncake_zmq.transfer.disk_index import DiskIndex, IndexFault, IndexUnusable
+from mooncake_zmq.transfer import block_messages, shared_memory
 from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError
 from mooncake_zmq.transfer.tickets import Attaching, Challenge, Refused, Tickets

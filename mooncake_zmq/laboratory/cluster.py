@@ -13,8 +13,6 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.cache_node.settings import CacheNodeSettings, SsdSettings
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.roles import BECOMES, Role
@@ -25,6 +23,8 @@ from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.laboratory.keys import check_block_tokens
 from mooncake_zmq.laboratory.machine import lab_layout
 from mooncake_zmq.laboratory.study import Arrival, Setup
+from mooncake_zmq.pool.node.disk_tier import DiskContents
+from mooncake_zmq.pool.node.settings import CacheNodeSettings, SsdSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import make_actor
 from mooncake_zmq.simulation.world import ProcessSpec

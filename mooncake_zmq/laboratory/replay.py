@@ -11,7 +11,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, Placed
 from mooncake_zmq.core.roles import ENGINE_ROLES
@@ -25,6 +24,7 @@ from mooncake_zmq.laboratory.recorder import Recorder
 from mooncake_zmq.laboratory.resources import Host
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival, NodeProfile, RequestRecord, RunResult, Setup
 from mooncake_zmq.laboratory.tape import Tape
+from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.simulation.links import Direct, HelloOf, Sessions, Wires
 from mooncake_zmq.simulation.world import Link, Process, ProcessSpec, World
 

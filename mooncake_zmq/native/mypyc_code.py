@@ -44,7 +44,7 @@ _ACTORS = (
     *(f"conductor.{name}" for name in ("sources", "transfers", "waits")),
     *(f"prefill.{name}" for name in ("prefill", "queue", "slab_announcer", "waiting", "workload")),
     *(f"decode.{name}" for name in ("batch", "decode", "request")),
-    *(f"cache_node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
+    *(f"pool.node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
 )
 """Not among them: modules whose classes are msgspec's, which mypyc does not know."""
 _AROUND_THEM = (
@@ -58,7 +58,7 @@ _REPLAYS = (
     *(f"laboratory.{name}" for name in ("gaps", "keys", "machine", "recorder", "resources")),
     *(f"simulation.{name}" for name in ("links", "world")),
 )
-_ROOMS = ("core", "kv", "conductor", "prefill", "decode", "cache_node")
+_ROOMS = ("core", "kv", "conductor", "prefill", "decode", "pool/node")
 NODES = Part("nodes", (*_ACTORS, *_AROUND_THEM), (*_ROOMS, "gateway", "runtime"), "3")
 LABORATORY = Part("laboratory", (*_ACTORS, *_REPLAYS), (*_ROOMS, "laboratory", "simulation"), "1")
 PARTS = (NODES, LABORATORY)

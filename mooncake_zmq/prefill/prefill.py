@@ -10,7 +10,6 @@ from typing import Any
 
 from msgspec import structs
 
-from mooncake_zmq.cache_node.client import UNHEARD, PoolClient, PutEnded
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
@@ -90,6 +89,7 @@ from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.pool.node.client import UNHEARD, PoolClient, PutEnded
 from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState, are_known, attempts_of, choices_of, tokens_of
 from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, reserve, written
 from mooncake_zmq.prefill.queue import Turns

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from mooncake_zmq.cache_node.client import PoolClientSettings
+from mooncake_zmq.pool.node.client import PoolClientSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec import structs
 
-from mooncake_zmq.cache_node.client import PoolClient
 from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, OpenSequence, Send, SetTimer, Start
 from mooncake_zmq.core.messages import (
     EndStage,
@@ -36,6 +35,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.pool.node.client import PoolClient
 from mooncake_zmq.prefill.pipeline import BUFFERS, HiddenSlots, grants, hidden_slots, release, reserve, written
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.prefill.workload import Workload

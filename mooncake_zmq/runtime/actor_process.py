@@ -2,9 +2,11 @@
 
 from collections import deque
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import ShelfTold, WorkDone, WorkProgress
 from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.pool.node.disk_tier import DiskContents
+from mooncake_zmq.pool.node.store_events import ShelfChanged
+from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.executor.executor import Executor
 from mooncake_zmq.runtime.generation import Generation
@@ -12,8 +14,6 @@ from mooncake_zmq.runtime.node_process import NodeProcess
 from mooncake_zmq.runtime.parts import Parts
 from mooncake_zmq.runtime.vllm_server import await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
-from mooncake_zmq.store.events import ShelfChanged
-from mooncake_zmq.transfer.disk import Disk
 
 
 class ActorProcess(NodeProcess):

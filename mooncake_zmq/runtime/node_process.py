@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import structlog
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import SegmentRef, StateTold
 from mooncake_zmq.core.node import Node, Observe
 from mooncake_zmq.core.roles import BECOMES, Role
 from mooncake_zmq.gateway.http.api_keys import REFRESH_S
+from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.roles import make_actor
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.asking import OperatorFiles

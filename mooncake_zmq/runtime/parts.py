@@ -10,7 +10,6 @@ import structlog
 import zmq
 from prometheus_client.metrics_core import Metric
 
-from mooncake_zmq.cache_node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.config import ConfigError, costs_of
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
 from mooncake_zmq.core.costs import Costs
@@ -19,6 +18,12 @@ from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.requests.otlp import OTEL, Otlp, is_installed
+from mooncake_zmq.pool.node.settings import KvEventsSettings, SsdSettings
+from mooncake_zmq.pool.node.store_events import ShelfChanged
+from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.server.server import StoreServer
+from mooncake_zmq.pool.ssd.disk import Disk
+from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 from mooncake_zmq.roles import PARTS
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.executor.executor import Executor
@@ -29,17 +34,12 @@ from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
 from mooncake_zmq.runtime.lifecycle import Lifecycle
 from mooncake_zmq.runtime.listening import PortInUse
 from mooncake_zmq.runtime.node_plan import NodePlan
-from mooncake_zmq.store.events import ShelfChanged
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.object_disk import ObjectDisk
-from mooncake_zmq.store.server.server import StoreServer
 from mooncake_zmq.telemetry.metrics import Snapshot, page_of
 from mooncake_zmq.telemetry.metrics_endpoint import MetricsEndpoint
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 

@@ -14,6 +14,7 @@ from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_r
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.roles import Role
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.pool.ssd.disk_directory import DiskError
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.actor_process import ActorProcess
 from mooncake_zmq.runtime.gateway_process import GatewayProcess
@@ -24,7 +25,6 @@ from mooncake_zmq.runtime.node_process import NodeProcess
 from mooncake_zmq.runtime.parts import Parts
 from mooncake_zmq.runtime.vllm_server import ServerError
 from mooncake_zmq.telemetry import log as logs
-from mooncake_zmq.transfer.disk_directory import DiskError
 from mooncake_zmq.transfer.process_lock import ProcessLockError
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError
 from mooncake_zmq.transfer.sockets import BadEndpoint

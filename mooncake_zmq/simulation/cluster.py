@@ -5,10 +5,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from mooncake_zmq.cache_node.client import PoolClientSettings
-from mooncake_zmq.cache_node.disk_tier import DiskContents
-from mooncake_zmq.cache_node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
-from mooncake_zmq.cache_node.tenants import PoolTenant
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
@@ -20,6 +16,10 @@ from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.events import Medium
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node.client import PoolClientSettings
+from mooncake_zmq.pool.node.disk_tier import DiskContents
+from mooncake_zmq.pool.node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
+from mooncake_zmq.pool.node.tenants import PoolTenant
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.simulation.engine import sim_layout

@@ -6,12 +6,12 @@ As on the real one, a slot holds a header (key, checksum) beside the bytes, and 
 from dataclasses import dataclass, field
 from random import Random
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.checksum import part_checksums
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node.disk_tier import DiskContents
 
 
 @dataclass(slots=True)

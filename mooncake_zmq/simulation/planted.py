@@ -12,11 +12,6 @@ from unittest.mock import patch
 
 from msgspec import structs
 
-from mooncake_zmq.cache_node import cache_node, client, disk_tier
-from mooncake_zmq.cache_node.cache_node import CacheNode
-from mooncake_zmq.cache_node.client import PoolClient, PutEnded
-from mooncake_zmq.cache_node.contents import Content, Contents
-from mooncake_zmq.cache_node.gathering import Gatherer
 from mooncake_zmq.conductor.coming import Coming
 from mooncake_zmq.core import session
 from mooncake_zmq.core.actor import Drained, Effect, Received, Send, SetTimer, Start
@@ -43,6 +38,11 @@ from mooncake_zmq.kv.eviction import Eviction
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.shares import Shares
 from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.pool.node import cache_node, client, disk_tier
+from mooncake_zmq.pool.node.cache_node import CacheNode
+from mooncake_zmq.pool.node.client import PoolClient, PutEnded
+from mooncake_zmq.pool.node.contents import Content, Contents
+from mooncake_zmq.pool.node.gathering import Gatherer
 from mooncake_zmq.prefill.job import JobState
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill

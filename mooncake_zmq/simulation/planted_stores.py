@@ -3,17 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mooncake_zmq.pool.node.store_events import GOOD
+from mooncake_zmq.pool.node.store_node import StoreNode
+from mooncake_zmq.pool.node.streaming import Streaming
+from mooncake_zmq.pool.node.tiers import PROMOTER, Tiers
+from mooncake_zmq.pool.rules.changes import Change, Changes, copies_on_disk
+from mooncake_zmq.pool.rules.disk_quotas import DiskQuotas
+from mooncake_zmq.pool.rules.object_log import ObjectLog
+from mooncake_zmq.pool.rules.objects import Objects
+from mooncake_zmq.pool.rules.tenants import Tenants
 from mooncake_zmq.simulation import store_disk
 from mooncake_zmq.simulation.faults import FaultKind
-from mooncake_zmq.store.events import GOOD
-from mooncake_zmq.store.node import StoreNode
-from mooncake_zmq.store.rules.changes import Change, Changes, copies_on_disk
-from mooncake_zmq.store.rules.disk_quotas import DiskQuotas
-from mooncake_zmq.store.rules.object_log import ObjectLog
-from mooncake_zmq.store.rules.objects import Code, Objects
-from mooncake_zmq.store.rules.tenants import Tenants
-from mooncake_zmq.store.streaming import Streaming
-from mooncake_zmq.store.tiers import PROMOTER, Tiers
+from mooncake_zmq.store.codes import Code
 
 Replacements = list[tuple[Any, str, Any]]
 

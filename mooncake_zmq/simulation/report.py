@@ -22,11 +22,11 @@ from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway.requests import requests
 from mooncake_zmq.kv import slots
 from mooncake_zmq.native import mypyc_code
+from mooncake_zmq.pool.node import store_events as store_events
 from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
-from mooncake_zmq.store import events as store_events
 from mooncake_zmq.vllm_node import job as vllm_job
 
 LAST_LINES = 60

@@ -12,7 +12,6 @@ from typing import Any
 
 import xxhash
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import Actor, Asked, DrainTimedOut, DrainWanted, Effect, Event, Send
 from mooncake_zmq.core.asks import SetRole
 from mooncake_zmq.core.messages import (
@@ -28,6 +27,7 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.roles import BECOMES
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.simulation.checkers import Checkers, Violation
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.faults import Fault, FaultKind

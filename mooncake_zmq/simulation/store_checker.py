@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mooncake_zmq.core.actor import Fence, TimerFired
-from mooncake_zmq.simulation.checkers import EPSILON_S, Violation
-from mooncake_zmq.store import protocol, stream_messages
-from mooncake_zmq.store.events import (
+from mooncake_zmq.pool.node.store_events import (
     Asked,
     ClientDied,
     DiskFailed,
@@ -36,10 +34,12 @@ from mooncake_zmq.store.events import (
     Work,
     WorkDone,
 )
+from mooncake_zmq.pool.node.store_node import EXPIRE
+from mooncake_zmq.pool.rules.object_log import ObjectLog
+from mooncake_zmq.pool.rules.object_record import taken_bytes
+from mooncake_zmq.simulation.checkers import EPSILON_S, Violation
+from mooncake_zmq.store import protocol, stream_messages
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.node import EXPIRE
-from mooncake_zmq.store.rules.object_log import ObjectLog
-from mooncake_zmq.store.rules.object_record import taken_bytes
 
 if TYPE_CHECKING:
     from mooncake_zmq.simulation.store_disk import StoreDisk

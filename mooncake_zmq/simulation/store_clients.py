@@ -13,8 +13,8 @@ from typing import Any
 from mooncake_zmq.simulation.checkers import Violation
 from mooncake_zmq.simulation.stores import BYTES_PER_S, COPY_S, Pipe, StoreLife, Stores
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.rules.objects import Pin
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Attach, Attached, Ended, Get, Promote, Put, Recheck, Values
 
 KEYS = tuple(f"key {number}" for number in range(9))

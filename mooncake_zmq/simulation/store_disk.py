@@ -6,8 +6,7 @@ Records lie in their segments as on the real one, header before bytes; rows that
 from dataclasses import dataclass, field
 from random import Random
 
-from mooncake_zmq.simulation.disk import SimDisk
-from mooncake_zmq.store.events import (
+from mooncake_zmq.pool.node.store_events import (
     BAD,
     GOOD,
     UNREAD,
@@ -26,8 +25,9 @@ from mooncake_zmq.store.events import (
     WriteValues,
     WrittenValue,
 )
+from mooncake_zmq.pool.rules.object_record import ObjectRecord, header, header_bytes, record_bytes, why_missed
+from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.rules.object_record import ObjectRecord, header, header_bytes, record_bytes, why_missed
 
 WORK_S = 2e-3
 BYTES_PER_S = 2e7

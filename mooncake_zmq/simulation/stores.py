@@ -11,10 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
-from mooncake_zmq.simulation.checkers import Violation
-from mooncake_zmq.simulation.store_checker import StoreChecker
-from mooncake_zmq.simulation.store_disk import StoreDisk
-from mooncake_zmq.store.events import (
+from mooncake_zmq.pool.node.store_events import (
     Asked,
     ChecksumsMade,
     ClientDied,
@@ -41,12 +38,15 @@ from mooncake_zmq.store.events import (
     WorkDone,
     WriteValues,
 )
+from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
+from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
+from mooncake_zmq.pool.rules.objects import Found, ObjectSettings
+from mooncake_zmq.pool.rules.tenants import StoreTenant
+from mooncake_zmq.simulation.checkers import Violation
+from mooncake_zmq.simulation.store_checker import StoreChecker
+from mooncake_zmq.simulation.store_disk import StoreDisk
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.node import StoreFacts, StoreNode
 from mooncake_zmq.store.protocol import Hello, Request, Stranger
-from mooncake_zmq.store.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.store.rules.objects import Found, ObjectSettings
-from mooncake_zmq.store.rules.tenants import StoreTenant
 from mooncake_zmq.store.stream_messages import Attach, Ended, Put, Values
 from mooncake_zmq.store.stream_messages import Request as StreamRequest
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.core.actor import (
     Actor,
     Answered,
@@ -35,6 +34,7 @@ from mooncake_zmq.core.actor import (
 from mooncake_zmq.core.messages import Part
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.work import Progress, Result, Work
+from mooncake_zmq.pool.node.disk_tier import DiskContents
 
 LINGER_S = 1.0
 ANEW_S = 0.2

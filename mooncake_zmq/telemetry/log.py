@@ -22,6 +22,7 @@ SAFE_MODULES = (
     "mooncake_zmq.core.keys",
     "mooncake_zmq.core.profile",
     "mooncake_zmq.engine.errors",
+    "mooncake_zmq.pool.ssd",
     "mooncake_zmq.runtime.listening",
     "mooncake_zmq.transfer",
     "sqlite3",

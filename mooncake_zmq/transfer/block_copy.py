@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import SlotRef
-from mooncake_zmq.core.work import BlockLoad, DiskBlock, SlotGrant
+from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.kv_cache import Part, SequenceKV
 from mooncake_zmq.kv import reading
-from mooncake_zmq.kv.checksum import block_checksum, part_checksums
-from mooncake_zmq.kv.layout import div_ceil
+from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.reading import ReadFailure
-from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.shared_memory import HOST, Segment
 
 
@@ -45,20 +43,20 @@ def load_blocks(
             together = parts[first : first + sequence.parts_at_once]
             sequence.write_parts([_placed(*loads[index][:2], layer) for index, layer, _ in together])
             for index in _torn([part for part in together if hashed[part[0]]], loads):
-                outcomes[index] = _mismatch(loads[index][0], loads[index][1].source)
+                outcomes[index] = mismatch(loads[index][0], loads[index][1].source)
     finally:
         sequence.settle()  # before anybody reads or frees either side, whatever came of it
     return [
-        outcome if isinstance(outcome, ReadFailure) or _fits(segment, load.source) else ReadFailure.UNREACHED
+        outcome if isinstance(outcome, ReadFailure) or fits(segment, load.source) else ReadFailure.UNREACHED
         for outcome, (segment, load, _) in zip(outcomes, loads, strict=True)
     ]
 
 
 def _told(segment: Segment, load: BlockLoad, layers: range, *, is_hashed: bool) -> list[int] | ReadFailure:
     """What the parts' checksums must be. Those that are not compared must at least have been written."""
-    expected = _expected(segment, load.source, layers)
+    expected = expected_parts(segment, load.source, layers)
     if isinstance(expected, list) and 0 in expected and not is_hashed:
-        return _mismatch(segment, load.source)
+        return mismatch(segment, load.source)
     return expected
 
 
@@ -84,29 +82,29 @@ def copy_block(
     """Copy a whole block from slot to slot: the checksum of what now stands in the target. See `load_blocks`."""
     verify = verify_committed or source.checksum == 0
     layers = range(segment.layout.layers)
-    expected = _expected(segment, source, layers)
+    expected = expected_parts(segment, source, layers)
     if isinstance(expected, ReadFailure):
         return expected
     if not granted(target, grant):
         return ReadFailure.UNREACHED
     out: NDArray[np.uint8] = np.frombuffer(target.layers_view(grant.slot, 0, layers.stop), np.uint8)
     if not _copied(segment, source.slot, layers, out, expected if verify else None):
-        return _mismatch(segment, source) if granted(target, grant) else ReadFailure.UNREACHED
-    if not _fits(segment, source):
+        return mismatch(segment, source) if granted(target, grant) else ReadFailure.UNREACHED
+    if not fits(segment, source):
         return ReadFailure.UNREACHED
     target.parts(grant.slot)[:] = expected
-    checksum_here = _committable(target, grant)
+    checksum_here = committable(target, grant)
     return ReadFailure.UNREACHED if checksum_here is None else checksum_here
 
 
 def read_parts(segment: Segment, source: SlotRef, layers: range, out: NDArray[np.uint8]) -> ReadFailure | None:
     """Copy the bytes of some layers' parts of a slot into `out`, whatever they mean; always verified."""
-    expected = _expected(segment, source, layers)
+    expected = expected_parts(segment, source, layers)
     if isinstance(expected, ReadFailure):
         return expected
     if not _copied(segment, source.slot, layers, out, expected):
-        return _mismatch(segment, source)
-    return None if _fits(segment, source) else ReadFailure.UNREACHED
+        return mismatch(segment, source)
+    return None if fits(segment, source) else ReadFailure.UNREACHED
 
 
 def _copied(segment: Segment, slot: int, layers: range, out: NDArray[np.uint8], expected: list[int] | None) -> bool:
@@ -115,37 +113,6 @@ def _copied(segment: Segment, slot: int, layers: range, out: NDArray[np.uint8], 
         segment.copy_layers(slot, layers.start, layers.stop, out)
         return True
     return all(map(reading.part_stands, segment.copy_parts(slot, layers, out), expected))
-
-
-def read_blocks(disk: Disk, copies: Sequence[tuple[DiskBlock, Segment, SlotGrant]]) -> list[int | ReadFailure]:
-    """Promote blocks from the SSD tier into slots: the checksum of each. Raises `DiskFault`."""
-    outcomes: list[int | ReadFailure] = [ReadFailure.UNREACHED] * len(copies)
-    wanted = [index for index, (_, target, grant) in enumerate(copies) if granted(target, grant)]
-    places = [(block, _slot_view(target, grant.slot)) for block, target, grant in map(copies.__getitem__, wanted)]
-    for index, parts in zip(wanted, disk.read(places), strict=True):
-        _, target, grant = copies[index]
-        if parts is None:
-            outcomes[index] = ReadFailure.CORRUPT
-        elif granted(target, grant):
-            target.parts(grant.slot)[:] = parts
-            checksum = _committable(target, grant)
-            outcomes[index] = ReadFailure.UNREACHED if checksum is None else checksum
-    return outcomes
-
-
-def write_blocks(segment: Segment, disk: Disk, blocks: Sequence[tuple[SlotRef, DiskBlock]]) -> list[int | ReadFailure]:
-    """Write committed blocks to the SSD tier, each verified as it leaves memory: sequence numbers, to be committed there.
-
-    Raises `DiskFault`.
-    """
-    views = [_verified_view(segment, source, block) for source, block in blocks]
-    placed = [(block, view) for (_, block), view in zip(blocks, views, strict=True) if isinstance(view, memoryview)]
-    sequences = iter(disk.write(placed))
-    outcomes: list[int | ReadFailure] = []
-    for (source, _), view in zip(blocks, views, strict=True):
-        outcome = view if isinstance(view, ReadFailure) else next(sequences)
-        outcomes.append(outcome if _fits(segment, source) else ReadFailure.UNREACHED)
-    return outcomes
 
 
 def store_parts(sequence: SequenceKV, target: Segment, parts: Sequence[tuple[int, int, int, int]]) -> list[int]:
@@ -167,7 +134,7 @@ def store_block(sequence: SequenceKV, block: int, target: Segment, grant: SlotGr
         if not granted(target, grant):
             return None
         store_parts(sequence, target, parts[first : first + sequence.parts_at_once])
-    return _committable(target, grant)
+    return committable(target, grant)
 
 
 def granted(target: Segment, grant: SlotGrant) -> bool:
@@ -175,41 +142,23 @@ def granted(target: Segment, grant: SlotGrant) -> bool:
     return grant.slot < target.slots and target.generation(grant.slot) == grant.generation
 
 
-def _slot_view(segment: Segment, slot: int) -> memoryview:
-    """All bytes of a slot, with the padding after the last layer's part: whole pages."""
-    layout = segment.layout
-    view = segment.layers_view(slot, 0, div_ceil(layout.slot_bytes, layout.part_bytes))  # ends at the slot's end
-    assert view.nbytes == layout.slot_bytes
-    return view
-
-
-def _verified_view(segment: Segment, source: SlotRef, block: DiskBlock) -> memoryview | ReadFailure:
-    """The bytes of a committed block's slot, if they are those that `block` is to have."""
-    told = _expected(segment, source, range(segment.layout.layers))
-    if isinstance(told, ReadFailure):
-        return told
-    view = _slot_view(segment, source.slot)
-    parts = part_checksums(view[: segment.layout.block_bytes], segment.layout.part_bytes)
-    return view if reading.row_stands(parts, block.checksum) else _mismatch(segment, source)
-
-
-def _committable(target: Segment, grant: SlotGrant) -> int | None:
+def committable(target: Segment, grant: SlotGrant) -> int | None:
     checksum = block_checksum(target.parts(grant.slot).tolist())
     return checksum if granted(target, grant) else None
 
 
-def _fits(segment: Segment, source: SlotRef) -> bool:
+def fits(segment: Segment, source: SlotRef) -> bool:
     return reading.generation_stands(segment.generation(source.slot), source.generation, committed=source.checksum != 0)
 
 
-def _mismatch(segment: Segment, source: SlotRef) -> ReadFailure:
+def mismatch(segment: Segment, source: SlotRef) -> ReadFailure:
     """What was read is not what was told."""
-    return reading.failure(stands=_fits(segment, source))
+    return reading.failure(stands=fits(segment, source))
 
 
-def _expected(segment: Segment, source: SlotRef, layers: range) -> list[int] | ReadFailure:
+def expected_parts(segment: Segment, source: SlotRef, layers: range) -> list[int] | ReadFailure:
     """The checksums that these layers must have, if the block is the one that the reader was told."""
-    if source.slot >= segment.slots or layers.stop > segment.layout.layers or not _fits(segment, source):
+    if source.slot >= segment.slots or layers.stop > segment.layout.layers or not fits(segment, source):
         return ReadFailure.UNREACHED
     parts: list[int] = segment.parts(source.slot).tolist()
-    return parts[layers.start : layers.stop] if reading.row_stands(parts, source.checksum) else _mismatch(segment, source)
+    return parts[layers.start : layers.stop] if reading.row_stands(parts, source.checksum) else mismatch(segment, source)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
-from mooncake_zmq.store.rules.objects import Code
+from mooncake_zmq.store.codes import Code
 from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Load, Save
 from mooncake_zmq.vllm.names import object_names

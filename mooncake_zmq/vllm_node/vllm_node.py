@@ -14,7 +14,6 @@ from typing import Any, Final
 from msgspec import structs
 from msgspec.structs import asdict
 
-from mooncake_zmq.cache_node.announcer import announcements
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
@@ -65,6 +64,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.kv.block_hash import pack_tokens, root_of_salt
 from mooncake_zmq.kv.engine_events import EngineEvent
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node.announcer import announcements
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
 from mooncake_zmq.vllm_node.load import Load
 from mooncake_zmq.vllm_node.mirror import Mirror

@@ -12,10 +12,10 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engine", "conductor"}),
     # How bytes move.
     frozenset({"transfer"}),
-    # The store of values; logs and metrics.
+    # What store clients import; logs and metrics.
     frozenset({"store", "telemetry"}),
     # A host's pool, vLLM's connector to it, and the gateway with HTTP in front of its actor.
-    frozenset({"cache_node", "vllm", "gateway"}),
+    frozenset({"pool", "vllm", "gateway"}),
     # The roles that use a pool.
     frozenset({"prefill", "decode", "vllm_node"}),
     # All roles in one table.

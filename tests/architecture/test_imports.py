@@ -25,10 +25,10 @@ PURE = (
     "gateway/settings",
     "gateway/requests/tenants",
     "gateway/requests/traces",
-    "cache_node/",
+    "pool/node/",
+    "pool/rules/",
     "vllm_node/",
-    "store/rules/",
-    *("store/events", "store/node", "store/protocol", "store/stream_messages", "store/streaming", "store/tiers"),
+    *("store/codes", "store/protocol", "store/stream_messages"),
     *("vllm/choice", "vllm/hints", "vllm/ledger", "vllm/names", "vllm/spans"),
 )
 IMPURE_STANDARD = {
@@ -37,16 +37,16 @@ IMPURE_STANDARD = {
 }
 PURE_THIRD_PARTY = {"msgspec", "msgpack", "numpy", "xxhash"}
 
-ROLES = ("conductor", "prefill", "decode", "cache_node", "vllm_node", "gateway")
+ROLES = ("conductor", "prefill", "decode", "pool", "vllm_node", "gateway")
 KNOWN_BELOW_ROLES = ("kv", "core")
 ROLE_NEIGHBOURS = {
     # A pool's client half and its actor share a protocol, and so a room; prefill and decode use the former.
-    "prefill": ("cache_node.announcer", "cache_node.client"),
-    "decode": ("cache_node.client",),
+    "prefill": ("pool.node.announcer", "pool.node.client"),
+    "decode": ("pool.node.client",),
     # Both announce blocks to conductors.
-    "vllm_node": ("cache_node.announcer",),
-    # The other half of a cache-node, whose settings stand in the same section.
-    "cache_node": ("store.rules",),
+    "vllm_node": ("pool.node.announcer",),
+    # What the pool's store half and its clients agree on. `pool.server` and `pool.ssd` act, and are no part of the role.
+    "pool": ("store.codes", "store.protocol", "store.stream_messages"),
 }
 EDGE = ("gateway/http/", "gateway/openai/", "gateway/requests/otlp", "gateway/__init__", "gateway/manual")
 """Starlette's side of the gateway: not an actor, runs beside one."""
@@ -54,7 +54,7 @@ EDGE = ("gateway/http/", "gateway/openai/", "gateway/requests/otlp", "gateway/__
 CUPY = {"transfer/cuda", "engine/backend"}
 TORCH = {"vllm/connector", "store/tensors", "bench/engine_driver", "bench/vllm_driver"}
 """May import torch and vLLM: what runs in an environment of theirs."""
-ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "store/server/")
+ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "pool/server/")
 ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))
 
 
@@ -133,7 +133,10 @@ def test_roles_know_only_what_is_below_them() -> None:
             allowed = (*KNOWN_BELOW_ROLES, "gateway", "engine", "telemetry", "transfer", "__version__")
         return inner is None or is_below(inner, allowed)
 
-    assert not breaches(lambda module: room_of(module) in ROLES, may_import)
+    def is_role(module: str) -> bool:
+        return room_of(module) in ROLES and not module.startswith(("pool/server/", "pool/ssd/"))
+
+    assert not breaches(is_role, may_import)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +179,9 @@ def test_everything_is_caught_in_one_place_only() -> None:
         "runtime/kv_events",
         "runtime/kv_subscriber",
         "gateway/requests/otlp",
-        "store/server/server",
-        "store/server/disk_works",
-        "store/server/turns",
+        "pool/server/server",
+        "pool/server/disk_works",
+        "pool/server/turns",
     }
     threads |= {f"transfer/{name}" for name in ("connections", "data_server", "network", "sockets", "stream_host")}
     allowed = threads | {"runtime/process", "engine/backend", "engine/tokenizer"}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mooncake_zmq.store.rules.object_log import ObjectSsdSettings
-from mooncake_zmq.store.rules.objects import ObjectSettings
-from mooncake_zmq.store.server.object_disk import ObjectDisk
-from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.pool.rules.object_log import ObjectSsdSettings
+from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.server.server import StoreServer
+from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 
 SSD_BYTES = 96 << 20
 HERE = ("directory", "cluster", "node", "incarnation", "endpoint", "on_crash", "probe_s", "sockets", "on_shelf")

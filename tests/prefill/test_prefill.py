@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT, Harness, leased
 
-from mooncake_zmq.cache_node.client import UNHEARD, PoolClientSettings
 from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
@@ -52,6 +51,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
+from mooncake_zmq.pool.node.client import UNHEARD, PoolClientSettings
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
 

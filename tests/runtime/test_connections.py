@@ -14,8 +14,8 @@ import hostile
 import pytest
 import zmq
 
+from mooncake_zmq.pool.server import server as store_server
 from mooncake_zmq.runtime import kv_events, zmq_runtime
-from mooncake_zmq.store.server import server as store_server
 from mooncake_zmq.transfer import data_server, key_files, zmtp
 from mooncake_zmq.transfer.connections import Connections, _received_bytes, came_by, cut, receive
 from mooncake_zmq.transfer.sockets import PROBE_S, Limits, Sockets

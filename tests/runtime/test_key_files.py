@@ -22,12 +22,13 @@ from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.talk import Member
 from mooncake_zmq.kv.events import AllBlocksCleared
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node import streaming
+from mooncake_zmq.pool.rules.tenants import StoreTenant
 from mooncake_zmq.runtime import kv_events
 from mooncake_zmq.runtime.kv_events import END, KvEventPublisher
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
-from mooncake_zmq.store import MooncakeDistributedStore, streaming
+from mooncake_zmq.store import MooncakeDistributedStore
 from mooncake_zmq.store.client.peer import Call
-from mooncake_zmq.store.rules.tenants import StoreTenant
 from mooncake_zmq.store.stream_messages import Get, decode_values
 from mooncake_zmq.transfer import data_server, key_files
 from mooncake_zmq.transfer.block_messages import PROTOCOL_VERSION, StreamOffered, StreamWanted, decode_offer

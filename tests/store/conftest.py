@@ -7,8 +7,8 @@ import pytest
 from store_harness import SLAB_BYTES
 from store_servers import store_servers
 
+from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store import MooncakeDistributedStore
-from mooncake_zmq.store.server.server import StoreServer
 
 
 @pytest.fixture

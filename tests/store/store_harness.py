@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Callable
 from time import monotonic, sleep
 
-from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.pool.server.server import StoreServer
 
 SLAB_BYTES = 4 << 20
 WORK_GAUGES = ("leases", "puts", "writing_objects", "quarantined_objects", "reserved_bytes")

@@ -6,7 +6,7 @@ import pytest
 from store_harness import Memory
 
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig, SoftPinAction
-from mooncake_zmq.store.rules.objects import Pin
+from mooncake_zmq.store.codes import Pin
 
 
 def test_groups_are_taken(store):

@@ -16,12 +16,12 @@ import pytest
 import zmq
 from store_harness import SLAB_BYTES, WORK_GAUGES, Memory, idle, wait_for
 
+from mooncake_zmq.pool.server import streams as store_streams
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
+from mooncake_zmq.store.codes import Code
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.rules.objects import Code
-from mooncake_zmq.store.server import streams as store_streams
 from mooncake_zmq.store.stream import receive_values, send_values
 from mooncake_zmq.store.stream_messages import (
     EAGER_BYTES,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from store_harness import idle, wait_for
 
+from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
-from mooncake_zmq.store.server.server import StoreServer
 
 VALUE = np.arange(20_000, dtype=np.uint8)
 SPAN = [(VALUE.__array_interface__["data"][0], VALUE.size)]

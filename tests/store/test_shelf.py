@@ -6,12 +6,12 @@ import pytest
 from actor_harness import LAYOUT, Harness
 from store_servers import store_server
 
-from mooncake_zmq.cache_node.cache_node import CacheNode
-from mooncake_zmq.cache_node.settings import CacheNodeSettings
 from mooncake_zmq.core.actor import ShelfTold
 from mooncake_zmq.core.messages import BlocksAnnounced
-from mooncake_zmq.store.events import ShelfChanged
-from mooncake_zmq.store.rules.shelf import Shelf, block_key
+from mooncake_zmq.pool.node.cache_node import CacheNode
+from mooncake_zmq.pool.node.settings import CacheNodeSettings
+from mooncake_zmq.pool.node.store_events import ShelfChanged
+from mooncake_zmq.pool.rules.shelf import Shelf, block_key
 
 KEY, OTHER = bytes(range(16)), bytes(16)
 

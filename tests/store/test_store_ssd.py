@@ -15,10 +15,10 @@ from time import monotonic, sleep
 import pytest
 from store_harness import SLAB_BYTES, Memory, idle, wait_for
 
+from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
+from mooncake_zmq.pool.ssd.object_index import ObjectIndex
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig
 from mooncake_zmq.store.client import shared_copy
-from mooncake_zmq.store.server.object_disk import ObjectDisk
-from mooncake_zmq.store.server.object_index import ObjectIndex
 
 SIZES = [1, 63, 4096, 65_535, 65_536, 70_001, 1 << 20, SLAB_BYTES]
 _incarnations = itertools.count(1)

@@ -12,10 +12,11 @@ import yaml
 from cuda_stand_in import FakeCupy, Gpu
 from store_servers import store_server
 
-from mooncake_zmq.cache_node.disk_tier import DiskContents
 from mooncake_zmq.gateway.http.metrics import EdgeMetrics
 from mooncake_zmq.gateway.requests import otlp
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node.disk_tier import DiskContents
+from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes
@@ -23,7 +24,6 @@ from mooncake_zmq.telemetry.metric_texts import TEXTS
 from mooncake_zmq.telemetry.metrics import as_vllm, parse_name
 from mooncake_zmq.transfer.cuda import Cuda
 from mooncake_zmq.transfer.data_server import DataServer
-from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.network import RemoteReader
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import Sockets

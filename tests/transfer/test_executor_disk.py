@@ -25,9 +25,9 @@ from mooncake_zmq.core.work import (
     WorkFailed,
     WriteToDisk,
 )
+from mooncake_zmq.pool.ssd.disk import Disk
+from mooncake_zmq.pool.ssd.disk_copy import read_blocks, write_blocks
 from mooncake_zmq.runtime.executor import disk_threads
-from mooncake_zmq.transfer.block_copy import read_blocks, write_blocks
-from mooncake_zmq.transfer.disk import Disk
 
 BLOCKS = 6
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mooncake_zmq.pool.ssd.disk_directory import DiskError, take
 from mooncake_zmq.store.segment import Life, ObjectSegment, is_lived, life_path, remove_life
-from mooncake_zmq.transfer.disk_directory import DiskError, take
 from mooncake_zmq.transfer.own_files import NotOurs, make_own_directory, open_own, own_files, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep

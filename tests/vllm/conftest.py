@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from store_servers import store_servers
 
-from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.pool.server.server import StoreServer
 
 
 @pytest.fixture

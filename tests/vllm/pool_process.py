@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mooncake_zmq.store.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.segment import SUFFIX
-from mooncake_zmq.store.server.server import StoreServer
 
 OBJECT_BYTES = 64 << 20
 

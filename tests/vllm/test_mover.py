@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
-from mooncake_zmq.store.rules.objects import Pin
-from mooncake_zmq.store.server.server import StoreServer
+from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.vllm import mover as mover_module
 from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Ledger, Load, Progress, Save

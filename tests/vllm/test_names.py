@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, salt_of
-from mooncake_zmq.store.rules.shelf import block_key
+from mooncake_zmq.pool.rules.shelf import block_key
 from mooncake_zmq.vllm.names import ByteOrder, LayerOrder, chain_root, derived_keys, object_names, token_keys
 from mooncake_zmq.vllm.settings import LOOKUP_TIMEOUT_S, MOVE_TIMEOUT_S, read_settings
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans, runs_of

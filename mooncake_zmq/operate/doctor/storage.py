@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.operate.doctor.memory import size
-from mooncake_zmq.transfer.disk_directory import allows_direct
+from mooncake_zmq.pool.ssd.disk_directory import allows_direct
 
 AREA = "storage"
 

@@ -9,12 +9,12 @@ import structlog
 
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, DiskWritten, Result, WriteToDisk
 from mooncake_zmq.kv.reading import ReadFailure
+from mooncake_zmq.pool.ssd.disk import Disk
+from mooncake_zmq.pool.ssd.disk_copy import read_blocks, write_blocks
+from mooncake_zmq.pool.ssd.disk_directory import DiskFault
 from mooncake_zmq.runtime.executor.jobs import Job, Subtasks, Turn
 from mooncake_zmq.runtime.executor.worker import Worker
-from mooncake_zmq.transfer.block_copy import read_blocks, write_blocks
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.disk import Disk
-from mooncake_zmq.transfer.disk_directory import DiskFault
 
 log = structlog.get_logger()
 

@@ -37,6 +37,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.sampling import Past
 from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.runtime.executor.compute import Compute
 from mooncake_zmq.runtime.executor.copies import Copies
 from mooncake_zmq.runtime.executor.disk_threads import DiskThreads
@@ -46,7 +47,6 @@ from mooncake_zmq.runtime.executor.sampler import Sampler
 from mooncake_zmq.runtime.executor.worker import Worker
 from mooncake_zmq.runtime.executor.works import Emit, Works
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.disk import Disk
 from mooncake_zmq.transfer.network import RemoteReader
 from mooncake_zmq.transfer.process_lock import is_alive
 from mooncake_zmq.transfer.sockets import Sockets

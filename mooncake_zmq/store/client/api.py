@@ -23,8 +23,8 @@ from mooncake_zmq.store.client.client import UNREACHED, StoreClient
 from mooncake_zmq.store.client.device_memory import DeviceMemory, NotOurs
 from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.client.replicas import Descriptor, MemoryDescriptor, ReplicaDescriptor, ReplicateConfig
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.memory import Buffer, address_of, new_bytes
-from mooncake_zmq.store.rules.objects import Code, Pin
 from mooncake_zmq.transfer.hashed_copy import Span
 
 log = structlog.get_logger()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client.link import Unreached
 from mooncake_zmq.store.client.peer import Call
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.protocol import MAX_KEYS
-from mooncake_zmq.store.rules.objects import Code, Pin
 from mooncake_zmq.transfer.hashed_copy import Span
 
 Value = Sequence[Span]

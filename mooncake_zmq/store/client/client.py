@@ -19,8 +19,8 @@ from mooncake_zmq.store.client import shared_copy, streamed_copy
 from mooncake_zmq.store.client.batch import Batch, Place, Value, Wanted, chunks
 from mooncake_zmq.store.client.link import ReplyT, Unreached
 from mooncake_zmq.store.client.peer import Call, ClientSettings, Peer
+from mooncake_zmq.store.codes import Code, Pin, is_key
 from mooncake_zmq.store.protocol import MAX_KEYS, REMOVED_AT_ONCE
-from mooncake_zmq.store.rules.objects import Code, Pin, is_key
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.sockets import Sockets
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mooncake_zmq.store.rules.objects import Pin
+from mooncake_zmq.store.codes import Pin
 
 
 class SoftPinAction(Enum):

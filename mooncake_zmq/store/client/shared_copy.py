@@ -13,8 +13,8 @@ from mooncake_zmq.store import protocol
 from mooncake_zmq.store.client.batch import Batch, Wanted, chunks, commit
 from mooncake_zmq.store.client.link import Unreached
 from mooncake_zmq.store.client.peer import Call
+from mooncake_zmq.store.codes import Code
 from mooncake_zmq.store.memory import gather, scatter
-from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.store.segment import ObjectSegment
 from mooncake_zmq.store.stream_messages import Promote, decode_ended, promoted_bytes
 

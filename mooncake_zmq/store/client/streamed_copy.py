@@ -8,8 +8,8 @@ import structlog
 from mooncake_zmq.store.client.batch import Batch, Value, Wanted
 from mooncake_zmq.store.client.link import Unreached
 from mooncake_zmq.store.client.peer import Call
+from mooncake_zmq.store.codes import Code
 from mooncake_zmq.store.memory import checksum_of, cut, read_view, write_view
-from mooncake_zmq.store.rules.objects import Code
 from mooncake_zmq.store.stream import receive_values, send_values
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Checksums, Get, Put, Recheck, decode_ended, decode_values
 from mooncake_zmq.transfer.stream import StreamError

@@ -13,7 +13,6 @@ import pytest
 from scripted_actor import ScriptedActor, events, hello
 
 import mooncake_zmq
-from mooncake_zmq.cache_node.misses import REASONS
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.core.messages import Moved, RejectReason, Report
@@ -24,6 +23,7 @@ from mooncake_zmq.gateway.requests import cluster_snapshot
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.request_log import Account, Attempt, Span
 from mooncake_zmq.gateway.requests.requests import RequestState
+from mooncake_zmq.pool.node.misses import REASONS
 
 SOURCE = web.sheet()
 HOME = Path(mooncake_zmq.__file__).parent
@@ -33,7 +33,7 @@ ACTORS = {
     "prefill": "prefill/prefill.py",
     "decode": "decode/decode.py",
     "vllm": "vllm_node/vllm_node.py",
-    "cache-node": "cache_node/cache_node.py",
+    "cache-node": "pool/node/cache_node.py",
 }
 
 

@@ -1,0 +1,464 @@
+"""Brings together in DRAM what a lease asked for: promotion from the own SSD, fetches from several nodes at once. PURE.
+
+Each source is given batches of the missing blocks in their order, at most `PIPELINE` at a time, so that all of them work at
+once and the nearest blocks come first. A source that turns out to lack a block is asked for nothing after it: what it holds
+of a chain begins at the root. A source slower than computing is not asked. At the deadline the leading run that is here counts.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from mooncake_zmq.core.actor import Effect, Send, Start
+from mooncake_zmq.core.messages import BlocksLeased, LeaseBlocks, ReleaseLease, ReportCorrupt, SlotRef, SourceRate
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, SlotGrant, WorkFailed
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.lease import HolderId
+from mooncake_zmq.kv.shares import NOBODY
+from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.pool.node.client import COPY_MARGIN
+from mooncake_zmq.pool.node.contents import UNKNOWN, Content, Contents
+from mooncake_zmq.pool.node.disk_tier import DiskTier
+from mooncake_zmq.pool.node.misses import CORRUPT, FAILED, LACKS, NO_ROOM, SLOW
+from mooncake_zmq.pool.node.settings import CacheNodeSettings
+from mooncake_zmq.pool.node.tenants import PoolTenants
+
+DISK = ""
+"""The source that is this node's own SSD tier."""
+PIPELINE = 2
+"""Batches under way from one source for one lease: while one is copied, the next is looked up."""
+MAX_PROMOTED_SHARE = 0.25
+"""Part of DRAM that promotions may hold: a disk that hangs must not take all of it. Past it the disk is not asked."""
+RATE_BLOCKS = 64
+"""Blocks from a source after which what was measured before counts half: two batches of the usual size."""
+RATE_LASTS_S = 30.0
+"""A source found slow is tried again after this."""
+
+
+@dataclass(slots=True)
+class Gathering:
+    """What `holder` waits for. What is here of it is pinned, or it might be evicted meanwhile.
+
+    `wish`: nobody waits for an answer.
+    """
+
+    holder: HolderId
+    keys: tuple[Key, ...]
+    deadline: float
+    ttl_s: float = 0.0
+    compute_s: float = 0.0
+    wish: bool = False
+    contents: bool = False
+    """The holder wants to know what the blocks hold."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """Source -> index in `keys` from which on it has nothing."""
+    run: list[int] = field(default_factory=list)
+    """Slots of the leading run that is here, pinned; a key asked for twice is pinned twice."""
+    ahead: dict[Key, int] = field(default_factory=dict)
+    """What is here after the first block that misses, pinned too, so that it stays until the run reaches it."""
+    came_from: dict[Key, str] = field(default_factory=dict)
+    open: Counter[str] = field(default_factory=Counter)
+    """Batches under way for this gathering, by source."""
+    asked: set[Key] = field(default_factory=set)
+    """Keys of those batches."""
+    lost: dict[Key, str] = field(default_factory=dict)
+    """Why these did not come from the source that was asked last, or that would have been."""
+    waits_for: frozenset[Key] = frozenset()
+    """All keys, once it waits: what comes or fails concerns it only if it is among these."""
+
+    @property
+    def here(self) -> int:
+        """Length of the leading run that is here."""
+        return len(self.run)
+
+    @property
+    def pinned(self) -> list[int]:
+        """Slots pinned for this gathering, once for each pin."""
+        return self.run + list(self.ahead.values())
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One batch from one source: our lease there, then a copy into own slots."""
+
+    source: str
+    gathering: Gathering
+    keys: tuple[Key, ...]
+    asked_at: float
+    copies: list[tuple[Key, int, SlotRef | DiskBlock]] = field(default_factory=list)
+    told: dict[Key, Content] = field(default_factory=dict)
+    """What the source says that its blocks hold."""
+    owners: dict[Key, int] = field(default_factory=dict)
+    """Whose it says they are; none if they are nobody's."""
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Of one source: recent blocks, older ones counting less, and the seconds in which they came."""
+
+    measured_at: float
+    seconds: float = 0.0
+    blocks: float = 0.0
+
+    @property
+    def block_s(self) -> float:
+        return self.seconds / self.blocks if self.blocks else 0.0
+
+
+class Gatherer:
+    """All gatherings of one cache-node. Whoever owns it answers those that appear in `finished`."""
+
+    def __init__(
+        self,
+        settings: CacheNodeSettings,
+        dram: Slots,
+        contents: Contents,
+        disk: DiskTier,
+        *,
+        tenants: PoolTenants,
+        grant: Callable[[int], SlotGrant],
+        new_id: Callable[[], int],
+        stored: Callable[[Sequence[Key]], None],
+        counts: Tally,
+    ) -> None:
+        """`contents`: of the DRAM slots. `stored` is told of blocks that came to stand there."""
+        self.gatherings: dict[HolderId, Gathering] = {}
+        self.finished: list[Gathering] = []
+        self._settings = settings
+        self._dram = dram
+        self._contents = contents
+        self._disk = disk
+        self._tenants = tenants
+        self._grant = grant
+        self._new_id = new_id
+        self._stored = stored
+        self._counts = counts
+        self._fetches: dict[int, _Fetch] = {}
+        """By the id of our lease at the source; of the copy, if the source is the own disk."""
+        self._copying: dict[int, int] = {}
+        """Work id of a copy -> fetch."""
+        self._flying: set[Key] = set()
+        """Keys being copied, for whomever."""
+        self._promoting = 0
+        """Blocks on their way from the own disk."""
+        self._rates: dict[str, _Rate] = {}
+        """What each source has taken lately."""
+
+    @property
+    def fetches(self) -> int:
+        """Batches under way."""
+        return len(self._fetches)
+
+    @property
+    def writing(self) -> list[int]:
+        """DRAM slots that copies write to, for the owner's `check`."""
+        return [slot for fetch in self._fetches.values() for _, slot, _ in fetch.copies]
+
+    def coming(self, gathering: Gathering) -> set[Key]:
+        """What is on its way here, for this one or another."""
+        return gathering.asked | self._flying if self._flying else gathering.asked
+
+    def copies(self, work_id: int) -> bool:
+        """Is this work one of ours?"""
+        return work_id in self._copying
+
+    # --- beginnings and ends
+
+    def begin(self, now: float, gathering: Gathering, sources: Sequence[str]) -> list[Effect]:
+        """Pin what is here and ask for the rest. It may be finished at once."""
+        everyone = (DISK, *sources) if self._disk.readable else tuple(sources)
+        gathering.limits = {source: len(gathering.keys) for source in everyone}
+        self.gatherings[gathering.holder] = gathering
+        effects = self._advance(now, gathering)
+        if gathering.holder in self.gatherings:
+            gathering.waits_for = frozenset(gathering.keys)
+        return effects
+
+    def advance_waiting(self, now: float, keys: Collection[Key]) -> list[Effect]:
+        """These blocks came, or did not: see to everyone who waits for one of them."""
+        waiting = [g for g in self.gatherings.values() if not g.waits_for.isdisjoint(keys)]
+        return [effect for gathering in waiting for effect in self._advance(now, gathering)]
+
+    def _advance(self, now: float, gathering: Gathering) -> list[Effect]:
+        """Ask for more of what is missing; finish if nothing more can come in time."""
+        self._pin_present(gathering)
+        effects: list[Effect] = []
+        if gathering.here < len(gathering.keys) and now < gathering.deadline:
+            effects = self._ask_sources(now, gathering)
+            if self._may_come(now, gathering):
+                return effects
+        self.gatherings.pop(gathering.holder, None)
+        self.finished.append(gathering)
+        return effects
+
+    def expire(self, now: float, holder: HolderId) -> None:
+        """The deadline: what is still on its way comes too late for this lease, but not for the pool."""
+        gathering = self.gatherings.pop(holder, None)
+        if gathering is not None:
+            self._pin_present(gathering)
+            self.finished.append(gathering)
+
+    def drop(self, holder: HolderId) -> None:
+        """Nobody waits for this one any more."""
+        gathering = self.gatherings.pop(holder, None)
+        if gathering is not None:
+            self._dram.unpin(gathering.pinned)
+
+    def source_down(self, now: float, source: str) -> list[Effect]:
+        """What was asked there will not be answered. Copies under way fail by themselves."""
+        for gathering in self.gatherings.values():
+            gathering.limits.pop(source, None)
+        self._rates.pop(source, None)
+        for fetch_id in [i for i, fetch in self._fetches.items() if fetch.source == source and not fetch.copies]:
+            self._lose(self._fetches[fetch_id], self._fetches[fetch_id].keys, FAILED)
+            self._close(fetch_id)
+        return [effect for gathering in list(self.gatherings.values()) for effect in self._advance(now, gathering)]
+
+    # --- asking
+
+    def _pin_present(self, gathering: Gathering) -> None:
+        missing = gathering.keys[gathering.here :]
+        present = self._dram.present(missing)
+        run: list[int] = []
+        for slot in present:
+            if slot is None:
+                break
+            run.append(slot)
+        self._dram.pin(run)
+        gathering.run += run
+        if len(run) == len(missing) and not gathering.ahead:
+            return
+        if gathering.ahead:
+            self._dram.unpin([gathering.ahead.pop(key) for key in missing[: len(run)] if key in gathering.ahead])
+        after = zip(missing[len(run) :], present[len(run) :], strict=True)
+        ahead = {key: slot for key, slot in after if slot is not None}
+        for key in gathering.ahead.keys() & ahead.keys():
+            del ahead[key]
+        self._dram.pin(list(ahead.values()))
+        gathering.ahead.update(ahead)
+
+    def _may_come(self, now: float, gathering: Gathering) -> bool:
+        """Is the first missing block on its way for anybody, or can it still be asked for? (A put's writer owes no haste.)"""
+        key = gathering.keys[gathering.here]
+        if key in self._flying or key in gathering.asked:
+            return True
+        return any(
+            limit > gathering.here and self._wanted(source, key) and not self._too_slow(now, gathering, source)
+            for source, limit in gathering.limits.items()
+            if gathering.open[source]  # else it would have been asked just now
+        )
+
+    def _ask_sources(self, now: float, gathering: Gathering) -> list[Effect]:
+        effects: list[Effect] = []
+        for _ in range(PIPELINE):
+            for source in list(gathering.limits):
+                if gathering.open[source] < PIPELINE:
+                    effects += self._ask(now, gathering, source)
+        return effects
+
+    def _ask(self, now: float, gathering: Gathering, source: str) -> list[Effect]:
+        keys = tuple(self._batch(now, gathering, source))
+        if not keys:
+            return []
+        fetch_id = self._new_id()
+        fetch = self._fetches[fetch_id] = _Fetch(source, gathering, keys, now)
+        gathering.open[source] += 1
+        gathering.asked.update(keys)
+        if source == DISK:
+            self._promoting += len(keys)
+            blocks = [(key, block) for key in keys if (block := self._disk.find(key)) is not None]
+            return self._copy(now, fetch_id, fetch, blocks, gathering.deadline - now)
+        ask = LeaseBlocks(
+            lease_id=fetch_id,
+            keys=keys,
+            sources=(),
+            fetch_s=gathering.deadline - now,
+            ttl_s=self._settings.fetch_lease_s,
+            compute_s=gathering.compute_s,
+            contents=self._contents.token_bytes > 0,
+        )
+        return [Send(source, ask)]
+
+    def _batch(self, now: float, gathering: Gathering, source: str) -> list[Key]:
+        """The next blocks to have from `source`."""
+        batch: list[Key] = []
+        if source == DISK and self._promoting >= self._dram.capacity * MAX_PROMOTED_SHARE:
+            return batch
+        for key in gathering.keys[gathering.here : gathering.limits[source]]:
+            if key in gathering.asked or not self._wanted(source, key):
+                continue
+            if not batch and self._too_slow(now, gathering, source):
+                self._counts.add(f"gather_refused[source={'disk' if source == DISK else 'node'},reason=slower_than_computing]")
+                rest = gathering.keys[gathering.here : gathering.limits[source]]
+                gathering.lost.update(dict.fromkeys((each for each in rest if self._wanted(source, each)), SLOW))
+                gathering.limits[source] = 0
+                break
+            batch.append(key)
+            if len(batch) == self._settings.fetch_batch_blocks:
+                break
+        return batch
+
+    def _wanted(self, source: str, key: Key) -> bool:
+        """Is `source` the one to have this block from? The own disk goes before other nodes."""
+        return not self._dram.held(key) and (source == DISK) == (self._disk.find(key) is not None)
+
+    def _too_slow(self, now: float, gathering: Gathering, source: str) -> bool:
+        rate = self._rates.get(source)
+        if gathering.compute_s <= 0 or rate is None:
+            return False
+        return rate.block_s > gathering.compute_s and now - rate.measured_at < RATE_LASTS_S
+
+    # --- what comes
+
+    def on_leased(self, now: float, sender: str, message: BlocksLeased) -> list[Effect]:
+        """A source tells what it holds of a batch."""
+        fetch = self._fetches.get(message.lease_id)
+        if fetch is None or fetch.source != sender or fetch.copies:
+            return [Send(sender, ReleaseLease(lease_id=message.lease_id))]
+        gathering = self._waiting(fetch)
+        leased = len(message.slots) if message.node == sender else 0  # it speaks of its own slots alone
+        if gathering is not None and leased < len(fetch.keys) and sender in gathering.limits:
+            lacks = gathering.keys.index(fetch.keys[leased])
+            gathering.limits[sender] = min(gathering.limits[sender], lacks)
+            self._lose(fetch, fetch.keys[leased:], LACKS)
+        time_left = fetch.asked_at + self._settings.fetch_lease_s * (1 - COPY_MARGIN) - now
+        if gathering is not None:
+            time_left = min(time_left, gathering.deadline - now)
+        blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
+        if gathering is not None and time_left > 0 and leased:
+            blocks = list(zip(fetch.keys, message.sources, strict=False))
+            fetch.told = self._fitting_contents(fetch.keys, message)
+            fetch.owners = dict(zip(fetch.keys, map(self._tenants.number, message.tenants), strict=False))
+        effects = self._copy(now, message.lease_id, fetch, blocks, time_left)
+        return effects + (self._advance(now, gathering) if gathering is not None else [])
+
+    def _fitting_contents(self, keys: Sequence[Key], message: BlocksLeased) -> dict[Key, Content]:
+        """What the source tells of its blocks, unless it cannot be so: like a put's, its tokens are only passed on."""
+        if not self._contents.token_bytes or not message.tokens:
+            return {}
+        if not all(self._contents.fits(tokens) for tokens in message.tokens if tokens):
+            self._counts.add("fetched_tokens_misfit")
+            return {}
+        return dict(zip(keys, map(Content, message.parents, message.tokens), strict=False))
+
+    def _owners(self, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]]) -> list[int]:
+        """Whose each of them is; none if it is known that all are nobody's."""
+        if self._dram.shares is None:
+            return []
+        of_disk, told = self._disk.slots.owner_of, fetch.owners
+        return [of_disk(each.slot) if isinstance(each, DiskBlock) else told.get(key, NOBODY) for key, each in blocks]
+
+    def _copy(
+        self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
+    ) -> list[Effect]:
+        keys = [key for key, _ in blocks]
+        slots, held = self._dram.reserve_missing(keys, len(keys), self._owners(fetch, blocks))
+        if len(slots) + held < len(keys):
+            self._counts.add("fetches_denied[reason=no_room]")
+            self._lose(fetch, [key for index, key in enumerate(keys) if index not in slots], NO_ROOM)
+            gathering = self._waiting(fetch)
+            if gathering is not None:
+                gathering.limits.pop(fetch.source, None)
+        fetch.copies = [(blocks[index][0], slot, blocks[index][1]) for index, slot in slots.items()]
+        self._disk.slots.pin([source.slot for _, _, source in fetch.copies if isinstance(source, DiskBlock)])
+        self._flying.update([key for key, _, _ in fetch.copies])
+        if not fetch.copies:
+            return self._close(fetch_id)
+        work_id = self._new_id()
+        self._copying[work_id] = fetch_id
+        return [Start(work_id, CopyBlocks(tuple((source, self._grant(slot)) for _, slot, source in fetch.copies)), time_left)]
+
+    def on_copied(self, now: float, work_id: int, result: BlocksCopied | WorkFailed) -> list[Effect]:
+        """A batch has come, or not."""
+        fetch_id = self._copying.pop(work_id)
+        fetch = self._fetches[fetch_id]
+        copies, fetch.copies = fetch.copies, []
+        self._flying.difference_update(key for key, _, _ in copies)
+        checksums: Sequence[int | None] = result.checksums if isinstance(result, BlocksCopied) else [None] * len(copies)
+        bad = set(result.corrupt) if isinstance(result, BlocksCopied) else set()
+        gathering = self._waiting(fetch)
+        # All at once and from the root on, so that children go before parents.
+        self._disk.slots.unpin([source.slot for _, _, source in copies if isinstance(source, DiskBlock)])
+        came: dict[Key, Content] = {}
+        whole: list[tuple[int, int]] = []
+        corrupt: list[SlotRef] = []
+        tier = "disk" if fetch.source == DISK else "node"
+        for index, ((key, slot, source), checksum) in enumerate(zip(copies, checksums, strict=True)):
+            if checksum is not None and checksum == source.checksum:
+                whole.append((slot, checksum))
+                came[key] = self._disk.content(source.slot) if isinstance(source, DiskBlock) else fetch.told.get(key, UNKNOWN)
+                continue
+            self._dram.free(slot)
+            self._lose(fetch, (key,), CORRUPT if index in bad else FAILED)
+            if index in bad and isinstance(source, DiskBlock):
+                self._disk.corrupt(source)
+                continue  # the disk says itself what it has: what comes after this block may still be there
+            if index in bad and isinstance(source, SlotRef):
+                corrupt.append(source)
+            if gathering is not None and fetch.source in gathering.limits:
+                gathering.limits[fetch.source] = min(gathering.limits[fetch.source], gathering.keys.index(key))
+        self._counts.add(f"fetched_blocks[source={tier}]", len(came))
+        self._counts.add(f"fetch_failures[source={tier}]", len(copies) - len(came))
+        self._counts.add("fetched_blocks_corrupt", len(corrupt))
+        if came:
+            self._dram.commit_all([slot for slot, _ in whole], [checksum for _, checksum in whole])
+            self._measure(now, fetch, len(came))
+        if gathering is not None:
+            gathering.came_from.update(dict.fromkeys(came, fetch.source))
+        self._note(came, [slot for slot, _ in whole], gathering)
+        self._stored(list(came))
+        if isinstance(result, BlocksCopied) and result.fault:
+            # After that: what came is on disk too until then, and only by this in DRAM alone.
+            self._disk.fail(now, result.fault)
+        effects: list[Effect] = [Send(fetch.source, ReportCorrupt(slots=tuple(corrupt)))] if corrupt else []
+        return effects + self._close(fetch_id) + self.advance_waiting(now, fetch.keys)
+
+    def _waiting(self, fetch: _Fetch) -> Gathering | None:
+        """For whom it was asked, if that still waits: a holder that uses a number twice waits for something else by now."""
+        gathering = fetch.gathering
+        return gathering if self.gatherings.get(gathering.holder) is gathering else None
+
+    def _lose(self, fetch: _Fetch, keys: Iterable[Key], why: str) -> None:
+        """These do not come by this fetch; should they come by another, nobody asks why."""
+        gathering = self._waiting(fetch)
+        if gathering is not None:
+            gathering.lost.update(dict.fromkeys(keys, why))
+
+    def _note(self, came: Mapping[Key, Content], slots: Sequence[int], gathering: Gathering | None) -> None:
+        """Keep what these blocks hold; where that is not known, what they follow in the chain that was asked for, if any."""
+        keys = gathering.keys if gathering is not None else ()
+        before = {key: parent for parent, key in pairwise(keys) if key in came}
+        for (key, content), slot in zip(came.items(), slots, strict=True):
+            self._contents.put(slot, content.parent if content.tokens else before.get(key), content.tokens)
+
+    def _measure(self, now: float, fetch: _Fetch, blocks: int) -> None:
+        """Batches overlap: what a block takes is counted from the end of the batch before, if that came later."""
+        rate = self._rates.get(fetch.source)
+        if rate is None or now - rate.measured_at >= RATE_LASTS_S:  # whatever was wrong then says nothing about now
+            rate = self._rates[fetch.source] = _Rate(measured_at=fetch.asked_at)
+        keep = 0.5 ** (blocks / RATE_BLOCKS)
+        rate.seconds = keep * rate.seconds + now - max(fetch.asked_at, rate.measured_at)
+        rate.blocks = keep * rate.blocks + blocks
+        rate.measured_at = now
+
+    def sources(self, now: float) -> list[SourceRate]:
+        """What there is to tell of each source: what a block took lately, and how many are asked for and not here."""
+        pending: dict[str, int] = {}
+        for fetch in self._fetches.values():
+            pending[fetch.source] = pending.get(fetch.source, 0) + len(fetch.keys)
+        fresh = {source: rate.block_s for source, rate in self._rates.items() if now - rate.measured_at < RATE_LASTS_S}
+        names = dict.fromkeys([*pending, *fresh])
+        return [SourceRate(source=name, block_s=fresh.get(name, 0.0), pending_blocks=pending.get(name, 0)) for name in names]
+
+    def _close(self, fetch_id: int) -> list[Effect]:
+        """A batch is done with: give the source its lease back."""
+        fetch = self._fetches.pop(fetch_id)
+        if fetch.source == DISK:
+            self._promoting -= len(fetch.keys)
+        gathering = self._waiting(fetch)
+        if gathering is not None:
+            gathering.open[fetch.source] -= 1
+            gathering.asked.difference_update(fetch.keys)
+        return [] if fetch.source == DISK else [Send(fetch.source, ReleaseLease(lease_id=fetch_id))]
