@@ -41,10 +41,10 @@ from mooncake_zmq.core.messages import (
     BlocksLeased,
     CancelRequest,
     ChangeRole,
-    DecodeAccount,
     DecodeDenied,
     DecodeLoad,
     DecodeReserved,
+    DecodeTimes,
     HandoffBlocks,
     HandoffDone,
     HandoffFailed,
@@ -136,7 +136,7 @@ def _held_timer(request: Request) -> tuple[str, str, int]:
     return HELD, request.request.request_id, request.request.attempt
 
 
-_Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeAccount | None]
+_Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeTimes | None]
 """What `TokensDecoded` tells of one request; an account of one that ends."""
 
 
