@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-LOCKED_EXTRAS = ("compiled", "dev", "mypyc", "otel", "plot")
+LOCKED_EXTRAS = ("compiled", "dev", "lab", "mypyc", "otel", "server")
 TARGETS = [(python, machine) for machine in ("x86_64", "aarch64") for python in ("3.11", "3.12", "3.13")]
 GLIBCS = [f"manylinux_2_{minor}" for minor in range(39, 4, -1)] + ["manylinux2014", "manylinux2010", "manylinux1"]
 BUILD = "setuptools>=77"

@@ -42,10 +42,20 @@ ca_option = click.option(
 
 
 class Cli(click.Group):
-    """Shows commands in the order of this file."""
+    """Shows commands in the order of this file, and names the extra that a command lacks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            from mooncake_zmq.extras import advice
+
+            if (lacking := advice(error)) is None:
+                raise
+            _fail(lacking)
 
 
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -445,7 +455,7 @@ def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str |
 def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node: str | None) -> None:
     """Have COPIES hosts hold the prefix whose last block has KEY.
 
-    A conductor's `dump` names such keys under "recent" (or "chains").
+    A conductor's `dump` names such keys under "recent".
 
     \b
     Examples:

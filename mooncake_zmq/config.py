@@ -45,8 +45,6 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 """Of a page, as browsers write it."""
 ENDPOINT = re.compile(r"https?://[^/?#\s]+")
 """Of a collector of spans."""
-RENAMED = {"edge.max_open_requests": "requests.max_open"}
-"""Settings that are called something else now, by the end of their path."""
 
 
 class ConfigError(Exception):
@@ -541,19 +539,13 @@ def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str)
         path = f"{under}{key}"
         if key not in hints:
             near = ", ".join(sorted(hints))
-            raise ConfigError(f"{shown}: {path}: {_renamed(path) or f'unknown key; known here: {near}'}")
+            raise ConfigError(f"{shown}: {path}: unknown key; known here: {near}")
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
             _check_keys(value, hints[key], shown, f"{path}.")
         elif (each := _record_of(hints[key])) is not None and isinstance(value, list):
             for position, record in enumerate(value):
                 if isinstance(record, Mapping):
                     _check_keys(record, each, shown, f"{path}[{position}].")
-
-
-def _renamed(path: str) -> str:
-    """What became of a setting; empty if it was never one."""
-    found = (path.removesuffix(old) + new for old, new in RENAMED.items() if path.endswith(f".{old}"))
-    return next((f"it is {now} now" for now in found), "")
 
 
 def _record_of(kind: Any) -> type[Any] | None:
@@ -584,9 +576,8 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
         # Copied on the way down: the caller's tables stay as they were read.
         inner[section] = inner = dict(below) if isinstance(below, Mapping) else {}
     hints = get_type_hints(kind) if is_dataclass(kind) else {}
-    renamed = _renamed(dotted)
     if key not in hints or is_dataclass(hints[key]) or dotted == "nodes":
-        raise ConfigError(f"{source}: there is no setting {dotted}" + (renamed and f": {renamed}"))
+        raise ConfigError(f"{source}: there is no setting {dotted}")
     words = _words(hints[key])
     if isinstance(value, str) and hints[key] is not str and value not in words:
         try:

@@ -91,10 +91,6 @@ def test_a_node_may_replace_keys_of_its_role(write: Any) -> None:
         ("[decode]\nmax_batch = 'x'\n", "x.toml: decode.max_batch: expected int, got str"),
         ("[decode]\nmax_batsh = 1\n", "x.toml: decode.max_batsh: unknown key; known here: capacity_tokens, max_batch"),
         ("[deocde]\n", "x.toml: deocde: unknown key"),
-        (
-            "[gateway.edge]\nmax_open_requests = 9\n",
-            "x.toml: gateway.edge.max_open_requests: it is gateway.requests.max_open now",
-        ),
         ("[gateway.requests]\nmax_open = 9\n", "x.toml: gateway: edge.max_choices must not exceed requests.max_open"),
         ("[gateway]\ncors_origins = ['chat.example.org']\n", "cors_origins: 'chat.example.org' is no origin: write SCHEME://"),
         (
@@ -157,8 +153,6 @@ def test_errors_of_environment_and_command_line_name_them(write: Any) -> None:
         fails(path, {}, {"MOONCAKE_ZMQ_DECODE__X": "1"}) == "environment MOONCAKE_ZMQ_DECODE__X: there is no setting decode.x"
     )
     assert fails(path, {"decode": "1"}) == "command line: there is no setting decode"
-    renamed = "there is no setting gateway.edge.max_open_requests: it is gateway.requests.max_open now"
-    assert fails(path, {"gateway.edge.max_open_requests": "1"}) == f"command line: {renamed}"
     assert fails(path, {"nodes": "[]"}) == "command line: there is no setting nodes"
 
 

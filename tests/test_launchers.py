@@ -71,7 +71,7 @@ def test_a_changed_lock_is_installed(tmp_path: Path) -> None:
 def test_developers_may_have_what_the_project_allows(tmp_path: Path) -> None:
     asked, _ = start(place(tmp_path, 0), UNLOCKED="1")
     assert kinds(asked) == ["project", "project"]
-    assert asked[1].endswith("[compiled]")
+    assert asked[1].endswith("[compiled,server]")
 
 
 def test_the_lock_has_all_that_the_project_asks_for_and_names_no_place() -> None:
@@ -80,7 +80,9 @@ def test_the_lock_has_all_that_the_project_asks_for_and_names_no_place() -> None
     pins = {line.partition("==")[0]: line for line in text.splitlines() if not line.startswith("#")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {"base": project["dependencies"]}
-    wanted |= {extra: project["optional-dependencies"][extra] for extra in ("compiled", "dev", "mypyc", "otel", "plot")}
+    wanted |= {
+        extra: project["optional-dependencies"][extra] for extra in ("compiled", "dev", "lab", "mypyc", "otel", "server")
+    }
     for extra, requirements in wanted.items():
         for requirement in map(Requirement, requirements):
             line = pins[canonicalize_name(requirement.name)]

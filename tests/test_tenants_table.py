@@ -11,7 +11,7 @@ from mooncake_zmq.gateway.requests.tenants import Tenant
 
 PAGE = Path(__file__).parent.parent / "mooncake_zmq/docs/operating.md"
 TABLE = PAGE.read_text().partition("## What one tenant can take\n")[2].partition("\n`bin/chaos --tenants`")[0]
-DEFAULT = re.compile(r"`((?:gateway|decode|cache_node)\.[a-z_.]+|--[a-z]+)` \(([0-9.]+|none)[:)]")
+DEFAULT = re.compile(r"`((?:gateway|prefill|decode|cache_node)\.[a-z_.]+|--[a-z]+)` \(([0-9.]+|none)[:)]")
 
 
 def default_of(name: str) -> object:
@@ -22,14 +22,14 @@ def default_of(name: str) -> object:
 
 def test_each_setting_of_the_table_has_that_default() -> None:
     told = DEFAULT.findall(TABLE)
-    assert len(told) >= 24
+    assert len(told) >= 28
     for name, said in told:
         default = default_of(name)
         assert default == ("" if said == "none" else float(said)), name
 
 
 def test_no_setting_is_named_without_a_default_that_is_checked() -> None:
-    named = re.findall(r"`(--[a-z]+|(?:gateway|decode)\.[a-z_.]+)`", TABLE.partition("\n\n| of |")[2])
+    named = re.findall(r"`(--[a-z]+|(?:gateway|prefill|decode)\.[a-z_.]+)`", TABLE.partition("\n\n| of |")[2])
     assert sorted(named) == sorted(name for name, _ in DEFAULT.findall(TABLE) if not name.startswith("cache_node"))
 
 

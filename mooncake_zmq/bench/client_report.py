@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 import click
@@ -124,7 +124,7 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
         gap_s=spread_of(np.concatenate([np.diff(each.token_s) for each in started]).tolist() if started else []),
         tpot_s=spread_of([each.tpot_s for each in finished if each.tpot_s]),
         e2e_s=spread_of([each.ended_s for each in finished]),
-        most_open=max((count for _, count in open_over_time(seen)), default=0),
+        most_open=_most_open(seen),
         held=sum(1 for each in seen if each.held_s),
         held_s=spread_of([each.held_s for each in seen if each.held_s]),
         late_s=spread_of([each.late_s for each in seen if each.ended_s >= 0]),
@@ -144,15 +144,10 @@ def figures(found: Spread | None, scale: float) -> str:
     return "-" if found is None else written(found, scale)
 
 
-def open_over_time(seen: Sequence[Seen]) -> list[tuple[float, int]]:
-    """How many streams were open, at each change."""
+def _most_open(seen: Sequence[Seen]) -> int:
     changes = [(_sent_s(each), 1) for each in seen if each.ended_s >= 0]
     changes += [(_sent_s(each) + each.ended_s, -1) for each in seen if each.ended_s >= 0]
-    found, count = [], 0
-    for at_s, change in sorted(changes):
-        count += change
-        found.append((at_s, count))
-    return found
+    return max(accumulate(change for _, change in sorted(changes)), default=0)
 
 
 def _sent_s(seen: Seen) -> float:
@@ -163,13 +158,9 @@ def _rate(count: float, span_s: float) -> float:
     return count / span_s if span_s else 0.0
 
 
-def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool, html: Path | None) -> int:
-    """Print to standard output, and write a page if asked; an exit code: 1 if no request was answered."""
-    from mooncake_zmq.bench.client_page import page
-
+def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool) -> int:
+    """Print to standard output; an exit code: 1 if no request was answered."""
     result = result_of(heard, url, bounds)
-    if html is not None:
-        html.write_text(page(result, heard.seen), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(as_dict(result)))
     else:

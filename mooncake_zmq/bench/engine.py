@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, VLLM_BFLOAT16, engine_process
+from mooncake_zmq.bench.engine_peers import MACHINE, OURS, VLLM, VLLM_BFLOAT16, engine_process
 from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import cpu_s, footprint
 from mooncake_zmq.bench.peers import Peer
@@ -74,7 +74,6 @@ class EngineBench:
     steps: int = STEPS
     vllm_python: str | None = None
     vllm_eager: bool = False
-    transformers_python: str | None = None
     cases: Mapping[str, Sequence[Case]] | None = None
 
 
@@ -89,8 +88,7 @@ def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress
                 raise ModelError("the toy engine has no weights: give another model")
             spec = read_spec(path)
             _check_length(spec, cases, bench.steps)
-            others = bench.vllm_python or bench.transformers_python
-            directory = hugging_face_directory(bench.model, Path(scratch)) if others else None
+            directory = hugging_face_directory(bench.model, Path(scratch)) if bench.vllm_python else None
         except ModelError as error:
             raise click.ClickException(error.message) from None
         sides = _start(bench, spec, path, directory, cases, stack, progress)
@@ -150,7 +148,6 @@ def _start(
         OURS: (None, {"model": str(path), "backend": bench.backend}),
         VLLM: (bench.vllm_python, vllm | {"dtype": "float32"}),
         VLLM_BFLOAT16: (bench.vllm_python, vllm | {"dtype": "bfloat16"}),
-        TRANSFORMERS: (bench.transformers_python, {"model": str(directory)}),
         MACHINE: (None, {"weight_bytes": step_bytes(spec)}),
     }
     sides = {}
@@ -214,7 +211,7 @@ def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: Mod
         bound, bound_s = "sgemv of the weights", median(took[MACHINE, "gemv_s"])
     else:
         bound, bound_s = "GEMM rate", prefill_flops(spec, case.tokens) / median(took[MACHINE, "gemm_flops"])
-    others = {name: median(took[name, case.name]) for name in (VLLM, VLLM_BFLOAT16, TRANSFORMERS) if (name, case.name) in took}
+    others = {name: median(took[name, case.name]) for name in (VLLM, VLLM_BFLOAT16) if (name, case.name) in took}
     ours_s = median(took[OURS, case.name])
     return [
         Row(

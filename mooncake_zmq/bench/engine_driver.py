@@ -165,46 +165,6 @@ class Vllm:
             self._engine.step()
 
 
-class Transformers:
-    """transformers on torch, attention as it comes (sdpa), its own growing cache."""
-
-    def __init__(self, order: dict[str, Any]) -> None:
-        self._clock = CLOCKS[order["clock"]]
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        self._torch = importlib.import_module("torch")
-        self._torch.set_num_threads(order["threads"])
-        self._torch.set_grad_enabled(False)
-        transformers = importlib.import_module("transformers")
-        self.version = f"{transformers.__version__} on torch {self._torch.__version__}"
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(order["model"], dtype=self._torch.float32).eval()
-
-    def prefill_s(self, prompt: list[int]) -> float:
-        began = self._clock()
-        self._forward(self._torch.tensor([prompt]), None)
-        return self._clock() - began
-
-    def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
-        tokens, cache = self._forward(self._torch.tensor(prompts), None)
-        for number in range(WARM_UP_STEPS + steps):
-            if number == WARM_UP_STEPS:
-                began = self._clock()
-            tokens, cache = self._forward(tokens, cache)
-        return (self._clock() - began) / steps
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        tokens, cache = self._forward(self._torch.tensor([prompt]), None)
-        made = [int(tokens[0, 0])]
-        while len(made) < count:
-            tokens, cache = self._forward(tokens, cache)
-            made.append(int(tokens[0, 0]))
-        return made
-
-    def _forward(self, tokens: Any, cache: Any) -> tuple[Any, Any]:
-        """Next tokens [batch, 1] and the cache."""
-        out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-
-
 class Machine:
     """No engine: how fast NumPy multiplies, and reads memory by multiplying."""
 
@@ -270,7 +230,6 @@ SIDES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "mooncake_zmq": Mooncake,
     "vLLM": Vllm,
     "vLLM bfloat16": Vllm,
-    "transformers": Transformers,
     "machine": Machine,
 }
 

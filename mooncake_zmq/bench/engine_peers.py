@@ -10,7 +10,7 @@ from typing import Any
 from mooncake_zmq.bench.peers import Peer, driver_process
 from mooncake_zmq.engine.cpu import blas_environment
 
-OURS, TRANSFORMERS, MACHINE = "mooncake_zmq", "transformers", "machine"
+OURS, MACHINE = "mooncake_zmq", "machine"
 VLLM, VLLM_BFLOAT16 = "vLLM", "vLLM bfloat16"
 DRIVER = Path(__file__).with_name("engine_driver.py")
 ANSWER_TIMEOUT_S = 900.0

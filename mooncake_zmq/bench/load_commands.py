@@ -1,4 +1,4 @@
-"""`bench client` and `bench gateway`: options in, a table, one JSON object or a page out."""
+"""`bench client` and `bench gateway`: options in, a table or one JSON object out."""
 
 import asyncio
 import sys
@@ -15,7 +15,7 @@ CLIENT_EXAMPLES = """\b
 Examples:
   mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --speed 0.1 --last-id 48000
   mooncake-zmq bench client http://127.0.0.1:8000 --generate conversation:requests=500,rate=2 --ttft-slo 5 --tbt-slo 0.1
-  mooncake-zmq bench client http://127.0.0.1:8000 --generate toolagent:requests=200,rate=4 --block-tokens 64 --html run.html
+  mooncake-zmq bench client http://127.0.0.1:8000 --generate toolagent:requests=200,rate=4 --block-tokens 64
   mooncake-zmq bench client http://10.0.0.7:8000/v1 --trace BurstGPT_1.csv --limit 1000 --model llama --api-key $KEY --json
   mooncake-zmq bench client https://api.example.com --generate uniform:rate=1 --chat --plain --max-open 64 --beyond drop
 """
@@ -61,7 +61,6 @@ GATEWAY_PARTS = ("ttft", "relay", "open", "rate")
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True, help="Of an answer, s."
 )
 @json_option
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write figures and plots to this page.")
 def client(
     url: str,
     trace: Path | None,
@@ -84,7 +83,6 @@ def client(
     tbt_slo: float | None,
     timeout: float,
     as_json: bool,
-    html: Path | None,
 ) -> None:
     """Replay a trace against any OpenAI endpoint at URL, each request at its time, and tell how it was served.
 
@@ -122,7 +120,7 @@ def client(
             heard = runner.run(replay(asked, arrivals, tell))
     except (BadUrl, NoServer, StudyError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    sys.exit(show(heard, url, Bounds(ttft_s=ttft_slo, tbt_s=tbt_slo), as_json=as_json, html=html))
+    sys.exit(show(heard, url, Bounds(ttft_s=ttft_slo, tbt_s=tbt_slo), as_json=as_json))
 
 
 @click.command(epilog=GATEWAY_EXAMPLES)

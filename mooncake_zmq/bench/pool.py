@@ -30,7 +30,7 @@ LEASES = 1000
 INDEX_BLOCKS = 1_000_000
 WANTED_SINGLE_US, WANTED_KEYS_PER_S, WANTED_LEASE_US, WANTED_INDEX_BYTES = 200.0, 1.2e6, 300.0, 256.0
 SEED = 3
-OURS, MOONCAKE, REDIS, STREAM = "mooncake_zmq", "mooncake", "redis", "stream"
+OURS, MOONCAKE, STREAM = "mooncake_zmq", "mooncake", "stream"
 """The driver's names of the stores."""
 CHECKED, UNCHECKED = "checksum on", "checksum off"
 LOCAL_SETTINGS = {CHECKED: {}, UNCHECKED: {"verify_local": False, "checksum_local": False}}
@@ -48,7 +48,6 @@ class PoolBench:
     working_set_bytes: int = 512 * MIB
     sizes: tuple[int, ...] = SIZES
     mooncake_python: str | None = None
-    redis_python: str | None = None
     disk_directory: Path = Path("/var/tmp")
 
 
@@ -181,8 +180,6 @@ def _remote_stores(bench: PoolBench, stack: ExitStack) -> dict[str, Peer]:
     if bench.mooncake_python:
         owner = stack.enter_context(_owner(bench, MOONCAKE, **owned))
         clients[MOONCAKE] = _client(bench, MOONCAKE, owner, segment_bytes=0)
-    if bench.redis_python:
-        clients[REDIS] = _client(bench, REDIS, stack.enter_context(_owner(bench, REDIS)))
     return {name: stack.enter_context(client) for name, client in clients.items()}
 
 
@@ -200,7 +197,7 @@ def _client(bench: PoolBench, store: str, owner: Peer, **settings: Any) -> Abstr
 
 
 def _peer(bench: PoolBench, store: str, **settings: Any) -> AbstractContextManager[Peer]:
-    python = {MOONCAKE: bench.mooncake_python, REDIS: bench.redis_python}.get(store) or sys.executable
+    python = (bench.mooncake_python if store == MOONCAKE else None) or sys.executable
     order = {"store": store, "working_set_bytes": bench.working_set_bytes, "seed": SEED, **settings}
     return peer(order, python=python)
 

@@ -22,9 +22,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mooncake_zmq.bench.eviction import generated_trace
 from mooncake_zmq.bench.report import Report, Row, commit
-from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad
+from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad, generated_trace
 from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.conductor.prefix_index import PrefixIndex

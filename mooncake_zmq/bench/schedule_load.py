@@ -8,8 +8,9 @@ node.
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from mooncake_zmq.core.actor import Event, PeerUp, Received
 from mooncake_zmq.core.costs import Costs
@@ -27,7 +28,7 @@ from mooncake_zmq.core.messages import (
     Schedule,
 )
 from mooncake_zmq.core.order import Order
-from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.block_hash import KEY_BYTES, Key
 from mooncake_zmq.laboratory.cluster import CHUNK_TOKENS
 from mooncake_zmq.prefill.settings import PrefillSettings
 
@@ -196,3 +197,29 @@ class ClusterLoad:
             step=Measured(seconds=0.03, predicted_s=0.03),
             bookings=tuple([request.placed.booking for request in running])[:512],
         )
+
+
+def generated_trace(random: Random, requests: int) -> list[tuple[Key, ...]]:
+    """Make chats whose next turn extends the last one, mostly soon after it; most of them share one of a few system prompts."""
+    fresh = iter(range(1 << 62))
+    systems = [_take(fresh, random.randint(1, 6)) for _ in range(8)]
+    chats: list[tuple[int, ...]] = []
+    trace: list[tuple[Key, ...]] = []
+    for _ in range(requests):
+        if chats and random.random() < 0.5:
+            back = min(int(random.expovariate(1 / 100)), len(chats) - 1)
+            prompt = chats.pop(-1 - back)
+        else:
+            prompt = systems[min(int(random.expovariate(1.0)), len(systems) - 1)] if random.random() < 0.8 else ()
+        prompt += _take(fresh, 1 + min(int(random.expovariate(1 / 15)), 200))
+        chats.append(prompt)
+        trace.append(_keys(prompt))
+    return trace
+
+
+def _keys(ids: Iterable[int]) -> tuple[Key, ...]:
+    return tuple(number.to_bytes(KEY_BYTES, "little") for number in ids)
+
+
+def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
+    return tuple(next(numbers) for _ in range(count))

@@ -129,37 +129,6 @@ class MooncakeApi:
         self._store.close()
 
 
-class Redis:
-    """Redis by its own client, in pipelines. It hands out new `bytes`; copying them to `target` is part of a get."""
-
-    def __init__(self, port: int, source: Buffer, target: Buffer) -> None:
-        self._source, self._target = source, target
-        self._redis: Any = importlib.import_module("redis").Redis(port=port)
-
-    def clear(self) -> None:
-        self._redis.flushall()
-
-    def put(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> None:
-        self._redis.mset(dict(zip(keys, (self._source.view(offset, size) for offset in offsets), strict=True)))
-
-    def get(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> None:
-        for offset, value in zip(offsets, self._redis.mget(keys), strict=True):
-            self._target.memory[offset : offset + size] = value
-
-    def exist(self, keys: list[str]) -> int:
-        with self._redis.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.exists(key)
-            return sum(pipeline.execute())
-
-    def fill(self, keys: list[str]) -> None:
-        for start in range(0, len(keys), 1000):
-            self._redis.mset(dict.fromkeys(keys[start : start + 1000], b"64 bytes" * 8))
-
-    def close(self) -> None:
-        self._redis.close()
-
-
 class StoreClient:
     """Answers the requests: each is one round, timed here, next to the calls."""
 
@@ -387,14 +356,7 @@ def mooncake_setup(at: dict[str, str], segment_bytes: int) -> dict[str, str]:
     }
 
 
-def own_redis(order: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """A Redis server that keeps nothing on disk."""
-    port = free_port()
-    stack.enter_context(server(["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""], port))
-    return {"port": port}
-
-
-OWNERS = {"mooncake_zmq": own_ours, "mooncake": own_mooncake, "redis": own_redis, "stream": own_stream}
+OWNERS = {"mooncake_zmq": own_ours, "mooncake": own_mooncake, "stream": own_stream}
 
 
 def open_client(order: dict[str, Any]) -> StoreClient | StreamClient:
@@ -404,8 +366,6 @@ def open_client(order: dict[str, Any]) -> StoreClient | StreamClient:
     match order["store"]:
         case "stream":
             return StreamClient(order["at"]["endpoints"], source, target)
-        case "redis":
-            return StoreClient(Redis(order["at"]["port"], source, target), source, target)
         case "mooncake":
             setup = mooncake_setup(order["at"], order["segment_bytes"])
             return StoreClient(MooncakeApi("mooncake.store", setup, source, target), source, target)

@@ -59,6 +59,7 @@ class PrefillChoice:
         "fetch_s",
         "least_priority",
         "node",
+        "priority",
         "queue_s",
         "reuse_blocks",
         "share_s",
@@ -96,6 +97,8 @@ class PrefillChoice:
         self.coming: Found | None = None
         """What makes the reused blocks up to `coming_blocks`, which `node` waits for, for `coming_s` at most."""
         self.coming_s = 0.0
+        self.priority = 0
+        """The priority by which the prefill queues it: the request's own, or `least_priority` if that is later."""
         self.least_priority = -MAX_PRIORITY
         """It goes ahead of others as one of this priority at the earliest."""
 

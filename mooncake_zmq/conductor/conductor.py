@@ -4,8 +4,7 @@ Everything it knows it was told since the conversations began: membership, block
 what it placed until reports show it, so that many requests between two reports do not all go to the same idle node.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
@@ -15,19 +14,18 @@ from mooncake_zmq.conductor.booking import Booking, BookingKey
 from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.choices import PrefillChoice
 from mooncake_zmq.conductor.coming import Coming
+from mooncake_zmq.conductor.copies import Copies
 from mooncake_zmq.conductor.corrections import Accuracy, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
+from mooncake_zmq.conductor.inventory import SWEEP, Inventory
 from mooncake_zmq.conductor.membership import Member, Membership
 from mooncake_zmq.conductor.picture import Picture
 from mooncake_zmq.conductor.placement import Placement, rejected
 from mooncake_zmq.conductor.plans import Plan
 from mooncake_zmq.conductor.prefills import Prefills
-from mooncake_zmq.conductor.prefix_index import PrefixIndex
-from mooncake_zmq.conductor.recent import RecentChains
-from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.roll_call import ROLL_CALL, RollCall
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.conductor.sources import SHELF, Sources
+from mooncake_zmq.conductor.sources import SHELF
 from mooncake_zmq.conductor.suspects import Suspects
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.actor import (
@@ -65,21 +63,13 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.roles import ROLES
 from mooncake_zmq.core.shell import Tally
-from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.layout import BlockLayout
 
 Load = TypeVar("Load", PrefillLoad, DecodeLoad)
 
 EXPIRY = ("bookings",)
-REPLICAS = ("replicas",)
-SWEEP = ("sweep",)
 EXPIRY_MIN_DELAY_S = 0.01
 """Rounding may wake the timer a hair early; it must not spin."""
-PAUSE_S = 0.005
-"""Between two pieces of a round of replicas."""
-SWEEP_S = 0.01
-SWEPT_KEYS = 2048
-"""About half a millisecond, every hundredth of a second while there is something to sweep."""
 
 
 class Conductor:
@@ -92,21 +82,9 @@ class Conductor:
         self.host = host
         self.incarnation = incarnation
         self.counts = Tally()
-        self._settings = settings
         self._booking_ttl_s = settings.booking_ttl_s
-        self._replica_interval_s = settings.replica_interval_s
         self._members = Membership()
         self._roll_call = RollCall(settings.members, self._members)
-        self._index = PrefixIndex(max_keys=settings.max_keys)
-        self._replication = Replication(settings, self._index, self.counts)
-        self._recent = RecentChains(settings.replica_max_blocks)
-        self._replicas_armed = False
-        self._round: Iterator[tuple[tuple[Key, ...], int] | None] | None = None
-        """The round of replicas that is under way."""
-        self._hosts: dict[str, str] = {}
-        """Of the cache-nodes."""
-        self._asked_at = -math.inf
-        """When the last `Schedule` came: gateways ask one conductor at a time, and that one acts."""
         self._accuracy = Accuracy(self.counts)
         self._outputs = OutputLengths(settings.expected_output_tokens)
         self._prefills = Prefills(settings, costs, self._accuracy)
@@ -117,38 +95,25 @@ class Conductor:
             half_life_s=settings.correction_half_life_s,
             accuracy=self._accuracy,
         )
-        self._sources = Sources(self._prefills)
+        self._inventory = Inventory(settings.max_keys, self._prefills, self.counts)
+        self._copies = Copies(self._inventory, self._prefills, self.counts)
         self._bookings = Bookings(name, incarnation, limit=settings.max_bookings)
-        self._coming = Coming(costs, layout.block_tokens, self._index)
+        self._coming = Coming(costs, layout.block_tokens, self._inventory.index)
         self._suspects = Suspects()
         self._expiry_armed = False
-        self._sweep_armed = False
         self._placement = Placement(
             settings,
             costs,
             block_tokens=layout.block_tokens,
             prefills=self._prefills,
             decodes=self._decodes,
-            index=self._index,
+            index=self._inventory.index,
             transfers=self._transfers,
-            sources=self._sources,
+            sources=self._inventory.sources,
             outputs=self._outputs,
             bookings=self._bookings,
             coming=self._coming,
         )
-        self._reactions: dict[tuple[str | None, type], Callable[[float, str, Any], list[Effect]]] = {
-            ("gateway", Schedule): self._on_schedule,
-            ("gateway", RequestEnded): self._on_ended,
-            ("prefill", PrefillLoad): self._on_prefill_load,
-            ("decode", DecodeLoad): self._on_decode_load,
-            ("prefill", BlocksAnnounced): self._on_own_blocks,
-            ("cache-node", CacheLoad): self._on_cache_load,
-            ("cache-node", BlocksAnnounced): self._on_blocks,
-            ("vllm", PrefillLoad): self._on_prefill_load,
-            ("vllm", DecodeLoad): self._on_decode_load,
-            ("vllm", BlocksAnnounced): self._on_own_blocks,
-        }
-        """By the sender's role, what each message leads to."""
         self._balance = Balance(
             settings,
             self.counts,
@@ -163,12 +128,27 @@ class Conductor:
             self._members,
             self._prefills,
             self._decodes,
-            self._index,
+            self._inventory,
             self._bookings,
-            self._replication,
-            self._recent,
+            self._copies,
             self._balance,
         )
+        self._handlers = self._handlers_by_sender()
+
+    def _handlers_by_sender(self) -> dict[tuple[str | None, type], Callable[[float, str, Any], list[Effect]]]:
+        """Return what each message leads to, by the sender's role."""
+        return {
+            ("gateway", Schedule): self._on_schedule,
+            ("gateway", RequestEnded): self._on_ended,
+            ("prefill", PrefillLoad): self._on_prefill_load,
+            ("decode", DecodeLoad): self._on_decode_load,
+            ("prefill", BlocksAnnounced): self._on_own_blocks,
+            ("cache-node", CacheLoad): self._on_cache_load,
+            ("cache-node", BlocksAnnounced): self._on_blocks,
+            ("vllm", PrefillLoad): self._on_prefill_load,
+            ("vllm", DecodeLoad): self._on_decode_load,
+            ("vllm", BlocksAnnounced): self._on_own_blocks,
+        }
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """React to one event."""
@@ -180,7 +160,7 @@ class Conductor:
     def _end_waits(self) -> list[Effect]:
         """Tell prefills which waits are over, and pools what to fetch for those that are not."""
         effects: list[Effect] = [
-            Send(self._index.name_of(each.pool), ChangeReplica(keys=each.keys, sources=(each.source,)))
+            Send(self._inventory.index.name_of(each.pool), ChangeReplica(keys=each.keys, sources=(each.source,)))
             for each in self._coming.ahead
         ]
         effects += [
@@ -202,16 +182,14 @@ class Conductor:
                 return self._forget(now, peer)
             case TimerFired(key) if key == EXPIRY:
                 return self._on_expiry(now)
-            case TimerFired(key) if key == REPLICAS:
-                return self._on_replicas(now)
             case TimerFired(key) if key == SWEEP:
-                return self._on_sweep()
+                return self._inventory.on_timer()
             case TimerFired(key) if key == ROLL_CALL:
                 return self._roll_call.tell()
             case TimerFired(key) if key == BALANCE:
                 return self._balance.on_timer(now)
             case Asked(ask_id, SetCopies(key, copies)):
-                return self._on_copies_wanted(now, ask_id, bytes.fromhex(key), copies)
+                return self._copies.on_wanted(now, ask_id, bytes.fromhex(key), copies)
             case Asked(ask_id, SetRole(node, role)):
                 answer, effects = self._balance.wish(now, node, role)
                 return [*effects, Answered(ask_id, answer)]
@@ -224,38 +202,17 @@ class Conductor:
             case _:
                 raise TypeError(event)
 
-    def change_replica(self, now: float, keys: tuple[Key, ...], copies: int) -> list[Effect]:
-        """Have `copies` hosts hold the chain `keys` (from its first block on, not empty): ask for the missing copies, or name
-        those that go first. At least one copy stays; what was asked already is not asked again."""
-        readers = {node.host for node in self._prefills.nodes if not node.draining and (node.vllm or node.home >= 0)}
-        changes = self._replication.change(now, keys, copies, hosts=self._hosts, readers=readers)
-        return [Send(node, message) for node, message in changes]
-
-    def _on_copies_wanted(self, now: float, ask_id: str, key: Key, copies: int) -> list[Effect]:
-        chain = self._replication.demand.chain(key)
-        keys = self._recent.get(key) if chain is None else chain.keys
-        if keys is None:
-            return [Answered(ask_id, {"error": "that prefix is not known: see chains and recent in this conductor's dump"})]
-        effects = self.change_replica(now, keys, copies)
-        asked = [effect.to for effect in effects if isinstance(effect, Send)]
-        holders = self._index.holders(keys)
-        return [*effects, Answered(ask_id, {"blocks": len(keys), "holders": holders, "asked": asked})]
-
     def check(self, now: float) -> None:
         """Assert the invariants."""
-        self._index.check()
-        self._replication.check(now)
-        self._recent.check()
-        assert self._replicas_armed or not self._settings.replica_interval_s or not self._is_acting(now)
-        assert self._sweep_armed or not self._index.is_sweeping
-        for node in self._index.counts:
+        self._inventory.check()
+        self._copies.check(now)
+        for node in self._inventory.index.counts:
             role = self._members.role_of(node.removesuffix(SHELF))
             assert role in ("cache-node", "prefill", "vllm"), f"the index names {node}"
         vllms = [member.name for member in self._members.of_role("vllm")]
         for role, names in (("prefill", self._prefills.by_name), ("decode", self._decodes.by_name)):
             assert sorted(names) == sorted([*(member.name for member in self._members.of_role(role)), *vllms])
         self._prefills.check(now)
-        self._sources.check()
         self._decodes.check(now)
         self._coming.check(self._bookings)
         self._balance.check(now)
@@ -280,23 +237,20 @@ class Conductor:
         self._members.join(member)
         match member.role:
             case "prefill":
-                prefill = self._prefills.join(member.name, member.host)
-                self._sources.join_own(self._index.join(member.name, pool=False), prefill)
+                self._inventory.join_reader(self._prefills.join(member.name, member.host))
             case "decode":
                 self._decodes.join(member.name, member.host)
             case "vllm":
                 self._join_vllm(member)
             case "cache-node":
-                self._hosts[member.name] = member.host
-                self._sources.join(self._index.join(member.name), member.name, member.host)
-        self._round = None  # it may name who was there before
+                self._inventory.join_pool(member.name, member.host)
         return effects + self._roll_call.changed() + self._balance.joined(now, member)
 
     def _join_vllm(self, member: Member) -> None:
         """Add a vLLM to both kinds: one that has a part is a spare of the other."""
         name, host, whole = member.name, member.host, member.part == "both"
         vllm = self._prefills.join(name, host, vllm=True, stays=whole, spare=member.part == "decode")
-        self._sources.join_own(self._index.join(name, pool=False), vllm)
+        self._inventory.join_reader(vllm)
         self._decodes.join(name, host, vllm=True, stays=whole, spare=member.part == "prefill")
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
@@ -313,30 +267,24 @@ class Conductor:
         self._suspects.forget(peer)
         match role:
             case "prefill":
-                self._forget_apart(peer)
+                self._inventory.leave_reader(peer)
                 self._prefills.leave(self._prefills.by_name[peer])
             case "decode":
                 self._decodes.leave(self._decodes.by_name[peer])
             case "vllm":
-                self._forget_apart(peer)
+                self._inventory.leave_reader(peer)
                 self._prefills.leave(self._prefills.by_name[peer])
                 self._decodes.leave(self._decodes.by_name[peer])
             case "cache-node":
-                self._forget_apart(peer + SHELF)
-                bit = self._index.join(peer)
-                self._index.drop(peer)
-                self._transfers.forget(bit)
-                self._sources.leave(bit)
-                self._replication.forget(peer)
+                self._transfers.forget(self._inventory.leave_pool(peer))
+                self._copies.replication.forget(peer)
                 self._coming.pool_left()
-                del self._hosts[peer]
-        self._round = None  # it may name who is gone
-        return self._roll_call.left(peer) + self._arm_sweep()
+        return self._roll_call.left(peer) + self._inventory.arm_sweep()
 
     # --- what they tell
 
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
-        react = self._reactions.get((self._members.role_of(sender), type(message)))
+        react = self._handlers.get((self._members.role_of(sender), type(message)))
         if react is None:
             return self._unexpected(message)
         return react(now, sender, message)
@@ -371,23 +319,20 @@ class Conductor:
         return replace(load, draining=True) if self._suspects and self._suspects.shuts(now, sender) else load
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
-        destination = self._index.join(sender)
-        self._sources.rest(destination, load.resting)
+        index = self._inventory.index
+        destination = index.join(sender)
+        self._inventory.sources.rest(destination, load.resting)
         pending_s = 0.0
         for rate in load.sources:
             if rate.source and self._members.role_of(rate.source) != "cache-node":
                 continue
-            source = self._index.join(rate.source) if rate.source else None
+            source = index.join(rate.source) if rate.source else None
             pending_s += self._transfers.report(now, destination, source, rate)
         self._transfers.arriving(now, destination, pending_s)
         return []
 
     def _on_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
-        holder = sender
-        if blocks.shelf:
-            holder = sender + SHELF
-            self._sources.join_shelf(self._index.join(holder, pool=False), sender, self._hosts[sender])
-        self._announced(holder, blocks)
+        self._inventory.announced_by_pool(sender, blocks)
         if blocks.stored and not blocks.shelf:
             self._coming.stored(sender, blocks.stored)
         return self._roll_call.announced(sender) if blocks.complete else []
@@ -396,35 +341,8 @@ class Conductor:
         """Take in what a prefill's slab holds, or a vLLM's prefix cache."""
         if sender not in self._prefills.by_name:
             return self._unexpected(blocks)
-        self._announced(sender, blocks)
+        self._inventory.announced(sender, blocks)
         return []
-
-    def _announced(self, holder: str, blocks: BlocksAnnounced) -> None:
-        before = self._index.evicted
-        if blocks.removed:
-            self._index.removed(holder, blocks.removed)
-        if blocks.stored:
-            self._index.stored(holder, blocks.stored)
-        if blocks.on_disk:
-            self._index.on_disk(holder, blocks.on_disk)
-        self.counts.add("keys_evicted", self._index.evicted - before)
-
-    def _forget_apart(self, holder: str) -> None:
-        """Drop what only one prefill or vLLM could read, or the vLLMs of one host."""
-        if holder in self._index.counts:
-            self._sources.leave_apart(self._index.join(holder))
-            self._index.drop(holder)
-
-    def _on_sweep(self) -> list[Effect]:
-        self._sweep_armed = False
-        self._index.sweep(SWEPT_KEYS)
-        return self._arm_sweep()
-
-    def _arm_sweep(self) -> list[Effect]:
-        if self._sweep_armed or not self._index.is_sweeping:
-            return []
-        self._sweep_armed = True
-        return [SetTimer(SWEEP, SWEEP_S)]
 
     # --- placement
 
@@ -444,10 +362,8 @@ class Conductor:
         if booking is not None:
             self._unbook(now, booking)
         plan = self._placement.planner.plan(now, schedule)
-        if plan.best and attempt == 1:
-            self._recent.add(schedule.keys, plan.best)
-        if self._replica_interval_s and attempt == 1:
-            effects += self._count_demand(now, schedule.keys[: plan.best])
+        if attempt == 1:
+            self._copies.note(schedule.keys, plan.best)
         answer = self._place(now, key, schedule, plan)
         if not self._expiry_armed and self._bookings:
             self._expiry_armed = True
@@ -499,40 +415,6 @@ class Conductor:
             self.counts.add("attempts_silent")
             self._suspects.stalled(now, placed, told=ended.outcome is not None)
 
-    # --- copies
-
-    def _count_demand(self, now: float, held: tuple[Key, ...]) -> list[Effect]:
-        """A request wants `held`, the leading blocks that somebody holds."""
-        if now - self._asked_at > self._settings.replica_half_life_s:
-            # Another conductor may have been asked all the while: what was counted before would make hot chains look cold.
-            self._replication.demand.clear()
-        self._asked_at = now
-        self.counts.add("chains_forgotten", self._replication.demand.count(now, held))
-        if self._replicas_armed or not self._replication.demand:
-            return []
-        self._replicas_armed = True
-        return [SetTimer(REPLICAS, self._settings.replica_interval_s)]
-
-    def _on_replicas(self, now: float) -> list[Effect]:
-        """One piece of a round, and the next soon; the next round only while requests come."""
-        if self._round is None:
-            if not self._is_acting(now):
-                self._replicas_armed = False
-                return []
-            self._round = self._replication.round(now, self._hosts)
-        effects: list[Effect] = []
-        for target in self._round:
-            if target is None:
-                return [*effects, SetTimer(REPLICAS, PAUSE_S)]
-            effects += self.change_replica(now, *target)
-        self._round = None
-        self._replicas_armed = bool(self._replication.demand)
-        return [*effects, SetTimer(REPLICAS, self._settings.replica_interval_s)] if self._replicas_armed else effects
-
-    def _is_acting(self, now: float) -> bool:
-        """Whether this is the conductor that gateways ask, as far as it can tell, and it has demand to act on."""
-        return bool(self._replication.demand) and now - self._asked_at < 2 * self._settings.replica_interval_s
-
     # --- bookings
 
     def _unbook(self, now: float, booking: Booking, gone: str = "") -> None:
@@ -555,7 +437,7 @@ class Conductor:
         self._expiry_armed = oldest is not None
         if oldest is None:
             return []
-        return [SetTimer(EXPIRY, max(EXPIRY_MIN_DELAY_S, oldest.at + self._settings.booking_ttl_s - now))]
+        return [SetTimer(EXPIRY, max(EXPIRY_MIN_DELAY_S, oldest.at + self._booking_ttl_s - now))]
 
     def _check_bookings(self) -> None:
         self._bookings.check()

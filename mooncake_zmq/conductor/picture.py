@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 from mooncake_zmq.conductor.balance import Balance
 from mooncake_zmq.conductor.bookings import Bookings
+from mooncake_zmq.conductor.copies import Copies
 from mooncake_zmq.conductor.decodes import Decodes
+from mooncake_zmq.conductor.inventory import Inventory
 from mooncake_zmq.conductor.membership import Membership
 from mooncake_zmq.conductor.prefills import Prefills
-from mooncake_zmq.conductor.prefix_index import PrefixIndex
-from mooncake_zmq.conductor.recent import RecentChains
-from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.roles import ROLES
 
@@ -25,10 +24,9 @@ class Picture:
     members: Membership
     prefills: Prefills
     decodes: Decodes
-    index: PrefixIndex
+    inventory: Inventory
     bookings: Bookings
-    replication: Replication
-    recent: RecentChains
+    copies: Copies
     balance: Balance
 
     def gauges(self, now: float) -> dict[str, float]:
@@ -39,9 +37,8 @@ class Picture:
             "bookings": len(self.bookings),
             "queued_prefill_s": sum([node.queued_s(now) for node in self.prefills.nodes]),
             "decode_requests": sum(load.running + load.reserved for load in known) + coming,
-            "cached_keys": len(self.index),
-            "cached_copies": sum(self.index.counts.values()),
-            "cached_chains": len(self.replication.demand),
+            "cached_keys": len(self.inventory.index),
+            "cached_copies": sum(self.inventory.index.counts.values()),
             "capacity_keys": self.settings.max_keys,
             "capacity_prefills": sum([not node.spare for node in self.prefills.nodes]),
             "capacity_decodes": sum([not node.spare for node in self.decodes.nodes]),
@@ -59,11 +56,10 @@ class Picture:
             ],
             "prefills": self._prefills(now),
             "decodes": self._decodes(),
-            "index": {"keys": len(self.index), "by_node": self.index.counts},
+            "index": {"keys": len(self.inventory.index), "by_node": self.inventory.index.counts},
             "replication": {
-                "under_way": self.replication.under_way(now),
-                "chains": self.replication.dump(now, DUMPED_CHAINS),
-                "recent": self.recent.dump(self.index, DUMPED_CHAINS),
+                "under_way": self.copies.replication.under_way(now),
+                "recent": self.copies.recent.dump(self.inventory.index, DUMPED_CHAINS),
             },
             "balance": self.balance.dump(now),
             "bookings": [

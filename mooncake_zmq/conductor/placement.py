@@ -117,7 +117,7 @@ class Placement:
         """From the prefill on."""
         if self._pipelines and not (prefill.node.vllm or prefill.coming):
             prefill = self._in_pipeline(schedule, plan, prefill)
-        ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill, max(plan.priority, prefill.least_priority))
+        ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill)
         spare = self.hindsight.lateness.factor if prefill.queue_s > 0 else 1.0  # an idle node gets no quicker by waiting
         late_s = self._admission.late_prefill_s(limits, prefill, ttft_s * spare)
         if late_s:
@@ -187,10 +187,9 @@ class Placement:
                 self._coming.wait(booking, prefill.node, schedule.keys[prefill.coming_blocks - 1], prefill.coming)
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s
-        priority = max(plan.priority, prefill.least_priority)
-        self._prefills.book(now, prefill.node, work_s, priority, number)
+        self._prefills.book(now, prefill.node, work_s, prefill.priority, number)
         for node in prefill.stages:
-            self._prefills.book(now, node, work_s, priority, number)
+            self._prefills.book(now, node, work_s, prefill.priority, number)
         self._decodes.book(decode.node, booking)
         if prefill.sources:
             self._transfers.book(now, prefill.sources[0], prefill.node.home, prefill.fetch_s)
@@ -306,8 +305,10 @@ class Placement:
         return choice
 
     def _give_way(self, now: float, plan: Plan, choice: PrefillChoice) -> None:
-        """Bound its priority, if that would take it before a job that is late already against what it was promised."""
+        """Set its priority: the request's own, or a later one if that would take it before a job that is late already against
+        what it was promised."""
         node = choice.node
+        choice.priority = plan.priority
         if plan.priority >= 0:
             return
         first = bisect_right(node.ranks, node.rank(now, choice.work_s, plan.priority))
@@ -316,8 +317,9 @@ class Placement:
             booking = self._bookings.numbered(node.numbers[place])
             if booking is not None and booking.deadline < node.ends[place]:
                 order = Order(node.overtake, node.priority_s)
-                choice.least_priority = min(0, order.priority_behind(node.ranks[place], now, choice.work_s))
-                rank = node.rank(now, choice.work_s, choice.least_priority)
+                least = min(0, order.priority_behind(node.ranks[place], now, choice.work_s))
+                choice.priority = choice.least_priority = least  # later than its own, as it ranked before that job
+                rank = node.rank(now, choice.work_s, least)
                 choice.queue_s = max(choice.queue_s, node.wait_s(now, rank))
                 return
 
@@ -326,7 +328,7 @@ class Placement:
         node = choice.node
         if not (node.overtake or plan.priority) or not limits.may_refuse:
             return False
-        after = bisect_right(node.ranks, node.rank(now, choice.work_s, max(plan.priority, choice.least_priority)))
+        after = bisect_right(node.ranks, node.rank(now, choice.work_s, choice.priority))
         if after == len(node.ends):
             return False
         for end, number in zip(node.ends[after:], node.numbers[after:], strict=True):
@@ -335,13 +337,13 @@ class Placement:
                 return True
         return False
 
-    def _passed_over_s(self, now: float, choice: PrefillChoice, priority: int) -> float:
+    def _passed_over_s(self, now: float, choice: PrefillChoice) -> float:
         """What comes before the job though it is not ahead of it yet: the rest of a chunk in flight, and later arrivals that
         are shorter."""
         node = choice.node
         if not node.overtake:
             return 0.0
-        behind_s = node.behind_s(now, node.rank(now, choice.work_s, priority))
+        behind_s = node.behind_s(now, node.rank(now, choice.work_s, choice.priority))
         chunk_s = min(0.5 * self._costs.compute_s(node.chunk_tokens, 0) * node.factor, behind_s)
         return chunk_s + self._arrivals.overtaking_s(
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mooncake_zmq.core.messages import MAX_BLOCKS
-
 MAX_PIPELINE_STAGES = 17
 """The first, and those that a message names."""
 Admission = Literal["none", "baseline", "early", "prediction"]
@@ -18,10 +16,6 @@ POSITIVE = (
     "booking_ttl_s",
     "max_keys",
     "max_bookings",
-    "replica_demand_per_s",
-    "replica_half_life_s",
-    "replica_max_chains",
-    "replica_max_blocks",
     "pipeline_stages",
     "pipeline_min_tokens",
     "pipeline_chunk_tokens",
@@ -30,7 +24,6 @@ NOT_NEGATIVE = (
     "ttft_slo_s",
     "tbt_slo_s",
     "report_grace_s",
-    "replica_interval_s",
     "engine_price",
     "patience",
     "role_change_after_s",
@@ -85,25 +78,11 @@ class ConductorSettings:
     """Keys in the prefix index; past it those not asked for longest go, and are counted. At 145 bytes per key: 290 MB."""
     max_bookings: int = 65_536
     """Bookings held; past it the oldest is dropped and counted. 500 requests per second for a whole booking_ttl_s."""
-    replica_interval_s: float = 0.0
-    """How often hot prefixes are given more copies and cold ones fewer; 0: never, but for an operator's `replica`. A hot spot
-    lasts minutes, a copy seconds. Off, since fetching at a request already spreads what is hot: on the public conversation
-    trace (4,000 requests at twice the speed, 8 + 8 nodes) rounds every 5 s raised neither hits (29.7 % against 29.8 %) nor
-    the share within its SLOs (82.7 % against 84.7 %), and a round keeps the conductor for up to 2 ms a piece."""
-    replica_demand_per_s: float = 1.0
-    """Requests per second that one copy of a prefix is taken to be good for: at n times this, n + 1 hosts should hold it. A
-    prefill of the default model takes about a second; a GPU deployment raises this by as much as it is faster."""
-    replica_half_life_s: float = 30.0
-    """A request counts half as much after this. At one request per second the count settles at 43, with an error of a tenth."""
-    replica_max_chains: int = 1024
-    """Prefixes whose demand is followed; at the limit the half that is asked for least is forgotten. At worst 60 MB."""
-    replica_max_blocks: int = 512
-    """Leading blocks of a prompt that are followed and copied: 16,000 tokens in blocks of 32."""
     role_change_after_s: float = 0.0
     """A node that `may_become` the other of prefill and decode is asked to once the load was lopsided for this long, one node
     at a time, and after a change none for twice as long. 0: never but when the operator asks. To drain and to start anew
-    takes a node away for half a minute or more and empties its memory, so minutes: 120 to 600. Needs both SLOs: they say what
-    a role's load is a share of."""
+    takes a node away for half a minute or more and empties its memory: a twentieth of the time for which a load stays as it is
+    gains, a tenth loses. Needs both SLOs: they say what a role's load is a share of."""
     role_change_ratio: float = 1.5
     """Lopsided: a role has this many times the load that the other one would have with one node fewer (1 or more)."""
     pipeline_stages: int = 1
@@ -121,8 +100,6 @@ class ConductorSettings:
                 raise ValueError(f"{name} must be {'positive' if name in POSITIVE else '0 or more'}, not {value}")
         if self.kvcache_balancing_threshold != "auto" and not self.kvcache_balancing_threshold >= 1:
             raise ValueError(f"kvcache_balancing_threshold must be 1 or more, or auto, not {self.kvcache_balancing_threshold}")
-        if self.replica_max_blocks > MAX_BLOCKS:
-            raise ValueError(f"replica_max_blocks must be at most {MAX_BLOCKS}, what one message may name")
         if not self.role_change_ratio >= 1:
             raise ValueError(f"role_change_ratio must be 1 or more, not {self.role_change_ratio}")
         if self.role_change_after_s and not (0 < self.ttft_slo_s < math.inf and 0 < self.tbt_slo_s < math.inf):

@@ -44,6 +44,14 @@ def step_members(ready: Iterable[M], max_batch: int) -> list[M]:
     return sorted([member for _, _, member in ranked[:max_batch]], key=BY_ORDER)
 
 
+def ahead_of(others: Iterable[Member], tenant: str) -> int:
+    """Return how many of the others have a place in a full batch before a newcomer of this tenant: its own, and of each other
+    tenant as many and one more, as `step_members` has it."""
+    counts = Counter(member.tenant for member in others)
+    own = counts.pop(tenant, 0)
+    return own + sum(min(count, own + 1) for count in counts.values())
+
+
 def victim(members: Sequence[M]) -> M | None:
     """Of the tenant that has most requests here the youngest gives way: it has lost least, and the oldest of all always goes
     on, so the batch as a whole does."""
@@ -60,23 +68,24 @@ class Place:
 
 
 def retry_after_s(
-    costs: Costs, *, slowness: float, slo_s: float, max_batch: int, others: Sequence[Place], own_context: int
+    costs: Costs, *, slowness: float, slo_s: float, max_batch: int, others: Sequence[Place], own_context: int, ahead: int
 ) -> float | None:
     """How long until a step with one request more, which reads `own_context` tokens, takes no longer than `slo_s`: so many of
     `others` must have ended first. None if it may come now. Alone it may always: waiting would make nothing faster.
 
-    A batch is never larger than `max_batch`: who comes to a full one waits for a place, and that is its first gap.
+    A batch is never larger than `max_batch`: a request waits for a place while as many have one before it, `ahead` of the
+    others, and that is its first gap.
     """
     leaving = sorted(others, key=lambda place: place.left)
     batch, context = len(others) + 1, sum(place.context for place in others) + own_context
-    waiting = max(0, batch - max_batch)
+    waiting = max(0, ahead + 1 - max_batch)
     step_s = slowness * costs.step_s(min(batch, max_batch), context)
     wait_s = 0.0
     for gone in range(batch):
         if gone:
             context -= leaving[gone - 1].context
             wait_s = leaving[gone - 1].left * step_s
-        fits = slowness * costs.step_s(batch - gone, context) <= slo_s or batch - gone == 1
+        fits = slowness * costs.step_s(min(batch - gone, max_batch), context) <= slo_s or batch - gone == 1
         if gone >= waiting and fits:
             in_time = gone == waiting and wait_s <= slo_s
             return None if in_time else min(wait_s, MAX_RETRY_S)

@@ -81,7 +81,7 @@ from mooncake_zmq.core.work import (
     TokensSampled,
     WorkFailed,
 )
-from mooncake_zmq.decode.batch import Place, retry_after_s, step_members, victim
+from mooncake_zmq.decode.batch import Place, ahead_of, retry_after_s, step_members, victim
 from mooncake_zmq.decode.masks import mask_s
 from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Group, Request, RequestEvent, RequestState, Segment
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -506,15 +506,15 @@ class Decode:
         promised = [r for r in self._requests.values() if r.promised and r is not request]
         if not promised:
             return None
-        others = [Place(r.context, max(0, r.left)) for r in (*promised, *request.siblings)]
-        batch = min(len(others) + 1, self._settings.max_batch)
+        others = (*promised, *request.siblings)
         wait_s = retry_after_s(
             self._costs,
             slowness=self._pace.ratio(now),
             slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
             max_batch=self._settings.max_batch,
-            others=others,
-            own_context=request.context + int(growth_tokens(batch, request.left)),
+            others=[Place(r.context, max(0, r.left)) for r in others],
+            own_context=request.context + int(growth_tokens(min(len(others) + 1, self._settings.max_batch), request.left)),
+            ahead=ahead_of(others, request.tenant),
         )
         if wait_s is None:
             return None

@@ -17,17 +17,15 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import count
+from concurrent.futures import CancelledError, Future
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady, NamedWords, digest_of
+from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammar_process import MEMORY_BYTES, Ask, Begin, Told, receive, send
-from mooncake_zmq.engine.turns import Turns
 
 MAX_COMPILE_S = 8.0
 """Of the CPU's time, for one grammar and the answer so far: far beyond what a gateway lets through, so that no engine refuses
@@ -58,7 +56,7 @@ class Following:
     """One answer and its grammar. Used by one thread at a time."""
 
     def __init__(self, grammars: "Grammars", constraint: bytes, answer: Sequence[int], tenant: str) -> None:
-        self.number = grammars.new_number()
+        self.number = grammars.new_flow()
         self.tenant = tenant
         self.constraint = constraint
         self.digest = digest_of(constraint)
@@ -121,7 +119,6 @@ class Grammars:
         self._begin = Begin(words, vocab_size)
         self._max_compile_s = max_compile_s
         self._max_token_s = max_token_s
-        self._numbers = count()
         self._life = 0
         self._process: _Process | None = None
         self._end_of_process: Callable[[], object] = int
@@ -129,10 +126,10 @@ class Grammars:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         """Why, by digest."""
         self._dropped: list[int] = []
-        self._turns: Turns[_Asked] = Turns()
         self._lock = threading.Lock()
-        """Guards `_dropped` and `_turns`. All else is the thread's."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        """Guards `_dropped`. All else is the thread's."""
+        self._thread = FairPool("grammars")
+        self.new_flow = self._thread.new_flow
 
     def begin(self, constraint: bytes, answer: Sequence[int] = (), tenant: str = "") -> Following:
         """Behind the answer so far. Does not wait for it. `tenant`: whose answer it is."""
@@ -149,50 +146,25 @@ class Grammars:
     def close(self) -> None:
         """Begin nothing more, and end the process. May be called twice."""
         self._closed = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            left = self._turns.clear()
-        for asked in left:
-            asked.told.cancel()
+        self._thread.close()
         if (process := self._process) is not None:
             process.stop()  # the thread waits for it
-        self._thread.shutdown()
+        self._thread.close(wait=True)
         self._end_of_process()
 
     # --- for those that follow
 
-    def new_number(self) -> int:
-        return next(self._numbers)
-
     def ask(self, following: Following) -> Future[bytes]:
         """What may come behind the answer so far."""
-        asked = _Asked(following, len(following.answer), Future())
-        with self._lock:
-            self._turns.put(following.tenant, following.number, asked)
-        self._thread.submit(self._answer_next)
-        return asked.told
+        tokens = len(following.answer)
+        return self._thread.submit(following.tenant, lambda: self._ask(following, tokens), following.number)
 
     def drop(self, following: Following) -> None:
         with self._lock:
             self._dropped.append(following.number)
-            left = self._turns.drop(following.tenant, following.number)
-        for asked in left:
-            asked.told.cancel()
+        self._thread.drop(following.tenant, following.number)
 
     # --- the thread's
-
-    def _answer_next(self) -> None:
-        """Answer one of those that wait, if all have not been dropped."""
-        with self._lock:
-            asked = self._turns.take()
-        if asked is None or not asked.told.set_running_or_notify_cancel():
-            return
-        try:
-            allowed = self._ask(asked.following, asked.tokens)
-        except BaseException as error:  # theirs to see who wait for it
-            asked.told.set_exception(error)
-        else:
-            asked.told.set_result(allowed)
 
     def _ask(self, following: Following, tokens: int) -> bytes:
         """Behind so many of the answer. Raises ConstraintError."""
@@ -201,7 +173,6 @@ class Grammars:
                 raise ConstraintError(why)
             process = self._running()
             ask = self._ask_of(process, following, tokens)
-            began = time.monotonic()
             try:
                 told = process.ask(ask)
             except (EOFError, OSError):
@@ -209,9 +180,6 @@ class Grammars:
                 if why == CPU:
                     self._refuse(following, f"it takes more than {ask.cpu_s:g} s to follow: {SIMPLER}")
                 continue
-            finally:
-                with self._lock:
-                    self._turns.charge(following.tenant, following.number, time.monotonic() - began)
             following.held = None if told.refused else (process.life, tokens)
             if told.refused:
                 raise ConstraintError(told.refused)
@@ -261,15 +229,6 @@ class Grammars:
 
     def _count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A question: which tokens may come behind the first `tokens` of an answer."""
-
-    following: Following
-    tokens: int
-    told: Future[bytes]
 
 
 class _Process:

@@ -8,17 +8,17 @@ have what is left, in one order.
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from mooncake_zmq.kv.eviction import Eviction
+from mooncake_zmq.kv.eviction import Lru
 
 NOBODY = 0
 """The owner of what is nobody's; it has no share."""
 
 
 class Shares:
-    """Owners are numbered from 1; `most[i]`: the slots that owner i + 1 may have, 0 for one without a share. It is the tier's
-    `Evictable`: an order for each share, and one for all that have none."""
+    """Owners are numbered from 1; `most[i]`: the slots that owner i + 1 may have, 0 for one without a share. There is an order
+    (`eviction.Lru`) for each share, and one for all that have none."""
 
-    def __init__(self, order: Eviction, capacity: int, most: Sequence[int]) -> None:
+    def __init__(self, order: Lru, capacity: int, most: Sequence[int]) -> None:
         assert sum(most) <= capacity, "what is promised is there"
         self.of = bytearray(capacity)
         """Whose each slot is, while it is not free."""
@@ -30,7 +30,7 @@ class Shares:
         self._parties = [NOBODY, *(owner for owner, share in enumerate(self.most) if share)]
         """Those with an order of their own, and nobody for all others."""
 
-    def victims(self, owner: int, *, free: bool) -> Eviction | None:
+    def victims(self, owner: int, *, free: bool) -> Lru | None:
         """The order from which its next slot comes, which may be empty: it gets none. None: from the free ones, of which there
         are some if `free`."""
         own, others = self._orders[owner], self._orders[NOBODY]
@@ -63,30 +63,27 @@ class Shares:
         parties = zip(self._parties, windows, strict=True)
         return [slot for party, window in parties for slot in self._orders[party].coldest(window)]
 
-    # --- as `eviction.Evictable`
+    # --- as `eviction.Lru`
 
-    def insert(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+    def insert(self, slots: Sequence[int]) -> None:
         for order, some in self._runs(slots):
-            order.insert(slots[some], depths[some])
+            order.insert(slots[some])
 
-    def touch(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+    def touch(self, slots: Sequence[int]) -> None:
         for order, some in self._runs(slots):
-            order.touch(slots[some], depths[some])
+            order.touch(slots[some])
 
     def remove(self, slots: Sequence[int]) -> None:
         for order, some in self._runs(slots):
             order.remove(slots[some])
 
-    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[Eviction, slice]]:
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[Lru, slice]]:
         """Those of one owner after the other, with the order in which they stand."""
         start = 0
         for owner, some in groupby(slots, self.of.__getitem__):
             stop = start + len(list(some))
             yield self._orders[owner], slice(start, stop)
             start = stop
-
-    def forget(self, slot: int) -> None:
-        self._orders[self.of[slot]].forget(slot)
 
     def coldest(self, limit: int) -> list[int]:
         return self.cold_ends([limit] * len(self._parties))[:limit]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.eviction import Evictable, Eviction, make_policy
+from mooncake_zmq.kv.eviction import Lru
 from mooncake_zmq.kv.key_table import EMPTY, KeyTable
 from mooncake_zmq.kv.shares import NOBODY, Shares
 
@@ -65,10 +65,10 @@ for (_before, _event), _after in NEXT_STATE.items():
 
 
 class Slots:
-    """A key names at most one slot; a slot may be anonymous (no key). `policy`: who goes first, see `kv.eviction`. `most`: what
-    each owner may have, see `kv.shares`; with none, all slots are nobody's."""
+    """A key names at most one slot; a slot may be anonymous (no key). `most`: what each owner may have, see `kv.shares`; with
+    none, all slots are nobody's."""
 
-    def __init__(self, capacity: int, policy: str = "lru", most: Sequence[int] = ()) -> None:
+    def __init__(self, capacity: int, most: Sequence[int] = ()) -> None:
         self.capacity = capacity
         self.generation = array("Q", [0]) * capacity
         self.checksum = array("Q", [0]) * capacity
@@ -82,9 +82,9 @@ class Slots:
         self._counts = [capacity] + [0] * (len(STATES) - 1)
         self._pinned = 0
         self._by_key = KeyTable(capacity)
-        self._order = make_policy(policy, capacity)
+        self._order = Lru(capacity)
         self.shares = Shares(self._order, capacity, most) if most else None
-        self._evictable: Evictable = self._order if self.shares is None else self.shares
+        self._evictable: Lru | Shares = self._order if self.shares is None else self.shares
         """Committed slots with a key and without a pin."""
         self._untouched = 0
         """Slots from here on have never been handed out in this life: free, or restored."""
@@ -166,7 +166,7 @@ class Slots:
         return self.shares.of[slot] if self.shares is not None else NOBODY
 
     def reserve(self, key: Key | None, owner: int = NOBODY) -> int | None:
-        """A slot to write, evicting the policy's next victim if none is free; None if all are pinned, written or retired, or
+        """A slot to write, evicting the coldest if none is free; None if all are pinned, written or retired, or
         other owners'."""
         assert key is None or not self.held(key), "a key is stored once"
         slots = self._take((owner,))
@@ -219,7 +219,7 @@ class Slots:
         self._by_key.insert(key, slot)
         self._move(slot, SlotEvent.RESTORE)
         self.checksum[slot] = checksum
-        self._evictable.insert((slot,), (0,))
+        self._evictable.insert((slot,))
 
     def commit(self, slot: int, checksum: int) -> None:
         """The bytes stand: readable from now on, never changed while the generation stands."""
@@ -238,7 +238,7 @@ class Slots:
             if not pins[slot]:
                 unpinned.append(slot)
         self._count(WRITING, *moves[WRITING], len(slots))
-        self._release(unpinned, [0] * len(unpinned))
+        self._release(unpinned)
 
     def name(self, slot: int, key: Key) -> bool:
         """Give an anonymous slot its key; False if another slot has it already."""
@@ -280,7 +280,7 @@ class Slots:
             self._evictable.remove((slot,))
         self._unname(slot)
         if self.pins[slot] == 0:
-            self._release((slot,), (0,))
+            self._release((slot,))
 
     def pin(self, slots: Sequence[int]) -> None:
         """Cover slots by a lease or copy, each as often as it is named."""
@@ -299,16 +299,11 @@ class Slots:
         self._pinned += begun
         self._evictable.remove(evictable)
 
-    def unpin(self, slots: Sequence[int], depth: int = 0) -> None:
-        """End a cover. Given a chain's slots from the root on, the leaf becomes the next to evict, the root the last.
-
-        `depth`: where `slots[0]` stands in its chain, which `length_aware` goes by; 0 for the root.
-        """
+    def unpin(self, slots: Sequence[int]) -> None:
+        """End a cover. Given a chain's slots from the root on, the leaf becomes the next to evict, the root the last."""
         pins, states = self.pins, self._state
         over: list[int] = []
-        depths: list[int] = []
-        for index in range(len(slots) - 1, -1, -1):
-            slot = slots[index]
+        for slot in reversed(slots):
             left = pins[slot] - 1
             assert left >= 0, "a pin ends once"
             pins[slot] = left
@@ -316,17 +311,13 @@ class Slots:
                 self._pinned -= 1
                 if states[slot] == COMMITTED:
                     over.append(slot)
-                    depths.append(depth + index)
-        self._release(over, depths)
+        self._release(over)
 
-    def touch(self, slots: Sequence[int], depth: int = 0) -> None:
-        """Mark a chain as used just now, root last, so that children are evicted before their parents; `depth` as above."""
+    def touch(self, slots: Sequence[int]) -> None:
+        """Mark a chain as used just now, root last, so that children are evicted before their parents."""
         states, pins = self._state, self.pins
-        used: dict[int, int] = {}
-        for index, slot in enumerate(slots, depth):
-            if states[slot] == COMMITTED and not pins[slot]:
-                used.setdefault(slot, index)
-        self._evictable.touch(list(used)[::-1], list(used.values())[::-1])
+        used = dict.fromkeys(slot for slot in slots if states[slot] == COMMITTED and not pins[slot])
+        self._evictable.touch(list(used)[::-1])
 
     def coldest(self, limit: int) -> list[int]:
         """Up to `limit` slots in the order in which `reserve` would evict them, if all are nobody's; changes nothing."""
@@ -379,7 +370,7 @@ class Slots:
             self.shares.check([slot for slot in range(self.capacity) if self._state[slot] not in gone])
 
     def _take(self, owners: Sequence[int]) -> list[int]:
-        """A slot to write, which holds nothing, for each of `owners`: those that are free, then the policy's victims, as far as
+        """A slot to write, which holds nothing, for each of `owners`: those that are free, then the coldest, as far as
         there are any."""
         slots, free = self._take_any(len(owners)) if self.shares is None else self._take_shared(self.shares, owners)
         states, generations, fences = self._state, self.generation, self.fences
@@ -419,10 +410,9 @@ class Slots:
             slots.append(slot)
         return slots, free
 
-    def _evict(self, order: Eviction) -> int:
+    def _evict(self, order: Lru) -> int:
         slot = order.pop()
         self.evicted.append(self._by_key.remove(slot))
-        self._evictable.forget(slot)
         return slot
 
     def _take_free(self) -> int:
@@ -433,16 +423,15 @@ class Slots:
         self._untouched = slot + 1
         return slot
 
-    def _release(self, slots: Sequence[int], depths: Sequence[int]) -> None:
+    def _release(self, slots: Sequence[int]) -> None:
         """Committed slots have no pin (any more): evictable, or free at once if nobody could find them."""
         if self._by_key.all_named(slots):
-            self._evictable.insert(slots, depths)
+            self._evictable.insert(slots)
             return
         lost = slots
         if self._by_key:  # else all are anonymous, as in the slab of a prefill
             named = self._by_key.is_named
-            kept = [(slot, depth) for slot, depth in zip(slots, depths, strict=True) if named(slot)]
-            self._evictable.insert([slot for slot, _ in kept], [depth for _, depth in kept])
+            self._evictable.insert([slot for slot in slots if named(slot)])
             lost = [slot for slot in slots if not named(slot)]
         if self.shares is not None:
             for slot in lost:
@@ -477,7 +466,6 @@ class Slots:
     def _unname(self, slot: int, *, announce: bool = True) -> None:
         if self._by_key.is_named(slot):
             key = self._by_key.remove(slot)
-            self._evictable.forget(slot)
             if announce:
                 self.evicted.append(key)
 

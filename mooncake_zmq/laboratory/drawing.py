@@ -10,5 +10,5 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[plot]'") from None
+        raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[lab]'") from None
     return Figure(figsize=(width, height), layout="constrained")

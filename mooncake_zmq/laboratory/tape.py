@@ -194,10 +194,10 @@ class Tape:
         )
 
     def _replication(self, now: float) -> dict[str, Any]:
-        """Hot prefixes and who holds them, of what a conductor that is asked for its state tells."""
+        """Prefixes asked for lately and who holds them, of what a conductor that is asked for its state tells."""
         lives = (each.life for each in self._world.processes.values() if each.spec.role == "conductor")
         told = next((life.actor.dump(now)["replication"] for life in lives if life is not None), None)
-        return {name: told[name][:KEPT_CHAINS] if told else [] for name in ("chains", "recent")}
+        return {"recent": told["recent"][:KEPT_CHAINS] if told else []}
 
     def _report(self, now: float, process: Process[Any]) -> Report:
         """As `core.node` makes it; bytes are those that the modelled blocks would have."""

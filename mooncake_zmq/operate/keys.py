@@ -10,7 +10,7 @@ import click
 from mooncake_zmq.core.keys import KeysError, Kind
 from mooncake_zmq.core.messages import MAX_PRIORITY
 from mooncake_zmq.gateway.http.api_keys import read
-from mooncake_zmq.gateway.requests.tenants import Role, SloRight, Tenant, TenantsError, digest_of
+from mooncake_zmq.gateway.requests.tenants import HANGUPS, Role, SloRight, Tenant, TenantsError, digest_of
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.own_files import replace_own
 
@@ -137,6 +137,13 @@ def drop(name: str, directory: Path) -> None:
 )
 @click.option("--requests", type=click.IntRange(0), default=0, help="Calls a minute; 0: any number.")
 @click.option("--tokens", type=click.IntRange(0), default=0, help="Tokens a minute, of prompts and answers; 0: any number.")
+@click.option(
+    "--hangups",
+    type=click.IntRange(0),
+    default=HANGUPS,
+    show_default=True,
+    help="Calls a second that its clients may leave before their end; 0: any number.",
+)
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Of the gateway's slots.")
 @click.option(
     "--role", type=click.Choice(get_args(Role)), default="user", help="Who may see /metrics: metrics alone, or admin."
@@ -159,6 +166,7 @@ def api(
     path: Path,
     requests: int,
     tokens: int,
+    hangups: int,
     share: float,
     role: Role,
     priority: int,
@@ -190,6 +198,7 @@ def api(
             digest=digest_of(secret),
             requests=requests,
             tokens=tokens,
+            hangups=hangups,
             share=share,
             role=role,
             priority=priority,

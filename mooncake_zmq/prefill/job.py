@@ -183,6 +183,11 @@ class Job:
         self.sources = self.request.sources
 
     @property
+    def tenant(self) -> str:
+        """Name of the tenant that asked."""
+        return self.request.tenant
+
+    @property
     def is_begun(self) -> bool:
         """Whether anything was asked for it: reservation, lease, room."""
         return self.state is not JobState.QUEUED and self.state is not JobState.WAITING

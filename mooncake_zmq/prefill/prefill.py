@@ -92,7 +92,7 @@ from mooncake_zmq.kv.slots import Slots, SlotState
 from mooncake_zmq.pool.node.client import UNHEARD, PoolClient, PutEnded
 from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState, are_known, attempts_of, choices_of, tokens_of
 from mooncake_zmq.prefill.pipeline import Group, grants, refusal, release, reserve, written
-from mooncake_zmq.prefill.queue import Turns
+from mooncake_zmq.prefill.queue import JobQueue
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.prefill.slab_announcer import SlabAnnouncer
 from mooncake_zmq.prefill.stages import DEADLINE, Stages
@@ -134,7 +134,7 @@ class Prefill:
         self._life = Lifecycle("prefill job", NEXT_STATE, self.job_transitions)
         self._settings = settings
         self._layout = layout
-        self._turns: Turns[Job] = Turns(settings.max_active, settings.short_lane)
+        self._queue: JobQueue[Job] = JobQueue(settings.max_active, settings.short_lane)
         self._waiting = Waiting(self.slots, self.counts)
         self._announcer = SlabAnnouncer(self.slots, self.counts)
         self._workload = Workload(settings, costs, layout.block_tokens)
@@ -317,8 +317,8 @@ class Prefill:
         computed = (JobState.SAMPLING, JobState.HANDING_OFF)
         queued = [job for job in live if job.state not in computed and not self._waiting.holds(job)]
         assert {id(job) for job in self._sampling.values()} == {id(job) for job in live if job.state is JobState.SAMPLING}
-        assert {id(job) for job in self._turns} == {id(job) for job in queued}, "whoever is not computed to its end waits"
-        assert self._turns.waiting == sum(1 for job in queued if job.state is JobState.QUEUED)
+        assert {id(job) for job in self._queue} == {id(job) for job in queued}, "whoever is not computed to its end waits"
+        assert self._queue.waiting == sum(1 for job in queued if job.state is JobState.QUEUED)
         assert {id(job) for job in self._leases.values()} == {id(job) for job in live if job.lease_id is not None}
 
     def gauges(self, now: float) -> dict[str, float]:
@@ -381,7 +381,7 @@ class Prefill:
         if self._may_wait(job):
             job.state = JobState.WAITING
             return [*effects, self._waiting.begin(job)]
-        self._turns.arrive(job)
+        self._queue.arrive(job)
         return effects
 
     def _may_wait(self, job: Job) -> bool:
@@ -410,14 +410,14 @@ class Prefill:
             return []
         timer, job.waited = self._waiting.remove(job), True
         self._move(job, JobEvent.RELEASED)
-        self._turns.arrive(job)
+        self._queue.arrive(job)
         return [timer]
 
     def _lack(self) -> str | None:
         """What may be otherwise soon: such an attempt counts as one that found no room."""
         if self._leaving.draining:
             return "prefill is draining"
-        queued = self._turns.waiting + len(self._waiting)
+        queued = self._queue.waiting + len(self._waiting)
         return "prefill queue is full" if queued >= self._settings.max_queued else None
 
     def _refusal(self, message: StartPrefill, length: int) -> str | None:
@@ -468,11 +468,11 @@ class Prefill:
     def _schedule(self, now: float) -> list[Effect]:
         """Activate queued jobs while there are places, and give the engine its next chunk."""
         effects: list[Effect] = []
-        if not (len(self._turns) or len(self._stages)):
+        if not (len(self._queue) or len(self._stages)):
             return effects
-        while (job := self._turns.activate()) is not None:
+        while (job := self._queue.activate()) is not None:
             effects += self._activate(now, job)
-        preparing = [job for job in self._turns.active() if job.state is PREPARING]
+        preparing = [job for job in self._queue.active() if job.state is PREPARING]
         for job in preparing:
             effects += self._prepare(now, job)
             if job.state is PREPARING and job.held_blocks is not None and job.leased:
@@ -480,9 +480,9 @@ class Prefill:
         if preparing:
             effects += self._break_standstill(now)
         while self._computing is None and self._stages.computing is None:
-            turn, stage = self._turns.first(_is_ready), self._stages.first()
+            turn, stage = self._queue.first(_is_ready), self._stages.first()
             if turn is None and stage is None:
-                turn = self._turns.first(_may_go_ahead)
+                turn = self._queue.first(_may_go_ahead)
             if stage is not None and (turn is None or (stage.rank, stage.order) < (turn.rank, turn.order)):
                 effects += self._stages.compute(now, stage)
             elif turn is not None:
@@ -493,8 +493,8 @@ class Prefill:
 
     def _break_standstill(self, now: float) -> list[Effect]:
         """Jobs whose own hits fill the slab can wait for room in a circle: the last one gives way and is placed anew."""
-        stuck = [job for job in self._turns.active() if job.state is PREPARING]
-        waiting = self._turns.waiting + len(self._waiting)
+        stuck = [job for job in self._queue.active() if job.state is PREPARING]
+        waiting = self._queue.waiting + len(self._waiting)
         idle = len(self._jobs) == waiting + len(stuck) and not self._abandoned and not self._pool.puts
         if not idle or not stuck or len(self._stages) or any(job.held_blocks is None or not job.leased for job in stuck):
             return []
@@ -841,8 +841,8 @@ class Prefill:
 
     def _on_chunk(self, now: float, result: ChunkComputed | StageComputed | WorkFailed) -> list[Effect]:
         assert self._computing is not None
-        job = self._computing[1]
-        self._computing = None
+        (_, job), self._computing = self._computing, None
+        self._queue.charge(job, max(0.0, now - job.chunk_began_at))
         if job.state is ABANDONED:
             return self._end(now, job)
         if isinstance(result, WorkFailed):
@@ -931,7 +931,7 @@ class Prefill:
         """It is not known yet what its first token may be: others have their turns meanwhile, and its sequence's memory."""
         assert job.sequence is not None
         self._move(job, JobEvent.SET_ASIDE)
-        self._turns.leave(job)
+        self._queue.leave(job)
         self.counts.add("jobs_set_aside")
         job.sampling_id = self._ids.new()
         self._sampling[job.sampling_id] = job
@@ -950,7 +950,7 @@ class Prefill:
         """Tokens to the gateway, proof of completeness to the decode, full blocks to own reuse and to the pool. `sampled`: for
         the request and each of its siblings. `layers`: what the decode hears before, and a client need not wait for."""
         self._move(job, JobEvent.ALL_DONE)
-        self._turns.leave(job)
+        self._queue.leave(job)
         assert job.held_blocks is not None
         request, size = job.request, self._layout.block_tokens
         own = (len(job.own_slots) + job.found_blocks) * size
@@ -1098,7 +1098,7 @@ class Prefill:
             return [*effects, CancelWork(self._computing[0])]
         if job in self._abandoned:
             self._abandoned.remove(job)
-        self._turns.leave(job)
+        self._queue.leave(job)
         if job.lease_id is not None:
             del self._leases[job.lease_id]
             effects += self._pool.release(job.lease_id)
@@ -1128,8 +1128,8 @@ class Prefill:
         return effects + self._stages.peer_down(peer)
 
     def _report(self, now: float) -> list[Effect]:
-        room = max(0, self._settings.max_queued - self._turns.waiting - len(self._waiting))
-        jobs = [job for job in self._turns if job.state is not ABANDONED]
+        room = max(0, self._settings.max_queued - self._queue.waiting - len(self._waiting))
+        jobs = [job for job in self._queue if job.state is not ABANDONED]
         if len(self._waiting):
             jobs = sorted([*jobs, *self._waiting], key=lambda job: (job.rank, job.order))
         stages = self._stages.report(now)

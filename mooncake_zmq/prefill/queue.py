@@ -1,17 +1,23 @@
-"""Who of a prefill's jobs holds a place and who computes next, by `core.order`. It knows nothing of KV. PURE.
+"""The order of a prefill's jobs: tenants share the engine's time, and a tenant's goes to its jobs by `core.order`. It knows
+nothing of KV. PURE.
 
-A place is the right to hold KV and to get chunks. It goes to the smallest rank, and `max_active` jobs hold one. A job that
-ranks before one of them gets a further place, of which there are a few, so that the first of all is nearly always prepared
-when the engine is free: that is what the conductor predicts.
+A place is the right to hold KV and to get chunks, and `max_active` jobs hold one. The next one goes to the tenant that holds
+fewest or else has used the least of the engine's time, and of its jobs to the smallest rank. A few further places are for
+a job that ranks before another one that holds a place, and for one of a tenant that has none. So the first of all, and of every
+tenant, is nearly always prepared when the engine is free. The conductor predicts by ranks alone: where one tenant has much
+waiting, it takes another one's wait for longer than it is.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from mooncake_zmq.core.turns import Shares
+
 
 class Ranked(Protocol):
-    """What the queue looks at."""
+    """A job, as far as the queue looks at it."""
 
     @property
     def rank(self) -> float:
@@ -21,12 +27,20 @@ class Ranked(Protocol):
     def order(self) -> int:
         """Arrival number, unique: decides ties."""
 
+    @property
+    def arrived_at(self) -> float:
+        """Without priority and overtaking, its rank."""
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that asked; empty where there are none."""
+
 
 J = TypeVar("J", bound=Ranked)
 Entry = tuple[float, int, J]
 
 
-class Turns(Generic[J]):
+class JobQueue(Generic[J]):
     """Jobs that wait for a place, and those that hold one, both by rank."""
 
     def __init__(self, max_active: int, further: int) -> None:
@@ -34,6 +48,11 @@ class Turns(Generic[J]):
         self._further = further
         self._waiting: list[Entry[J]] = []
         self._active: list[Entry[J]] = []
+        self._shares: Shares[str] = Shares()
+        """The engine's time, by tenant."""
+        self._places: Counter[str] = Counter()
+        """Places that each tenant's jobs hold."""
+        self._jobs: Counter[str] = Counter()
 
     @property
     def waiting(self) -> int:
@@ -46,17 +65,43 @@ class Turns(Generic[J]):
     def arrive(self, job: J) -> None:
         """It waits for a place."""
         insort(self._waiting, (job.rank, job.order, job))
+        self._jobs[job.tenant] += 1
+        self._shares.wait(job.tenant)
 
     def activate(self) -> J | None:
         """The job that gets a place now, if any; call until there is none."""
-        if not self._waiting or len(self._active) >= self._max_active + self._further:
+        held = len(self._active)
+        if not self._waiting or held >= self._max_active + self._further:
             return None
-        first = self._waiting[0]
-        if len(self._active) >= self._max_active and bisect_left(self._active, first) >= self._max_active:
+        place = self._next()
+        entry = self._waiting[place]
+        is_first_of_tenant = not self._places[entry[2].tenant]
+        if held >= self._max_active and not is_first_of_tenant and bisect_left(self._active, entry) >= self._max_active:
             return None
-        del self._waiting[0]
-        insort(self._active, first)
-        return first[2]
+        del self._waiting[place]
+        insort(self._active, entry)
+        self._places[entry[2].tenant] += 1
+        return entry[2]
+
+    def _next(self) -> int:
+        """Where the job stands that is to get the next place: the first by rank, of the tenants that hold the fewest places or
+        else have used the least time."""
+        if len(self._jobs) == 1:
+            return 0
+        firsts: dict[str, int] = {}
+        for place, (_, _, job) in enumerate(self._waiting):
+            firsts.setdefault(job.tenant, place)
+            if len(firsts) == len(self._jobs):
+                break
+        return min(firsts.values(), key=lambda place: self._claim(self._waiting[place][2]))
+
+    def _claim(self, job: J) -> tuple[int, float, float]:
+        return self._places[job.tenant], self._used_s(job), job.rank
+
+    def _used_s(self, job: J) -> float:
+        """Return the time that its tenant has used, with as many seconds more or less as it ranks behind or before its arrival.
+        So a priority is worth as much among tenants as it is among the jobs of one."""
+        return self._shares.used_s(job.tenant) + job.rank - job.arrived_at
 
     def leave(self, job: J) -> None:
         """It needs no place any more, and no turn; one that has left already may leave again."""
@@ -65,14 +110,33 @@ class Turns(Generic[J]):
             index = bisect_left(entries, entry)
             if index < len(entries) and entries[index][2] is job:
                 del entries[index]
+                if entries is self._active:
+                    self._take_one(self._places, job.tenant)
+                if self._take_one(self._jobs, job.tenant):
+                    self._shares.rest(job.tenant)
                 return
 
+    def _take_one(self, counter: Counter[str], tenant: str) -> bool:
+        """Whether it was the last one."""
+        counter[tenant] -= 1
+        if counter[tenant]:
+            return False
+        del counter[tenant]
+        return True
+
+    def charge(self, job: J, seconds: float) -> None:
+        """The engine worked so long for it."""
+        self._shares.charge(job.tenant, seconds)
+
     def first(self, wanted: Callable[[J], bool]) -> J | None:
-        """The first active job for which `wanted` holds."""
+        """The first active job for which `wanted` holds, of the tenant that has used the least time."""
+        if len(self._places) <= 1:
+            return next((job for _, _, job in self._active if wanted(job)), None)
+        firsts: dict[str, J] = {}
         for _, _, job in self._active:
-            if wanted(job):
-                return job
-        return None
+            if job.tenant not in firsts and wanted(job):
+                firsts[job.tenant] = job
+        return min(firsts.values(), key=self._used_s, default=None)
 
     def active(self) -> list[J]:
         """Those that hold a place, by rank."""

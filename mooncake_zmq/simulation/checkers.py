@@ -454,7 +454,7 @@ class Checkers:
         for name, life in lives.items():
             if roles[name] != "conductor":
                 continue
-            index = getattr(life.actor, "_index")  # noqa: B009 (the checkers may look inside; types may not)
+            index = getattr(life.actor, "_inventory").index  # noqa: B009 (the checkers may look inside; types may not)
             coming = getattr(life.actor, "_coming")  # noqa: B009
             if len(coming) > len(getattr(life.actor, "_bookings")):  # noqa: B009
                 return Violation("I5", f"{name} counts on blocks of {len(coming)} placements, and not as many are booked")

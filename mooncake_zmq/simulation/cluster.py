@@ -53,9 +53,6 @@ class ClusterSettings:
         ttft_slo_s=6.0,
         expected_output_tokens=8,
         booking_ttl_s=5.0,
-        replica_interval_s=0.5,
-        replica_half_life_s=2.0,
-        replica_demand_per_s=0.5,
         role_change_after_s=1.0,
     )
     costs: Costs = Costs(

@@ -34,7 +34,7 @@ from mooncake_zmq.gateway.requests.readiness import Readiness
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
-from mooncake_zmq.kv.eviction import Eviction
+from mooncake_zmq.kv.eviction import Lru
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.shares import Shares
 from mooncake_zmq.kv.slots import Slots
@@ -79,7 +79,7 @@ class _PinlessSlots(Slots):
     def pin(self, slots: Sequence[int]) -> None:
         pass
 
-    def unpin(self, slots: Sequence[int], depth: int = 0) -> None:
+    def unpin(self, slots: Sequence[int]) -> None:
         self.touch(slots)
 
     def check(self) -> None:
@@ -506,7 +506,7 @@ def _share_ignored() -> Replacements:
     """Who is below its share takes from whoever has most."""
     victims = Shares.victims
 
-    def of_anybody(self: Shares, owner: int, *, free: bool) -> Eviction | None:
+    def of_anybody(self: Shares, owner: int, *, free: bool) -> Lru | None:
         order = victims(self, owner, free=free)
         return order if order is None or self.held[owner] >= self.most[owner] > 0 else max(self._orders, key=len)
 

@@ -5,7 +5,7 @@ A room is a folder of the package, or a module beside the folders. A new room mu
 
 FLOORS: tuple[frozenset[str], ...] = (
     # The ground: what a block is, which modules are compiled, the version.
-    frozenset({"__init__", "kv", "native"}),
+    frozenset({"__init__", "extras", "kv", "native"}),
     # Messages, sessions, timers and the cost model.
     frozenset({"core"}),
     # The model, and the role that needs nothing but the ground.

@@ -48,7 +48,7 @@ ROLE_NEIGHBOURS = {
     # What the pool's store half and its clients agree on. `pool.server` and `pool.ssd` act, and are no part of the role.
     "pool": ("store.codes", "store.protocol", "store.stream_messages"),
 }
-EDGE = ("gateway/http/", "gateway/openai/", "gateway/requests/otlp", "gateway/__init__", "gateway/manual")
+EDGE = ("gateway/http/", "gateway/openai/", "gateway/requests/otlp", "gateway/__init__")
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}

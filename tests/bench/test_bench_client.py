@@ -12,7 +12,6 @@ from scripted_actor import ScriptedActor, finished, tokens
 from mooncake_zmq.bench import client_connection, client_report
 from mooncake_zmq.bench.client import NOT_SENT, Client, NoServer, replay
 from mooncake_zmq.bench.client_connection import BadUrl, Connections, Target
-from mooncake_zmq.bench.client_page import page
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_report import Bounds, as_dict, lines, result_of
 from mooncake_zmq.bench.client_stream import MAX_BEYOND, Listener, Seen
@@ -449,7 +448,6 @@ def test_of_what_never_came_there_are_no_figures():
     whole = json.loads(json.dumps(as_dict(result)))
     assert [whole[name] for name in ("ttft_s", "tbt_s", "gap_s", "tpot_s", "e2e_s", "held_s")] == [None] * 6
     assert whole["late_s"]["p99"] == 0, "it was sent in time"
-    assert page(result, told.seen).count("<svg") == 5
 
 
 @pytest.mark.parametrize(("model", "code"), [("toy", 0), ("nope", 1)])
@@ -465,11 +463,3 @@ def test_the_exit_code_says_whether_anybody_was_answered(model, code):
     (result,) = done
     assert result.exit_code == code, result.output
     assert json.loads(result.stdout.splitlines()[-1])["finished"] == (0 if code else 2)
-
-
-def test_the_page_is_whole_in_itself():
-    told = heard_of(seen(), seen(due_s=1.0), Seen(status=503, error="HTTP 503 <b>", said="<script>", ended_s=0.1))
-    text = page(result_of(told, "http://127.0.0.1:1", Bounds()), told.seen)
-    assert text.count("<svg") == 5
-    assert "<polyline" in text
-    assert not re.search(r"<script|src=|href=|url\(|@import", text)

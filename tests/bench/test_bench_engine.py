@@ -16,7 +16,7 @@ from mooncake_zmq.bench import engine as bench_module
 from mooncake_zmq.bench import engine_driver
 from mooncake_zmq.bench.command import bench as bench_command
 from mooncake_zmq.bench.engine import Case, EngineBench, bench_engine, layer_weights, prefill_flops, step_bytes
-from mooncake_zmq.bench.engine_peers import MACHINE, OURS, TRANSFORMERS, VLLM, VLLM_BFLOAT16, engine_process
+from mooncake_zmq.bench.engine_peers import MACHINE, OURS, VLLM, VLLM_BFLOAT16, engine_process
 from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import Footprint
 from mooncake_zmq.engine.errors import ModelError
@@ -42,13 +42,13 @@ class Answers:
         self.pid = 0
         self.ready = {"version": f"{name} 1"}
         self._name = name
-        self._took_s = {OURS: 0.5, VLLM: 1.0, VLLM_BFLOAT16: 0.25, TRANSFORMERS: 2.0, MACHINE: 0.0}[name]
+        self._took_s = {OURS: 0.5, VLLM: 1.0, VLLM_BFLOAT16: 0.25, MACHINE: 0.0}[name]
 
     def ask(self, method, **arguments):
         if method == "machine":
             return {"gemm_flops": 1e9, "gemv_s": 0.25, "gemv_shape": "square"}
         if method == "greedy":
-            return {"tokens": [7] * 20 + [self._name == TRANSFORMERS] * 12}
+            return {"tokens": [7] * 20 + [self._name == VLLM_BFLOAT16] * 12}
         return {"s": self._took_s}
 
 
@@ -81,17 +81,16 @@ def run(tmp_path, **settings):
 
 
 def test_every_engine_gets_its_rows_and_the_machine_its_own(asked, tmp_path):
-    report = run(tmp_path, rounds=2, vllm_python="a", transformers_python="b")
+    report = run(tmp_path, rounds=2, vllm_python="a")
     ratios = {row.name: row.ratio for row in report.rows}
     assert ratios["prefill, 32 tokens / vLLM"] == ratios["decode, batch 2, context 16 / vLLM"] == 2.0
     assert ratios["prefill, 32 tokens / vLLM bfloat16"] == 0.5
-    assert ratios["decode, batch 1, context 16 / transformers"] == 4.0
     assert ratios["decode, batch 1, context 16 / sgemv of the weights"] == 0.5, "a step takes twice as long as the sgemv"
     flops = prefill_flops(DUMMY_SHAPES["tiny"], 32)
     assert ratios["prefill, 32 tokens / GEMM rate"] == pytest.approx(flops / 0.5 / 1e9)
-    assert [each.name for each in report.memory] == [OURS, VLLM, VLLM_BFLOAT16, TRANSFORMERS]
+    assert [each.name for each in report.memory] == [OURS, VLLM, VLLM_BFLOAT16]
     assert "vLLM: the same 32 greedy tokens as ours" in report.notes
-    assert any("transformers: greedy tokens part at token 21" in note for note in report.notes)
+    assert any("vLLM bfloat16: greedy tokens part at token 21" in note for note in report.notes)
 
 
 def test_the_sides_take_turns(asked, tmp_path):

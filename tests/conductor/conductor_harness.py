@@ -29,7 +29,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 BLOCK = 256
 COSTS = Costs()
 LAYOUT = BlockLayout(layers=2, kv_heads=1, head_dim=2, block_tokens=BLOCK)
-BASE = ConductorSettings(ttft_slo_s=0, tbt_slo_s=0, replica_interval_s=5)
+BASE = ConductorSettings(ttft_slo_s=0, tbt_slo_s=0)
 
 
 def key(*parts):

@@ -489,7 +489,7 @@ def test_a_pool_that_rests_is_nobodys_home_until_it_serves_again():
     cluster.say("c0", CacheLoad(sources=(), resting=True))
     placed = cluster.schedule(chain)
     assert (placed.prefill, placed.reuse_blocks, placed.sources) == ("p0", 0, ())
-    cluster.conductor.change_replica(cluster.now, chain, 2)
+    cluster.conductor._copies.change(cluster.now, chain, 2)
     assert cluster.wishes == []
     cluster.say("c0", CacheLoad(sources=()))
     assert cluster.schedule(chain).reuse_blocks > 0

@@ -93,7 +93,7 @@ class Life:
         self.chance = chance
         self.vllms = vllms
         self.overtake = overtake
-        self.cluster = Cluster(0, costs=costs, replica_interval_s=0, **settings)
+        self.cluster = Cluster(0, costs=costs, **settings)
         self.pools = [i for i in range(hosts) if i % 7 != 5]
         self.hosts = hosts
         for i in range(hosts):
@@ -237,7 +237,7 @@ def test_a_decode_that_joins_slow_ones_is_found(monkeypatch):
 
 def test_most_nodes_are_not_looked_at(monkeypatch):
     """Of 200 prefills and decodes a decision weighs a few, whoever is idle, busy or holds the prompt."""
-    cluster = Cluster(0, replica_interval_s=0)
+    cluster = Cluster(0)
     for i in range(200):
         for name, role in (("p", "prefill"), ("d", "decode"), ("c", "cache-node")):
             cluster.up(f"{name}{i}", role, f"h{i}")

@@ -99,9 +99,9 @@ def test_copies_are_made_of_what_pools_hold_alone():
     cluster = Vllms(2, hosts=2)
     cluster.announce("v0", keys("a", 4))
     cluster.shelve("s0", keys("a", 4))
-    assert cluster.conductor.change_replica(cluster.now, keys("a", 4), 2) == []
+    assert cluster.conductor._copies.change(cluster.now, keys("a", 4), 2) == []
     cluster.announce("c0", keys("a", 4))
-    (wish,) = cluster.conductor.change_replica(cluster.now, keys("a", 4), 2)
+    (wish,) = cluster.conductor._copies.change(cluster.now, keys("a", 4), 2)
     assert wish.message.sources == ("c0",)
 
 

@@ -1,7 +1,7 @@
 """The decode actor: reservation, verified handoff, batch, preemption, puts; and no KV leaks whatever ends a request."""
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from actor_harness import LAYOUT, Harness, leased
@@ -46,7 +46,7 @@ from mooncake_zmq.core.work import (
     TokensSampled,
     WorkFailed,
 )
-from mooncake_zmq.decode.batch import Place, retry_after_s
+from mooncake_zmq.decode.batch import Place, ahead_of, retry_after_s
 from mooncake_zmq.decode.decode import HELD_GRACE_S, HOLD_SHARE, Decode
 from mooncake_zmq.decode.masks import mask_s
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -884,6 +884,14 @@ def test_a_slow_first_step_does_not_stick(node):
 # --- TBT, held against the batch once more
 
 
+@dataclass(frozen=True)
+class Named:
+    """A member of a batch, as far as places go by tenants."""
+
+    tenant: str
+    order: int = 0
+
+
 def batch_of(count, **settings):
     """`count` requests in the batch; a step of n takes n * 10 ms."""
     costs = Costs(decode_step_s=1e-9, decode_request_s=0.01)
@@ -959,10 +967,26 @@ def test_who_comes_to_a_full_batch_waits_and_is_refused_for_that():
     assert node.one(DecodeDenied).retry_after_s == pytest.approx(19 * 0.02)
 
 
+@pytest.mark.parametrize(("tenant", "refused"), [("bob", False), ("alice", True)])
+def test_a_batch_that_one_tenant_fills_has_a_place_for_another_one(tenant, refused):
+    costs = Costs(decode_request_s=0.01, decode_context_s=0.0)
+    node = Node(costs=costs, max_batch=2, max_requests=12, capacity_tokens=200 * B)
+    for number in range(2):
+        node.run(f"r{number}", max_tokens=20, tenant="alice")
+    node.reserve("r", length=10, tbt_slo_s=0.1, tenant=tenant)
+    node.blocks("r", ready=False)
+    assert bool(node.take(DecodeDenied)) is refused
+
+
+def test_each_tenant_has_as_many_places_before_a_newcomer_as_the_newcomers_own_and_one_more():
+    others = [Named(tenant) for tenant in "aaaabbc"]
+    assert {tenant: ahead_of(others, tenant) for tenant in "abcd"} == {"a": 7, "b": 2 + 3 + 1, "c": 1 + 2 + 2, "d": 3}
+
+
 def test_how_long_to_wait_is_until_enough_have_ended():
     costs = Costs(decode_step_s=0.01, decode_request_s=0.01, decode_context_s=1e-5)
     others = [Place(1000, 50), Place(2000, 10), Place(3000, 30)]
-    more = {"slowness": 2.0, "max_batch": 8, "others": others, "own_context": 1000}
+    more = {"slowness": 2.0, "max_batch": 8, "others": others, "own_context": 1000, "ahead": 3}
     now_s = 2 * costs.step_s(4, 7000)
     assert retry_after_s(costs, slo_s=now_s, **more) is None
     assert retry_after_s(costs, slo_s=now_s - 0.001, **more) == pytest.approx(10 * now_s)
@@ -974,7 +998,7 @@ def test_how_long_to_wait_is_until_enough_have_ended():
 
 def test_a_short_wait_for_a_place_is_a_gap_like_others():
     costs = Costs(decode_step_s=0.01, decode_request_s=0.01)
-    more = {"slowness": 1.0, "max_batch": 1, "others": [Place(10, 3)], "own_context": 10}
+    more = {"slowness": 1.0, "max_batch": 1, "others": [Place(10, 3)], "own_context": 10, "ahead": 1}
     assert retry_after_s(costs, slo_s=0.07, **more) is None
     assert retry_after_s(costs, slo_s=0.05, **more) == pytest.approx(0.06)
 

@@ -1,10 +1,8 @@
 """Shares of a tier: limits for those who have them, and promises to them."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.kv.shares import NOBODY
 from mooncake_zmq.kv.slots import Slots, SlotState
 
@@ -20,8 +18,8 @@ def key(number):
 class Tier:
     """Slots of three owners, of whom one has no share; `owners`: of every key ever stored."""
 
-    def __init__(self, policy="lru", most=MOST):
-        self.slots = Slots(CAPACITY, policy, most)
+    def __init__(self, most=MOST):
+        self.slots = Slots(CAPACITY, most)
         self.owners = {}
 
     def reserve(self, owner):
@@ -45,18 +43,16 @@ class Tier:
         return owners
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_over_its_share_an_owners_own_blocks_make_room_though_slots_are_free(policy):
-    tier = Tier(policy)
+def test_over_its_share_an_owners_own_blocks_make_room_though_slots_are_free():
+    tier = Tier()
     tier.store(RED, 3)
     tier.store(RED, 2)
     assert tier.gone() == [RED, RED]
     assert tier.slots.count(SlotState.FREE) == CAPACITY - 3
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_within_its_share_an_owner_loses_nothing_to_others(policy):
-    tier = Tier(policy)
+def test_within_its_share_an_owner_loses_nothing_to_others():
+    tier = Tier()
     tier.store(RED, 3)
     tier.store(BLUE, 2)
     tier.store(NOBODY, 3)
@@ -99,7 +95,7 @@ def test_what_is_written_or_in_quarantine_counts_too():
 
 
 def test_of_more_than_a_share_that_was_left_the_coldest_go():
-    slots = Slots(CAPACITY, "lru", MOST)
+    slots = Slots(CAPACITY, MOST)
     for number in range(5):
         slots.restore(number, key(number), 7, BLUE)
     assert slots.committed_keys() == [key(3), key(4)]
@@ -107,9 +103,8 @@ def test_of_more_than_a_share_that_was_left_the_coldest_go():
     slots.check()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_cold_end_is_each_orders_own(policy):
-    tier = Tier(policy)
+def test_the_cold_end_is_each_orders_own():
+    tier = Tier()
     red = tier.store(RED, 3)
     assert tier.slots.windows(0.5) == [0, 1, 0], "at its share, though most of the pool is free"
     assert tier.slots.cold_ends([0, 1, 0]) == red[:1]
@@ -126,9 +121,9 @@ OPERATIONS = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(sorted(POLICIES)), st.lists(OPERATIONS, max_size=60))
-def test_whatever_happens_shares_are_kept(policy, operations):
-    tier = Tier(policy)
+@given(st.lists(OPERATIONS, max_size=60))
+def test_whatever_happens_shares_are_kept(operations):
+    tier = Tier()
     slots = tier.slots
     for what, owner, slot in operations:
         state, pinned = slots.state_of(slot), slots.pins[slot] > 0

@@ -5,7 +5,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.kv.slots import NEXT_STATE, SlotEvent, Slots, SlotState
 
 CAPACITY = 5
@@ -200,8 +199,8 @@ def key(i):
     return bytes([i]) * 16
 
 
-def filled(count, policy="lru"):
-    slots = Slots(count, policy)
+def filled(count):
+    slots = Slots(count)
     chain = []
     for i in range(count):
         slot = slots.reserve(key(i))
@@ -246,9 +245,8 @@ def test_a_slot_that_a_chain_names_twice_is_touched_once():
     assert slots.coldest(3) == [chain[0], chain[1], chain[2]]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_chain_is_evicted_from_its_leaf(policy):
-    slots, _ = filled(3, policy)
+def test_a_chain_is_evicted_from_its_leaf():
+    slots, _ = filled(3)
     for _ in range(3):
         slots.reserve(None)
     assert slots.evicted == [key(2), key(1), key(0)]
@@ -363,16 +361,3 @@ def test_a_demoted_slot_is_the_next_victim_and_a_pinned_one_cannot_be_demoted():
     with pytest.raises(AssertionError):
         slots.demote(chain[0])
     assert slots.reserve(None) == chain[2]
-
-
-def test_length_aware_slots_evict_the_deepest_wherever_a_chain_was_entered():
-    slots, _ = filled(4, "length_aware")
-    root, *_, leaf = slots.leading_run([key(i) for i in range(4)])
-    slots.touch([leaf], depth=3)
-    slots.touch([root])
-    assert slots.reserve(None) == leaf
-
-
-def test_an_unknown_policy_is_an_error_that_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"'mru'.*length_aware.*lru"):
-        Slots(1, "mru")

@@ -14,6 +14,7 @@ from mooncake_zmq.laboratory.jobs import Source
 from mooncake_zmq.laboratory.reproduce import modelled
 from mooncake_zmq.laboratory.reproduce.command import FIGURES
 from mooncake_zmq.laboratory.reproduce.figure import HARDWARE, Conclusion
+from mooncake_zmq.laboratory.reproduce.made import MADE
 from mooncake_zmq.laboratory.reproduce.plans import COUPLED, FIG1, FIG5, FIG10, FIG13, PLANS
 from mooncake_zmq.laboratory.reproduce.replayed import reproduce, variants
 from mooncake_zmq.laboratory.reproduce.show import as_json, plot, sentence
@@ -141,7 +142,7 @@ def test_figures_of_the_cost_model_need_no_trace(name):
 
 
 def test_the_others_say_that_they_need_one(tmp_path):
-    for name in set(FIGURES) - {"fig13", "fig14", "fig15"}:
+    for name in set(FIGURES) - {"fig13", "fig14", "fig15", *MADE}:
         result = command(name)
         assert (result.exit_code, len(result.output.strip().splitlines())) == (2, 1)
         assert "needs --trace FILE" in result.output
@@ -179,3 +180,25 @@ def test_figures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     assert plot(modelled.fig14(), tmp_path).stat().st_size > 1000
     assert plot(modelled.fig15(), tmp_path).stat().st_size > 1000
+
+
+def test_pipelines_bring_a_long_prompt_sooner_at_toy_size():
+    result = command("cpp", "--quick", "60", "--json")
+    assert result.exit_code == 0, result.output
+    figure = json.loads(result.stdout)
+    found = {row["name"]: row["ours"] for row in figure["rows"]}
+    for length in ("32k", "64k", "128k"):
+        one, two, four = (
+            found[f"{length} tokens alone, {stages}: TTFT"] for stages in ("1 prefill", "2 prefills", "4 prefills")
+        )
+        assert 0.5 * one < two < 0.6 * one
+        assert 0.25 * one < four < 0.35 * one
+    assert figure["conclusions"][0]["kept"]
+    assert sum("of the others, mean" in name for name in found) == 6
+
+
+def test_a_load_that_shifts_is_served_by_nodes_of_either_role_at_toy_size():
+    figure = MADE["roles"](0.01)
+    found = {row.name: row.ours for row in figure.rows}
+    assert found["fixed roles: goodput"] > 0
+    assert found["fixed roles: failed"] == found["roles change after 60 s: failed"] == 0

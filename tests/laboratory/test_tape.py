@@ -89,17 +89,15 @@ def test_its_requests_are_those_of_the_run() -> None:
         assert told["cached_local"] + told["cached_remote"] == record.hit_dram + record.hit_disk + record.hit_remote
 
 
-@pytest.mark.parametrize(("interval_s", "of"), [(0.0, "recent"), (2.0, "chains")], ids=["asked for lately", "followed"])
-def test_hot_prefixes_and_their_copies_are_those_that_the_conductor_knows_at_the_time(interval_s: float, of: str) -> None:
-    _, _, pictures, _ = taped(replace(small_setup(), overrides={"conductor.replica_interval_s": interval_s}))
+def test_prefixes_and_their_copies_are_those_that_the_conductor_knows_at_the_time() -> None:
+    _, _, pictures, _ = taped(small_setup())
     pools = {node["name"] for node in pictures[-1]["nodes"] if node["role"] == "cache-node"}
-    told = [picture["replication"][of] for picture in pictures]
+    told = [picture["replication"]["recent"] for picture in pictures]
     assert told[0] == []
     assert max(map(len, told)) > 1
     chains = [chain for picture in told for chain in picture]
     assert {holder for chain in chains for holder in chain["holders"]} == pools
     assert len({(chain["key"], len(chain["holders"])) for chain in chains}) > len({chain["key"] for chain in chains})
-    assert ("per_s" in chains[0]) == (of == "chains")
     assert max(map(len, told)) <= taping.KEPT_CHAINS
 
 

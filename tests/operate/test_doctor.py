@@ -92,13 +92,21 @@ def test_nodes_are_here_whose_host_has_an_address_of_this_machine(tmp_path: Path
 
 def test_packages_are_those_the_project_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(packages.unmet()) == []
-    declared = ["click>=8.1", "no-such-package>=1", "numpy[more]>=1,>=999.1", "pytest!=0.1", 'no-such-extra>=2; extra == "dev"']
+    declared = [
+        "click>=8.1",
+        "no-such-package>=1",
+        "numpy[more]>=1,>=999.1",
+        "pytest!=0.1",
+        'no-such-extra>=2; extra == "dev"',
+        'no-such-server; extra == "server"',
+    ]
     declared += ['no-such-system; sys_platform == "none"', 'no-such-python; python_version >= "3"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda _name: declared)
     numpy = importlib.metadata.version("numpy")
     assert list(packages.unmet()) == [
         "no-such-package is missing",
         f"numpy is {numpy}, not >=1,>=999.1",
+        "no-such-server is missing",
         "no-such-python is missing",
     ]
     released = {"click": "8.1rc1", "uvicorn": "0.9.10"}

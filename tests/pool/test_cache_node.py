@@ -35,7 +35,6 @@ from mooncake_zmq.core.work import (
     WriteToDisk,
 )
 from mooncake_zmq.kv.events import BlocksStored, Medium
-from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.kv.slots import SlotState
 from mooncake_zmq.pool.node import cache_node
 from mooncake_zmq.pool.node.cache_node import CacheNode
@@ -1440,7 +1439,6 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
         max_put_share=0.6,
         ssd=SsdSettings(ahead=rng.choice((0.5, 1.0)), batch_blocks=3),
         disk=DiskContents(rng.choice((0, 3, 8, 20)) if seed % 4 else 0),
-        eviction=rng.choice(sorted(POLICIES)),
         kv_events=EVENTS if rng.random() < 0.7 else KvEventsSettings(),
     )
     leases, puts, asks = [], [], []

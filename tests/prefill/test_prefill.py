@@ -1301,3 +1301,14 @@ def test_a_node_that_became_a_prefill_is_no_decode_to_hand_over_to(node):
     node.start()
     assert node.one(AttemptFailed, "g").avoid == "d"
     assert node.take(ReserveDecode) == []
+
+
+def test_another_tenants_short_prompt_waits_for_one_chunk_of_many_long_ones():
+    node = Node(max_active=1, overtake=0.0, slab_bytes=64 * LAYOUT.slot_bytes, max_queued=8)
+    node.ready("long", prompt(6 * B), tenant="alice")
+    for number in range(1, 4):
+        node.start(f"long-{number}", prompt(6 * B, 10 * number), tenant="alice")
+    node.ready("short", prompt(B, 50), tenant="bob")
+    node.now += 0.1
+    node.computed()
+    assert node.work(ComputeChunk)[1].tokens == pack_tokens(prompt(B, 50))

@@ -47,7 +47,6 @@ def test_seeds_hold_and_cover() -> None:
     assert counts["demotion_failures"] > 0
     assert counts["disk_faults[operation=write]"] > 0
     assert counts["disk_retries"] > 0
-    assert counts["replicas_arrived"] > 0
     stores = total["stores"]
     assert (
         min(stores[name] for name in ("put", "sent on a stream", "read in shared memory", "promoted", "demoted")) > 10 * SEEDS

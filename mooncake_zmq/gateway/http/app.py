@@ -25,12 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import NamedWords
+from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.gateway import manual
 from mooncake_zmq.gateway.http import admin, cluster_routes, web
 from mooncake_zmq.gateway.http.acceptor import network_of
 from mooncake_zmq.gateway.http.auth import Refusals, Usage, sees_all, tenant_at
-from mooncake_zmq.gateway.http.fair_pool import FairPool
 from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading, ServedModel
 from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.sse import Stream, Stuck, accept
@@ -186,7 +185,6 @@ def _plain_routes(edge: Edge) -> list[Route]:
         Route("/live", live),
         Route("/version", version),
         Route("/metrics", metrics),
-        *manual.routes(),
         *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
         *cluster_routes.routes(
             edge.overview,

@@ -7,12 +7,12 @@ the cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mooncake_zmq.gateway.http.http_calls import HungUp
 from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants
 
-OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live", "/docs"))
-OPEN_BELOW = "/docs/"
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live"))
 OPERATORS_PATHS = ("/metrics", "/cluster", "/trace")
 ADMINS_PATHS = ("/admin",)
 """With all that is below them."""
@@ -31,7 +31,7 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
     scheme, _, secret = authorization.strip().partition(b" ")
     is_key = scheme.lower() == b"bearer" and 0 < len(secret) <= MAX_KEY_BYTES
     tenant = tenants.of(secret.strip().decode("latin-1")) if is_key else None
-    if path in OPEN_PATHS or path.startswith(OPEN_BELOW):
+    if path in OPEN_PATHS:
         return tenant
     if not is_key:
         text = "You didn't provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
@@ -116,6 +116,8 @@ class Usage:
         self._preparing = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._tokens and isinstance(error, HungUp) and self._tenants is not None and self._tenant is not None:
+            self._tenants.hung_up(self._clock(), self._tenant)
         if self._slots and self._tenants is not None and self._tenant is not None:
             self._prepared(self._tenants, self._tenant)
             left = max(0, self._tokens - self.tokens_used)

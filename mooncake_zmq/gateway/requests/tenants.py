@@ -9,6 +9,7 @@ written comes back.
 
 import hashlib
 import hmac
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SALT = re.compile(r"[0-9a-z]{0,32}")
 
 
+HANGUPS = 20
+"""Calls a second that a tenant's clients may leave, unless its line says otherwise."""
+
+
 class TenantsError(ValueError):
     """A line of the file that cannot be followed: the operator's mistake, told in one line."""
 
@@ -41,13 +46,15 @@ class Limited(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One line. Rates are a minute's, 0 for none; `share` is at least one slot. `priority` and `slo`: what it may ask for its
-    requests at the cost of others'; nobody may unless his line says so. `own_salt`: not that of whoever had the name before."""
+    """One line. Rates are a minute's, 0 for none; `share` is at least one slot. `hangups`: calls a second that its clients may
+    leave before their end, 0 for any number. `priority` and `slo`: what it may ask for its requests at the cost of others';
+    only with a right in its line. `own_salt`: not that of whoever had the name before."""
 
     name: str
     digest: str
     requests: int = 0
     tokens: int = 0
+    hangups: int = HANGUPS
     share: float = 1.0
     role: Role = "user"
     priority: int = 0
@@ -57,8 +64,8 @@ class Tenant:
     def __post_init__(self) -> None:
         if not NAME_PATTERN.fullmatch(self.name) or not _DIGEST.fullmatch(self.digest):
             raise TenantsError("write NAME:SHA256, the name of a-z, 0-9, '.', '_', '-', the hash of 64 hexadecimal digits")
-        if min(self.requests, self.tokens) < 0 or not 0 < self.share <= 1:
-            raise TenantsError("requests and tokens are at least 0, share is above 0 and at most 1")
+        if min(self.requests, self.tokens, self.hangups) < 0 or not 0 < self.share <= 1:
+            raise TenantsError("requests, tokens and hangups are at least 0, share is above 0 and at most 1")
         if self.role not in get_args(Role):
             raise TenantsError(f"the roles are {', '.join(get_args(Role))}")
         if not -MAX_PRIORITY <= self.priority <= 0:
@@ -71,6 +78,7 @@ class Tenant:
     def line(self) -> str:
         """As in a file."""
         told = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
+        told += [f"hangups={self.hangups}"] * (self.hangups != HANGUPS)
         told += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
         told += [f"priority={self.priority}"] * bool(self.priority) + [f"slo={self.slo}"] * bool(self.slo)
         told += [f"salt={self.own_salt}"] * bool(self.own_salt)
@@ -120,7 +128,16 @@ def _tenant(line: str) -> Tenant:
     name, _, rest = line.partition(":")
     digest, _, limits = rest.partition(":")
     told = dict(limit.partition("=")[::2] for limit in limits.split(",") if limit)
-    kinds = {"requests": int, "tokens": int, "share": float, "role": str, "priority": int, "slo": str, "salt": str}
+    kinds = {
+        "requests": int,
+        "tokens": int,
+        "hangups": int,
+        "share": float,
+        "role": str,
+        "priority": int,
+        "slo": str,
+        "salt": str,
+    }
     if unknown := sorted(told.keys() - kinds.keys()):
         raise TenantsError(f"{unknown[0]} is no limit: there are {', '.join(kinds)}")
     own_salt = told.pop("salt", "")
@@ -150,6 +167,8 @@ class _Use:
 
     requests: _Bucket
     tokens: _Bucket
+    left_until: float = -math.inf
+    """When its clients may leave further calls: it is put off with each one that they leave."""
     slots: int = 0
     preparing: int = 0
     calls: int = 0
@@ -199,6 +218,10 @@ class Tenants:
     def begin(self, now: float, tenant: Tenant) -> None:
         """One more call. Raises Limited."""
         use = self._use(now, tenant)
+        if tenant.hangups and use.left_until > now:
+            use.limited += 1
+            text = f"clients of {tenant.name} may leave {tenant.hangups} calls a second before their end"
+            raise Limited(text, use.left_until - now)
         if tenant.requests:
             bucket = use.requests
             bucket.refill(now, tenant.requests)
@@ -207,6 +230,12 @@ class Tenants:
                 raise Limited(f"{tenant.name} may make {tenant.requests} calls a minute", wait_s)
             bucket.left -= 1
         use.calls += 1
+
+    def hung_up(self, now: float, tenant: Tenant) -> None:
+        """A client left a call whose requests had begun: what was done for them, and what it takes to end them, was in vain."""
+        if tenant.hangups:
+            use = self._use(now, tenant)
+            use.left_until = max(use.left_until, now - 1.0) + 1.0 / tenant.hangups
 
     def prepare(self, now: float, tenant: Tenant) -> None:
         """Before a call is made into requests: a slot for the first of them. Raises Limited."""

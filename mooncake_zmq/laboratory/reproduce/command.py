@@ -17,6 +17,7 @@ from mooncake_zmq.laboratory.generated import parse_spec
 from mooncake_zmq.laboratory.jobs import Job, Source, load, run_jobs, run_on_dask
 from mooncake_zmq.laboratory.reproduce import modelled
 from mooncake_zmq.laboratory.reproduce.figure import Figure, Measured, Plan
+from mooncake_zmq.laboratory.reproduce.made import MADE, REQUESTS
 from mooncake_zmq.laboratory.reproduce.plans import PLANS
 from mooncake_zmq.laboratory.reproduce.replayed import reproduce as replay
 from mooncake_zmq.laboratory.reproduce.show import as_json as as_object
@@ -24,7 +25,7 @@ from mooncake_zmq.laboratory.reproduce.show import plot as draw
 from mooncake_zmq.laboratory.reproduce.show import show
 from mooncake_zmq.laboratory.traces import read_trace
 
-FIGURES = ("fig1", "fig5", "fig8", "fig9", "fig10", "fig11", "fig13", "fig14", "fig15", "rejections")
+FIGURES = ("fig1", "fig5", "fig8", "fig9", "fig10", "fig11", "fig13", "fig14", "fig15", "rejections", "cpp", "roles")
 OWN_TRACE = {"fig13": "synthetic"}
 """Figures on another trace than the public one, and the look-alike that stands in for it."""
 
@@ -34,6 +35,7 @@ Examples:
   mooncake-zmq reproduce fig1 --trace conversation_trace.jsonl --plot plots
   mooncake-zmq reproduce fig5 --trace conversation_trace.jsonl --jobs 8 --json > fig5.json
   mooncake-zmq reproduce fig13 --quick 500
+  mooncake-zmq reproduce cpp
 """
 
 
@@ -50,13 +52,17 @@ def reproduce(
     name: str, trace: Path | None, quick: int | None, jobs: int, dask: str | None, as_json: bool, plot: Path | None
 ) -> None:
     """Print FIGURE of the Mooncake papers, ours beside theirs: fig1 to fig15 of FAST'25, rejections of arXiv's section 7.
+    And two that the papers lack: cpp, long prompts over several prefills, and roles, nodes that change their role.
 
     Every setting is listed as from the paper, measured or assumed. What is assumed is run with two values on two kinds of
     hardware; a conclusion is kept only if it holds in all of these.
     """
     if plot is not None:
         new_figure(1, 1)  # says at once that there is no matplotlib
-    figure = _figure(name, _source(name, trace, quick), jobs, dask)
+    if name in MADE:
+        figure = MADE[name](1.0 if quick is None else min(1.0, quick / REQUESTS))
+    else:
+        figure = _figure(name, _source(name, trace, quick), jobs, dask)
     if quick is not None:
         figure.notes.append(f"Only the first {quick:,} requests: not the figure.")
     if plot is not None:

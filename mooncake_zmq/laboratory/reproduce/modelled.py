@@ -26,7 +26,7 @@ def fig9(arrivals: Sequence[Arrival]) -> Figure:
     """Hit ratio of an LRU cache by its capacity."""
     trace = [tuple(each.to_bytes(KEY_BYTES, "little") for each in arrival.hash_ids) for arrival in arrivals]
     most = infinite_hit_ratio(trace)
-    points = [(float(capacity), hit_ratio(trace, Slots(capacity, "lru"))) for capacity in CAPACITIES]
+    points = [(float(capacity), hit_ratio(trace, Slots(capacity))) for capacity in CAPACITIES]
     rows = [Row(f"{capacity:,.0f} blocks", "hit ratio", ratio) for capacity, ratio in points]
     share = 100 * points[1][1] / most if most else 0.0
     rising = all(a[1] <= b[1] for a, b in zip(points, points[1:], strict=False))

@@ -12,7 +12,7 @@ from mooncake_zmq.operate.doctor.finding import Finding, Here
 AREA = "packages"
 DISTRIBUTION = "mooncake-zmq"
 OLDEST = (3, 11)
-INSTALL = "bin/install again, or: {python} -m pip install --upgrade {distribution}"
+INSTALL = "bin/install again, or: {python} -m pip install --upgrade '{distribution}[server]'"
 
 
 def examine(here: Here) -> Iterator[Finding]:
@@ -33,14 +33,14 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def unmet() -> Iterator[str]:
-    """What the installed project declares that it needs, and is not there or of another version. Extras are nobody's need."""
+    """Requirements of the installed project with its extra `server` that are not there, or of another version."""
     try:
         needed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         yield f"{DISTRIBUTION} is not installed"
         return
     for requirement in map(Requirement, needed):
-        if requirement.marker is not None and not requirement.marker.evaluate():
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "server"}):
             continue
         try:
             found = importlib.metadata.version(requirement.name)

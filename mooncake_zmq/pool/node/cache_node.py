@@ -117,7 +117,7 @@ class CacheNode:
         self._tenants = PoolTenants(settings.tenants)
         slots = settings.pool_bytes // layout.slot_bytes
         most = slots_of([each.dram_bytes for each in settings.tenants], settings.pool_bytes, slots)
-        self.slots = Slots(slots, settings.eviction, most)
+        self.slots = Slots(slots, most)
         self._settings = settings
         self._layout = layout
         self._ids = Ids()
@@ -129,7 +129,6 @@ class CacheNode:
             disk,
             self.slots,
             self._contents,
-            policy=settings.eviction,
             tenants=self._tenants,
             most=slots_of([each.ssd_bytes for each in settings.tenants], settings.ssd.bytes, disk.slots),
             ref=self._ref,

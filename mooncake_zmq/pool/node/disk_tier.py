@@ -1,7 +1,7 @@
 """The SSD tier of one host's pool: which block stands in which disk slot, and what is demoted next. PURE.
 
 Demotion is write-behind: the coldest share of DRAM is kept on disk as well, so that evicting it later costs nothing and a
-put never waits for a write. Both tiers use the same slots and eviction policy; a disk slot is pinned while it is read.
+put never waits for a write. Both tiers use the same slots and order of eviction; a disk slot is pinned while it is read.
 
 A disk that takes no more writes is read on; one that cannot be read has lost all. Either is tried again after a pause.
 """
@@ -56,7 +56,6 @@ class DiskTier:
         dram: Slots,
         dram_contents: Contents,
         *,
-        policy: str,
         tenants: PoolTenants,
         most: Sequence[int],
         ref: Callable[[int], SlotRef],
@@ -65,7 +64,7 @@ class DiskTier:
         going: Callable[[Sequence[Key], str], None],
     ) -> None:
         """`most`: blocks that each of the `tenants` may have here. `going` is told of what is let go, and not to make room."""
-        self.slots = Slots(contents.slots, policy, most)
+        self.slots = Slots(contents.slots, most)
         self._tenants = tenants
         self.readable = self.writable = contents.slots > 0
         self.fault = ""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from mooncake_zmq.core.messages import MAX_BLOCKS
-from mooncake_zmq.kv.eviction import POLICIES
 from mooncake_zmq.pool.node.tenants import PoolTenant, check_shares
 from mooncake_zmq.pool.rules.objects import ObjectSettings
 
@@ -72,8 +71,6 @@ class CacheNodeSettings:
 
     pool_bytes: int = 1 << 30
     """DRAM for blocks. 1 GiB holds about 23,000 tokens of the default model."""
-    eviction: str = "lru"
-    """Which block goes first when room is needed, in DRAM and on SSD."""
     max_lease_s: float = 60.0
     """Longest lease granted, whatever was asked: a holder that hangs keeps blocks no longer."""
     fetch_lease_s: float = 20.0
@@ -102,8 +99,6 @@ class CacheNodeSettings:
         if self.pool_bytes <= 0:
             raise ValueError("pool_bytes must be positive")
         check_shares(self.tenants, self.pool_bytes, self.ssd.bytes if self.ssd.directory else 0)
-        if self.eviction not in POLICIES:
-            raise ValueError(f"eviction must be one of {', '.join(sorted(POLICIES))}")
         if min(self.max_lease_s, self.fetch_lease_s, self.probe_s, self.report_s) <= 0:
             raise ValueError("max_lease_s, fetch_lease_s, probe_s and report_s must be positive")
         if self.fetch_lease_s > self.max_lease_s:

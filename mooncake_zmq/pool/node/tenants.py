@@ -21,7 +21,7 @@ class PoolTenant:
     """Of an API key."""
     dram_bytes: int = 0
     """Of `pool_bytes`; 0: what the others' shares leave, which all without one have in common. Over it, the tenant's own blocks
-    make room, as `eviction` says, and a put gets none where all are leased. Within it, it loses no block to others."""
+    make room, least recently used first, and a put gets none where all are leased. Within it, it loses no block to others."""
     ssd_bytes: int = 0
     """Of `ssd.bytes`, likewise."""
 

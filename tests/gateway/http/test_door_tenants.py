@@ -191,3 +191,24 @@ def test_refusals_that_are_put_off_make_room_for_newcomers():
         close_all(put_off)
 
     actor.serve(client)
+
+
+def test_a_tenant_whose_clients_leave_too_many_calls_makes_no_more_for_a_while_and_another_one_does():
+    actor = guarded(hangups=3)
+    actor.edge.clock = lambda: 100.0
+    answers = actor.script
+    actor.script = lambda _request, _number: []
+
+    async def client(port):
+        body = json.dumps({"prompt": "hello", "max_tokens": 4}).encode()
+        for number in range(4):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STALLED.replace(b"99", b"%d" % len(body))[:-1] % b"alice" + body)
+            await actor.until(lambda count=number + 1: len(actor.requests) == count)
+            writer.close()
+            await actor.until(lambda: actor.edge.slots_taken == 0)
+        assert await answered(port, "alice") == 429
+        actor.script = answers
+        assert await answered(port, "bob") == 200
+
+    actor.serve(client)

@@ -11,7 +11,7 @@ from test_edge_keys import guarded
 REBOUND = {"host": "evil.example"}
 FOREIGN = {"origin": "http://evil.example", "content-type": "text/plain"}
 BODY = {"prompt": "hello", "max_tokens": 2}
-PATHS = ("/", "/health", "/metrics", "/cluster", "/cluster/state/decode", "/v1/models", "/trace/x", "/docs")
+PATHS = ("/", "/health", "/metrics", "/cluster", "/cluster/state/decode", "/v1/models", "/trace/x")
 
 
 def refused(answer: httpx.Response) -> bool:

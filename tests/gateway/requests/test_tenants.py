@@ -39,6 +39,24 @@ def test_calls_a_minute_are_spread_over_it():
     assert limited(tenants.begin, 1000.0, tenant) == pytest.approx(10)
 
 
+def test_clients_may_leave_so_many_calls_a_second():
+    tenants, tenant = only(hangups=4)
+    for _ in range(4):
+        tenants.begin(10.0, tenant)
+        tenants.hung_up(10.0, tenant)
+    tenants.begin(10.0, tenant)
+    tenants.hung_up(10.0, tenant)
+    assert limited(tenants.begin, 10.0, tenant) == pytest.approx(0.25)
+    tenants.begin(10.25, tenant)
+
+
+def test_where_any_number_may_be_left_none_is_counted():
+    tenants, tenant = only(hangups=0)
+    for _ in range(1000):
+        tenants.begin(0.0, tenant)
+        tenants.hung_up(0.0, tenant)
+
+
 def test_tokens_not_used_come_back():
     tenants, tenant = only(tokens=600)
     tenants.take(0.0, tenant, 1, 500)

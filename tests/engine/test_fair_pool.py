@@ -6,7 +6,7 @@ from concurrent.futures import wait as wait_for
 
 import pytest
 
-from mooncake_zmq.gateway.http.fair_pool import FairPool
+from mooncake_zmq.engine.fair_pool import FairPool
 
 
 @pytest.fixture
@@ -26,12 +26,32 @@ def hold(lane):
     go_on.set()
 
 
-def test_tenants_take_turns_whatever_each_has_waiting(lane, hold):
-    order = []
-    asked = [lane.submit(tenant, lambda tenant=tenant: order.append(tenant)) for tenant in "aaaabbc"]
-    hold.set()
+@pytest.mark.parametrize(("a_takes_s", "order"), [(1.0, "abcabaa"), (2.0, "abcbaaa"), (9.0, "abcbaaa")])
+def test_tenants_share_the_time_whatever_each_has_waiting(a_takes_s, order):
+    now, done, go_on = [0.0], [], threading.Event()
+    lane = FairPool("lane", clock=lambda: now[0])
+    lane.submit("holder", lambda: go_on.wait(10))
+
+    def work(tenant):
+        done.append(tenant)
+        now[0] += a_takes_s if tenant == "a" else 1.0
+
+    asked = [lane.submit(tenant, lambda tenant=tenant: work(tenant)) for tenant in "aaaabbc"]
+    go_on.set()
     wait_for(asked)
-    assert "".join(order) == "abcabaa"
+    lane.close()
+    assert "".join(done) == order
+
+
+def test_works_of_one_flow_wait_for_each_other_and_go_with_it(lane, hold):
+    flow, order = lane.new_flow(), []
+    left = [lane.submit("a", lambda: order.append("left"), flow) for _ in range(3)]
+    kept = lane.submit("a", lambda: order.append("kept"))
+    lane.drop("a", flow)
+    hold.set()
+    kept.result(10)
+    assert all(each.cancelled() for each in left)
+    assert order == ["kept"]
 
 
 def test_what_a_work_gives_or_raises_is_its_callers(lane):
@@ -45,7 +65,7 @@ def test_what_is_cancelled_is_forgotten_and_never_begun(lane, hold):
     begun = []
     for number in range(100):
         assert lane.submit("a", lambda number=number: begun.append(number)).cancel()
-    assert not lane._waiting
+    assert lane._turns.take() is None
     hold.set()
     assert lane.submit("a", lambda: 1).result(10) == 1
     assert begun == []

@@ -1,0 +1,157 @@
+"""Fair turns by time: the one that has used the least of a worker's time goes next. PURE.
+
+One that comes, or comes back, counts as having used its share of the time so far: turns cannot be saved up, and a stream of
+new ones cannot keep another one waiting for ever. (Fair queueing with a virtual time, as start-time fair queueing has it.)
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Generic, TypeVar
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+WorkT = TypeVar("WorkT")
+
+
+class Shares(Generic[KeyT]):
+    """The time that each of several has used of one worker. Each call takes the logarithm of their number at most, by and
+    large."""
+
+    def __init__(self) -> None:
+        self._share_s = 0.0
+        """The time that one has used that was here from the beginning."""
+        self._used_s: dict[KeyT, float] = {}
+        self._waiting: dict[KeyT, None] = {}
+        self._heap: list[tuple[float, int, KeyT]] = []
+        """Those that wait, by the time that each had used when it was put here; by now it may be more."""
+        self._debtors: list[tuple[float, int, KeyT]] = []
+        """Those that rest and may have used more than their share: likewise, and each once."""
+        self._listed: set[KeyT] = set()
+        """Keys in `_debtors`."""
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._used_s)
+
+    def wait(self, key: KeyT) -> None:
+        """Begin to wait for the worker."""
+        if key not in self._waiting:
+            self._used_s[key] = max(self._used_s.get(key, 0.0), self._share_s)
+            self._waiting[key] = None
+            heappush(self._heap, (self._used_s[key], next(self._numbers), key))
+
+    def rest(self, key: KeyT) -> None:
+        """Wait no more. The time used counts until it is no more than the share."""
+        if self._waiting.pop(key, self) is None:
+            if key not in self._listed:
+                self._listed.add(key)
+                heappush(self._debtors, (self._used_s[key], next(self._numbers), key))
+            if len(self._heap) > 2 * len(self._waiting) + 8:  # of those that are gone something is left there
+                self._heap = sorted((self._used_s[each], next(self._numbers), each) for each in self._waiting)
+
+    def forget(self, key: KeyT) -> None:
+        """Remove a key that does not come again."""
+        self.rest(key)
+        self._used_s.pop(key, None)
+
+    def used_s(self, key: KeyT) -> float:
+        """Return the time that it has used, for comparing it with others'."""
+        return self._used_s.get(key, self._share_s)
+
+    def first(self) -> KeyT | None:
+        """Return the one that has used the least of those that wait; None: none waits."""
+        while self._heap:
+            used_s, number, key = self._heap[0]
+            if key in self._waiting and self._used_s[key] == used_s:
+                return key
+            heappop(self._heap)
+            if key in self._waiting and self._used_s[key] > used_s:
+                heappush(self._heap, (self._used_s[key], number, key))
+        return None
+
+    def charge(self, key: KeyT, seconds: float) -> None:
+        """Count the seconds that the worker spent on it."""
+        others = len(self._waiting) - (key in self._waiting)
+        self._share_s += seconds / (1 + others)
+        if key in self._used_s:
+            self._used_s[key] += seconds
+        self._forgive()
+
+    def _forgive(self) -> None:
+        """Forget those that rest and have used no more than their share."""
+        while self._debtors and self._debtors[0][0] <= self._share_s:
+            _, number, key = heappop(self._debtors)
+            if key not in self._waiting and self._used_s.get(key, 0.0) > self._share_s:
+                heappush(self._debtors, (self._used_s[key], number, key))
+                continue
+            self._listed.remove(key)
+            if key not in self._waiting:
+                self._used_s.pop(key, None)  # as if it had never been here
+
+
+@dataclass(slots=True)
+class _Tenant(Generic[WorkT]):
+    shares: Shares[int] = field(default_factory=Shares)
+    flows: dict[int, deque[WorkT]] = field(default_factory=dict)
+
+
+class Turns(Generic[WorkT]):
+    """Works that wait, each of a flow of a tenant: the time is shared by the tenants, and a tenant's by its flows. A flow is
+    known from its first work until it is dropped."""
+
+    def __init__(self) -> None:
+        self._shares: Shares[str] = Shares()
+        self._tenants: dict[str, _Tenant[WorkT]] = {}
+        """Those that have flows."""
+
+    def put(self, tenant: str, flow: int, work: WorkT) -> None:
+        """Add a work behind the others of the same flow."""
+        known = self._tenants.setdefault(tenant, _Tenant())
+        known.flows.setdefault(flow, deque()).append(work)
+        known.shares.wait(flow)
+        self._shares.wait(tenant)
+
+    def take(self) -> WorkT | None:
+        """Remove and return the next work; None if none waits."""
+        if (tenant := self._shares.first()) is None:
+            return None
+        known = self._tenants[tenant]
+        flow = known.shares.first()
+        assert flow is not None
+        works = known.flows[flow]
+        work = works.popleft()
+        if not works:
+            self._rest(tenant, known, flow)
+        return work
+
+    def charge(self, tenant: str, flow: int, seconds: float) -> None:
+        """Count the seconds that a work of this flow took; of a flow that was dropped, for its tenant alone."""
+        self._shares.charge(tenant, seconds)
+        if (known := self._tenants.get(tenant)) is not None:
+            known.shares.charge(flow, seconds)
+
+    def drop(self, tenant: str, flow: int) -> list[WorkT]:
+        """Forget a flow, and return its works that waited."""
+        known = self._tenants.get(tenant)
+        works = None if known is None else known.flows.pop(flow, None)
+        if known is None or works is None:
+            return []
+        if works:
+            self._rest(tenant, known, flow)
+        known.shares.forget(flow)
+        if not known.flows:
+            del self._tenants[tenant]
+        return list(works)
+
+    def clear(self) -> list[WorkT]:
+        """Forget all flows, and return their works that waited."""
+        works = [work for tenant in self._tenants.values() for flow in tenant.flows.values() for work in flow]
+        self._shares, self._tenants = Shares(), {}
+        return works
+
+    def _rest(self, tenant: str, known: _Tenant[WorkT], flow: int) -> None:
+        known.shares.rest(flow)
+        if known.shares.first() is None:
+            self._shares.rest(tenant)

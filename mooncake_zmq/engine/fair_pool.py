@@ -1,0 +1,92 @@
+"""Threads whose time tenants share: who asks for much waits for his own."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+
+from mooncake_zmq.core.turns import Turns
+
+WorkT = TypeVar("WorkT")
+
+
+class FairPool:
+    """What waits is its callers' to bound: each work is of a call that has a slot, and is forgotten when that cancels it. A
+    tenant's works take turns by the order in which they came, those of one flow behind each other."""
+
+    def __init__(self, name: str, threads: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._threads = threads
+        self._clock = clock
+        self._numbers = count()
+        self._lock = threading.Lock()
+        """Guards what follows."""
+        self._busy = 0
+        self._turns: Turns[_Work] = Turns()
+
+    def new_flow(self) -> int:
+        """A number for works of which each waits for the one before it; until it is dropped."""
+        return next(self._numbers)
+
+    def submit(self, tenant: str, work: Callable[[], WorkT], flow: int | None = None) -> Future[WorkT]:
+        """Have it done by a thread, when it is the tenant's turn and its flow's; None: it is a flow by itself."""
+        done: Future[WorkT] = Future()
+        number = self.new_flow() if flow is None else flow
+        with self._lock:
+            self._turns.put(tenant, number, _Work(tenant, number, done, work))
+            if self._busy < self._threads:
+                self._busy += 1
+                self._pool.submit(self._run)
+        if flow is None:
+            done.add_done_callback(lambda _: self.drop(tenant, number))
+        return done
+
+    def drop(self, tenant: str, flow: int) -> None:
+        """Forget a flow: what waits of it is cancelled."""
+        with self._lock:
+            left = self._turns.drop(tenant, flow)
+        for each in left:
+            each.done.cancel()
+
+    def close(self, *, wait: bool = False) -> None:
+        """Begin nothing more. `wait`: for what has begun."""
+        with self._lock:
+            left = self._turns.clear()
+        for each in left:
+            each.done.cancel()
+        self._pool.shutdown(wait=wait)
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            if not work.done.set_running_or_notify_cancel():
+                continue
+            began, result, error = self._clock(), None, None
+            try:
+                result = work.does()
+            except BaseException as raised:  # the caller's to see
+                error = raised
+            with self._lock:  # before its caller may come again
+                self._turns.charge(work.tenant, work.flow, self._clock() - began)
+            if error is None:
+                work.done.set_result(result)
+            else:
+                work.done.set_exception(error)
+
+    def _next(self) -> "_Work | None":
+        with self._lock:
+            work = self._turns.take()
+            self._busy -= work is None
+            return work
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A work that waits for its turn."""
+
+    tenant: str
+    flow: int
+    done: Future[Any]
+    does: Callable[[], Any]

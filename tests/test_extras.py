@@ -1,0 +1,79 @@
+"""Dependencies: a connector in somebody's vLLM needs the base alone, and a command that lacks an extra names it."""
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+WITHOUT_EXTRAS = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def base() -> set[str]:
+    """Distributions that the project's own dependencies lead to, without any extra."""
+    found: set[str] = set()
+    left = ["mooncake-zmq"]
+    while left:
+        name = left.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                left.append(canonicalize_name(requirement.name))
+    return found
+
+
+def run_without_extras(code: str) -> "subprocess.CompletedProcess[str]":
+    """Run `code` where no module of any other distribution can be imported."""
+    kept = base()
+    brings = importlib.metadata.packages_distributions()
+    blocked = {module for module, names in brings.items() if not any(canonicalize_name(name) in kept for name in names)}
+    text = WITHOUT_EXTRAS.format(blocked=blocked) + code
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+
+
+def test_the_base_is_small() -> None:
+    declared = [Requirement(text) for text in importlib.metadata.requires("mooncake-zmq") or ()]
+    assert {each.name for each in declared if each.marker is None} == {
+        *("click", "cryptography", "msgspec", "numpy", "pyzmq", "structlog", "xxhash")
+    }
+
+
+def test_what_a_connector_imports_needs_the_base_alone() -> None:
+    tree = ast.parse((ROOT / "mooncake_zmq/vllm/connector.py").read_text())
+    modules = [each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and each.module]
+    ours = [module for module in modules if module.startswith("mooncake_zmq.")]
+    assert ours
+    done = run_without_extras("".join(f"import {module}\n" for module in [*ours, "mooncake_zmq.store.client.api"]))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["prefill --node x", "up", "sim", "simtest", "bench serve", "doctor", "status"])
+def test_a_command_that_lacks_an_extra_names_it(command: str) -> None:
+    done = run_without_extras(f"from mooncake_zmq.cli import main\nmain({command.split()!r})")
+    assert done.returncode == 2
+    assert done.stderr.startswith("mooncake-zmq: ")
+    assert done.stderr.endswith("is not installed: pip install 'mooncake-zmq[server]'\n"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_module_that_no_extra_brings_is_a_fault_of_ours() -> None:
+    code = "import mooncake_zmq.cli as cli\nimport importlib\n"
+    code += "cli.main.commands['sbom'].callback = lambda **_: importlib.import_module('no_such_module')\ncli.main(['sbom'])"
+    done = run_without_extras(code)
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'no_such_module'\n")
