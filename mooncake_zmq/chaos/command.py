@@ -21,7 +21,7 @@ from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.engine.cpu import limit_blas
 
 if TYPE_CHECKING:
-    from mooncake_zmq.config import Loaded
+    from mooncake_zmq.config.load import Loaded
 
 DEFAULT_CONFIG = "configs/chaos.toml"
 
@@ -123,11 +123,11 @@ def chaos(
     limit_blas()
     # What strangers of ours log is no part of the report.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    from mooncake_zmq.chaos import report as reports
     from mooncake_zmq.chaos.plan import draw_plan
-    from mooncake_zmq.chaos.report import as_json as report_as_json
-    from mooncake_zmq.chaos.report import print_report
     from mooncake_zmq.chaos.run import NotStarted, Run, Wanted
-    from mooncake_zmq.config import ConfigError, load
+    from mooncake_zmq.config.load import load
+    from mooncake_zmq.config.records import ConfigError
 
     try:
         loaded = load(_located(path), {})
@@ -159,9 +159,9 @@ def chaos(
         click.echo(f"mooncake-zmq chaos: {error}", err=True)
         sys.exit(1)
     if as_json:
-        click.echo(json.dumps(report_as_json(outcome, wanted), indent=1))
+        click.echo(json.dumps(reports.as_json(outcome, wanted), indent=1))
     else:
-        print_report(outcome, wanted, Console())
+        reports.print_report(outcome, wanted, Console())
     _end(outcome.problems, outcome.directory, keep=keep)
 
 

@@ -18,7 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_reads, check_open, is_tls, warnings
+from mooncake_zmq.config.checks import check_local_reads, check_open
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import ConfigError, NodeSettings
+from mooncake_zmq.config.warnings import is_tls, warnings
 from mooncake_zmq.core.roles import ENGINE_ROLES, Role
 from mooncake_zmq.gateway.http.tls import tls_files_of, trusting
 from mooncake_zmq.runtime.lifecycle import PARENT_VARIABLE, follow_parent, make_private

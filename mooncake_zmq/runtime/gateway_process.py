@@ -13,7 +13,8 @@ import structlog
 import uvicorn
 from prometheus_client.metrics_core import Metric
 
-from mooncake_zmq.config import GatewaySettings, gateway_warnings
+from mooncake_zmq.config.records import GatewaySettings
+from mooncake_zmq.config.warnings import gateway_warnings
 from mooncake_zmq.core.actor import FromClient, RestWanted
 from mooncake_zmq.core.messages import Hello, StateTold
 from mooncake_zmq.core.watch import WATCH_S, Heard

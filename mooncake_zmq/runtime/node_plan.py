@@ -6,7 +6,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings
+from mooncake_zmq.config.checks import check_local_reads, check_open
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import ConfigError, NodeSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
 from mooncake_zmq.core.session import Session
@@ -132,6 +134,12 @@ class NodePlan:
                 f"needs {needed}: raise it to {needed * self.layout.slot_bytes}, or lower max_model_len"
             )
         return slots
+
+
+def check(loaded: Loaded, node: NodeSettings) -> None:
+    """Raise ConfigError where the node is not to start with these settings on this machine."""
+    check_open(loaded, [node])
+    check_local_reads(loaded, [node])
 
 
 def _find_device(loaded: Loaded, node: NodeSettings) -> None:

@@ -10,7 +10,8 @@ import structlog
 import zmq
 from prometheus_client.metrics_core import Metric
 
-from mooncake_zmq.config import ConfigError, costs_of
+from mooncake_zmq.config.load import costs_of
+from mooncake_zmq.config.records import ConfigError
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import SegmentRef

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 import structlog
 
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_reads, check_open
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import ConfigError, NodeSettings
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.roles import Role
 from mooncake_zmq.engine.errors import ModelError
@@ -20,8 +21,7 @@ from mooncake_zmq.runtime.actor_process import ActorProcess
 from mooncake_zmq.runtime.gateway_process import GatewayProcess
 from mooncake_zmq.runtime.lifecycle import Lifecycle, hold_signals
 from mooncake_zmq.runtime.listening import PortInUse
-from mooncake_zmq.runtime.node_plan import NodePlan
-from mooncake_zmq.runtime.node_process import NodeProcess
+from mooncake_zmq.runtime.node_plan import NodePlan, check
 from mooncake_zmq.runtime.parts import Parts
 from mooncake_zmq.runtime.vllm_server import ServerError
 from mooncake_zmq.telemetry import log as logs
@@ -71,9 +71,8 @@ def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Calla
     return 0
 
 
-def _open(loaded: Loaded, node: NodeSettings, stack: ExitStack) -> NodeProcess:
-    check_open(loaded, [node])
-    check_local_reads(loaded, [node])
+def _open(loaded: Loaded, node: NodeSettings, stack: ExitStack) -> GatewayProcess | ActorProcess:
+    check(loaded, node)
     lifecycle = Lifecycle(loaded.config.cluster, node.name, stack)
     parts = Parts(NodePlan.learn(loaded, node), lifecycle, stack)
     return GatewayProcess(parts) if node.role == "gateway" else ActorProcess(parts)

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.cli import main
-from mooncake_zmq.config import Loaded, load
+from mooncake_zmq.config.load import Loaded, load
 from mooncake_zmq.operate.doctor import clock, compute, examination, here, limits, memory, packages, peers, places, storage
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.runtime.listening import listen

@@ -11,7 +11,7 @@ import pytest
 TOY = Path(__file__).parent.parent.parent / "configs/toy.toml"
 CRASHES_EARLY = """
 import sys
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 from mooncake_zmq.runtime import parts, process
 
 class AnEarlyBug(Exception):
