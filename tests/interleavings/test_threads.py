@@ -20,7 +20,7 @@ from mooncake_zmq.core import turns
 from mooncake_zmq.engine import fair_pool, grammars
 from mooncake_zmq.engine.constraint import ConstraintError
 from mooncake_zmq.engine.grammar_process import Ask, Told
-from mooncake_zmq.runtime import executor
+from mooncake_zmq.runtime.executor import load_records, sampler
 from mooncake_zmq.transfer import connections, key_files, sockets
 from mooncake_zmq.transfer.own_files import replace_own
 
@@ -196,15 +196,15 @@ def sampler_of_jobs(schedule):
     """A job is sampled once: when its mask is there, or when it is stopped; and nothing waits for longer than that."""
 
     def body():
-        sampled, sampler = Counter(), executor._Sampler(lambda error: None)
+        sampled, samples = Counter(), sampler.Sampler(lambda error: None)
         jobs = [SimpleNamespace(unsampled=Unsampled(), stopped="", deadline=SOON_S, is_late=lambda: False) for _ in range(3)]
 
         def asks(number):
-            sampler.put(jobs[number], lambda: sampled.update([number]))
+            samples.put(jobs[number], lambda: sampled.update([number]))
 
         def stops(job):
             job.stopped = "cancelled"
-            sampler.wake()
+            samples.wake()
 
         schedule.together(
             *[lambda number=number: asks(number) for number in range(3)],
@@ -214,7 +214,7 @@ def sampler_of_jobs(schedule):
         )
         schedule.wait_until(lambda: sampled.total() == 3, SOON_S)
         assert schedule.now < SOON_S, "the sampler slept although something had changed"
-        sampler.close()
+        samples.close()
         assert sampled == {0: 1, 1: 1, 2: 1}
 
     return body
@@ -232,7 +232,7 @@ def prefix_of_a_chunk(schedule):
 
     def body():
         loads = [SimpleNamespace(first_layer=0, stop_layer=2)] * 2
-        prefix = executor._Prefix(2, loads)
+        prefix = load_records.Prefix(2, loads)
         job = SimpleNamespace(check=lambda: None, deadline=SOON_S)
         schedule.together(
             lambda: [prefix.wait(layer, job) for layer in (0, 1)],
@@ -442,8 +442,8 @@ def give_back_without_the_guard(self):
 CASES = {
     "the pool of tenants": (pool_of_tenants, (fair_pool, turns), fair_pool.FairPool, "_next", idle_without_the_lock),
     "grammars": (answers_with_grammars, (grammars, fair_pool), grammars.Grammars, "_ask_of", ask_of_what_is_dropped),
-    "the sampler": (sampler_of_jobs, (executor,), executor._Sampler, "put", wake_before_the_job_is_there),
-    "a chunk's prefix": (prefix_of_a_chunk, (executor,), executor._Prefix, "arrived", arrived_without_the_lock),
+    "the sampler": (sampler_of_jobs, (sampler,), sampler.Sampler, "put", wake_before_the_job_is_there),
+    "a chunk's prefix": (prefix_of_a_chunk, (load_records,), load_records.Prefix, "arrived", arrived_without_the_lock),
     "connections": (honest_and_endless, (connections,), connections.Connections, "_look", look_that_loses),
     "the sockets' keys": (one_authenticator, (sockets,), sockets.Sockets, "give_back", give_back_without_the_guard),
 }
