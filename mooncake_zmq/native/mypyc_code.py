@@ -47,7 +47,8 @@ _ACTORS = (
     *(f"prefill.{name}" for name in ("queue", "reuse", "slab", "slab_announcer", "waiting", "workload")),
     *(f"decode.{name}" for name in ("admission", "batch", "budget", "decode", "ends", "flight", "forks", "handoff", "offers")),
     *(f"decode.{name}" for name in ("request", "requests", "steps")),
-    *(f"pool.node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
+    *(f"pool.node.{name}" for name in ("announcer", "block_puts", "cache_node", "chains", "client")),
+    *(f"pool.node.{name}" for name in ("conductors", "contents", "gathering", "peers")),
 )
 """Not among them: modules whose classes are msgspec's, which mypyc does not know."""
 _AROUND_THEM = (

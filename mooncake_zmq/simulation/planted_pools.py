@@ -23,8 +23,10 @@ from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.shares import Shares
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node import cache_node, client, disk_tier
+from mooncake_zmq.pool.node.block_puts import BlockPuts
 from mooncake_zmq.pool.node.cache_node import CacheNode
 from mooncake_zmq.pool.node.client import PoolClient, PutEnded
+from mooncake_zmq.pool.node.conductors import Conductors
 from mooncake_zmq.pool.node.contents import Content, Contents
 from mooncake_zmq.pool.node.gathering import Gatherer
 from mooncake_zmq.prefill.prefill import Prefill
@@ -93,26 +95,26 @@ def disk_unpinned() -> Replacements:
 def late_writer() -> Replacements:
     """A put past its time is simply given back: no quarantine, no probe whether its writer still writes."""
 
-    def on_put_expired(self: CacheNode, writer: HolderId) -> list[Effect]:
-        put = self._puts.pop(writer, None)
+    def on_expired(self: BlockPuts, writer: HolderId) -> list[Effect]:
+        put = self.open.pop(writer, None)
         for slot in put.slots.values() if put else ():
-            self.slots.free(slot)
+            self._slots.free(slot)
         return []
 
-    return [(CacheNode, "_on_put_expired", on_put_expired)]
+    return [(BlockPuts, "on_expired", on_expired)]
 
 
 def commit_unverified() -> Replacements:
     """A put's blocks are all committed, those whose copy failed too."""
-    on_commit = CacheNode._on_commit
+    on_commit = BlockPuts.on_commit
 
-    def commit_all(self: CacheNode, now: float, sender: str, message: CommitSlots) -> list[Effect]:
-        put = self._puts.get(self._holder(sender, message.put_id))
+    def commit_all(self: BlockPuts, now: float, sender: str, message: CommitSlots) -> list[Effect]:
+        put = self.open.get(self._peers.holder(sender, message.put_id))
         checksums = dict(message.checksums)
         everything = tuple((index, checksums.get(index, 1)) for index in put.slots) if put else ()
         return on_commit(self, now, sender, CommitSlots(put_id=message.put_id, checksums=everything))
 
-    return [(CacheNode, "_on_commit", commit_all)]
+    return [(BlockPuts, "on_commit", commit_all)]
 
 
 def lease_leak() -> Replacements:
@@ -146,9 +148,9 @@ def contents_lost() -> Replacements:
 
 def index_lies() -> Replacements:
     """Evicted blocks are never taken back from the conductors."""
-    announce = CacheNode._announce
+    announce = Conductors.announce
 
-    def stored_only(self: CacheNode) -> list[Effect]:
+    def stored_only(self: Conductors) -> list[Effect]:
         effects = []
         for effect in announce(self):
             if isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced):
@@ -157,20 +159,20 @@ def index_lies() -> Replacements:
                     effects.append(Send(effect.to, BlocksAnnounced(stored=news.stored, on_disk=news.on_disk)))
         return list(effects)
 
-    return [(CacheNode, "_announce", stored_only)]
+    return [(Conductors, "announce", stored_only)]
 
 
 def announce_early() -> Replacements:
     """Blocks are announced when their slots are granted, before anything is in them."""
-    on_reserve = CacheNode._on_reserve
+    on_reserve = BlockPuts.on_reserve
 
-    def announcing(self: CacheNode, now: float, sender: str, message: Any) -> list[Effect]:
+    def announcing(self: BlockPuts, now: float, sender: str, message: Any) -> list[Effect]:
         effects = on_reserve(self, now, sender, message)
-        granted = tuple(key for key in message.keys if self.slots.held(key) and self.slots.committed(key) is None)
-        conductors = [name for name, peer in self._peers.items() if peer.role == "conductor"]
-        return effects + [Send(name, BlocksAnnounced(stored=granted)) for name in conductors if granted]
+        granted = tuple(key for key in message.keys if self._slots.held(key) and self._slots.committed(key) is None)
+        conductors = self._peers.conductors() if granted else ()
+        return effects + [Send(name, BlocksAnnounced(stored=granted)) for name in conductors]
 
-    return [(CacheNode, "_on_reserve", announcing)]
+    return [(BlockPuts, "on_reserve", announcing)]
 
 
 def put_never_ends() -> Replacements:

@@ -1,15 +1,13 @@
 """The actor of one host's KV pool: leases for readers, two-phase puts, two tiers, announcements. PURE.
 
 It never touches bytes: readers and writers on its host do through shared memory; its own copies, from other hosts and from
-and to the SSD, are works. `gathering` brings together what a lease misses, `disk_tier` decides what goes to the SSD.
+and to the SSD, are works. `gathering` brings together what a lease misses, `disk_tier` decides what goes to the SSD,
+`block_puts` grants the slots of puts, and `conductors` sends what changed.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from msgspec import structs
 
 from mooncake_zmq.core.actor import (
     CancelTimer,
@@ -25,7 +23,6 @@ from mooncake_zmq.core.actor import (
     Send,
     SetTimer,
     ShelfTold,
-    Start,
     Started,
     TimerFired,
     WorkDone,
@@ -34,67 +31,42 @@ from mooncake_zmq.core.actor import (
 from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     MAX_TOKENS,
-    BlocksAnnounced,
     BlocksLeased,
-    CacheLoad,
     ChangeReplica,
     CommitSlots,
-    GrantedSlot,
     LeaseBlocks,
     LeaseRenewed,
-    Message,
-    ReclaimSlots,
     ReleaseLease,
     RenewLease,
     ReportCorrupt,
     ReserveSlots,
     SlotRef,
-    SlotsReserved,
 )
 from mooncake_zmq.core.reactions import Reactions
 from mooncake_zmq.core.reports import REPORT
 from mooncake_zmq.core.shell import Ids, Tally
-from mooncake_zmq.core.work import BlocksCopied, DiskWritten, ProbeProcess, ProcessProbed, SlotGrant, WorkFailed
+from mooncake_zmq.core.work import BlocksCopied, DiskWritten, ProcessProbed, SlotGrant, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksStored, Medium
-from mooncake_zmq.kv.key_table import EMPTY
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.lease import GrantedLease, HolderId
-from mooncake_zmq.kv.shares import NOBODY
 from mooncake_zmq.kv.slots import Slots, SlotState
-from mooncake_zmq.pool.node.announcer import IN_DRAM, ON_DISK, Announcer, announcements
+from mooncake_zmq.pool.node.announcer import IN_DRAM, ON_DISK, Announcer
+from mooncake_zmq.pool.node.block_puts import BlockPuts
 from mooncake_zmq.pool.node.chains import Chains
+from mooncake_zmq.pool.node.conductors import Conductors
 from mooncake_zmq.pool.node.contents import UNKNOWN, Contents, in_chains
 from mooncake_zmq.pool.node.disk_tier import RETRY, DiskContents, DiskTier
 from mooncake_zmq.pool.node.gathering import DISK, Gatherer, Gathering
 from mooncake_zmq.pool.node.misses import CORRUPT, DENIED, Misses
+from mooncake_zmq.pool.node.peers import Peers
 from mooncake_zmq.pool.node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
 from mooncake_zmq.pool.node.tenants import PoolTenants, slots_of
 
 __all__ = ["CacheNode", "CacheNodeSettings", "DiskContents", "KvEventsSettings", "SsdSettings"]
 
-MAX_SOURCES = 256
-"""Sources that one `CacheLoad` tells of."""
 WISH_S = 30.0
 """How long a wish for a copy may take."""
-
-
-@dataclass(slots=True)
-class _Put:
-    """A client's reserved slots by index in its request, and what to tell of them once they stand."""
-
-    keys: tuple[Key, ...]
-    slots: dict[int, int]
-    parent: Key | None
-    tokens: bytes
-    more: bool = False
-    quarantined: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Client:
-    incarnation: int
-    role: str
 
 
 class CacheNode:
@@ -119,23 +91,11 @@ class CacheNode:
         most = slots_of([each.dram_bytes for each in settings.tenants], settings.pool_bytes, slots)
         self.slots = Slots(slots, most)
         self._settings = settings
-        self._layout = layout
         self._ids = Ids()
         self._misses = Misses()
         events = settings.kv_events
         self._contents = Contents(self.slots.capacity, layout.block_tokens if events.endpoint and events.tokens else 0)
-        self.disk = DiskTier(
-            settings.ssd,
-            disk,
-            self.slots,
-            self._contents,
-            tenants=self._tenants,
-            most=slots_of([each.ssd_bytes for each in settings.tenants], settings.ssd.bytes, disk.slots),
-            ref=self._ref,
-            new_id=self._ids.new,
-            counts=self.counts,
-            going=self._misses.going,
-        )
+        self.disk = self._disk_tier(disk)
         self._chains = Chains(self.slots, self._contents)
         self._announcer = Announcer(self.tiers, self.counts)
         self._gatherer = Gatherer(
@@ -149,26 +109,61 @@ class CacheNode:
             stored=self._copied_here,
             counts=self.counts,
         )
-        self._peers: dict[str, _Client] = {}
+        self._peers = Peers()
         self._leases: dict[HolderId, GrantedLease] = {}
-        self._puts: dict[HolderId, _Put] = {}
-        self._probes: dict[int, tuple[str, int]] = {}
-        self._shelf: dict[Key, None] = {}
-        """Blocks of vLLMs in the store beside the pool."""
-        self._newcomers: list[str] = []
-        """Conductors met in this event."""
         self._has_disk = disk.slots > 0
-        self._reporting = False
-        """The timer of the next `CacheLoad` is armed."""
         self._leaving = Leaving("", self.counts)
-        self._reactions = Reactions(
+        self._puts = BlockPuts(
+            settings,
+            layout,
+            self.slots,
+            self._contents,
+            chains=self._chains,
+            tenants=self._tenants,
+            peers=self._peers,
+            leaving=self._leaving,
+            new_id=self._ids.new,
+            stored=self._note_stored,
+            advance=self._gatherer.advance_waiting,
+            counts=self.counts,
+        )
+        self._conductors = Conductors(
+            self.slots,
+            self.disk,
+            self._gatherer,
+            peers=self._peers,
+            announcer=self._announcer,
+            misses=self._misses,
+            leaving=self._leaving,
+            report_s=settings.report_s,
+            counts=self.counts,
+        )
+        self._reactions = self._reactions_to_messages()
+
+    def _disk_tier(self, disk: DiskContents) -> DiskTier:
+        settings = self._settings
+        return DiskTier(
+            settings.ssd,
+            disk,
+            self.slots,
+            self._contents,
+            tenants=self._tenants,
+            most=slots_of([each.ssd_bytes for each in settings.tenants], settings.ssd.bytes, disk.slots),
+            ref=self._ref,
+            new_id=self._ids.new,
+            counts=self.counts,
+            going=self._misses.going,
+        )
+
+    def _reactions_to_messages(self) -> Reactions:
+        return Reactions(
             self.counts,
             {
                 LeaseBlocks: self._on_lease,
                 ReleaseLease: self._on_release,
                 RenewLease: self._on_renew,
-                ReserveSlots: self._on_reserve,
-                CommitSlots: self._on_commit,
+                ReserveSlots: self._puts.on_reserve,
+                CommitSlots: self._puts.on_commit,
                 ReportCorrupt: self._on_corrupt,
                 ChangeReplica: self._on_change_replica,
                 BlocksLeased: self._gatherer.on_leased,
@@ -201,9 +196,8 @@ class CacheNode:
             self.disk.slots.fences.clear()  # its slots are files' places: nobody maps them
         if self.slots.fences:
             effects.insert(0, Fence(self.slots.take_fences()))
-        effects += self._announce()
-        if not self._reporting:
-            effects += self._begin_reports()
+        effects += self._conductors.announce()
+        effects += self._conductors.begin_reports()
         return effects + self._drained() if self._leaving.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
@@ -211,19 +205,19 @@ class CacheNode:
         if type(event) is Received:
             return self._reactions.to(now, event.sender, event.message)
         if type(event) is TimerFired and event.key == REPORT:
-            return self._report(now)
+            return self._conductors.report(now)
         match event:
             case WorkDone(work_id, BlocksCopied() | WorkFailed() as copied) if self._gatherer.copies(work_id):
                 return self._gatherer.on_copied(now, work_id, copied)
             case WorkDone(work_id, DiskWritten() | WorkFailed() as written) if self.disk.writes(work_id):
                 self.disk.on_written(now, work_id, written)
                 return []
-            case WorkDone(work_id, ProcessProbed() | WorkFailed() as probed) if work_id in self._probes:
+            case WorkDone(work_id, ProcessProbed() | WorkFailed() as probed) if self._puts.probes(work_id):
                 return self._on_probed(work_id, probed)
             case TimerFired(("lease", str(node), int(incarnation), int(number))):
                 return self._on_lease_expired(now, HolderId(node, incarnation, number))
             case TimerFired(("put", str(node), int(incarnation), int(number))):
-                return self._on_put_expired(HolderId(node, incarnation, number))
+                return self._puts.on_expired(HolderId(node, incarnation, number))
             case TimerFired(("gathering", str(node), int(incarnation), int(number))):
                 self._gatherer.expire(now, HolderId(node, incarnation, number))
                 return []
@@ -235,7 +229,7 @@ class CacheNode:
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case ShelfTold() as told:
-                return self._on_shelf(told)
+                return self._conductors.on_shelf(told)
             case DrainWanted():
                 self._leaving.drain()
                 self._take_no_more()
@@ -261,7 +255,7 @@ class CacheNode:
             for slot in gathering.pinned:
                 pins[slot] += 1
         assert pins == list(self.slots.pins), "every pin is a lease's or a gathering's"
-        writing = sorted([slot for put in self._puts.values() for slot in put.slots.values()] + self._gatherer.writing)
+        writing = sorted(self._puts.writing + self._gatherer.writing)
         states = (SlotState.WRITING, SlotState.QUARANTINED)
         assert writing == [s for s in range(self.slots.capacity) if self.slots.state_of(s) in states]
 
@@ -302,7 +296,7 @@ class CacheNode:
         return {
             "gauges": self.gauges(now),
             "leases": [[str(h), len(lease.slots), lease.expires_at - now] for h, lease in self._leases.items()],
-            "puts": [[str(h), len(put.slots), put.quarantined] for h, put in self._puts.items()],
+            "puts": [[str(h), len(put.slots), put.quarantined] for h, put in self._puts.open.items()],
             "sources": [[rate.source, rate.block_s, rate.pending_blocks] for rate in self._gatherer.sources(now)],
             "pending": [[str(h), len(g.keys), g.here, g.limits, g.deadline - now] for h, g in gatherings.items()],
             "disk": {"readable": self.disk.readable, "writable": self.disk.writable, "fault": self.disk.fault},
@@ -312,7 +306,7 @@ class CacheNode:
     # --- readers
 
     def _on_lease(self, now: float, sender: str, message: LeaseBlocks) -> list[Effect]:
-        holder = self._holder(sender, message.lease_id)
+        holder = self._peers.holder(sender, message.lease_id)
         gatherings = self._gatherer.gatherings
         if holder in self._leases or holder in gatherings:
             return []
@@ -334,7 +328,7 @@ class CacheNode:
         return self._gather(now, gathering, message.sources, fetch_s)
 
     def _gather(self, now: float, gathering: Gathering, sources: Sequence[str], within_s: float) -> list[Effect]:
-        known = [s for s in sources if s in self._peers and self._peers[s].role == "cache-node"]
+        known = [s for s in sources if self._peers.has_role(s, "cache-node")]
         effects = self._gatherer.begin(now, gathering, known)
         holder = gathering.holder
         if holder in self._gatherer.gatherings:
@@ -392,11 +386,11 @@ class CacheNode:
     def _computes(self, asker: str) -> bool:
         """Does it compute what it misses? Only such lookups are counted: what another cache-node asks for is counted there, and
         a decode asks again for what a prefill reuses."""
-        return asker in self._peers and self._peers[asker].role == "prefill"
+        return self._peers.has_role(asker, "prefill")
 
     def _owners(self, holder: str, slots: Sequence[int]) -> tuple[str, ...]:
         """Whose these blocks are, for another cache-node, which will have copies of them."""
-        if self.slots.shares is None or self._peers[holder].role != "cache-node":
+        if self.slots.shares is None or not self._peers.has_role(holder, "cache-node"):
             return ()
         owners = [self.slots.owner_of(slot) for slot in slots]
         return tuple([self._tenants.names[owner] for owner in owners]) if any(owners) else ()
@@ -413,7 +407,7 @@ class CacheNode:
         return tuple([content.parent for content in contents]), tuple([content.tokens for content in contents])
 
     def _on_renew(self, now: float, sender: str, message: RenewLease) -> list[Effect]:
-        holder = self._holder(sender, message.lease_id)
+        holder = self._peers.holder(sender, message.lease_id)
         lease = self._leases.get(holder)
         if lease is None:
             return []
@@ -425,7 +419,7 @@ class CacheNode:
         ]
 
     def _on_release(self, _now: float, sender: str, message: ReleaseLease) -> list[Effect]:
-        holder = self._holder(sender, message.lease_id)
+        holder = self._peers.holder(sender, message.lease_id)
         self._gatherer.drop(holder)
         if holder not in self._leases:
             return []
@@ -461,7 +455,7 @@ class CacheNode:
     # --- copies on a conductor's wish
 
     def _on_change_replica(self, now: float, sender: str, message: ChangeReplica) -> list[Effect]:
-        if self._peers[sender].role != "conductor":
+        if not self._peers.has_role(sender, "conductor"):
             self.counts.add("unexpected_messages[type=ChangeReplica]")
             return []
         if not message.sources:
@@ -482,118 +476,24 @@ class CacheNode:
             if slot is not None and not tier.pins[slot]:
                 tier.demote(slot)
 
-    # --- writers
-
-    def _on_reserve(self, now: float, sender: str, message: ReserveSlots) -> list[Effect]:
-        writer = self._holder(sender, message.put_id)
-        if writer in self._puts:
-            return []
-        found = self.slots.find_all(message.keys)
-        if found.count(EMPTY) > self.slots.count(SlotState.FREE):  # a put must not evict the chain that it continues
-            self._chains.touch(message.parent, self.slots.committed_of(found))
-        tokens = self._fitting_tokens(message)
-        owner = self._tenants.number(message.tenant)
-        room = 0 if self._leaving.draining else self._room_for_puts(sender)
-        owners = [owner] * len(message.keys) if owner != NOBODY else ()
-        slots, held = self.slots.reserve_missing(message.keys, room, owners, found)
-        generations = self.slots.generation
-        grants = [GrantedSlot(index=index, slot=slot, generation=generations[slot]) for index, slot in slots.items()]
-        denied = len(message.keys) - held - len(grants)
-        self.counts.add("put_blocks[result=granted]", len(grants))
-        self.counts.add("put_blocks[result=held]", held)
-        self.counts.add("put_blocks[result=denied]", denied)
-        if owner != NOBODY:
-            self.counts.add(f"tenant_put_blocks[tenant={message.tenant},result=granted]", len(grants))
-            self.counts.add(f"tenant_put_blocks[tenant={message.tenant},result=denied]", denied)
-        self.counts.add("dedup_saved_bytes", held * self._layout.block_bytes)
-        reply = Send(sender, SlotsReserved(put_id=message.put_id, grants=tuple(grants)))
-        if not grants:
-            return [reply]
-        self._puts[writer] = _Put(message.keys, slots, message.parent, tokens, message.more)
-        ttl_s = min(message.ttl_s, self._settings.max_lease_s)
-        return [SetTimer(("put", writer.node, writer.incarnation, writer.number), ttl_s), reply]
-
-    def _room_for_puts(self, client: str) -> int:
-        """Slots that this client may reserve beside those it has reserved, or has in quarantine, already."""
-        open_slots = sum(len(put.slots) for writer, put in self._puts.items() if writer.node == client)
-        return max(1, int(self._settings.max_put_share * self.slots.capacity)) - open_slots
-
-    def _fitting_tokens(self, message: ReserveSlots) -> bytes:
-        """The tokens of a put, unless they cannot be those of its blocks: they are told to others, not used here."""
-        fits = len(message.tokens) == len(message.keys) * self._layout.block_tokens * 4
-        if message.tokens and not fits:
-            self.counts.add("put_tokens_misfit")
-        return message.tokens if fits and self._settings.kv_events.tokens else b""
-
-    def _on_commit(self, now: float, sender: str, message: CommitSlots) -> list[Effect]:
-        writer = self._holder(sender, message.put_id)
-        put = self._puts.pop(writer, None)
-        if put is None:
-            return []
-        checksums = {} if put.quarantined else dict(message.checksums)
-        if put.quarantined:
-            self.counts.add("late_commits")
-        stored: list[int] = []
-        slots: list[int] = []
-        size = self._contents.token_bytes
-        for index, slot in put.slots.items():
-            if index in checksums:
-                parent = put.keys[index - 1] if index else put.parent
-                self._contents.put(slot, parent, put.tokens[index * size : (index + 1) * size] if size else b"")
-                stored.append(index)
-                slots.append(slot)
-            else:
-                self.slots.free(slot)
-        effects: list[Effect] = [CancelTimer(("put", writer.node, writer.incarnation, writer.number))]
-        if not stored:
-            return effects
-        self.slots.commit_all(slots, [checksums[index] for index in stored])
-        if not put.more:
-            self._chains.touch(put.parent, slots)
-        self._tell_stored(put, stored)
-        return effects + self._gatherer.advance_waiting(now, [put.keys[index] for index in stored])
-
-    def _tell_stored(self, put: _Put, stored: Sequence[int]) -> None:
-        """One event for each unbroken part of the put's chain."""
-        size = self._layout.block_tokens * 4
-        for first, stop in _runs(stored):
-            parent = put.keys[first - 1] if first else put.parent
-            keys = put.keys[first:stop]
-            self._tell([BlocksStored(keys, Medium.CPU, parent or b"", put.tokens[first * size : stop * size])])
+    # --- what comes
 
     def _copied_here(self, keys: Sequence[Key]) -> None:
         slots = {key: slot for key, slot in zip(keys, self.slots.present(keys), strict=True) if slot is not None}
         events = in_chains(Medium.CPU, [(key, self._contents.of(slot)) for key, slot in slots.items()])
         for event in events:
             self._chains.touch(event.parent or None, [slots[key] for key in event.keys])
-        self._tell(events)
+        self._note_stored(events)
 
-    def _tell(self, stored: Sequence[BlocksStored]) -> None:
+    def _note_stored(self, stored: Sequence[BlocksStored]) -> None:
         keys = [key for event in stored for key in event.keys]
         self._announcer.stored(stored, keys)
         self.disk.unsaved += self.disk.slots.present(keys).count(None)
 
-    def _on_put_expired(self, writer: HolderId) -> list[Effect]:
-        """The writer may still write: keep its slots from everybody until it answers or is known dead."""
-        put = self._puts.get(writer)
-        if put is None:
-            return []
-        if not put.quarantined:
-            put.quarantined = True
-            self.counts.add("puts_quarantined")
-            for slot in put.slots.values():
-                self.slots.quarantine(slot)
-        probe_id = self._ids.new()
-        self._probes[probe_id] = (writer.node, writer.incarnation)
-        return [
-            SetTimer(("put", writer.node, writer.incarnation, writer.number), self._settings.probe_s),
-            Send(writer.node, ReclaimSlots(put_id=writer.number)),
-            Start(probe_id, ProbeProcess(writer.node, writer.incarnation), self._settings.probe_s),
-        ]
-
     def _on_probed(self, work_id: int, result: ProcessProbed | WorkFailed) -> list[Effect]:
-        node, incarnation = self._probes.pop(work_id)
-        if isinstance(result, ProcessProbed) and not result.alive:
+        dead = self._puts.on_probed(work_id, result)
+        if dead is not None:
+            node, incarnation = dead
             self._bury(node, range(incarnation, incarnation + 1))
         return []
 
@@ -604,58 +504,23 @@ class CacheNode:
             self._end_lease(holder)
         for holder in [h for h in self._gatherer.gatherings if h.node == node and h.incarnation in incarnations]:
             self._gatherer.drop(holder)
-        for writer in [w for w in self._puts if w.node == node and w.incarnation in incarnations]:
-            for slot in self._puts.pop(writer).slots.values():
-                self.slots.free(slot)
+        self._puts.end(node, incarnations)
 
     # --- peers
 
     def _on_peer_up(self, up: PeerUp) -> list[Effect]:
         self._bury(up.peer, range(up.incarnation))
-        self._peers[up.peer] = _Client(up.incarnation, up.hello.role)
+        self._peers.connected(up)
         if up.hello.role == "conductor":
-            self._newcomers.append(up.peer)
+            self._conductors.connected(up.peer)
         return []
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         """Leases and puts of a silent client stay until they expire: it may only be cut off, and still read or write."""
-        self._peers.pop(peer, None)
+        self._peers.disconnected(peer)
         for holder in [h for h in self._gatherer.gatherings if h.node == peer]:
             self._gatherer.drop(holder)
         return self._gatherer.source_down(now, peer)
-
-    def _announce(self) -> list[Effect]:
-        """Tell of what this event changed, in either tier; a conductor just met hears of all that is held now."""
-        changed = self._announcer.pending or self.disk.stored or self.slots.evicted or self.disk.slots.evicted
-        if not changed and not self._newcomers:
-            return []
-        if self.disk.stored:
-            new = [key for key, _ in self.disk.stored if self.slots.committed(key) is None]
-            self._announcer.stored(in_chains(Medium.DISK, self.disk.stored), new)
-            self.disk.stored.clear()
-        left_dram, left_disk = tuple(self.slots.evicted), tuple(self.disk.slots.evicted)
-        if left_dram or left_disk:
-            self.disk.left(left_dram, left_disk)
-            self.counts.add("evicted_blocks[tier=dram]", len(left_dram))
-            self.counts.add("evicted_blocks[tier=disk]", len(left_disk))
-            self.slots.evicted.clear()
-            self.disk.slots.evicted.clear()
-        effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], self._informed())
-        self._misses.left(self._announcer.gone)
-        if self._newcomers:
-            everything: list[Message] = [] if self._leaving.resting else [*self._all_held()]
-            everything += _of_shelf(list(self._shelf))
-            if self._leaving.resting:
-                everything.append(CacheLoad(sources=(), resting=True))
-            everything.append(BlocksAnnounced(complete=True))
-            effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
-            self._newcomers.clear()
-        return effects
-
-    def _all_held(self) -> list[BlocksAnnounced]:
-        dram = self.slots.committed_keys()
-        disk = [key for key in self.disk.slots.committed_keys() if self.slots.committed(key) is None]
-        return announcements(dram, on_disk=disk if self.disk.readable else ())
 
     def _take_no_more(self) -> None:
         for holder in [h for h, g in self._gatherer.gatherings.items() if g.wish]:
@@ -663,58 +528,18 @@ class CacheNode:
         self.disk.begin_drain()
 
     def _on_rest(self, resting: bool) -> list[Effect]:
-        """Nothing that is held here is to be had while it rests, so conductors plan without; then they hear of all of it."""
         self._leaving.rest(resting)
         if self._leaving.leaves:
             return []
-        told: list[Message] = [CacheLoad(sources=(), resting=resting)]
         if resting:
             self._take_no_more()
-            held = dict.fromkeys([*self.slots.committed_keys(), *self.disk.slots.committed_keys()])
-            told += announcements((), list(held))
-        else:
-            self.disk.end_drain()
-            self._newcomers = self._conductors()
-        return [Send(name, message) for message in told for name in self._conductors()]
-
-    def _conductors(self) -> list[str]:
-        return [name for name, peer in self._peers.items() if peer.role == "conductor"]
-
-    def _informed(self) -> list[str]:
-        """Conductors that hear of what changes."""
-        return [] if self._leaving.resting else [name for name in self._conductors() if name not in self._newcomers]
-
-    def _on_shelf(self, told: ShelfTold) -> list[Effect]:
-        """Kept for conductors that come later."""
-        self._shelf |= dict.fromkeys(told.stored)
-        for key in told.removed:
-            self._shelf.pop(key, None)
-        informed = [name for name in self._conductors() if name not in self._newcomers]
-        return [Send(name, message) for message in _of_shelf(told.stored, told.removed) for name in informed]
-
-    # --- what fetching takes
-
-    def _begin_reports(self) -> list[Effect]:
-        """As soon as anything is fetched."""
-        if self._reporting or not self._gatherer.fetches:
-            return []
-        self._reporting = True
-        return [SetTimer(REPORT, self._settings.report_s)]
-
-    def _report(self, now: float) -> list[Effect]:
-        """Until nothing is fetched any more and what was measured is too old to say anything, which ends with an empty one."""
-        sources = self._gatherer.sources(now)
-        self._reporting = bool(sources)
-        load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]), resting=self._leaving.resting)
-        timers: list[Effect] = [SetTimer(REPORT, self._settings.report_s)] if sources else []
-        return [*[Send(name, load, lossy=True) for name in self._conductors()], *timers]
+            return self._conductors.cordoned()
+        self.disk.end_drain()
+        return self._conductors.uncordoned()
 
     def _drained(self) -> list[Effect]:
-        busy = self._leases or self._puts or self._gatherer.gatherings or self._gatherer.fetches or self.disk.demoting
+        busy = self._leases or self._puts.open or self._gatherer.gatherings or self._gatherer.fetches or self.disk.demoting
         return self._leaving.drained(idle=not busy)
-
-    def _holder(self, sender: str, number: int) -> HolderId:
-        return HolderId(sender, self._peers[sender].incarnation, number)
 
     def _ref(self, slot: int) -> SlotRef:
         return SlotRef(
@@ -727,18 +552,3 @@ class CacheNode:
 
     def _grant(self, slot: int) -> SlotGrant:
         return SlotGrant(self.name, self.incarnation, slot, self.slots.generation[slot])
-
-
-def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending indices as half-open ranges."""
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs
-
-
-def _of_shelf(stored: Sequence[Key], removed: Sequence[Key] = ()) -> list[BlocksAnnounced]:
-    return [structs.replace(message, shelf=True) for message in announcements(stored, removed)]
