@@ -19,7 +19,8 @@ def _grow(blocks: int) -> float:
     """Fill a tier's slots in the way of each tier: DRAM by puts, SSD by what a recovery finds."""
     import psutil
 
-    from mooncake_zmq.kv.slots import Slots, SlotState
+    from mooncake_zmq.kv.slot_table import SlotState
+    from mooncake_zmq.kv.slots import Slots
 
     process = psutil.Process()
     before = process.memory_info().rss

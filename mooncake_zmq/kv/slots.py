@@ -1,87 +1,27 @@
-"""The slots of one segment: which key each holds, generations, pins, who goes next. PURE; used by the pool and by a prefill.
+"""The slots of one segment: which is written or evicted next, and which are pinned. PURE; used by the pool and by a prefill.
 
-A slot's generation is odd while somebody may write it and even otherwise (a seqlock): a reader that finds the
-generation it was given, before and after its copy, has read what was granted. Every method that changes a generation
-notes it in `fences`, which the actor hands to the runtime ahead of any message that tells of the change.
-
-Everything is a column indexed by slot, about 60 bytes for each with its key; no slot has an object of its own.
+`slot_table` has the columns that hold what each slot holds; here are the order of eviction, the pins and the free slots.
 """
 
 from array import array
 from collections.abc import Sequence
-from enum import Enum, IntEnum
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.eviction import Lru
-from mooncake_zmq.kv.key_table import EMPTY, KeyTable
+from mooncake_zmq.kv.key_table import EMPTY
 from mooncake_zmq.kv.shares import NOBODY, Shares
+from mooncake_zmq.kv.slot_table import COMMITTED, FREE, MOVES, STATES, WRITING, SlotEvent, SlotState, SlotTable
 
 
-class SlotState(Enum):
-    """Life of a slot."""
-
-    FREE = "free"
-    WRITING = "writing"
-    COMMITTED = "committed"
-    QUARANTINED = "quarantined"
-    """Its writer ran past its lease and may still write: nobody gets it until that writer answers or is known dead."""
-    RETIRED = "retired"
-    """Its medium failed: nobody gets it in this life."""
-
-
-class SlotEvent(IntEnum):
-    """What moves it on."""
-
-    RESERVE = 0
-    RESTORE = 1
-    COMMIT = 2
-    FREE = 3
-    QUARANTINE = 4
-    RETIRE = 5
-
-
-NEXT_STATE: dict[tuple[SlotState, SlotEvent], SlotState] = {
-    (SlotState.FREE, SlotEvent.RESERVE): SlotState.WRITING,
-    (SlotState.COMMITTED, SlotEvent.RESERVE): SlotState.WRITING,
-    (SlotState.FREE, SlotEvent.RESTORE): SlotState.COMMITTED,
-    (SlotState.WRITING, SlotEvent.COMMIT): SlotState.COMMITTED,
-    (SlotState.WRITING, SlotEvent.FREE): SlotState.FREE,
-    (SlotState.WRITING, SlotEvent.QUARANTINE): SlotState.QUARANTINED,
-    (SlotState.QUARANTINED, SlotEvent.FREE): SlotState.FREE,
-    (SlotState.COMMITTED, SlotEvent.FREE): SlotState.FREE,
-    (SlotState.COMMITTED, SlotEvent.RETIRE): SlotState.RETIRED,
-}
-
-STATES = tuple(SlotState)
-"""A slot's state is its place in here, one byte in the state column."""
-FREE, WRITING, COMMITTED = (STATES.index(state) for state in (SlotState.FREE, SlotState.WRITING, SlotState.COMMITTED))
-MOVES: list[dict[int, tuple[int, str]]] = [{} for _ in SlotEvent]
-"""`NEXT_STATE` by event and in bytes, each move with the name under which it is counted."""
-for (_before, _event), _after in NEXT_STATE.items():
-    MOVES[_event][STATES.index(_before)] = (STATES.index(_after), f"slot {_before.value} -> {_after.value}")
-
-
-class Slots:
-    """A key names at most one slot; a slot may be anonymous (no key). `most`: what each owner may have, see `kv.shares`; with
-    none, all slots are nobody's."""
+class Slots(SlotTable):
+    """A table of slots that hands them out. `most`: what each owner may have, see `kv.shares`; with none, no slot has an
+    owner."""
 
     def __init__(self, capacity: int, most: Sequence[int] = ()) -> None:
-        self.capacity = capacity
-        self.generation = array("Q", [0]) * capacity
-        self.checksum = array("Q", [0]) * capacity
+        super().__init__(capacity)
         self.pins = array("I", [0]) * capacity
         """Leases and copies that cover the slot: it is not evicted while above 0."""
-        self.fences: list[tuple[int, int]] = []
-        self.evicted: list[Key] = []
-        """Keys whose last copy here went, for whoever announces them; the owner clears the list."""
-        self.transitions: dict[str, int] = {}
-        self._state = bytearray(capacity)
-        self._counts = [capacity] + [0] * (len(STATES) - 1)
         self._pinned = 0
-        self._by_key = KeyTable(capacity)
         self._order = Lru(capacity)
         self.shares = Shares(self._order, capacity, most) if most else None
         self._evictable: Lru | Shares = self._order if self.shares is None else self.shares
@@ -101,66 +41,6 @@ class Slots:
         """Slots covered by at least one lease or copy."""
         return self._pinned
 
-    def state_of(self, slot: int) -> SlotState:
-        """Where `slot` is in its life."""
-        return STATES[self._state[slot]]
-
-    def key_of(self, slot: int) -> Key | None:
-        """What `slot` holds or will hold; None: nothing, or an anonymous block."""
-        return self._by_key.key_of(slot)
-
-    def committed(self, key: Key) -> int | None:
-        """The slot that holds `key`, readable now."""
-        slot = self._by_key.get(key)
-        return slot if slot is not None and self._state[slot] == COMMITTED else None
-
-    def present(self, keys: Sequence[Key]) -> list[int | None]:
-        """As `committed`, of each of `keys`."""
-        if not self._by_key:  # a pool without an SSD asks that tier as well
-            return [None] * len(keys)
-        states = self._state
-        return [slot if slot != EMPTY and states[slot] == COMMITTED else None for slot in self._by_key.slots_of(keys)]
-
-    def held(self, key: Key) -> bool:
-        """Is `key` here or being written?"""
-        return self._by_key.get(key) is not None
-
-    def find(self, keys: bytes) -> NDArray[np.int32]:
-        """Slots [n] of n keys that lie one after the other in `keys`; -1 for a key that is not readable now."""
-        slots = self._by_key.find_many(keys)
-        here = np.flatnonzero(slots >= 0)
-        slots[here[self._states()[slots[here]] != COMMITTED]] = -1
-        return slots
-
-    def committed_keys(self) -> list[Key]:
-        """Every readable key."""
-        readable = np.flatnonzero((self._states() == COMMITTED) & self._by_key.named())
-        return [key for slot in readable.tolist() if (key := self._by_key.key_of(slot)) is not None]
-
-    def count(self, state: SlotState) -> int:
-        """Slots in `state`."""
-        return self._counts[STATES.index(state)]
-
-    def leading_run(self, keys: Sequence[Key]) -> list[int]:
-        """Slots of the longest leading run of `keys` that is readable."""
-        states = self._state
-        run: list[int] = []
-        for slot in self._by_key.slots_of(keys):
-            if slot == EMPTY or states[slot] != COMMITTED:
-                break
-            run.append(slot)
-        return run
-
-    def committed_of(self, slots: Sequence[int]) -> list[int]:
-        """Those of `slots` that are readable; `EMPTY` is none."""
-        states = self._state
-        return [slot for slot in slots if slot != EMPTY and states[slot] == COMMITTED]
-
-    def being_written(self, slots: Sequence[int]) -> list[int]:
-        """Those of `slots` that somebody may write."""
-        states = self._state
-        return [slot for slot in slots if states[slot] == WRITING]
-
     def owner_of(self, slot: int) -> int:
         """Whose a slot is that is not free."""
         return self.shares.of[slot] if self.shares is not None else NOBODY
@@ -175,10 +55,6 @@ class Slots:
         if key is not None:
             self._by_key.insert(key, slots[0])
         return slots[0]
-
-    def find_all(self, keys: Sequence[Key]) -> list[int]:
-        """The slot that holds each of `keys` or is to hold it; `EMPTY` if there is none."""
-        return self._by_key.slots_of(keys)
 
     def reserve_missing(
         self, keys: Sequence[Key], most: int, owners: Sequence[int] = (), found: Sequence[int] | None = None
@@ -342,12 +218,6 @@ class Slots:
         """Make an unpinned committed slot the next victim."""
         self._evictable.demote(slot)
 
-    def take_fences(self) -> tuple[tuple[int, int], ...]:
-        """The generations changed since the last call."""
-        fences = tuple(self.fences)
-        self.fences.clear()
-        return fences
-
     def check(self) -> None:
         """Assert the invariants."""
         assert self._counts == [self._state.count(state) for state in range(len(STATES))]
@@ -462,28 +332,3 @@ class Slots:
     def _put_back(self, slot: int) -> None:
         if slot < self._untouched:  # else it was restored, and its turn as one never handed out is still to come
             self._free.append(slot)
-
-    def _unname(self, slot: int, *, announce: bool = True) -> None:
-        if self._by_key.is_named(slot):
-            key = self._by_key.remove(slot)
-            if announce:
-                self.evicted.append(key)
-
-    def _move(self, slot: int, event: SlotEvent) -> None:
-        before = self._state[slot]
-        after, name = MOVES[event][before]
-        self._state[slot] = after
-        self._count(before, after, name, 1)
-
-    def _count(self, before: int, after: int, name: str, moved: int) -> None:
-        if moved:
-            self._counts[before] -= moved
-            self._counts[after] += moved
-            self.transitions[name] = self.transitions.get(name, 0) + moved
-
-    def _set_generation(self, slot: int, generation: int) -> None:
-        self.generation[slot] = generation
-        self.fences.append((slot, generation))
-
-    def _states(self) -> NDArray[np.uint8]:
-        return np.frombuffer(self._state, dtype=np.uint8)

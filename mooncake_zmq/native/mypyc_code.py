@@ -37,7 +37,7 @@ class Part(NamedTuple):
 _ACTORS = (
     *(f"core.{name}" for name in ("chunking", "costs", "gaps", "leaving", "moves", "order", "pace", "reactions")),
     *(f"core.{name}" for name in ("reports", "shell", "turns")),
-    *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slots")),
+    *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slot_table", "slots")),
     *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "chain", "choices")),
     *(f"conductor.{name}" for name in ("coming", "conductor", "copies", "corrections", "decodes", "handovers")),
     *(f"conductor.{name}" for name in ("inventory", "membership")),

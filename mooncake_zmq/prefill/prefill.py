@@ -55,7 +55,8 @@ from mooncake_zmq.core.shell import Ids, Tally
 from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, StageComputed, TokensSampled, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.kv.slot_table import SlotState
+from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.client import UNHEARD, PoolClient
 from mooncake_zmq.prefill.admission import Admission
 from mooncake_zmq.prefill.computing import Computing

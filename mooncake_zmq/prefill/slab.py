@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import SlotGrant
-from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.kv.slot_table import SlotState
+from mooncake_zmq.kv.slots import Slots
 
 
 class Slab:

@@ -20,7 +20,7 @@ from mooncake_zmq.core.node import WATCHING
 from mooncake_zmq.core.work import WatchEngine, Work
 from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway.requests import requests
-from mooncake_zmq.kv import slots
+from mooncake_zmq.kv import slot_table
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.pool.node import store_events
 from mooncake_zmq.prefill import job, stages
@@ -37,7 +37,7 @@ TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("prefill stage", stages.NEXT_STATE),
     ("decode request", decode_request.NEXT_STATE),
     ("vllm job", vllm_job.NEXT_STATE),
-    ("slot", slots.NEXT_STATE),
+    ("slot", slot_table.NEXT_STATE),
 )
 
 

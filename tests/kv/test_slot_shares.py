@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_zmq.kv.shares import NOBODY
-from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.kv.slot_table import SlotState
+from mooncake_zmq.kv.slots import Slots
 
 CAPACITY = 8
 RED, BLUE, GREEN = 1, 2, 3

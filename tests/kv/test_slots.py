@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mooncake_zmq.kv.slots import NEXT_STATE, SlotEvent, Slots, SlotState
+from mooncake_zmq.kv.slot_table import NEXT_STATE, SlotEvent, SlotState
+from mooncake_zmq.kv.slots import Slots
 
 CAPACITY = 5
 ALL_KEYS = [bytes([i]) * 16 for i in range(8)]

@@ -35,7 +35,7 @@ from mooncake_zmq.core.work import (
     WriteToDisk,
 )
 from mooncake_zmq.kv.events import BlocksStored, Medium
-from mooncake_zmq.kv.slots import SlotState
+from mooncake_zmq.kv.slot_table import SlotState
 from mooncake_zmq.pool.node import cache_node
 from mooncake_zmq.pool.node.cache_node import CacheNode
 from mooncake_zmq.pool.node.client import COPY_MARGIN

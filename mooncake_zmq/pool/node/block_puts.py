@@ -17,7 +17,8 @@ from mooncake_zmq.kv.key_table import EMPTY
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.shares import NOBODY
-from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.kv.slot_table import SlotState
+from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.chains import Chains
 from mooncake_zmq.pool.node.contents import Contents
 from mooncake_zmq.pool.node.peers import Peers

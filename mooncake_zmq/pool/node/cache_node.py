@@ -50,7 +50,8 @@ from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksStored, Medium
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.lease import GrantedLease, HolderId
-from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.kv.slot_table import SlotState
+from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.announcer import IN_DRAM, ON_DISK, Announcer
 from mooncake_zmq.pool.node.block_puts import BlockPuts
 from mooncake_zmq.pool.node.chains import Chains

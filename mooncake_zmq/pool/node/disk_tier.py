@@ -16,7 +16,8 @@ from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import DiskBlock, DiskWritten, WorkFailed, WriteToDisk
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import TOKEN_BYTES
-from mooncake_zmq.kv.slots import Slots, SlotState
+from mooncake_zmq.kv.slot_table import SlotState
+from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.pool.node.misses import CORRUPT, DISK_FAILED
 from mooncake_zmq.pool.node.settings import RETRY_S, SsdSettings
