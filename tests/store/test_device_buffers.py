@@ -37,7 +37,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch, store):
     device = Device(monkeypatch)
-    store._device = device.memory()
+    store._memory.device = device.memory()
     return device
 
 
@@ -76,9 +76,9 @@ def test_one_value_may_lie_in_a_gpu_and_in_the_host(store, device):
 def test_a_buffer_that_is_unregistered_is_the_gpus_no_more(store, device):
     address = device.buffer(bytes(10))
     assert store.register_buffer(address, 10) == 0
-    assert store._device.holds([[(address, 10)]])
+    assert store._memory.device.holds([[(address, 10)]])
     assert store.unregister_buffer(address) == 0
-    assert not store._device.holds([[(address, 10)]])
+    assert not store._memory.device.holds([[(address, 10)]])
 
 
 def test_memory_that_nobody_can_reach_is_refused_in_one_line(store):
@@ -105,4 +105,4 @@ def test_host_memory_needs_no_gpu(store):
     memory = Memory(100)
     assert is_readable(memory.address)
     assert store.register_buffer(memory.address, 100) == 0
-    assert not store._device.holds([[(memory.address, 100)]])
+    assert not store._memory.device.holds([[(memory.address, 100)]])

@@ -5,10 +5,7 @@ class, too small a buffer, a key that is another tenant's to change); -704 not f
 pinned; -707 the put took longer than it may; -800 bytes were damaged under way; -900 no store answered, or this one was closed.
 """
 
-import bisect
-import math
 import os
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -18,21 +15,17 @@ import structlog
 
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.store import tensors
-from mooncake_zmq.store.client.batch import Value
+from mooncake_zmq.store.client.caller_memory import CallerMemory, joined, spans_of, zip_spans
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
-from mooncake_zmq.store.client.device_memory import DeviceMemory, NotOurs
+from mooncake_zmq.store.client.key_calls import KeyCalls
 from mooncake_zmq.store.client.peer import ClientSettings
-from mooncake_zmq.store.client.replicas import Descriptor, MemoryDescriptor, ReplicaDescriptor, ReplicateConfig
+from mooncake_zmq.store.client.replicas import ReplicateConfig
 from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.memory import Buffer, address_of, new_bytes
-from mooncake_zmq.transfer.hashed_copy import Span
 
 log = structlog.get_logger()
 
 INVALID = int(Code.INVALID)
-NOT_FOUND = int(Code.NOT_FOUND)
-MAX_PATTERN_LENGTH = 1024
-NOWHERE: Sequence[str] = ()
 KEY_SETTINGS = ("keys", "key_name", "allow_plain_tcp")
 KEY_VARIABLES = "MOONCAKE_ZMQ_STORE_"
 """Before the name of one of KEY_SETTINGS, for connectors that pass no settings of ours on."""
@@ -70,16 +63,14 @@ class BufferHandle(bytearray):
         return len(self)
 
 
-class MooncakeDistributedStore:
+class MooncakeDistributedStore(KeyCalls):
     """A client of the stores of one or several cache-nodes. Thread-safe. No call hangs, before `setup` or after `close`."""
 
     def __init__(self) -> None:
-        self._client: StoreClient | None = None
+        super().__init__()
         self._hostname = ""
         self._lock = threading.Lock()
-        self._buffers: list[tuple[int, int]] = []
-        """Registered (start, stop) addresses, in order."""
-        self._device = DeviceMemory()
+        self._memory = CallerMemory()
 
     def setup(
         self,
@@ -134,7 +125,7 @@ class MooncakeDistributedStore:
         """End. Calls under way, and later ones, answer errors."""
         with self._lock:
             client, self._client = self._client, None
-            self._buffers.clear()
+        self._memory.unregister_all()
         if client is not None:
             client.close()
         return 0
@@ -158,50 +149,34 @@ class MooncakeDistributedStore:
             return UNREACHED
         if buffer_ptr <= 0 or size <= 0:
             return INVALID
-        try:
-            self._device.admit(buffer_ptr, size)
-        except NotOurs as error:
-            log.error("store_buffer_refused", reason=str(error))
-            return INVALID
-        with self._lock:
-            at = bisect.bisect_left(self._buffers, (buffer_ptr, 0))
-            if any(start < buffer_ptr + size and buffer_ptr < stop for start, stop in self._buffers[max(0, at - 1) : at + 1]):
-                return INVALID
-            self._buffers.insert(at, (buffer_ptr, buffer_ptr + size))
-        return 0
+        return self._memory.register(buffer_ptr, size)
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
         if self._client is None:
             return UNREACHED
-        with self._lock:
-            for index, (start, _) in enumerate(self._buffers):
-                if start == buffer_ptr:
-                    del self._buffers[index]
-                    self._device.forget(buffer_ptr)
-                    return 0
-        return INVALID
+        return self._memory.unregister(buffer_ptr)
 
     # --- puts
 
     def put(self, key: str, value: Buffer, config: ReplicateConfig | None = None) -> int:
         """0 also if the key has a value, which stays."""
-        return self._put([key], [_spans(value)], config)[0]
+        return self._memory.put(self._client, [key], [spans_of(value)], config)[0]
 
     def put_batch(self, keys: Sequence[str], values: Sequence[Buffer], config: ReplicateConfig | None = None) -> int:
         """0, or the code of the first key that failed."""
-        return _first_error(self._put(keys, [_spans(value) for value in values], config))
+        return _first_error(self._memory.put(self._client, keys, [spans_of(value) for value in values], config))
 
     def put_parts(self, key: str, *parts: Buffer, config: ReplicateConfig | None = None) -> int:
         """One value of all parts, in order."""
-        return self._put([key], [_join(parts)], config)[0]
+        return self._memory.put(self._client, [key], [joined(parts)], config)[0]
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None) -> int:
-        return self._put([key], [[(buffer_ptr, size)]], config)[0]
+        return self._memory.put(self._client, [key], [[(buffer_ptr, size)]], config)[0]
 
     def batch_put_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: ReplicateConfig | None = None
     ) -> list[int]:
-        return self._put_from(keys, buffer_ptrs, sizes, config)
+        return self._memory.put_from(self._client, keys, buffer_ptrs, sizes, config)
 
     def batch_put_from_multi_buffers(
         self,
@@ -211,26 +186,26 @@ class MooncakeDistributedStore:
         config: ReplicateConfig | None = None,
     ) -> list[int]:
         """Each value lies in several buffers, one part after another."""
-        values = _zip_spans(keys, all_buffer_ptrs, all_sizes)
-        return [INVALID] * len(keys) if values is None else self._put(keys, values, config)
+        values = zip_spans(keys, all_buffer_ptrs, all_sizes)
+        return [INVALID] * len(keys) if values is None else self._memory.put(self._client, keys, values, config)
 
     def upsert(self, key: str, value: Buffer, config: ReplicateConfig | None = None) -> int:
         """Store a value whether or not the key has one; readers see the old or the new one."""
-        return self._put([key], [_spans(value)], config, Pin.UPSERT)[0]
+        return self._memory.put(self._client, [key], [spans_of(value)], config, Pin.UPSERT)[0]
 
     def upsert_batch(self, keys: Sequence[str], values: Sequence[Buffer], config: ReplicateConfig | None = None) -> int:
-        return _first_error(self._put(keys, [_spans(value) for value in values], config, Pin.UPSERT))
+        return _first_error(self._memory.put(self._client, keys, [spans_of(value) for value in values], config, Pin.UPSERT))
 
     def upsert_parts(self, key: str, *parts: Buffer, config: ReplicateConfig | None = None) -> int:
-        return self._put([key], [_join(parts)], config, Pin.UPSERT)[0]
+        return self._memory.put(self._client, [key], [joined(parts)], config, Pin.UPSERT)[0]
 
     def upsert_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None) -> int:
-        return self._put([key], [[(buffer_ptr, size)]], config, Pin.UPSERT)[0]
+        return self._memory.put(self._client, [key], [[(buffer_ptr, size)]], config, Pin.UPSERT)[0]
 
     def batch_upsert_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int], config: ReplicateConfig | None = None
     ) -> list[int]:
-        return self._put_from(keys, buffer_ptrs, sizes, config, Pin.UPSERT)
+        return self._memory.put_from(self._client, keys, buffer_ptrs, sizes, config, Pin.UPSERT)
 
     # --- gets
 
@@ -239,23 +214,23 @@ class MooncakeDistributedStore:
         return self.get_batch([key])[0]
 
     def get_batch(self, keys: Sequence[str]) -> list[bytes]:
-        values = self._get(keys, new_bytes)
+        values = self._memory.get(self._client, keys, new_bytes)
         return [b"" if value is None else value for value in values]
 
     def get_buffer(self, key: str) -> BufferHandle | None:
         return self.batch_get_buffer([key])[0]
 
     def batch_get_buffer(self, keys: Sequence[str]) -> list[BufferHandle | None]:
-        return self._get(keys, BufferHandle)
+        return self._memory.get(self._client, keys, BufferHandle)
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
         """The value's size; -600 if the buffer is smaller, and then nothing is written."""
-        return self._get_into([key], [[(buffer_ptr, size)]])[0]
+        return self._memory.get_into(self._client, [key], [[(buffer_ptr, size)]])[0]
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [INVALID] * len(keys)
-        return self._get_into(keys, [[span] for span in zip(buffer_ptrs, sizes, strict=True)])
+        return self._memory.get_into(self._client, keys, [[span] for span in zip(buffer_ptrs, sizes, strict=True)])
 
     def batch_get_into_multi_buffers(
         self,
@@ -265,8 +240,8 @@ class MooncakeDistributedStore:
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
         """Each value fills several buffers, one part after another."""
-        places = _zip_spans(keys, all_buffer_ptrs, all_sizes)
-        return [INVALID] * len(keys) if places is None else self._get_into(keys, places)
+        places = zip_spans(keys, all_buffer_ptrs, all_sizes)
+        return [INVALID] * len(keys) if places is None else self._memory.get_into(self._client, keys, places)
 
     def get_into_ranges(
         self,
@@ -282,7 +257,7 @@ class MooncakeDistributedStore:
         rows = (buffer_ptrs, all_keys, all_dst_offsets, all_src_offsets, all_sizes)
         if len(set(map(len, rows))) > 1:
             return [[[INVALID] * len(sizes) for sizes in of_keys] for of_keys in all_sizes]
-        return [self._get_ranges(*row) for row in zip(*rows, strict=True)]
+        return [self._memory.get_ranges(self._client, *row) for row in zip(*rows, strict=True)]
 
     # --- tensors
 
@@ -302,7 +277,7 @@ class MooncakeDistributedStore:
             except tensors.NotATensor as error:
                 log.warning("store_tensor_refused", reason=str(error))
                 encoded.append(None)
-        return self._put(keys, [[] if each is None else each.spans for each in encoded], config)
+        return self._memory.put(self._client, keys, [[] if each is None else each.spans for each in encoded], config)
 
     def get_tensor(self, key: str) -> Any:
         """What `put_tensor` was given, in host memory; None if it is not here or no tensor."""
@@ -310,74 +285,13 @@ class MooncakeDistributedStore:
 
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
         found: list[Any] = []
-        for key, value in zip(keys, self._get(keys, bytearray), strict=True):
+        for key, value in zip(keys, self._memory.get(self._client, keys, bytearray), strict=True):
             try:
                 found.append(None if value is None else tensors.decode(value))
             except tensors.NotATensor as error:
                 log.warning("store_tensor_refused", key=key, reason=str(error))
                 found.append(None)
         return found
-
-    # --- questions and removal
-
-    def is_exist(self, key: str) -> int:
-        """1, 0, or -1 if no store answers."""
-        return self.batch_is_exist([key])[0]
-
-    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        client = self._client
-        return [-1] * len(keys) if client is None else client.exist(keys)
-
-    def get_size(self, key: str) -> int:
-        client = self._client
-        return UNREACHED if client is None else client.sizes([key])[0]
-
-    def get_replica_desc(self, key: str) -> list[ReplicaDescriptor]:
-        return self.batch_get_replica_desc([key]).get(key, [])
-
-    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """The copies of each key that has one."""
-        client = self._client
-        found = client.locate(keys) if client is not None else []
-        return {
-            key: [ReplicaDescriptor(MemoryDescriptor(Descriptor(size, name))) for name, size in copies]
-            for key, copies in zip(keys, found, strict=False)
-            if copies
-        }
-
-    def remove(self, key: str, force: bool = False) -> int:
-        """Nobody finds the key any more; who reads it may finish, so that `force` changes nothing."""
-        return self.batch_remove([key], force)[0]
-
-    def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
-        client = self._client
-        return [UNREACHED] * len(keys) if client is None else client.remove(keys)
-
-    def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
-        """Forget the copies in the store of that name, as `get_hostname` or a replica descriptor tells it, or in all; the keys
-        that had one. Who reads may finish."""
-        client = self._client
-        codes = [] if client is None else client.remove(keys, segment_name)
-        return [key for key, code in zip(keys, codes, strict=False) if code == 0]
-
-    def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """How many keys went; -600 for a bad pattern. Matched here: a costly pattern is the caller's own time."""
-        client = self._client
-        if client is None:
-            return UNREACHED
-        try:
-            pattern = re.compile(regex_pattern)
-        except re.error:
-            return INVALID
-        if len(regex_pattern) > MAX_PATTERN_LENGTH:
-            return INVALID
-        matching = list(dict.fromkeys(key for key in client.list_keys() if pattern.search(key)))
-        return sum(code == 0 for code in client.remove(matching))
-
-    def remove_all(self, force: bool = False) -> int:
-        """How many copies went."""
-        client = self._client
-        return UNREACHED if client is None else client.remove_all()
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name not in UNSUPPORTED:
@@ -387,129 +301,6 @@ class MooncakeDistributedStore:
             raise NotImplementedError(f"MooncakeDistributedStore.{name}")
 
         return refuse
-
-    # --- inside
-
-    def _put(
-        self, keys: Sequence[str], values: Sequence[Value], config: ReplicateConfig | None, pins: Pin = Pin.NONE
-    ) -> list[int]:
-        replicas, preferred, is_consistent = 1, NOWHERE, True
-        if config is not None:
-            replicas, preferred, is_consistent = config.replica_num, config.preferred, config.is_consistent
-            pins |= config.pins
-        client = self._client
-        if client is None:
-            return [UNREACHED] * len(keys)
-        if len(keys) != len(values) or replicas < 1 or not is_consistent or self._device.refuses(values):
-            return [INVALID] * max(1, len(keys))
-
-        def put(some: Sequence[int], of_some: Sequence[Value]) -> list[int]:
-            return client.put([keys[index] for index in some], of_some, pins, replicas=replicas, preferred=preferred)
-
-        return self._device.put(values, put) if self._device.holds(values) else put(range(len(keys)), values)
-
-    def _put_from(
-        self,
-        keys: Sequence[str],
-        buffer_ptrs: Sequence[int],
-        sizes: Sequence[int],
-        config: ReplicateConfig | None,
-        pins: Pin = Pin.NONE,
-    ) -> list[int]:
-        if not len(keys) == len(buffer_ptrs) == len(sizes):
-            return [INVALID] * len(keys)
-        return self._put(keys, [[span] for span in zip(buffer_ptrs, sizes, strict=True)], config, pins)
-
-    def _get(self, keys: Sequence[str], allocate: Callable[[int], Any]) -> list[Any]:
-        """What `allocate` made and the store filled; None for what did not come."""
-        client = self._client
-        if client is None:
-            return [None] * len(keys)
-        made: dict[int, Any] = {}
-
-        def place(index: int, size: int) -> Value:
-            made[index] = allocate(size)
-            return _spans(made[index])
-
-        sizes = client.fetch(keys, place)
-        return [made[index] if size > 0 else None for index, size in enumerate(sizes)]
-
-    def _get_into(self, keys: Sequence[str], places: Sequence[Value]) -> list[int]:
-        client = self._client
-        if client is None:
-            return [UNREACHED] * len(keys)
-        if self._device.refuses(places):
-            return [INVALID] * len(keys)
-
-        def fetch(some: Sequence[int], of_some: Sequence[Value]) -> list[int]:
-            caps = [sum(length for _, length in spans) for spans in of_some]
-            named = [keys[index] for index in some]
-            return client.fetch(named, lambda index, size: of_some[index] if size <= caps[index] else None, caps)
-
-        return self._device.fetch(places, fetch) if self._device.holds(places) else fetch(range(len(keys)), places)
-
-    def _get_ranges(
-        self,
-        buffer_ptr: int,
-        keys: Sequence[str],
-        to: Sequence[Sequence[int]],
-        of: Sequence[Sequence[int]],
-        sizes: Sequence[Sequence[int]],
-    ) -> list[list[int]]:
-        """Of one buffer."""
-        if len({len(keys), len(to), len(of), len(sizes)}) > 1:
-            return [[INVALID] * len(each) for each in sizes]
-        results: list[list[int]] = []
-        for key, *parts in zip(keys, to, of, sizes, strict=True):
-            if len(set(map(len, parts))) > 1:
-                results.append([INVALID] * len(parts[2]))
-                continue
-            value = self._get([key], bytearray)[0]
-            code = NOT_FOUND if self._client is not None else UNREACHED
-            found = [code] * len(parts[2]) if value is None else self._copy_parts(value, buffer_ptr, *parts)
-            results.append(found)
-        return results
-
-    def _room_at(self, address: int) -> float:
-        """Bytes from there to the end of the registered buffer that it lies in; infinite if it lies in none."""
-        with self._lock:
-            at = bisect.bisect_right(self._buffers, (address, math.inf))
-            stop = self._buffers[at - 1][1] if at else 0
-        return stop - address if address < stop else math.inf
-
-    def _copy_parts(
-        self, value: bytearray, buffer_ptr: int, to: Sequence[int], of: Sequence[int], sizes: Sequence[int]
-    ) -> list[int]:
-        found, room = [], self._room_at(buffer_ptr)
-        for target, start, size in zip(to, of, sizes, strict=True):
-            fits = target >= 0 and start >= 0 and 0 <= size <= min(len(value) - start, room - target)
-            fits = fits and not self._device.refuses([[(buffer_ptr + target, size)]])
-            if fits and size:
-                self._device.copy(buffer_ptr + target, address_of(value) + start, size)
-            found.append(size if fits else INVALID)
-        return found
-
-
-def _spans(value: Buffer) -> list[Span]:
-    size = len(value) if isinstance(value, bytes | bytearray) else memoryview(value).nbytes
-    return [(address_of(value), size)] if size else []
-
-
-def _join(parts: Sequence[Buffer]) -> list[Span]:
-    return [span for part in parts for span in _spans(part)]
-
-
-def _zip_spans(
-    keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
-) -> list[list[Span]] | None:
-    """None where the lengths of the lists do not agree."""
-    if not len(keys) == len(pointers) == len(sizes) or any(map(_differ, pointers, sizes)):
-        return None
-    return [list(zip(*columns, strict=True)) for columns in zip(pointers, sizes, strict=True)]
-
-
-def _differ(one: Sequence[int], other: Sequence[int]) -> bool:
-    return len(one) != len(other)
 
 
 def _first_error(codes: Sequence[int]) -> int:
