@@ -14,7 +14,7 @@ import hostile
 import pytest
 import zmq
 
-from mooncake_zmq.pool.server import server as store_server
+from mooncake_zmq.pool.server import request_socket as store_server
 from mooncake_zmq.runtime import kv_events, zmq_runtime
 from mooncake_zmq.transfer import data_server, key_files, zmtp
 from mooncake_zmq.transfer.connections import Connections, _received_bytes, came_by, cut, receive
