@@ -1,4 +1,4 @@
-"""What each slot of a segment holds: its key, state, generation and checksum. PURE.
+"""The columns of a segment's slots: key, state, generation and checksum. PURE.
 
 A slot's generation is odd while a process may write it and even otherwise (a seqlock): a reader that finds the
 generation it was given, before and after its copy, has read what was granted. Every method that changes a generation
@@ -56,10 +56,10 @@ NEXT_STATE: dict[tuple[SlotState, SlotEvent], SlotState] = {
 STATES = tuple(SlotState)
 """A slot's state is its place in here, one byte in the state column."""
 FREE, WRITING, COMMITTED = (STATES.index(state) for state in (SlotState.FREE, SlotState.WRITING, SlotState.COMMITTED))
-MOVES: list[dict[int, tuple[int, str]]] = [{} for _ in SlotEvent]
+TRANSITIONS: list[dict[int, tuple[int, str]]] = [{} for _ in SlotEvent]
 """`NEXT_STATE` by event and in bytes, each move with the name under which it is counted."""
 for (_before, _event), _after in NEXT_STATE.items():
-    MOVES[_event][STATES.index(_before)] = (STATES.index(_after), f"slot {_before.value} -> {_after.value}")
+    TRANSITIONS[_event][STATES.index(_before)] = (STATES.index(_after), f"slot {_before.value} -> {_after.value}")
 
 
 class SlotTable:
@@ -78,11 +78,11 @@ class SlotTable:
         self._by_key = KeyTable(capacity)
 
     def state_of(self, slot: int) -> SlotState:
-        """Where `slot` is in its life."""
+        """Return the state of `slot`."""
         return STATES[self._state[slot]]
 
     def key_of(self, slot: int) -> Key | None:
-        """What `slot` holds or will hold; None: nothing, or an anonymous block."""
+        """Return the key that `slot` holds or will hold; None: nothing, or an anonymous block."""
         return self._by_key.key_of(slot)
 
     def committed(self, key: Key) -> int | None:
@@ -157,7 +157,7 @@ class SlotTable:
 
     def _move(self, slot: int, event: SlotEvent) -> None:
         before = self._state[slot]
-        after, name = MOVES[event][before]
+        after, name = TRANSITIONS[event][before]
         self._state[slot] = after
         self._count(before, after, name, 1)
 

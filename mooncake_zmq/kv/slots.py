@@ -10,7 +10,7 @@ from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.eviction import Lru
 from mooncake_zmq.kv.key_table import EMPTY
 from mooncake_zmq.kv.shares import NOBODY, Shares
-from mooncake_zmq.kv.slot_table import COMMITTED, FREE, MOVES, STATES, WRITING, SlotEvent, SlotState, SlotTable
+from mooncake_zmq.kv.slot_table import COMMITTED, FREE, STATES, TRANSITIONS, WRITING, SlotEvent, SlotState, SlotTable
 
 
 class Slots(SlotTable):
@@ -105,7 +105,7 @@ class Slots(SlotTable):
         """As `commit` of each, of one at least: the blocks of a put come together."""
         states, generations, pins, fences = self._state, self.generation, self.pins, self.fences
         unpinned: list[int] = []
-        moves = MOVES[SlotEvent.COMMIT]
+        moves = TRANSITIONS[SlotEvent.COMMIT]
         for slot, checksum in zip(slots, checksums, strict=True):
             states[slot] = moves[states[slot]][0]
             generations[slot] += 1
@@ -248,7 +248,7 @@ class Slots(SlotTable):
             states[slot] = WRITING
             generation = generations[slot] = generations[slot] + 1
             fences.append((slot, generation))
-        moves = MOVES[SlotEvent.RESERVE]
+        moves = TRANSITIONS[SlotEvent.RESERVE]
         self._count(FREE, *moves[FREE], free)
         self._count(COMMITTED, *moves[COMMITTED], len(slots) - free)
         return slots
@@ -317,7 +317,7 @@ class Slots(SlotTable):
             fences.append((slot, generation))
             if slot < untouched:  # as `_put_back`
                 self._free.append(slot)
-        self._count(COMMITTED, *MOVES[SlotEvent.FREE][COMMITTED], len(slots))
+        self._count(COMMITTED, *TRANSITIONS[SlotEvent.FREE][COMMITTED], len(slots))
 
     def _drop(self, slot: int) -> None:
         """Nobody finds a committed slot any more, and none may read it: it is free."""

@@ -51,7 +51,7 @@ class BlockPuts:
         chains: Chains,
         tenants: PoolTenants,
         peers: Peers,
-        leaving: Leaving,
+        drain: Leaving,
         new_id: Callable[[], int],
         stored: Callable[[Sequence[BlocksStored]], None],
         advance: Callable[[float, Sequence[Key]], list[Effect]],
@@ -66,7 +66,7 @@ class BlockPuts:
         self._chains = chains
         self._tenants = tenants
         self._peers = peers
-        self._leaving = leaving
+        self._drain = drain
         self._new_id = new_id
         self._stored = stored
         self._advance = advance
@@ -92,7 +92,7 @@ class BlockPuts:
             self._chains.touch(message.parent, self._slots.committed_of(found))
         tokens = self._fitting_tokens(message)
         owner = self._tenants.number(message.tenant)
-        room = 0 if self._leaving.draining else self._room_for(sender)
+        room = 0 if self._drain.draining else self._room_for(sender)
         owners = [owner] * len(message.keys) if owner != NOBODY else ()
         slots, held = self._slots.reserve_missing(message.keys, room, owners, found)
         generations = self._slots.generation

@@ -122,7 +122,7 @@ class CacheNode:
             chains=self._chains,
             tenants=self._tenants,
             peers=self._peers,
-            leaving=self._leaving,
+            drain=self._leaving,
             new_id=self._ids.new,
             stored=self._note_stored,
             advance=self._gatherer.advance_waiting,
@@ -135,7 +135,7 @@ class CacheNode:
             peers=self._peers,
             announcer=self._announcer,
             misses=self._misses,
-            leaving=self._leaving,
+            drain=self._leaving,
             report_s=settings.report_s,
             counts=self.counts,
         )
@@ -230,7 +230,7 @@ class CacheNode:
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case ShelfTold() as told:
-                return self._conductors.on_shelf(told)
+                return self._conductors.on_store_changed(told)
             case DrainWanted():
                 self._leaving.drain()
                 self._take_no_more()

@@ -1,4 +1,4 @@
-"""What a cache-node sends to the conductors: all blocks at first, then changes, and what fetching takes. PURE."""
+"""Messages from a cache-node to the conductors: all blocks at first, then changes, and what fetching takes. PURE."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ class Conductors:
         peers: Peers,
         announcer: Announcer,
         misses: Misses,
-        leaving: Leaving,
+        drain: Leaving,
         report_s: float,
         counts: Tally,
     ) -> None:
@@ -45,10 +45,10 @@ class Conductors:
         self._peers = peers
         self._announcer = announcer
         self._misses = misses
-        self._leaving = leaving
+        self._drain = drain
         self._report_s = report_s
         self._counts = counts
-        self._shelf: dict[Key, None] = {}
+        self._in_store: dict[Key, None] = {}
         """Blocks of vLLMs in the store beside the pool."""
         self._newcomers: list[str] = []
         """Conductors that connected in this event."""
@@ -75,13 +75,13 @@ class Conductors:
             self._counts.add("evicted_blocks[tier=disk]", len(left_disk))
             self._slots.evicted.clear()
             self._disk.slots.evicted.clear()
-        informed = [] if self._leaving.resting else self._informed()
+        informed = [] if self._drain.resting else self._informed()
         effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], informed)
         self._misses.left(self._announcer.gone)
         if self._newcomers:
-            everything: list[Message] = [] if self._leaving.resting else [*self._all_held()]
-            everything += _of_shelf(list(self._shelf))
-            if self._leaving.resting:
+            everything: list[Message] = [] if self._drain.resting else [*self._all_held()]
+            everything += _of_store(list(self._in_store))
+            if self._drain.resting:
                 everything.append(CacheLoad(sources=(), resting=True))
             everything.append(BlocksAnnounced(complete=True))
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
@@ -111,13 +111,13 @@ class Conductors:
     def _to_all(self, messages: Sequence[Message]) -> list[Effect]:
         return [Send(name, message) for message in messages for name in self._peers.conductors()]
 
-    def on_shelf(self, told: ShelfTold) -> list[Effect]:
+    def on_store_changed(self, change: ShelfTold) -> list[Effect]:
         """Pass on what changed in the store beside the pool, and keep it for conductors that connect later."""
-        self._shelf |= dict.fromkeys(told.stored)
-        for key in told.removed:
-            self._shelf.pop(key, None)
+        self._in_store |= dict.fromkeys(change.stored)
+        for key in change.removed:
+            self._in_store.pop(key, None)
         informed = self._informed()
-        return [Send(name, message) for message in _of_shelf(told.stored, told.removed) for name in informed]
+        return [Send(name, message) for message in _of_store(change.stored, change.removed) for name in informed]
 
     def begin_reports(self) -> list[Effect]:
         """Start the reports of what fetching takes, as soon as anything is fetched."""
@@ -130,10 +130,10 @@ class Conductors:
         """Report what fetching takes. Reports end, with an empty one, once nothing is fetched and all measurements are old."""
         sources = self._gatherer.sources(now)
         self._reporting = bool(sources)
-        load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]), resting=self._leaving.resting)
+        load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]), resting=self._drain.resting)
         timers: list[Effect] = [SetTimer(REPORT, self._report_s)] if sources else []
         return [*[Send(name, load, lossy=True) for name in self._peers.conductors()], *timers]
 
 
-def _of_shelf(stored: Sequence[Key], removed: Sequence[Key] = ()) -> list[BlocksAnnounced]:
+def _of_store(stored: Sequence[Key], removed: Sequence[Key] = ()) -> list[BlocksAnnounced]:
     return [structs.replace(message, shelf=True) for message in announcements(stored, removed)]

@@ -15,9 +15,9 @@ from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 CONNECTION, ROUTING_ID_BYTES = b"c", 21
 """b"c", 16 bytes that name the client, 4 that number its connection."""
 MAX_QUEUED_REQUESTS = 32
-"""Of one connection; further ones wait at its side."""
+"""Requests of one connection that wait here; further ones wait at the client."""
 MAX_QUEUED_REPLIES = 256
-"""Of one connection; further ones are dropped, as a client that waits for each answer never has so many."""
+"""Replies that wait for one connection; further ones are dropped, as a client that waits for each answer never has so many."""
 WAKE = "inproc://wake"
 """Where the server's thread can be woken by an empty message."""
 WAIT_MS = 1_000

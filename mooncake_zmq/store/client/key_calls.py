@@ -43,7 +43,7 @@ class KeyCalls:
         }
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Nobody finds the key any more; who reads it may finish, so that `force` changes nothing."""
+        """Remove a key. Reads under way may finish, so that `force` changes nothing."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
@@ -51,8 +51,8 @@ class KeyCalls:
         return [UNREACHED] * len(keys) if client is None else client.remove(keys)
 
     def batch_replica_clear(self, keys: Sequence[str], segment_name: str = "") -> list[str]:
-        """Forget the copies in the store of that name, as `get_hostname` or a replica descriptor tells it, or in all; the keys
-        that had one. Who reads may finish."""
+        """Remove the copies in the store of that name, as `get_hostname` or a replica descriptor has it, or in all stores;
+        return the keys that had one. Reads under way may finish."""
         client = self._client
         codes = [] if client is None else client.remove(keys, segment_name)
         return [key for key, code in zip(keys, codes, strict=False) if code == 0]
