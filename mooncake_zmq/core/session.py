@@ -39,9 +39,9 @@ therefore counts only while we could have received and the peer could have sent:
 - Every envelope holds the recent lateness of its sender's loop. `LATE_BEATS` times as much of the silence does not count.
 - A peer that waits for a CPU, as the kernel of this machine shows, is not given up.
 Together these excuse at most `MOST_EXCUSED` peer timeouts of one silence. A dead peer is down after one peer timeout if no loop
-was late, and at the first tick after `1 + MOST_EXCUSED` in any case. To decide later is safe: leases end by the clocks of holder
-and granter, with or without a conversation, and another incarnation is accepted later, never earlier, so the bounds above hold
-with more room.
+was late, and at the first tick after `1 + MOST_EXCUSED` in any case. To decide later is safe: leases end by the clocks of
+holder and granter, with or without a conversation, and another incarnation is accepted later, never earlier, so the bounds
+above hold with more room.
 """
 
 import math
