@@ -195,7 +195,7 @@ class StreamLane:
     def _accept(self, read: RemoteRead, reply: ReadReply) -> Generator[None, None, ReadFailure | None]:
         """Receive the bytes and hand the parts on, each after its checksum was compared.
 
-        A part that is torn because its slot was reused meanwhile looks corrupt here; its owner can tell by the generation.
+        A part that is torn because its slot was reused meanwhile looks corrupt here; its owner knows better by the generation.
         """
         layout, row = self._layout, reply.checksums
         if reply.status is not ReadStatus.OK:
