@@ -21,6 +21,7 @@ from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.engine.cpu import limit_blas
 
 if TYPE_CHECKING:
+    from mooncake_zmq.chaos.run import Wanted
     from mooncake_zmq.config.load import Loaded
 
 DEFAULT_CONFIG = "configs/chaos.toml"
@@ -116,30 +117,16 @@ def chaos(
       mooncake-zmq chaos --tenants --flood "slow readers" --seconds 20
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
-    from mooncake_zmq.chaos.network import enter
-
-    if not (plan_only or loopback):
-        enter()
-    limit_blas()
-    # What strangers of ours log is no part of the report.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    from mooncake_zmq.chaos import report as reports
-    from mooncake_zmq.chaos.plan import draw_plan
-    from mooncake_zmq.chaos.run import NotStarted, Run, Wanted
-    from mooncake_zmq.config.load import load
-    from mooncake_zmq.config.records import ConfigError
-
-    try:
-        loaded = load(_located(path), {})
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
+    _enter(alone=plan_only or loopback)
+    loaded = _load(path)
     if tenants:
         _run_tenants(loaded, kinds, seconds, keep=keep, as_json=as_json)
     wanted_kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_lives)]
     if plan_only:
-        for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}, wanted_kinds):
-            click.echo(f"{fault.at_s:6.1f} s  {fault}")
+        _print_plan(loaded, seed, minutes, wanted_kinds)
         return
+    from mooncake_zmq.chaos.run import Wanted
+
     wanted = Wanted(
         loaded=loaded,
         seed=seed,
@@ -150,6 +137,41 @@ def chaos(
         with_keys=not plain,
         hostile=hostile or 0,
     )
+    _run_faults(wanted, keep=keep, as_json=as_json)
+
+
+def _enter(*, alone: bool) -> None:
+    """Go where links can be cut, unless links are left `alone`, before anything of the run is imported."""
+    from mooncake_zmq.chaos.network import enter
+
+    if not alone:
+        enter()
+    limit_blas()
+    # What strangers of ours log is no part of the report.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
+def _load(path: str) -> "Loaded":
+    from mooncake_zmq.config.load import load
+    from mooncake_zmq.config.records import ConfigError
+
+    try:
+        return load(_located(path), {})
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _print_plan(loaded: "Loaded", seed: int, minutes: float, kinds: Sequence[Kind]) -> None:
+    from mooncake_zmq.chaos.plan import draw_plan
+
+    for fault in draw_plan(seed, 60 * minutes, {node.name: node.role for node in loaded.config.nodes}, kinds):
+        click.echo(f"{fault.at_s:6.1f} s  {fault}")
+
+
+def _run_faults(wanted: "Wanted", *, keep: bool, as_json: bool) -> NoReturn:
+    from mooncake_zmq.chaos import report as reports
+    from mooncake_zmq.chaos.run import NotStarted, Run
+
     run = Run(wanted, _sayer())
     try:
         outcome = asyncio.run(run.run())

@@ -25,6 +25,7 @@ class FairPool:
         self._lock = threading.Lock()
         """Guards what follows."""
         self._busy = 0
+        self._closed = False
         self._turns: Turns[_Work] = Turns()
 
     def new_flow(self) -> int:
@@ -32,10 +33,14 @@ class FairPool:
         return next(self._numbers)
 
     def submit(self, tenant: str, work: Callable[[], WorkT], flow: int | None = None) -> Future[WorkT]:
-        """Have it done by a thread, when it is the tenant's turn and its flow's; None: it is a flow by itself."""
+        """Have it done by a thread, when it is the tenant's turn and its flow's; None: it is a flow by itself. Once the pool
+        is closed it is cancelled at once."""
         done: Future[WorkT] = Future()
         number = self.new_flow() if flow is None else flow
         with self._lock:
+            if self._closed:
+                done.cancel()
+                return done
             self._turns.put(tenant, number, _Work(tenant, number, done, work))
             if self._busy < self._threads:
                 self._busy += 1
@@ -54,6 +59,7 @@ class FairPool:
     def close(self, *, wait: bool = False) -> None:
         """Begin nothing more. `wait`: for what has begun."""
         with self._lock:
+            self._closed = True
             left = self._turns.clear()
         for each in left:
             each.done.cancel()

@@ -191,8 +191,9 @@ class Grammars:
 
     def _ask_of(self, process: "_Process", following: Following, tokens: int) -> Ask:
         life, known = following.held or (-1, 0)
-        with self._lock:
-            dropped, self._dropped = self._dropped, []
+        with self._lock:  # this one may have been dropped since its turn came: it goes with the next message
+            dropped = [number for number in self._dropped if number != following.number]
+            self._dropped = [number for number in self._dropped if number == following.number]
         if life != process.life:
             return Ask(following.number, following.answer[:tokens], self._max_compile_s, following.constraint, tuple(dropped))
         new = following.answer[known:tokens]

@@ -19,13 +19,14 @@ from mooncake_zmq.core.actor import FromClient, RestWanted
 from mooncake_zmq.core.messages import Hello, StateTold
 from mooncake_zmq.core.watch import WATCH_S, Heard
 from mooncake_zmq.gateway.http.api_keys import REFRESH_S, ApiKeys, api_keys_of
-from mooncake_zmq.gateway.http.http_calls import Edge, ServedModel
+from mooncake_zmq.gateway.http.http_calls import Edge
 from mooncake_zmq.gateway.http.reuse_port import LEAVE_S, SharedAddress
 from mooncake_zmq.gateway.http.tls import Tls, tls_files_of
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.requests.request_log import Accounts
 from mooncake_zmq.gateway.requests.requests import Requests
+from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.facts import counts_of
 from mooncake_zmq.runtime.listening import HTTP_BACKLOG, claim, is_deserted, listen

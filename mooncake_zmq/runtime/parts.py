@@ -21,7 +21,7 @@ from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.requests.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.pool.node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.pool.node.store_events import ShelfChanged
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.pool.ssd.object_disk import ObjectDisk

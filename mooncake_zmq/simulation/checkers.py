@@ -7,7 +7,7 @@ I7 is watched by `share_checker`. I8: lateness within its bounds ends no convers
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mooncake_zmq.core.actor import (
     Effect,
@@ -45,13 +45,12 @@ from mooncake_zmq.gateway.requests.client_events import ClientGone
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
-from mooncake_zmq.simulation.hardware import Machine, Running, Segment
+from mooncake_zmq.simulation.machine import Machine, Running
+from mooncake_zmq.simulation.memory import Segment
 from mooncake_zmq.simulation.rest_checker import RestChecker
-
-if TYPE_CHECKING:
-    from mooncake_zmq.simulation.share_checker import ShareChecker
-    from mooncake_zmq.simulation.simulator import ProcessSpec, Simulator
-    from mooncake_zmq.simulation.world import Life, Process
+from mooncake_zmq.simulation.share_checker import ShareChecker
+from mooncake_zmq.simulation.violation import Violation
+from mooncake_zmq.simulation.world import Life, Process, ProcessSpec
 
 EPSILON_S = 1e-6
 LATE_S = 0.1
@@ -62,12 +61,15 @@ IDLE_GAUGES = ("cached_", "capacity_")
 LifeId = tuple[str, int]
 
 
-class Violation(Exception):
-    """An invariant does not hold."""
+class Watched(Protocol):
+    """The processes of a simulated cluster and their memory, which the checkers look into."""
 
-    def __init__(self, invariant: str, text: str) -> None:
-        super().__init__(f"{invariant}: {text}")
-        self.invariant = invariant
+    now: float
+    segments: dict[LifeId, Segment]
+    processes: "dict[str, Process[Machine]]"
+
+    def clock(self, process: "Process[Machine]") -> float: ...
+    def alive(self, node: str, incarnation: int) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -138,15 +140,15 @@ class Checkers:
         self._committed: dict[tuple[str, int, int], tuple[int, bytes]] = {}
         """(node, incarnation, slot) -> generation and bytes of what a cache-node committed there."""
         self._actors: dict[str, Any] = {}
-        self._simulator: Simulator
+        self._watched: Watched
 
-    def attach(self, simulator: "Simulator") -> None:
+    def attach(self, watched: Watched) -> None:
         """Learn whose world this is."""
-        self._simulator = simulator
+        self._watched = watched
 
     def _now(self, name: str) -> float:
         """The monotonic clock of a process."""
-        return self._simulator.clock(self._simulator.processes[name])
+        return self._watched.clock(self._watched.processes[name])
 
     # --- at the actors' edge
 
@@ -176,7 +178,7 @@ class Checkers:
 
     def _waits_end(self, name: str, actor: Any) -> None:
         """I4: no job waits for blocks of another past its bound, unless its process was stopped meanwhile."""
-        life, now = self._simulator.processes[name].life, self._now(name)
+        life, now = self._watched.processes[name].life, self._now(name)
         for job in getattr(actor, "_waiting", ()):
             if now - job.arrived_at > job.request.coming_s + LATE_S and life and life.machine.stopped_at < job.arrived_at:
                 raise Violation(
@@ -189,7 +191,7 @@ class Checkers:
             if not (isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced)):
                 continue
             self._announced(me[0], effect.message.stored)
-            segment = self._simulator.segments[me]
+            segment = self._watched.segments[me]
             for key in effect.message.stored:
                 slot = actor.slots.committed(key)
                 if slot not in segment.flipped and segment.block(slot) != self._blocks.get(key):
@@ -249,7 +251,7 @@ class Checkers:
                 self._commit(pool, self._life(pool, sender), commit)
 
     def _pool_said(self, me: LifeId, pool: _Pool, event: Event, effects: Sequence[Effect]) -> None:
-        segment = self._simulator.segments[me]
+        segment = self._watched.segments[me]
         for effect in effects:
             match effect:
                 case Fence(changes):
@@ -350,7 +352,7 @@ class Checkers:
 
     def writing(self, machine: Machine, work: Running, segment: Segment, grant: SlotGrant) -> None:
         """I2: a write lands in the slot it was granted, in time; a stopped writer may be late, but hits nobody."""
-        if not segment.linked or not self._simulator.alive(segment.node, segment.incarnation):
+        if not segment.linked or not self._watched.alive(segment.node, segment.incarnation):
             return
         standing = segment.generations[grant.slot]
         where = f"{machine.name} writes {segment.node} slot {grant.slot}"
@@ -374,7 +376,7 @@ class Checkers:
         pool = self._pools.get((segment.node, segment.incarnation))
         if pool is None or machine.name == segment.node or machine.stopped_at > work.started_at:
             return
-        if self._simulator.now - machine.woke_at <= self._max_lease_s:
+        if self._watched.now - machine.woke_at <= self._max_lease_s:
             return
         own = pool.had.get(((machine.name, machine.incarnation), ref.slot)) == ref.generation
         if (own or not isinstance(work.work, PullBlocks)) and self._covering(pool, ref.slot, ref.generation) is None:
@@ -408,7 +410,7 @@ class Checkers:
         now = self._now(pool.name)
         for lease in pool.leases.values():
             covers = lease.slots.get(slot) == generation and lease.expires_at > now + EPSILON_S
-            if covers and self._simulator.alive(*lease.holder):
+            if covers and self._watched.alive(*lease.holder):
                 return lease
         return None
 
@@ -424,7 +426,7 @@ class Checkers:
 
     def busy(self) -> Violation | None:
         """I4 (I2 for leases): what is not over yet; None when all is quiet."""
-        for name, process in self._simulator.processes.items():
+        for name, process in self._watched.processes.items():
             life = process.life
             if life is None:
                 return Violation("I4", f"{name} is down")
@@ -448,8 +450,8 @@ class Checkers:
 
     def stale_index(self) -> Violation | None:
         """I5: where a conductor's index differs from what a cache-node or a slab holds; None when it is true."""
-        lives = {name: p.life for name, p in self._simulator.processes.items() if p.life is not None}
-        roles = {name: self._simulator.processes[name].spec.role for name in lives}
+        lives = {name: p.life for name, p in self._watched.processes.items() if p.life is not None}
+        roles = {name: self._watched.processes[name].spec.role for name in lives}
         pools = {name: life.actor for name, life in lives.items() if roles[name] in ("cache-node", "prefill")}
         for name, life in lives.items():
             if roles[name] != "conductor":
@@ -476,15 +478,15 @@ class Checkers:
     def at_rest(self) -> None:
         """I1 and I2 once nothing goes on any more, and every actor's own."""
         for place in list(self._committed):
-            segment = self._simulator.segments[place[:2]]
+            segment = self._watched.segments[place[:2]]
             if segment.linked:
                 self._check_unchanged(place, segment)
-        for name, process in self._simulator.processes.items():
+        for name, process in self._watched.processes.items():
             if process.life is not None:
                 process.life.actor.check(self._now(name))
             pool = self._pools.get((name, process.life.incarnation if process.life else 0), _Pool(name))
             for holder, lease in pool.leases.items():
-                if lease.expires_at > self._now(name) and self._simulator.alive(*lease.holder):
+                if lease.expires_at > self._now(name) and self._watched.alive(*lease.holder):
                     raise Violation("I2", f"{name}: lease {holder} lasts although nobody reads")
 
 

@@ -10,10 +10,10 @@ from msgspec import structs
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.gateway.requests.client_events import ClientGone, Failed, Finished, PromptLogprobs, TokenOut
 from mooncake_zmq.kv.block_hash import unpack_tokens
-from mooncake_zmq.simulation.checkers import Violation
 from mooncake_zmq.simulation.engine import logprob_of
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.traces import Answer, Chat, Turn
+from mooncake_zmq.simulation.violation import Violation
 
 MAX_TRIES = 6
 RETRY_S = 0.4

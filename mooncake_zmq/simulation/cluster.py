@@ -23,7 +23,7 @@ from mooncake_zmq.pool.node.tenants import PoolTenant
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.simulation.engine import sim_layout
-from mooncake_zmq.simulation.simulator import ProcessSpec
+from mooncake_zmq.simulation.world import ProcessSpec
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 BLOCK_TOKENS = 8

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import permutations
 from random import Random
 
 
@@ -45,6 +46,10 @@ class FaultKind(Enum):
     """The operator has the target rest, by whichever gateway lives: it takes nothing new, and again after `duration_s`."""
     ROLE = "role"
     """The operator asks for the target to change its role, and again after `duration_s`, to what it then may become."""
+    TANGLE = "tangle"
+    """The target is cordoned, asked to change its role, and crashes, each while the others last; `amount` numbers the order."""
+    CRASH_SENDER = "crash_sender"
+    """The process crashes while its store's next value is on its way to a client, and begins anew after `duration_s`."""
     SLOW = "slow"
     """Copies and computing on the target's host take `amount` times as long."""
     COPY_FAIL = "copy_fail"
@@ -84,6 +89,7 @@ MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 _OF_BLOCKS = (
     FaultKind.REST,
     FaultKind.ROLE,
+    FaultKind.TANGLE,
     FaultKind.LATE,
     FaultKind.SUSPEND,
     FaultKind.STOP_READER,
@@ -101,7 +107,10 @@ STRESS_FAULTS = 4
 """More faults of each kind to be stressed."""
 
 
-_APART = (FaultKind.REST, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER)
+_APART = (
+    *(FaultKind.REST, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER),
+    *(FaultKind.TANGLE, FaultKind.CRASH_SENDER),
+)
 USUAL = tuple(kind for kind in FaultKind if kind not in _APART)
 """What a seed draws from. The others are drawn by themselves, so that these stay."""
 AMID_LATENESS = (
@@ -114,7 +123,7 @@ AMID_LATENESS = (
 )
 """What a seed of lateness draws from: nothing that may end a conversation, or have a copy that began in the last moments of a
 lease, as many do after a lateness, outlast it."""
-STORE_FAULTS = tuple(kind for kind in FaultKind if kind not in _OF_BLOCKS)
+STORE_FAULTS = tuple(kind for kind in FaultKind if kind not in (*_OF_BLOCKS, FaultKind.CRASH_SENDER))
 """What can happen to stores where there is nothing else."""
 
 
@@ -139,6 +148,20 @@ def draw_faults(
 def draw_rests(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
     """Of an operator who looks on: some nodes are to rest for a while. Drawn by themselves, so that other faults stay."""
     return tuple(_draw(random, FaultKind.REST, processes, (), window_s) for _ in range(random.randint(3, 7)))
+
+
+TANGLES = tuple(permutations((FaultKind.REST, FaultKind.ROLE, FaultKind.CRASH)))
+"""The orders in which the parts of a tangle begin."""
+
+
+def draw_tangle(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
+    """All that an operator and a crash can do to one node, at once. Drawn by itself, so that other faults stay."""
+    return (_draw(random, FaultKind.TANGLE, processes, (), window_s),)
+
+
+def draw_crash_of_sender(random: Random, *, segments: Sequence[str], window_s: float) -> tuple[Fault, ...]:
+    """A store dies while it sends. Drawn by itself, so that other faults stay."""
+    return (_draw(random, FaultKind.CRASH_SENDER, segments, segments, window_s),)
 
 
 SUSPENDED_S = (0.3, 4.0)
@@ -199,6 +222,12 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             roles = list(dict.fromkeys(name.rpartition("-")[0] for name in processes))
             role = random.choice(roles)  # or one of few would hardly ever be meant
             return Fault(kind, at_s, duration_s, (random.choice([name for name in processes if name.startswith(role)]),))
+        case FaultKind.TANGLE:
+            changeable = random.choice([name for name in processes if name.startswith(_READERS)])
+            return Fault(kind, at_s, random.uniform(0.8, 2.0), (changeable,), random.randrange(len(TANGLES)))
+        case FaultKind.CRASH_SENDER:
+            store = random.choice([name for name in segments if name.startswith("cache")])
+            return Fault(kind, at_s, random.uniform(0.05, 0.8), (store,))
         case FaultKind.ROLE:
             changeable = random.choice([name for name in processes if name.startswith(("prefill", "decode"))])
             return Fault(kind, at_s, duration_s, (changeable,))

@@ -6,30 +6,37 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
 
-from mooncake_zmq.simulation.checkers import Checkers, Violation
+from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.clients import Clients
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes, shares_of
 from mooncake_zmq.simulation.faults import (
     AMID_LATENESS,
     STORE_FAULTS,
     USUAL,
+    Fault,
     FaultKind,
+    draw_crash_of_sender,
     draw_faults,
     draw_halts,
     draw_lates,
     draw_rests,
+    draw_tangle,
 )
-from mooncake_zmq.simulation.hardware import Hardware
+from mooncake_zmq.simulation.injection import Injection
+from mooncake_zmq.simulation.machine import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, STORES, planting
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import CHECK_EVERY, Simulator
 from mooncake_zmq.simulation.store_clients import clients_of
 from mooncake_zmq.simulation.stores import Stores
-from mooncake_zmq.simulation.traces import Workload, generate
+from mooncake_zmq.simulation.traces import Chat, Workload, generate
+from mooncake_zmq.simulation.violation import Violation
+from mooncake_zmq.simulation.world import ProcessSpec
 
 SAFETY_S = 9.0
 SETTLE_S = 3.0
@@ -90,22 +97,11 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     work = generate(random, workload, settings.layout)
     more = replace(workload, requests=4, max_turns=2, window_s=1.0, cancel_share=0.0, starts_at=SAFETY_S + SETTLE_S)
     probes = generate(random, more, settings.layout, work.blocks)
-    names = list(dict.fromkeys(spec.name for spec in specs))
-    segments = list(dict.fromkeys(spec.name for spec in specs if spec.slots))
-    kinds = STORE_FAULTS if stores_only else AMID_LATENESS if settings.starved else USUAL
-    faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
-    if settings.watched and not stores_only:
-        faults += draw_rests(Random(f"rests of {result.seed}"), processes=names, window_s=SAFETY_S)
-    if settings.starved and not stores_only:
-        faults += draw_lates(Random(f"lateness of {result.seed}"), processes=names, window_s=SAFETY_S)
-    if settings.suspended:
-        faults += draw_halts(Random(f"halts of {result.seed}"), processes=names, window_s=SAFETY_S)
-    slept_s = sum(fault.duration_s for fault in faults if fault.kind is FaultKind.SUSPEND)
+    faults = _draw_faults(result.seed, random, specs, settings, stress, stores_only=stores_only)
     result.faults = [str(fault) for fault in faults]
-    roots = tuple(workload.roots(settings.layout).values())
     checkers = Checkers(
         blocks=work.blocks,
-        roots=roots,
+        roots=tuple(workload.roots(settings.layout).values()),
         block_tokens=settings.layout.block_tokens,
         max_lease_s=settings.cache_node.max_lease_s,
         shares=ShareChecker(work.owners | probes.owners, shares_of(settings.cache_node)),
@@ -124,58 +120,126 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     if trace:
         simulator.log = result.log
     gateways = [spec.name for spec in specs if spec.role == "gateway"]
+    slept_s = sum(fault.duration_s for fault in faults if fault.kind is FaultKind.SUSPEND)
     clients = Clients(simulator, gateways, limit_s=settings.gateway.deadline_s + LONGEST_STOP_S + slept_s)
-    stores = simulator.stores = Stores(simulator, result.seed)
+    simulator.stores = stores = Stores(simulator, result.seed)
     stores.clients = clients_of(stores)
-    outcomes: Counter[str] = Counter()
+    injection = Injection(simulator)
+    trial = Trial(simulator, injection, checkers, clients, stores)
+    chats = ((), ()) if stores_only else (work.chats, probes.chats)
+    watched = gateways if settings.watched and not stores_only else []
+    with _noted(result):
+        trial.run(faults, *chats, watched=watched, must_finish=0 if stores_only else more.requests)
+    result.digest, result.virtual_s, result.events = simulator.digest, simulator.now, simulator.events
+    result.coverage = trial.coverage()
+
+
+def _draw_faults(
+    seed: int,
+    random: Random,
+    specs: Sequence[ProcessSpec],
+    settings: ClusterSettings,
+    stress: Sequence[FaultKind],
+    *,
+    stores_only: bool,
+) -> tuple[Fault, ...]:
+    names = list(dict.fromkeys(spec.name for spec in specs))
+    segments = list(dict.fromkeys(spec.name for spec in specs if spec.slots))
+    kinds = STORE_FAULTS if stores_only else AMID_LATENESS if settings.starved else USUAL
+    faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
+    if settings.watched and not stores_only:
+        faults += draw_rests(Random(f"rests of {seed}"), processes=names, window_s=SAFETY_S)
+        if not settings.starved:
+            faults += draw_tangle(Random(f"tangle of {seed}"), processes=names, window_s=SAFETY_S)
+    if settings.starved and not stores_only:
+        faults += draw_lates(Random(f"lateness of {seed}"), processes=names, window_s=SAFETY_S)
+    if seed % 3 == 0 and not settings.starved:
+        faults += draw_crash_of_sender(Random(f"sender of {seed}"), segments=segments, window_s=SAFETY_S)
+    if settings.suspended:
+        faults += draw_halts(Random(f"halts of {seed}"), processes=names, window_s=SAFETY_S)
+    return faults
+
+
+@contextmanager
+def _noted(result: SeedResult) -> Iterator[None]:
+    """Note in the result what ended a seed early."""
     try:
-        asked = clients.add([] if stores_only else work.chats)
-        for fault in faults:
-            simulator.schedule(fault)
-        if settings.watched and not stores_only:
-            simulator.look_on(gateways, SAFETY_S + SETTLE_S)
-        simulator.run_until(SAFETY_S)
-        simulator.heal()
-        stores.heal()
-        probed = clients.add([] if stores_only else probes.chats)
-        _live(simulator, checkers, clients, stores)
-        outcomes = asked + probed
-        if not stores_only and probed["finished"] != more.requests:
-            raise Violation("I4", f"requests to the healed cluster did not all succeed: {dict(probed)}")
+        yield
     except Violation as violation:
         result.failure, result.invariant = str(violation), violation.invariant
         result.where = "".join(traceback.format_tb(violation.__traceback__)[-3:])
     except OUR_BUGS as error:
         result.failure, result.invariant = f"{type(error).__name__}: {error}", type(error).__name__
         result.where = traceback.format_exc()
-    result.digest, result.virtual_s, result.events = simulator.digest, simulator.now, simulator.events
-    checkers.finish()
-    result.coverage = {
-        "faults": dict(simulator.faults_begun),
-        "garbage": dict(simulator.garbage),
-        "transitions": dict(checkers.transitions),
-        "messages": dict(checkers.messages),
-        "works": dict(checkers.works),
-        "outcomes": dict(outcomes),
-        "counts": dict(checkers.counts),
-        "store works": dict(stores.checker.works),
-        "stores": dict(stores.checker.covered),
-    }
 
 
-def _live(simulator: Simulator, checkers: Checkers, clients: Clients, stores: Stores) -> None:
-    """Faults are over: wait until everything has ended and the index is true, or the bound has passed."""
-    bound = simulator.now + LIVENESS_S
-    while True:
-        simulator.run_until(simulator.now + 0.25)
-        waiting = clients.waiting
-        problem = Violation("I4", f"no end of {waiting[0]}") if waiting else None
-        problem = problem or checkers.busy() or checkers.stale_index() or stores.busy()
-        if problem is None:
-            checkers.at_rest()
-            return stores.at_rest()
-        if simulator.now >= bound:
-            raise problem
+@dataclass(slots=True)
+class Trial:
+    """A simulated cluster with all that works on it in one seed, and what came of the requests."""
+
+    simulator: Simulator
+    injection: Injection
+    checkers: Checkers
+    clients: Clients
+    stores: Stores
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def run(
+        self,
+        faults: Sequence[Fault],
+        chats: Sequence[Chat],
+        probes: Sequence[Chat],
+        *,
+        watched: Sequence[str],
+        must_finish: int,
+    ) -> None:
+        """Run the phase with faults, heal, and wait for the end of everything. `watched`: the gateways by which an operator
+        looks at the cluster; `must_finish`: so many requests of `probes` must succeed."""
+        simulator = self.simulator
+        asked = self.clients.add(chats)
+        for fault in faults:
+            self.injection.schedule(fault)
+        if watched:
+            self.injection.operator.look_on(watched, SAFETY_S + SETTLE_S)
+        simulator.run_until(SAFETY_S)
+        self.injection.heal()
+        self.stores.heal()
+        probed = self.clients.add(probes)
+        self._live()
+        self.outcomes = asked + probed
+        if must_finish and probed["finished"] != must_finish:
+            raise Violation("I4", f"requests to the healed cluster did not all succeed: {dict(probed)}")
+
+    def _live(self) -> None:
+        """Faults are over: wait until everything has ended and the index is true, or the bound has passed."""
+        simulator, checkers, stores = self.simulator, self.checkers, self.stores
+        bound = simulator.now + LIVENESS_S
+        while True:
+            simulator.run_until(simulator.now + 0.25)
+            waiting = self.clients.waiting
+            problem = Violation("I4", f"no end of {waiting[0]}") if waiting else None
+            problem = problem or checkers.busy() or checkers.stale_index() or stores.busy()
+            if problem is None:
+                checkers.at_rest()
+                return stores.at_rest()
+            if simulator.now >= bound:
+                raise problem
+
+    def coverage(self) -> dict[str, dict[str, int]]:
+        """How often what was seen, for the report."""
+        checkers = self.checkers
+        checkers.finish()
+        return {
+            "faults": dict(self.injection.begun),
+            "garbage": dict(self.injection.garbage.counts),
+            "transitions": dict(checkers.transitions),
+            "messages": dict(checkers.messages),
+            "works": dict(checkers.works),
+            "outcomes": dict(self.outcomes),
+            "counts": dict(checkers.counts),
+            "store works": dict(self.stores.checker.works),
+            "stores": dict(self.stores.checker.covered),
+        }
 
 
 def failing_line(result: SeedResult, commit: str) -> str:

@@ -10,7 +10,7 @@ from mooncake_zmq.core.messages import ReportCorrupt, ReserveSlots, SlotsReserve
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskWritten, WriteToDisk
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksRemoved, BlocksStored, Medium
-from mooncake_zmq.simulation.checkers import Violation
+from mooncake_zmq.simulation.violation import Violation
 
 Shares = Mapping[Medium, Mapping[str, int]]
 """Blocks that each tenant may have of each tier; who is not named has no share."""

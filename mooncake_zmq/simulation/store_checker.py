@@ -8,9 +8,9 @@ and none within its quota of the disk loses a value there to make room for other
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mooncake_zmq.core.actor import Fence, TimerFired
 from mooncake_zmq.pool.node.store_events import (
@@ -34,20 +34,54 @@ from mooncake_zmq.pool.node.store_events import (
     Work,
     WorkDone,
 )
-from mooncake_zmq.pool.node.store_node import EXPIRE
+from mooncake_zmq.pool.node.store_node import EXPIRE, StoreNode
 from mooncake_zmq.pool.rules.object_log import ObjectLog
 from mooncake_zmq.pool.rules.object_record import taken_bytes
-from mooncake_zmq.simulation.checkers import EPSILON_S, Violation
+from mooncake_zmq.simulation.checkers import EPSILON_S
+from mooncake_zmq.simulation.store_disk import StoreDisk
+from mooncake_zmq.simulation.violation import Violation
 from mooncake_zmq.store import protocol, stream_messages
 from mooncake_zmq.store.memory import checksum_of
-
-if TYPE_CHECKING:
-    from mooncake_zmq.simulation.store_disk import StoreDisk
-    from mooncake_zmq.simulation.stores import Pipe, StoreLife
 
 Value = bytes | None
 LATE_S = 0.01
 """A timer is no later than this, if nothing has stopped its process."""
+
+
+class CheckedCaller(Protocol):
+    """A client, as far as the checker looks at it."""
+
+    name: bytes
+    putting: list[bytes]
+
+
+class CheckedStore(Protocol):
+    """One incarnation of a store, as far as the checker looks at it."""
+
+    name: str
+    incarnation: int
+    memory: bytearray
+    generations: list[int]
+    flipped: set[tuple[int, int]]
+    node: StoreNode
+
+    @property
+    def is_running(self) -> bool: ...
+    @property
+    def now(self) -> float: ...
+    @property
+    def pipes(self) -> "Mapping[int, CheckedStream]": ...
+
+
+class CheckedStream(Protocol):
+    """A stream, as far as the checker looks at it."""
+
+    number: int
+
+    @property
+    def client(self) -> CheckedCaller: ...
+    @property
+    def store(self) -> CheckedStore: ...
 
 
 @dataclass(slots=True)
@@ -111,30 +145,30 @@ class StoreChecker:
         """A client has written these, and will commit them."""
         self._intents[client, put_id] = values
 
-    def intends_stream(self, pipe: "Pipe") -> None:
+    def intends_stream(self, pipe: CheckedStream) -> None:
         """A client puts what it says on this stream."""
         self._streamed[pipe.store.name, pipe.store.incarnation, pipe.number] = pipe.client.putting
 
-    def writes(self, store: "StoreLife", entry: int, generation: int) -> None:
+    def writes(self, store: CheckedStore, entry: int, generation: int) -> None:
         """I2: a client of the host writes into a cell that it was granted, maybe late."""
-        if store.lives and store.generations[entry] != generation:
+        if store.is_running and store.generations[entry] != generation:
             where = f"{store.name} entry {entry}"
             raise Violation("I2", f"{where} is written as {generation}, which stands at {store.generations[entry]}")
 
-    def read_leased(self, store: "StoreLife", client: bytes, lease_id: int, entry: int, value: bytes) -> None:
+    def read_leased(self, store: CheckedStore, client: bytes, lease_id: int, entry: int, value: bytes) -> None:
         """I1: what a client of the host read, and found good."""
         lease = self._of(store).leases.get((client, lease_id))
-        if store.lives and lease is not None and entry in lease.cells and lease.cells[entry][3] != value:
+        if store.is_running and lease is not None and entry in lease.cells and lease.cells[entry][3] != value:
             raise Violation("I1", f"{store.name}: entry {entry} was read as other bytes than leased")
         self.covered["read in shared memory"] += 1
 
-    def read_streamed(self, pipe: "Pipe", key: str, value: bytes, asked_at: float) -> None:
+    def read_streamed(self, pipe: CheckedStream, key: str, value: bytes, asked_at: float) -> None:
         """I1: what a client got on a stream, and found good."""
         self._was_value(pipe.store, self._of(pipe.store), key, value, asked_at)
 
     # --- told by the world
 
-    def sent(self, store: "StoreLife", asked: SendValues, payload: Sequence[bytes]) -> None:
+    def sent(self, store: CheckedStore, asked: SendValues, payload: Sequence[bytes]) -> None:
         """I2: so much has left on a stream, whatever its client makes of it. It is of the values that were told of."""
         cells = self._of(store).sending[asked.stream].cells
         for found, part in zip(asked.found, payload, strict=True):
@@ -144,12 +178,12 @@ class StoreChecker:
                     where = f"{store.name} entry {found.entry}"
                     raise Violation("I2", f"{where}: bytes of another value left on stream {asked.stream}")
 
-    def store_died(self, store: "StoreLife") -> None:
+    def store_died(self, store: CheckedStore) -> None:
         """What it granted is void; the values that its keys have are not."""
         books = self._of(store)
         self._books[store.name] = _Books(books.values, books.since, books.may_return)
 
-    def disk_did(self, name: str, disk: "StoreDisk", work: Work, result: Result) -> None:
+    def disk_did(self, name: str, disk: StoreDisk, work: Work, result: Result) -> None:
         """A work has ended."""
         self.works[type(work).__name__] += 1
         if isinstance(result, DiskFailed):
@@ -159,7 +193,7 @@ class StoreChecker:
                 for key in {key for key, record in disk.rows.values() if record.segment in work.segments}:
                     books.may_return.setdefault(key, set()).update(value for _, value in books.since.get(key, ()) if value)
 
-    def observed(self, store: "StoreLife", event: Event, effects: Sequence[Effect]) -> None:
+    def observed(self, store: CheckedStore, event: Event, effects: Sequence[Effect]) -> None:
         """A turn of the actor."""
         books = self._of(store)
         self._heard(store, books, event)
@@ -184,20 +218,20 @@ class StoreChecker:
         if isinstance(event, WorkDone) or any(isinstance(effect, Fence) for effect in effects):
             self._within_quotas(store, books)
 
-    def at_rest(self, store: "StoreLife") -> None:
+    def at_rest(self, store: CheckedStore) -> None:
         """I1 once nothing goes on: what memory serves is what its key has."""
         objects = store.node.objects
         for key, entry in objects.by_key.items():
-            found = objects._found(entry)
+            found = objects.entries.found(entry)
             if (entry, found.generation) not in store.flipped:
                 self._is_value(store, key, bytes(store.memory[found.offset : found.offset + found.size]), "at rest")
 
     # --- inside
 
-    def _of(self, store: "StoreLife") -> _Books:
+    def _of(self, store: CheckedStore) -> _Books:
         return self._books.setdefault(store.name, _Books())
 
-    def _heard(self, store: "StoreLife", books: _Books, event: Event) -> None:
+    def _heard(self, store: CheckedStore, books: _Books, event: Event) -> None:
         now = self._clock()
         match event:
             case Asked(connection, protocol.Release(leases, puts)):
@@ -224,7 +258,7 @@ class StoreChecker:
                 books.puts.pop((b"", stream), None)
                 books.asked.pop(stream, None)
 
-    def _replied(self, store: "StoreLife", books: _Books, client: bytes, reply: protocol.Reply) -> None:
+    def _replied(self, store: CheckedStore, books: _Books, client: bytes, reply: protocol.Reply) -> None:
         if isinstance(reply, protocol.Welcome | protocol.Stranger):
             return
         asked_at, request = books.waiting.pop((client, reply.id), (0.0, None))
@@ -269,25 +303,25 @@ class StoreChecker:
                 for key in keys:
                     self._may(store, client, key, True)
 
-    def _is_within(self, store: "StoreLife", client: bytes, key: str) -> bool:
+    def _is_within(self, store: CheckedStore, client: bytes, key: str) -> bool:
         """May this client know of the key? Who may read may write, in these stores."""
         user, tenants = self._users.get(client), store.node.objects.settings.tenants
         spaces = [space for tenant in tenants if user in tenant.clients for space in tenant.namespaces]
         return user is None or any(key.startswith(space) for space in spaces)
 
-    def _may(self, store: "StoreLife", client: bytes, key: str, was_done: bool) -> None:
+    def _may(self, store: CheckedStore, client: bytes, key: str, was_done: bool) -> None:
         """I7: something was told of a key, or done with it."""
         if not self._is_within(store, client, key):
             self.covered["asked for another's"] += 1
             if was_done:
                 raise Violation("I7", f"{store.name}: {self._users[client]} has to do with {key}")
 
-    def _within_quotas(self, store: "StoreLife", books: _Books) -> None:
+    def _within_quotas(self, store: CheckedStore, books: _Books) -> None:
         """I7, by what is allocated and by what stands on disk, and not by the actor's sums."""
         objects = store.node.objects
-        puts = [put for holder in objects._clients.values() for put in holder.puts.values()]
+        puts = [put for holder in objects.holders.clients.values() for put in holder.puts.values()]
         names = {grant.entry: key for put in puts for key, grant in zip(put.keys, put.grants, strict=True)}
-        names |= {entry: key for entry, key in enumerate(objects._key) if key is not None}
+        names |= {entry: key for entry, key in enumerate(objects.entries.key) if key is not None}
         cells = [(names.get(entry, ""), size) for entry, _, size in objects.slabs.cells()]
         for tenant in objects.settings.tenants:
             sizes = [size for key, size in cells if key.startswith(tenant.namespaces)]
@@ -302,7 +336,7 @@ class StoreChecker:
                 raise Violation("I7", f"{store.name}: {tenant.name} has {used} bytes of disk, not {tenant.ssd_bytes}")
             books.on_disk[tenant.name] = used
 
-    def _keeps_promises(self, store: "StoreLife", work: MoveValues) -> None:
+    def _keeps_promises(self, store: CheckedStore, work: MoveValues) -> None:
         """I7: of what goes with its segment, nothing is a tenant's that is within its quota, as they all are."""
         log = store.node.objects.log
         assert log is not None
@@ -313,7 +347,7 @@ class StoreChecker:
                 raise Violation("I7", f"{store.name}: {tenant.name} loses {lost[0]}, to make room for others")
 
     def _leased(
-        self, store: "StoreLife", books: _Books, client: bytes, request: protocol.Lease, reply: protocol.Leased
+        self, store: CheckedStore, books: _Books, client: bytes, request: protocol.Lease, reply: protocol.Leased
     ) -> None:
         cells: dict[int, tuple[int, int, int, bytes]] = {}
         rows = zip(request.keys, reply.entries, reply.generations, reply.offsets, reply.sizes, reply.checksums, strict=True)
@@ -326,7 +360,7 @@ class StoreChecker:
             books.leases[client, request.id] = _Lease(expires_at, cells)
 
     def _stands(
-        self, store: "StoreLife", key: str, entry: int, generation: int, offset: int, size: int, checksum: int
+        self, store: CheckedStore, key: str, entry: int, generation: int, offset: int, size: int, checksum: int
     ) -> bytes:
         """I1: a value that is served is in its cell, and its key's."""
         standing = bytes(store.memory[offset : offset + size])
@@ -338,7 +372,7 @@ class StoreChecker:
             raise Violation("I1", f"{store.name}: {key} is served with a checksum that is not its bytes'")
         return self._is_value(store, key, standing, "served")
 
-    def _is_value(self, store: "StoreLife", key: str, standing: bytes, how: str) -> bytes:
+    def _is_value(self, store: CheckedStore, key: str, standing: bytes, how: str) -> bytes:
         books = self._of(store)
         if standing != books.values.get(key) and standing not in books.may_return.get(key, ()):
             had = [value for _, value in books.since.get(key, ())]
@@ -346,7 +380,7 @@ class StoreChecker:
             raise Violation("I1", f"{store.name}: {key} is {how} as {what}")
         return standing
 
-    def _grant(self, store: "StoreLife", books: _Books, name: tuple[bytes, int], put: _Put) -> None:
+    def _grant(self, store: CheckedStore, books: _Books, name: tuple[bytes, int], put: _Put) -> None:
         """I2: what a writer is given is nobody else's."""
         if name in books.puts:  # asked again
             return
@@ -363,7 +397,7 @@ class StoreChecker:
         if put.cells:
             books.puts[name] = put
 
-    def _fenced(self, store: "StoreLife", books: _Books, changes: Sequence[tuple[int, int]]) -> None:
+    def _fenced(self, store: CheckedStore, books: _Books, changes: Sequence[tuple[int, int]]) -> None:
         """I2: no cell changes hands while it is leased; I1: generations only grow."""
         now = store.now
         for entry, generation in changes:
@@ -374,7 +408,7 @@ class StoreChecker:
                 if cell is not None and cell[0] == store.generations[entry] and lease.expires_at > now + EPSILON_S:
                     raise Violation("I2", f"{store.name} entry {entry} is taken away while it is leased")
 
-    def _expired(self, store: "StoreLife", books: _Books) -> None:
+    def _expired(self, store: CheckedStore, books: _Books) -> None:
         """I2: a lease ends when its time is over. A get on a stream may have two that are told to nobody."""
         now = store.now
         books.leases = {name: lease for name, lease in books.leases.items() if lease.expires_at > now - LATE_S}
@@ -383,7 +417,7 @@ class StoreChecker:
         if held > len(books.leases) + 2 * gets:
             raise Violation("I2", f"{store.name} has {held:.0f} leases, but only {len(books.leases)} were granted that last")
 
-    def _sends(self, store: "StoreLife", books: _Books, effect: SendValues) -> None:
+    def _sends(self, store: CheckedStore, books: _Books, effect: SendValues) -> None:
         asked_at, get = books.asked[effect.stream]
         keys = get.keys[books.answered[effect.stream] :][: len(effect.sizes)]
         books.answered[effect.stream] += len(keys)
@@ -399,7 +433,7 @@ class StoreChecker:
         expires_at = asked_at + min(get.ttl_s, store.node.objects.settings.max_ttl_s)
         books.sending[effect.stream] = _Lease(expires_at, cells)
 
-    def _was_value(self, store: "StoreLife", books: _Books, key: str, standing: bytes, since: float) -> None:
+    def _was_value(self, store: CheckedStore, books: _Books, key: str, standing: bytes, since: float) -> None:
         """I1: the key had this value at some time since then."""
         history = books.since.get(key, [])
         recent = [value for at, value in history if at >= since]
@@ -408,13 +442,13 @@ class StoreChecker:
             raise Violation("I1", f"{store.name}: {key} is sent as bytes that it did not have since it was asked for")
         self.covered["sent on a stream"] += 1
 
-    def _receives(self, store: "StoreLife", books: _Books, effect: ReceiveValues) -> None:
+    def _receives(self, store: CheckedStore, books: _Books, effect: ReceiveValues) -> None:
         _, put = books.asked[effect.stream]
         cells = {i: (at, size) for i, (at, size) in enumerate(zip(effect.offsets, effect.sizes, strict=True)) if at >= 0}
         books.puts.pop((b"", effect.stream), None)
         self._grant(store, books, (b"", effect.stream), _Put(put.keys, cells))
 
-    def _said(self, store: "StoreLife", books: _Books, stream: int, codes: Sequence[int]) -> None:
+    def _said(self, store: CheckedStore, books: _Books, stream: int, codes: Sequence[int]) -> None:
         _, put = books.asked.pop(stream)
         books.puts.pop((b"", stream), None)
         if isinstance(put, stream_messages.Put):

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from mooncake_zmq.simulation.checkers import Violation
 from mooncake_zmq.simulation.stores import BYTES_PER_S, COPY_S, Pipe, StoreLife, Stores
+from mooncake_zmq.simulation.violation import Violation
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.store.memory import checksum_of
@@ -74,7 +74,7 @@ class StoreClient:
         self.store = store
         self.beside = beside
         self.shared = shared
-        self.life = 0
+        self.incarnation = 0
         self.over = False
         self.doing = ""
         self.putting: list[bytes] = []
@@ -107,17 +107,17 @@ class StoreClient:
         """Its host is suspended."""
         self._stopped_until = max(self._stopped_until, until)
 
-    def heard(self, life: int, store: StoreLife, reply: protocol.Reply) -> None:
+    def received(self, incarnation: int, store: StoreLife, reply: protocol.Reply) -> None:
         """An answer to a request."""
         want = self._waits[1] if self._waits is not None else None
-        if life == self.life and isinstance(want, Answer) and reply.id == want.request.id:
+        if incarnation == self.incarnation and isinstance(want, Answer) and reply.id == want.request.id:
             if isinstance(reply, protocol.Welcome):
                 self._memory, self._token = store, reply.token
             self._go_on(self._wait, reply)
 
     def streamed(self, pipe: Pipe, message: Any, payload: list[bytes]) -> None:
         """Something on a stream; None: it broke."""
-        if pipe.client_life == self.life:
+        if pipe.client_life == self.incarnation:
             pipe.answers.append((message, payload))
             if self._waits is not None and isinstance(self._waits[1], Streamed) and self._waits[1].pipe is pipe:
                 self._go_on(self._waits[0], "something came")
@@ -136,10 +136,10 @@ class StoreClient:
 
     def _begin(self) -> None:
         """A new life."""
-        self.life += 1
+        self.incarnation += 1
         self.name = self._random.randbytes(16)
         self._stores.checker.is_called(self.name, self.user)
-        self.connection = b"c" + self.name + self.life.to_bytes(4, "big")
+        self.connection = b"c" + self.name + self.incarnation.to_bytes(4, "big")
         self._pipe, self._memory = None, None
         self._abandoned.clear()
         self._call = self._live()
@@ -202,7 +202,7 @@ class StoreClient:
     def _die(self) -> None:
         """Kill -9; another life follows."""
         self._hang_up()
-        self.life += 1
+        self.incarnation += 1
         self.name = b""
         simulator = self._stores.simulator
         simulator.at(simulator.now + self._random.uniform(0.3, 1.5), self._begin)
@@ -268,7 +268,7 @@ class StoreClient:
 
     def _meet(self) -> Call:
         """Does the store know us?"""
-        if self._memory is None or not self._memory.lives:
+        if self._memory is None or not self._memory.is_running:
             self._memory = None
             self._hang_up()
             hello = protocol.Hello(self._id(), protocol.PROTOCOL_VERSION, "", self.shared)
@@ -419,7 +419,7 @@ class StoreClient:
         if self._pipe is not None and not self._pipe.cut and not self._pipe.over:
             return self._pipe
         store = self._memory
-        if store is None or not store.lives:
+        if store is None or not store.is_running:
             return None
         self._pipe = store.attach(self, Attach(self.name, self._token))
         attached = yield from self._next(self._pipe)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
 from mooncake_zmq.pool.node.store_events import (
@@ -39,21 +39,20 @@ from mooncake_zmq.pool.node.store_events import (
     WriteValues,
 )
 from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
+from mooncake_zmq.pool.rules.entries import Found
 from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.pool.rules.objects import Found, ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.rules.tenants import StoreTenant
-from mooncake_zmq.simulation.checkers import Violation
+from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.store_checker import StoreChecker
 from mooncake_zmq.simulation.store_disk import StoreDisk
+from mooncake_zmq.simulation.violation import Violation
+from mooncake_zmq.simulation.world import Process
+from mooncake_zmq.store import protocol
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.store.protocol import Hello, Request, Stranger
 from mooncake_zmq.store.stream_messages import Attach, Ended, Put, Values
 from mooncake_zmq.store.stream_messages import Request as StreamRequest
-
-if TYPE_CHECKING:
-    from mooncake_zmq.simulation.simulator import Simulator
-    from mooncake_zmq.simulation.store_clients import StoreClient
-    from mooncake_zmq.simulation.world import Process
 
 SLAB_BYTES = 1 << 16
 RED = StoreTenant(name="red", namespaces=("red/",), clients=("ruby",), dram_bytes=3 * SLAB_BYTES // 2, ssd_bytes=3 * SLAB_BYTES)
@@ -74,12 +73,32 @@ CHECK_EVERY = 8
 """Turns from one look at an actor's own invariants to the next."""
 
 
+class StoreCaller(Protocol):
+    """A client, as its stores see it. `beside`: a process of its host; `user`: the name of its key, None for this machine's."""
+
+    number: int
+    user: str | None
+    beside: str
+    shared: bool
+    incarnation: int
+    over: bool
+    doing: str
+    putting: list[bytes]
+    name: bytes
+    connection: bytes
+
+    def healed(self) -> None: ...
+    def stops(self, until: float) -> None: ...
+    def received(self, incarnation: int, store: "StoreLife", reply: protocol.Reply) -> None: ...
+    def streamed(self, pipe: "Pipe", message: Any, payload: list[bytes]) -> None: ...
+
+
 @dataclass(slots=True)
 class Pipe:
     """A stream: what its client has sent and nobody took yet, and what its server is at."""
 
     number: int
-    client: "StoreClient"
+    client: StoreCaller
     client_life: int
     store: "StoreLife"
     sent: deque[tuple[StreamRequest, list[bytes]]] = field(default_factory=deque)
@@ -92,6 +111,8 @@ class Pipe:
     cut: bool = False
     """The client is gone; whoever serves it will find out."""
     over: bool = False
+    half_sent: tuple[Values, list[bytes]] | None = None
+    """The answer of which one half is on its way: all that arrives of it if the store dies now."""
     dawdles_s: float = 0.0
     """How long its client takes to read what it asks for, beyond what that takes."""
     answers: deque[tuple[Any, list[bytes]]] = field(default_factory=deque)
@@ -101,7 +122,7 @@ class Pipe:
 class StoreLife:
     """One life of a store: everything here is lost when it ends, but for its disk."""
 
-    def __init__(self, stores: "Stores", process: "Process[Any]", disk: StoreDisk) -> None:
+    def __init__(self, stores: "Stores", process: Process[Any], disk: StoreDisk) -> None:
         self.name = process.name
         self.incarnation = process.lives
         self.disk = disk
@@ -112,7 +133,7 @@ class StoreLife:
         log.restore(*disk.recovered())
         facts = StoreFacts(name=self.name, cluster="sim", incarnation=self.incarnation, probe_s=PROBE_S)
         self.node = StoreNode(SETTINGS, facts, log)
-        self.generations = [0] * self.node.objects.table_entries
+        self.generations = [0] * self.node.objects.entries.table_rows
         self.pipes: dict[int, Pipe] = {}
         self.works: dict[int, Start] = {}
         self.turns = 0
@@ -131,7 +152,7 @@ class StoreLife:
         }
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         return self._stores.living.get(self.name) is self
 
     @property
@@ -161,10 +182,10 @@ class StoreLife:
 
     # --- streams
 
-    def attach(self, client: "StoreClient", attach: Attach) -> Pipe:
+    def attach(self, client: StoreCaller, attach: Attach) -> Pipe:
         """A new stream of a client."""
         self._numbers += 1
-        pipe = Pipe(self._numbers, client, client.life, self)
+        pipe = Pipe(self._numbers, client, client.incarnation, self)
         self.pipes[pipe.number] = pipe
         self.later(HOP_S, self._attached, pipe, attach)
         return pipe
@@ -231,12 +252,16 @@ class StoreLife:
     def _send_half(self, pipe: Pipe, asked: SendValues, whole_s: float) -> None:
         halves = [self._read(one)[: one.size // 2] for one in asked.found]
         self._stores.checker.sent(self, asked, halves)
+        if any(halves):
+            pipe.half_sent = Values(asked.sizes, asked.checksums), halves
+            self._stores.simulator.half_sent(self.name)
         if whole_s > asked.within_s:
             self.later(max(0.0, asked.within_s - whole_s / 2), self._end, pipe)
         else:
             self.later(whole_s / 2, self._sent, pipe, asked, halves)
 
     def _sent(self, pipe: Pipe, asked: SendValues, halves: Sequence[bytes]) -> None:
+        pipe.half_sent = None
         payload = [half + self._read(one)[len(half) :] for one, half in zip(asked.found, halves, strict=True)]
         self._stores.checker.sent(self, asked, payload)
         self._stores.answer(pipe, Values(asked.sizes, asked.checksums), [self._stores.damaged(value) for value in payload])
@@ -321,12 +346,12 @@ class StoreLife:
 class Stores:
     """All of them, and their clients."""
 
-    def __init__(self, simulator: "Simulator", seed: int) -> None:
+    def __init__(self, simulator: Simulator, seed: int) -> None:
         self.simulator = simulator
         self.random = Random(f"stores of seed {seed}")  # noqa: S311 (not for secrets)
         self.checker = StoreChecker(lambda: simulator.now)
         self.living: dict[str, StoreLife] = {}
-        self.clients: list[StoreClient] = []
+        self.clients: Sequence[StoreCaller] = []
         self._disks = {
             name: StoreDisk(disk, Random(f"store disk {name} of seed {seed}")) for name, disk in simulator.disks.items()
         }
@@ -335,7 +360,7 @@ class Stores:
 
     # --- lives
 
-    def began(self, process: "Process[Any]") -> None:
+    def began(self, process: Process[Any]) -> None:
         """A life of a process begins, beside which there may be a store."""
         disk = self._disks.get(process.name)
         if disk is not None:
@@ -352,6 +377,8 @@ class Stores:
             self._disks[name].lose_power()
             for pipe in store.pipes.values():
                 pipe.over = True
+                if pipe.half_sent is not None:
+                    self.answer(pipe, *pipe.half_sent)
                 self.answer(pipe, None, [])
 
     def drains(self, name: str) -> None:
@@ -372,7 +399,7 @@ class Stores:
         if store is not None:
             self._disks[name].flip(count)
             objects = store.node.objects
-            checked = [found for entry in objects.by_key.values() if (found := objects._found(entry)).checksum]
+            checked = [found for entry in objects.by_key.values() if (found := objects.entries.found(entry)).checksum]
             for found in self.random.sample(checked, min(count, len(checked))):
                 store.memory[found.offset + self.random.randrange(found.size)] ^= 1 << self.random.randrange(8)
                 store.flipped.add((found.entry, found.generation))
@@ -390,7 +417,7 @@ class Stores:
 
     # --- what goes between clients and stores
 
-    def send(self, client: "StoreClient", store: str, request: Request) -> None:
+    def send(self, client: StoreCaller, store: str, request: Request) -> None:
         """A request, which may be lost or, while nothing else is asked, come twice."""
         wires = self.simulator.wires
         if not self._is_cut(client, store) and self.random.random() >= wires.drop:
@@ -398,15 +425,15 @@ class Stores:
             times = 2 if self.random.random() < wires.duplicate else 1
             self.simulator.at(self.simulator.now + delay_s, self._arrive, client, client.connection, store, request, times)
 
-    def _arrive(self, client: "StoreClient", connection: bytes, name: str, request: Request, times: int) -> None:
+    def _arrive(self, client: StoreCaller, connection: bytes, name: str, request: Request, times: int) -> None:
         store = self.living.get(name)
         if store is None:
             return
         for _ in range(times):
             if isinstance(request, Hello):
-                lives = request.shared and client.connection == connection
+                runs = request.shared and client.connection == connection
                 path = store.name if client.shared else ""
-                greeted = Greeted(connection, request, path, lives, self.random.randbytes(16), "sim", client.user)
+                greeted = Greeted(connection, request, path, runs, self.random.randbytes(16), "sim", client.user)
                 store.later(0.0, store.take, greeted)
             else:
                 store.later(0.0, store.take, Asked(connection, request, client.user))
@@ -417,7 +444,11 @@ class Stores:
         wires = self.simulator.wires
         if client is not None and not self._is_cut(client, store.name) and self.random.random() >= wires.drop:
             self.simulator.at(
-                self.simulator.now + HOP_S * self.random.uniform(0.5, 1.5), client.heard, client.life, store, reply.reply
+                self.simulator.now + HOP_S * self.random.uniform(0.5, 1.5),
+                client.received,
+                client.incarnation,
+                store,
+                reply.reply,
             )
 
     def answer(self, pipe: Pipe, message: Any, payload: list[bytes]) -> None:
@@ -435,18 +466,18 @@ class Stores:
 
     def _streamed(self, pipe: Pipe, request: StreamRequest, payload: list[bytes]) -> None:
         pipe.sent.append((request, payload))
-        if pipe.store.lives:
+        if pipe.store.is_running:
             pipe.store.later(0.0, pipe.store.hear, pipe)
 
     def upload(self, pipe: Pipe, values: list[bytes], checksums: list[int]) -> None:
         """The bytes that a store has asked for."""
-        if pipe.store.lives:
+        if pipe.store.is_running:
             pipe.store.later(HOP_S, pipe.store.receive, pipe, values, checksums)
 
     def hang_up(self, pipe: Pipe) -> None:
         """A stream breaks: its server finds out when it next looks, its client at once."""
         pipe.cut = True
-        if pipe.store.lives:
+        if pipe.store.is_running:
             pipe.store.later(HOP_S, pipe.store.hear, pipe)
         self.answer(pipe, None, [])
 
@@ -457,7 +488,7 @@ class Stores:
         at = self.random.randrange(len(value))
         return value[:at] + bytes([value[at] ^ 0x10]) + value[at + 1 :]
 
-    def _is_cut(self, client: "StoreClient", store: str) -> bool:
+    def _is_cut(self, client: StoreCaller, store: str) -> bool:
         cut = self.simulator.wires.cut
         return bool(not client.shared and (cut[client.beside, store] or cut[store, client.beside]))
 

@@ -9,9 +9,11 @@ from mooncake_zmq.core.actor import Effect, Event
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.engine import sim_layout
-from mooncake_zmq.simulation.hardware import Hardware
+from mooncake_zmq.simulation.injection import Injection
+from mooncake_zmq.simulation.machine import Hardware
 from mooncake_zmq.simulation.share_checker import ShareChecker
-from mooncake_zmq.simulation.simulator import ProcessSpec, Simulator
+from mooncake_zmq.simulation.simulator import Simulator
+from mooncake_zmq.simulation.world import ProcessSpec
 
 LAYOUT = sim_layout(4)
 STEADY = Hardware(jitter=0.0)
@@ -76,6 +78,7 @@ class World:
             session=SessionSettings(heartbeat_s=0.4, peer_timeout_s=1.3, retransmit_s=0.3),
             checkers=self.checkers,
         )
+        self.injection = Injection(self.simulator)
         self.simulator.run_until(0.5)
 
     def _make(self, name: str, incarnation: int) -> Puppet:

@@ -13,7 +13,8 @@ from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.clients import Clients
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes
 from mooncake_zmq.simulation.faults import Fault, FaultKind
-from mooncake_zmq.simulation.hardware import Hardware
+from mooncake_zmq.simulation.injection import Injection
+from mooncake_zmq.simulation.machine import Hardware
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.traces import Answer, Chat, Turn, Workload, reference
@@ -102,7 +103,7 @@ def test_each_answer_goes_on_elsewhere_when_its_decode_dies() -> None:
     cluster = Sixteen()
     cluster.simulator.run_until(2.3)
     victim = cluster.decode()
-    cluster.simulator.schedule(Fault(FaultKind.CRASH, cluster.simulator.now, 20.0, (victim,)))
+    Injection(cluster.simulator).schedule(Fault(FaultKind.CRASH, cluster.simulator.now, 20.0, (victim,)))
     cluster.run()
     assert cluster.outcomes["finished"] == 1
     assert cluster.outcomes["finished after resume"] == CHOICES

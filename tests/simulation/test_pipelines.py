@@ -11,7 +11,7 @@ from mooncake_zmq.gateway.requests.client_events import ClientRequest, Finished,
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes
-from mooncake_zmq.simulation.hardware import Hardware
+from mooncake_zmq.simulation.machine import Hardware
 from mooncake_zmq.simulation.run import run_seed
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import Simulator

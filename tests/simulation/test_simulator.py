@@ -51,7 +51,7 @@ def test_timers_fire_once_at_their_time_and_can_be_replaced_or_cancelled() -> No
 @pytest.mark.parametrize("kind", [FaultKind.DROP, FaultKind.DUPLICATE, FaultKind.DELAY])
 def test_bad_wires_cost_time_but_no_message(kind: FaultKind) -> None:
     world = World(PLACES)
-    world.simulator.schedule(Fault(kind, world.simulator.now, 30.0, (), 0.3))
+    world.injection.schedule(Fault(kind, world.simulator.now, 30.0, (), 0.3))
     world.pass_time(0.01)
     for number in range(30):
         world.does("one", Send("far", ended(number)))
@@ -63,7 +63,7 @@ def test_bad_wires_cost_time_but_no_message(kind: FaultKind) -> None:
 
 def test_a_partition_ends_conversations_between_hosts_and_heals() -> None:
     world = World(PLACES)
-    world.simulator.schedule(Fault(FaultKind.PARTITION, world.simulator.now, 2.5, ("one", "far")))
+    world.injection.schedule(Fault(FaultKind.PARTITION, world.simulator.now, 2.5, ("one", "far")))
     world.pass_time(2.4)
     assert {event.peer for event in world.puppet("far").events(PeerDown)} == {"one", "two"}
     assert not world.puppet("two").events(PeerDown) or {e.peer for e in world.puppet("two").events(PeerDown)} == {"far"}
@@ -73,7 +73,7 @@ def test_a_partition_ends_conversations_between_hosts_and_heals() -> None:
 
 def test_one_way_means_one_way() -> None:
     world = World(PLACES)
-    world.simulator.schedule(Fault(FaultKind.ONE_WAY, world.simulator.now, 0.5, ("one", "far")))
+    world.injection.schedule(Fault(FaultKind.ONE_WAY, world.simulator.now, 0.5, ("one", "far")))
     world.pass_time(0.01)
     world.does("one", Send("far", ended(1)))
     world.does("far", Send("one", ended(2)))
@@ -88,7 +88,7 @@ def test_a_crash_loses_everything_and_the_next_life_is_another() -> None:
     world = World(PLACES)
     former = world.puppet("one")
     world.does("one", SetTimer(("never",), 0.6), Start(1, ProbeProcess("two", 1), 5.0))
-    world.simulator.schedule(Fault(FaultKind.CRASH, world.simulator.now, 0.3, ("one",)))
+    world.injection.schedule(Fault(FaultKind.CRASH, world.simulator.now, 0.3, ("one",)))
     world.pass_time(2.0)
     assert former is not world.puppet("one")
     assert world.puppet("one").incarnation == former.incarnation + 1
@@ -102,7 +102,7 @@ def test_a_stopped_process_handles_everything_late_and_in_order() -> None:
     world = World(PLACES)
     now = world.simulator.now
     world.does("one", SetTimer(("late",), 0.1))
-    world.simulator.schedule(Fault(FaultKind.PAUSE, now, 0.8, ("one",)))
+    world.injection.schedule(Fault(FaultKind.PAUSE, now, 0.8, ("one",)))
     world.pass_time(0.05)
     for number in range(3):
         world.does("two", Send("one", ended(number)))
@@ -119,7 +119,7 @@ def test_a_stopped_process_handles_everything_late_and_in_order() -> None:
 def test_processes_that_get_no_cpu_for_a_while_keep_their_conversations() -> None:
     world = World(PLACES)
     world.does("one", Send("far", ended(1)))
-    world.simulator.schedule(Fault(FaultKind.LATE, world.simulator.now, 3.4, tuple(PLACES)))
+    world.injection.schedule(Fault(FaultKind.LATE, world.simulator.now, 3.4, tuple(PLACES)))
     world.pass_time(5.0)
     assert attempts(world, "far") == [1]
     assert not any(world.puppet(name).events(PeerDown) for name in PLACES)
@@ -127,7 +127,7 @@ def test_processes_that_get_no_cpu_for_a_while_keep_their_conversations() -> Non
 
 def test_one_that_gets_no_cpu_is_told_from_a_dead_one_by_the_kernel_of_its_host_and_by_no_other() -> None:
     world = World(PLACES)
-    world.simulator.schedule(Fault(FaultKind.LATE, world.simulator.now, 3.4, ("one",)))
+    world.injection.schedule(Fault(FaultKind.LATE, world.simulator.now, 3.4, ("one",)))
     world.does("two", Send("one", ended(1)))
     world.pass_time(3.3)
     assert not world.puppet("two").events(PeerDown)
@@ -138,7 +138,7 @@ def test_one_that_gets_no_cpu_is_told_from_a_dead_one_by_the_kernel_of_its_host_
 
 def test_one_that_is_stopped_is_missed_on_its_host_too() -> None:
     world = World(PLACES)
-    world.simulator.schedule(Fault(FaultKind.PAUSE, world.simulator.now, 3.4, ("one",)))
+    world.injection.schedule(Fault(FaultKind.PAUSE, world.simulator.now, 3.4, ("one",)))
     world.pass_time(2.0)
     assert [down.reason for down in world.puppet("two").events(PeerDown)] == ["silent"]
 
@@ -159,9 +159,9 @@ def test_garbage_is_dropped_and_counted() -> None:
     world.simulator.restart("two")
     world.pass_time(1.0)
     heard = len(world.puppet("one").heard)
-    world.simulator.schedule(Fault(FaultKind.GARBAGE, world.simulator.now, 0.0, ("one",), 200))
+    world.injection.schedule(Fault(FaultKind.GARBAGE, world.simulator.now, 0.0, ("one",), 200))
     world.pass_time(0.001)
-    assert set(world.simulator.garbage) == {"noise", "truncated", "stranger", "version", "old_life", "impostor"}
+    assert set(world.injection.garbage.counts) == {"noise", "truncated", "stranger", "version", "old_life", "impostor"}
     assert len(world.puppet("one").heard) == heard
 
 
@@ -169,7 +169,7 @@ def test_the_same_seed_gives_the_same_digest() -> None:
     digests = []
     for seed in (1, 1, 2):
         world = World(PLACES, seed=seed)
-        world.simulator.schedule(Fault(FaultKind.DROP, 0.6, 2.0, (), 0.3))
+        world.injection.schedule(Fault(FaultKind.DROP, 0.6, 2.0, (), 0.3))
         world.pass_time(3.0)
         digests.append(world.simulator.digest)
     assert digests[0] == digests[1] != digests[2]

@@ -18,7 +18,7 @@ class Client:
     """On the host of the store "cache"; asks what a test says, and keeps the answers."""
 
     name, connection = b"m" * 16, b"c" + b"m" * 16 + b"0001"
-    life, shared, user, beside = 1, True, None, "cache"
+    incarnation, shared, user, beside = 1, True, None, "cache"
 
     def __init__(self) -> None:
         self.world = World({"cache": "a"})
@@ -30,7 +30,7 @@ class Client:
         self.replies: list[Any] = []
         self.token = self.ask(protocol.Hello(1, protocol.PROTOCOL_VERSION, "", True)).token
 
-    def heard(self, life: int, store: object, reply: Any) -> None:
+    def received(self, incarnation: int, store: object, reply: Any) -> None:
         self.replies.append(reply)
 
     def streamed(self, *_: object) -> None:
@@ -67,6 +67,6 @@ def test_bits_flip_where_a_checksum_can_tell_and_what_comes_back_from_disk_is_wh
     assert objects.exist(["k"]) == (b"\0" if checked else b"\1")
     assert objects.counts["corrupt"] == checked
     if not checked:
-        objects._retire(objects.by_key["k"])
+        objects.entries.retire(objects.by_key["k"])
         client.promote("k")
         assert client.ask(protocol.Lease(4, ["k"], 1.0)).checksums == [checksum_of(VALUE)]

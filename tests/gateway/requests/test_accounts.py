@@ -215,7 +215,7 @@ def test_in_seeds_with_faults_every_request_is_accounted_for_as_it_ended(monkeyp
             name = spec.name
             actors[name, incarnation] = actor
             life = lives.setdefault((name, incarnation), Accounts(lambda account: ended.append((name, account))))
-            life.observe(self._simulator.now, event, effects)
+            life.observe(self._watched.now, event, effects)
 
     monkeypatch.setattr(Checkers, "observed", observing)
     result = run_seed(seed)

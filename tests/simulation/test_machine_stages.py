@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from simulation_harness import LAYOUT, World
-from test_hardware import GREEDY, TOKENS, expected_token, grant, results
+from test_machine import GREEDY, TOKENS, expected_token, grant, results
 
 from mooncake_zmq.core.actor import Fence, OpenSequence, Start
 from mooncake_zmq.core.messages import SlotRef

@@ -32,9 +32,9 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.simulation import hardware
-from mooncake_zmq.simulation.checkers import Violation
+from mooncake_zmq.simulation import engine_works
 from mooncake_zmq.simulation.engine import SimSequence
+from mooncake_zmq.simulation.violation import Violation
 
 GREEDY = Sampling()
 TOKENS = np.arange(6, dtype="<i4")
@@ -81,7 +81,7 @@ def pull(world: World, refs: tuple[SlotRef, ...], name: str = "decode", work_id:
 def test_the_last_layer_of_a_short_chunk_is_told_with_its_result(
     monkeypatch: pytest.MonkeyPatch, told_every_s: float, told: list[int]
 ) -> None:
-    monkeypatch.setattr(hardware, "TOLD_EVERY_S", told_every_s)
+    monkeypatch.setattr(engine_works, "TOLD_EVERY_S", told_every_s)
     world = World(PLACES)
     computed(world)
     assert [event.progress.stop_layer for event in world.puppet("prefill").events(WorkProgress)] == told
@@ -150,7 +150,7 @@ def replace_ref(ref: SlotRef, fields: dict[str, int | str]) -> SlotRef:
 def test_a_process_finds_no_slots_of_a_peer_that_it_was_not_told_of(reader: str) -> None:
     world = World(PLACES)
     refs = computed(world)
-    world.machine(reader).hear(PeerDown("prefill", "its conversation ended"))
+    world.machine(reader).learn(PeerDown("prefill", "its conversation ended"))
     pulled = pull(world, refs, reader)
     assert isinstance(pulled, BlocksPulled)
     assert (pulled.failed, pulled.corrupt) == ((0, 1), ()), "nothing is known of the bytes"

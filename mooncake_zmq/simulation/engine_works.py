@@ -1,0 +1,264 @@
+"""The works of a simulated engine: prefill by layers, a stage of it, decode steps, copies of sequences, late samples."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.core.messages import Sampled, Sampling, TokenLogprob
+from mooncake_zmq.core.work import (
+    TOLD_EVERY_S,
+    ChunkComputed,
+    ComputeChunk,
+    ComputeStage,
+    DecodeStep,
+    ForkSequence,
+    LayersComputed,
+    Result,
+    SampleTokens,
+    SequenceForked,
+    SlotGrant,
+    StageComputed,
+    StepDecoded,
+    StepEntry,
+    TokensSampled,
+    WorkFailed,
+)
+from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.layout import div_ceil
+from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, logprob_of
+from mooncake_zmq.simulation.machine import Machine, Running, Steps
+from mooncake_zmq.simulation.reads import SlotRead
+
+SET_ASIDE, SITS_OUT = 0.3, 0.05
+"""Shares of the first tokens of answers that follow a grammar, and of the later ones, whose mask is not ready in time."""
+MASK_S, NO_MASK = 0.1, 0.02
+"""It is known so much later at most, but for this part of them, for which it never is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """Why layers were not all computed."""
+
+    failed: tuple[int, ...] = ()
+    corrupt: tuple[int, ...] = ()
+    stopped: str = ""
+
+    def of_chunk(self, elapsed_s: float) -> Result:
+        return WorkFailed(self.stopped) if self.stopped else ChunkComputed((), None, elapsed_s, self.failed, self.corrupt)
+
+    def of_stage(self, elapsed_s: float) -> Result:
+        return WorkFailed(self.stopped) if self.stopped else StageComputed((), None, elapsed_s, self.failed, self.corrupt)
+
+
+def compute(machine: Machine, running: Running, work: ComputeChunk) -> Steps:
+    hardware = machine.world.hardware
+    tokens = as_tokens(work.tokens)
+    took_s = machine.took(hardware.compute_start_s + hardware.compute_token_s * len(tokens))
+    took_s += machine.took(hardware.copy_block_s * len(work.prefix))
+    fail = machine.world.random.random() < machine.world.copy_fail
+    began_at = machine.now
+    stop = yield machine.wait_for_compute(running, took_s)
+    if stop or fail:
+        return WorkFailed(stop or "injected failure")
+    layers = range(machine.layout.layers)
+    missing = yield from _run_layers(machine, running, work, tokens, layers, took_s, reports=True)
+    if missing is not None:
+        return missing.of_chunk(machine.now - began_at)
+    end = work.start + len(tokens)
+    kv_hash = 0 if work.sampling is None else machine.sequences[work.sequence].hash_kv(layers, end)
+    sampled = _sampled(machine, work, kv_hash, end)
+    token, logprob = sampled[0] if sampled else (None, None)
+    assert machine.segment is not None or not work.outputs
+    checksums = tuple(block_checksum(machine.segment.parts[grant.slot]) for grant in work.outputs if machine.segment)
+    return ChunkComputed(checksums, token, machine.now - began_at, logprob=logprob, others=sampled[1:], scored=_scored(work))
+
+
+def _sampled(machine: Machine, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:
+    """The next token for each choice; none where it is not known in time what it may be."""
+    sequence = machine.sequences[work.sequence]
+    tokens = [(sequence.token_of(kv_hash, end, sampling), sampling) for sampling in work.samplings]
+    sampled = tuple((token, logprob_of(token, end, sampling)) for token, sampling in tokens)
+    if work.sampling is None or not _sits_out(machine, work.sampling, SET_ASIDE):
+        return sampled
+    sequence.unsampled = sampled
+    return ()
+
+
+def sample_late(machine: Machine, work: SampleTokens) -> Steps:
+    sequence = machine.sequences.get(work.logits_of)
+    sampled = sequence.unsampled if sequence is not None else ()
+    if not sampled:
+        machine.world.watcher.broken(machine, f"samples where nothing was left of sequence {work.logits_of}")
+    elif sequence is not None:
+        sequence.unsampled = ()
+    stop = yield machine.took(MASK_S * machine.world.random.random())
+    if stop or machine.world.random.random() < max(NO_MASK, machine.world.copy_fail):
+        return WorkFailed(stop or "constraint: its grammar was not ready")
+    return TokensSampled(sampled)
+
+
+def compute_stage(machine: Machine, running: Running, work: ComputeStage) -> Steps:
+    hardware, chunk, segment = machine.world.hardware, work.chunk, machine.segment
+    assert segment is not None
+    share = len(work.layers) / machine.layout.layers
+    took_s = machine.took(hardware.compute_start_s + hardware.compute_token_s * work.count * share)
+    took_s += machine.took(hardware.copy_block_s * (len(chunk.prefix) * share + len(work.entering)))
+    fail = machine.world.random.random() < machine.world.copy_fail
+    began_at = machine.now
+    stop = yield machine.wait_for_compute(running, took_s)
+    if stop or fail:
+        return WorkFailed(stop or "injected failure")
+    tokens, before = as_tokens(chunk.tokens), 0
+    if work.entering:
+        raw = yield from _read_states(machine, running, work)
+        if raw is None:
+            return WorkFailed("hidden states were not reached")
+        tokens, before = entering_states(raw)
+    missing = yield from _run_layers(machine, running, chunk, tokens, work.layers, took_s, reports=False)
+    if missing is not None:
+        return missing.of_stage(machine.now - began_at)
+    end = chunk.start + work.count
+    kv_hash = machine.sequences[chunk.sequence].hash_kv(work.layers, end, before)
+    if work.leaving:
+        _write_states(machine, running, hidden_states(tokens, kv_hash), work.leaving)
+    sampled = _sampled(machine, chunk, kv_hash, end)
+    token, logprob = sampled[0] if sampled else (None, None)
+    parts = [part for grant in chunk.outputs for part in segment.parts[grant.slot][work.first_layer : work.stop_layer]]
+    return StageComputed(tuple(parts), token, machine.now - began_at, logprob=logprob, others=sampled[1:])
+
+
+def _read_states(machine: Machine, running: Running, work: ComputeStage) -> Generator[float, str | None, bytes | None]:
+    size = work.count * machine.layout.hidden_bytes
+    parts = div_ceil(size, machine.layout.part_bytes)
+    places = [divmod(part, machine.layout.layers) for part in range(parts)]
+    reads = [SlotRead(machine, running, work.entering[index], layer) for index, layer in places]
+    for read in reads:
+        read.first_half()
+    yield machine.took(machine.copy_s(len(work.entering), work.entering))
+    halves = [read.second_half() for read in reads]
+    return None if None in halves else b"".join(half for half in halves if half is not None)[:size]
+
+
+def _write_states(machine: Machine, running: Running, states: bytes, grants: Sequence[SlotGrant]) -> None:
+    size, layers = machine.layout.part_bytes, machine.layout.layers
+    for index in range(div_ceil(len(states), size)):
+        grant, layer = grants[index // layers], index % layers
+        segment = machine.world.segments[grant.node, grant.incarnation]
+        machine.world.watcher.writing(machine, running, segment, grant)
+        part = states[index * size : (index + 1) * size].ljust(size, b"\0")
+        segment.part(grant.slot, layer)[:] = part
+        segment.parts[grant.slot][layer] = part_checksum(part)
+
+
+def _run_layers(
+    machine: Machine,
+    running: Running,
+    work: ComputeChunk,
+    tokens: NDArray[np.uint32],
+    layers: range,
+    took_s: float,
+    *,
+    reports: bool,
+) -> Generator[float, str | None, "_Missing | None"]:
+    """Load, compute and store one layer after the other; what is missing ends it."""
+    sequence = machine.sequences[work.sequence]
+    end = work.start + len(tokens)
+    layer_s = took_s / (2 * len(layers))
+    for layer in layers:
+        loads = [load for load in work.prefix if load.first_layer <= layer < load.stop_layer]
+        if loads and machine.now > running.started_at + work.prefix_s:
+            return _Missing(tuple(load.block for load in loads))
+        reads = [SlotRead(machine, running, load.source, layer) for load in loads]
+        for read in reads:
+            read.first_half()
+        machine.half_read([load.source for load in loads])
+        stop = yield layer_s
+        parts = [read.second_half() for read in reads]
+        failed = tuple(load.block for load, part in zip(loads, parts, strict=True) if part is None)
+        if failed:
+            corrupt = tuple(load.block for load, read in zip(loads, reads, strict=True) if read.corrupt)
+            return _Missing(failed, corrupt)
+        if stop:
+            return _Missing(stopped=stop)
+        for load, part in zip(loads, parts, strict=True):
+            assert part is not None
+            machine.store(sequence, load, layer, part)
+        sequence.run_layer(slice(layer, layer + 1), work.start, tokens)
+        yield layer_s
+        for index, grant in enumerate(work.outputs):
+            _write_out(machine, running, sequence, layer, work.start + index * machine.layout.block_tokens, end, grant)
+        if reports and (layer + 1 < layers.stop or took_s >= TOLD_EVERY_S):
+            machine.progressed(running.work_id, LayersComputed(layer + 1))
+    return None
+
+
+def _write_out(
+    machine: Machine, running: Running, sequence: SimSequence, layer: int, start: int, end: int, grant: SlotGrant
+) -> None:
+    """Store one layer's part of one output block, zero-filled beyond the sequence's tokens."""
+    segment = machine.world.segments[grant.node, grant.incarnation]
+    machine.world.watcher.writing(machine, running, segment, grant)
+    part = sequence.read_part(layer, start, min(start + machine.layout.block_tokens, end), machine.layout.block_tokens)
+    segment.part(grant.slot, layer)[:] = part
+    segment.parts[grant.slot][layer] = part_checksum(part)
+
+
+def decode(machine: Machine, running: Running, work: DecodeStep) -> Steps:
+    hardware = machine.world.hardware
+    began_at = machine.now
+    rows: list[tuple[int, ...]] = []
+    sat_out: tuple[int, ...] = ()
+    for made in range(work.steps):
+        took_s = machine.took(hardware.step_s + hardware.step_entry_s * len(work.entries))
+        stop = yield machine.wait_for_compute(running, took_s)
+        if stop and stop != "cancelled":
+            return WorkFailed(stop)
+        stop = yield took_s
+        fed = rows[-1] if rows else [entry.token for entry in work.entries]
+        rows.append(tuple(_step(machine, entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
+        sat_out = tuple(place for place, entry in enumerate(work.entries) if _sits_out(machine, entry.sampling))
+        if stop or sat_out:  # the decode waits for no more than the next border
+            break
+    asked = any(each.sampling.logprobs is not None for each in work.entries)
+    logprobs = tuple(
+        tuple(logprob_of(token, each.position + made, each.sampling) for each, token in zip(work.entries, row, strict=True))
+        for made, row in enumerate(rows if asked else (), 1)
+    )
+    for place in sat_out:
+        entry = work.entries[place]
+        token_at = rows[-1][place], logprob_of(rows[-1][place], entry.position + len(rows), entry.sampling)
+        machine.sequences[entry.sequence].unsampled = (token_at,)
+    nothing = [tuple(0 if place in sat_out else token for place, token in enumerate(rows[-1]))]
+    return StepDecoded(tuple(rows[:-1] + nothing), machine.now - began_at, logprobs, sat_out=sat_out)
+
+
+def _sits_out(machine: Machine, sampling: Sampling, share: float = SITS_OUT) -> bool:
+    return bool(sampling.constraint) and machine.world.random.random() < share
+
+
+def _step(machine: Machine, entry: StepEntry, made: int, token: int) -> int:
+    sequence, position = machine.sequences[entry.sequence], entry.position + made
+    sequence.run(position, np.array([token], dtype=np.uint32))
+    sequence.feed(token, position, entry.sampling)
+    return sequence.next_token(position + 1, entry.sampling)
+
+
+def fork(machine: Machine, running: Running, work: ForkSequence) -> Steps:
+    source = machine.sequences[work.source]
+    for target in work.targets:
+        blocks = machine.layout.blocks_for(work.tokens)
+        stop = yield machine.took(machine.world.hardware.copy_start_s + machine.world.hardware.copy_block_s * blocks)
+        if stop or machine.world.random.random() < machine.world.copy_fail:
+            return WorkFailed(stop or "injected failure")
+        machine.sequences[target].kv[:, :, : work.tokens] = source.kv[:, :, : work.tokens]
+    return SequenceForked()
+
+
+def _scored(work: ComputeChunk) -> tuple[TokenLogprob, ...]:
+    if work.prompt_logprobs is None:
+        return ()
+    sampling = Sampling(logprobs=work.prompt_logprobs)
+    tokens = as_tokens(work.tokens + work.following).tolist()[1:]
+    return tuple(each for at, token in enumerate(tokens, work.start + 1) if (each := logprob_of(token, at, sampling)))

@@ -1,0 +1,298 @@
+"""Bugs planted in the pools of blocks: in leases, puts, slots, disks, copies, and in what is announced of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from mooncake_zmq.core.actor import Effect, Received, Send
+from mooncake_zmq.core.messages import (
+    BlocksAnnounced,
+    BlocksLeased,
+    CommitSlots,
+    LeaseRenewed,
+    ReleaseLease,
+    SlotsReserved,
+)
+from mooncake_zmq.core.work import DiskBlock
+from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.kv import reading
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.eviction import Lru
+from mooncake_zmq.kv.lease import HolderId
+from mooncake_zmq.kv.shares import Shares
+from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.pool.node import cache_node, client, disk_tier
+from mooncake_zmq.pool.node.cache_node import CacheNode
+from mooncake_zmq.pool.node.client import PoolClient, PutEnded
+from mooncake_zmq.pool.node.contents import Content, Contents
+from mooncake_zmq.pool.node.gathering import Gatherer
+from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.simulation import copy_works, engine_works, memory, reads, shelf
+from mooncake_zmq.simulation.planted_stores import Replacements, silent
+
+
+class _PinlessSlots(Slots):
+    """A lease pins nothing: its slots stay among those to evict."""
+
+    def pin(self, slots: Sequence[int]) -> None:
+        pass
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        self.touch(slots)
+
+    def check(self) -> None:
+        pass
+
+
+def evict_leased() -> Replacements:
+    return [(cache_node, "Slots", _PinlessSlots), (CacheNode, "check", silent)]
+
+
+def no_generation_check() -> Replacements:
+    """In the rule that live reads follow too."""
+
+    def always(*_: object, **__: object) -> bool:
+        return True
+
+    return [(reading, rule, always) for rule in ("generation_stands", "row_stands", "part_stands")]
+
+
+def disk_unverified() -> Replacements:
+    """Bytes read from disk are taken for those that the index names, and their checksum for the one that was asked for."""
+    copy = copy_works.finish_copy
+
+    def trusting(machine: Any, running: Any, copied: Any) -> Any:
+        checksum = copy(machine, running, copied)
+        source = next((source for source, grant in running.work.copies if grant is copied.grant), None)
+        return source.checksum if checksum is not None and isinstance(source, DiskBlock) else checksum
+
+    def always(*_: object) -> bool:
+        return True
+
+    return [
+        (reading, "header_stands", always),
+        (reading, "payload_stands", always),
+        (copy_works, "finish_copy", trusting),
+    ]
+
+
+class _ExclusiveSlots(_PinlessSlots):
+    """A block that is being promoted is the next to go, as DRAM will have it."""
+
+    def pin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.demote(slot)
+
+
+def disk_unpinned() -> Replacements:
+    """Disk slots are not kept for the copies that read them."""
+    return [(disk_tier, "Slots", _ExclusiveSlots), (CacheNode, "check", silent)]
+
+
+def late_writer() -> Replacements:
+    """A put past its time is simply given back: no quarantine, no probe whether its writer still writes."""
+
+    def on_put_expired(self: CacheNode, writer: HolderId) -> list[Effect]:
+        put = self._puts.pop(writer, None)
+        for slot in put.slots.values() if put else ():
+            self.slots.free(slot)
+        return []
+
+    return [(CacheNode, "_on_put_expired", on_put_expired)]
+
+
+def commit_unverified() -> Replacements:
+    """A put's blocks are all committed, those whose copy failed too."""
+    on_commit = CacheNode._on_commit
+
+    def commit_all(self: CacheNode, now: float, sender: str, message: CommitSlots) -> list[Effect]:
+        put = self._puts.get(self._holder(sender, message.put_id))
+        checksums = dict(message.checksums)
+        everything = tuple((index, checksums.get(index, 1)) for index in put.slots) if put else ()
+        return on_commit(self, now, sender, CommitSlots(put_id=message.put_id, checksums=everything))
+
+    return [(CacheNode, "_on_commit", commit_all)]
+
+
+def lease_leak() -> Replacements:
+    """Leases end neither by release nor by expiry."""
+
+    def ignore(self: CacheNode, now: float, message: ReleaseLease | HolderId, *_: object) -> list[Effect]:
+        return []
+
+    return [(CacheNode, "_on_release", ignore), (CacheNode, "_on_lease_expired", ignore)]
+
+
+def contents_stale() -> Replacements:
+    """The contents of a slot's first block are announced for all that follow it there."""
+    put = Contents.put
+
+    def once(self: Contents, slot: int, parent: Key | None, tokens: bytes = b"") -> None:
+        if not self.of(slot).tokens:
+            put(self, slot, parent, tokens)
+
+    return [(Contents, "put", once)]
+
+
+def contents_lost() -> Replacements:
+    """The contents that a source reports of its blocks are not kept."""
+
+    def silent(self: Gatherer, *_: object) -> dict[Key, Content]:
+        return {}
+
+    return [(Gatherer, "_fitting_contents", silent)]
+
+
+def index_lies() -> Replacements:
+    """Evicted blocks are never taken back from the conductors."""
+    announce = CacheNode._announce
+
+    def stored_only(self: CacheNode) -> list[Effect]:
+        effects = []
+        for effect in announce(self):
+            if isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced):
+                news = effect.message
+                if news.stored or news.on_disk:
+                    effects.append(Send(effect.to, BlocksAnnounced(stored=news.stored, on_disk=news.on_disk)))
+        return list(effects)
+
+    return [(CacheNode, "_announce", stored_only)]
+
+
+def announce_early() -> Replacements:
+    """Blocks are announced when their slots are granted, before anything is in them."""
+    on_reserve = CacheNode._on_reserve
+
+    def announcing(self: CacheNode, now: float, sender: str, message: Any) -> list[Effect]:
+        effects = on_reserve(self, now, sender, message)
+        granted = tuple(key for key in message.keys if self.slots.held(key) and self.slots.committed(key) is None)
+        conductors = [name for name, peer in self._peers.items() if peer.role == "conductor"]
+        return effects + [Send(name, BlocksAnnounced(stored=granted)) for name in conductors if granted]
+
+    return [(CacheNode, "_on_reserve", announcing)]
+
+
+def put_never_ends() -> Replacements:
+    """The writer never reports that its copy is done."""
+    on_copied = PoolClient.on_copied
+
+    def silent(self: PoolClient, work_id: int, result: Any) -> PutEnded:
+        return PutEnded([], on_copied(self, work_id, result).tokens)
+
+    return [(PoolClient, "on_copied", silent), (PoolClient, "on_reclaim", lambda self, now, sender, message: [])]
+
+
+def disk_stays_off() -> Replacements:
+    """An SSD that was full or failed is never tried again."""
+
+    def ignore(self: disk_tier.DiskTier, now: float) -> None:
+        pass
+
+    return [(disk_tier.DiskTier, "retry", ignore)]
+
+
+def share_ignored() -> Replacements:
+    """An owner below its share takes from the one that has most."""
+    victims = Shares.victims
+
+    def of_anybody(self: Shares, owner: int, *, free: bool) -> Lru | None:
+        order = victims(self, owner, free=free)
+        return order if order is None or self.held[owner] >= self.most[owner] > 0 else max(self._orders, key=len)
+
+    return [(Shares, "victims", of_anybody), (CacheNode, "check", silent)]
+
+
+def copies_without_owner() -> Replacements:
+    """The owners of the blocks that another host fetches are not sent."""
+
+    def none(self: CacheNode, *_: object) -> tuple[str, ...]:
+        return ()
+
+    return [(CacheNode, "_owners", none)]
+
+
+def copied_short() -> Replacements:
+    """A choice begins with all but the last token of its prompt's KV."""
+    fork = engine_works.fork
+
+    def short(machine: Any, running: Any, work: Any) -> Any:
+        return fork(machine, running, structs.replace(work, tokens=work.tokens - 1))
+
+    return [(engine_works, "fork", short)]
+
+
+def saved_wrong() -> Replacements:
+    """Blocks that vLLMs save in the stores are not what they load."""
+    put = shelf.Shelf.put
+
+    def spoilt(self: shelf.Shelf, key: Key, block: bytes) -> None:
+        put(self, key, block[4:] + block[:4])
+
+    return [(shelf.Shelf, "put", spoilt)]
+
+
+def _takes_what_is_gone(late: Callable[[Any, Any], bool]) -> Replacements:
+    """A reader for which `late` holds takes what lies there for good, although the copy that was leased has gone."""
+
+    def trusting(machine: Any, ref: Any, segment: Any) -> bool:
+        there = segment is not None and reads.readable(machine, segment, attached=True)
+        return there and not memory.generation_stands(segment, ref)
+
+    def first_half(self: Any) -> bytes | None:
+        half = first(self)
+        segment = self._machine.find(self._ref.node, self._ref.incarnation)
+        if half is None and late(self._machine, self._running) and trusting(self._machine, self._ref, segment):
+            part = segment.part(self._ref.slot, self._layer)
+            self._segment, self._half = segment, bytes(part[: len(part) // 2])
+            return bytes(self._half)
+        return half
+
+    def second_half(self: Any) -> bytes | None:
+        part = second(self)
+        believes = part is None and self._half and late(self._machine, self._running)
+        if believes and trusting(self._machine, self._ref, self._segment):
+            part = self._half + bytes(self._segment.part(self._ref.slot, self._layer)[len(self._half) :])
+            self._machine.world.watcher.verified(self._segment, self._ref, self._layer, part)
+        return part
+
+    first, second = reads.SlotRead.first_half, reads.SlotRead.second_half
+    return [(reads.SlotRead, "first_half", first_half), (reads.SlotRead, "second_half", second_half)]
+
+
+def woken_believes() -> Replacements:
+    """A host that was suspended believes in the leases that it had."""
+    return _takes_what_is_gone(lambda machine, running: machine.woke_at >= 0)
+
+
+def stopped_believes() -> Replacements:
+    """A reader that was stopped amid a read believes in the lease that it had."""
+    return _takes_what_is_gone(lambda machine, running: machine.stopped_at >= running.started_at)
+
+
+def ttl_from_receipt() -> Replacements:
+    """Every holder's clock begins when the answer arrives."""
+
+    def from_receipt(handle: Callable[[Any, float, Any], list[Effect]]) -> Callable[[Any, float, Any], list[Effect]]:
+        def handled(self: Any, now: float, event: Any) -> list[Effect]:
+            pool: PoolClient = self._pool
+            if isinstance(event, Received):
+                match event.message:
+                    case BlocksLeased(lease_id=lease_id) | LeaseRenewed(lease_id=lease_id):
+                        lease = pool._leases.get(lease_id)
+                        if lease is not None:
+                            lease.expires_at = now + pool.settings.lease_ttl_s
+                            lease.renewal_sent_at = now if lease.renewal_sent_at is not None else None
+                    case SlotsReserved(put_id=put_id):
+                        put = pool._puts.get(put_id)
+                        if put is not None:
+                            put.sent_at = now
+            return handle(self, now, event)
+
+        return handled
+
+    return [
+        (Prefill, "handle", from_receipt(Prefill.handle)),
+        (Decode, "handle", from_receipt(Decode.handle)),
+        (client, "COPY_MARGIN", 0.0),
+    ]

@@ -1,0 +1,105 @@
+"""The works of a simulated foreign engine (a vLLM), and the blocks that it saves in stores and loads from them."""
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+
+from mooncake_zmq.core.work import EngineProbed, Generate, Generated, TokensGenerated, WorkFailed
+from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
+from mooncake_zmq.simulation.engine import SimSequence, as_tokens
+from mooncake_zmq.simulation.machine import Machine, Running, Steps
+from mooncake_zmq.simulation.shelf import Shelf, block_of, fill
+
+ENGINE_FAILS = 0.05
+"""A foreign engine refuses requests and questions so often by itself."""
+COMING_S, AGAIN_S = 0.2, 0.02
+"""A foreign engine waits so long for what is being saved, and looks again so often."""
+SAVES_LATE = 15
+"""Its blocks are in a store after so many times what a copy takes to begin."""
+ANSWER_LOSSES = 3
+"""A foreign engine loses an answer at one token for so many copies that fail: an answer has many tokens."""
+
+
+def generate(machine: Machine, running: Running, work: Generate) -> Steps:
+    """A foreign engine: it has KV of its own, and a fault of copies is one that loses an answer under way."""
+    hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
+    left, length = work.stop.max_tokens - work.count, len(tokens)
+    sequence = SimSequence(length + left, work.sampling.past(work.tokens))
+    start = reused = yield from _load_saved(machine, work, sequence)
+    tokens = tokens[start:]
+    took_s = machine.took(hardware.compute_start_s + hardware.compute_token_s * len(tokens))
+    if machine.world.random.random() < max(ENGINE_FAILS, machine.world.copy_fail):
+        yield took_s
+        return WorkFailed("injected failure")
+    for made in range(1, left + 1):
+        stop = yield machine.wait_for_compute(running, took_s)
+        stop = stop or (yield took_s)
+        if stop or machine.world.random.random() < machine.world.copy_fail / ANSWER_LOSSES:
+            return WorkFailed(stop or "injected failure")
+        sequence.run(start, tokens)
+        _save(machine, work, sequence, known, start)
+        start += len(tokens)
+        token = sequence.next_token(start, work.sampling)
+        if work.stop.reason(token, work.count + made) is not None:
+            return Generated((token,), reused)
+        machine.progressed(running.work_id, TokensGenerated((token,)))
+        tokens, known = np.array([token], dtype=np.uint32), known + pack_tokens((token,))
+        sequence.feed(token, start, work.sampling)
+        took_s = machine.took(hardware.step_s + hardware.step_entry_s)
+    raise AssertionError("the last token ends an answer")
+
+
+def _load_saved(machine: Machine, work: Generate, sequence: SimSequence) -> Generator[float, str | None, int]:
+    """The KV of so many tokens comes from stores. What another engine is still saving is waited for, but not for long."""
+    world, size = machine.world, machine.layout.block_tokens
+    keys = extend_keys(work.root, work.tokens, size)[: (len(work.tokens) // 4 - 1) // size]
+    coming, until = min(len(keys), work.coming_tokens // size), machine.now + COMING_S
+    found = _saved(machine, keys)
+    while len(found) < coming and machine.now < until:
+        if (yield AGAIN_S):
+            break
+        found = _saved(machine, keys)
+    if found:
+        yield machine.took(world.hardware.network_start_s + world.hardware.network_block_s * len(found))
+    for index, block in enumerate(found):
+        fill(sequence, index * size, (index + 1) * size, block)
+    return len(found) * size
+
+
+def _saved(machine: Machine, keys: Sequence[Key]) -> list[bytes]:
+    """The leading blocks that stores have which answer. A copy that is torn is noticed."""
+    world, found = machine.world, list[bytes]()
+    for key in keys:
+        held = [block for shelf in _stores(machine) if (block := shelf.get(key)) is not None]
+        if not held or (world.copy_tear and world.random.random() < world.copy_tear):
+            break
+        found.append(held[0])
+    return found
+
+
+def _stores(machine: Machine) -> list[Shelf]:
+    """The blocks of the stores that answer, the one on this host first."""
+    there = [segment for segment in machine.world.segments.values() if segment.shelf is not None and segment.linked]
+    there = [each for each in there if machine.world.reach(machine.name, each.node, each.incarnation) == "yes"]
+    return [each.shelf for each in sorted(there, key=lambda each: each.host != machine.host) if each.shelf is not None]
+
+
+def _save(machine: Machine, work: Generate, sequence: SimSequence, known: bytes, start: int) -> None:
+    """Blocks that are complete go to a store in a while, if this process still runs then."""
+    size, stop = machine.layout.block_tokens, len(known) // 4 // machine.layout.block_tokens
+    if start // size < stop:
+        keys = extend_keys(work.root, known, size)
+        blocks = [(keys[at], block_of(sequence, at * size, (at + 1) * size)) for at in range(start // size, stop)]
+        machine._later(machine.took(machine.world.hardware.copy_start_s * SAVES_LATE), lambda: _put_in_store(machine, blocks))
+
+
+def _put_in_store(machine: Machine, blocks: Sequence[tuple[Key, bytes]]) -> None:
+    for shelf in _stores(machine)[:1]:
+        for key, block in blocks:
+            shelf.put(key, block)
+
+
+def probe_engine(machine: Machine) -> Steps:
+    yield machine.took(machine.world.hardware.probe_s)
+    well = machine.world.random.random() >= max(ENGINE_FAILS, machine.world.copy_fail)
+    return EngineProbed(well, "" if well else "injected failure")

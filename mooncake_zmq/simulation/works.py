@@ -1,0 +1,54 @@
+"""How each kind of work is carried out on a simulated machine."""
+
+from mooncake_zmq.core.work import (
+    ComputeChunk,
+    ComputeStage,
+    CopyBlocks,
+    DecodeStep,
+    ForkSequence,
+    Generate,
+    ProbeEngine,
+    ProbeProcess,
+    ProcessProbed,
+    PullBlocks,
+    SampleTokens,
+    WatchEngine,
+    WriteToDisk,
+)
+from mooncake_zmq.simulation import copy_works, disk_works, engine_works, vllm_works
+from mooncake_zmq.simulation.machine import Machine, Running, Steps
+
+
+def steps_of(machine: Machine, running: Running) -> Steps:
+    """The steps of a work, by its kind."""
+    match running.work:
+        case ComputeChunk() as work:
+            return engine_works.compute(machine, running, work)
+        case ComputeStage() as work:
+            return engine_works.compute_stage(machine, running, work)
+        case PullBlocks() as work:
+            return copy_works.pull(machine, running, work)
+        case DecodeStep() as work:
+            return engine_works.decode(machine, running, work)
+        case ForkSequence() as work:
+            return engine_works.fork(machine, running, work)
+        case SampleTokens() as work:
+            return engine_works.sample_late(machine, work)
+        case CopyBlocks() as work:
+            return copy_works.copy(machine, running, work)
+        case WriteToDisk() as work:
+            return disk_works.write_to_disk(machine, work)
+        case ProbeProcess() as work:
+            return probe(machine, work)
+        case Generate() as work:
+            return vllm_works.generate(machine, running, work)
+        case ProbeEngine():
+            return vllm_works.probe_engine(machine)
+        case WatchEngine() as work:
+            raise TypeError(work)  # simulated ones publish nothing
+
+
+def probe(machine: Machine, work: ProbeProcess) -> Steps:
+    """Whether a process still holds the lock of its incarnation."""
+    yield machine.took(machine.world.hardware.probe_s)
+    return ProcessProbed(machine.world.alive(work.node, work.incarnation))
