@@ -17,10 +17,10 @@ from typing import Any
 
 import click
 
-from mooncake_zmq.bench.engine_peers import MACHINE, OURS, VLLM, VLLM_BFLOAT16, engine_process
-from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import cpu_s, footprint
-from mooncake_zmq.bench.peers import Peer
+from mooncake_zmq.bench.others.engine_peers import MACHINE, OURS, VLLM, VLLM_BFLOAT16, engine_process
+from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
+from mooncake_zmq.bench.others.peers import Peer
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError

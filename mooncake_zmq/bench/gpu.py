@@ -26,7 +26,7 @@ from mooncake_zmq.bench.block_fetch import send_bare
 from mooncake_zmq.bench.engine import head_weights, layer_weights, prefill_flops
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
 from mooncake_zmq.bench.keys_driver import ANYWHERE, fail
-from mooncake_zmq.bench.peers import Peer, driver_process
+from mooncake_zmq.bench.others.peers import Peer, driver_process
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, SlotGrant

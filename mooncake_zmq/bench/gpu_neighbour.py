@@ -2,7 +2,7 @@
 fetches them over a stream as if it were on another host.
 
 Its argument is a JSON object: where the slab is, and who serves it. It answers one line when ready, and one for each request;
-see `bench.peers`.
+see `bench.others.peers`.
 """
 
 import json

@@ -22,7 +22,7 @@ from mooncake_zmq.bench.block_fetch import send_bare
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.runtime.zmq_runtime import LIMITS
 from mooncake_zmq.transfer import key_files

@@ -1,7 +1,7 @@
 """`bench pool`: the KV pool against memory, transport and disk, and against other stores over the same values.
 
 Local and remote: values of one size, put and got in batches of 16, over a working set that no cache holds; each store's
-owner and client are processes of their own (`peers`, `store_driver`). The sides of a row take turns round by round, the
+owner and client are processes of their own (`others`). The sides of a row take turns round by round, the
 first round of each is not counted (its memory is written for the first time), and every byte got is compared.
 """
 
@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from mooncake_zmq.bench.disk import disk_rows
-from mooncake_zmq.bench.peers import Peer, peer
+from mooncake_zmq.bench.others.peers import Peer, peer
 from mooncake_zmq.bench.pool_index import index_bytes_per_block
 from mooncake_zmq.bench.pool_keys import cost_of_keys
 from mooncake_zmq.bench.pool_lease import BLOCKS, lease_times_s

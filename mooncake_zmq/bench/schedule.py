@@ -47,7 +47,7 @@ GOAL_ZMQ_PER_S, GOAL_ZMQ_MS = 3_000.0, 10.0
 UPDATE_NODES = 256
 UPDATE_BATCHES = (64, 1024)
 UPDATED_KEYS = 1 << 17
-DRIVER = Path(__file__).with_name("router_driver.py")
+DRIVER = Path(__file__).parent / "others/router_driver.py"
 
 Progress = Callable[[str], None]
 

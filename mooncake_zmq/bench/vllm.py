@@ -21,16 +21,16 @@ from typing import Any
 
 import click
 
-from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import cpu_s
-from mooncake_zmq.bench.peers import Peer, driver_process
+from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
+from mooncake_zmq.bench.others.peers import Peer, driver_process
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.shim import install
 
-DRIVER = Path(__file__).with_name("vllm_driver.py")
+DRIVER = Path(__file__).parent / "others/vllm_driver.py"
 PLAIN, OURS, THEIRS = "vLLM", "mooncake_zmq", "MooncakeStoreConnector"
 LENGTHS = (2048, 3840)
 BEYOND_BLOCKS = 9

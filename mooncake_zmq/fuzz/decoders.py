@@ -32,9 +32,11 @@ from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import TOY_SPEC
 from mooncake_zmq.fuzz.examination import IN_MEMORY, Decoder
 from mooncake_zmq.fuzz.samples import samples
-from mooncake_zmq.gateway.http.http_calls import ServedModel
-from mooncake_zmq.gateway.openai import prepare
+from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
+from mooncake_zmq.gateway.openai.errors import RequestError
+from mooncake_zmq.gateway.openai.prepare import prepare
 from mooncake_zmq.gateway.requests import tenants
+from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EventError, decode_batch
@@ -179,7 +181,7 @@ def _served() -> ServedModel:
 
 
 def _prepare(kind: Any, raw: bytes) -> object:
-    return prepare.prepare(raw, kind, _served(), EdgeSettings(), lambda: 1)
+    return prepare(raw, kind, _served(), EdgeSettings(), lambda: 1)
 
 
 def _bodies(**asked: object) -> list[bytes]:
@@ -378,18 +380,18 @@ def _of_stores() -> Iterable[Decoder]:
 
 
 def _of_people() -> Iterable[Decoder]:
-    refused = (prepare.RequestError,)
+    refused = (RequestError,)
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "t"}]}]}
     yield Decoder(
         name="completions",
-        read=partial(_prepare, prepare.CompletionBody),
+        read=partial(_prepare, CompletionBody),
         refusals=refused,
         seeds=lambda: [*_bodies(prompt="hello"), *_bodies(prompt=[1, 2, 3]), *_bodies(prompt=[[1], [2]])],
         max_bytes=16_384,
     )
     yield Decoder(
         name="chat",
-        read=partial(_prepare, prepare.ChatBody),
+        read=partial(_prepare, ChatBody),
         refusals=refused,
         seeds=lambda: _bodies(**chat),
         max_bytes=16_384,

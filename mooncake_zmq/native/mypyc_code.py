@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Part(NamedTuple):
-    """What is compiled together. `rooms`: what its modules are made of: a change in any of it makes them stale."""
+    """Modules that are compiled together. `rooms`: folders whose sources they depend on: a change there makes them stale."""
 
     name: str
     modules: tuple[str, ...]
@@ -36,15 +36,17 @@ class Part(NamedTuple):
 
 _ACTORS = (
     *(f"core.{name}" for name in ("chunking", "costs", "gaps", "leaving", "moves", "order", "pace", "reactions")),
-    *(f"core.{name}" for name in ("reports", "shell")),
+    *(f"core.{name}" for name in ("reports", "shell", "turns")),
     *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slots")),
     *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "chain", "choices")),
     *(f"conductor.{name}" for name in ("coming", "conductor", "copies", "corrections", "decodes", "handovers")),
     *(f"conductor.{name}" for name in ("inventory", "membership")),
     *(f"conductor.{name}" for name in ("placement", "plans", "prefills", "prefix_index", "ranking", "recent", "routing")),
     *(f"conductor.{name}" for name in ("sources", "transfers", "waits")),
-    *(f"prefill.{name}" for name in ("prefill", "queue", "slab_announcer", "waiting", "workload")),
-    *(f"decode.{name}" for name in ("batch", "decode", "request")),
+    *(f"prefill.{name}" for name in ("admission", "computing", "ends", "handoff", "jobs", "leading", "offers", "prefill")),
+    *(f"prefill.{name}" for name in ("queue", "reuse", "slab", "slab_announcer", "waiting", "workload")),
+    *(f"decode.{name}" for name in ("admission", "batch", "budget", "decode", "ends", "flight", "forks", "handoff", "offers")),
+    *(f"decode.{name}" for name in ("request", "requests", "steps")),
     *(f"pool.node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
 )
 """Not among them: modules whose classes are msgspec's, which mypyc does not know."""
@@ -118,7 +120,7 @@ def folder(package: Path, part: Part) -> Path:
 
 
 def compiler_version() -> bytes:
-    """What mypyc says of its version; nothing where it is missing: what it made elsewhere is not used then."""
+    """The text of mypyc's version; empty where it is missing: what it made elsewhere is not used then."""
     spec = importlib.util.find_spec("mypy")  # importlib.metadata would take each start of a command 10 ms
     said = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     return said.read_bytes() if said is not None and said.exists() else b""

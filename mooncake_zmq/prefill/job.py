@@ -151,8 +151,12 @@ class Job:
     """What the decode was sent when all was computed."""
     reserved: bool = False
     """The decode has said that it made room."""
+    computes_anew: bool = False
+    """No block of its prompt may be reused from the pool."""
     local_blocks: int = 0
     remote_blocks: int = 0
+    chunk_work: int = 0
+    """The work that computes the chunk in flight."""
     chunk_first_block: int = 0
     chunk_stop: int = 0
     chunk_loads: tuple[BlockLoad, ...] = ()
@@ -168,7 +172,7 @@ class Job:
     load_s: float = 0.0
     """From then until its prefix was loaded."""
     sampling_id: int = 0
-    """The work that samples its first tokens, while it is set aside."""
+    """The work that samples its first tokens, while it is set aside; else 0."""
     group: Group | None = None
     """The pipeline that computes it, if one does."""
     choices: dict[str, int] = field(default_factory=dict)

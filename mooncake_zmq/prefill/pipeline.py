@@ -12,16 +12,15 @@ stage once the stage before has computed it, and the stage behind the chunk befo
 nobody has more than two chunks to compute. The first stage leads: the others hear of their chunks from it and answer to it.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from mooncake_zmq.core.actor import Effect, Send
 from mooncake_zmq.core.chunking import chunk_stop, longest_chunk
 from mooncake_zmq.core.messages import EndStage, HandoffBlocks, SlotRef, StageChunk, StageDone, StartPrefill, StartStage
-from mooncake_zmq.core.work import SlotGrant, stage_layers
+from mooncake_zmq.core.work import stage_layers
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
-from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.prefill.slab import Slab
 
 BUFFERS = 2
 """Chunks whose hidden states one stage holds."""
@@ -47,34 +46,20 @@ class HiddenSlots:
         self.slots: list[int] = []
         self._used: set[int] = set()
 
-    def reserve(self, slots: Slots, each: int) -> None:
+    def reserve(self, slab: Slab, each: int) -> None:
         """Take the slots, for which there is room."""
-        self.slots += reserve(slots, BUFFERS * each)
+        self.slots += slab.reserve(BUFFERS * each)
 
-    def take(self, slots: Slots, chunk: int, count: int) -> list[int]:
+    def take(self, slab: Slab, chunk: int, count: int) -> list[int]:
         """The slots for the hidden states of a chunk. Their generations are new, so that none of their former readers can take
         them for what it wants."""
         first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
         for index in range(first, first + count):
             if index in self._used:
-                release(slots, [self.slots[index]])
-                self.slots[index] = reserve(slots, 1)[0]
+                slab.release([self.slots[index]])
+                self.slots[index] = slab.reserve(1)[0]
             self._used.add(index)
         return self.slots[first : first + count]
-
-
-def reserve(slots: Slots, count: int) -> list[int]:
-    """Anonymous slots, pinned, for which there is room."""
-    taken = slots.reserve_anonymous(count)
-    slots.pin(taken)
-    return taken
-
-
-def release(slots: Slots, held: Iterable[int]) -> None:
-    """Give back slots that are pinned here and were never committed."""
-    for slot in held:
-        slots.unpin((slot,))
-        slots.free(slot)
 
 
 class Group:
@@ -152,10 +137,10 @@ class Group:
             for name, layers in zip(self.names, self._layers[1:], strict=True)
         ]
 
-    def take_room(self, slots: Slots) -> list[int]:
+    def take_room(self, slab: Slab) -> list[int]:
         """The first stage's slots for blocks; those for hidden states are in `hidden`."""
-        self.hidden.reserve(slots, hidden_slots(self._layout, self._longest))
-        return reserve(slots, self._layout.blocks_for(len(self._request.tokens) // 4))
+        self.hidden.reserve(slab, hidden_slots(self._layout, self._longest))
+        return slab.reserve(self._layout.blocks_for(len(self._request.tokens) // 4))
 
     def on_ready(self, name: str, blocks: int) -> bool:
         """A later stage is ready: are they all?"""
@@ -183,13 +168,13 @@ class Group:
         is_last = stage == len(self.names)
         return chunk < len(self._chunks) and here and (is_last or self._done[stage + 1] > chunk - BUFFERS)
 
-    def begin_own(self, slots: Slots) -> list[int]:
+    def begin_own(self, slab: Slab) -> list[int]:
         """The first stage begins its next chunk: the slots for its hidden states."""
         assert self.may_begin(0)
         chunk = self._begun[0]
         self._begun[0] += 1
         start, stop = self._chunks[chunk]
-        self.leaving = self.hidden.take(slots, chunk, hidden_slots(self._layout, stop - start))
+        self.leaving = self.hidden.take(slab, chunk, hidden_slots(self._layout, stop - start))
         return self.leaving
 
     def expects(self, name: str, message: StageDone) -> bool:
@@ -283,20 +268,3 @@ class Group:
         asked, self._asked = self._asked, False
         message = EndStage(request_id=self._request.request_id, attempt=self._request.attempt)
         return [Send(name, message) for name in self.names] if asked else []
-
-
-def grants(name: str, incarnation: int, slots: Slots, granted: Iterable[int]) -> tuple[SlotGrant, ...]:
-    """The own slots as works name them."""
-    generations = slots.generation
-    return tuple([SlotGrant(name, incarnation, slot, generations[slot]) for slot in granted])
-
-
-def written(name: str, incarnation: int, slots: Slots, written_slots: Iterable[int]) -> tuple[SlotRef, ...]:
-    """The own slots, written and not committed, as readers name them."""
-    generations = slots.generation
-    return tuple(
-        [
-            SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=0)
-            for slot in written_slots
-        ]
-    )

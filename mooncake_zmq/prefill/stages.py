@@ -5,13 +5,13 @@ first stage with it, so that the request is placed again. A stage never waits fo
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import structs
 
 from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, OpenSequence, Send, SetTimer, Start
+from mooncake_zmq.core.leaving import Leaving
 from mooncake_zmq.core.messages import (
     EndStage,
     QueuedJob,
@@ -34,10 +34,11 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.client import PoolClient
-from mooncake_zmq.prefill.pipeline import BUFFERS, HiddenSlots, grants, hidden_slots, release, reserve, written
+from mooncake_zmq.prefill.pipeline import BUFFERS, HiddenSlots, hidden_slots
+from mooncake_zmq.prefill.reuse import LEASE_ENDED, Reuse
 from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.prefill.slab import Slab
 from mooncake_zmq.prefill.workload import Workload
 
 DEADLINE = "stage deadline"
@@ -132,17 +133,16 @@ class Stages:
     def __init__(
         self,
         *,
-        name: str,
-        incarnation: int,
         settings: PrefillSettings,
         layout: BlockLayout,
-        slots: Slots,
+        slab: Slab,
         pool: PoolClient,
         workload: Workload,
+        reuse: Reuse,
+        drain: Leaving,
         ids: Ids,
         counts: Tally,
         transitions: Tally,
-        forget_corrupt: Callable[[Sequence[SlotRef]], list[Effect]],
     ) -> None:
         self.computing: tuple[int, Stage] | None = None
         """The work in flight."""
@@ -151,16 +151,16 @@ class Stages:
         self._sampling: dict[int, Stage] = {}
         """Those set aside, by the works that sample their first tokens."""
         self._abandoned: list[Stage] = []
-        self._name, self._incarnation = name, incarnation
         self._settings = settings
         self._layout = layout
-        self._slots = slots
+        self._slab = slab
         self._pool = pool
         self._workload = workload
+        self._reuse = reuse
+        self._drain = drain
         self._ids = ids
         self._counts = counts
         self._life = Lifecycle("prefill stage", NEXT_STATE, transitions)
-        self._forget_corrupt = forget_corrupt
 
     def __len__(self) -> int:
         return len(self._stages) + len(self._abandoned)
@@ -207,23 +207,24 @@ class Stages:
 
     # --- beginning
 
-    def on_start(self, now: float, sender: str, message: StartStage, *, draining: bool) -> list[Effect]:
+    def on_start(self, now: float, sender: str, message: StartStage) -> list[Effect]:
         """Take part, or say why not."""
         current = self._stages.get(message.request_id)
         if current is not None and current.request.attempt >= message.attempt:
             same = current.request.attempt == message.attempt and current.leader == sender
-            return [] if same else [self._failed(sender, message, "a newer attempt is here")]
+            return [] if same else [_failed(sender, message, "a newer attempt is here")]
         effects = [] if current is None else self._fail(current, "a newer attempt is here")
         refusal = self._refusal(message)
-        own = self._slots.leading_run(message.keys if self._settings.own_reuse else ())
-        if self._room(message) + len(own) > self._slots.capacity:  # they would keep the room from it for good
+        slots = self._slab.slots
+        own = self._reuse.own_hits(message.keys)
+        if self._room(message) + len(own) > slots.capacity:  # they would keep the room from it for good
             own = []
-        self._slots.pin(own)
-        lack = refusal or self._lack(message, draining=draining)
+        slots.pin(own)
+        lack = refusal or self._lack(message)
         if lack is not None:
-            self._slots.unpin(own)
+            slots.unpin(own)
             self._counts.add("stages_refused")
-            return [*effects, self._failed(sender, message, lack, full=refusal is None)]
+            return [*effects, _failed(sender, message, lack, full=refusal is None)]
         share = self._share(message)
         stage = Stage(
             request=message,
@@ -234,12 +235,12 @@ class Stages:
             own_slots=own,
         )
         self._stages[message.request_id] = stage
-        stage.prefix += [self._ref(slot) for slot in own]
-        stage.new_slots = reserve(self._slots, self._layout.blocks_for(message.tokens))
-        stage.hidden.reserve(self._slots, self._hidden_slots(message))
+        stage.prefix += self._slab.refs(own)
+        stage.new_slots = self._slab.reserve(self._layout.blocks_for(message.tokens))
+        stage.hidden.reserve(self._slab, self._hidden_slots(message))
         key = (DEADLINE, message.request_id, message.attempt)
         effects.append(SetTimer(key, message.deadline_s))
-        return effects + self._reuse(now, stage)
+        return effects + self._lease(now, stage)
 
     def _refusal(self, message: StartStage) -> str | None:
         """What is wrong with the request here."""
@@ -252,15 +253,15 @@ class Stages:
         known = self._layout.has_tokens(message.past) and self._layout.has_token(sampling.largest_token)
         if not known or not sampling.fits(message.past, message.tokens):
             return "sampling does not match tokens"
-        return "prompt is longer than the slab" if self._room(message) > self._slots.capacity else None
+        return "prompt is longer than the slab" if self._room(message) > self._slab.slots.capacity else None
 
-    def _lack(self, message: StartStage, *, draining: bool) -> str | None:
+    def _lack(self, message: StartStage) -> str | None:
         """What may be otherwise soon."""
-        if draining:
+        if self._drain.draining:
             return "prefill is draining"
         if len(self) >= self._settings.max_active:
             return "too many stages"
-        return "no room in the slab" if self._room(message) > self._slots.available else None
+        return "no room in the slab" if self._room(message) > self._slab.slots.available else None
 
     def _room(self, message: StartStage) -> int:
         return self._layout.blocks_for(message.tokens) + BUFFERS * self._hidden_slots(message)
@@ -269,7 +270,7 @@ class Stages:
         is_last = message.stop_layer == self._layout.layers
         return 0 if is_last else hidden_slots(self._layout, message.chunk_tokens)
 
-    def _reuse(self, now: float, stage: Stage) -> list[Effect]:
+    def _lease(self, now: float, stage: Stage) -> list[Effect]:
         """Lease what the own slab does not hold."""
         wanted = stage.request.keys[len(stage.prefix) :]
         promised = bool(wanted) and len(stage.prefix) < stage.request.reuse_blocks
@@ -306,7 +307,7 @@ class Stages:
 
     # --- chunks
 
-    def on_chunk(self, sender: str, message: StageChunk) -> list[Effect]:
+    def on_chunk(self, _now: float, sender: str, message: StageChunk) -> list[Effect]:
         """One more to compute."""
         stage = self._live(sender, message.request_id, message.attempt)
         if stage is None or stage.state is StageState.LEASING:
@@ -343,19 +344,18 @@ class Stages:
     def compute(self, now: float, stage: Stage) -> list[Effect]:
         """Its turn has come; or it fails."""
         assert stage.sequence is not None
-        chunk, size, layers = stage.chunks[0], self._layout.block_tokens, stage.layers
+        chunk, layers = stage.chunks[0], stage.layers
         deadline_s = prefix_s = self._settings.work_deadline_s
         prefix: tuple[BlockLoad, ...] = ()
         if not stage.begun and stage.prefix:
-            if len(stage.prefix) > len(stage.own_slots):
-                prefix_s = min(deadline_s, self._pool.reading_time_s(now, stage.lease_id))
+            prefix_s = self._reuse.time_s(now, stage)
             if prefix_s <= 0:
-                return self._fail(stage, "lease ended before the prefix was loaded")
-            prefix = tuple(BlockLoad(i, ref, layers.start, layers.stop, size) for i, ref in enumerate(stage.prefix))
+                return self._fail(stage, LEASE_ENDED)
+            prefix = self._reuse.loads(stage, layers)
         self._move(stage, StageEvent.CHUNK_BEGAN)
         is_last = layers.stop == self._layout.layers
         if not is_last:
-            stage.leaving = stage.hidden.take(self._slots, stage.begun, hidden_slots(self._layout, chunk.count))
+            stage.leaving = stage.hidden.take(self._slab, stage.begun, hidden_slots(self._layout, chunk.count))
         ends = chunk.start + chunk.count == stage.request.tokens
         stage.begun += 1
         work = ComputeStage(
@@ -364,7 +364,7 @@ class Stages:
                 start=chunk.start,
                 tokens=b"",
                 prefix=prefix,
-                outputs=grants(self._name, self._incarnation, self._slots, self._blocks_of(stage, chunk)),
+                outputs=self._slab.grants(self._blocks_of(stage, chunk)),
                 sampling=stage.request.sampling if is_last and ends else None,
                 prefix_s=prefix_s,
                 seeds=stage.request.seeds if is_last and ends else (),
@@ -373,7 +373,7 @@ class Stages:
             first_layer=layers.start,
             stop_layer=layers.stop,
             entering=chunk.entering,
-            leaving=grants(self._name, self._incarnation, self._slots, stage.leaving),
+            leaving=self._slab.grants(stage.leaving),
         )
         work_id = self._ids.new()
         self.computing = (work_id, stage)
@@ -395,7 +395,8 @@ class Stages:
             self._counts.add("chunks_failed")
             return self._fail(stage, f"chunk failed: {result.reason}", stuck=result.stuck)
         if result.failed:
-            return self._on_prefix_failed(stage, result)
+            reason, unreached, reports = self._reuse.not_loaded(dict(enumerate(stage.prefix)), result)
+            return reports + self._fail(stage, reason, unreached=unreached)
         chunk = stage.chunks.popleft()
         stop = chunk.start + chunk.count
         loaded = chunk.start if stage.begun == 1 and stage.prefix else 0
@@ -407,9 +408,9 @@ class Stages:
             request_id=stage.request.request_id,
             attempt=stage.request.attempt,
             start=chunk.start,
-            sources=written(self._name, self._incarnation, self._slots, self._blocks_of(stage, chunk)),
+            sources=self._slab.written(self._blocks_of(stage, chunk)),
             parts=result.parts,
-            leaving=written(self._name, self._incarnation, self._slots, stage.leaving),
+            leaving=self._slab.written(stage.leaving),
             token=result.token,
             logprob=result.logprob,
             others=result.others,
@@ -440,17 +441,9 @@ class Stages:
         (token, logprob), *others = result.sampled
         return [Send(stage.leader, structs.replace(stage.unsampled, token=token, logprob=logprob, others=tuple(others)))]
 
-    def _on_prefix_failed(self, stage: Stage, result: StageComputed) -> list[Effect]:
-        """Nobody shall find corrupt copies again; what is only out of reach is computed by the next attempt."""
-        refs = [stage.prefix[block] for block in result.corrupt if block < len(stage.prefix)]
-        unreached = len(result.failed) - len(result.corrupt)
-        self._counts.add("prefix_blocks_unreached", unreached)
-        reason = "a reused block did not verify" if refs else "a reused block was not reached"
-        return self._forget_corrupt(refs) + self._fail(stage, reason, unreached=unreached > 0)
-
     # --- ends
 
-    def on_end(self, sender: str, message: EndStage) -> list[Effect]:
+    def on_end(self, _now: float, sender: str, message: EndStage) -> list[Effect]:
         """The first stage needs it no more."""
         stage = self._live(sender, message.request_id, message.attempt)
         return [] if stage is None else self._end(stage)
@@ -481,7 +474,7 @@ class Stages:
         self, stage: Stage, reason: str, *, full: bool = False, unreached: bool = False, stuck: bool = False
     ) -> list[Effect]:
         self._counts.add("stages_failed")
-        failed = self._failed(stage.leader, stage.request, reason, full=full, unreached=unreached, stuck=stuck)
+        failed = _failed(stage.leader, stage.request, reason, full=full, unreached=unreached, stuck=stuck)
         return [failed, *self._end(stage)]
 
     def _end(self, stage: Stage) -> list[Effect]:
@@ -504,8 +497,8 @@ class Stages:
             effects += self._pool.release(stage.lease_id)
         if stage.sequence is not None:
             effects.append(CloseSequence(stage.sequence))
-        self._slots.unpin(stage.own_slots)
-        release(self._slots, stage.new_slots + stage.hidden.slots)
+        self._slab.slots.unpin(stage.own_slots)
+        self._slab.release(stage.new_slots + stage.hidden.slots)
         return effects
 
     # --- leaves
@@ -525,34 +518,25 @@ class Stages:
         first = chunk.start // self._layout.block_tokens
         return stage.new_slots[first : self._layout.blocks_for(chunk.start + chunk.count)]
 
-    def _ref(self, slot: int) -> SlotRef:
-        return SlotRef(
-            node=self._name,
-            incarnation=self._incarnation,
-            slot=slot,
-            generation=self._slots.generation[slot],
-            checksum=self._slots.checksum[slot],
-        )
-
-    def _failed(
-        self,
-        leader: str,
-        request: StartStage,
-        reason: str,
-        *,
-        full: bool = False,
-        unreached: bool = False,
-        stuck: bool = False,
-    ) -> Send:
-        failed = StageFailed(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            reason=clip(reason),
-            full=full,
-            unreached=unreached,
-            stuck=stuck,
-        )
-        return Send(leader, failed)
-
     def _move(self, stage: Stage, event: StageEvent) -> None:
         stage.state = self._life.after(stage.state, event)
+
+
+def _failed(
+    leader: str,
+    request: StartStage,
+    reason: str,
+    *,
+    full: bool = False,
+    unreached: bool = False,
+    stuck: bool = False,
+) -> Send:
+    failed = StageFailed(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        reason=clip(reason),
+        full=full,
+        unreached=unreached,
+        stuck=stuck,
+    )
+    return Send(leader, failed)

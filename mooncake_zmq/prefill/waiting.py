@@ -5,13 +5,15 @@ the conductor that placed it says that they are at some cache-node or will not c
 by the rank of its arrival and computes whatever it does not find.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from mooncake_zmq.core.actor import CancelTimer, SetTimer
+from mooncake_zmq.core.actor import CancelTimer, Effect, SetTimer
 from mooncake_zmq.core.messages import WaitEnded
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.slots import Slots
-from mooncake_zmq.prefill.job import Job
+from mooncake_zmq.prefill.job import Job, JobEvent, JobState
+from mooncake_zmq.prefill.jobs import Jobs
+from mooncake_zmq.prefill.queue import JobQueue
 
 MAX_EARLY = 256
 WAITED = "coming"
@@ -21,8 +23,10 @@ WAITED = "coming"
 class Waiting:
     """The waiting jobs of one prefill, in the order of their arrival."""
 
-    def __init__(self, slots: Slots, counts: Tally) -> None:
+    def __init__(self, slots: Slots, jobs: Jobs, queue: JobQueue[Job], counts: Tally) -> None:
         self._slots = slots
+        self._table = jobs
+        self._queue = queue
         self._counts = counts
         self._jobs: dict[str, Job] = {}
         self._early: dict[int, WaitEnded] = {}
@@ -35,25 +39,59 @@ class Waiting:
         return iter(self._jobs.values())
 
     def begin(self, job: Job) -> SetTimer:
-        """Add a job, whose state is `WAITING`."""
+        """Add a job that arrives."""
+        job.state = JobState.WAITING
         self._jobs[job.request.request_id] = job
         self._counts.add("jobs_waited")
         return SetTimer((WAITED, job.request.request_id, job.request.attempt), job.request.coming_s)
 
-    def is_needed(self, job: Job) -> bool:
-        """Return whether a job that arrives has something to wait for."""
+    def is_needed(self, job: Job, *, can_end: bool) -> bool:
+        """Return whether a job that arrives waits: not where nothing would end its wait or find the blocks, nor if the end of
+        its wait came before it."""
         request = job.request
-        return 0 < request.coming_blocks <= len(request.keys) and not self._is_here(job)
+        early = self._early.pop(request.booking, None)
+        if early is not None:
+            job.sources = early.sources or job.sources
+            job.waited = True
+            return False
+        return can_end and 0 < request.coming_blocks <= len(request.keys) and not self._is_here(job)
 
-    def came_early(self, message: WaitEnded) -> None:
-        """Keep the end of a wait whose job is still on its way here."""
-        self._early[message.booking] = message
-        if len(self._early) > MAX_EARLY:
-            del self._early[next(iter(self._early))]
+    def end(self, job: Job) -> list[Effect]:
+        """End the wait of a job, which queues from now on."""
+        timer, job.waited = self.remove(job), True
+        self._table.move(job, JobEvent.RELEASED)
+        self._queue.arrive(job)
+        return [timer]
 
-    def ended_early(self, booking: int) -> WaitEnded | None:
-        """Return the end of a placement's wait, if that came before its job."""
-        return self._early.pop(booking, None)
+    def end_found(self) -> list[Effect]:
+        """End the waits of the jobs whose blocks stand in the slab by now."""
+        return self._end_all(self.found())
+
+    def end_timed_out(self, request_id: str, attempt: int) -> list[Effect]:
+        """End the wait of a job whose time is over."""
+        job = self._jobs.get(request_id)
+        if job is None or job.request.attempt != attempt:
+            return []
+        self._counts.add("waits_ended[by=time]")
+        return self.end(job)
+
+    def on_ended(self, _now: float, sender: str, message: WaitEnded) -> list[Effect]:
+        """End the wait of a conductor's placement, or keep that for the job, which is still on its way here."""
+        jobs = (job for job in self._jobs.values() if job.request.booking == message.booking)
+        job = next((job for job in jobs if job.request.conductor in ("", sender)), None)
+        if job is None:
+            self._came_early(message)
+            return []
+        self._counts.add("waits_ended[by=pool]" if message.sources else "waits_ended[by=loss]")
+        job.sources = message.sources or job.sources
+        return self.end(job)
+
+    def peer_down(self, peer: str) -> list[Effect]:
+        """End the waits that this peer would have ended, if it was a conductor."""
+        self._early.clear()
+        lost = [job for job in self._jobs.values() if job.request.conductor == peer]
+        self._counts.add("waits_ended[by=loss]", len(lost))
+        return self._end_all(lost)
 
     def remove(self, job: Job) -> CancelTimer:
         """Take a job out that ends, or whose wait is over."""
@@ -64,34 +102,19 @@ class Waiting:
         """Return whether the job waits."""
         return self._jobs.get(job.request.request_id) is job
 
-    def timed_out(self, request_id: str, attempt: int) -> Job | None:
-        """Return the job whose time is over, if it still waits."""
-        job = self._jobs.get(request_id)
-        if job is None or job.request.attempt != attempt:
-            return None
-        self._counts.add("waits_ended[by=time]")
-        return job
-
-    def booked(self, conductor: str, booking: int, *, came: bool) -> Job | None:
-        """Return the job of a conductor's placement, if it still waits."""
-        jobs = (job for job in self._jobs.values() if job.request.booking == booking)
-        job = next((job for job in jobs if job.request.conductor in ("", conductor)), None)
-        if job is not None:
-            self._counts.add("waits_ended[by=pool]" if came else "waits_ended[by=loss]")
-        return job
-
-    def placed_by(self, conductor: str) -> list[Job]:
-        """Return the jobs whose waits this conductor, which is down, would have ended."""
-        self._early.clear()
-        lost = [job for job in self._jobs.values() if job.request.conductor == conductor]
-        self._counts.add("waits_ended[by=loss]", len(lost))
-        return lost
-
     def found(self) -> list[Job]:
         """Return the jobs whose blocks stand in the slab by now."""
         here = [job for job in self._jobs.values() if self._is_here(job)]
         self._counts.add("waits_ended[by=slab]", len(here))
         return here
+
+    def _came_early(self, message: WaitEnded) -> None:
+        self._early[message.booking] = message
+        if len(self._early) > MAX_EARLY:
+            del self._early[next(iter(self._early))]
+
+    def _end_all(self, jobs: Iterable[Job]) -> list[Effect]:
+        return [effect for job in jobs for effect in self.end(job)]
 
     def _is_here(self, job: Job) -> bool:
         return self._slots.committed(job.request.keys[job.request.coming_blocks - 1]) is not None

@@ -44,7 +44,7 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.gateway.http.api_keys import REFRESH_S, ApiKeys, api_keys_of
-from mooncake_zmq.gateway.http.http_calls import Edge, ServedModel
+from mooncake_zmq.gateway.http.http_calls import Edge
 from mooncake_zmq.gateway.http.reuse_port import LEAVE_S, SharedAddress
 from mooncake_zmq.gateway.http.tls import Tls, tls_files_of
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
@@ -52,10 +52,11 @@ from mooncake_zmq.gateway.requests.otlp import OTEL, Otlp, is_installed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.requests.request_log import Accounts
 from mooncake_zmq.gateway.requests.requests import Requests
+from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.pool.node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.pool.node.store_events import ShelfChanged
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.pool.ssd.disk_directory import DiskError

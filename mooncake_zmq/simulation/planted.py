@@ -23,19 +23,13 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import Generate
-from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.gateway.requests.readiness import Readiness
 from mooncake_zmq.gateway.requests.requests import Requests
-from mooncake_zmq.kv.slots import Slots
-from mooncake_zmq.prefill.job import JobState
-from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
-from mooncake_zmq.prefill.prefill import Prefill
-from mooncake_zmq.prefill.stages import Stages
 from mooncake_zmq.prefill.waiting import Waiting
-from mooncake_zmq.simulation import engine, planted_stores
+from mooncake_zmq.simulation import engine, planted_inference, planted_stores
 from mooncake_zmq.simulation import planted_pools as pools
 from mooncake_zmq.simulation.faults import FaultKind
-from mooncake_zmq.simulation.planted_stores import Replacements, silent
+from mooncake_zmq.simulation.planted_stores import Replacements
 from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 
@@ -114,17 +108,6 @@ def _answer_forgotten() -> Replacements:
 def _constraint_restarts() -> Replacements:
     """Whoever goes on with an answer begins its grammar anew."""
     return [(engine, "place_of", lambda sampling, past: int(sampling.constraint or b"0"))]
-
-
-def _closed_under_copy() -> Replacements:
-    """A request that ends frees its KV although a work still uses it."""
-    try_end = Decode._try_end
-
-    def end_now(self: Decode, request: Any) -> list[Effect]:
-        request.in_flight = 0
-        return try_end(self, request)
-
-    return [(Decode, "_try_end", end_now)]
 
 
 def _lost_request() -> Replacements:
@@ -228,28 +211,6 @@ def _restless_conductor() -> Replacements:
     return [(Readiness, "_rests", rests)]
 
 
-def _stale_hidden() -> Replacements:
-    """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
-
-    def hurried(self: Any, stage: int) -> bool:
-        chunk = self._begun[stage]
-        return chunk < len(self._chunks) and (stage == 0 or self._done[stage - 1] > chunk)
-
-    def taken(self: Any, slots: Slots, chunk: int, count: int) -> list[int]:
-        first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
-        return list(self.slots[first : first + count])
-
-    def always(*_: object) -> bool:
-        return True
-
-    return [
-        (Group, "may_begin", hurried),
-        (HiddenSlots, "take", taken),
-        (Stages, "_follows", always),
-        (Stages, "check", silent),
-    ]
-
-
 def _resume_repeats() -> Replacements:
     """A vLLM that goes on with an answer is given all but the last token of it, and makes that once more."""
     handle = VllmNode.handle
@@ -279,16 +240,6 @@ def _passed_on_short() -> Replacements:
     return [(VllmNode, "handle", forgetful)]
 
 
-def _one_seed() -> Replacements:
-    """All choices are given the first one's token."""
-    finish = Prefill._finish
-
-    def alike(self: Prefill, now: float, job: Any, sampled: Any, layers: Any = ()) -> list[Effect]:
-        return finish(self, now, job, sampled[:1] * len(sampled), layers)
-
-    return [(Prefill, "_finish", alike)]
-
-
 def _never_woken() -> Replacements:
     """No wait for coming blocks ends: conductors say nothing, and no timer does."""
 
@@ -302,53 +253,9 @@ def _never_woken() -> Replacements:
     return [(Coming, "_release", unsaid), (Waiting, "begin", endless), (Waiting, "found", lambda self: [])]
 
 
-def _coming_believed() -> Replacements:
-    """A chunk's blocks count as computed when it begins."""
-    compute = Prefill._compute
-
-    def early(self: Prefill, now: float, job: Any) -> list[Effect]:
-        effects = compute(self, now, job)
-        if job.state is JobState.COMPUTING and job.group is None:
-            blocks = job.chunk_stop // self._layout.block_tokens - job.chunk_first_block
-            written = job.checksums
-            job.checksums = [*written, *[1] * blocks]
-            effects += self._keep_chunk(now, job)
-            job.checksums = written
-        return effects
-
-    return [(Prefill, "_compute", early), (Prefill, "_keep_chunk", _once(Prefill._keep_chunk)), (Prefill, "check", silent)]
-
-
-def _once(keep: Any) -> Any:
-    """Keep a chunk's blocks, unless they are kept."""
-
-    def unless_kept(self: Prefill, now: float, job: Any) -> list[Effect]:
-        first, base = job.chunk_first_block, len(job.prefix)
-        slots = job.new_slots[first - base : job.chunk_stop // self._layout.block_tokens - base]
-        writing = self.slots.being_written(slots) == slots
-        effects: list[Effect] = keep(self, now, job) if writing else []
-        return effects
-
-    return unless_kept
-
-
 def _leader_stays() -> Replacements:
     """What an attempt would have computed goes on coming when the attempt has ended."""
     return [(Coming, "remove", lambda self, now, number, lost=False: None), (Coming, "check", lambda self, bookings: None)]
-
-
-def _held_unread() -> Replacements:
-    """A decode whose pool got fewer blocks than it was to have takes the others as read, and nobody hands them off."""
-
-    def trusting(self: Decode, now: float, request: Any, segment: Any, sources: Any) -> list[Effect]:
-        request.segment = None
-        layers = self._layout.layers
-        request.want_held(segment, sources, layers, self._layout.block_tokens)
-        for block in range(segment.first + len(sources), segment.first + segment.blocks):
-            request.parts[block * layers : (block + 1) * layers] = [0] * layers
-        return self._lease_held(now, request) + self._pull(now, request) + self._verify(now, request)
-
-    return [(Decode, "_take_segment", trusting)]
 
 
 STORES = "store_"
@@ -374,19 +281,6 @@ PLANTED: dict[str, Planted] = {
     "constraint_restarts": Planted("a grammar begun anew", ("I3",), (K.CRASH, K.CRASH), _constraint_restarts),
     "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
     "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
-    "shelved_wrong": Planted("vLLMs load other KV than they saved", ("I3",), (), pools.saved_wrong),
-    "index_lies": Planted("index keeps what is gone", ("I5",), (), pools.index_lies),
-    "announce_early": Planted("announced before it is held", ("I5",), (), pools.announce_early),
-    "contents_stale": Planted("events tell what a slot held before", ("I5",), (), pools.contents_stale),
-    "contents_lost": Planted("events of fetched blocks tell nothing", ("I5",), (), pools.contents_lost),
-    "copied_short": Planted("a copy of a prompt's KV lacks its end", ("I3",), (), pools.copied_short),
-    "one_seed": Planted("choices share a seed", ("I3",), (), _one_seed),
-    "held_unread": Planted("held blocks that the decode never got", ("I3",), (), _held_unread),
-    "disk_stays_off": Planted("a disk that was full stays off", ("I4",), (K.DISK_FULL, K.DISK_FAIL), pools.disk_stays_off),
-    "share_ignored": Planted("room is made at whoever's cost", ("I7",), (), pools.share_ignored),
-    "copies_are_nobodys": Planted("fetched blocks count for nobody", ("I7",), (), pools.copies_without_owner),
-    "lease_leak": Planted("lease leak", ("I2", "I4"), (), pools.lease_leak),
-    "closed_under_copy": Planted("sequence closed under a copy", ("I2",), (), _closed_under_copy),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
@@ -397,9 +291,11 @@ PLANTED: dict[str, Planted] = {
     "cordon_ends_drain": Planted("a cordon ends a drain", ("I4", "I2"), (K.TANGLE, K.TANGLE, K.ROLE), _cordon_ends_drain),
     "restless": Planted("who rests takes new requests", ("I4",), (), _restless),
     "restless_conductor": Planted("a conductor that rests is asked on", ("I4",), (K.REST,), _restless_conductor),
-    "stale_hidden": Planted("hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), _stale_hidden),
+    "stale_hidden": Planted(
+        "hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), planted_inference.stale_hidden
+    ),
     "never_woken": Planted("a waiter that nothing wakes", ("I4",), (K.CRASH,), _never_woken),
-    "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), _coming_believed),
+    "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), planted_inference.coming_believed),
     "leader_stays": Planted("a cancelled prompt's blocks stay in the index", ("I5",), (K.CRASH, K.CRASH), _leader_stays),
     "woken_believes": Planted("leases outlast a suspended host", ("I1", "I3"), (K.SUSPEND, K.SUSPEND), pools.woken_believes),
     "stopped_believes": Planted("leases outlast a stop", ("I1", "I3"), (K.STOP_READER, K.STOP_READER), pools.stopped_believes),

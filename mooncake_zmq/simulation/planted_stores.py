@@ -7,11 +7,16 @@ from mooncake_zmq.pool.node.store_events import GOOD
 from mooncake_zmq.pool.node.store_node import StoreNode
 from mooncake_zmq.pool.node.streaming import Streaming
 from mooncake_zmq.pool.node.tiers import PROMOTER, Tiers
+from mooncake_zmq.pool.rules import object_check
 from mooncake_zmq.pool.rules.changes import Change, Changes, copies_on_disk
+from mooncake_zmq.pool.rules.demotion import Demotion
 from mooncake_zmq.pool.rules.disk_quotas import DiskQuotas
+from mooncake_zmq.pool.rules.leases import Leases
 from mooncake_zmq.pool.rules.object_log import ObjectLog
 from mooncake_zmq.pool.rules.objects import Objects
+from mooncake_zmq.pool.rules.puts import Puts
 from mooncake_zmq.pool.rules.tenants import Tenants
+from mooncake_zmq.pool.rules.victims import Victims
 from mooncake_zmq.simulation import store_clients, store_disk
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.store import memory
@@ -30,40 +35,41 @@ def forgotten_in_memory_only() -> Replacements:
     def begin(self: Changes, change: Change) -> bool:
         log = self._objects.log
         if log is not None:
-            self._objects.drop_from_disk(key for key in copies_on_disk(self._objects, change.keys()) if key not in log.writing)
+            gone = [key for key in copies_on_disk(self._objects, change.keys()) if key not in log.writing]
+            self._objects.demotion.drop_from_disk(gone)
             log.writing = log.writing.difference(change.keys())
         change.make(set())
         return True
 
-    add = Objects.end_writing
+    add = Demotion.end_writing
 
-    def end_writing(self: Objects, saved: Sequence[Any]) -> None:
-        add(self, [(value, record) for value, record in saved if self._stands(value)])
+    def end_writing(self: Demotion, saved: Sequence[Any]) -> None:
+        add(self, [(value, record) for value, record in saved if self._entries.stands(value)])
 
-    return [(Changes, "begin", begin), (Objects, "end_writing", end_writing)]
+    return [(Changes, "begin", begin), (Demotion, "end_writing", end_writing)]
 
 
 def lease_pins_nothing() -> Replacements:
     """What is leased may be evicted, and its cell be another value's."""
-    lease = Objects.lease
+    lease = Leases.lease
 
-    def unpinned(self: Objects, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> Any:
+    def unpinned(self: Leases, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> Any:
         found = lease(self, now, client, lease_id, keys, ttl_s)
         self.release(client, lease_id)
         return found
 
-    return [(Objects, "lease", unpinned), (StoreNode, "check", silent), (Streaming, "check", silent)]
+    return [(Leases, "lease", unpinned), (StoreNode, "check", silent), (Streaming, "check", silent)]
 
 
 def no_quarantine() -> Replacements:
     """The cells of a put past its time are anybody's, though its writer may still write."""
 
-    def expire(self: Objects, holder: Any, put_id: int) -> None:
+    def expire(self: Puts, holder: Any, put_id: int) -> None:
         put = holder.puts.pop(put_id)
-        self._close_put(holder.account, put)
-        self._drop_put(put)
+        self.close(holder.usage, put)
+        self.drop(put)
 
-    return [(Objects, "_expire_put", expire)]
+    return [(Puts, "expire", expire)]
 
 
 def disk_unverified() -> Replacements:
@@ -90,17 +96,18 @@ def promotion_of_what_was() -> Replacements:
 
     def on_value_read(self: Tiers, read: Any, outcome: str) -> None:
         written = [0] if outcome == GOOD else []
-        self._objects.commit(self._turn.now, PROMOTER, read.put_id, written, [read.record.checksum] * len(written))
+        self._objects.puts.commit(self._turn.now, PROMOTER, read.put_id, written, [read.record.checksum] * len(written))
         self._end(read.key)
 
-    def on_disk(self: Objects, entry: int, key: str, checksum: int, pins: Any) -> Code:
+    def on_disk(self: Puts, entry: int, key: str, checksum: int, pins: Any) -> Code:
         code = commit(self, entry, key, checksum, pins)
-        if code is Code.OK and self.log is not None and self._cold is not None and key not in self.log.by_key:
-            self._cold.lapse(entry)
+        log, cold = self._entries.log, self._entries.cold
+        if code is Code.OK and log is not None and cold is not None and key not in log.by_key:
+            cold.lapse(entry)
         return code
 
-    commit = Objects._commit
-    return [(Tiers, "_on_value_read", on_value_read), (Objects, "_commit", on_disk)]
+    commit = Puts._commit
+    return [(Tiers, "_on_value_read", on_value_read), (Puts, "_commit", on_disk)]
 
 
 def removed_while_read() -> Replacements:
@@ -117,10 +124,10 @@ def leases_last() -> Replacements:
     """What is not released is never let go."""
 
     def expire(self: Objects, now: float) -> None:
-        for holder in self._clients.values():
+        for holder in self.holders.clients.values():
             for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
-                self._expire_put(holder, put_id)
-        self.expires_at = now + 1.0
+                self.puts.expire(holder, put_id)
+        self.holders.expires_at = now + 1.0
 
     return [(Objects, "expire", expire), (StoreNode, "check", silent)]
 
@@ -141,25 +148,26 @@ def sent_past_its_lease() -> Replacements:
 
     def lease(self: Streaming, client: bytes, get: Any, keys: Sequence[str]) -> Any:
         get.leases.append(-next(self._ids))
-        return self._objects.lease(self._turn.now, client, get.leases[-1], keys, get.ttl_s)
+        return self._objects.leases.lease(self._turn.now, client, get.leases[-1], keys, get.ttl_s)
 
     return [(Streaming, "_lease", lease)]
 
 
 def given_up_is_committed() -> Replacements:
     """A put that its writer gave up, wholly or in part, can be read."""
-    commit = Objects.commit
+    commit = Puts.commit
 
-    def all_of_it(self: Objects, now: float, client: bytes, put_id: int, *written: Sequence[int]) -> Any:
+    def all_of_it(self: Puts, now: float, client: bytes, put_id: int, *written: Sequence[int]) -> Any:
         put = self.put_of(now, client, put_id)
         if put is None or client == PROMOTER:
             return commit(self, now, client, put_id, *written)
-        on_disk = self.log.by_key if self.log is not None else {}
+        log = self._entries.log
+        on_disk = log.by_key if log is not None else {}
         rows = enumerate(zip(put.keys, put.grants, strict=True))
         granted = [index for index, (key, grant) in rows if grant.code is Code.OK and key not in on_disk]
         return commit(self, now, client, put_id, granted, [0] * len(granted))
 
-    return [(Objects, "commit", all_of_it)]
+    return [(Puts, "commit", all_of_it)]
 
 
 def reach_ignored() -> Replacements:
@@ -169,7 +177,7 @@ def reach_ignored() -> Replacements:
 
 def quota_ignored() -> Replacements:
     """A tenant takes as much memory as there is."""
-    return [(Objects, "_make_own_room", lambda *_: True), (Objects, "_check_holdings", silent)]
+    return [(Victims, "make_own_room", lambda *_: True), (object_check, "check_holdings", silent)]
 
 
 def disk_quota_ignored() -> Replacements:

@@ -22,7 +22,7 @@ from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway.requests import requests
 from mooncake_zmq.kv import slots
 from mooncake_zmq.native import mypyc_code
-from mooncake_zmq.pool.node import store_events as store_events
+from mooncake_zmq.pool.node import store_events
 from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED

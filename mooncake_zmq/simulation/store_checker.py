@@ -222,7 +222,7 @@ class StoreChecker:
         """I1 once nothing goes on: what memory serves is what its key has."""
         objects = store.node.objects
         for key, entry in objects.by_key.items():
-            found = objects._found(entry)
+            found = objects.entries.found(entry)
             if (entry, found.generation) not in store.flipped:
                 self._is_value(store, key, bytes(store.memory[found.offset : found.offset + found.size]), "at rest")
 
@@ -319,9 +319,9 @@ class StoreChecker:
     def _within_quotas(self, store: CheckedStore, books: _Books) -> None:
         """I7, by what is allocated and by what stands on disk, and not by the actor's sums."""
         objects = store.node.objects
-        puts = [put for holder in objects._clients.values() for put in holder.puts.values()]
+        puts = [put for holder in objects.holders.clients.values() for put in holder.puts.values()]
         names = {grant.entry: key for put in puts for key, grant in zip(put.keys, put.grants, strict=True)}
-        names |= {entry: key for entry, key in enumerate(objects._key) if key is not None}
+        names |= {entry: key for entry, key in enumerate(objects.entries.key) if key is not None}
         cells = [(names.get(entry, ""), size) for entry, _, size in objects.slabs.cells()]
         for tenant in objects.settings.tenants:
             sizes = [size for key, size in cells if key.startswith(tenant.namespaces)]

@@ -39,8 +39,9 @@ from mooncake_zmq.pool.node.store_events import (
     WriteValues,
 )
 from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
+from mooncake_zmq.pool.rules.entries import Found
 from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.pool.rules.objects import Found, ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.rules.tenants import StoreTenant
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.store_checker import StoreChecker
@@ -132,7 +133,7 @@ class StoreLife:
         log.restore(*disk.recovered())
         facts = StoreFacts(name=self.name, cluster="sim", incarnation=self.incarnation, probe_s=PROBE_S)
         self.node = StoreNode(SETTINGS, facts, log)
-        self.generations = [0] * self.node.objects.table_entries
+        self.generations = [0] * self.node.objects.entries.table_rows
         self.pipes: dict[int, Pipe] = {}
         self.works: dict[int, Start] = {}
         self.turns = 0
@@ -398,7 +399,7 @@ class Stores:
         if store is not None:
             self._disks[name].flip(count)
             objects = store.node.objects
-            checked = [found for entry in objects.by_key.values() if (found := objects._found(entry)).checksum]
+            checked = [found for entry in objects.by_key.values() if (found := objects.entries.found(entry)).checksum]
             for found in self.random.sample(checked, min(count, len(checked))):
                 store.memory[found.offset + self.random.randrange(found.size)] ^= 1 << self.random.randrange(8)
                 store.flipped.add((found.entry, found.generation))

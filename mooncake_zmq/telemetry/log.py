@@ -15,7 +15,7 @@ LogFormat = Literal["json", "console"]
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MAX_ERROR_CHARS = 200
 MAX_FRAMES, MAX_CHAINED, MAX_GROUPED = 50, 8, 8
-"""Told of an exception, of a chain of them, and of a group."""
+"""The most frames of an exception, exceptions of a chain and exceptions of a group that a line has."""
 SAFE = (OSError, ImportError, MemoryError)
 SAFE_MODULES = (
     "mooncake_zmq.config",
@@ -28,13 +28,13 @@ SAFE_MODULES = (
     "sqlite3",
     "zmq",
 )
-"""Whose exceptions say what the machine or the operator did. All others may quote what a client sent, a prompt or an answer."""
+"""Modules whose exceptions concern the machine or the operator. All others may quote a prompt, an answer or a key."""
 
 
 def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
-    """Set up structlog for this process; every line says which node and role wrote it. Exceptions are told by type and frames,
-    never with what stood in the variables there, and with their text only where that cannot quote a prompt or a key (`SAFE`,
-    `SAFE_MODULES`). The next line that can be written tells how many before it could not be."""
+    """Set up structlog for this process; every line names its node and role. Exceptions are written with type and frames,
+    never with the values of variables, and with their text only where that cannot quote a prompt or a key (`SAFE`,
+    `SAFE_MODULES`). After lines that could not be written, the next one has their number."""
     lines = log_file.stderr()
 
     def name_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
@@ -64,7 +64,7 @@ def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
 
 
 class _Libraries(logging.Handler):
-    """What libraries have to say, as lines of ours. Only the first line of a text: asyncio quotes exceptions in the others."""
+    """Writes records of libraries as lines of ours, with the first line of a text alone: asyncio quotes exceptions below."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record.args, tuple):

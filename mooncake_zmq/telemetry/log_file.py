@@ -9,7 +9,7 @@ from pathlib import Path
 from mooncake_zmq.transfer.own_files import open_own
 
 VARIABLE = "MOONCAKE_ZMQ_LOG_FILE"
-"""Where standard error goes, told by whoever made that so."""
+"""Names the file that standard error goes to; the process that redirected it sets it."""
 MAX_BYTES = 4 << 20
 """A log has this much twice, current and older: the runtime directory may well be RAM."""
 _ERROR = 2

@@ -1,4 +1,4 @@
-"""What each metric means, and its unit: the help texts of an exposition. A test holds that no name is without one."""
+"""Help texts of an exposition: the meaning of each metric, and its unit. A test holds that no name is without one."""
 
 _SESSION = {
     "session_dropped": "Frames and messages dropped unread, by reason",

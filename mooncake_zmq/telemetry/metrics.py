@@ -34,7 +34,7 @@ def families(values: Mapping[str, float], kind: str) -> Iterator[Metric]:
 
 
 def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, float]) -> Iterator[Metric]:
-    """What an engine node counts under vLLM's names, so that dashboards and routers made for those find it."""
+    """Counters of an engine node under vLLM's names, so that dashboards and routers made for vLLM find them."""
     cached = sum(value for name, value in counts.items() if name.startswith("prompt_tokens_cached["))
     prompt = cached + counts.get("prompt_tokens_computed", 0)
     used, there = _kv_usage(gauges)
@@ -55,7 +55,7 @@ def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, f
 
 
 def _kv_usage(gauges: Mapping[str, float]) -> tuple[float, float]:
-    """A decode's in tokens, a prefill's in blocks: what is merely cached makes room for whoever comes."""
+    """Used and total KV, of a decode in tokens, of a prefill in blocks. Cached KV that no request uses is free."""
     if "reserved_tokens" in gauges:
         return gauges["reserved_tokens"], gauges["capacity_tokens"]
     held = gauges.get("pinned_blocks", 0) + gauges.get("writing_blocks", 0)
@@ -80,8 +80,8 @@ class _Snapshots(Collector):
 
 
 def page_of(snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple, *, engine_of: str = "") -> Callable[[], bytes]:
-    """What writes `snapshot` and what `also` gives as text. `engine_of`: the model of an engine node, which is told under
-    vLLM's names too."""
+    """A function that writes `snapshot`, and what `also` returns, as text. `engine_of`: the model of an engine node, whose
+    metrics also have vLLM's names."""
     registry = CollectorRegistry()
     registry.register(_Snapshots(snapshot, also, engine_of))
     return lambda: generate_latest(registry)

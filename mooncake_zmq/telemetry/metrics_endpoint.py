@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from mooncake_zmq.transfer.sockets import is_loopback
 
 MAX_CONNECTIONS = 16
-"""Of more the oldest is ended."""
+"""The most connections at once; for one more, the oldest is closed."""
 MAX_HEAD_BYTES = 8 << 10
 CALL_S = 5.0
 """From the connection's beginning until the answer is sent; then it is ended, whatever is missing."""

@@ -8,7 +8,6 @@ tokens so far.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any, Final
 
 from msgspec import structs
@@ -41,8 +40,6 @@ from mooncake_zmq.core.messages import (
     FirstToken,
     Hello,
     Message,
-    Part,
-    Sampling,
     StartPrefill,
     StopRule,
     TokensDecoded,
@@ -58,40 +55,23 @@ from mooncake_zmq.core.work import (
     Generated,
     ProbeEngine,
     TokensGenerated,
-    WatchEngine,
     WorkFailed,
 )
-from mooncake_zmq.kv.block_hash import pack_tokens, root_of_salt
-from mooncake_zmq.kv.engine_events import EngineEvent
+from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.pool.node.announcer import announcements
+from mooncake_zmq.vllm_node.admission import Admission
+from mooncake_zmq.vllm_node.engine_cache import EngineCache
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
 from mooncake_zmq.vllm_node.load import Load
-from mooncake_zmq.vllm_node.mirror import Mirror
 from mooncake_zmq.vllm_node.settings import VllmSettings
 from mooncake_zmq.vllm_node.silence import Silence
 
 PROBE = ("probe",)
 IN_VAIN: Final = 0.9
 """Of its time, what a question took that got no answer, rather than a bad one."""
-FOREVER_S = 1e7
 UNKNOWN = "vLLM was not asked yet"
 NO_DECODE = "the vLLM that is to go on is not there"
 """A conductor that hears it would name it again and again, where there is no other: such an attempt counts as a broken one."""
-WHOLE: Final = (True, True)
-TAKES: Mapping[Part, tuple[bool, bool]] = {"both": WHOLE, "prefill": (True, False), "decode": (False, True)}
-"""By part: does a request begin there, and does it end there?"""
-
-
-def unable(sampling: Sampling, made: int) -> str | None:
-    """What vLLM cannot do of this when so many tokens are made; None: it can do it all."""
-    if sampling.logprobs is not None:
-        return "probabilities of tokens are not asked of vLLM"
-    if sampling.constraint:
-        return "vLLM would begin the grammar anew where an answer goes on"
-    if made and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
-        return "vLLM takes an answer that goes on for a part of the prompt, and does not penalize it"
-    return None
 
 
 def _each_choice(message: StartPrefill) -> list[StartPrefill]:
@@ -131,9 +111,9 @@ class VllmNode:
         self._probe_at = 0.0
         self._hung = False
         """It gave no tokens: it is well once it made one."""
-        self._watch: int | None = None
-        self._mirror = Mirror(layout.block_tokens, settings.max_known_blocks, root_of_salt)
         self._ids = Ids()
+        self._cache = EngineCache(settings, layout, self._ids, self.counts)
+        self._admission = Admission(name, settings, layout, self._peers, self.counts)
         self._leaving = Leaving("", self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -153,13 +133,13 @@ class VllmNode:
                 return self._on_generated(now, self._works.pop(work_id), result)
             case WorkDone(work_id, EngineProbed() | WorkFailed() as result) if work_id == self._probe:
                 return self._on_probed(now, result)
-            case WorkProgress(work_id, EngineTold(events)) if work_id == self._watch:
-                return self._on_told(events)
+            case WorkProgress(work_id, EngineTold(events)) if self._cache.is_watched_by(work_id):
+                conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
+                return self._cache.on_events(events, conductors)
             case PeerUp() as up:
                 self._peers[up.peer] = up.hello
                 self._reports.peer_up(up)
-                held = announcements(self._mirror.held) if up.hello.role == "conductor" else []
-                return [Send(up.peer, message) for message in held]
+                return self._cache.announce_to(up.peer) if up.hello.role == "conductor" else []
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case TimerFired(key) if key == REPORT:
@@ -169,7 +149,7 @@ class VllmNode:
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
             case Started():
-                return [self._reports.begin(), *self._ask(now), *self._begin_watch()]
+                return [self._reports.begin(), *self._ask(now), *self._cache.begin()]
             case DrainWanted():
                 self._leaving.drain()
                 return self._report(now)
@@ -187,7 +167,7 @@ class VllmNode:
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
         match message:
             case StartPrefill():
-                gateway = self._asker(sender, message)
+                gateway = self._admission.asker(sender, message)
                 choices = _each_choice(message) if gateway is not None else []
                 return [e for each in choices for e in self._on_start(now, gateway or "", each)]
             case CancelRequest():
@@ -207,7 +187,7 @@ class VllmNode:
         assert {id(job) for job in self._works.values()} == {id(job) for job in live if job.work_id is not None}
         assert len(self._works) <= self._settings.max_running
         assert len(self._waiting) <= self._settings.max_queued
-        self._mirror.check()
+        self._cache.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
@@ -215,7 +195,7 @@ class VllmNode:
         return {
             "capacity_tokens": self._settings.capacity_tokens,
             "capacity_engines": 0 if self._trouble else 1,
-            "cached_engine_blocks": len(self._mirror),
+            "cached_engine_blocks": len(self._cache),
             "requests_waiting": waiting,
             "requests_running": len(self._jobs) - waiting,
             "requests_closing": len(self._closing),
@@ -244,26 +224,18 @@ class VllmNode:
 
     # --- the gateway's orders
 
-    def _asker(self, sender: str, message: StartPrefill) -> str | None:
-        """The gateway whose request it is; None if nobody we could answer, or a sender that has no right to name one."""
-        gateway = message.gateway or sender
-        roles = [hello.role for hello in (self._peers.get(sender), self._peers.get(gateway)) if hello is not None]
-        right = roles == ["vllm" if message.gateway else "gateway", "gateway"]
-        self.counts.add("unasked_requests", int(not right))
-        return gateway if right else None
-
     def _on_start(self, now: float, gateway: str, message: StartPrefill) -> list[Effect]:
         current = self._jobs.get(message.request_id)
         if current is not None and current.request.attempt >= message.attempt:
             return []
         effects = self._drop(now, current) if current is not None else []
         lack = self._lack()
-        reason = lack or self._refusal(message)
+        reason = lack or self._admission.refusal(message)
         if reason is not None:
             self.counts.add("jobs_refused")
-            return [*effects, self._failed(gateway, message, reason, full=lack is not None)]
-        if not self._may_pass_on(message):
-            return [*effects, self._failed(gateway, message, NO_DECODE, full=False, avoid=message.decode)]
+            return [*effects, _failed(gateway, message, reason, full=lack is not None)]
+        if not self._admission.may_pass_on(message):
+            return [*effects, _failed(gateway, message, NO_DECODE, full=False, avoid=message.decode)]
         job = Job(message, gateway, self._ids.new(), self._load.rank(now, message), now)
         self._jobs[message.request_id] = job
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
@@ -275,23 +247,6 @@ class VllmNode:
         if self._lost:
             return self._trouble
         return "queue is full" if len(self._waiting) >= self._settings.max_queued else None
-
-    def _refusal(self, message: StartPrefill) -> str | None:
-        """What is wrong with the request here: it is tried a few times at most."""
-        length = len(message.tokens) // 4
-        if length == 0 or not self._layout.has_tokens(message.tokens):
-            return "no tokens, or such as the model does not have"
-        kind = (not message.gateway, message.decode == self.name)
-        if kind not in (WHOLE, TAKES[self._settings.part]) or message.stages:
-            return f"that is no work for a vLLM of part {self._settings.part}"
-        if message.stop.max_tokens <= message.first_index:
-            return "no token is wanted"
-        if message.prompt_logprobs is not None:
-            return "a vLLM is asked for no probabilities of a prompt"
-        goes_on = message.decode != self.name and message.stop.max_tokens > message.first_index + 1
-        if (reason := unable(message.sampling, message.first_index + goes_on)) is not None:
-            return reason
-        return None if length < self._settings.capacity_tokens else "prompt is longer than vLLM's KV"
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         job = self._jobs.get(message.request_id)
@@ -403,8 +358,8 @@ class VllmNode:
         request = job.request
         if request.decode == self.name or request.stop.reason(token, job.count) is not None:
             return []
-        if not self._may_pass_on(request):
-            return [self._failed(job.gateway, request, NO_DECODE, full=False, avoid=request.decode)]
+        if not self._admission.may_pass_on(request):
+            return [_failed(job.gateway, request, NO_DECODE, full=False, avoid=request.decode)]
         self.counts.add("jobs_passed_on")
         rest = structs.replace(
             request,
@@ -471,27 +426,11 @@ class VllmNode:
             effects += self._fail(now, job, self._trouble)
         return effects
 
-    def _begin_watch(self) -> list[Effect]:
-        if not self._settings.kv_events:
-            return []
-        self._watch = self._ids.new()
-        return [Start(self._watch, WatchEngine(), FOREVER_S)]
-
-    def _on_told(self, events: tuple[EngineEvent, ...]) -> list[Effect]:
-        """Blocks in vLLM's own cache: conductors hear of them as of a pool that this node alone reads."""
-        unknown = self._mirror.unknown
-        came, gone = self._mirror.apply(events)
-        self.counts.add("engine_blocks_unknown", self._mirror.unknown - unknown)
-        self.counts.add("announced_blocks[change=stored]", len(came))
-        self.counts.add("announced_blocks[change=removed]", len(gone))
-        conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
-        return [Send(conductor, message) for message in announcements(came, gone) for conductor in conductors]
-
     # --- ends
 
     def _fail(self, now: float, job: Job, reason: str, *, full: bool = False) -> list[Effect]:
         self.counts.add("jobs_failed")
-        return [self._failed(job.gateway, job.request, reason, full=full), *self._drop(now, job)]
+        return [_failed(job.gateway, job.request, reason, full=full), *self._drop(now, job)]
 
     def _hand_over(self, now: float) -> list[Effect]:
         """Whoever is left here goes on elsewhere at once, as one for whom there is no room: nothing broke."""
@@ -546,15 +485,10 @@ class VllmNode:
             return request.stop
         return structs.replace(request.stop, max_tokens=request.first_index + 1)
 
-    def _may_pass_on(self, request: StartPrefill) -> bool:
-        decode = self._peers.get(request.decode)
-        return request.decode == self.name or (decode is not None and decode.role == "vllm")
-
-    def _failed(self, gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str = "") -> Send:
-        failed = AttemptFailed(
-            request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, avoid=avoid
-        )
-        return Send(gateway, failed)
-
     def _move(self, job: Job, event: JobEvent) -> None:
         job.state = self._life.after(job.state, event)
+
+
+def _failed(gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str = "") -> Send:
+    failed = AttemptFailed(request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, avoid=avoid)
+    return Send(gateway, failed)

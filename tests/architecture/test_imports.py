@@ -52,7 +52,7 @@ EDGE = ("gateway/http/", "gateway/openai/", "gateway/requests/otlp", "gateway/__
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-TORCH = {"vllm/connector", "store/tensors", "bench/engine_driver", "bench/vllm_driver"}
+TORCH = {"vllm/connector", "store/tensors", "bench/others/engine_driver", "bench/others/vllm_driver"}
 """May import torch and vLLM: what runs in an environment of theirs."""
 ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "pool/server/")
 ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))
@@ -158,6 +158,18 @@ def test_imports_point_one_way(room: str, never: tuple[str, ...]) -> None:
         return inner is None or not is_below(inner, never)
 
     assert not breaches(lambda module: room_of(module) == room, may_import)
+
+
+@pytest.mark.parametrize(
+    ("wing", "never"),
+    [("gateway/requests/", ("gateway.openai", "gateway.http")), ("gateway/openai/", ("gateway.http",))],
+)
+def test_the_gateways_wings_import_one_way(wing: str, never: tuple[str, ...]) -> None:
+    def may_import(_: str, name: str) -> bool:
+        inner = own(name)
+        return inner is None or not is_below(inner, never)
+
+    assert not breaches(lambda module: module.startswith(wing), may_import)
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -13,12 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench import engine as bench_module
-from mooncake_zmq.bench import engine_driver
 from mooncake_zmq.bench.command import bench as bench_command
 from mooncake_zmq.bench.engine import Case, EngineBench, bench_engine, layer_weights, prefill_flops, step_bytes
-from mooncake_zmq.bench.engine_peers import MACHINE, OURS, VLLM, VLLM_BFLOAT16, engine_process
-from mooncake_zmq.bench.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.memory import Footprint
+from mooncake_zmq.bench.others import engine_driver
+from mooncake_zmq.bench.others.engine_peers import MACHINE, OURS, VLLM, VLLM_BFLOAT16, engine_process
+from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sources import DUMMY_SHAPES, DummySource, HuggingFaceSource, expected_shapes

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench import vllm as bench_module
-from mooncake_zmq.bench import vllm_driver
 from mooncake_zmq.bench.command import bench as bench_command
+from mooncake_zmq.bench.others import vllm_driver
 from mooncake_zmq.bench.vllm import OURS, PLAIN, THEIRS, VllmBench, bench_vllm
 from mooncake_zmq.vllm import lane
 from mooncake_zmq.vllm.ledger import Save

@@ -8,11 +8,11 @@ import pytest
 from actor_harness import leased
 
 from mooncake_zmq.bench import pool, pool_keys
-from mooncake_zmq.bench.peers import peer
+from mooncake_zmq.bench.others.peers import peer
+from mooncake_zmq.bench.others.store_driver import Buffer, StoreClient, WrongBytes
 from mooncake_zmq.bench.pool import MIB, PoolBench, bench_pool
 from mooncake_zmq.bench.pool_index import index_bytes_per_block
 from mooncake_zmq.bench.pool_lease import BLOCKS, CACHE, LeaseClient, lease_times_s
-from mooncake_zmq.bench.store_driver import Buffer, StoreClient, WrongBytes
 from mooncake_zmq.core.actor import Drained, PeerUp, Received, Send, TimerFired
 from mooncake_zmq.core.messages import Hello, LeaseBlocks, ReleaseLease, SlotRef
 

@@ -126,7 +126,7 @@ def test_any_messages_leave_a_decode_sound(steps, max_steps):
         for work in node.works.values():
             assert not isinstance(work, PullBlocks) or all(0 < load.tokens <= B for load in work.loads)
             assert not isinstance(work, DecodeStep) or all(entry.token < VOCABULARY for entry in work.entries)
-        for request in node.actor._requests.values():
+        for request in node.actor.requests.live.values():
             assert len(request.wanted) <= 16 * LAYERS
     assert node.longest_sequence <= 16 * B
     for name in ("p0", "p1", "g"):
@@ -148,20 +148,25 @@ def new_node(max_steps):
     return node
 
 
+def open_leases(node):
+    asked = [request.segment.lease_id for request in node.actor.requests if request.segment is not None]
+    return sorted(asked + [lease_id for request in node.actor.requests for lease_id in request.reading])
+
+
 def take_step(node, what, which, message):
     match what:
         case "say":
             node.handle(Received(which, message))
         case "begin":
             node.handle(Received(which, message))
-            request = node.actor._requests.get(message.request_id)
+            request = node.actor.requests.live.get(message.request_id)
             if request is not None and request.request is message:
                 hand_off(node, request)
         case "hand off":
-            live = list(node.actor._requests.values())
+            live = list(node.actor.requests.live.values())
             if live:
                 hand_off(node, live[which % len(live)])
-        case "lease" if leases := sorted(node.actor._pool._leases):
+        case "lease" if leases := open_leases(node):
             columns = {"slots": tuple(range(which)), "generations": (1,) * which, "checksums": (5,) * which}
             lease = BlocksLeased(lease_id=leases[which % len(leases)], node="c", incarnation=7, **columns)
             node.handle(Received("c", lease))
@@ -218,6 +223,6 @@ def test_what_is_handed_off_again_ends_the_request():
 def test_a_token_that_the_model_does_not_have_is_never_fed(token):
     node = new_node(1)
     node.handle(Received("p0", RESERVE))
-    request = node.actor._requests["r"]
+    request = node.actor.requests.live["r"]
     node.handle(Received("p0", structs.replace(complete(request), token=token)))
     assert node.one(HandoffFailed, "p0").reason == "a token that the model does not have"

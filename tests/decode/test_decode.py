@@ -47,9 +47,11 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.decode.batch import Place, ahead_of, retry_after_s
-from mooncake_zmq.decode.decode import HELD_GRACE_S, HOLD_SHARE, Decode
+from mooncake_zmq.decode.decode import Decode
+from mooncake_zmq.decode.handoff import HELD_GRACE_S
 from mooncake_zmq.decode.masks import mask_s
 from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.decode.steps import HOLD_SHARE
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
 
@@ -71,8 +73,10 @@ class Node(Harness):
     """The decode "me" on host h0; prefill p0 on h0, p1 on h1; `prompts` by request."""
 
     def __init__(self, *, costs=COSTS, may_become="", **settings):
-        own = replace(BASE, **settings)
-        actor = Decode(name="me", host="h0", incarnation=2, settings=own, layout=LAYOUT, costs=costs, may_become=may_become)
+        self.settings = replace(BASE, **settings)
+        actor = Decode(
+            name="me", host="h0", incarnation=2, settings=self.settings, layout=LAYOUT, costs=costs, may_become=may_become
+        )
         super().__init__(actor)
         for name in ("g", "g2", "c", "k", "p0"):
             self.up(name, 7)
@@ -158,7 +162,7 @@ class Node(Harness):
     def told(self):
         """The next report."""
         self.take(DecodeLoad)
-        self.advance(self.actor._settings.report_s)
+        self.advance(self.settings.report_s)
         return self.take(DecodeLoad, "k")[-1]
 
     def pool_has(self, ask, count, *, first=0):
@@ -802,7 +806,7 @@ def test_a_late_token_that_ends_the_answer_ends_it(node):
     late_id, _ = sits_out(node)
     node.done(late_id, TokensSampled(((9, None),)))
     assert node.one(TokensDecoded).accounts[0].request_id == "r0"
-    assert "r0" not in node.actor._requests
+    assert "r0" not in node.actor.requests.live
 
 
 def test_what_a_run_sampled_before_one_sat_out_is_told():
@@ -1279,11 +1283,10 @@ def test_a_lease_of_more_blocks_than_were_asked_for_is_cut():
     assert len(pull.loads) == 1
 
 
-def test_a_reservation_of_somebody_unknown_is_denied():
+def test_a_reservation_for_a_gateway_that_is_not_there_is_denied():
     node = Node()
-    del node.actor._peers["p0"]
-    node.reserve(length=6, prefill="p0", reuse=1)
-    assert "p0" in node.one(DecodeDenied).reason
+    node.reserve(length=6, prefill="p0", reuse=1, gateway="gone")
+    assert "gone" in node.one(DecodeDenied).reason
     assert not node.busy()
 
 

@@ -96,7 +96,7 @@ def test_the_first_may_leave_while_its_handoff_goes_on_for_the_others(node):
     node.handoff_done("r")
     node.forked()
     assert [entry.sampling.seed for entry in node.work(DecodeStep)[1].entries] == [7, 8]
-    assert "r" not in node.actor._requests
+    assert "r" not in node.actor.requests.live
 
 
 def test_the_first_whose_cancel_came_before_its_reservation_is_not_decoded(node):
@@ -131,7 +131,7 @@ def test_a_choice_that_its_first_token_ends_needs_no_copy(node):
     node.pulled()
     node.handoff_done("r", siblings=(("s", 9), ("t", 22)))  # 9 ends an answer
     assert len(node.forked().targets) == 1
-    assert "s" not in node.actor._requests
+    assert "s" not in node.actor.requests.live
 
 
 def test_what_breaks_before_the_copies_are_there_breaks_all(node):
@@ -153,7 +153,7 @@ def test_a_copy_that_fails_fails_the_copies_alone(node):
     node.forked(WorkFailed("test"))
     assert node.failed() == {"s": False, "t": False}
     assert not node.take(HandoffFailed)
-    assert list(node.actor._requests) == ["r"]
+    assert list(node.actor.requests.live) == ["r"]
 
 
 def test_a_copy_without_memory_goes_elsewhere_and_the_others_run(node):
@@ -161,7 +161,7 @@ def test_a_copy_without_memory_goes_elsewhere_and_the_others_run(node):
     fork = node.work(ForkSequence)[1]
     node.forked(SequenceForked(fork.targets[:1]))
     assert node.failed() == {"s": True}
-    assert list(node.actor._requests) == ["r", "t"]
+    assert list(node.actor.requests.live) == ["r", "t"]
 
 
 def test_a_prefill_that_is_gone_is_missed_by_nobody_once_its_kv_is_here(node):
@@ -169,7 +169,7 @@ def test_a_prefill_that_is_gone_is_missed_by_nobody_once_its_kv_is_here(node):
     node.down("p0")
     node.forked()
     assert node.failed() == {}
-    assert len(node.actor._requests) == 3
+    assert len(node.actor.requests.live) == 3
 
 
 def test_messages_about_a_copy_as_if_it_were_handed_off_are_not_heard(node):
@@ -178,7 +178,7 @@ def test_messages_about_a_copy_as_if_it_were_handed_off_are_not_heard(node):
     node.blocks("s")
     node.say("p0", HandoffFailed(request_id="s", attempt=1, reason="test"))
     assert not node.works
-    assert "s" in node.actor._requests
+    assert "s" in node.actor.requests.live
 
 
 def test_a_group_is_refused_as_a_whole_and_alone_never(node):
@@ -193,4 +193,4 @@ def test_a_group_is_refused_as_a_whole_and_alone_never(node):
     node.blocks("u")
     assert node.one(DecodeDenied, "p0").refused
     assert node.failed() == {}, "the prefill tells it"
-    assert list(node.actor._requests) == ["r", "s", "t"]
+    assert list(node.actor.requests.live) == ["r", "s", "t"]

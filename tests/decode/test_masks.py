@@ -49,7 +49,7 @@ def gaps_of(slow, plain=8, quick=0, slow_s=0.0245, quick_s=0.0005, until_s=20.0)
     for number, took_s in enumerate((0.0,) * plain + (slow_s,) * slow + (quick_s,) * quick):
         sampling = Sampling(constraint=b"a grammar", prompt_tokens=6) if took_s else Sampling()
         node.run(f"r{number}", max_tokens=1 << 20, sampling=sampling)
-        sequence = node.actor._requests[f"r{number}"].sequence
+        sequence = node.actor.requests.live[f"r{number}"].sequence
         masks.took_s[sequence] = took_s
         masks.ask(node.now, sequence)
     ends, told_at, gaps = {}, {}, defaultdict(list)

@@ -18,10 +18,11 @@ from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.http.acceptor import Door, new_loop, server_config
 from mooncake_zmq.gateway.http.app import create_app
-from mooncake_zmq.gateway.http.http_calls import Edge, ServedModel
+from mooncake_zmq.gateway.http.http_calls import Edge
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
+from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
 from mooncake_zmq.runtime.process import listen
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake_zmq.pool.rules.object_log import ObjectSsdSettings
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 

@@ -70,7 +70,7 @@ def test_the_command_brings_a_running_conductors_answer(tmp_path: Path) -> None:
             told = replica()
             assert (told.returncode, told.stderr) == (
                 2,
-                "mooncake-zmq: c: that prefix is not known: see chains and recent in this conductor's dump\n",
+                "mooncake-zmq: c: that prefix is not known: see recent in this conductor's dump\n",
             )
             assert "d does not run" in replica("--node", "d").stderr
         finally:

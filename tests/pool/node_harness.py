@@ -24,7 +24,7 @@ from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
 from mooncake_zmq.pool.node.tiers import LOOK
 from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
 from mooncake_zmq.pool.rules.object_record import ObjectRecord
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.store.stream_messages import Attach, Get, Put

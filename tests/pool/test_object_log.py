@@ -11,7 +11,8 @@ from mooncake_zmq.pool.rules.changes import copies_on_disk, replaced
 from mooncake_zmq.pool.rules.cold_end import ColdEnd
 from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
 from mooncake_zmq.pool.rules.object_record import ObjectRecord
-from mooncake_zmq.pool.rules.objects import Objects, ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
+from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.pool.rules.tenants import StoreTenant, Tenants
 from mooncake_zmq.store.codes import Code, Pin
 
@@ -284,20 +285,20 @@ _ids = iter(range(1000, 1 << 60))
 
 def put(objects, key, size=100, pins=Pin.NONE):
     put_id = next(_ids)
-    (grant,) = objects.reserve(0.0, ME, put_id, [key], [size], pins=pins, ttl_s=10)
-    return grant.code if grant.code is not Code.OK else objects.commit(0.0, ME, put_id, [0], [7])[0]
+    (grant,) = objects.puts.reserve(0.0, ME, put_id, [key], [size], pins=pins, ttl_s=10)
+    return grant.code if grant.code is not Code.OK else objects.puts.commit(0.0, ME, put_id, [0], [7])[0]
 
 
 def write(objects, limit=100):
     """What the writer does; the keys written."""
-    batch = objects.unsaved(1 << 30, limit)
+    batch = objects.demotion.unsaved(1 << 30, limit)
     saved = []
-    for value, whole in zip(batch, objects.are_whole(batch), strict=True):
+    for value, whole in zip(batch, objects.demotion.are_whole(batch), strict=True):
         place = objects.log.place([(value.key.encode(), value.size)])
         objects.log.take(place)
         record = ObjectRecord(objects.log.next_sequence, place.segment, place.offsets[0], value.size, 7, value.pin)
         saved += [(value, record)] if whole else []
-    objects.end_writing(saved)
+    objects.demotion.end_writing(saved)
     objects.check()
     return [value.key for value, _ in saved]
 
@@ -306,11 +307,11 @@ def test_what_was_used_longest_ago_is_written_first():
     objects = make()
     for key in "abc":
         put(objects, key)
-    objects.find("a")
+    objects.entries.find("a")
     assert write(objects, 2) == ["b", "c"]
     assert write(objects) == ["a"]
     assert write(objects) == []
-    assert objects.unsaved_bytes == 0
+    assert objects.demotion.unsaved_bytes == 0
 
 
 def test_with_room_to_spare_nothing_is_written_ahead():
@@ -339,15 +340,15 @@ def test_a_value_being_written_is_evicted_last_but_a_put_is_not_denied():
     objects = make(slabs=2)
     put(objects, "cold", SLAB)
     put(objects, "warm", SLAB)
-    batch = objects.unsaved(1, 1)
+    batch = objects.demotion.unsaved(1, 1)
     assert [value.key for value in batch] == ["cold"]
     put(objects, "x", SLAB)
-    assert objects.find("cold")
-    assert not objects.find("warm")
+    assert objects.entries.find("cold")
+    assert not objects.entries.find("warm")
     put(objects, "y", SLAB, pins=Pin.HARD)
     assert put(objects, "z", SLAB) is Code.OK
-    assert objects.are_whole(batch) == [False]
-    objects.end_writing([])
+    assert objects.demotion.are_whole(batch) == [False]
+    objects.demotion.end_writing([])
     objects.check()
 
 
@@ -357,10 +358,10 @@ def test_a_promoted_value_is_on_disk_already():
     write(objects)
     put(objects, "b", SLAB)
     write(objects)
-    (grant,) = objects.reserve(0.0, b"ssd", 1, ["a"], [SLAB], pins=Pin.PROMOTION, ttl_s=10)
+    (grant,) = objects.puts.reserve(0.0, b"ssd", 1, ["a"], [SLAB], pins=Pin.PROMOTION, ttl_s=10)
     assert grant.code is Code.OK
-    assert objects.commit(0.0, b"ssd", 1, [0], [7]) == [Code.OK]
-    assert objects.find("a")
+    assert objects.puts.commit(0.0, b"ssd", 1, [0], [7]) == [Code.OK]
+    assert objects.entries.find("a")
     assert write(objects) == []
     assert objects.counts["puts"] == 2
     objects.check()
@@ -371,8 +372,8 @@ def test_what_is_read_in_memory_counts_as_read_on_disk():
     for key in "abc":
         put(objects, key)
     write(objects)
-    objects.find("a")
-    objects.lease(0.0, ME, 1, ["b", "none"], 10)
+    objects.entries.find("a")
+    objects.leases.lease(0.0, ME, 1, ["b", "none"], 10)
     ((*step,),) = objects.log.standing(1)
     assert {key: used for key, _, used in step} == {"a": True, "b": True, "c": False}
 
@@ -382,7 +383,7 @@ def test_a_value_whose_copy_goes_is_written_again():
     put(objects, "a")
     put(objects, "b")
     write(objects)
-    objects.drop_from_disk(["a", "no such"])
+    objects.demotion.drop_from_disk(["a", "no such"])
     objects.check()
     assert write(objects) == ["a"]
 
@@ -413,11 +414,11 @@ def test_what_a_put_would_replace_on_disk_is_told():
 
     def replaces(key, pins):
         put_id = next(_ids)
-        objects.reserve(0.0, ME, put_id, [key], [10], pins=pins, ttl_s=10)
+        objects.puts.reserve(0.0, ME, put_id, [key], [10], pins=pins, ttl_s=10)
         try:
             return replaced(objects, 0.0, ME, put_id, [0]), replaced(objects, 11.0, ME, put_id, [0])
         finally:
-            objects.commit(0.0, ME, put_id, [], [])
+            objects.puts.commit(0.0, ME, put_id, [], [])
 
     assert replaces("a", Pin.UPSERT) == (["a"], [])
     assert replaces("new", Pin.NONE) == ([], [])

@@ -250,7 +250,7 @@ class TiersMachine(RuleBasedStateMachine):
         while self.tiers.demote():
             pass
         held = {key for key in KEYS if self.objects.exist([key])[0]}
-        unsaved = self.objects.unsaved_bytes
+        unsaved = self.objects.demotion.unsaved_bytes
         assert unsaved == 0
         self.stop()
         self.start()
@@ -267,7 +267,7 @@ class TiersMachine(RuleBasedStateMachine):
             if not cursor:
                 break
         assert sorted(listed) == [key for key in sorted(KEYS) if objects.exist([key])[0]]
-        assert PROMOTER not in objects._clients or not objects._clients[PROMOTER].puts
+        assert PROMOTER not in objects.holders.clients or not objects.holders.clients[PROMOTER].puts
         files = {path.name for path in (self.home / "ssd").glob("segment-*")}
         assert files == {f"segment-{number:08d}" for number in objects.log._segments}
         assert sum((self.home / "ssd" / name).stat().st_size for name in files) <= SSD_BYTES

@@ -131,7 +131,7 @@ def test_a_value_that_goes_while_it_is_written_and_read_is_not_counted_as_saved(
         both.step()
     both.take(Asked(CONNECTION, protocol.ReportCorrupt(leased.entries, leased.generations)))
     both.settle()
-    assert both.objects.unsaved_bytes == 0
+    assert both.objects.demotion.unsaved_bytes == 0
     both.objects.check()
 
 

@@ -140,7 +140,7 @@ def test_to_remove_all_looks_at_ones_own_alone(ssd):
 
 
 def test_clients_with_one_key_share_its_leases(store):
-    store.node.objects.settings = replace(store.node.objects.settings, max_leases_per_client=3)
+    store.node.objects.entries.settings = replace(store.node.objects.settings, max_leases_per_client=3)
 
     def lease(name):
         connection = b"c" + name.ljust(16, b"_") + b"1234"
@@ -160,7 +160,7 @@ def test_who_may_not_use_all_does_not_map_the_memory(store):
     reserve = store.ask("ruby", protocol.Reserve(next(store.ids), ["red/9"], [10], 0, 5.0))
     assert lease == protocol.Leased(lease.id, [1000, 0], *[[0, 0]] * 4), "its own stay where they are, wherever that is"
     assert reserve == protocol.Codes(reserve.id, b"")
-    found = store.node.objects.find("blue/1")
+    found = store.node.objects.entries.find("blue/1")
     store.ask("ruby", protocol.ReportCorrupt([found.entry], [found.generation]))
     assert store.get("sky", "blue/1") == [1000]
     assert store.meet(None, shared=True).path == "path"
@@ -258,12 +258,12 @@ def test_what_is_being_written_counts_and_what_is_given_up_does_not():
     store = Store(limited(dram=2 * 1152))
     store.meet("ruby")
     objects = store.node.objects
-    assert [grant.code for grant in objects.reserve(0.0, b"x", 1, ["red/1", "red/2", "red/3"], [1000] * 3, ttl_s=5)] == [
+    assert [grant.code for grant in objects.puts.reserve(0.0, b"x", 1, ["red/1", "red/2", "red/3"], [1000] * 3, ttl_s=5)] == [
         Code.OK,
         Code.OK,
         Code.NO_ROOM,
     ]
-    objects.commit(0.0, b"x", 1, [], [])
+    objects.puts.commit(0.0, b"x", 1, [], [])
     assert held(store) == 0
     assert store.put("ruby", "red/1", "red/2") == [0, 0]
 
@@ -368,7 +368,7 @@ def test_what_had_no_room_on_disk_is_written_once_there_is_some(goes):
     if goes == "from the store":
         store.ask("ruby", protocol.Remove(next(store.ids), ["red/0"]))
     else:
-        store.node.objects._evict(store.node.objects.by_key["red/0"])
+        store.node.objects.entries.evict(store.node.objects.by_key["red/0"])
     store.look()
     assert sorted(store.log.by_key) == ["red/1", "red/2"]
 
@@ -378,13 +378,13 @@ def test_a_drain_is_over_when_all_is_saved_however_many_values_it_looks_at():
     store.node.check = lambda: None
     keys = [f"red/{number}" for number in range(2 * MAX_STEPS + 100)]
     store.put(None, *keys, size=10)
-    while store.node.objects.unsaved_bytes:
+    while store.node.objects.demotion.unsaved_bytes:
         store.look()
     for key in keys:
-        store.node.objects.find(key)
+        store.node.objects.entries.find(key)
     store.put(None, "red/last")
     drain(store)
-    assert store.node.objects.unsaved_bytes == 0
+    assert store.node.objects.demotion.unsaved_bytes == 0
 
 
 def drain(store):

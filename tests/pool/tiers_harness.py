@@ -9,7 +9,7 @@ from mooncake_zmq.pool.node.store_events import Asked, Greeted, Reply, Say, Star
 from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
 from mooncake_zmq.pool.node.tiers import LOOK
 from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.disk_works import DiskHand
 from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 from mooncake_zmq.store import protocol
@@ -115,7 +115,7 @@ class Tiers:
 
     def evict(self, *keys):
         for key in keys:
-            self.objects._retire(self.objects.by_key[key])
+            self.objects.entries.retire(self.objects.by_key[key])
 
     def promote(self, *keys):
         said = self.said

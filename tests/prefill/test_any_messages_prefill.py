@@ -136,13 +136,12 @@ def take_step(node, what, which, message):
             node.handle(Received(which, message))
         case "begin":
             node.handle(Received("g", message))
-            job = node.actor._jobs.get(message.request_id)
+            job = node.actor.jobs.of(message.request_id)
             if job is not None and job.lease_id is not None:
                 node.handle(Received("c", leased(job.lease_id, 2 * which)))
             reserved = DecodeReserved(request_id=message.request_id, attempt=message.attempt, held_blocks=which)
             node.handle(Received(message.decode, reserved))
-        case "lease" if node.actor._leases:
-            leases = sorted(node.actor._leases)
+        case "lease" if leases := sorted(job.lease_id for job in node.actor.jobs if job.lease_id is not None):
             node.handle(Received("c", leased(leases[which % len(leases)], which)))
         case "work" if node.works:
             work_id, work = sorted(node.works.items())[0]

@@ -69,8 +69,10 @@ def prompt(length, base=0):
 
 class Node(Harness):
     def __init__(self, *, costs=COSTS, may_become="", **settings):
-        own = replace(BASE, **settings)
-        actor = Prefill(name="me", host="h0", incarnation=2, settings=own, layout=LAYOUT, costs=costs, may_become=may_become)
+        self.settings = replace(BASE, **settings)
+        actor = Prefill(
+            name="me", host="h0", incarnation=2, settings=self.settings, layout=LAYOUT, costs=costs, may_become=may_become
+        )
         super().__init__(actor)
         for name in ("g", "c", "k"):
             self.up(name, 7)
@@ -537,10 +539,10 @@ def test_a_stream_of_short_prompts_does_not_keep_a_long_one_from_its_chunks():
 
 def test_a_rank_is_kept_whatever_is_measured_or_computed_later(node):
     node.ready("a", prompt(20))
-    rank = node.actor._jobs["a"].rank
+    rank = node.actor.jobs.of("a").rank
     assert rank == pytest.approx(node.now + COSTS.compute_s(20, 0))
     node.computed(elapsed_s=100.0)
-    assert node.actor._jobs["a"].rank == rank
+    assert node.actor.jobs.of("a").rank == rank
 
 
 def test_blocks_that_nobody_will_look_for_here_are_free_once_they_are_handed_off():
@@ -556,9 +558,9 @@ def test_blocks_that_nobody_will_look_for_here_are_free_once_they_are_handed_off
 
 def test_what_the_plan_reuses_is_no_work_of_its_own(node):
     node.start("a", prompt(20), reuse_blocks=3)
-    assert node.actor._jobs["a"].rank == pytest.approx(node.now + COSTS.compute_s(20, 12))
+    assert node.actor.jobs.of("a").rank == pytest.approx(node.now + COSTS.compute_s(20, 12))
     node.start("b", prompt(8, base=50), reuse_blocks=9)
-    assert node.actor._jobs["b"].rank == pytest.approx(node.now + COSTS.compute_s(8, 4)), "one token at least is computed"
+    assert node.actor.jobs.of("b").rank == pytest.approx(node.now + COSTS.compute_s(8, 4)), "one token at least is computed"
 
 
 def test_a_chunk_leaves_no_tiny_remainder():
@@ -673,7 +675,7 @@ def test_the_load_tells_what_waits(node):
 def told(node):
     """The next report."""
     node.take(PrefillLoad)
-    node.advance(node.actor._settings.report_s)
+    node.advance(node.settings.report_s)
     return node.take(PrefillLoad, "k")[-1]
 
 
@@ -817,14 +819,15 @@ def test_a_lease_is_renewed_only_once_granted_and_then_for_as_long_as_needed(nod
     node.advance(4.0)
     assert node.take(RenewLease) == [], "what is only asked for is not renewed"
     lease_id = node.lease(2)
-    node.reserve()
     for _ in range(10):
         node.advance(3.0)
         for renew in node.take(RenewLease):
             assert renew.lease_id == lease_id
             node.say("c", LeaseRenewed(lease_id=renew.lease_id))
-    assert len(node.work(ComputeChunk)[1].prefix) == 2
-    assert node.actor._pool.reading_time_s(node.now, lease_id) > 5.0
+    node.reserve()
+    work = node.work(ComputeChunk)[1]
+    assert len(work.prefix) == 2
+    assert work.prefix_s > 5.0
     node.finish()
     assert node.take(ReleaseLease) == [], "the decode still reads under it"
     node.received()
@@ -896,10 +899,9 @@ def test_a_pooled_prefix_is_to_be_loaded_while_its_lease_lasts(node):
     node.lease(2)
     node.advance(2.0)
     node.reserve()
-    settings = node.actor._settings
-    ttl_s = settings.pool.lease_ttl_s
+    ttl_s = BASE.pool.lease_ttl_s
     prefix_s = node.work(ComputeChunk)[1].prefix_s
-    assert 0 < prefix_s <= ttl_s * 0.75 < settings.work_deadline_s
+    assert 0 < prefix_s <= ttl_s * 0.75 < BASE.work_deadline_s
 
 
 def set_aside(node, request_id="r"):

@@ -69,7 +69,7 @@ import os, sys
 from hostile import connect, growth_while_sending
 from mooncake_zmq.transfer.zmtp import MORE, part
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment

@@ -473,7 +473,7 @@ def test_a_report_that_does_not_leave_costs_nothing_that_came(server, connect, m
     store = connect(server, share_memory=False)
     assert store.put_batch(["good", "bad"], [b"g" * 9999, b"b" * 9999]) == 0
     with server._turns as node:
-        found = node.objects.find("bad")
+        found = node.objects.entries.find("bad")
     server._turns.view(found.offset, found.size)[7] ^= 1
     send = Stream.send
 
@@ -575,7 +575,7 @@ def test_a_flipped_bit_in_the_segment_is_a_counted_miss_and_is_found_by_nobody_a
         store = connect(server, share_memory=shared)
         store.put("k", value)
         with server._turns as node:
-            found = node.objects.find("k")
+            found = node.objects.entries.find("k")
         server._turns.view(found.offset, found.size)[77_777] ^= 4
         assert store.get("k") == b""
         assert store._client._peers[0].counts["corrupt"] == 1
@@ -747,7 +747,7 @@ def test_a_forked_child_cannot_use_the_store_of_its_parent(server, connect):
 
 def checksum_at(server, key):
     with server._turns as node:
-        return node.objects.find(key).checksum
+        return node.objects.entries.find(key).checksum
 
 
 def test_values_without_a_checksum_get_one_when_they_leave_the_host(server, connect):

@@ -328,7 +328,7 @@ def test_a_value_damaged_in_memory_is_not_written(make, connect):
     store = connect(server)
     assert store.put_batch(["a", "b"], [value("a", 70_000), value("b", 70_000)]) == 0
     with server._turns as node:
-        server._turns.view(node.objects.find("a").offset, 1)[0] ^= 1
+        server._turns.view(node.objects.entries.find("a").offset, 1)[0] ^= 1
     drain(server)
     assert server.counts["corrupt"] == 1
     assert server.counts["demoted"] == 1

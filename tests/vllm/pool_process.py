@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.segment import SUFFIX
 

@@ -24,8 +24,9 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, TokensGenerated, WorkFailed
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
+from mooncake_zmq.vllm_node.admission import unable
 from mooncake_zmq.vllm_node.settings import VllmSettings
-from mooncake_zmq.vllm_node.vllm_node import VllmNode, unable
+from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 LAYOUT = replace(NARROW, vocab_size=VOCABULARY)
 ROOT = namespace(model="m", layout="l")

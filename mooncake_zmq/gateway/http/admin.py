@@ -1,6 +1,6 @@
 """What operators do to the cluster at a gateway, under `/admin`: have a node rest (drain, and stay) and serve again.
 
-With API keys it takes one with role=admin. Without, whoever sits at the gateway's own machine may, and no other site's page.
+With API keys it takes one with role=admin. Without, it takes a call from the gateway's own machine and no other site's page.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from mooncake_zmq.gateway.http.cluster_reports import NoNode, Overview
 from mooncake_zmq.gateway.http.keyless import check_is_here
-from mooncake_zmq.gateway.openai.prepare import RequestError
+from mooncake_zmq.gateway.openai.errors import RequestError
 
 _log = structlog.get_logger("gateway")
 

@@ -2,76 +2,65 @@
 
 import asyncio
 import contextlib
-import math
 import re
 import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mooncake_zmq import __version__
 from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.gateway.http import admin, cluster_routes, web
+from mooncake_zmq.gateway.http import admin, cluster_routes, plain_routes
 from mooncake_zmq.gateway.http.acceptor import network_of
-from mooncake_zmq.gateway.http.auth import Refusals, Usage, sees_all, tenant_at
-from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading, ServedModel
+from mooncake_zmq.gateway.http.auth import Refusals, Usage, tenant_at
+from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.http.keyless import check_caller
+from mooncake_zmq.gateway.http.plain_routes import json_response
 from mooncake_zmq.gateway.http.sse import Stream, Stuck, accept
-from mooncake_zmq.gateway.openai.prepare import (
-    QUOTED_CHARS,
-    SEED_BITS,
-    ChatBody,
-    CompletionBody,
-    Prepared,
-    RequestError,
-    prepare,
-    quoted,
-    unknown_model,
-)
+from mooncake_zmq.gateway.openai.bodies import SEED_BITS, ChatBody, CompletionBody
+from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS, RequestError, quoted
+from mooncake_zmq.gateway.openai.prepare import Prepared, prepare
 from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, Reply, server_sent
 from mooncake_zmq.gateway.openai.tokens import detokenize, tokenize
 from mooncake_zmq.gateway.requests.tenants import Limited, Tenant
 from mooncake_zmq.gateway.requests.traces import names_of
+from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status in log and metrics when the client hung up; nobody receives it."""
+"""The status in the log and the metrics of a call whose client hung up; it is not sent."""
 CLIENT_ID_CHARS = 256
 """A longer x-request-id is not echoed."""
 SWITCH_S = 0.0005
 """After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
 Python's 5 ms would add up."""
 AT_ONCE_BYTES = 1 << 10
-"""Of a body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
+"""The longest body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
 STREAM_TYPE = (b"content-type", EVENT_STREAM["content-type"].encode())
 CLUSTER_ID = b"x-mooncake-request-id"
 """Our own id, whatever the client calls its request."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
-"""What bodies say that ask for a grammar, and others may."""
+"""Text that every body asking for a grammar contains, and others may."""
 ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
 """A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 TAKEN_AWAY = "this API key was taken away"
 COMPILE_S = 1.0
-"""Of a grammar, which every engine that follows it has to compile too."""
-SCRAPE_EVERY_S = 0.1
-"""A page of metrics is made at most this often, however many ask: it takes milliseconds, in which no stream goes on."""
+"""The longest time to compile a grammar, which every engine that follows it has to compile too."""
 
 WorkT = TypeVar("WorkT")
 
@@ -100,7 +89,13 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
             Route("/v1/chat/completions", _Posted(edge, threads, chats), methods=["POST"]),
             Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
-            *_plain_routes(edge),
+            *plain_routes.routes(edge),
+            *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
+            *cluster_routes.routes(
+                edge.overview,
+                edge.traces,
+                cluster_routes.Events(edge.overview, lambda: edge.draining, edge.settings.send_timeout_s, _hang_up),
+            ),
         ],
         middleware=[*_cors(cors_origins), Middleware(_Envelope, edge=edge, origins=cors_origins)],
         exception_handlers={HTTPException: _routing_error, RequestError: _request_error, Exception: _our_bug},
@@ -124,78 +119,8 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     return [cors]
 
 
-def _plain_routes(edge: Edge) -> list[Route]:
-    created = int(time.time())
-
-    def card() -> dict[str, Any]:
-        return {
-            "id": edge.model.id,
-            "object": "model",
-            "created": created,
-            "owned_by": "mooncake_zmq",
-            "root": edge.model.id,
-            "parent": None,
-            "max_model_len": edge.model.max_model_len,
-        }
-
-    async def models(_request: Request) -> Response:
-        return _json({"object": "list", "data": [card()]})
-
-    async def model(request: Request) -> Response:
-        wanted = request.path_params["model"]
-        if wanted != edge.model.id:
-            raise unknown_model(wanted, edge.model)
-        return _json(card())
-
-    async def health(request: Request) -> Response:
-        is_operator = sees_all(edge.tenants, request.state.tenant)
-        if is_operator:  # nobody else is to have every node report
-            await edge.overview.look()
-        ok, detail = edge.health()
-        if not is_operator:
-            detail = {"status": "ok" if ok else "unavailable"}
-        return _json(detail, 200 if ok else 503, {} if ok else {"retry-after": "1"})
-
-    async def live(_request: Request) -> Response:
-        return _json({"status": "ok"})
-
-    async def version(_request: Request) -> Response:
-        return _json({"version": __version__})
-
-    made_at, page = -math.inf, b""
-
-    async def metrics(_request: Request) -> Response:
-        nonlocal made_at, page
-        await edge.overview.look()
-        if edge.clock() - made_at >= SCRAPE_EVERY_S:
-            made_at, page = edge.clock(), edge.metrics.exposition()
-        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def front(request: Request) -> Response:
-        text = web.front_page(str(request.base_url), edge.model.id, edge.model.max_model_len)
-        return HTMLResponse(text, headers=web.headers())
-
-    return [
-        Route("/", front),
-        Route("/v1/models", models),
-        Route("/v1/models/{model:path}", model),
-        Route("/health", health),
-        Route("/ready", health),
-        Route("/ping", health),
-        Route("/live", live),
-        Route("/version", version),
-        Route("/metrics", metrics),
-        *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
-        *cluster_routes.routes(
-            edge.overview,
-            edge.traces,
-            cluster_routes.Events(edge.overview, lambda: edge.draining, edge.settings.send_timeout_s, _hang_up),
-        ),
-    ]
-
-
 class _Threads:
-    """Where bodies are made into requests, and what is told of whole prompts into JSON: not on the loop, which every stream
+    """Threads that make bodies into requests and the scores of whole prompts into JSON: not on the loop, which every stream
     waits for, but for the shortest bodies, and of the loop's time no more than half. Short ones wait for no long one, and none
     for a grammar of another."""
 
@@ -228,7 +153,7 @@ class _Threads:
             self._loop_free_at = ended + (ended - began)
 
     async def told(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
-        """`work`, which writes what there is of `reply`, whom nobody else touches meanwhile."""
+        """`work`, which writes what there is of `reply`; no other task uses `reply` meanwhile."""
         if not reply.is_long:
             return work()
         return await asyncio.wrap_future(self._long.submit("", work))
@@ -283,7 +208,7 @@ class _Posted(Generic[WorkT]):
 
 
 class _Asked(Protocol[WorkT]):
-    """What one kind of POST asks for."""
+    """The work of one kind of POST."""
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> WorkT:
         """In a thread. Raises RequestError."""
@@ -350,7 +275,7 @@ class _Generation:
 
 
 async def _hang_up(scope: Scope, receive: Receive) -> None:
-    """Cut the connection: nobody takes what is in its buffer. Its server must know before we return without having ended."""
+    """Cut the connection: its client does not read. The server must know before the application returns without an end."""
     scope["state"]["status"] = CLIENT_CLOSED_REQUEST
     abort = scope["state"].get("abort")
     if abort is not None:
@@ -507,44 +432,40 @@ class _Envelope:
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a call that is not looked at, or no longer. What more would come on its connection is not worth reading."""
     close = {"connection": "close"} if error.code == TOO_MANY_CONNECTIONS or error.message == TAKEN_AWAY else {}
-    await _json(error.body(), error.status, {**error.headers(), **close})(scope, receive, send)
-
-
-def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    await json_response(error.body(), error.status, {**error.headers(), **close})(scope, receive, send)
 
 
 async def _request_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     # The rest of a body that was refused half-way is not worth reading: close.
     close = {"connection": "close"} if error.status in (408, 413) else {}
-    return _json(error.body(), error.status, {**error.headers(), **close})
+    return json_response(error.body(), error.status, {**error.headers(), **close})
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     text = f"{request.method} {quoted(request.url.path)}: {error.detail}"
-    return _json(RequestError(error.status_code, text, code=code).body(), error.status_code, dict(error.headers or {}))
+    return json_response(RequestError(error.status_code, text, code=code).body(), error.status_code, dict(error.headers or {}))
 
 
 async def _our_bug(request: Request, _error: Exception) -> Response:
     """Starlette raises the error again once this is sent, so that the server logs it."""
     error = RequestError(500, "internal error of the gateway", code="internal_error")
-    return _json(error.body(), 500, {"x-request-id": request.state.echoed.decode("latin-1")})
+    return json_response(error.body(), 500, {"x-request-id": request.state.echoed.decode("latin-1")})
 
 
 def _always(_tenant: str) -> bool:
-    """Of a server that counts no connections."""
+    """Stands in where the server counts no connections."""
     return True
 
 
 def _nobody_minds() -> None:
-    """Of a server that counts no connections."""
+    """Stands in where the server counts no connections."""
 
 
 def _cannot(_event: bytes) -> bool:
-    """Of a server that takes nothing but ASGI's messages."""
+    """Stands in where the server takes only ASGI's messages."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""Who calls, and whether he may: API keys at the gateway's door, and what each call takes of its tenant's share.
+"""Authentication and limits of calls: the tenant of an API key, and what each call takes of that tenant's share.
 
 Without keys `gateway.http.keyless` says who may. With them load balancers need none to learn whether the gateway can serve; how
 the cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mooncake_zmq.gateway.http.http_calls import HungUp
-from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
+from mooncake_zmq.gateway.openai.errors import RequestError, quoted
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants
 
@@ -25,7 +25,7 @@ MAX_REFUSED = 2048
 
 
 def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenant | None:
-    """Who calls; None where nobody has to say, and did not. Raises RequestError."""
+    """The tenant that calls; None where no key is needed and none was given. Raises RequestError."""
     if tenants is None:
         return None
     scheme, _, secret = authorization.strip().partition(b" ")
@@ -80,14 +80,14 @@ class Refusals:
 
 
 class Usage:
-    """What one call takes of its tenant's rates and slots; leaving it gives back what was not used. Raises Limited."""
+    """The share of its tenant's rates and slots that one call takes; its exit returns what was not used. Raises Limited."""
 
     def __init__(self, tenants: Tenants | None, tenant: Tenant | None, clock: Callable[[], float]) -> None:
         self._tenants, self._tenant, self._clock = tenants, tenant, clock
         self._slots = self._tokens = 0
         self._preparing = False
         self.tokens_used = 0
-        """Of prompts and answers, once the call is over."""
+        """Tokens of prompts and answers, set when the call is over."""
 
     def __enter__(self) -> "Usage":
         if self._tenants is not None and self._tenant is not None:

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mooncake_zmq.core.watch import EVERY_S
 from mooncake_zmq.gateway.http.cluster_reports import NoNode, Overview
-from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
+from mooncake_zmq.gateway.openai.errors import RequestError, quoted
 from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, server_sent
 from mooncake_zmq.gateway.requests.traces import MAX_TRACES, Traces
 

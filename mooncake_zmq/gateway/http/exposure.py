@@ -1,4 +1,4 @@
-"""What a gateway shows, and to whom: one judgement for the warnings of a start and for the doctor. No secret is told."""
+"""Judges how open a gateway is, for the warnings at its start and for the doctor. No secret is in the texts."""
 
 import time
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Judgement:
 
 
 def judged(*, http_host: str, api_keys: str, allow_open: bool, tls_certificate: str, tls_key: str) -> Iterator[Judgement]:
-    """Of a gateway with these settings: who may call it, and what goes over the wire."""
+    """Findings on a gateway with these settings: its permitted callers, and what goes over the wire."""
     far = _far(http_host)
     yield _callers(api_keys_of(api_keys), far, allow_open)
     try:
@@ -37,8 +37,8 @@ def judged(*, http_host: str, api_keys: str, allow_open: bool, tls_certificate: 
 
 
 def unasked(*, http_host: str, api_keys: str, allow_open: bool) -> str:
-    """Why a gateway with these settings does not start: whoever reached it could call it, and nobody has said that this is
-    meant. Empty: it does, as far as that goes."""
+    """The reason why a gateway with these settings must not start: any host could call it, and `allow_open` is not set.
+    Empty: there is none."""
     far = _far(http_host)
     if not far or allow_open or api_keys_of(api_keys) is not None:
         return ""
@@ -74,7 +74,7 @@ def _in_clear(far: str) -> Judgement:
 
 
 def _certificate(files: TlsFiles, now: float) -> Judgement:
-    """What clients would say of it."""
+    """Problems with the certificate that clients would find."""
     try:
         shown = presented(files)
     except KeysError as error:

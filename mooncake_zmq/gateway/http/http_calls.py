@@ -27,8 +27,8 @@ from mooncake_zmq.gateway.requests.readiness import ClusterView, missing_roles
 from mooncake_zmq.gateway.requests.request_log import Account, line
 from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names, Traces
+from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 OUTPUTS_AT_ONCE = 256
 BUFFERED_OF_EACH = 8
@@ -38,71 +38,6 @@ LINES_AT_ONCE = 32
 ENDS = (Finished, Failed)
 AwaitedT = TypeVar("AwaitedT")
 _log = structlog.get_logger("gateway")
-
-
-class TextStream(Protocol):
-    """Incremental text of one answer; what comes out never ends inside a character."""
-
-    def push(self, token: int) -> str: ...
-    def flush(self) -> str: ...
-
-
-class Tokenizer(Protocol):
-    """What the edge needs of a tokenizer; `engine.tokenizer.Tokenizer` is one. `encode` and `chat` run in threads too."""
-
-    eos_ids: tuple[int, ...]
-    vocab_size: int
-    special_ids: frozenset[int]
-    """Tokens that stand for no text."""
-    longest_token: int
-    """Characters of a text that one id stands for at most."""
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special`: with what the model puts before a text."""
-
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """`special`: with the names of special tokens."""
-
-    def piece(self, token: int) -> bytes:
-        """The bytes that it stands for: perhaps a part of a character."""
-
-    chat_template: str
-    takes_tools: bool
-    """Does that write them?"""
-
-    def stream(self, *, special: bool = False) -> TextStream: ...
-    def chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
-        """Raises ValueError when the chat template refuses the messages."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """The one model of this cluster, as clients and the block keys see it."""
-
-    id: str
-    max_model_len: int
-    """Tokens of prompt and output together."""
-    vocab_size: int
-    """Ids that both the engine and the tokenizer know."""
-    block_tokens: int
-    model_fingerprint: str
-    layout_fingerprint: str
-    tokenizer: Tokenizer
-    foreign: bool = False
-    """Another program computes it, which follows no constraint of ours."""
-
-    @property
-    def max_chars(self) -> int:
-        """A longer text has more tokens than fit, whatever it says."""
-        return self.max_model_len * self.tokenizer.longest_token
-
-    def hash_prompt(self, tokens: bytes, salt: str) -> tuple[bytes, tuple[bytes, ...]]:
-        """Namespace and keys of the complete blocks of `tokens` (int32 bytes)."""
-        root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt)
-        return root, tuple(extend_keys(root, tokens, self.block_tokens))
 
 
 class Backing(Watching, Protocol):
@@ -167,33 +102,17 @@ class Edge:
         export: Callable[[Account, Names], None] = lambda account, names: None,
     ) -> None:
         """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: this machine, or with
-        `allow_open` everybody. `listed`: the nodes that
-        there should be. `about`: more for /cluster. `export` is given each request that is over."""
+        `allow_open` everybody. `listed`: the nodes of the deployment. `about`: more for /cluster. `export` is given each
+        request that is over."""
         self.tenants = tenants
         self.allow_open = allow_open
         self.name = name
         self.model = model
         self.settings = settings
         self.backing = backing
-        self.metrics = EdgeMetrics(
-            model.id,
-            waiting_and_running=self.waiting_and_running,
-            counts=lambda: {**self.backing.counts(), **self.own_counts()},
-            gauges=lambda: {**self.backing.gauges(), **self.own_gauges(), **self.overview.gauges()},
-        )
+        self.metrics = self._metrics()
         self.clock = clock
-        self.overview = Overview(
-            name,
-            model.id,
-            listed,
-            backing,
-            status=self.status,
-            peers=backing.peers,
-            refusals=backing.refusals,
-            recent=lambda: self.traces.recent(),
-            about=about or {},
-            clock=lambda: self.clock(),
-        )
+        self.overview = self._overview(listed, about or {})
         self.draining = False
         self.listens: Callable[[], bool] = lambda: False
         """Does the process let in who comes?"""
@@ -220,6 +139,28 @@ class Edge:
         """What the long ones among these hold: zero when idle."""
         self.held_scores = 0
         """Probabilities that answers which are not streamed may come to: zero when idle."""
+
+    def _metrics(self) -> EdgeMetrics:
+        return EdgeMetrics(
+            self.model.id,
+            waiting_and_running=self.waiting_and_running,
+            counts=lambda: {**self.backing.counts(), **self.own_counts()},
+            gauges=lambda: {**self.backing.gauges(), **self.own_gauges(), **self.overview.gauges()},
+        )
+
+    def _overview(self, listed: Sequence[Listed], about: Mapping[str, Any]) -> Overview:
+        return Overview(
+            self.name,
+            self.model.id,
+            listed,
+            self.backing,
+            status=self.status,
+            peers=self.backing.peers,
+            refusals=self.backing.refusals,
+            recent=lambda: self.traces.recent(),
+            about=about,
+            clock=lambda: self.clock(),
+        )
 
     def reading(self) -> "Reading":
         """A new HTTP call whose body is to be read; raises Full if it could not be served now."""

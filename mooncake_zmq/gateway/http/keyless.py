@@ -1,7 +1,7 @@
-"""Who may call a gateway without API keys: who is on its machine, or, by `gateway.allow_open`, whoever reaches it.
+"""Permits calls of a gateway without API keys: from its own machine, or, by `gateway.allow_open`, from any host.
 
 A page of any site can have a browser call a loopback address, and by a name that it moves there (DNS rebinding) read what
-comes: such calls tell another host's name, or another site's origin.
+comes: such calls have another host's name, or another site's origin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,19 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from mooncake_zmq.gateway.http.auth import is_below
-from mooncake_zmq.gateway.openai.prepare import RequestError, quoted
+from mooncake_zmq.gateway.openai.errors import RequestError, quoted
 
 LOCAL = "localhost"
 PASSED_ON = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 """Headers of proxies. One that sends none of them is nginx as it comes, which speaks HTTP/1.0."""
 TELLING_PATHS = ("/cluster", "/trace")
-"""What tells which prompts are cached, and what of each was reused: with all that is below them."""
+"""Paths that show which prompts are cached and how much of each was reused, with all paths below them."""
 READS = ("GET", "HEAD", "OPTIONS")
 """Methods by which nothing is made; another site's page cannot read what they answer."""
 
 
 def check_caller(scope: Scope, headers: Mapping[str, str], *, allow_open: bool, origins: Sequence[str]) -> None:
-    """Of any call where there are no keys. `origins`: whose pages may call. Raises RequestError."""
+    """Check any call where there are no keys. `origins`: sites whose pages may call. Raises RequestError."""
     if allow_open:
         if is_below(scope["path"], TELLING_PATHS) and not _is_of_this_machine(scope, headers):
             raise _refusal(f"without API keys {quoted(scope['path'])} is for callers on the gateway's own machine")
@@ -39,8 +39,8 @@ def check_caller(scope: Scope, headers: Mapping[str, str], *, allow_open: bool, 
 
 
 def check_is_here(scope: Scope, headers: Mapping[str, str]) -> None:
-    """Of what operators alone may: whoever calls is on this machine, by a loopback address, no proxy there and no page of
-    another site in its browser. Raises RequestError."""
+    """Check a call that only operators may make: it comes from this machine, by a loopback address, from no proxy there and
+    from no page of another site. Raises RequestError."""
     host, origin = headers.get("host", ""), headers.get("origin", "")
     foreign = bool(origin) and not _is_own_page(origin, host)
     if not _is_local(_client(scope)) or not _names_this_machine(host) or foreign or _is_passed_on(scope, headers):

@@ -1,4 +1,4 @@
-"""What a gateway's clients see, as Prometheus metrics: vLLM's names for them, `mooncake_*` for our own."""
+"""A gateway's Prometheus metrics of what its clients see: vLLM's names for them, `mooncake_*` for our own."""
 
 import math
 from bisect import bisect_left
@@ -24,7 +24,7 @@ REQUEST_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 6
 
 @dataclass(slots=True)
 class RequestTimes:
-    """What the metrics must remember of one request, until its end."""
+    """The times of one request that its metrics need until its end."""
 
     began_at: float
     """When its HTTP call came."""

@@ -7,7 +7,7 @@ from starlette.types import Message, Scope, Send
 
 from mooncake_zmq.gateway.http.cluster_routes import HEADERS
 from mooncake_zmq.gateway.http.http_calls import Call
-from mooncake_zmq.gateway.openai.prepare import RequestError
+from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.responses import DONE, KEEP_ALIVE, Reply, server_sent
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
@@ -75,8 +75,8 @@ class Stream:
                 return outputs
 
     def _say_at_once(self, outputs: list[tuple[int, ClientOutput]]) -> bool:
-        """Tokens of an answer that has begun are most of what is ever said: for them nobody is woken, unless the client takes
-        no more for now."""
+        """Write tokens of an answer that has begun without waking its task, unless the client does not read for now: most
+        outputs are such tokens."""
         if not self._begun:
             return False
         for _, output in outputs:
@@ -135,7 +135,7 @@ class Stream:
 
 
 def _never(_events: bytes) -> bool:
-    """Of a server that takes nothing but ASGI's messages."""
+    """Stands in where the server takes only ASGI's messages."""
     return False
 
 

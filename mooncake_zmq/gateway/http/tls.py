@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 CERTIFICATE_CREDENTIAL, KEY_CREDENTIAL = "tls.crt", "tls.key"
 SOON_DAYS = 14
-"""Before a certificate expires, an operator is told of it."""
+"""The time before a certificate expires from which operators are warned."""
 OTHERS_MAY_READ, OTHERS_MAY_WRITE = 0o004, 0o022
 
 
@@ -35,7 +35,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """What a client sees of a certificate. `names`: what it is for; `until`: seconds since 1970."""
+    """The part of a certificate that clients see. `names`: what it is for; `until`: seconds since 1970."""
 
     names: tuple[str, ...]
     until: float
@@ -78,7 +78,7 @@ def tls_files_of(certificate: str, key: str) -> TlsFiles | None:
 
 
 def load(files: TlsFiles) -> ssl.SSLContext:
-    """What a gateway speaks TLS with. Raises KeysError."""
+    """The context by which a gateway speaks TLS. Raises KeysError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
@@ -107,7 +107,7 @@ def load(files: TlsFiles) -> ssl.SSLContext:
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
-    """For clients on this machine: whoever shows exactly this certificate is the gateway, by whatever name it is reached."""
+    """A context for clients on this machine, which accepts exactly this certificate, for any name of the gateway."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

@@ -40,7 +40,7 @@ def headers() -> Mapping[str, str]:
 
 
 def replay_page(title: str, tape: bytes) -> str:
-    """The same page as a file of its own, which shows the `tape` of a replay and asks nobody for anything. `title`: in place of
+    """The same page as a file of its own, which shows the `tape` of a replay and sends no request. `title`: in place of
     the model's name; `tape`: gzip of lines of JSON, as `laboratory.tape` writes them."""
     policy = ("default-src 'none'", *_runs(), "img-src data:", "base-uri 'none'", "form-action 'none'")
     blanks = {"base": "", "model": title, "max_model_len": "", "curl": ""}

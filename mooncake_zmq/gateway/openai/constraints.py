@@ -1,4 +1,4 @@
-"""What a client may ask of an answer's form, as OpenAI and vLLM name it, made into the one grammar that engines follow.
+"""Forms of an answer that a client may ask for, as OpenAI and vLLM name them, made into the one grammar that engines follow.
 
 It decides what is asked and holds it against limits of size; whether the grammar can be followed, `engine.constraint` says.
 """
@@ -17,10 +17,10 @@ from mooncake_zmq.core.messages import MAX_CONSTRAINT_BYTES
 from mooncake_zmq.gateway.openai.rejected_params import NULL, Unsupported
 
 MAX_SCHEMA_BYTES = 64 << 10
-"""Of a schema, a pattern or a grammar."""
+"""The most bytes of a schema, a pattern or a grammar."""
 MAX_DEPTH = 64
 MAX_MULTIPLE = 2048
-"""Of the common multiple of all `multipleOf`: numbers are told apart by as many states, and it may be half a minute's work."""
+"""The largest common multiple of all `multipleOf`: a grammar has as many states for numbers, and half a minute's work."""
 MAX_CHOICES = 2048
 MAX_LINKS = 1000
 """Rules and references to schemas: a quarter of what engines take."""
@@ -29,7 +29,7 @@ WHITESPACE = r"[ \n\r\t]{1,40}"
 
 
 class ConstraintRefused(Exception):
-    """What is asked is none, or too much: the client's mistake."""
+    """The form that a client asks for is not one, or is too large."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ def within_limits(name: str, grammar: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _as_refused(name: str) -> Iterator[None]:
-    """What msgspec or llguidance finds wrong."""
+    """Turn errors of msgspec and llguidance into the client's mistake at `name`."""
     try:
         yield
     except (ValueError, RecursionError) as error:
@@ -129,11 +129,11 @@ OPTIONS: dict[str, Any] = {"whitespace_pattern": WHITESPACE, "whitespace_flexibl
 
 NOTES: dict[str, type] = {"title": str, "description": str, "examples": list}
 VALUES = ("enum", "const")
-"""What is an answer's, whatever stands in it."""
+"""Keywords whose content belongs to the answer, and is kept as it is."""
 
 
 def schema_of(grammar: bytes) -> dict[str, Any] | None:
-    """What `of_schema` was given; None: it is another grammar."""
+    """The schema that `of_schema` made the grammar of; None: another function made it."""
     if not grammar.startswith(b"{"):
         return None
     found: dict[str, Any] | None = msgspec.json.decode(grammar)["grammars"][0].get("json_schema")
@@ -164,7 +164,7 @@ def of_schema(schema: dict[str, Any]) -> bytes:
 
 
 def of_lark(text: str) -> bytes:
-    """What a grammar in Lark's syntax describes."""
+    """Text that a grammar in Lark's syntax describes."""
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_lark(text).encode()
@@ -185,7 +185,7 @@ def _of_json(raw: bytes) -> bytes:
 
 
 def _of_regex(raw: bytes) -> bytes:
-    """Of the whole answer. Classes such as `\\d` hold ASCII alone, as in vLLM."""
+    """Match the whole answer. Classes such as `\\d` hold ASCII alone, as in vLLM."""
     from llguidance import LLMatcher, regex_to_lark
 
     return LLMatcher.grammar_from_regex(regex_to_lark(_pattern.decode(raw), use_ascii="dws")).encode()
@@ -256,7 +256,7 @@ def _check_schema(schema: dict[str, Any]) -> None:
 
 
 def _states(multiple_of: Any) -> int:
-    """What `multipleOf` counts: its digits, whatever the power of ten."""
+    """The states that `multipleOf` takes: its digits, without the power of ten."""
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int | float) or multiple_of <= 0:
         return 1  # no number, which the library refuses, or a name in `properties`
     return int(repr(multiple_of).partition("e")[0].replace(".", "").strip("0") or 1)

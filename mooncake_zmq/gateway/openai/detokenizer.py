@@ -1,12 +1,12 @@
-"""An answer as it grows: its tokens made into text, cut at stop strings, told in pieces."""
+"""Makes an answer's tokens into text as they come: cut at stop strings, and given out in pieces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.core.messages import TokenLogprob
-from mooncake_zmq.gateway.http.http_calls import ServedModel
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, CallPiece, Tools
 from mooncake_zmq.gateway.requests.client_events import Failed, Finished, PromptLogprobs, TokenOut
+from mooncake_zmq.gateway.served_model import ServedModel
 
 StopTable = tuple[str, list[int]]
 
@@ -25,7 +25,7 @@ class StopScanner:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """What may go out, and whether a stop string was found; what follows a stop string is cut."""
+        """The text that may go out, and whether a stop string was found; what follows a stop string is cut."""
         if not self._stops:
             return text, False
         start, text = len(self._held), self._held + text
@@ -38,7 +38,7 @@ class StopScanner:
         return text[:free], False
 
     def flush(self) -> str:
-        """What was held back in vain."""
+        """The text that was held back and is no stop string."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
@@ -71,18 +71,18 @@ def _borders(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a choice has to say since it was last asked."""
+    """The new part of a choice since the last piece."""
 
     text: str
     token_ids: list[int]
     echoed_ids: list[int]
-    """The prompt's, if their probabilities are told."""
+    """The scores of the prompt's tokens, if they are asked for."""
     logprobs: list[TokenLogprob | None]
-    """Of the tokens, if they are wanted, those of the prompt first."""
+    """The offsets of the tokens, if they are asked for, those of the prompt first."""
     offsets: list[int]
     """Where in the text each of these begins, in characters."""
     calls: list[CallPiece]
-    """Of tools."""
+    """Parts of tool calls."""
 
 
 class Choice:
@@ -101,7 +101,7 @@ class Choice:
         offsets: list[int] | None = None,
         silent: bool = False,
     ) -> None:
-        """`offsets`: of the prompt's tokens, if their probabilities are told. `silent`: the answer is not."""
+        """`offsets`: those of the prompt's tokens, if their scores are asked for. `silent`: the answer itself is left out."""
         self.index = index
         self._silent = silent
         self.prompt_ids = prompt_ids
@@ -126,7 +126,7 @@ class Choice:
         self._offsets: list[int] = offsets or []
         self._pieces: list[CallPiece] = []
         self._chars = len(echo)
-        """Of the text so far, whether it may go out or not."""
+        """Characters of the text so far, held back or not."""
 
     def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
         """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
@@ -160,7 +160,7 @@ class Choice:
 
     @property
     def tells_prompt(self) -> bool:
-        """Will the next piece tell the probabilities of the prompt?"""
+        """True if the next piece has the scores of the prompt."""
         return bool(self._echoed_ids)
 
     @property
@@ -169,7 +169,7 @@ class Choice:
 
     @property
     def was_cut(self) -> bool:
-        """Has it ended by a stop string, so that the actor has to be told?"""
+        """True if a stop string ended it, so that the actor has to stop it too."""
         return self.has_ended and self.finished is None
 
     def settle(self, output: Finished | Failed) -> None:

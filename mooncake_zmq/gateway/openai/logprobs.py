@@ -12,8 +12,8 @@ Piece = Callable[[int], bytes]
 def of_completion(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], offsets: Sequence[int], piece: Piece
 ) -> dict[str, Any]:
-    """As /v1/completions tells it: parallel lists. The likeliest tokens come with the one that stands there. None: the first of
-    a prompt, of which nothing can be said."""
+    """The shape of /v1/completions: parallel lists. The likeliest tokens come with the one that stands there. None: the first
+    token of a prompt, which has no probability."""
     texts = [text_of(piece(token)) for token in tokens]
     likeliest = [
         told and {text_of(piece(each)): value for each, value in [*told[1], (token, told[0])]}
@@ -28,7 +28,7 @@ def of_completion(
 
 
 def of_chat(tokens: Sequence[int], logprobs: Sequence[TokenLogprob], piece: Piece) -> dict[str, Any]:
-    """As /v1/chat/completions tells it: an entry for each token."""
+    """The shape of /v1/chat/completions: an entry for each token."""
     content = [
         {**_entry(token, own, piece), "top_logprobs": [_entry(each, value, piece) for each, value in best]}
         for token, (own, best) in zip(tokens, logprobs, strict=True)
@@ -42,7 +42,7 @@ def _entry(token: int, logprob: float, piece: Piece) -> dict[str, Any]:
 
 
 def text_of(raw: bytes) -> str:
-    """What a token stands for. Where there is no `bytes` beside it, parts of characters are told apart as OpenAI does."""
+    """The text of a token. Where no `bytes` stand beside it, a part of a character is written as OpenAI writes it."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

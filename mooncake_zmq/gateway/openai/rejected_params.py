@@ -1,4 +1,4 @@
-"""What OpenAI's or vLLM's API has and this one has not: each may be given as long as it asks for nothing. PURE.
+"""Parameters of OpenAI's or vLLM's API that this one lacks: each may be given as long as it asks for nothing. PURE.
 
 An unknown parameter is refused too: what is answered is what was asked.
 """
@@ -14,7 +14,7 @@ LONGEST_NEUTRAL = 64
 
 
 class Harmless(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What has no part in an answer: names and hints."""
+    """Parameters without effect on an answer: names and hints."""
 
     user: Raw = NULL
     metadata: Raw = NULL
@@ -25,7 +25,7 @@ class Harmless(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What would. `done`: what one endpoint does all the same."""
+    """Parameters with an effect. `done`: those that one endpoint has all the same."""
 
     done: ClassVar[frozenset[str]] = frozenset()
 
@@ -102,12 +102,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
-"""What asks for nothing beside null."""
+"""Values other than null that ask for nothing."""
 INSTEAD = {
     "best_of": "ask for n answers with logprobs, and choose among them",
     "suffix": "write the model's own marks for what stands before and behind into the prompt",
 }
-"""What does as much."""
+"""Advice for parameters that another way replaces."""
 NAMES = tuple(sorted(set(Unsupported.__struct_fields__) - set(Harmless.__struct_fields__)))
 MESSAGE_NAMES = UnsupportedOfMessage.__struct_fields__
 
@@ -118,7 +118,7 @@ def asked(given: Unsupported) -> str | None:
 
 
 def refusal(name: str) -> str:
-    """Why it is refused, in words for whoever asked."""
+    """The reason for refusing it, for the client."""
     return f"{name} is not supported" + (f": {INSTEAD[name]}" if name in INSTEAD else "")
 
 

@@ -1,15 +1,16 @@
-"""What clients receive of an OpenAI call: its answers as JSON, whole or as server-sent events."""
+"""Responses of the OpenAI API: a call's answers as JSON, whole or as server-sent events."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.bodies import ChatBody
 from mooncake_zmq.gateway.openai.detokenizer import Choice, Piece
 from mooncake_zmq.gateway.openai.logprobs import of_chat, of_completion
-from mooncake_zmq.gateway.openai.prepare import ChatBody, Prepared
+from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
+from mooncake_zmq.gateway.served_model import ServedModel
 
 
 class Reply:
@@ -40,7 +41,7 @@ class Reply:
 
     @property
     def is_long(self) -> bool:
-        """Does what is to be said now tell probabilities of whole prompts, so that to write it takes long?"""
+        """True if the next part has the scores of whole prompts, which take long to write."""
         return any(choice.tells_prompt and choice.has_news for choice in self.choices)
 
     @property
@@ -50,7 +51,7 @@ class Reply:
 
     @property
     def completion_tokens(self) -> int:
-        """Of all choices, as far as they have come."""
+        """Tokens of all choices so far."""
         return sum(choice.completion_tokens for choice in self.choices)
 
     def whole(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class Reply:
         return {**body, "usage": self._usage(), "mooncake": self._served()}
 
     def news(self) -> bytes:
-        """What there is to say now, as server-sent events."""
+        """Everything new, as server-sent events."""
         return b"".join([self._events(choice) for choice in self.choices if choice.has_news])
 
     def _events(self, choice: Choice) -> bytes:
@@ -174,7 +175,7 @@ class Reply:
         return {**usage, "prompt_tokens_details": cached}
 
     def _served(self) -> dict[str, Any] | None:
-        """Who served, and what was reused, if that may be told; nodes and attempts are the first choice's. None where it is not
+        """The nodes and attempts of the first choice, and what was reused, if the client may know that. None where that is not
         known."""
         accounts = [choice.finished for choice in self._first_choices if choice.finished is not None]
         if len(accounts) < len(self._first_choices):
@@ -220,6 +221,6 @@ EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-contr
 """The headers of a stream of events."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: whoever reads events passes over it."""
+"""A comment, which readers of events skip."""
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 """JSON lets them stand in a string, and clients that cut text into lines take them for ends."""

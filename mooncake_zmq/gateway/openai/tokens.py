@@ -5,19 +5,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from mooncake_zmq.gateway.http.http_calls import ServedModel
+from mooncake_zmq.gateway.openai.bodies import ChatMessage, Prompt, parsed, read_ids, turns_of
+from mooncake_zmq.gateway.openai.errors import RequestError, check_model
 from mooncake_zmq.gateway.openai.logprobs import text_of
-from mooncake_zmq.gateway.openai.prepare import (
-    ChatMessage,
-    Prompt,
-    RequestError,
-    check_model,
-    check_size,
-    parsed,
-    read_ids,
-    tokenized,
-    turns_of,
-)
+from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
+from mooncake_zmq.gateway.served_model import ServedModel
 
 
 class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,10 +19,9 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    """What the model puts before a text: of a text it is counted unless this is false; of a conversation its template writes
-    it."""
+    """Adds the tokens that the model puts before a text, unless this is false; a conversation's template writes them itself."""
     add_generation_prompt: bool | None = None
-    """Of a conversation: it ends where the answer begins, unless this is false."""
+    """Ends a conversation where the answer begins, unless this is false."""
     return_token_strs: bool | None = None
 
 

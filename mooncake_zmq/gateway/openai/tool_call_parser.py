@@ -1,7 +1,7 @@
 """Calls of tools, read out of an answer as it grows, in the forms in which models write them. PURE.
 
 A reader goes character by character: however a text is cut into pieces, the same calls come out of it. What only looks like
-the beginning of a call is text in the end; once a call's name is told, it stays one.
+the beginning of a call is text in the end; once a call's name is out, it stays one.
 """
 
 import json
@@ -44,24 +44,24 @@ def merged(told: Iterable[Told]) -> list[Told]:
 
 
 class Reader:
-    """What all forms share: pieces in, pieces out."""
+    """The part that all forms share: pieces in, pieces out."""
 
     def __init__(self) -> None:
         self._state: Callable[[str], None] = self._text
-        """What takes the next character."""
+        """Takes the next character."""
         self._told: list[Told] = []
         self._held = ""
-        """What is text again if no call comes of it."""
+        """Holds back text that may be the beginning of a call."""
         self._call: _Call | None = None
 
     def push(self, text: str) -> list[Told]:
-        """What is known with this."""
+        """The pieces that are certain with this text."""
         for char in text:
             self._state(char)
         return self._take()
 
     def flush(self) -> list[Told]:
-        """What was held back in vain."""
+        """The text that was held back and begins no call."""
         self._give_up()
         return self._take()
 
@@ -103,7 +103,7 @@ class Reader:
             self._give_up()
 
     def _give_up(self) -> None:
-        """What was held is text, and so is what follows."""
+        """Treat as text what was held back, and what follows."""
         call, self._call = self._call, None
         held, self._held = self._held, ""
         if call is None or not call.told:
@@ -151,7 +151,7 @@ class Hermes(Marked):
             self._go(self._text, held)
 
     def flush(self) -> list[Told]:
-        """What was held back in vain; not of a call's end that was cut short."""
+        """The text that was held back and begins no call; the end of a call that was cut short is dropped."""
         if self._state == self._behind:
             self._held = ""
         return super().flush()
@@ -258,7 +258,7 @@ class _Call:
 
     @property
     def raw(self) -> str:
-        """All of it, while nothing is told."""
+        """All of it, while no piece of the call is out."""
         return "".join(self._raw)
 
     def takes(self, char: str) -> bool:
@@ -266,7 +266,7 @@ class _Call:
         return self._depth > 0 or char == "{" or char.isspace()
 
     def push(self, char: str) -> list[Told]:
-        """What is known with this."""
+        """The pieces that are certain with this text."""
         if not self.told:
             self._raw.append(char)
         if self._string is None:

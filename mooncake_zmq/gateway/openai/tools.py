@@ -21,9 +21,9 @@ from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Herm
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
 MAX_CALLS = 16
-"""In an answer with a grammar."""
+"""The most calls in an answer with a grammar."""
 MAX_READ_CALLS = 128
-"""In any answer: further ones are not told."""
+"""The most calls in any answer: further ones are left out."""
 CallForm = Literal["hermes", "llama3_json", "mistral"]
 FORMS: dict[CallForm, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
@@ -34,7 +34,7 @@ FORMS: dict[CallForm, tuple[str, ...]] = {
 
 
 class Words(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that tools need."""
 
     special_ids: frozenset[int]
     chat_template: str
@@ -83,7 +83,7 @@ _calls = msgspec.json.Decoder(Annotated[list[_Called], Meta(max_length=MAX_TOOLS
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a chat has of them. `given`: as the template takes them. `form`: how calls are written; None: they are not read."""
+    """The tools of a chat. `given`: as the template takes them. `form`: how calls are written; None: they are not read."""
 
     given: list[dict[str, Any]]
     form: CallForm | None
@@ -92,7 +92,7 @@ class Tools:
     marked: bool
     """The mark of a call is a special token."""
     constraint: bytes = b""
-    """Of an answer that must have calls, or calls of strict functions only as these say."""
+    """The grammar of an answer that must have calls, or whose strict functions bind their arguments."""
 
     def reader(self) -> "CallReader | None":
         """For one answer."""
@@ -110,8 +110,8 @@ def read_tools(
     form: CallForm | None = None,
     answer: dict[str, Any] | None = None,
 ) -> Tools:
-    """What is asked. `form`: the operator's; None: as the template tells. `answer`: the schema of an answer without calls, if
-    it has one. Raises ConstraintRefused."""
+    """Read the tools and the choice of a chat. `form`: the operator's; None: the template's. `answer`: the schema of an answer
+    without calls, if it has one. Raises ConstraintRefused."""
     (given, functions), chosen = _given(bytes(tools)), _chosen(bytes(choice))
     must = chosen == "required" or isinstance(chosen, _Choice)
     if not given:
@@ -160,7 +160,7 @@ def read_calls(raw: Raw) -> list[dict[str, Any]]:
 
 
 def with_names(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each tool's answer with the tool's name: some templates want that, and clients tell the call's id alone."""
+    """Each tool's answer with the tool's name: some templates want that, and clients send the call's id alone."""
     names: dict[str, str] = {}
     for turn in turns:
         names |= {call["id"]: call["function"]["name"] for call in turn.get("tool_calls", ()) if "id" in call}
@@ -270,7 +270,7 @@ def _literal(mark: str, marks: dict[str, int]) -> str:
 
 
 def _mark(rule: str, mark: str, marks: dict[str, int], lines: list[str], *, alone: bool) -> str:
-    """What opens calls; behind text, which ends with the first mark in it, if there may be some."""
+    """The rule that opens calls; before it may stand text, which ends with the first mark in it."""
     if alone:
         return _literal(mark, marks)
     if mark in marks:
@@ -290,7 +290,7 @@ _READERS: dict[CallForm, Callable[[tuple[str, ...]], Reader]] = {
 
 @dataclass(slots=True)
 class CallPiece:
-    """What is new of call `index`: its name if it begins, and more of its arguments."""
+    """The new part of call `index`: its name if it begins, and more of its arguments."""
 
     index: int
     name: str | None
@@ -301,7 +301,7 @@ class CallReader:
     """One answer's text and calls."""
 
     def __init__(self, reader: Reader, max_calls: int) -> None:
-        """`max_calls`: further ones are not told."""
+        """`max_calls`: further ones are left out."""
         self.calls = 0
         self._reader = reader
         self._max_calls = max_calls
@@ -311,7 +311,7 @@ class CallReader:
         return self._told(self._reader.push(text))
 
     def flush(self) -> tuple[str, list[CallPiece]]:
-        """What was held back in vain."""
+        """The text that was held back and begins no call."""
         return self._told(self._reader.flush())
 
     def _told(self, told: list[Told]) -> tuple[str, list[CallPiece]]:
@@ -331,7 +331,7 @@ class CallReader:
 
 
 def call_deltas(pieces: list[CallPiece], salt: str) -> list[dict[str, Any]]:
-    """As a stream tells what is new, each call once: what begins it names it. `salt`: of the answer."""
+    """The new parts of calls as a stream has them, each call once: its first part has its name. `salt`: of the answer."""
     return [_delta(index, [*new], salt) for index, new in groupby(pieces, key=lambda piece: piece.index)]
 
 

@@ -50,6 +50,9 @@ class PoolClientSettings:
 COPY_MARGIN = 0.25
 """Part of a lease's time kept back: a copy must end this much before the lease does."""
 
+RENEW = ("renew",)
+"""The timer of the next renewal of all leases."""
+
 UNHEARD = "pool unheard"
 """Of the timers that end the wait for a cache-node, with the lease's id."""
 
@@ -192,6 +195,10 @@ class PoolClient:
         if lease is None:
             return 0.0
         return max(0.0, lease.expires_at - now - COPY_MARGIN * self.settings.lease_ttl_s)
+
+    def renewal_timer(self) -> SetTimer:
+        """Return the timer of the next call of `renew`."""
+        return SetTimer(RENEW, self.settings.lease_ttl_s / 5)
 
     def renew(self, now: float) -> list[Effect]:
         """Renew every lease granted; call at least every quarter of `lease_ttl_s`.

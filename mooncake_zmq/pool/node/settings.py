@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from mooncake_zmq.core.messages import MAX_BLOCKS
 from mooncake_zmq.pool.node.tenants import PoolTenant, check_shares
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 
 RETRY_S = 1.0
 """The first pause before a disk that is full or fails is tried again."""

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
 from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.pool.rules.entries import Found
 from mooncake_zmq.pool.rules.object_record import ObjectRecord
-from mooncake_zmq.pool.rules.objects import Found
 from mooncake_zmq.store import protocol, stream_messages
 
 # --- works: one that changes the disk at a time, several that read

@@ -40,8 +40,10 @@ from mooncake_zmq.pool.node.store_events import (
 from mooncake_zmq.pool.node.streaming import Streaming
 from mooncake_zmq.pool.node.tiers import LOOK, RETRY, Tiers
 from mooncake_zmq.pool.rules.changes import Change, Changes, replaced
+from mooncake_zmq.pool.rules.entries import Found
 from mooncake_zmq.pool.rules.object_log import ObjectLog
-from mooncake_zmq.pool.rules.objects import Found, Objects, ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
+from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.pool.rules.tenants import HIDDEN, Reach
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.codes import Code, Pin
@@ -126,8 +128,8 @@ class StoreNode:
         self._on[type(event)](event)
         if self._tiers is not None:
             self._with_disk(self._tiers, event)
-        if objects.expires_at < self._expires_at:
-            self._expires_at = objects.expires_at
+        if objects.holders.expires_at < self._expires_at:
+            self._expires_at = objects.holders.expires_at
             turn.effects.append(SetTimer(EXPIRE, self._expires_at - now + EXPIRY_S))
         if objects.shelf.is_touched:
             stored, removed = objects.shelf.changes(objects.exist)
@@ -156,7 +158,7 @@ class StoreNode:
         self._streaming.check()
         if self._tiers is not None:
             self._tiers.check()
-        assert self.objects.next_expiry() >= self._expires_at
+        assert self.objects.holders.next_expiry() >= self._expires_at
         assert self._clients_of == Counter(client.user for client in self._clients.values())
 
     @property
@@ -181,7 +183,7 @@ class StoreNode:
         if client is None:
             client = self._clients[name] = _Client(event.token, self._turn.now, event.user, reach)
             self._clients_of[event.user] += 1
-            self.objects.join(name, event.user)
+            self.objects.holders.join(name, event.user)
         client.heard_at = self._turn.now
         # Who maps the memory reads all of it: whoever may not gets his values on streams, on this host too.
         client.shared = client.shared or (hello.shared and event.lives and reach is None)
@@ -195,7 +197,7 @@ class StoreNode:
             event.path if reach is None else "",
             facts.cluster,
             objects.settings.object_bytes,
-            objects.table_entries,
+            objects.entries.table_rows,
             objects.max_object_bytes,
             objects.settings.max_ttl_s,
             hello.shared and client.shared,
@@ -288,9 +290,9 @@ class StoreNode:
                 return leased if client.shared else _sizes_alone(leased)
             case protocol.Release(leases, puts):
                 for lease_id in leases:
-                    objects.release(name, lease_id)
+                    objects.leases.release(name, lease_id)
                 for put_id in puts:
-                    objects.commit(self._turn.now, name, put_id, (), ())
+                    objects.puts.commit(self._turn.now, name, put_id, (), ())
             case protocol.Reserve():
                 well_formed = client.shared and len(request.keys) == len(request.sizes)
                 return self._reserve(name, request) if well_formed else protocol.Codes(request.id, b"")
@@ -306,11 +308,11 @@ class StoreNode:
                 return protocol.KeysListed(id, found, cursor)
             case protocol.ReportCorrupt(entries, generations) if client.shared:
                 for entry, generation in zip(entries, generations, strict=False):
-                    objects.report_corrupt(entry, generation)
+                    objects.entries.report_corrupt(entry, generation)
         return None
 
     def _lease(self, name: bytes, request: protocol.Lease) -> protocol.Leased:
-        leased = self.objects.lease(self._turn.now, name, request.id, request.keys, request.ttl_s)
+        leased = self.objects.leases.lease(self._turn.now, name, request.id, request.keys, request.ttl_s)
         if self.objects.log is None:
             found = [one or NOTHING for one in leased]
         else:
@@ -323,7 +325,7 @@ class StoreNode:
 
     def _reserve(self, name: bytes, request: protocol.Reserve) -> protocol.Reply:
         pins, now = Pin(request.pins), self._turn.now
-        grants = self.objects.reserve(now, name, request.id, request.keys, request.sizes, pins=pins, ttl_s=request.ttl_s)
+        grants = self.objects.puts.reserve(now, name, request.id, request.keys, request.sizes, pins=pins, ttl_s=request.ttl_s)
         codes, entries, offsets, generations = map(list, zip(*grants, strict=True)) if grants else ([],) * 4
         return protocol.Reserved(request.id, list(map(int, codes)), entries, offsets, generations)
 
@@ -336,7 +338,7 @@ class StoreNode:
             return replaced(self.objects, self._turn.now, name, request.put_id, request.indexes)
 
         def commit(_: set[str]) -> protocol.Reply:
-            codes = self.objects.commit(self._turn.now, name, request.put_id, request.indexes, request.checksums)
+            codes = self.objects.puts.commit(self._turn.now, name, request.put_id, request.indexes, request.checksums)
             return protocol.Numbers(request.id, [] if codes is None else list(map(int, codes)))
 
         self._change(connection, request.id, keys, commit)
@@ -415,7 +417,7 @@ class StoreNode:
     def _probe(self) -> None:
         """Forget clients of other hosts that are silent; look at those of this host that hold something, or are silent."""
         shared: list[bytes] = []
-        holders = self.objects.holders()
+        holders = self.objects.holders.busy()
         for name, client in list(self._clients.items()):
             idle = self._turn.now - client.heard_at > (PROBE_AFTER_S if client.shared else IDLE_S)
             if client.streams:  # a stream notices by itself that its client is gone

@@ -15,7 +15,9 @@ from msgspec import structs
 from mooncake_zmq.pool.node.store_events import Dismiss, Hear, MakeChecksums, ReceiveValues, Say, SendValues, Turn
 from mooncake_zmq.pool.node.tiers import Tiers
 from mooncake_zmq.pool.rules.changes import Change, Changes, replaced
-from mooncake_zmq.pool.rules.objects import Found, Grant, Objects
+from mooncake_zmq.pool.rules.entries import Found
+from mooncake_zmq.pool.rules.holders import Grant
+from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.pool.rules.tenants import Reach
 from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Attached, Ended, Get, Promote, Put, Recheck, Request, promoted_bytes
@@ -92,7 +94,7 @@ class Streaming:
             case _Get(leases=leases):
                 self._release(over.client, leases)
             case _Put(put_id=put_id, is_over=False):
-                self._objects.commit(self._turn.now, over.client, put_id, (), ())
+                self._objects.puts.commit(self._turn.now, over.client, put_id, (), ())
         return over.client
 
     def asked(self, number: int, request: Request) -> None:
@@ -111,7 +113,7 @@ class Streaming:
             case Put():
                 self._put(number, stream, request)
             case Recheck(keys):
-                found = [one for key in keys if (one := self._objects.find(key)) is not None and one.checksum]
+                found = [one for key in keys if (one := self._objects.entries.find(key)) is not None and one.checksum]
                 stream.doing = _Recheck(found)
                 self._turn.effects.append(MakeChecksums(number, found))
             case Promote(keys, leases):
@@ -153,7 +155,7 @@ class Streaming:
             case _Recheck(found):
                 for looked_at, checksum in zip(found, checksums, strict=True):
                     if checksum != looked_at.checksum:  # unless its cell serves another value by now
-                        self._objects.report_corrupt(looked_at.entry, looked_at.generation)
+                        self._objects.entries.report_corrupt(looked_at.entry, looked_at.generation)
                 stream.doing = None
                 self._turn.effects.append(Hear(number))
             case _Get() as get:
@@ -161,7 +163,7 @@ class Streaming:
                 for index, one in enumerate(_fitting(get)):
                     if one is not None and not one.checksum:
                         checksum = next(made)
-                        if self._objects.set_checksum(one, checksum):
+                        if self._objects.entries.set_checksum(one, checksum):
                             get.leased[index] = one._replace(checksum=checksum)
                         else:
                             get.leased[index], get.told[index] = None, 0
@@ -187,7 +189,7 @@ class Streaming:
             lambda _: self._commit(number, stream, put),
         )
         if not self._changes.begin(change):
-            self._objects.commit(self._turn.now, stream.client, put.put_id, (), ())
+            self._objects.puts.commit(self._turn.now, stream.client, put.put_id, (), ())
             self._turn.effects.append(Dismiss(number, "too much waits for the disk"))
 
     def check(self) -> None:
@@ -221,7 +223,7 @@ class Streaming:
     def _lease(self, client: bytes, get: _Get, keys: Sequence[str]) -> list[Found | None]:
         lease_id = -next(self._ids)  # no message of a client can name it
         get.leases.append(lease_id)
-        return self._objects.lease(self._turn.now, client, lease_id, keys, None)
+        return self._objects.leases.lease(self._turn.now, client, lease_id, keys, None)
 
     def _send(self, number: int, get: _Get) -> None:
         """What leaves the host carries a checksum: its writer's, or one made now."""
@@ -244,9 +246,9 @@ class Streaming:
             self._refuse(number, f"{sum(sizes)} bytes unasked")
             return
         if put.again:
-            self._objects.supersede(stream.client, put.keys)
+            self._objects.puts.supersede(stream.client, put.keys)
         put_id, pins = -next(self._ids), Pin(put.pins)
-        grants = self._objects.reserve(self._turn.now, stream.client, put_id, put.keys, sizes, pins=pins, ttl_s=put.ttl_s)
+        grants = self._objects.puts.reserve(self._turn.now, stream.client, put_id, put.keys, sizes, pins=pins, ttl_s=put.ttl_s)
         granted = [index for index, grant in enumerate(grants) if grant.code is Code.OK]
         coming = list(range(len(grants))) if checksums else granted
         stream.doing = _Put(put_id, grants, coming)
@@ -262,7 +264,7 @@ class Streaming:
         )
 
     def _commit(self, number: int, stream: _Stream, put: _Put) -> None:
-        ended = self._objects.commit(self._turn.now, stream.client, put.put_id, list(put.whole), list(put.whole.values()))
+        ended = self._objects.puts.commit(self._turn.now, stream.client, put.put_id, list(put.whole), list(put.whole.values()))
         codes = [int(code) for code in ended or (grant.code for grant in put.grants)]
         for index, grant in enumerate(put.grants):
             if grant.code is Code.OK and index not in put.whole:
@@ -279,7 +281,7 @@ class Streaming:
 
     def _release(self, client: bytes, leases: Sequence[int]) -> None:
         for lease_id in leases:
-            self._objects.release(client, lease_id)
+            self._objects.leases.release(client, lease_id)
 
 
 def _narrowed(request: Request, reach: Reach) -> Request:

@@ -37,9 +37,10 @@ from mooncake_zmq.pool.node.store_events import (
     WrittenValue,
 )
 from mooncake_zmq.pool.rules.changes import Change, Changes
+from mooncake_zmq.pool.rules.entries import Unsaved
 from mooncake_zmq.pool.rules.object_log import MOVED_SHARE, ObjectLog, Place
 from mooncake_zmq.pool.rules.object_record import ObjectRecord, moved_bytes, record_bytes, round_up
-from mooncake_zmq.pool.rules.objects import Objects, Unsaved
+from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.store.codes import Code, Pin
 
 BATCH_BYTES = 16 << 20
@@ -159,7 +160,7 @@ class Tiers:
             self._changes.make()
         if self._demote():
             return
-        if self.writable and self._objects.is_unfinished:
+        if self.writable and self._objects.demotion.is_unfinished:
             self.changed()
         else:
             self.drained = self._draining
@@ -252,7 +253,7 @@ class Tiers:
         """A cell for a value, which is then among those to be read; False, and its promotion over, where there is none."""
         put_id = next(self._put_ids)
         pins, ttl_s = Pin.PROMOTION | Pin(record.pin), self._objects.settings.max_ttl_s
-        (grant,) = self._objects.reserve(self._turn.now, PROMOTER, put_id, [key], [record.size], pins=pins, ttl_s=ttl_s)
+        (grant,) = self._objects.puts.reserve(self._turn.now, PROMOTER, put_id, [key], [record.size], pins=pins, ttl_s=ttl_s)
         if grant.code is Code.OK:
             reads.append((_Read(key, record, put_id), grant.offset))
             return True
@@ -279,9 +280,9 @@ class Tiers:
     def _on_value_read(self, read: _Read, outcome: str) -> None:
         is_current = self._log.find(read.key) == read.record
         if outcome == GOOD and is_current:
-            self._objects.commit(self._turn.now, PROMOTER, read.put_id, [0], [read.record.checksum])
+            self._objects.puts.commit(self._turn.now, PROMOTER, read.put_id, [0], [read.record.checksum])
         else:
-            self._objects.commit(self._turn.now, PROMOTER, read.put_id, [], [])
+            self._objects.puts.commit(self._turn.now, PROMOTER, read.put_id, [], [])
         if outcome == BUSY:
             self.counts["promotions_denied"] += 1
         if outcome in (GOOD, BAD) and not is_current:
@@ -337,7 +338,7 @@ class Tiers:
         match work:
             case ForgetValues() if self._outgrown:
                 outgrown, self._outgrown = self._outgrown, []
-                self._objects.drop_from_disk(key for key, _ in outgrown)
+                self._objects.demotion.drop_from_disk(key for key, _ in outgrown)
                 self.counts["outgrown"] += len(outgrown)
             case ForgetValues():
                 forgotten, self._forgetting = self._forgetting, []
@@ -391,8 +392,8 @@ class Tiers:
         """Write the next batch, if one is due."""
         if not self.writable:
             return False
-        self._batch = self._objects.unsaved(BATCH_BYTES, BATCH_RECORDS, draining=self._draining)
-        self._outgrown = self._objects.outgrown(BATCH_RECORDS)
+        self._batch = self._objects.demotion.unsaved(BATCH_BYTES, BATCH_RECORDS, draining=self._draining)
+        self._outgrown = self._objects.demotion.outgrown(BATCH_RECORDS)
         if self._outgrown:
             self._end_batch([])
             self._begin(ForgetValues(tuple(record.sequence for _, record in self._outgrown)))
@@ -427,9 +428,9 @@ class Tiers:
         """Of what stands on disk now, let be found what is still a value, and a good one."""
         rows = []
         written = self._batch[: len(values)]
-        whole = self._objects.are_whole(written)
+        whole = self._objects.demotion.are_whole(written)
         for value, at, checksum, is_whole in zip(written, values, checksums, whole, strict=True):
-            if is_whole and self._objects.set_checksum(value, checksum):
+            if is_whole and self._objects.entries.set_checksum(value, checksum):
                 rows.append((value.key, at.record._replace(checksum=checksum)))
         if rows:
             self._begin(CommitValues(tuple(rows)))
@@ -439,7 +440,7 @@ class Tiers:
     def _end_batch(self, saved: Sequence[tuple[Unsaved, ObjectRecord]]) -> None:
         if self._batch:
             self._batch = []
-            self._objects.end_writing(saved)
+            self._objects.demotion.end_writing(saved)
 
     def _make_room(self, room: _Room) -> None:
         """Let segments go until another one fits in, and then write what it is for."""
@@ -497,7 +498,7 @@ class Tiers:
 
     def _drop(self, keys: Sequence[str]) -> None:
         """The disk has no rows of these any more."""
-        self._objects.drop_from_disk(keys)
+        self._objects.demotion.drop_from_disk(keys)
         self.counts["dropped"] += len(keys)
 
     def _close(self, segment: int) -> None:

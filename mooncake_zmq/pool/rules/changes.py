@@ -59,7 +59,7 @@ class Changes:
     def forgotten(self, keys: Iterable[str]) -> None:
         """The disk has no copy of these any more, for good."""
         gone = list(keys)
-        self._objects.drop_from_disk(gone)
+        self._objects.demotion.drop_from_disk(gone)
         self._erased.update(gone)
 
     def make(self) -> None:
@@ -78,7 +78,7 @@ def copies_on_disk(objects: Objects, keys: Sequence[str]) -> list[str]:
 
 def replaced(objects: Objects, now: float, client: bytes, put_id: int, indexes: Iterable[int]) -> list[str]:
     """Keys that a commit of these would give another value than they may have on disk."""
-    put, log = objects.put_of(now, client, put_id), objects.log
+    put, log = objects.puts.put_of(now, client, put_id), objects.log
     if put is None or log is None:
         return []
     written = [put.keys[index] for index in indexes if index < len(put.keys) and put.grants[index].code is Code.OK]

@@ -28,7 +28,7 @@ from mooncake_zmq.pool.node.store_events import (
 )
 from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
 from mooncake_zmq.pool.rules.object_log import ObjectLog
-from mooncake_zmq.pool.rules.objects import ObjectSettings
+from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.disk_works import DiskWorks
 from mooncake_zmq.pool.server.streams import STREAM, StoreStreams
 from mooncake_zmq.pool.server.turns import Timers, Turns
@@ -95,7 +95,7 @@ class StoreServer:
             cluster,
             node,
             incarnation,
-            entries=self._node.objects.table_entries,
+            entries=self._node.objects.entries.table_rows,
             memory_bytes=settings.object_bytes,
         )
         self._turns = Turns(self._node, segment)

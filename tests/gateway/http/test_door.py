@@ -15,7 +15,9 @@ import pytest
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
 from mooncake_zmq.gateway.http import acceptor as door_module
-from mooncake_zmq.gateway.http.acceptor import PIECES, network_of
+from mooncake_zmq.gateway.http import parse_turns
+from mooncake_zmq.gateway.http.acceptor import network_of
+from mooncake_zmq.gateway.http.connection import PIECES, Connection
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
 from mooncake_zmq.runtime.process import listen
@@ -215,13 +217,13 @@ def test_what_comes_in_takes_only_its_share_of_a_turn(monkeypatch):
     waiting, taken = [], [0]
 
     async def client(port):
-        door, take = actor.door, door_module.Connection.take
+        door, turns, take = actor.door, actor.door._turns, Connection.take
         looks = count()
-        door._clock = lambda: next(looks) * door_module.PARSE_S / 2
-        next_turn = door._next_turn
+        door._clock = lambda: next(looks) * parse_turns.PARSE_S / 2
+        next_turn = turns._next
 
         def turn():
-            waiting.append(len(door._untaken))
+            waiting.append(len(turns._waiting))
             taken.append(0)
             next_turn()
 
@@ -229,8 +231,8 @@ def test_what_comes_in_takes_only_its_share_of_a_turn(monkeypatch):
             taken[-1] += 1
             take(connection, data)
 
-        door._next_turn = turn
-        monkeypatch.setattr(door_module.Connection, "take", look)
+        turns._next = turn
+        monkeypatch.setattr(Connection, "take", look)
         pairs = [await connect(port) for _ in range(30)]
         for _, writer in pairs:
             writer.write(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -351,9 +353,9 @@ def test_out_of_descriptors_newcomers_are_turned_away_and_the_log_has_one_line()
 def test_connections_leave_the_process_the_files_that_it_needs():
     script = textwrap.dedent("""
         import resource
-        from mooncake_zmq.gateway.http.acceptor import _within_files
+        from mooncake_zmq.gateway.http.descriptors import within_files
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, 500))
-        print(_within_files(150, 100), resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 200, _within_files(10_000, 100))
+        print(within_files(150, 100), resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 200, within_files(10_000, 100))
     """)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     allowed, raised, clipped = result.stdout.split()[-3:]
@@ -413,7 +415,7 @@ def test_an_address_that_was_left_is_come_back_to(at_once):
         listener = listen("127.0.0.1", port, share=True)
         actor.door.enter(listener)
         assert (left.fileno(), actor.door.listens) == (-1, True)
-        await asyncio.sleep(1.5 * door_module.KNOCKING_S)  # later than what was to shut the old one
+        await asyncio.sleep(1.5 * door_module.HANDSHAKE_S)  # later than what was to shut the old one
         for each in (await asyncio.open_connection(sock=waiting), await connect(port)):
             assert (await said_live(each)).startswith(b"HTTP/1.1 200")
         reader, writer = await connect(port)

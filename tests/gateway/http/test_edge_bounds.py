@@ -13,8 +13,9 @@ from test_edge_errors import error_of
 
 from mooncake_zmq.gateway.http import app
 from mooncake_zmq.gateway.http import http_calls as edge_module
-from mooncake_zmq.gateway.openai import detokenizer, prepare
-from mooncake_zmq.gateway.openai.prepare import QUOTED_CHARS, ChatBody, CompletionBody
+from mooncake_zmq.gateway.openai import bodies, detokenizer, prepare
+from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
+from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -44,7 +45,7 @@ def test_the_longest_stop_strings_are_taken_however_they_are_written(stop):
 
 
 def test_a_list_of_many_stop_strings_is_not_even_read(monkeypatch):
-    monkeypatch.setattr(prepare, "_stops", None)
+    monkeypatch.setattr(bodies, "_stops", None)
     refusal(ScriptedActor().complete(stop=["x"] * 200_000), "stop")
 
 
@@ -108,7 +109,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_in_openais_words():
     ],
 )
 def test_prompts_of_too_many_parts_are_not_read(monkeypatch, prompt, decoder):
-    monkeypatch.setattr(prepare, decoder, None)
+    monkeypatch.setattr(bodies, decoder, None)
     actor = ScriptedActor()
     assert actor.complete(prompt=prompt).status_code == 400
     assert not actor.requests
@@ -116,7 +117,7 @@ def test_prompts_of_too_many_parts_are_not_read(monkeypatch, prompt, decoder):
 
 @pytest.mark.parametrize("content", [[], [{"type": ""}], "a", 1])
 def test_contents_of_too_many_messages_are_not_read(monkeypatch, content):
-    monkeypatch.setattr(prepare, "_content", None)
+    monkeypatch.setattr(bodies, "_content", None)
     messages = [{"role": "a", "content": content}] * 11
     refusal(ScriptedActor(max_model_len=10).chat(messages=messages), "messages", "context_length_exceeded")
 
@@ -124,7 +125,7 @@ def test_contents_of_too_many_messages_are_not_read(monkeypatch, content):
 def test_making_out_messages_wakes_no_garbage_collector():
     raw = json.dumps({"messages": [{"role": "a", "content": [{"type": ""}]}] * 1000}).encode()
     before = gc.get_count()[0]
-    body = prepare._parse(raw, ChatBody)
+    body = bodies.parse_body(raw, ChatBody)
     assert gc.get_count()[0] - before < 100, "no object for each message that it would look at"
     assert len(body.messages) == 1000
 
@@ -215,7 +216,7 @@ def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(m
     actor = ScriptedActor(settings=EdgeSettings(short_body_bytes=1000))
     seen = []
     tokenizer = actor.edge.model.tokenizer
-    for module, name in ((prepare, "_parse"), (tokenizer, "encode"), (tokenizer, "chat"), (prepare, "stop_tables")):
+    for module, name in ((prepare, "parse_body"), (tokenizer, "encode"), (tokenizer, "chat"), (prepare, "stop_tables")):
         real = getattr(module, name)
 
         def spy(*arguments, real=real, **named):

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.http import acceptor, http_calls
-from mooncake_zmq.gateway.http.acceptor import Connection, HeadWithBody
+from mooncake_zmq.gateway.http import connection, http_calls
+from mooncake_zmq.gateway.http.connection import Connection, HeadWithBody
 from mooncake_zmq.gateway.openai.detokenizer import Choice
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -121,7 +121,7 @@ def test_a_client_is_woken_once_for_the_head_and_the_first_of_the_body(monkeypat
         def __getattr__(self, name):
             return lambda *parts: [getattr(each, name)(*parts) for each in self.transports][0]
 
-    monkeypatch.setattr(acceptor, "HeadWithBody", Noted)
+    monkeypatch.setattr(connection, "HeadWithBody", Noted)
 
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:

@@ -55,7 +55,7 @@ class Mooncake:
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._clock = CLOCKS[order["clock"]]
-        sys.path.insert(0, str(Path(__file__).parents[2]))
+        sys.path.insert(0, str(Path(__file__).parents[3]))
         numpy = importlib.import_module("numpy")
         backend = importlib.import_module("mooncake_zmq.engine.cpu").chosen(order["backend"])
         self.version = f"{importlib.import_module('mooncake_zmq').__version__} on numpy {numpy.__version__}, backend {backend}"

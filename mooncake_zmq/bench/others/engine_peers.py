@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from mooncake_zmq.bench.peers import Peer, driver_process
+from mooncake_zmq.bench.others.peers import Peer, driver_process
 from mooncake_zmq.engine.cpu import blas_environment
 
 OURS, MACHINE = "mooncake_zmq", "machine"

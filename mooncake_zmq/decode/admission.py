@@ -1,0 +1,146 @@
+"""Which requests a decode takes, and the KV that it reserves for them. PURE."""
+
+from collections.abc import Mapping
+
+from mooncake_zmq.core.actor import Effect, OpenSequence, Send, SetTimer
+from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.messages import AttemptFailed, DecodeDenied, Hello, ReserveDecode, Sibling, for_sibling
+from mooncake_zmq.core.shell import Ids, Tally
+from mooncake_zmq.decode.budget import Budget
+from mooncake_zmq.decode.ends import DEADLINE, Ends
+from mooncake_zmq.decode.handoff import Handoff
+from mooncake_zmq.decode.request import MISSING, Request
+from mooncake_zmq.decode.requests import Requests
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.kv.layout import BlockLayout
+
+NEWER = "a newer attempt is here"
+
+
+class Admission:
+    """The conditions of one decode."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        settings: DecodeSettings,
+        layout: BlockLayout,
+        peers: Mapping[str, Hello],
+        requests: Requests,
+        budget: Budget,
+        handoff: Handoff,
+        ends: Ends,
+        drain: Leaving,
+        ids: Ids,
+        counts: Tally,
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._layout = layout
+        self._peers = peers
+        self._requests = requests
+        self._budget = budget
+        self._handoff = handoff
+        self._ends = ends
+        self._drain = drain
+        self._ids = ids
+        self._counts = counts
+
+    def on_reserve(self, now: float, sender: str, message: ReserveDecode) -> list[Effect]:
+        """Reserve KV for a request and its further choices, or deny it."""
+        current = self._requests.live.get(message.request_id)
+        if current is not None and current.request.attempt >= message.attempt:
+            if current.request.attempt == message.attempt and current.prefill == sender:
+                return []
+            return [_denied(sender, message, NEWER, full=False)]
+        effects = self._replace(now, current)
+        budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
+        lack = self._lack(budget)
+        reason = lack or self._refusal(sender, message, budget)
+        if reason is not None:
+            self._counts.add("reservations_denied")
+            return [*effects, _denied(sender, message, reason, full=lack is not None)]
+        request = self._admit(now, sender, message, budget, effects)
+        for sibling in message.siblings:
+            effects += self._reserve_sibling(now, request, sibling, budget)
+        return effects + self._handoff.begin(now, request)
+
+    def _reserve_sibling(self, now: float, leader: Request, sibling: Sibling, budget: int) -> list[Effect]:
+        """Room for a further choice, which waits for the handoff of the first. Without room it is placed by itself."""
+        current, message = self._requests.live.get(sibling.request_id), leader.request
+        if current is not None and (current is leader or current.request.attempt >= sibling.attempt):
+            return []
+        effects = self._replace(now, current)
+        lack = self._lack(budget)
+        if lack is not None:
+            self._counts.add("reservations_denied")
+            failed = AttemptFailed(request_id=sibling.request_id, attempt=sibling.attempt, reason=lack, full=True)
+            return [*effects, Send(message.gateway, failed)]
+        request = self._admit(now, leader.prefill, for_sibling(message, sibling), budget, effects)
+        request.forked, request.leader = True, leader
+        leader.siblings.append(request)
+        return effects
+
+    def _replace(self, now: float, current: Request | None) -> list[Effect]:
+        """A newer attempt of a request has come."""
+        return [] if current is None else self._ends.drop(now, current, NEWER)
+
+    def _admit(self, now: float, prefill: str, message: ReserveDecode, budget: int, effects: list[Effect]) -> Request:
+        """There is room for it."""
+        self._budget.take(budget)
+        full = message.tokens // self._layout.block_tokens
+        request = Request(
+            request=message,
+            prefill=prefill,
+            order=self._ids.new(),
+            sequence=self._ids.new(),
+            budget_tokens=budget,
+            parts=[MISSING] * (self._layout.blocks_for(message.tokens) * self._layout.layers),
+            tail=message.tail,
+            parent=message.last_key,
+            keyed_blocks=full,
+            reserved_at=now,
+        )
+        self._requests.add(request)
+        remaining = message.stop.max_tokens - message.first_index
+        # What a request asks for is no reason to have more than the budget can ever give it.
+        capacity = min(message.tokens + max(1, remaining), self._budget.capacity_tokens)
+        tokens, tenant = message.tokens, message.tenant
+        effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past, tokens, tenant))
+        effects.append(SetTimer((DEADLINE, message.request_id, message.attempt), message.deadline_s))
+        return request
+
+    def _lack(self, budget: int) -> str | None:
+        """Return what is missing for now: such an attempt counts as one that found no room."""
+        if self._drain.draining:
+            return "decode is draining"
+        if len(self._requests) >= self._settings.max_requests:
+            return "too many requests"
+        return "no KV left" if self._budget.free_tokens < budget <= self._budget.capacity_tokens else None
+
+    def _refusal(self, sender: str, message: ReserveDecode, budget: int) -> str | None:
+        """Return what is wrong with a request here, which is tried a few times at most."""
+        for peer in (message.gateway, sender):
+            if peer not in self._peers:
+                return f"{peer} is not reachable from {self._name}"
+        size = self._layout.block_tokens
+        if (
+            message.tokens < 1
+            or len(message.tail) != message.tokens % size * 4
+            or (len(message.reuse_keys) + len(message.new_keys)) * size > message.tokens
+        ):
+            return "tail or keys do not match tokens"
+        if message.block_tokens and len(message.block_tokens) != (len(message.reuse_keys) + len(message.new_keys)) * size * 4:
+            return "tokens do not match keys"
+        if not self._layout.has_tokens(message.tail) or not self._layout.has_tokens(message.past):
+            return "tokens that the model does not have"
+        sampling = message.sampling
+        if not self._layout.has_token(sampling.largest_token) or not sampling.fits(message.past, message.tokens):
+            return "sampling does not match tokens"
+        return None if budget <= self._budget.capacity_tokens else "prompt is longer than the KV budget"
+
+
+def _denied(prefill: str, message: ReserveDecode, reason: str, *, full: bool) -> Send:
+    denied = DecodeDenied(request_id=message.request_id, attempt=message.attempt, reason=reason, full=full)
+    return Send(prefill, denied)

@@ -1,0 +1,99 @@
+"""The ends of a decode's requests: gateway and prefill are notified, and all that is held for them is given back. PURE."""
+
+from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, Send
+from mooncake_zmq.core.messages import AttemptFailed, HandoffFailed, clip
+from mooncake_zmq.core.reports import Reports
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.decode.budget import Budget
+from mooncake_zmq.decode.flight import Flight
+from mooncake_zmq.decode.request import Request, RequestState
+from mooncake_zmq.decode.requests import Requests
+from mooncake_zmq.pool.node.client import PoolClient
+
+DEADLINE = "deadline"
+"""Kind of the timers that end requests, with request and attempt."""
+HELD = "held"
+"""Kind of the timers that end the wait for a pool, with request and attempt."""
+LOADING, STEPPING, SITTING_OUT = RequestState.LOADING, RequestState.STEPPING, RequestState.SITTING_OUT
+
+
+class Ends:
+    """The ends of one decode's requests."""
+
+    def __init__(
+        self, *, pool: PoolClient, requests: Requests, budget: Budget, flight: Flight, reports: Reports, counts: Tally
+    ) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._budget = budget
+        self._flight = flight
+        self._reports = reports
+        self._counts = counts
+
+    def fail(
+        self, now: float, request: Request, reason: str, *, full: bool = False, avoid: str = "", stuck: bool = False
+    ) -> list[Effect]:
+        """End a request that has to be placed again."""
+        self._counts.add("requests_failed")
+        message = request.request
+        failed = AttemptFailed(
+            request_id=message.request_id, attempt=message.attempt, reason=clip(reason), full=full, avoid=avoid, stuck=stuck
+        )
+        return [Send(message.gateway, failed), *self.drop(now, request, reason)]
+
+    def drop(self, now: float, request: Request, reason: str) -> list[Effect]:
+        """End a request that its gateway no longer wants: its prefill is notified if it still hands off."""
+        return [*_prefill_notified(request, reason), *self.close(now, request)]
+
+    def close(self, now: float, request: Request, *, prefill_fails: bool = False) -> list[Effect]:
+        """Let go of a request. Those that wait for its handoff are placed by themselves; `prefill_fails`: their gateway knows
+        that from the prefill."""
+        message = request.request
+        effects: list[Effect] = [CancelTimer((DEADLINE, message.request_id, message.attempt)), *self._reports.hurry(now)]
+        if message.reuse_keys:
+            effects.append(CancelTimer((HELD, message.request_id, message.attempt)))
+        if request.state is STEPPING:
+            effects += self._flight.interrupt()
+        if request.state is SITTING_OUT:
+            effects.append(CancelWork(request.sampling_id))
+        self._requests.close(request)
+        request.wanted = []
+        unread = [request.segment.lease_id] if request.segment else []
+        request.segment = None
+        if not request.pulling:
+            unread += request.reading
+            request.reading = []
+        for lease_id in unread:
+            effects += self._pool.release(lease_id)
+        effects += self._part(now, request, prefill_fails=prefill_fails)
+        return effects + self.try_end(request)
+
+    def _part(self, now: float, request: Request, *, prefill_fails: bool) -> list[Effect]:
+        """Separate a request that is over from the one whose handoff it waits for, and from those that wait for its own."""
+        leader, request.leader = request.leader, None
+        if leader is not None:
+            leader.siblings.remove(request)
+            alone = leader.unwanted and not leader.siblings
+            return self.drop(now, leader, "cancelled") if alone else []
+        effects: list[Effect] = []
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            sibling.leader = None
+            effects += self.close(now, sibling) if prefill_fails else self.fail(now, sibling, "its handoff is over", full=True)
+        return effects
+
+    def try_end(self, request: Request) -> list[Effect]:
+        """Give back the sequence of a request that is over, unless a work still uses it."""
+        if request.in_flight:
+            return []
+        self._requests.end(request)
+        self._budget.give_back(request)
+        return [CloseSequence(request.sequence)]
+
+
+def _prefill_notified(request: Request, reason: str) -> list[Effect]:
+    if request.state is not LOADING or request.forked:
+        return []
+    message = request.request
+    failed = HandoffFailed(request_id=message.request_id, attempt=message.attempt, reason=clip(reason))
+    return [Send(request.prefill, failed)]

@@ -1,0 +1,310 @@
+"""The handoff to a decode, from its prefill and from the pool of its host: announced, copied, verified. PURE."""
+
+from collections.abc import Sequence
+
+from mooncake_zmq.core.actor import Effect, Send, SetTimer, Start
+from mooncake_zmq.core.messages import (
+    BlocksLeased,
+    DecodeDenied,
+    DecodeReserved,
+    HandoffBlocks,
+    HandoffDone,
+    HandoffFailed,
+    HandoffReceived,
+    LayersReady,
+    ReportCorrupt,
+    SlotRef,
+)
+from mooncake_zmq.core.shell import Ids, Tally
+from mooncake_zmq.core.work import BlocksPulled, PullBlocks, WorkFailed
+from mooncake_zmq.decode.ends import HELD, Ends
+from mooncake_zmq.decode.flight import Flight
+from mooncake_zmq.decode.forks import Forks
+from mooncake_zmq.decode.offers import Offers
+from mooncake_zmq.decode.request import MISSING, Group, Request, RequestEvent, RequestState, Segment
+from mooncake_zmq.decode.requests import Requests
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.decode.steps import Steps
+from mooncake_zmq.kv.checksum import block_checksum, block_checksums
+from mooncake_zmq.kv.layout import BlockLayout, div_ceil
+from mooncake_zmq.pool.node.client import PoolClient
+
+BORDER = "border"
+"""Kind of the timers that end a run of steps for a request whose KV comes."""
+HELD_GRACE_S = 0.1
+"""So long after all is computed a request waits for its pool: its client sees that as a gap after the first token, and the
+prefill has what is lacking at hand."""
+MOST_SEGMENTS, LEAST_SEGMENT = 8, 16
+"""Blocks from the pool are leased in so many segments at most, of so many blocks at least, one after the other: one is
+loaded while the next is on its way."""
+LOADING, CLOSING = RequestState.LOADING, RequestState.CLOSING
+
+
+class Handoff:
+    """The handoffs of one decode's requests, and the copies that they take."""
+
+    def __init__(
+        self,
+        *,
+        settings: DecodeSettings,
+        layout: BlockLayout,
+        piece_parts: int,
+        pool: PoolClient,
+        requests: Requests,
+        flight: Flight,
+        steps: Steps,
+        forks: Forks,
+        offers: Offers,
+        ends: Ends,
+        ids: Ids,
+        counts: Tally,
+    ) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._piece_parts = piece_parts
+        self._pool = pool
+        self._requests = requests
+        self._flight = flight
+        self._steps = steps
+        self._forks = forks
+        self._offers = offers
+        self._ends = ends
+        self._ids = ids
+        self._counts = counts
+        self._pulls: dict[int, Request] = {}
+        """By the works that copy their blocks."""
+
+    # --- from the pool
+
+    def begin(self, now: float, request: Request) -> list[Effect]:
+        """Report to the prefill that there is room, and ask the pool for the blocks that it is to have."""
+        if self._pool.node is not None:
+            request.held_blocks = len(request.request.reuse_keys)
+        return [self._reserved(request), *self._lease_held(now, request)]
+
+    def _lease_held(self, now: float, request: Request) -> list[Effect]:
+        """Ask the pool for the next segment of what it is to have."""
+        keys, message = request.request.reuse_keys, request.request
+        size = max(LEAST_SEGMENT, div_ceil(len(keys), MOST_SEGMENTS))
+        some = keys[request.leased_blocks : min(request.leased_blocks + size, request.held_blocks)]
+        if not some:
+            return []
+        request.segment = Segment(self._ids.new(), request.leased_blocks, len(some))
+        request.leased_blocks += len(some)
+        return self._pool.lease(now, request.segment.lease_id, some, message.sources, fetch=True)
+
+    def on_leased(self, now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
+        """The pool of our host has so many blocks of a segment."""
+        sources = self._pool.on_leased(message)
+        if sources is None:
+            return []
+        for request in self._requests.live.values():
+            segment = request.segment
+            if segment is not None and segment.lease_id == message.lease_id:
+                return self._take_segment(now, request, segment, sources[: segment.blocks])  # no more than were asked for
+        return self._pool.release(message.lease_id)
+
+    def _take_segment(self, now: float, request: Request, segment: Segment, sources: Sequence[SlotRef]) -> list[Effect]:
+        """Load what the pool has of a segment. What comes after a block that it does not have is handed off."""
+        request.segment = None
+        request.want_held(segment, sources, self._layout.layers, self._layout.block_tokens)
+        if len(sources) == segment.blocks:
+            return self._lease_held(now, request) + self._pull(now, request)
+        held = segment.first + len(sources)
+        self._counts.add("handoff_blocks_missed", request.held_blocks - held)
+        request.hold_fewer(held)
+        return [self._reserved(request), *self._pull(now, request), *self._verify(now, request)]
+
+    def _reserved(self, request: Request) -> Effect:
+        message = request.request
+        held = request.held_blocks
+        return Send(request.prefill, DecodeReserved(request_id=message.request_id, attempt=message.attempt, held_blocks=held))
+
+    # --- from the prefill
+
+    def on_blocks(self, now: float, sender: str, message: HandoffBlocks) -> list[Effect]:
+        """The prefill announces blocks, which can be copied now or layer by layer."""
+        request = self._loading(sender, message.request_id, message.attempt)
+        if request is None:
+            return []
+        stop = message.first_block + len(message.sources)
+        if stop > self._layout.blocks_for(request.request.tokens):
+            return self._ends.fail(now, request, "more blocks than the prompt has")
+        first_layer, stop_layer = message.first_layer, message.stop_layer or self._layout.layers
+        if not first_layer < stop_layer <= self._layout.layers:
+            return self._ends.fail(now, request, "layers that the model does not have")
+        if not message.ready:
+            request.groups[message.first_block] = Group(stop, now)
+        request.sources.update(enumerate(message.sources, message.first_block))
+        if message.ready:
+            request.want(range(message.first_block, stop), first_layer, stop_layer, self._layout.block_tokens)
+        if request.wants_twice:
+            return self._ends.fail(now, request, "blocks handed off twice")
+        if stop == self._layout.blocks_for(request.request.tokens) and not request.promised:
+            request.promised = True
+            refused = self._refuse(now, request)
+            if refused is not None:
+                return refused
+        return self._pull(now, request)
+
+    def _refuse(self, now: float, request: Request) -> list[Effect] | None:
+        """Refuse a request whose prefill is nearly done, if the steps would be too long with it in the batch; None if it may
+        come. A resumed request is not refused, nor one that will not take a step here."""
+        message = request.request
+        if message.tbt_slo_s <= 0 or message.first_index or request.left <= 1:
+            return None
+        wait_s = self._steps.retry_after_s(now, request)
+        if wait_s is None:
+            return None
+        self._counts.add("requests_refused")
+        denied = DecodeDenied(
+            request_id=message.request_id,
+            attempt=message.attempt,
+            reason="the step would be too long",
+            full=True,
+            refused=True,
+            retry_after_s=wait_s,
+        )
+        return [Send(request.prefill, denied), *self._ends.close(now, request, prefill_fails=True)]
+
+    def on_layers(self, now: float, sender: str, message: LayersReady) -> list[Effect]:
+        """Some layers of announced blocks can be copied."""
+        request = self._loading(sender, message.request_id, message.attempt)
+        group = None if request is None else request.groups.get(message.first_block)
+        if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
+            return []
+        blocks = range(message.first_block, group.stop_block)
+        request.want(blocks, group.wanted_layers, message.stop_layer, self._layout.block_tokens)
+        group.wanted_layers = message.stop_layer
+        if request.wants_twice:
+            return self._ends.fail(now, request, "blocks handed off twice")
+        return self._pull(now, request) + self._expect(now, request, group)
+
+    def _expect(self, now: float, request: Request, group: Group) -> list[Effect]:
+        """When the last layers of the last chunk will be there, by what the others took: a run of steps ends before."""
+        if group.stop_block < self._layout.blocks_for(request.request.tokens):
+            return []
+        layers_s = (now - group.announced_at) / group.wanted_layers
+        request.due_at = now + layers_s * (self._layout.layers - group.wanted_layers)
+        if self._settings.max_steps == 1:
+            return []
+        return [SetTimer((BORDER, request.sequence), max(0.0, request.due_at - now - self._flight.step_s))]
+
+    def _pull(self, now: float, request: Request) -> list[Effect]:
+        """Copy what is ready, a piece at a time, so that no last layers wait for another request's whole prompt. One copy at
+        a time per request: what becomes ready meanwhile goes into the next one."""
+        if request.pulling or not request.wanted:
+            return []
+        reading_s = [self._pool.reading_time_s(now, lease_id) for lease_id in request.reading]
+        deadline_s = min([self._settings.pull_deadline_s, *reading_s])
+        if deadline_s <= 0:
+            return self._ends.fail(now, request, "lease ended before the held blocks were loaded")
+        piece = request.piece(self._piece_parts)
+        loads = tuple(request.wanted[:piece])
+        del request.wanted[:piece]
+        request.pulling = True
+        request.in_flight += 1
+        work_id = self._ids.new()
+        self._pulls[work_id] = request
+        return [Start(work_id, PullBlocks(request.sequence, loads), deadline_s)]
+
+    def on_pulled(self, now: float, work_id: int, result: BlocksPulled | WorkFailed) -> list[Effect]:
+        """A copy ended: its blocks are verified one by one, and then all together once they are there."""
+        request = self._pulls.pop(work_id)
+        request.in_flight -= 1
+        request.pulling = False
+        effects: list[Effect] = []
+        if not any([load.block < request.held_blocks for load in request.wanted]):
+            effects += [effect for lease_id in request.reading for effect in self._pool.release(lease_id)]
+            request.reading = []
+        if request.state is CLOSING:
+            return effects + self._ends.try_end(request)
+        if isinstance(result, WorkFailed):
+            return effects + self._ends.fail(now, request, f"handoff copy failed: {result.reason}")
+        if result.failed:
+            self._counts.add("handoff_blocks_failed", len(result.failed))
+            refs = [ref for block in result.corrupt if (ref := request.read_from(block)).checksum]
+            self._counts.add("handoff_blocks_corrupt", len(refs))
+            effects += self._pool.report_corrupt(refs)
+            theirs = tuple(ref for ref in refs if ref.node != self._pool.node)
+            if theirs:  # else the prefill would reuse them for the next attempt, and fail again
+                effects.append(Send(request.prefill, ReportCorrupt(slots=theirs)))
+            return effects + self._ends.fail(
+                now, request, f"a handed-off block {'did not verify' if result.corrupt else 'was not reached'}"
+            )
+        parts, layers = request.parts, self._layout.layers
+        for block, layer, checksum in result.parts:
+            parts[block * layers + layer] = checksum
+        return effects + self._pull(now, request) + self._verify(now, request)
+
+    def on_done(self, now: float, sender: str, message: HandoffDone) -> list[Effect]:
+        """The prefill has computed everything, and proves by a checksum what that is."""
+        request = self._loading(sender, message.request_id, message.attempt)
+        if request is None or request.done is not None and message.blocks <= request.done.blocks:
+            return []
+        if not self._layout.has_token(message.token):
+            return self._ends.fail(now, request, "a token that the model does not have")
+        request.done = message
+        effects: list[Effect] = [SetTimer((HELD, message.request_id, message.attempt), HELD_GRACE_S)] if request.segment else []
+        effects += self._verify(now, request)
+        return effects + self._flight.interrupt() if request.is_arriving(self._piece_parts) else effects
+
+    def on_held_late(self, now: float, request_id: str, attempt: int) -> list[Effect]:
+        """All is computed, and the pool still waits for blocks that the prefill has."""
+        request = self._requests.attempt(request_id, attempt)
+        return [] if request is None else self.forgo_segment(now, request)
+
+    def forgo_segment(self, now: float, request: Request) -> list[Effect]:
+        """Wait no longer for what the pool has not said that it has."""
+        segment = request.segment
+        if segment is None:
+            return []
+        return self._pool.release(segment.lease_id) + self._take_segment(now, request, segment, ())
+
+    def _verify(self, now: float, request: Request) -> list[Effect]:
+        """The handoff counts only once every layer of every block is here and folds to the announced checksum."""
+        done, layers = request.done, self._layout.layers
+        if done is None or request.pulling or request.wanted or request.segment or request.state is not LOADING:
+            return []
+        handed = self._layout.blocks_for(request.request.tokens) - request.held_blocks
+        if done.layers == layers and done.blocks < handed:
+            return []  # it has not got the word yet that the pool had fewer
+        if done.layers != layers or done.blocks != handed:
+            return self._ends.fail(now, request, "handoff is incomplete")
+        parts = request.parts
+        if MISSING in parts:
+            return self._ends.fail(now, request, "handoff is incomplete")
+        if block_checksum(block_checksums(parts[request.held_blocks * layers :], layers)) != done.checksum:
+            self._counts.add("handoffs_corrupt")
+            return self._ends.fail(now, request, "handoff checksum differs")
+        self._requests.move(request, RequestEvent.VERIFIED)
+        request.verified_at = now
+        request.parts.clear()
+        request.sources.clear()
+        request.passed_over.clear()
+        self._counts.add("handoff_blocks_held", request.held_blocks)
+        message = request.request
+        received = HandoffReceived(request_id=message.request_id, attempt=message.attempt)
+        effects: list[Effect] = [Send(request.prefill, received), *self._offers.prompt(now, request, done)]
+        effects += self._forks.begin(now, request, done)
+        wanted = done.wanted and not request.unwanted
+        return effects + (self._steps.join(now, request, done.token) if wanted else self._ends.close(now, request))
+
+    def on_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
+        """The prefill gave up, and reports that to the gateway."""
+        request = self._requests.live.get(message.request_id)
+        current = request is not None and (request.request.attempt, request.prefill) == (message.attempt, sender)
+        if request is None or not current or request.forked or request.state is not LOADING:
+            return []
+        return self._ends.close(now, request, prefill_fails=True)
+
+    def _loading(self, prefill: str, request_id: str, attempt: int) -> Request | None:
+        request = self._requests.live.get(request_id)
+        if request is None or request.request.attempt != attempt or request.prefill != prefill:
+            self._counts.add("stale_handoff_messages")
+            return None
+        return request if request.state is LOADING and not request.forked else None
+
+    def is_pulling(self, work_id: int) -> bool:
+        """Return whether this work copies blocks here."""
+        return work_id in self._pulls

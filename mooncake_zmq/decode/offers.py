@@ -1,0 +1,111 @@
+"""Blocks that a decode offers to the pool of its host: prompts that were handed off to it, and its output. PURE."""
+
+from collections.abc import Sequence
+
+from mooncake_zmq.core.actor import Effect
+from mooncake_zmq.core.messages import HandoffDone, SlotsReserved
+from mooncake_zmq.core.shell import Ids
+from mooncake_zmq.core.work import SequenceBlock
+from mooncake_zmq.decode.ends import Ends
+from mooncake_zmq.decode.request import Request, RequestState
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.kv.block_hash import Key
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.pool.node.client import PoolClient, PutEnded
+
+CLOSING = RequestState.CLOSING
+
+
+class Offers:
+    """The puts of one decode. Each counts as a work that uses the request's sequence."""
+
+    def __init__(
+        self, *, settings: DecodeSettings, layout: BlockLayout, piece_blocks: int, pool: PoolClient, ends: Ends, ids: Ids
+    ) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._piece_blocks = piece_blocks
+        self._pool = pool
+        self._ends = ends
+        self._ids = ids
+
+    def prompt(self, now: float, request: Request, done: HandoffDone) -> list[Effect]:
+        """Offer the prompt's blocks. A pipeline's are whole here for the first time. So does the pool of another host than the
+        prefill's get them from here: the next turn of a chat finds them beside its decode."""
+        keys, size, complete = done.keys, self._layout.block_tokens, request.request.tokens // self._layout.block_tokens
+        if not keys:
+            return self._keep_prompt(now, request) if self._settings.store_prompts else []
+        if len(keys) > complete or len(done.block_tokens) != len(keys) * size * 4:
+            return []
+        sources = [SequenceBlock(request.sequence, block) for block in range(complete - len(keys), complete)]
+        return self._put(now, request, keys, sources, done.parent, done.block_tokens)
+
+    def _keep_prompt(self, now: float, request: Request) -> list[Effect]:
+        """Offer the blocks that were handed off: the others came from the pool."""
+        message = request.request
+        if not message.block_tokens:
+            return []
+        request.unkept = range(request.held_blocks, len(message.reuse_keys) + len(message.new_keys))
+        return self._keep_piece(now, request)
+
+    def _keep_piece(self, now: float, request: Request) -> list[Effect]:
+        """Offer one piece after the other; the pieces left when the request ends are not kept."""
+        message, size = request.request, self._layout.block_tokens * 4
+        piece, request.unkept = request.unkept[: self._piece_blocks], request.unkept[self._piece_blocks :]
+        if not piece or request.state is CLOSING:
+            return []
+        keys = (*message.reuse_keys, *message.new_keys)
+        parent, tokens = keys[piece.start - 1] if piece.start else None, message.block_tokens
+        sources = [SequenceBlock(request.sequence, block) for block in piece]
+        tokens = tokens[piece.start * size : piece.stop * size]
+        more = bool(request.unkept)
+        return self._put(now, request, keys[piece.start : piece.stop], sources, parent, tokens, more=more)
+
+    def output(self, now: float, request: Request, taken: Sequence[int]) -> list[Effect]:
+        """Take more output, and offer the blocks that it completes, so that the next turn of a chat hits them."""
+        size = self._layout.block_tokens
+        keys = request.take(taken, size)
+        if not keys:
+            return []
+        first, stop = request.keyed_blocks, len(keys) * size * 4
+        before = request.parent if first else None  # the root is no block
+        sources = [SequenceBlock(request.sequence, first + index) for index in range(len(keys))]
+        tokens = request.tail[:stop]
+        request.parent, request.tail = keys[-1], request.tail[stop:]
+        request.keyed_blocks += len(keys)
+        return self._put(now, request, keys, sources, before, tokens)
+
+    def _put(
+        self,
+        now: float,
+        request: Request,
+        keys: Sequence[Key],
+        sources: Sequence[SequenceBlock],
+        parent: Key | None,
+        tokens: bytes,
+        *,
+        more: bool = False,
+    ) -> list[Effect]:
+        """Offer blocks of a sequence, which a copy then uses."""
+        put_id, tenant = self._ids.new(), request.request.tenant
+        effects = self._pool.put(now, put_id, keys, sources, request, parent=parent, tokens=tokens, tenant=tenant, more=more)
+        if effects is None:
+            return []
+        request.in_flight += 1
+        return effects
+
+    def on_reserved(self, now: float, _sender: str, message: SlotsReserved) -> list[Effect]:
+        """Copy into the slots that the pool granted."""
+        return self.ended(now, self._pool.on_reserved(now, message, self._ids.new()))
+
+    def ended(self, now: float, ended: PutEnded) -> list[Effect]:
+        """Go on with the requests whose puts are over."""
+        effects = list(ended.effects)
+        for token in ended.tokens:
+            assert isinstance(token, Request)
+            token.in_flight -= 1
+            if token.state is CLOSING:
+                effects += self._ends.try_end(token)
+            elif token.unkept:
+                effects += self._keep_piece(now, token)
+        return effects

@@ -1,0 +1,291 @@
+"""The continuous batch of a decode: its steps, their tokens, and the requests that join it or give way. PURE."""
+
+from collections.abc import Sequence
+
+from mooncake_zmq.core.actor import Effect, Send, SetTimer, Start
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.gaps import growth_tokens
+from mooncake_zmq.core.messages import DecodeAccount, Measured, TokenLogprob, TokensDecoded
+from mooncake_zmq.core.pace import STEP_MEMORY_S, Pace
+from mooncake_zmq.core.shell import Ids, Tally
+from mooncake_zmq.core.work import DecodeStep, SampleTokens, StepDecoded, StepEntry, TokensSampled, WorkFailed
+from mooncake_zmq.decode.batch import Place, ahead_of, retry_after_s, step_members, victim
+from mooncake_zmq.decode.budget import Budget
+from mooncake_zmq.decode.ends import Ends
+from mooncake_zmq.decode.flight import Flight, Step
+from mooncake_zmq.decode.masks import mask_s
+from mooncake_zmq.decode.offers import Offers
+from mooncake_zmq.decode.request import Request, RequestEvent, RequestState
+from mooncake_zmq.decode.requests import Requests
+from mooncake_zmq.decode.settings import DecodeSettings
+
+JOIN = ("join",)
+"""The timer that begins a step which was held back."""
+LEAST_HOLD_S = 1e-4
+HOLD_SHARE = 0.3
+"""A step is held back for at most this part of one, for a request whose KV is nearly there."""
+READY, STEPPING, CLOSING, SITTING_OUT = (
+    RequestState.READY,
+    RequestState.STEPPING,
+    RequestState.CLOSING,
+    RequestState.SITTING_OUT,
+)
+STEP_BEGAN, STEPPED = RequestEvent.STEP_BEGAN, RequestEvent.STEPPED
+"""By name, as each step needs them for each request: an enum's class is ten times as slow to look into."""
+
+Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeAccount | None]
+"""The tokens of one request in a `TokensDecoded`, their probabilities, and an account if it ends."""
+
+
+class Steps:
+    """The batch of one decode, and the requests that sit out of it until their tokens are sampled."""
+
+    def __init__(
+        self,
+        *,
+        settings: DecodeSettings,
+        costs: Costs,
+        piece_parts: int,
+        requests: Requests,
+        budget: Budget,
+        flight: Flight,
+        offers: Offers,
+        ends: Ends,
+        ids: Ids,
+        counts: Tally,
+    ) -> None:
+        self._settings = settings
+        self._costs = costs
+        self._piece_parts = piece_parts
+        self._requests = requests
+        self._budget = budget
+        self._flight = flight
+        self._offers = offers
+        self._ends = ends
+        self._ids = ids
+        self._counts = counts
+        self._pace = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._sitting_out: dict[int, Request] = {}
+        """By the works that sample their tokens."""
+
+    def measured(self, now: float) -> Measured:
+        """Return how long steps have taken lately, compared with the cost model."""
+        return self._pace.measured(now)
+
+    def is_sampling(self, work_id: int) -> bool:
+        """Return whether this work samples the token of a request that sits out."""
+        return work_id in self._sitting_out
+
+    def retry_after_s(self, now: float, request: Request) -> float | None:
+        """Return in how long a request may come whose steps would be too long now, for itself or by what others were promised;
+        None if it may come."""
+        promised = [r for r in self._requests.live.values() if r.promised and r is not request]
+        if not promised:
+            return None
+        others = (*promised, *request.siblings)
+        batch = min(len(others) + 1, self._settings.max_batch)
+        return retry_after_s(
+            self._costs,
+            slowness=self._pace.ratio(now),
+            slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
+            max_batch=self._settings.max_batch,
+            others=[Place(r.context, max(0, r.left)) for r in others],
+            own_context=request.context + int(growth_tokens(batch, request.left)),
+            ahead=ahead_of(others, request.tenant),
+        )
+
+    def join(self, now: float, request: Request, token: int) -> list[Effect]:
+        """Add a request that has its KV and its first token to the batch, unless that token ends it."""
+        request.made, request.last, request.promised = 1, token, True
+        if request.request.stop.reason(token, request.count) is not None:
+            return self._ends.close(now, request)
+        step = self._flight.step
+        if step is not None and len(step.members) < self._settings.max_batch:
+            return self._flight.interrupt()
+        return []
+
+    def begin(self, now: float) -> list[Effect]:
+        """Begin the next step of the batch, if there is one and no request is worth waiting for."""
+        effects: list[Effect] = []
+        while True:
+            ready = [r for r in self._requests.live.values() if r.state is READY]
+            members = step_members(ready, self._settings.max_batch)
+            short = [r for r in members if r.context > r.budget_tokens and not self._budget.grow(r)]
+            if not short or self._requests.closing:  # what is closing gives its KV back: wait for that rather than preempt more
+                members = [r for r in members if r not in short] if short else members
+                break
+            effects += self._preempt(now)
+        if not members:
+            return effects
+        hold_s = self._hold_s(now)
+        if hold_s > LEAST_HOLD_S:
+            return [*effects, SetTimer(JOIN, hold_s)]
+        steps = self._run_length(members)
+        entries = []
+        for request in members:
+            self._requests.move(request, STEP_BEGAN)
+            request.stepped_at = request.stepped_at or now
+            request.in_flight += 1
+            sampling = request.request.sampling
+            wait_s = mask_s(self._flight.step_s, constrained=bool(sampling.constraint), was_late=request.was_late)
+            entries.append(StepEntry(request.sequence, request.last, request.position, sampling, wait_s))
+        self._counts.add("steps_sat_out", len(self._sitting_out))
+        work_id = self._ids.new()
+        self._flight.begin(Step(work_id, members, steps, sum([request.context for request in members])))
+        return [*effects, Start(work_id, DecodeStep(tuple(entries), steps), self._settings.step_deadline_s)]
+
+    def _hold_s(self, now: float) -> float:
+        """How much longer the next step waits for a request whose last blocks are being copied, or will be within that time: it
+        would have to wait for the whole step otherwise."""
+        hold_s, held_s = HOLD_SHARE * self._flight.step_s, now - self._flight.border_at
+        if held_s >= hold_s:
+            return 0.0
+        expected_s = hold_s / 2  # the rest is for its last layers
+        for request in self._requests.live.values():
+            if request.is_arriving(self._piece_parts):
+                return hold_s - held_s
+            if request.done is None and held_s < expected_s and abs(request.due_at - self._flight.border_at) < expected_s:
+                return expected_s - held_s
+        return 0.0
+
+    def _run_length(self, members: Sequence[Request]) -> int:
+        """Steps to make in one work: until the first member ends, as far as there is KV for all of them."""
+        steps = min(self._settings.max_steps, *[request.left for request in members]) if self._settings.max_steps > 1 else 1
+        if all([request.position + steps <= request.budget_tokens for request in members]):
+            return max(1, steps)
+        while steps > 1:
+            if self._budget.grow_for_run(members, steps):
+                return steps
+            steps //= 2
+        return 1
+
+    def _preempt(self, now: float) -> list[Effect]:
+        """The youngest request gives way. Its full blocks are in the pool already, so it resumes cheaply elsewhere."""
+        youngest = victim([r for r in self._requests.live.values() if r.state is not STEPPING])
+        assert youngest is not None
+        self._counts.add("preemptions")
+        return self._ends.fail(now, youngest, "preempted", full=True)
+
+    def on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:
+        """Give out the tokens of the work in flight, which ended."""
+        step = self._flight.end(now)
+        columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
+        scored: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
+        unable: dict[int, WorkFailed] = {}
+        sat_out: tuple[int, ...] = ()
+        if isinstance(result, StepDecoded):
+            self._measure(now, step, result)
+            columns = list(zip(*result.tokens, strict=True))
+            scored = list(zip(*result.logprobs, strict=True)) or scored
+            unable, sat_out = dict(result.failed), result.sat_out
+        effects: list[Effect] = []
+        batches: dict[str, list[Entry]] = {}
+        for place, (request, tokens, logprobs) in enumerate(zip(step.members, columns, scored, strict=True)):
+            request.in_flight -= 1
+            if request.state is CLOSING:
+                effects += self._ends.try_end(request)
+                continue
+            self._requests.move(request, STEPPED)
+            if isinstance(result, WorkFailed):
+                effects += self._ends.fail(now, request, f"step failed: {result.reason}")
+                continue
+            if place in unable:
+                effects += self._take_until_failed(now, request, tokens[:-1], logprobs[:-1], batches, unable[place])
+                continue
+            request.was_late = place in sat_out
+            if request.was_late:
+                tokens, logprobs = tokens[:-1], logprobs[:-1]
+            if tokens:
+                effects += self._take_tokens(now, request, tokens, logprobs, batches)
+            if step.steps > 1 and request.state is READY:
+                self._budget.shrink(request)
+            if request.was_late and request.state is READY:
+                effects.append(self._sit_out(request))
+        return self._sent(batches) + effects
+
+    def _sent(self, batches: dict[str, list[Entry]]) -> list[Effect]:
+        """Send each gateway the tokens that were sampled for it."""
+        self._counts.add("generation_tokens", sum([len(entry[-1]) for each in batches.values() for entry, _, _ in each]))
+        return [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
+
+    def _sit_out(self, request: Request) -> Effect:
+        """Sample the next token of a request later: its constraint was not known in time."""
+        self._requests.move(request, RequestEvent.SAT_OUT)
+        request.in_flight += 1
+        request.sampling_id = self._ids.new()
+        self._sitting_out[request.sampling_id] = request
+        return Start(request.sampling_id, SampleTokens(request.sequence), self._settings.step_deadline_s)
+
+    def on_sampled(self, now: float, work_id: int, result: TokensSampled | WorkFailed) -> list[Effect]:
+        """Give out the token of a request that sat out."""
+        request = self._sitting_out.pop(work_id)
+        request.in_flight -= 1
+        if request.state is CLOSING:
+            return self._ends.try_end(request)
+        self._requests.move(request, RequestEvent.SAMPLED)
+        if isinstance(result, WorkFailed):
+            return self._ends.fail(now, request, result.reason, stuck=result.stuck)
+        batches: dict[str, list[Entry]] = {}
+        ((token, logprob),) = result.sampled
+        effects = self._take_tokens(now, request, (token,), (logprob,), batches)
+        return self._sent(batches) + effects
+
+    def _measure(self, now: float, step: Step, result: StepDecoded) -> None:
+        """Each step of a run reads one more token of KV for each member than the one before it."""
+        made, batch = len(result.tokens), len(step.members)
+        self._counts.add("steps", made)
+        self._flight.measure(result.elapsed_s, made)
+        context = step.context + batch * (made - 1) / 2
+        self._pace.add(now, result.elapsed_s, made * self._costs.step_s(batch, context))
+
+    def _take_tokens(
+        self,
+        now: float,
+        request: Request,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob | None, ...],
+        batches: dict[str, list[Entry]],
+    ) -> list[Effect]:
+        """Take the tokens that one work sampled for one request, up to its end."""
+        message, first = request.request, request.count
+        stop, ended = message.stop.cut(tokens, first)
+        taken = tokens[:stop]
+        effects: list[Effect] = []
+        if self._settings.store_output:
+            effects = self._offers.output(now, request, taken)
+        else:
+            request.made += stop
+            request.last = taken[-1]
+        entry = (message.request_id, message.attempt, first, taken)
+        known = tuple([each for each in logprobs[:stop] if each is not None]) if logprobs else ()
+        request.steps += stop
+        batches.setdefault(message.gateway, []).append((entry, known, request.account(now) if ended else None))
+        return effects + self._ends.close(now, request) if ended else effects
+
+    def _take_until_failed(
+        self,
+        now: float,
+        request: Request,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob | None, ...],
+        batches: dict[str, list[Entry]],
+        failed: WorkFailed,
+    ) -> list[Effect]:
+        """Take the tokens sampled before a step that failed for this request alone."""
+        effects = self._take_tokens(now, request, tokens, logprobs, batches) if tokens else []
+        if request.state is not READY:
+            return effects
+        return effects + self._ends.fail(now, request, failed.reason, stuck=failed.stuck)
+
+    def check(self) -> None:
+        """See `core.actor`."""
+        sitting_out = {id(r) for r in self._sitting_out.values() if r.state is not CLOSING}
+        assert sitting_out == {id(r) for r in self._requests if r.state is SITTING_OUT}
+        stepping = sum(1 for r in self._requests if r.state is STEPPING)
+        assert stepping == 0 or self._flight.step is not None
+
+
+def _decoded(entries: Sequence[Entry]) -> TokensDecoded:
+    tokens, logprobs, accounts = zip(*entries, strict=True)
+    over = tuple([account for account in accounts if account is not None])
+    return TokensDecoded(entries=tokens, logprobs=logprobs if any(logprobs) else (), accounts=over)

@@ -1,0 +1,110 @@
+"""The routes that generate nothing: the model's card, health, the version, metrics, and the page at the root."""
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from mooncake_zmq import __version__
+from mooncake_zmq.gateway.http import web
+from mooncake_zmq.gateway.http.auth import sees_all
+from mooncake_zmq.gateway.http.http_calls import Edge
+from mooncake_zmq.gateway.openai.errors import unknown_model
+from mooncake_zmq.gateway.served_model import ServedModel
+
+SCRAPE_EVERY_S = 0.1
+"""A page of metrics is made at most this often, however many ask: it takes milliseconds, in which no stream goes on."""
+
+
+def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """The answer to a call whose body is JSON."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def routes(edge: Edge) -> list[Route]:
+    """All of them."""
+    model, health = _Model(edge.model), partial(_health, edge)
+    return [
+        Route("/", partial(_front, edge.model)),
+        Route("/v1/models", model.listed),
+        Route("/v1/models/{model:path}", model.named),
+        Route("/health", health),
+        Route("/ready", health),
+        Route("/ping", health),
+        Route("/live", _live),
+        Route("/version", _version),
+        Route("/metrics", _Metrics(edge).page),
+    ]
+
+
+class _Model:
+    """The one model, as OpenAI lists models."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._id = model.id
+        self._model = model
+        self._created = int(time.time())
+
+    async def listed(self, _request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def named(self, request: Request) -> Response:
+        wanted = request.path_params["model"]
+        if wanted != self._id:
+            raise unknown_model(wanted, self._model)
+        return json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mooncake_zmq",
+            "root": self._id,
+            "parent": None,
+            "max_model_len": self._model.max_model_len,
+        }
+
+
+class _Metrics:
+    """The page of metrics, which several scrapers may share."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._made_at, self._page = -math.inf, b""
+
+    async def page(self, _request: Request) -> Response:
+        edge = self._edge
+        await edge.overview.look()
+        if edge.clock() - self._made_at >= SCRAPE_EVERY_S:
+            self._made_at, self._page = edge.clock(), edge.metrics.exposition()
+        return Response(self._page, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def _front(model: ServedModel, request: Request) -> Response:
+    text = web.front_page(str(request.base_url), model.id, model.max_model_len)
+    return HTMLResponse(text, headers=web.headers())
+
+
+async def _health(edge: Edge, request: Request) -> Response:
+    is_operator = sees_all(edge.tenants, request.state.tenant)
+    if is_operator:  # only an operator may have every node report
+        await edge.overview.look()
+    ok, detail = edge.health()
+    if not is_operator:
+        detail = {"status": "ok" if ok else "unavailable"}
+    return json_response(detail, 200 if ok else 503, {} if ok else {"retry-after": "1"})
+
+
+async def _live(_request: Request) -> Response:
+    return json_response({"status": "ok"})
+
+
+async def _version(_request: Request) -> Response:
+    return json_response({"version": __version__})

@@ -1,0 +1,345 @@
+"""The JSON bodies that clients send: unknown fields are refused, null means absent. PURE: no socket, clock or randomness."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule
+from mooncake_zmq.gateway.openai.constraints import Constrained
+from mooncake_zmq.gateway.openai.errors import (
+    UNSUPPORTED,
+    check_count,
+    check_fits,
+    invalid,
+    json_errors,
+    of_a_library,
+    quoted,
+    too_long,
+    too_many_tokens,
+)
+from mooncake_zmq.gateway.openai.rejected_params import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
+from mooncake_zmq.gateway.openai.tools import NO_TOOLS, Tools, read_calls, read_tools, with_names
+from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.settings import EdgeSettings
+
+KindT = TypeVar("KindT")
+
+SEED_BITS = 63
+SEEDS = 1 << SEED_BITS
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+STOPS, STOP_CHARS = 16, 1024
+Filled = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+TokenCount = Annotated[int, Meta(ge=1, le=1 << 48)]
+ChatTurn = dict[str, Any]
+Prompt = str | list[int] | list[ChatTurn]
+
+_stops = msgspec.json.Decoder(Filled | Annotated[list[Filled], Meta(max_length=STOPS)] | None)
+STOPS_BYTES = 2 * STOPS * STOP_CHARS * len(r"\ud83d\ude42")
+"""As JSON, in whatever way it is written; more is not even read."""
+BIASES = 1024
+_biases = msgspec.json.Decoder(Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES)] | None)
+BIASES_BYTES = 64 * BIASES
+_text = msgspec.json.Decoder(str)
+_texts = msgspec.json.Decoder(list[str])
+_ids = msgspec.json.Decoder(list[TokenId])
+_lists_of_ids = msgspec.json.Decoder(list[list[TokenId]])
+_OPENING = re.compile(rb"\s*(?:\[\s*)?(.)", re.DOTALL)
+"""Finds the first character of a prompt, behind the bracket of a list."""
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Options for what a stream has beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Body(Constrained, frozen=True, kw_only=True):
+    """The fields of both endpoints. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt, priority (a
+    lower one is earlier). Ours: ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
+    max_completion_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
+    seed: Annotated[int, Meta(ge=-SEEDS, le=SEEDS - 1)] | None = None
+    stop: msgspec.Raw = msgspec.Raw(b"null")
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    return_token_ids: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    logit_bias: msgspec.Raw = msgspec.Raw(b"null")
+    cache_salt: Filled | None = None
+    priority: Priority | None = None
+    ttft_slo: Slo = None
+    tbt_slo: Slo = None
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.n or 1
+
+    def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
+        """`answer`: the schema of one, if there is one. Raises ConstraintRefused."""
+        return NO_TOOLS
+
+    def check_stream_options(self) -> None:
+        """Raises RequestError."""
+        options = self.stream_options
+        if options is None:
+            return
+        if not self.stream:
+            raise invalid("stream_options", "stream_options are of a stream: set stream")
+        if options.include_obfuscation:
+            raise invalid("stream_options", "include_obfuscation is not supported", UNSUPPORTED)
+        if options.continuous_usage_stats and not options.include_usage:
+            raise invalid("stream_options", "continuous_usage_stats need include_usage")
+
+    def stops(self) -> list[str]:
+        """The stop strings. Raises RequestError."""
+        given = bytes(self.stop)
+        if len(given) > STOPS_BYTES:
+            raise invalid("stop", f"at most {STOPS} stop strings of {STOP_CHARS} characters")
+        with json_errors("stop"):
+            found = _stops.decode(given)
+        return [found] if isinstance(found, str) else found or []
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """The most tokens that the client asks for: `max_completion_tokens` counts before `max_tokens`. 0: the echo alone."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens' probabilities are wanted beside that of each token; None: none at all."""
+        raise NotImplementedError
+
+    @property
+    def echoed_likeliest(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
+
+    def check_no_answer(self) -> None:
+        """No token is to be made. Raises RequestError."""
+        raise invalid("max_tokens", "max_tokens is at least 1, or 0 for a completion with echo")
+
+    def sampling(self, seed: int, prompt_tokens: int, model: ServedModel, constraint: bytes = b"") -> Sampling:
+        """The temperature is 1 by default, as OpenAI has it. Raises RequestError."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(0, self.top_k or 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=seed,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self._biases(model),
+            logprobs=self.likeliest,
+            prompt_tokens=prompt_tokens,
+            constraint=constraint,
+        )
+
+    def _biases(self, model: ServedModel) -> tuple[tuple[int, float], ...]:
+        given = bytes(self.logit_bias)
+        if len(given) > BIASES_BYTES:
+            raise invalid("logit_bias", f"at most {BIASES} tokens")
+        with json_errors("logit_bias"):
+            found = _biases.decode(given) or {}
+        for token in found:
+            if not token.isdecimal() or len(token) > 10 or int(token) >= model.vocab_size:
+                raise invalid("logit_bias", f"{quoted(token)} is no token id: the vocabulary has {model.vocab_size} ids")
+        return tuple(sorted((int(token), bias) for token, bias in found.items()))
+
+    def stop_rule(self, prompt_tokens: int, default_tokens: int, model: ServedModel, param: str) -> StopRule:
+        """Fit the output into the model's context: a request that does not fit is an error, a default is clipped."""
+        room = model.max_model_len - prompt_tokens
+        check_fits(prompt_tokens, param, model)
+        requested = self.requested_tokens
+        if requested == 0:
+            self.check_no_answer()
+            return StopRule(max_tokens=1)
+        if requested is not None and requested > room:
+            name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+            raise too_many_tokens(name, model, prompt_tokens, requested)
+        max_tokens = requested or min(default_tokens, room)
+        min_tokens = self.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise invalid("min_tokens", f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be made")
+        eos_ids = () if self.ignore_eos else model.tokenizer.eos_ids
+        return StopRule(max_tokens=max_tokens, min_tokens=min_tokens, eos_ids=eos_ids)
+
+
+class CompletionBody(Body, frozen=True, kw_only=True):
+    """POST /v1/completions. The prompt is a text, token ids, or a list of prompts of one of these kinds; it is looked at before
+    it is read, as millions of lists take the interpreter a second."""
+
+    prompt: msgspec.Raw
+    echo: bool | None = None
+    logprobs: Likeliest | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """See `Body`."""
+        return self.logprobs
+
+    @property
+    def echoed_likeliest(self) -> int | None:
+        """See `Body`."""
+        return self.logprobs if self.echo else None
+
+    def check_no_answer(self) -> None:
+        """See `Body`."""
+        if not self.echo:
+            super().check_no_answer()
+
+    def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
+        """One prompt, or a list of them; a list of ids is one prompt."""
+        if self.echoed_likeliest is not None and self.choices_per_prompt > 1:
+            raise invalid("n", "logprobs with echo tell of the prompt, for one choice: leave n out")
+        given = bytes(self.prompt)
+        opening = _OPENING.match(given)
+        first = opening[1] if opening else b""
+        with json_errors("prompt"):
+            if given[:1] == b'"':
+                prompts: list[Prompt] = [_text.decode(given)]
+            elif first == b'"':
+                # Quotation marks that are no part of a text, or fewer: of two for each text.
+                check_count((given.count(b'"') - given.count(b'\\"')) // 2, max_prompts, "prompts")
+                prompts = [*_texts.decode(given)]
+            elif first == b"[":
+                check_count(given.count(b"[") - 1, max_prompts, "prompts")
+                check_count(given.count(b","), max_prompts * model.max_model_len, "token ids")
+                prompts = [*_lists_of_ids.decode(given)]
+            elif first == b"]":
+                prompts = []
+            else:
+                prompts = [read_ids(given, model, "prompt")]
+        if not prompts or not all(prompts):
+            raise invalid("prompt", "the prompt is empty")
+        return prompts
+
+    def without_prompt(self) -> "CompletionBody":
+        """A copy for the time of the answer, which does not hold the text."""
+        return msgspec.structs.replace(self, prompt=msgspec.Raw())
+
+
+class TextPart(Struct, frozen=True, gc=False):
+    """A part of a message; only text is supported."""
+
+    type: str
+    text: str | None = None
+
+
+_content = msgspec.json.Decoder(str | list[TextPart] | None)
+
+
+class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
+    """One turn of a conversation. Its content is read once it is known that there are not too many of them: lists by the
+    hundred thousand wake the garbage collector, in one call beside which no other thread runs."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: msgspec.Raw = msgspec.Raw(b"null")
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: msgspec.Raw = NULL
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    parsed: msgspec.Raw = NULL
+    """OpenAI's client sends back with an answer what it read out of it; it says nothing that the content does not."""
+
+    def turn(self) -> ChatTurn:
+        """As chat templates read it. Text parts are joined by line breaks, as vLLM does."""
+        if (name := asked_of_message(self)) is not None:
+            raise invalid("messages", f"{name} of a message is not supported", UNSUPPORTED)
+        with json_errors("messages"):
+            content = _content.decode(self.content)
+        parts = content if isinstance(content, list) else []
+        for part in parts:
+            if part.type != "text" or part.text is None:
+                kind = f"content parts of type {quoted(part.type)}"
+                raise invalid("messages", f"{kind} are not supported: only 'text' with a text")
+        text = "\n".join(part.text or "" for part in parts) if isinstance(content, list) else content or ""
+        try:
+            calls = read_calls(self.tool_calls)
+        except (ValueError, RecursionError) as error:
+            raise invalid("messages", f"tool_calls of a message: {of_a_library(error)}") from None
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        return {"role": self.role, "content": text, **{name: said for name, said in more.items() if said}}
+
+
+class ChatBody(Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Likeliest | None = None
+    parallel_tool_calls: bool | None = None  # type: ignore[assignment]
+    done: ClassVar[frozenset[str]] = frozenset({"tools", "tool_choice"})
+
+    def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
+        """See `Body`."""
+        form = settings.tool_call_parser or None
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, model.tokenizer, form, answer)
+
+    @property
+    def likeliest(self) -> int | None:
+        """See `Body`."""
+        if not self.logprobs and self.top_logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
+        """The conversation is one prompt."""
+        return [turns_of(self.messages, model)]
+
+    def without_prompt(self) -> "ChatBody":
+        """See `CompletionBody`."""
+        return msgspec.structs.replace(self, messages=[], tools=NULL)
+
+
+def turns_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[ChatTurn]:
+    """A conversation as chat templates read it. Raises RequestError."""
+    if len(messages) > model.max_model_len:
+        raise too_long("messages", model, f"you requested {len(messages)} messages, which are more tokens than that")
+    return with_names([message.turn() for message in messages])
+
+
+def read_ids(raw: bytes, model: ServedModel, param: str) -> list[int]:
+    """A list of token ids, not longer than a prompt may be. Raises RequestError."""
+    check_fits(raw.count(b",") + 1, param, model)
+    with json_errors(param):
+        return _ids.decode(raw)
+
+
+def parsed(raw: bytes | bytearray, kind: type[KindT]) -> KindT:
+    """A body of this kind. Raises RequestError."""
+    with json_errors():
+        return msgspec.json.decode(raw, type=kind)
+
+
+def parse_body(raw: bytes | bytearray, kind: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
+    body = parsed(raw, kind)
+    if (name := asked(body)) is not None:
+        raise invalid(name, refusal(name), UNSUPPORTED)
+    return body

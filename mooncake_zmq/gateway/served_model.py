@@ -1,0 +1,72 @@
+"""The model that a cluster serves, as the gateway knows it: its limits, its tokenizer and the namespace of its block keys."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mooncake_zmq.kv.block_hash import extend_keys, namespace
+
+
+class TextStream(Protocol):
+    """Incremental text of one answer; what comes out never ends inside a character."""
+
+    def push(self, token: int) -> str: ...
+    def flush(self) -> str: ...
+
+
+class Tokenizer(Protocol):
+    """The part of `engine.tokenizer.Tokenizer` that the gateway uses. `encode` and `chat` run in threads too."""
+
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+    special_ids: frozenset[int]
+    """Tokens that stand for no text."""
+    longest_token: int
+    """Characters of a text that one id stands for at most."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """`special`: with what the model puts before a text."""
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """`special`: with the names of special tokens."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that it stands for: perhaps a part of a character."""
+
+    chat_template: str
+    takes_tools: bool
+    """Does that write them?"""
+
+    def stream(self, *, special: bool = False) -> TextStream: ...
+    def chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Raises ValueError when the chat template refuses the messages."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The one model of this cluster, as clients and the block keys see it."""
+
+    id: str
+    max_model_len: int
+    """Tokens of prompt and output together."""
+    vocab_size: int
+    """Ids that both the engine and the tokenizer know."""
+    block_tokens: int
+    model_fingerprint: str
+    layout_fingerprint: str
+    tokenizer: Tokenizer
+    foreign: bool = False
+    """Another program computes it, which follows no constraint of ours."""
+
+    @property
+    def max_chars(self) -> int:
+        """A longer text has more tokens than fit, whatever it says."""
+        return self.max_model_len * self.tokenizer.longest_token
+
+    def hash_prompt(self, tokens: bytes, salt: str) -> tuple[bytes, tuple[bytes, ...]]:
+        """Namespace and keys of the complete blocks of `tokens` (int32 bytes)."""
+        root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt)
+        return root, tuple(extend_keys(root, tokens, self.block_tokens))

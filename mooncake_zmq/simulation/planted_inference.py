@@ -1,0 +1,103 @@
+"""Bugs planted in prefills and decodes, see `planted`. Simulation only."""
+
+from typing import Any
+
+from mooncake_zmq.core.actor import Effect
+from mooncake_zmq.decode import ends as decode_ends
+from mooncake_zmq.decode import handoff as decode_handoff
+from mooncake_zmq.prefill.computing import Computing
+from mooncake_zmq.prefill.handoff import Handoff
+from mooncake_zmq.prefill.job import JobState
+from mooncake_zmq.prefill.offers import Offers
+from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
+from mooncake_zmq.prefill.prefill import Prefill
+from mooncake_zmq.prefill.stages import Stages
+from mooncake_zmq.simulation.planted_stores import Replacements, silent
+
+
+def closed_under_copy() -> Replacements:
+    """A request that ends frees its KV although a work still uses it."""
+    try_end = decode_ends.Ends.try_end
+
+    def end_now(self: decode_ends.Ends, request: Any) -> list[Effect]:
+        request.in_flight = 0
+        return try_end(self, request)
+
+    return [(decode_ends.Ends, "try_end", end_now)]
+
+
+def stale_hidden() -> Replacements:
+    """A stage writes a chunk's hidden states over those that the next stage has still to read, under the same generation."""
+
+    def hurried(self: Any, stage: int) -> bool:
+        chunk = self._begun[stage]
+        return chunk < len(self._chunks) and (stage == 0 or self._done[stage - 1] > chunk)
+
+    def taken(self: Any, slab: Any, chunk: int, count: int) -> list[int]:
+        first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
+        return list(self.slots[first : first + count])
+
+    def always(*_: object) -> bool:
+        return True
+
+    return [
+        (Group, "may_begin", hurried),
+        (HiddenSlots, "take", taken),
+        (Stages, "_follows", always),
+        (Stages, "check", silent),
+    ]
+
+
+def one_seed() -> Replacements:
+    """All choices are given the first one's token."""
+    finish = Handoff.finish
+
+    def alike(self: Handoff, now: float, job: Any, sampled: Any, layers: Any = ()) -> list[Effect]:
+        return finish(self, now, job, sampled[:1] * len(sampled), layers)
+
+    return [(Handoff, "finish", alike)]
+
+
+def coming_believed() -> Replacements:
+    """A chunk's blocks count as computed when it begins."""
+    begin = Computing.begin
+
+    def early(self: Computing, now: float, job: Any) -> list[Effect]:
+        effects = begin(self, now, job)
+        if job.state is JobState.COMPUTING and job.group is None:
+            blocks = job.chunk_stop // self._layout.block_tokens - job.chunk_first_block
+            written = job.checksums
+            job.checksums = [*written, *[1] * blocks]
+            effects += self._offers.keep_chunk(now, job)
+            job.checksums = written
+        return effects
+
+    keep = _once(Offers.keep_chunk)
+    return [(Computing, "begin", early), (Offers, "keep_chunk", keep), (Prefill, "check", silent)]
+
+
+def _once(keep: Any) -> Any:
+    """Keep a chunk's blocks, unless they are kept."""
+
+    def unless_kept(self: Offers, now: float, job: Any) -> list[Effect]:
+        first, base = job.chunk_first_block, len(job.prefix)
+        slots = job.new_slots[first - base : job.chunk_stop // self._layout.block_tokens - base]
+        writing = self._slab.slots.being_written(slots) == slots
+        effects: list[Effect] = keep(self, now, job) if writing else []
+        return effects
+
+    return unless_kept
+
+
+def held_unread() -> Replacements:
+    """A decode whose pool got fewer blocks than it was to have takes the others as read: they are never handed off."""
+
+    def trusting(self: decode_handoff.Handoff, now: float, request: Any, segment: Any, sources: Any) -> list[Effect]:
+        request.segment = None
+        layers = self._layout.layers
+        request.want_held(segment, sources, layers, self._layout.block_tokens)
+        for block in range(segment.first + len(sources), segment.first + segment.blocks):
+            request.parts[block * layers : (block + 1) * layers] = [0] * layers
+        return self._lease_held(now, request) + self._pull(now, request) + self._verify(now, request)
+
+    return [(decode_handoff.Handoff, "_take_segment", trusting)]

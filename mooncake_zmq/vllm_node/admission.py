@@ -1,0 +1,67 @@
+"""Which requests a node beside vLLM takes. PURE."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from mooncake_zmq.core.messages import Hello, Part, Sampling, StartPrefill
+from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.vllm_node.settings import VllmSettings
+
+WHOLE: Final = (True, True)
+TAKES: Mapping[Part, tuple[bool, bool]] = {"both": WHOLE, "prefill": (True, False), "decode": (False, True)}
+"""By part: does a request begin there, and does it end there?"""
+
+
+def unable(sampling: Sampling, made: int) -> str | None:
+    """Return the reason why vLLM cannot do this once so many tokens are made; None: it can do it all."""
+    if sampling.logprobs is not None:
+        return "probabilities of tokens are not asked of vLLM"
+    if sampling.constraint:
+        return "vLLM would begin the grammar anew where an answer goes on"
+    if made and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):
+        return "vLLM takes an answer that goes on for a part of the prompt, and does not penalize it"
+    return None
+
+
+class Admission:
+    """The conditions of one node."""
+
+    def __init__(
+        self, name: str, settings: VllmSettings, layout: BlockLayout, peers: Mapping[str, Hello], counts: Tally
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._layout = layout
+        self._peers = peers
+        self._counts = counts
+
+    def asker(self, sender: str, message: StartPrefill) -> str | None:
+        """Return the gateway whose request it is; None if it is not there, or the sender has no right to name one."""
+        gateway = message.gateway or sender
+        roles = [hello.role for hello in (self._peers.get(sender), self._peers.get(gateway)) if hello is not None]
+        right = roles == ["vllm" if message.gateway else "gateway", "gateway"]
+        self._counts.add("unasked_requests", int(not right))
+        return gateway if right else None
+
+    def refusal(self, message: StartPrefill) -> str | None:
+        """Return what is wrong with a request here, which is tried a few times at most."""
+        length = len(message.tokens) // 4
+        if length == 0 or not self._layout.has_tokens(message.tokens):
+            return "no tokens, or such as the model does not have"
+        kind = (not message.gateway, message.decode == self._name)
+        if kind not in (WHOLE, TAKES[self._settings.part]) or message.stages:
+            return f"that is no work for a vLLM of part {self._settings.part}"
+        if message.stop.max_tokens <= message.first_index:
+            return "no token is wanted"
+        if message.prompt_logprobs is not None:
+            return "a vLLM is asked for no probabilities of a prompt"
+        goes_on = message.decode != self._name and message.stop.max_tokens > message.first_index + 1
+        if (reason := unable(message.sampling, message.first_index + goes_on)) is not None:
+            return reason
+        return None if length < self._settings.capacity_tokens else "prompt is longer than vLLM's KV"
+
+    def may_pass_on(self, request: StartPrefill) -> bool:
+        """Return whether a request ends here, or the vLLM that is to go on with it is there."""
+        decode = self._peers.get(request.decode)
+        return request.decode == self._name or (decode is not None and decode.role == "vllm")
