@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import zmq
-from schedule import first_failure
+from thread_schedule import first_failure
 
 from mooncake_zmq.core import keys as key_texts
 from mooncake_zmq.core import turns
@@ -356,7 +356,7 @@ class Stream:
 
 
 def flood_of_streams(directory):
-    """A key floods with connections: it has its share of the streams and no more, and another key's are let in all the while."""
+    """A key floods with connections: it has its share of the streams and no more, and another key is let in all the while."""
 
     def case(schedule):
         def body():
