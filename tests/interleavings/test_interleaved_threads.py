@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import zmq
-from schedule import first_failure
+from thread_schedule import first_failure
 
 from mooncake_zmq.core import keys as key_texts
 from mooncake_zmq.core import turns
@@ -21,7 +21,7 @@ from mooncake_zmq.engine import fair_pool, grammars
 from mooncake_zmq.engine.constraint import ConstraintError
 from mooncake_zmq.engine.grammar_process import Ask, Told
 from mooncake_zmq.runtime.executor import load_records, sampler
-from mooncake_zmq.transfer import connections, key_files, sockets
+from mooncake_zmq.transfer import connections, key_files, sockets, stream_host
 from mooncake_zmq.transfer.own_files import replace_own
 
 HERE = sys.modules[__name__]
@@ -336,6 +336,64 @@ def look_that_loses(self, now, elapsed_s):
     LOOK(self, now, elapsed_s)
 
 
+# --- streams, of which each has a thread
+
+
+class Stream:
+    """Waits for a request from its beginning, and ends when it is shut."""
+
+    def __init__(self, schedule):
+        self.schedule, self.waits_since, self.over = schedule, schedule.now, False
+
+    def run(self):
+        self.schedule.wait_until(lambda: self.over)
+
+    def shut(self):
+        self.over = True
+
+    def close(self):
+        pass
+
+
+def flood_of_streams(directory):
+    """A key floods with connections: it has its share of the streams and no more, and another key is let in all the while."""
+
+    def case(schedule):
+        def body():
+            with (
+                patch.multiple(stream_host, MAX_STREAMS=5, MAX_STREAMS_OF_A_KEY=3),
+                patch.object(stream_host.StreamHost, "_run", lambda self: None),
+                patch.object(stream_host, "log", SimpleNamespace(critical=lambda *_, **__: None)),
+            ):
+                crashes = []
+                host = stream_host.StreamHost(
+                    f"ipc://{directory}/streams", 0, None, None, crashes.append, counts={}, name="streams"
+                )
+
+                def begin(holder):
+                    host._make_room(holder)
+                    assert len(host._of(holder)) < stream_host.MAX_STREAMS_OF_A_KEY
+                    assert len(host._open) < stream_host.MAX_STREAMS
+                    host._begin(Stream(schedule), SimpleNamespace(holder=holder, token=b""))
+
+                for holder in ["red"] * 5 + ["blue", "red", "blue", "red", "blue"]:
+                    begin(holder)
+                assert len(host._of("blue")) >= 2
+                host.close()
+                assert crashes == []
+                assert not host._open
+
+        return body
+
+    return case
+
+
+def room_by_sum_alone(self, holder):
+    """Planted: no key has a share of its own."""
+    if len(self._open) >= stream_host.MAX_STREAMS:
+        self._wait_for_room(lambda: list(self._open), stream_host.MAX_STREAMS)
+
+
 # --- the thread that answers for keys
 
 
@@ -465,6 +523,15 @@ def test_a_bug_planted_in_threads_is_found(name, monkeypatch):
 @pytest.mark.parametrize("case", [pool_that_closes, grammars_that_close])
 def test_what_is_asked_amid_a_close_ends(case):
     assert first_failure(case, SEEDS, fair_pool, grammars, turns, HERE) == ""
+
+
+def test_a_flood_of_streams_leaves_others_theirs(tmp_path):
+    assert first_failure(flood_of_streams(tmp_path), SEEDS, stream_host, HERE) == ""
+
+
+def test_a_bug_planted_in_the_shares_of_streams_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_host.StreamHost, "_make_room", room_by_sum_alone)
+    assert first_failure(flood_of_streams(tmp_path), SEEDS, stream_host, HERE) != ""
 
 
 def test_a_key_is_rotated_under_load(tmp_path):
