@@ -233,9 +233,8 @@ def prefix_of_a_chunk(schedule):
     def body():
         loads = [SimpleNamespace(first_layer=0, stop_layer=2)] * 2
         prefix = load_records.Prefix(2, loads)
-        job = SimpleNamespace(check=lambda: None, deadline=SOON_S)
         schedule.together(
-            lambda: [prefix.wait(layer, job) for layer in (0, 1)],
+            lambda: [prefix.wait(layer, lambda: None, SOON_S) for layer in (0, 1)],
             *[lambda block=block: [prefix.arrived(block, range(i, i + 1), ()) for i in (0, 1)] for block in (0, 1)],
         )
         assert prefix._missing == [0, 0]
