@@ -206,7 +206,9 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
       mooncake-zmq config check cluster.toml
       mooncake-zmq config check configs/local.toml --model ~/models/llama.gguf
     """
-    from mooncake_zmq.config import check_devices, check_local_reads, check_open, summary, warnings
+    from mooncake_zmq.config.checks import check_devices, check_local_reads, check_open
+    from mooncake_zmq.config.summary import summary
+    from mooncake_zmq.config.warnings import warnings
 
     loaded = _load(path, model, assignments)
     _or_exit(lambda: check_devices(loaded.config.nodes))
@@ -231,7 +233,7 @@ def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
       mooncake-zmq config show cluster.toml
       mooncake-zmq config show cluster.toml --set prefill.chunk_tokens=1024
     """
-    from mooncake_zmq.config import effective
+    from mooncake_zmq.config.load import effective
 
     for dotted, value, source in effective(_load(path, model, assignments)):
         click.echo(f"{dotted} = {value!r}  ({source})")
@@ -574,7 +576,7 @@ def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
     """Print a conductor's answer; its refusal ends the command."""
     import json
 
-    from mooncake_zmq.config import ConfigError
+    from mooncake_zmq.config.records import ConfigError
     from mooncake_zmq.core.asks import AskError, decode, encode
     from mooncake_zmq.operate.local_nodes import ask
 
@@ -603,7 +605,7 @@ def _located(path: str) -> str:
 
 
 def _load(path: str, model: str | None, assignments: tuple[str, ...]) -> Any:
-    from mooncake_zmq.config import load
+    from mooncake_zmq.config.load import load
 
     overrides: dict[str, str] = {}
     for assignment in assignments:
@@ -617,7 +619,7 @@ def _load(path: str, model: str | None, assignments: tuple[str, ...]) -> Any:
 
 
 def _or_exit(action: Callable[[], Any]) -> Any:
-    from mooncake_zmq.config import ConfigError
+    from mooncake_zmq.config.records import ConfigError
 
     try:
         return action()

@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from mooncake_zmq import config as config_module
 from mooncake_zmq.cli import main
-from mooncake_zmq.config import ConfigError, check_devices, check_local_reads, check_open, effective, load, summary, warnings
+from mooncake_zmq.config import checks
+from mooncake_zmq.config import warnings as warnings_module
+from mooncake_zmq.config.checks import check_devices, check_local_reads, check_open
+from mooncake_zmq.config.load import effective, load
+from mooncake_zmq.config.records import ConfigError
+from mooncake_zmq.config.summary import summary
+from mooncake_zmq.config.warnings import warnings
 
 ROOT = Path(__file__).parent.parent
 NODES = """
@@ -52,7 +57,7 @@ def test_spans_without_the_extra_for_them_are_warned_of(write: Any, monkeypatch:
     told = "[gateway]\notlp_endpoint = 'http://collector:4318'\n"
     loaded = load(write(told, "[[nodes]]\nname = 'g'\nrole = 'gateway'\n"), {}, {})
     for installed in (True, False):
-        monkeypatch.setattr(config_module, "is_installed", lambda installed=installed: installed)
+        monkeypatch.setattr(warnings_module, "is_installed", lambda installed=installed: installed)
         assert any("needs the extra otel" in text for text in warnings(loaded)) == (not installed)
 
 
@@ -314,7 +319,7 @@ def test_a_device_that_this_machine_lacks_is_told_in_one_line(write: Any, monkey
         if device == "cuda":
             raise ValueError("device 'cuda' needs CuPy and a GPU")
 
-    monkeypatch.setattr(config_module, "array_namespace", lacking)
+    monkeypatch.setattr(checks, "array_namespace", lacking)
     nodes = NODES + '[[nodes]]\nname = "p"\nrole = "prefill"\ndevice = "cuda"\n'
     config = load(write("", nodes), {}, {}).config
     check_devices(config.nodes[:2])

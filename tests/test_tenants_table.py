@@ -5,7 +5,7 @@ from dataclasses import fields
 from functools import reduce
 from pathlib import Path
 
-from mooncake_zmq.config import Config
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.gateway.http.auth import LATEST_S, REFUSALS_PER_S
 from mooncake_zmq.gateway.requests.tenants import Tenant
 

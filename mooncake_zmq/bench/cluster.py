@@ -17,7 +17,7 @@ import click
 import httpx
 from httpx_sse import EventSource
 
-from mooncake_zmq.config import Config
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.operate.local_nodes import collect_dumps
 
 START_TIMEOUT_S = 300.0

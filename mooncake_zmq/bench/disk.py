@@ -28,7 +28,8 @@ from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout
 from mooncake_zmq.pool.node.disk_tier import BATCHES
 from mooncake_zmq.pool.node.settings import CacheNodeSettings
 from mooncake_zmq.pool.ssd.disk import Disk
-from mooncake_zmq.runtime.executor import Executor
+from mooncake_zmq.runtime.executor.executor import Executor
+from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.shared_memory import Segment
 
 T = TypeVar("T")
@@ -113,11 +114,7 @@ class _Tier:
         for grant in self._grants:
             segment.set_generation(grant.slot, grant.generation)
         self._executor = Executor(
-            node="bench",
-            incarnation=1,
-            host="bench",
-            layout=segment.layout,
-            segment=segment,
+            SegmentDirectory("bench", 1, "bench", segment.layout, segment),
             engine=None,
             runtime_dir=runtime_dir,
             emit=self._events.put,

@@ -22,7 +22,7 @@ from mooncake_zmq.bench.client_stream import Seen, ask
 from mooncake_zmq.bench.cluster import BenchCluster, bench_cluster
 from mooncake_zmq.bench.memory import footprint, threads_cpu_s
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.toy import ToyEngine

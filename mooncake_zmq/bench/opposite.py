@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mooncake_zmq.config import Config
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello
 from mooncake_zmq.core.node import Node

@@ -19,7 +19,8 @@ from mooncake_zmq.bench.client import Client, replay
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.config import Config, ConfigError, costs_of, load
+from mooncake_zmq.config.load import costs_of, load
+from mooncake_zmq.config.records import Config, ConfigError
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from mooncake_zmq.bench.opposite import Opposite, role_process, runtime_of
-from mooncake_zmq.config import Config, load
+from mooncake_zmq.config.load import load
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.actor import Drained, Effect, Event, PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
 from mooncake_zmq.core.messages import (
     BlocksLeased,

@@ -15,7 +15,8 @@ import click
 
 from mooncake_zmq.bench.opposite import Opposite, role_process, runtime_of
 from mooncake_zmq.bench.schedule_load import Asked
-from mooncake_zmq.config import Config, load
+from mooncake_zmq.config.load import load
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.actor import Effect, Event, PeerUp, Received, Send, SetTimer, TimerFired
 from mooncake_zmq.core.messages import Placed, Rejected, RequestEnded, Schedule
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime

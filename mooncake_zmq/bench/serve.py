@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from mooncake_zmq.bench.cluster import Answer, BenchCluster, bench_cluster
 from mooncake_zmq.bench.memory import footprint, shared_files
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.config import Config, load
+from mooncake_zmq.config.load import load
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sampling import sample

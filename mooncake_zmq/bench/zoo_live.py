@@ -19,7 +19,8 @@ from mooncake_zmq.bench.client_prompts import PromptForm
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
 from mooncake_zmq.bench.zoo_report import ZooReport
-from mooncake_zmq.config import Config, load
+from mooncake_zmq.config.load import load
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.laboratory import zoo
 from mooncake_zmq.laboratory.clairvoyant import foresee
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival, RequestRecord

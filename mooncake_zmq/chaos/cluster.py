@@ -20,7 +20,8 @@ from mooncake_zmq.chaos.checks import Footprint, Growth
 from mooncake_zmq.chaos.keys import RunKeys
 from mooncake_zmq.chaos.network import Network
 from mooncake_zmq.chaos.node import DIALS_VARIABLE, PLANTED_VARIABLE, STEP_VARIABLE, TOKEN_VARIABLE, Dials
-from mooncake_zmq.config import Config, Loaded, NodeSettings, load
+from mooncake_zmq.config.load import Loaded, load
+from mooncake_zmq.config.records import Config, NodeSettings
 from mooncake_zmq.core.roles import Role
 from mooncake_zmq.operate.local_nodes import collect_dumps
 from mooncake_zmq.transfer.process_lock import holder

@@ -22,7 +22,7 @@ from mooncake_zmq.engine.cpu import limit_blas
 
 if TYPE_CHECKING:
     from mooncake_zmq.chaos.run import Wanted
-    from mooncake_zmq.config import Loaded
+    from mooncake_zmq.config.load import Loaded
 
 DEFAULT_CONFIG = "configs/chaos.toml"
 
@@ -152,7 +152,8 @@ def _enter(*, alone: bool) -> None:
 
 
 def _load(path: str) -> "Loaded":
-    from mooncake_zmq.config import ConfigError, load
+    from mooncake_zmq.config.load import load
+    from mooncake_zmq.config.records import ConfigError
 
     try:
         return load(_located(path), {})
@@ -168,8 +169,7 @@ def _print_plan(loaded: "Loaded", seed: int, minutes: float, kinds: Sequence[Kin
 
 
 def _run_faults(wanted: "Wanted", *, keep: bool, as_json: bool) -> NoReturn:
-    from mooncake_zmq.chaos.report import as_json as report_as_json
-    from mooncake_zmq.chaos.report import print_report
+    from mooncake_zmq.chaos import report as reports
     from mooncake_zmq.chaos.run import NotStarted, Run
 
     run = Run(wanted, _sayer())
@@ -181,9 +181,9 @@ def _run_faults(wanted: "Wanted", *, keep: bool, as_json: bool) -> NoReturn:
         click.echo(f"mooncake-zmq chaos: {error}", err=True)
         sys.exit(1)
     if as_json:
-        click.echo(json.dumps(report_as_json(outcome, wanted), indent=1))
+        click.echo(json.dumps(reports.as_json(outcome, wanted), indent=1))
     else:
-        print_report(outcome, wanted, Console())
+        reports.print_report(outcome, wanted, Console())
     _end(outcome.problems, outcome.directory, keep=keep)
 
 

@@ -29,7 +29,7 @@ from mooncake_zmq.chaos.hostile import assault
 from mooncake_zmq.chaos.network import open_network
 from mooncake_zmq.chaos.plan import Fault, Kind, draw_plan
 from mooncake_zmq.chaos.streams import open_api
-from mooncake_zmq.config import Loaded
+from mooncake_zmq.config.load import Loaded
 
 QUIET_TIMEOUT_S = 120.0
 """Until every lease has run out: the longest one lasts a minute."""

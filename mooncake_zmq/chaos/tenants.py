@@ -24,7 +24,7 @@ from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, addresses
 from mooncake_zmq.chaos.floods import Target
 from mooncake_zmq.chaos.keys import OUTSIDER
 from mooncake_zmq.chaos.network import Network, open_network
-from mooncake_zmq.config import Loaded, load
+from mooncake_zmq.config.load import Loaded, load
 from mooncake_zmq.engine.toy import EOS_ID
 from mooncake_zmq.gateway.requests.tenants import Tenant, digest_of
 

@@ -1,4 +1,4 @@
-"""What an operator may ask of a running node, from the node's own machine. PURE: `operate` and `runtime.process` carry them."""
+"""What an operator may ask of a running node, from the node's own machine. PURE: `operate` and `runtime.asking` carry them."""
 
 from typing import Annotated, Any
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mooncake_zmq.core.messages import MAX_MOVES, Moved, SlotRef
+from mooncake_zmq.core.messages import MAX_TRANSFER_STATS, Moved, SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
@@ -85,7 +85,7 @@ class Moves:
         if not size_bytes:
             return
         key = kind, peer
-        if key not in self._bytes and len(self._bytes) >= MAX_MOVES - len(KINDS):
+        if key not in self._bytes and len(self._bytes) >= MAX_TRANSFER_STATS - len(KINDS):
             key = kind, OTHERS
         self._bytes[key] = self._bytes.get(key, 0) + size_bytes
 

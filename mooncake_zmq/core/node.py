@@ -53,9 +53,11 @@ class Node:
         facts: Facts | None = None,
         state: Dump | None = None,
         observe: Observe | None = None,
+        on_state: Callable[[str, StateTold], None] | None = None,
     ) -> None:
         """`layout`: by which KV that is moved is counted; None: it is not. `facts`, `state`: of the whole process, where there
-        is more to it than the actor. `observe` is told of every event that the actor has handled, and of its effects."""
+        is more to it than the actor. `observe` is given every event that the actor has handled, and its effects; `on_state`
+        the sender and the answer to each `ask_state`."""
         self.actor = actor
         self.session = session
         self.looking = Looking()
@@ -64,15 +66,13 @@ class Node:
         """It takes nothing new, as an operator wants, until he says otherwise or this life ends."""
         self.rest_wanted = False
         """He does want it; it may not be so yet."""
-        self.defers_rest = False
-        """The process has something to do first, and itself hands in that the actor is to rest."""
-        self.on_state: Callable[[str, StateTold], None] = lambda sender, told: None
-        """Hears what was asked for by `ask_state`."""
+        self._defers_cordon = False
         self.watchers = Watchers(session.counts)
         self.moves = None if layout is None else Moves(session.me, layout)
         self._facts = facts
         self._state = state
         self._observe = observe
+        self._on_state = on_state
         self._began_at = 0.0
 
     def start(self, now: float, event: Event) -> list[Outer]:
@@ -122,6 +122,10 @@ class Node:
         own = peer == self.session.me
         return self._run(now, [Received(peer, order)] if own else self.session.send(now, peer, order))
 
+    def defer_cordon(self) -> None:
+        """From here on the process has something to do before the actor takes nothing new, and itself hands in `RestWanted`."""
+        self._defers_cordon = True
+
     def report(self, now: float) -> Report:
         """How this process is."""
         counts, gauges = self._facts() if self._facts is not None else (self.actor.counts, self.actor.gauges(now))
@@ -156,13 +160,13 @@ class Node:
                 self.looking.hear(now, sender, message)
             case AskState(ask_id=ask_id):
                 return self.session.send(now, sender, self._state_for(now, ask_id))
-            case StateTold():
-                self.on_state(sender, message)
+            case StateTold() if self._on_state is not None:
+                self._on_state(sender, message)
         return []
 
     def _rest(self, resting: bool) -> Sequence[Event]:
         self.rest_wanted = resting
-        if resting == self.resting or (resting and self.defers_rest):
+        if resting == self.resting or (resting and self._defers_cordon):
             return []
         self.resting = resting
         return [RestWanted(resting)]

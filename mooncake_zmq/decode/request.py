@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mooncake_zmq.core.gaps import longest_step_s
-from mooncake_zmq.core.messages import DecodeAccount, HandoffDone, ReserveDecode, SlotRef
+from mooncake_zmq.core.messages import DecodeTimes, HandoffDone, ReserveDecode, SlotRef
 from mooncake_zmq.core.shell import Named
 from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
@@ -173,9 +173,9 @@ class Request:
         bound_s, message = self.request.tbt_slo_s, self.request
         return longest_step_s(bound_s, message.stop.max_tokens - message.first_index) if bound_s > 0 else math.inf
 
-    def account(self, now: float) -> DecodeAccount:
+    def account(self, now: float) -> DecodeTimes:
         """Where its time went, now that it is over."""
-        return DecodeAccount(
+        return DecodeTimes(
             request_id=self.request.request_id,
             attempt=self.request.attempt,
             handoff_s=max(0.0, self.verified_at - self.reserved_at),

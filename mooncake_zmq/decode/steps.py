@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mooncake_zmq.core.actor import Effect, Send, SetTimer, Start
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.gaps import growth_tokens
-from mooncake_zmq.core.messages import DecodeAccount, Measured, TokenLogprob, TokensDecoded
+from mooncake_zmq.core.messages import DecodeTimes, Measured, TokenLogprob, TokensDecoded
 from mooncake_zmq.core.pace import STEP_MEMORY_S, Pace
 from mooncake_zmq.core.shell import Ids, Tally
 from mooncake_zmq.core.work import DecodeStep, SampleTokens, StepDecoded, StepEntry, TokensSampled, WorkFailed
@@ -33,7 +33,7 @@ READY, STEPPING, CLOSING, SITTING_OUT = (
 STEP_BEGAN, STEPPED = RequestEvent.STEP_BEGAN, RequestEvent.STEPPED
 """By name, as each step needs them for each request: an enum's class is ten times as slow to look into."""
 
-Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeAccount | None]
+Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeTimes | None]
 """The tokens of one request in a `TokensDecoded`, their probabilities, and an account if it ends."""
 
 

@@ -213,7 +213,8 @@ def api(
 
 
 def _nodes(path: str) -> list[str]:
-    from mooncake_zmq.config import ConfigError, load
+    from mooncake_zmq.config.load import load
+    from mooncake_zmq.config.records import ConfigError
 
     try:
         return [node.name for node in load(path).config.nodes]

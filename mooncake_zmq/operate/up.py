@@ -18,18 +18,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, check_local_reads, check_open, is_tls, warnings
+from mooncake_zmq.config.checks import check_local_reads, check_open
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import ConfigError, NodeSettings
+from mooncake_zmq.config.warnings import is_tls, warnings
 from mooncake_zmq.core.roles import ENGINE_ROLES, Role
 from mooncake_zmq.gateway.http.tls import tls_files_of, trusting
-from mooncake_zmq.runtime.process import (
-    BAD_INPUT,
-    MISTAKES,
-    PARENT_VARIABLE,
-    PortInUse,
-    claim,
-    follow_parent,
-    make_private,
-)
+from mooncake_zmq.runtime.lifecycle import PARENT_VARIABLE, follow_parent, make_private
+from mooncake_zmq.runtime.listening import PortInUse, claim
+from mooncake_zmq.runtime.process import BAD_INPUT, MISTAKES
 from mooncake_zmq.runtime.vllm_server import server_command
 from mooncake_zmq.telemetry import log_file
 from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files

@@ -236,7 +236,7 @@ class Generation:
         self._thread.join()
         self._loop.close()
 
-    # A node beside vLLM holds no blocks: who has slots and sequences of its own is `runtime.executor`.
+    # A node beside vLLM holds no blocks: who has slots and sequences of its own is `runtime.executor.executor`.
 
     def fence(self, generations: tuple[tuple[int, int], ...]) -> None:
         raise AssertionError("no segment here")

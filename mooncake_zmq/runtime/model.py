@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from mooncake_zmq.config import Config, NodeSettings
+from mooncake_zmq.config.records import Config, NodeSettings
 from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.engine.card import ModelCard
 from mooncake_zmq.engine.cpu import Backend

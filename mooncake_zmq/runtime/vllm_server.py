@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 import structlog
 
-from mooncake_zmq.config import Config
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.generation import GENERATE, ONE_TOKEN
 from mooncake_zmq.vllm_node.settings import VllmSettings

@@ -86,7 +86,7 @@ LINGER_S = 1.0
 
 
 class WorkExecutor(Protocol):
-    """What carries out long work and owns this process's segment and sequences (`runtime.executor`)."""
+    """What carries out long work and owns this process's segment and sequences (`runtime.executor.executor`)."""
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
     def cancel(self, work_id: int) -> None: ...

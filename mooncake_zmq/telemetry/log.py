@@ -23,7 +23,7 @@ SAFE_MODULES = (
     "mooncake_zmq.core.profile",
     "mooncake_zmq.engine.errors",
     "mooncake_zmq.pool.ssd",
-    "mooncake_zmq.runtime.process",
+    "mooncake_zmq.runtime.listening",
     "mooncake_zmq.transfer",
     "sqlite3",
     "zmq",

@@ -47,9 +47,9 @@ class SegmentDirectory:
     ) -> None:
         """`shm_dir`: where neighbours' files must lie, if it is to be one place."""
         self._own_life = (node, incarnation)
-        self._own = own
+        self.own = own
         self._host = host
-        self._layout = layout
+        self.layout = layout
         self._cuda = cuda
         self._shm_dir = shm_dir
         self._neighbours: dict[str, tuple[int, _Neighbour]] = {}
@@ -96,7 +96,7 @@ class SegmentDirectory:
         """The mapped segment of a life on this host; None if there is none, or no longer. With `pinned` it may take seconds to
         be made ready for a GPU's copies; without, the host alone is to read and write there."""
         if life == self._own_life:
-            return self._own
+            return self.own
         neighbour = self._neighbour(life)
         if neighbour is None or not neighbour.is_local:
             return None
@@ -106,7 +106,7 @@ class SegmentDirectory:
                 # What cannot be written cannot be pinned on every GPU.
                 writable = writable or self._cuda is not None
                 try:
-                    mapped = Segment.attach(neighbour.segment.path, self._layout, life[1], writable=writable)
+                    mapped = Segment.attach(neighbour.segment.path, self.layout, life[1], writable=writable)
                 except SharedMemoryError as error:
                     log.warning("segment_lost", node=life[0], incarnation=life[1], error=str(error))
                     return None
@@ -136,7 +136,7 @@ class SegmentDirectory:
         neighbour = _Neighbour(segment, is_local=False)
         if here and self._cuda and self._cuda.sees(segment.device):
             try:
-                opened = DeviceSegment.open(self._cuda, segment.path, self._layout, life[1], segment.device, segment.handle)
+                opened = DeviceSegment.open(self._cuda, segment.path, self.layout, life[1], segment.device, segment.handle)
             except SharedMemoryError as error:
                 log.warning("device_slab_not_opened", node=life[0], incarnation=life[1], error=str(error))
             else:

@@ -185,7 +185,9 @@ def test_a_threads_crash_is_reported_before_it_is_logged() -> None:
 def test_everything_is_caught_in_one_place_only() -> None:
     """`except Exception` elsewhere hides bugs; these have their reason beside them. A gate looks for `except BaseException`."""
     threads = {
-        "runtime/executor",
+        "runtime/executor/sampler",
+        "runtime/executor/worker",
+        "runtime/executor/works",
         "runtime/kv_events",
         "runtime/kv_subscriber",
         "gateway/requests/otlp",

@@ -16,7 +16,7 @@ from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.gateway import BACKEND, MODELLED, NODES, OPEN_STREAMS, OPEN_TOKENS, PROMPT_TOKENS, TOY, _expect_open
 from mooncake_zmq.bench.memory import threads_cpu_s
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 
 
 @pytest.mark.parametrize(("model", "backend"), [(TOY, ""), (MODELLED, BACKEND)])

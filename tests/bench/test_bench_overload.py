@@ -18,7 +18,7 @@ from mooncake_zmq.bench.overload import (
     predictions_of,
     requests,
 )
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 from mooncake_zmq.core.hardware import HARDWARE
 
 WANTED = Load(multiple=3, duration_s=1000, prompt_tokens=8192, output_tokens=3, seed=1)

@@ -14,7 +14,7 @@ from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.zoo import SMALL_REQUESTS, names, source_of
 from mooncake_zmq.bench.zoo_live import SMALL_BLOCK, errors_between, least_tokens, parts_of, row_of
-from mooncake_zmq.config import load as load_config
+from mooncake_zmq.config.load import load as load_config
 from mooncake_zmq.laboratory import zoo
 from mooncake_zmq.laboratory.jobs import load
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival

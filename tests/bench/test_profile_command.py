@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench.command import profile as command
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 from mooncake_zmq.core.profile import decode
 
 QUICK = ["--lengths", "16,64,128", "--prefixes", "0,32", "--batches", "1,4", "--contexts", "16,64", "--rounds", "1"]

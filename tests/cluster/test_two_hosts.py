@@ -17,7 +17,7 @@ import pytest
 from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, stopped, until_none
 
 from mooncake_zmq.chaos.checks import busy, unheard
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 from mooncake_zmq.operate.local_nodes import collect_dumps
 from mooncake_zmq.transfer import key_files
 

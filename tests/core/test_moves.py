@@ -1,6 +1,6 @@
 """What a node says that it moved is what its works say that they copied."""
 
-from mooncake_zmq.core.messages import MAX_MOVES, SlotRef
+from mooncake_zmq.core.messages import MAX_TRANSFER_STATS, SlotRef
 from mooncake_zmq.core.moves import Moves
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -68,7 +68,7 @@ def test_what_failed_moved_nothing():
 
 
 def test_the_table_is_bounded_and_loses_no_bytes():
-    works = [(CopyBlocks(((ref(f"c{n}"), grant("me")),)), BlocksCopied((1,))) for n in range(2 * MAX_MOVES)]
+    works = [(CopyBlocks(((ref(f"c{n}"), grant("me")),)), BlocksCopied((1,))) for n in range(2 * MAX_TRANSFER_STATS)]
     found = told(*works)
-    assert len(found) <= MAX_MOVES
-    assert sum(found.values()) == 2 * MAX_MOVES * BLOCK
+    assert len(found) <= MAX_TRANSFER_STATS
+    assert sum(found.values()) == 2 * MAX_TRANSFER_STATS * BLOCK

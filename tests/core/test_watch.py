@@ -116,11 +116,13 @@ class Pair:
     def __init__(self, *names):
         self.now = 0.0
         self.nodes = {}
+        self.answers = []
+        """(sender, answer) of states that any of them asked for."""
         for name in names:
             hello = Hello(protocol=1, role=MEMBERS[name].roles[0], host="h", model="m", tokenizer="t", layout="l")
             settings = SessionSettings()
             session = Session(me=name, incarnation=1, hello=hello, peers=MEMBERS, settings=settings, now=0.0)
-            self.nodes[name] = Node(Counting(), session)
+            self.nodes[name] = Node(Counting(), session, on_state=lambda *answer: self.answers.append(answer))
         for name, node in self.nodes.items():
             self.carry(name, node.start(0.0, Started()))
 
@@ -175,22 +177,19 @@ def test_who_is_no_gateway_may_not_ask():
 def test_all_of_a_nodes_state_comes_once_when_it_is_asked_for():
     pair = Pair("g", "p")
     pair.run(1.0)
-    told = []
-    pair.nodes["g"].on_state = lambda sender, answer: told.append((sender, answer.ask_id, answer.state))
     pair.carry("g", pair.nodes["g"].ask_state(pair.now, "p", 7))
-    ((sender, ask_id, state),) = told
-    assert (sender, ask_id) == ("p", 7)
-    assert json.loads(state)["actor"] == {"key": "01"}
+    ((sender, answer),) = pair.answers
+    assert (sender, answer.ask_id) == ("p", 7)
+    assert json.loads(answer.state)["actor"] == {"key": "01"}
 
 
 def test_a_state_that_no_message_takes_is_told_to_be_too_long():
     pair = Pair("g", "p")
     pair.run(1.0)
     pair.nodes["p"].actor.dump = lambda now: {"much": "x" * (2 << 20)}
-    told = []
-    pair.nodes["g"].on_state = lambda _sender, answer: told.append(answer)
     pair.carry("g", pair.nodes["g"].ask_state(pair.now, "p", 7))
-    assert "more than a message takes" in told[0].error
+    ((_, answer),) = pair.answers
+    assert "more than a message takes" in answer.error
 
 
 def test_who_is_to_rest_hears_it_once_and_tells_until_it_is_undone():
@@ -218,7 +217,7 @@ def test_a_gateway_that_is_to_rest_itself_needs_nobody_for_it():
 def test_a_rest_that_its_process_defers_is_told_once_it_is_so_and_may_be_undone_before():
     pair = Pair("g")
     node = pair.nodes["g"]
-    node.defers_rest = True
+    node.defer_cordon()
     for _ in range(2):
         node.rest(pair.now, "g", True)
         told = node.report(pair.now)

@@ -34,7 +34,7 @@ class Masks:
         self.ready_at[sequence] = self.free_at if self.took_s[sequence] else now
 
     def step(self, now, work):
-        """When a step ends that begins now, and who sits it out, as `runtime.executor` does it."""
+        """When a step ends that begins now, and who sits it out, as `runtime.executor.compute` does it."""
         computed_at = now + STEP_S
         awaited = [entry for entry in work.entries if entry.mask_s and self.ready_at[entry.sequence] > computed_at]
         needed_at = max((self.ready_at[entry.sequence] for entry in awaited), default=computed_at)

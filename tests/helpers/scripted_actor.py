@@ -24,7 +24,7 @@ from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
-from mooncake_zmq.runtime.process import listen
+from mooncake_zmq.runtime.listening import listen
 
 EOS = 256
 Batches = list[list[ClientOutput]]
@@ -82,6 +82,9 @@ class ScriptedActor:
     looks: list[float] = field(default_factory=list)
     states: dict[str, StateTold] = field(default_factory=dict)
     rests: list[tuple[str, bool]] = field(default_factory=list)
+    writes_later: bool = False
+    writes: list[Callable[[], None]] = field(default_factory=list)
+    """Lines of the log that are not written yet, where `writes_later`."""
     deaf: bool = False
     """No node does what it is asked to."""
 
@@ -146,6 +149,12 @@ class ScriptedActor:
 
     def resting(self) -> bool:
         return self.edge.name in self.reports and self.reports[self.edge.name].report.resting
+
+    def is_listening(self) -> bool:
+        return False
+
+    def call_later(self, write: Callable[[], None]) -> None:
+        self.writes.append(write) if self.writes_later else write()
 
     def look(self, for_s: float) -> None:
         self.looks.append(for_s)

@@ -2,10 +2,11 @@
 
 A bug that is planted in each of them is found."""
 
+import os
 import sys
 from collections import Counter, deque
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from mooncake_zmq.core import turns
 from mooncake_zmq.engine import fair_pool, grammars
 from mooncake_zmq.engine.constraint import ConstraintError
 from mooncake_zmq.engine.grammar_process import Ask, Told
-from mooncake_zmq.runtime import executor
+from mooncake_zmq.runtime.executor import load_records, sampler
 from mooncake_zmq.transfer import connections, key_files, sockets, stream_host
 from mooncake_zmq.transfer.own_files import replace_own
 
@@ -28,6 +29,18 @@ HERE = sys.modules[__name__]
 SEEDS = range(100)
 SOON_S = 10.0
 """Virtual: a thread that waits for so long was not woken."""
+
+
+@contextmanager
+def its_descriptors(owner, *closed):
+    """Close them after a run that failed, in which the owner's own `close` was not reached."""
+    try:
+        yield owner
+    finally:
+        if owner._stop >= 0:
+            for name in closed:
+                getattr(owner, name).close()
+            os.close(owner._stop)
 
 
 # --- the pool in which requests are prepared
@@ -196,15 +209,15 @@ def sampler_of_jobs(schedule):
     """A job is sampled once: when its mask is there, or when it is stopped; and nothing waits for longer than that."""
 
     def body():
-        sampled, sampler = Counter(), executor._Sampler(lambda error: None)
+        sampled, samples = Counter(), sampler.Sampler(lambda error: None)
         jobs = [SimpleNamespace(unsampled=Unsampled(), stopped="", deadline=SOON_S, is_late=lambda: False) for _ in range(3)]
 
         def asks(number):
-            sampler.put(jobs[number], lambda: sampled.update([number]))
+            samples.put(jobs[number], lambda: sampled.update([number]))
 
         def stops(job):
             job.stopped = "cancelled"
-            sampler.wake()
+            samples.wake()
 
         schedule.together(
             *[lambda number=number: asks(number) for number in range(3)],
@@ -214,7 +227,7 @@ def sampler_of_jobs(schedule):
         )
         schedule.wait_until(lambda: sampled.total() == 3, SOON_S)
         assert schedule.now < SOON_S, "the sampler slept although something had changed"
-        sampler.close()
+        samples.close()
         assert sampled == {0: 1, 1: 1, 2: 1}
 
     return body
@@ -232,10 +245,9 @@ def prefix_of_a_chunk(schedule):
 
     def body():
         loads = [SimpleNamespace(first_layer=0, stop_layer=2)] * 2
-        prefix = executor._Prefix(2, loads)
-        job = SimpleNamespace(check=lambda: None, deadline=SOON_S)
+        prefix = load_records.Prefix(2, loads)
         schedule.together(
-            lambda: [prefix.wait(layer, job) for layer in (0, 1)],
+            lambda: [prefix.wait(layer, lambda: None, SOON_S) for layer in (0, 1)],
             *[lambda block=block: [prefix.arrived(block, range(i, i + 1), ()) for i in (0, 1)] for block in (0, 1)],
         )
         assert prefix._missing == [0, 0]
@@ -317,9 +329,10 @@ def honest_and_endless(schedule):
             patch.object(connections, "cut", lambda listening, descriptor: cuts.append(descriptor)),
             patch.object(connections, "_endpoint", lambda listening: "tcp://here"),
             patch.object(connections, "log", SimpleNamespace(warning=lambda *_, **__: None)),
+            its_descriptors(watching),
         ):
             schedule.together(sends, receives, looks)
-        watching.close()
+            watching.close()
         assert cuts == [ENDLESS]
 
     return body
@@ -376,10 +389,11 @@ def flood_of_streams(directory):
                     assert len(host._open) < stream_host.MAX_STREAMS
                     host._begin(Stream(schedule), SimpleNamespace(holder=holder, token=b""))
 
-                for holder in ["red"] * 5 + ["blue", "red", "blue", "red", "blue"]:
-                    begin(holder)
-                assert len(host._of("blue")) >= 2
-                host.close()
+                with its_descriptors(host, "_listener", "_ready"):
+                    for holder in ["red"] * 5 + ["blue", "red", "blue", "red", "blue"]:
+                        begin(holder)
+                    assert len(host._of("blue")) >= 2
+                    host.close()
                 assert crashes == []
                 assert not host._open
 
@@ -422,8 +436,8 @@ def keys_in_rotation(directory):
                 book=key_texts.parse(book_of(OLD)),
                 clock=lambda: 0.0,
             )
-            shared, over = sockets.Sockets(mine), []
-            shared.borrow()
+            with patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()):
+                shared, over = sockets.Sockets(mine), []
 
             def operator():
                 replace_own(path, book_of(OLD, NEW).encode())
@@ -446,9 +460,8 @@ def keys_in_rotation(directory):
                     assert any(shared.holder("control", f"there {key}") for key in (OLD, NEW, OLD))
                     schedule.switch()
 
-            with patch.object(key_files, "log", SimpleNamespace(info=lambda *_, **__: None)):
+            with patch.object(key_files, "log", SimpleNamespace(info=lambda *_, **__: None)), its_descriptors(shared):
                 schedule.together(operator, follows, connects)
-            shared.give_back()
 
         return body
 
@@ -472,6 +485,7 @@ def one_authenticator(schedule):
             patch.object(sockets.Sockets, "inner", lambda self, kind: SimpleNamespace(bind=began.append, close=lambda: None)),
             patch.object(sockets.Sockets, "_run", lambda self: None),
             patch.object(sockets.Sockets, "_end", lambda self: ended.append(self)),
+            patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()),
         ):
             shared = sockets.Sockets()
             for _ in range(3):
@@ -481,7 +495,8 @@ def one_authenticator(schedule):
                 shared._answer_for_keys()
                 shared.give_back()
 
-            schedule.together(part, part, part)
+            with its_descriptors(shared):
+                schedule.together(part, part, part)
         assert began == [sockets.ZAP_ENDPOINT]
         assert ended == [shared]
 
@@ -500,8 +515,8 @@ def give_back_without_the_guard(self):
 CASES = {
     "the pool of tenants": (pool_of_tenants, (fair_pool, turns), fair_pool.FairPool, "_next", idle_without_the_lock),
     "grammars": (answers_with_grammars, (grammars, fair_pool), grammars.Grammars, "_ask_of", ask_of_what_is_dropped),
-    "the sampler": (sampler_of_jobs, (executor,), executor._Sampler, "put", wake_before_the_job_is_there),
-    "a chunk's prefix": (prefix_of_a_chunk, (executor,), executor._Prefix, "arrived", arrived_without_the_lock),
+    "the sampler": (sampler_of_jobs, (sampler,), sampler.Sampler, "put", wake_before_the_job_is_there),
+    "a chunk's prefix": (prefix_of_a_chunk, (load_records,), load_records.Prefix, "arrived", arrived_without_the_lock),
     "connections": (honest_and_endless, (connections,), connections.Connections, "_look", look_that_loses),
     "the sockets' keys": (one_authenticator, (sockets,), sockets.Sockets, "give_back", give_back_without_the_guard),
 }

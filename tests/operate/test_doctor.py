@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.cli import main
-from mooncake_zmq.config import Loaded, load
+from mooncake_zmq.config.load import Loaded, load
 from mooncake_zmq.operate.doctor import clock, compute, examination, here, limits, memory, packages, peers, places, storage
 from mooncake_zmq.operate.doctor.finding import Finding, Here
-from mooncake_zmq.runtime.process import listen
+from mooncake_zmq.runtime.listening import listen
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 ROOT = Path(__file__).parent.parent.parent

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from mooncake_zmq.cli import main
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, picture
 from mooncake_zmq.operate.console.gateways import KEY_VARIABLE, Gateways, NoGateway, place
 from mooncake_zmq.operate.console.status import show, watch

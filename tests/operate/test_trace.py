@@ -8,7 +8,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from mooncake_zmq.config import ConfigError
+from mooncake_zmq.config.records import ConfigError
 from mooncake_zmq.gateway.requests.request_log import Account, Attempt, told
 from mooncake_zmq.operate.console.gateways import Gateways
 from mooncake_zmq.operate.console.trace import show

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 from mooncake_zmq.engine import cpu
 from mooncake_zmq.operate import up as up_module
 from mooncake_zmq.operate.up import Up, _Child

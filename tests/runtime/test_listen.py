@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mooncake_zmq.runtime.process import PortInUse, claim, is_deserted, listen
+from mooncake_zmq.runtime.listening import PortInUse, claim, is_deserted, listen
 
 
 def test_connections_send_small_writes_at_once():

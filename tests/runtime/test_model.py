@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from msgspec import structs
 
 from mooncake_zmq.cli import main
-from mooncake_zmq.config import Config, ModelSettings, NodeSettings
+from mooncake_zmq.config.records import Config, ModelSettings, NodeSettings
 from mooncake_zmq.engine import card as cards
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare

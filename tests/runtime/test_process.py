@@ -11,8 +11,8 @@ import pytest
 TOY = Path(__file__).parent.parent.parent / "configs/toy.toml"
 CRASHES_EARLY = """
 import sys
-from mooncake_zmq.config import load
-from mooncake_zmq.runtime import process
+from mooncake_zmq.config.load import load
+from mooncake_zmq.runtime import parts, process
 
 class AnEarlyBug(Exception):
     pass
@@ -22,7 +22,7 @@ def crashing_server(*arguments, on_crash, **settings):
     on_crash(AnEarlyBug())
     return server
 
-real, process.DataServer = process.DataServer, crashing_server
+real, parts.DataServer = parts.DataServer, crashing_server
 loaded = load(sys.argv[1], {"cluster.runtime_dir": sys.argv[2], "cluster.shm_dir": sys.argv[2]})
 sys.exit(process.main(loaded, "cache-a"))
 """

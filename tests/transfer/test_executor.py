@@ -50,10 +50,14 @@ from mooncake_zmq.engine.sampling import logprob
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.gateway.openai.constraints import of_lark
 from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.runtime import executor as executor_module
-from mooncake_zmq.runtime.executor import Executor, _Sampler
+from mooncake_zmq.runtime.executor import compute, jobs, worker
+from mooncake_zmq.runtime.executor import loads as loads_module
+from mooncake_zmq.runtime.executor.executor import Executor
+from mooncake_zmq.runtime.executor.jobs import Job
+from mooncake_zmq.runtime.executor.sampler import Sampler
 from mooncake_zmq.transfer.block_copy import load_blocks
 from mooncake_zmq.transfer.data_server import DataServer
+from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 TIMEOUT_S = 20.0
@@ -65,23 +69,20 @@ STEPS = 6
 class Rig:
     """A process without its actor: a segment, an executor, perhaps a data server, and the events in their order."""
 
-    def __init__(self, name, segment, crashes, runtime_dir, *, host="here", engine=None, serve=False, **options):
+    def __init__(
+        self, name, segment, crashes, runtime_dir, *, host="here", engine=None, serve=False, cuda=None, shm_dir=None, **options
+    ):
         self.name, self.segment, self.host = name, segment, host
         self.events = []
         self.changed = threading.Condition()
         self.next_id = 0
         self.executor = Executor(
-            progress_s=0.0,
-            node=name,
-            incarnation=1,
-            host=host,
-            layout=segment.layout,
-            segment=segment,
+            SegmentDirectory(name, 1, host, segment.layout, segment, cuda, shm_dir),
             engine=engine or ToyEngine(),
             runtime_dir=runtime_dir,
             emit=self.emit,
             on_crash=crashes.append,
-            **options,
+            **{"progress_s": 0.0, **options},
         )
         self.server = DataServer(segment, "tcp://127.0.0.1:*", on_crash=crashes.append) if serve else None
 
@@ -271,21 +272,21 @@ def test_a_sequence_hears_how_much_of_it_will_be_filled(make_rig, monkeypatch):
 
 
 def test_the_layers_of_a_short_chunk_are_told_with_its_result_alone(make_rig):
-    rig = make_rig("a")
-    rig.executor._progress_s = 3600.0
+    rig = make_rig("a", progress_s=3600.0)
     rig.prefill()
     assert all(isinstance(event, WorkDone) for event in rig.events)
 
 
 def test_of_a_long_chunk_the_last_layer_is_told_at_once_however_lately_another_was(make_rig, monkeypatch):
-    rig = make_rig("a")
-    rig.executor._progress_s = 40.0
+    rig = make_rig("a", progress_s=40.0)
     rig.executor.open_sequence(1, 32)
     work = ComputeChunk(1, 0, PROMPT[:8].tobytes(), (), tuple(rig.grants(0, 1)), None, math.inf)
-    job = executor_module._Job(1, work, math.inf)
+    job = Job(1, work, math.inf, sequences={1: rig.executor._works.sequences[1]})
     clock = SimpleNamespace(monotonic=partial(next, count(0.0, 10.0)), perf_counter=time.perf_counter)
-    monkeypatch.setattr(executor_module, "time", clock)  # each look at it, two behind each layer, 10 s after the one before
-    rig.executor._compute_chunk(job, work, rig.executor._sequences[1].kv)
+    ((_, turn),) = rig.executor._compute.chunk(job, work).turns
+    for module in (compute, jobs):  # each look at it, two behind each layer, 10 s after the one before
+        monkeypatch.setattr(module, "time", clock)
+    turn()
     assert [event.progress for event in rig.events] == [LayersComputed(1), LayersComputed(3)]
 
 
@@ -304,7 +305,7 @@ def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkey
         computed_at_load[layer] = len(rig.events)
         return load_blocks(loads, sequence, **options)
 
-    monkeypatch.setattr(executor_module, "load_blocks", load_late)
+    monkeypatch.setattr(loads_module, "load_blocks", load_late)
     work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
     assert rig.result(work).token == token
     assert computed_at_load == {0: 0, 1: 1, 2: 2}, "and none is computed before it is loaded"
@@ -457,7 +458,7 @@ def test_a_prompt_whose_grammar_is_not_ready_stops_no_other_and_is_sampled_witho
     chunk = rig.result(rig.compute(1, 0, PROMPT, sampling=sampling))
     assert (chunk.token, chunk.others) == (None, ())
     late = rig.start(SampleTokens(1))
-    opened = rig.executor._sequences[1]
+    opened = rig.executor._works.sequences[1]
     rig.executor.close_sequence(1)
     assert opened.memory is None, "its memory is free at once"
     rig.executor.open_sequence(2, 64)
@@ -486,7 +487,7 @@ def test_a_sampler_that_is_closed_ends_after_the_last_job_that_was_stopped():
     job = SimpleNamespace(stopped="", deadline=time.monotonic() + 1000, is_late=lambda: False)
     looked, sampled = threading.Event(), threading.Event()
     job.unsampled = SimpleNamespace(awaited=lambda: looked.set() or Future(), left_s=lambda: 1000.0)
-    sampler = _Sampler(on_crash=pytest.fail)
+    sampler = Sampler(on_crash=pytest.fail)
     sampler.put(job, sampled.set)
     assert looked.wait(TIMEOUT_S)
     job.stopped = "closed"
@@ -759,7 +760,7 @@ def test_a_cancelled_chunk_frees_the_compute_thread_while_its_load_still_runs(ma
         assert go.wait(TIMEOUT_S)
         return load_blocks(*args, **options)
 
-    monkeypatch.setattr(executor_module, "load_blocks", load_slowly)
+    monkeypatch.setattr(loads_module, "load_blocks", load_slowly)
     work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
     assert loading.wait(TIMEOUT_S)
     other = rig.compute(2, 0, PROMPT, sampling=GREEDY)
@@ -814,7 +815,7 @@ def test_a_prefix_that_is_late_fails_its_blocks_and_accuses_none(make_rig, monke
         time.sleep(0.3)
         return load_blocks(*args, **options)
 
-    monkeypatch.setattr(executor_module, "load_blocks", load_slowly)
+    monkeypatch.setattr(loads_module, "load_blocks", load_slowly)
     chunk = rig.result(rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY, prefix_s=0.2))
     assert isinstance(chunk, ChunkComputed)
     assert chunk.failed
@@ -833,10 +834,10 @@ def test_after_a_crash_of_the_reader_works_still_end_and_closing_tells_no_other_
     monkeypatch.setattr(rig.executor._reader, "_ask", broken)
     assert rig.run(PullBlocks(1, loads(refs))) == BlocksPulled((), (0, 1, 2, 3))
     assert rig.run(PullBlocks(1, loads(refs))) == BlocksPulled((), (0, 1, 2, 3))
-    monkeypatch.setattr(rig.executor, "_stop", lambda *_: None)
-    rig.executor._jobs[99] = None  # a work whose end the crash has swallowed
+    monkeypatch.setattr(rig.executor._works, "_stop", lambda *_: None)
+    rig.executor._works._jobs[99] = None  # a work whose end the crash has swallowed
     rig.executor.close()
-    rig.executor._jobs.clear()
+    rig.executor._works._jobs.clear()
     assert isinstance(crashes.pop(), ArithmeticError)
 
 
@@ -913,7 +914,7 @@ def test_a_bug_is_told_whatever_becomes_of_the_log(make_rig, crashes, monkeypatc
         raise OSError(errno.ENOSPC, "planted")
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(executor_module, "log", SimpleNamespace(critical=full))
+    monkeypatch.setattr(worker, "log", SimpleNamespace(critical=full))
     rig = make_rig("a", engine=BrokenEngine())
     rig.executor.open_sequence(1, 32)
     assert isinstance(rig.result(rig.compute(1, 0, PROMPT)), WorkFailed)

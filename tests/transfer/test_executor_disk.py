@@ -27,7 +27,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.pool.ssd.disk_copy import read_blocks, write_blocks
-from mooncake_zmq.runtime import executor as executor_module
+from mooncake_zmq.runtime.executor import disk_threads
 
 BLOCKS = 6
 
@@ -259,8 +259,8 @@ def test_a_cancelled_work_stops_between_shares(rig, refs, disk, monkeypatch, way
         return call
 
     monkeypatch.setattr(disk, "share_out", lambda blocks: [[index] for index in range(len(blocks))])
-    monkeypatch.setattr(executor_module, "read_blocks", held(read_blocks))
-    monkeypatch.setattr(executor_module, "write_blocks", held(write_blocks))
+    monkeypatch.setattr(disk_threads, "read_blocks", held(read_blocks))
+    monkeypatch.setattr(disk_threads, "write_blocks", held(write_blocks))
     if way == "write":
         work = demotion(refs)
     else:
@@ -290,7 +290,7 @@ def test_a_promotion_does_not_wait_for_demotions(rig, refs, disk, monkeypatch):
         assert go.wait(TIMEOUT_S)
         return write_blocks(*args)
 
-    monkeypatch.setattr(executor_module, "write_blocks", held)
+    monkeypatch.setattr(disk_threads, "write_blocks", held)
     demoting = rig.start(demotion(refs))
     copies = ((work.blocks[0][1], rig.grants(8)[0]),)
     assert rig.run(CopyBlocks(copies)) == BlocksCopied((refs[0].checksum,))

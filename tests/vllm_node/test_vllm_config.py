@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_zmq.config import ConfigError, load, summary, warnings
+from mooncake_zmq.config.load import load
+from mooncake_zmq.config.records import ConfigError
+from mooncake_zmq.config.summary import summary
+from mooncake_zmq.config.warnings import warnings
 from mooncake_zmq.operate.up import Up
 from mooncake_zmq.runtime.vllm_server import server_command
 from mooncake_zmq.vllm_node.settings import VllmSettings

@@ -64,6 +64,12 @@ class Backing(Watching, Protocol):
     def resting(self) -> bool:
         """An operator wants this gateway to take no new calls, for a while."""
 
+    def is_listening(self) -> bool:
+        """Whether the process accepts connections."""
+
+    def call_later(self, write: Callable[[], None]) -> None:
+        """Call `write` soon, when the clients of what ended now have their answers."""
+
 
 class Full(Exception):
     """No slot is free, there is no memory for a body, or the gateway drains or rests: HTTP 503 with Retry-After."""
@@ -114,11 +120,7 @@ class Edge:
         self.clock = clock
         self.overview = self._overview(listed, about or {})
         self.draining = False
-        self.listens: Callable[[], bool] = lambda: False
-        """Does the process let in who comes?"""
         self._export = export
-        self.later: Callable[[Callable[[], None]], object] = lambda write: write()
-        """Calls what it is given when nobody waits for anything, perhaps; by itself at once."""
         self._unwritten: deque[tuple[Account, Names]] = deque()
         self._will_write = False
         self.traces = Traces()
@@ -215,7 +217,7 @@ class Edge:
         """The end of an answer does not wait for its line in the log."""
         if self._unwritten and not self._will_write:
             self._will_write = True
-            self.later(self._write_some)
+            self.backing.call_later(self._write_some)
 
     def _write_some(self) -> None:
         self._will_write = False
@@ -314,7 +316,7 @@ class Edge:
             "edge_bodies": self.bodies,
             "edge_reading_bytes": self.reading_bytes,
             "edge_held_scores": self.held_scores,
-            LISTENING: float(self.listens()),
+            LISTENING: float(self.backing.is_listening()),
         }
         return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
 

@@ -23,7 +23,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.messages import (
     AttemptFailed,
-    DecodeAccount,
+    DecodeTimes,
     FirstToken,
     Message,
     Placed,
@@ -254,7 +254,7 @@ def _first(account: Account, attempt: Attempt, message: FirstToken, now_s: float
     attempt.load_s, attempt.prefill_s = message.load_s, max(0.0, message.prefill_s - message.prepare_s)
 
 
-def _decoded(attempt: Attempt, told: DecodeAccount) -> None:
+def _decoded(attempt: Attempt, told: DecodeTimes) -> None:
     attempt.handoff_s, attempt.wait_s = told.handoff_s, told.wait_s
     attempt.decode_s, attempt.steps = told.decode_s, told.steps
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx
 
-from mooncake_zmq.config import ConfigError, Loaded, NodeSettings, is_tls
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import ConfigError, NodeSettings
+from mooncake_zmq.config.warnings import is_tls
 from mooncake_zmq.gateway.http.tls import trusting
 
 KEY_VARIABLE = "MOONCAKE_ZMQ_API_KEY"

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mooncake_zmq.config import NodeSettings, exposure_of
+from mooncake_zmq.config.records import NodeSettings
+from mooncake_zmq.config.warnings import exposure_of
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.operate.doctor.places import units_installed

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mooncake_zmq.config import Loaded
+from mooncake_zmq.config.load import Loaded
 from mooncake_zmq.operate.doctor import access, clock, compute, here, limits, memory, packages, peers, places, storage
 from mooncake_zmq.operate.doctor.finding import LEVELS, Finding, Here
 

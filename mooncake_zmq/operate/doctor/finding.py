@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mooncake_zmq.config import Config, Loaded, NodeSettings
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import Config, NodeSettings
 
 Level = Literal["ok", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")

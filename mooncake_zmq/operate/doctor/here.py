@@ -3,7 +3,8 @@
 import errno
 import socket
 
-from mooncake_zmq.config import Loaded, NodeSettings
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.transfer.process_lock import holder
 

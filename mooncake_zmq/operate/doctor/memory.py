@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake_zmq.config import NodeSettings
+from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.engine.inspect import measure_host
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake_zmq.config import NodeSettings
+from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.operate.doctor.here import tcp_address
 from mooncake_zmq.roles import PARTS

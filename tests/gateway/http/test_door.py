@@ -20,7 +20,7 @@ from mooncake_zmq.gateway.http.acceptor import network_of
 from mooncake_zmq.gateway.http.connection import PIECES, Connection
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
-from mooncake_zmq.runtime.process import listen
+from mooncake_zmq.runtime.listening import listen
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 QUICK = ConnectionSettings(head_timeout_s=0.08, idle_timeout_s=60.0)

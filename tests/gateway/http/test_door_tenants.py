@@ -151,6 +151,7 @@ def test_connections_that_have_just_come_make_room_too():
 def test_who_is_refused_again_and_again_waits_for_it_and_nobody_else_does():
     actor = guarded(share=1 / 8)  # of 8 slots
     actor.script = lambda _request, _number: []
+    actor.edge.clock = lambda: 1000.0  # all refusals are of one second, however slow this machine is
     counts = actor.edge.counts
 
     async def client(port):

@@ -133,8 +133,8 @@ def test_each_request_that_is_over_is_one_line_of_the_log(capture_logs):
 
 
 def test_the_end_of_an_answer_does_not_wait_for_its_line_in_the_log(capture_logs):
-    edge, waiting = ScriptedActor().edge, []
-    edge.later = waiting.append
+    actor = ScriptedActor(writes_later=True)
+    edge, waiting = actor.edge, actor.writes
     for number in range(3):
         edge.ended(Account(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
     assert (len(waiting), capture_logs) == (1, [])
@@ -148,8 +148,8 @@ def test_the_end_of_an_answer_does_not_wait_for_its_line_in_the_log(capture_logs
 
 
 def test_of_many_lines_each_turn_writes_some_and_one_that_fails_takes_no_other_along(capture_logs, monkeypatch):
-    edge, waiting = ScriptedActor().edge, []
-    edge.later = waiting.append
+    actor = ScriptedActor(writes_later=True)
+    edge, waiting = actor.edge, actor.writes
     written, full = edge_module.line, [OSError("no space")]
     monkeypatch.setattr(edge_module, "line", lambda account: fails(full.pop()) if full else written(account))
     for number in range(2 * LINES_AT_ONCE):

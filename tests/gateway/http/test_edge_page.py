@@ -162,8 +162,8 @@ def test_it_reads_only_what_the_cluster_tells(picture):
             if otherwise is not None:
                 number = isinstance(otherwise, int)
                 assert isinstance(told[kind][name], (int, float) if number else type(otherwise)), (kind, name)
-    process = (HOME / "runtime/process.py").read_text()
-    assert [name for name in about if f'"{name}": self.' not in process] == []
+    process = (HOME / "runtime/gateway_process.py").read_text()
+    assert [name for name in about if f'"{name}": ' not in process] == []
 
 
 def test_it_uses_all_that_it_reads():

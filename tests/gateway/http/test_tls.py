@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.cli import main
-from mooncake_zmq.config import load
+from mooncake_zmq.config.load import load
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.gateway.http import tls
 from mooncake_zmq.gateway.http.tls import Tls, TlsFiles, presented, tls_files_of

@@ -8,7 +8,7 @@ import pytest
 from test_requests import Node
 
 from mooncake_zmq.core.messages import (
-    DecodeAccount,
+    DecodeTimes,
     FirstToken,
     Outcome,
     Rejected,
@@ -83,7 +83,7 @@ def test_durations_that_nodes_tell_are_laid_back_from_their_messages():
     node.say("p0", FirstToken(request_id="r", attempt=1, index=0, token=0, **cached, **times))
     node.tokens(1, 2, 3)
     node.advance(2.0)
-    told_by_decode = DecodeAccount(request_id="r", attempt=1, handoff_s=0.9, wait_s=0.4, decode_s=1.5, steps=4)
+    told_by_decode = DecodeTimes(request_id="r", attempt=1, handoff_s=0.9, wait_s=0.4, decode_s=1.5, steps=4)
     node.say("d0", TokensDecoded(entries=(("r", 1, 4, (4,)),), accounts=(told_by_decode,)))
     named = {span.name: (round(span.start_s, 6), round(span.duration_s, 6)) for span in spans(node.only)}
     assert named == {

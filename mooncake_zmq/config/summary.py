@@ -1,0 +1,65 @@
+"""A summary of a deployment for the operator."""
+
+from collections.abc import Iterator
+
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.warnings import is_tls
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.gateway.http.api_keys import api_keys_of
+
+
+def summary(loaded: Loaded) -> Iterator[str]:
+    """What the deployment uses, line by line. Sizes of KV are exact once the model is prepared."""
+    config, mib = loaded.config, 1 << 20
+    totals = {"cpu": 0, "cuda": 0}
+    yield f"cluster {config.cluster.name}: model {config.model.path}, blocks of {config.model.block_tokens} tokens"
+    for node in config.nodes:
+        section = loaded.section(node)
+        what, size = "", 0
+        match node.role:
+            case "cache-node":
+                size, what = section.pool_bytes, f"pool of {section.pool_bytes / mib:,.0f} MiB"
+                if node.store_endpoint:
+                    size += section.objects.object_bytes
+                    what += f", store of {section.objects.object_bytes / mib:,.0f} MiB at {node.store_endpoint}"
+                    if section.objects.tenants:
+                        what += f" for {', '.join(tenant.name for tenant in section.objects.tenants)}"
+                    if section.objects.ssd.directory:
+                        what += f", its SSD {section.objects.ssd.bytes / mib:,.0f} MiB in {section.objects.ssd.directory}"
+                if section.ssd.directory:
+                    what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
+            case "prefill":
+                tokens = section.max_active * config.model.max_model_len + section.short_lane * section.chunk_tokens
+                running = tokens * config.costs.kv_bytes_per_token
+                size, what = section.slab_bytes + running, f"slab of {section.slab_bytes / mib:,.0f} MiB"
+                what += f", KV of running prompts {running / mib:,.0f} MiB"
+            case "decode":
+                size = section.capacity_tokens * config.costs.kv_bytes_per_token
+                what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
+            case "vllm":
+                what = f"vLLM at {section.url}, {section.max_running} requests at a time"
+                what += f", {section.part} alone" if section.part != "both" else ""
+            case "conductor":
+                if config.costs.profile:
+                    what = f"costs of {config.costs.profile}: " + ", ".join(_shown_costs(config.costs))
+            case "gateway":
+                what = f"{'https' if is_tls(section) else 'http'}://{section.http_host}:{section.http_port}"
+                keys = api_keys_of(section.api_keys)
+                what += f", API keys of {keys}" if keys else ", no API keys"
+        totals[node.device] += size
+        where = f"threads {node.threads}" if node.device == "cpu" else node.device
+        computes = f", {where}, {node.prepared_for}" if node.computes else f", {node.backend}"
+        engine = computes if node.role in ENGINE_ROLES else ""
+        also = f", may become a {node.may_become}" if node.may_become else ""
+        yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}{also}"
+    ram, gpu = (f"{total / mib:,.0f} MiB" for total in totals.values())
+    yield f"KV and stores take at most {ram} of RAM, beside the weights (one copy for all) and the processes"
+    if totals["cuda"]:
+        yield f"and {gpu} of GPU memory, beside the weights (one copy for each node)"
+
+
+def _shown_costs(costs: Costs) -> Iterator[str]:
+    yield f"prefill {1e3 * costs.prefill_token_s:.3g} ms per token"
+    yield f"decode step {1e3 * costs.decode_step_s:.3g} ms + {1e3 * costs.decode_request_s:.3g} ms per request"
+    yield f"{1e6 * costs.decode_context_s:.3g} us per token of KV"

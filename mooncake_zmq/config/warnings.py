@@ -1,0 +1,135 @@
+"""Warnings of settings that work, but not well."""
+
+import os
+from collections.abc import Iterator
+
+from mooncake_zmq.config.checks import has_far_metrics
+from mooncake_zmq.config.load import Loaded, read_profile
+from mooncake_zmq.config.records import ConfigError, GatewaySettings
+from mooncake_zmq.core.hardware import HARDWARE
+from mooncake_zmq.core.keys import KeysError
+from mooncake_zmq.core.roles import ENGINE_ROLES, ROLES
+from mooncake_zmq.engine.cpu import chosen
+from mooncake_zmq.gateway.http.api_keys import api_keys_of
+from mooncake_zmq.gateway.http.exposure import Judgement, judged
+from mooncake_zmq.gateway.http.tls import tls_files_of
+from mooncake_zmq.gateway.requests.otlp import OTEL, is_installed
+from mooncake_zmq.transfer.key_files import directory_of
+from mooncake_zmq.transfer.sockets import is_loopback
+
+
+def warnings(loaded: Loaded) -> Iterator[str]:
+    """What works, but not well."""
+    config = loaded.config
+    threads = sum(node.threads for node in config.nodes if node.computes)
+    cores = len(os.sched_getaffinity(0))
+    if threads > cores:
+        yield (
+            f"the engines of {loaded.path} have {threads} threads and this machine {cores} cores: "
+            "they will wait for each other when all are busy"
+        )
+    yield from _profile_warnings(loaded)
+    yield from _plain_warnings(loaded)
+    yield from _quota_warnings(loaded)
+    for node in config.of_role("gateway"):
+        if loaded.section(node).otlp_endpoint and not is_installed():
+            yield f"{node.name}: otlp_endpoint needs the extra otel on its host, which is not here: {OTEL}"
+        yield from (f"{node.name}: {text}" for text in gateway_warnings(loaded.section(node)))
+    pools = {node.host for node in config.of_role("cache-node")}
+    for node in config.of_role(*ENGINE_ROLES):
+        if node.host not in pools:
+            yield f"{node.name}: no cache-node on host {node.host}: it can neither reuse nor store blocks there"
+    spared = ENGINE_ROLES if config.of_role("vllm") else ("vllm",)
+    for role in ROLES:
+        if role not in spared and not config.of_role(role):
+            yield f"there is no {role}"
+    yield from _apart_warnings(loaded)
+    for node in config.of_role("decode", "vllm"):
+        if loaded.section(node).capacity_tokens < config.model.max_model_len:
+            yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
+
+
+def is_tls(section: GatewaySettings) -> bool:
+    """Does this gateway speak HTTPS here? Raises ConfigError."""
+    try:
+        return tls_files_of(section.tls_certificate, section.tls_key) is not None
+    except KeysError as error:
+        raise ConfigError(str(error)) from None
+
+
+def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
+    """Who may call this gateway, and who listens in, where that is not well."""
+    yield from (judgement.found for judgement in exposure_of(section) if judgement.level != "ok")
+    if "*" in section.cors_origins and api_keys_of(section.api_keys) is None:
+        yield "cors_origins is * and there are no API keys: any page that a browser which reaches it opens may call it"
+
+
+def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:
+    """What it shows, and to whom."""
+    return judged(
+        http_host=section.http_host,
+        api_keys=section.api_keys,
+        allow_open=section.allow_open,
+        tls_certificate=section.tls_certificate,
+        tls_key=section.tls_key,
+    )
+
+
+def _quota_warnings(loaded: Loaded) -> Iterator[str]:
+    """Quotas of a store's disk that are more than can be kept free of others."""
+    for node in loaded.config.of_role("cache-node"):
+        objects = loaded.section(node).objects
+        quotas, promised = sum(each.ssd_bytes for each in objects.tenants), objects.ssd.promised_bytes(objects.slab_bytes)
+        if node.store_endpoint and objects.ssd.directory and quotas > promised:
+            yield (
+                f"{node.name}: its store's tenants have disk quotas of {quotas} bytes, which are promises up to {promised} of "
+                "these `ssd.bytes`: others may push out what is within them"
+            )
+
+
+def _plain_warnings(loaded: Loaded) -> Iterator[str]:
+    """What of the deployment others on its networks can read, or will not start so that they cannot."""
+    config, security = loaded.config, loaded.config.security
+    keyed = directory_of(security.keys) is not None
+    for node in config.nodes:
+        if has_far_metrics(node):
+            yield f"{node.name}: whoever reaches {node.metrics_host} sees its metrics (security.allow_open_metrics)"
+        far = [each for each in (node.endpoint, node.data_endpoint) if each.startswith("tcp://") and not is_loopback(each)]
+        if far and not keyed and not security.allow_plain_tcp:
+            yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"
+        if node.store_endpoint.startswith("tcp://") and loaded.section(node).objects.tenants and not keyed:
+            yield f"{node.name}: its store has tenants and the cluster no keys: nobody is known there, and may use nothing"
+        if keyed and security.encrypt_bulk:
+            continue
+        if node.data_endpoint.startswith("tcp://") and not is_loopback(node.data_endpoint) and keyed:
+            yield f"{node.name}: its blocks go in clear to other hosts (security.encrypt_bulk)"
+        if node.store_endpoint.startswith("tcp://") and not is_loopback(node.store_endpoint):
+            yield f"{node.name}: values of its store go in clear to other hosts (security.keys, security.encrypt_bulk)"
+
+
+def _apart_warnings(loaded: Loaded) -> Iterator[str]:
+    """Warn of vLLMs that do a part of the work where none does the other."""
+    parts = {loaded.section(node).part for node in loaded.config.of_role("vllm")}
+    for part, other in (("prefill", "decode"), ("decode", "prefill")):
+        if part in parts and other not in parts:
+            yield f'vllm nodes of part "{part}" get whole requests alone: there is none of part "{other}"'
+    stores = any(node.store_endpoint for node in loaded.config.of_role("cache-node"))
+    if parts - {"both"} and not stores:
+        yield "no cache-node has a store_endpoint: what one vLLM prefills, another computes again to decode it"
+
+
+def _profile_warnings(loaded: Loaded) -> Iterator[str]:
+    """Whether profiles measured what runs here. The weights themselves are compared when the conductor starts."""
+    model = loaded.config.model.path
+    threads = sorted({node.threads for node in loaded.config.nodes if node.computes})
+    backends = sorted({chosen(node.prepared_for) for node in loaded.config.nodes if node.computes})
+    if (path := loaded.config.costs.profile) and path not in HARDWARE:
+        profile = read_profile(path)
+        if profile.model != model:
+            yield f"{path} measured the model {profile.model}, and this deployment's is {model}: the conductor compares weights"
+        if threads and threads != [profile.threads]:
+            here = " and ".join(map(str, threads))
+            yield f"{path} was measured with {profile.threads} threads, and the engines here have {here}"
+        if backends and backends != [profile.backend]:
+            here = " and ".join(backends)
+            yield f"{path} was measured with backend {profile.backend}, and the engines here have {here}"

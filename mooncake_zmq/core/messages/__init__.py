@@ -1,0 +1,300 @@
+"""Every message between actors: frozen, tagged, bounded; their `encode` and `decode` stand only here.
+
+The wire is MessagePack; types are checked on arrival. Messages name blocks and never carry a KV byte. They send durations,
+never clock readings: a holder counts `ttl_s` from when it *sent* the request, the granter from when it handled it, so the
+holder always stops first. Delivery (at most once, in order, within a conversation) is `core.session`'s work.
+"""
+
+import msgspec
+
+from mooncake_zmq.core.messages.computing import (
+    AttemptFailed,
+    CancelRequest,
+    DecodeDenied,
+    DecodeReserved,
+    DecodeTimes,
+    FirstToken,
+    HandoffBlocks,
+    HandoffDone,
+    HandoffFailed,
+    HandoffReceived,
+    LayersReady,
+    PromptScored,
+    ReserveDecode,
+    StartPrefill,
+    TokensDecoded,
+    for_sibling,
+)
+from mooncake_zmq.core.messages.fields import (
+    LEAST_LOGPROB,
+    MAX_BLOCKS,
+    MAX_BODIES,
+    MAX_CONSTRAINT_BYTES,
+    MAX_LOGPROBS,
+    MAX_MESSAGE_BYTES,
+    MAX_NODES,
+    MAX_PRIORITY,
+    MAX_RUN,
+    MAX_SCORED,
+    MAX_TEXT,
+    MAX_TOKENS,
+    PROTOCOL_VERSION,
+    Checksum,
+    Count,
+    Priority,
+    ProtocolError,
+    Slo,
+    SlotRef,
+    TokenLogprob,
+    clip,
+)
+from mooncake_zmq.core.messages.greeting import (
+    Envelope,
+    Hello,
+    Part,
+    SegmentRef,
+)
+from mooncake_zmq.core.messages.load import (
+    MAX_REPORTED,
+    BlocksAnnounced,
+    CacheLoad,
+    ChangeRole,
+    DecodeLoad,
+    Measured,
+    PrefillLoad,
+    QueuedJob,
+    SourceRate,
+    WaitEnded,
+)
+from mooncake_zmq.core.messages.pipeline import (
+    EndStage,
+    StageChunk,
+    StageDone,
+    StageFailed,
+    StageReady,
+    StartStage,
+)
+from mooncake_zmq.core.messages.placing import (
+    NodesHeard,
+    Outcome,
+    Placed,
+    Rejected,
+    RejectReason,
+    RequestEnded,
+    Schedule,
+)
+from mooncake_zmq.core.messages.pool import (
+    BlocksLeased,
+    ChangeReplica,
+    CommitSlots,
+    GrantedSlot,
+    LeaseBlocks,
+    LeaseRenewed,
+    ReclaimSlots,
+    ReleaseLease,
+    RenewLease,
+    ReportCorrupt,
+    ReserveSlots,
+    SlotsReserved,
+)
+from mooncake_zmq.core.messages.sampling import (
+    Sampled,
+    Sampling,
+    Sibling,
+    StopRule,
+)
+from mooncake_zmq.core.messages.watching import (
+    MAX_DUMP_BYTES,
+    MAX_LEVEL,
+    MAX_LEVELS,
+    MAX_REFUSALS,
+    MAX_TRANSFER_STATS,
+    AskState,
+    Moved,
+    Report,
+    SetResting,
+    StateTold,
+    Watch,
+)
+
+__all__ = [
+    "AskState",
+    "AttemptFailed",
+    "BlocksAnnounced",
+    "BlocksLeased",
+    "CacheLoad",
+    "CancelRequest",
+    "ChangeReplica",
+    "ChangeRole",
+    "Checksum",
+    "CommitSlots",
+    "Count",
+    "DecodeTimes",
+    "DecodeDenied",
+    "DecodeLoad",
+    "DecodeReserved",
+    "EndStage",
+    "Envelope",
+    "FirstToken",
+    "GrantedSlot",
+    "HandoffBlocks",
+    "HandoffDone",
+    "HandoffFailed",
+    "HandoffReceived",
+    "Hello",
+    "LEAST_LOGPROB",
+    "LayersReady",
+    "LeaseBlocks",
+    "LeaseRenewed",
+    "MAX_BLOCKS",
+    "MAX_BODIES",
+    "MAX_CONSTRAINT_BYTES",
+    "MAX_DUMP_BYTES",
+    "MAX_LEVEL",
+    "MAX_LEVELS",
+    "MAX_LOGPROBS",
+    "MAX_MESSAGE_BYTES",
+    "MAX_TRANSFER_STATS",
+    "MAX_NODES",
+    "MAX_PRIORITY",
+    "MAX_REFUSALS",
+    "MAX_REPORTED",
+    "MAX_RUN",
+    "MAX_SCORED",
+    "MAX_TEXT",
+    "MAX_TOKENS",
+    "Measured",
+    "Message",
+    "Moved",
+    "NodesHeard",
+    "Outcome",
+    "PROTOCOL_VERSION",
+    "Part",
+    "Placed",
+    "PrefillLoad",
+    "Priority",
+    "PromptScored",
+    "ProtocolError",
+    "QueuedJob",
+    "ReclaimSlots",
+    "RejectReason",
+    "Rejected",
+    "ReleaseLease",
+    "RenewLease",
+    "Report",
+    "ReportCorrupt",
+    "RequestEnded",
+    "ReserveDecode",
+    "ReserveSlots",
+    "Sampled",
+    "Sampling",
+    "Schedule",
+    "SegmentRef",
+    "SetResting",
+    "Sibling",
+    "Slo",
+    "SlotRef",
+    "SlotsReserved",
+    "SourceRate",
+    "StageChunk",
+    "StageDone",
+    "StageFailed",
+    "StageReady",
+    "StartPrefill",
+    "StartStage",
+    "StateTold",
+    "StopRule",
+    "TokenLogprob",
+    "TokensDecoded",
+    "WaitEnded",
+    "Watch",
+    "clip",
+    "decode",
+    "decode_envelope",
+    "encode",
+    "for_sibling",
+]
+
+Message = (
+    Hello
+    | Schedule
+    | Placed
+    | Rejected
+    | RequestEnded
+    | PrefillLoad
+    | DecodeLoad
+    | CacheLoad
+    | WaitEnded
+    | BlocksAnnounced
+    | StartPrefill
+    | FirstToken
+    | PromptScored
+    | AttemptFailed
+    | CancelRequest
+    | ReserveDecode
+    | DecodeReserved
+    | DecodeDenied
+    | HandoffBlocks
+    | LayersReady
+    | HandoffDone
+    | HandoffReceived
+    | HandoffFailed
+    | TokensDecoded
+    | LeaseBlocks
+    | BlocksLeased
+    | RenewLease
+    | LeaseRenewed
+    | ReleaseLease
+    | ReserveSlots
+    | SlotsReserved
+    | CommitSlots
+    | ReclaimSlots
+    | ChangeReplica
+    | ReportCorrupt
+    | ChangeRole
+    | StartStage
+    | StageReady
+    | StageChunk
+    | StageDone
+    | StageFailed
+    | EndStage
+    | NodesHeard
+    | Watch
+    | Report
+    | AskState
+    | StateTold
+    | SetResting
+)
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message | Envelope) -> bytes:
+    """MessagePack bytes of a message or an envelope."""
+    packed = _encoder.encode(message)
+    if len(packed) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"{type(message).__name__} of {len(packed)} bytes exceeds {MAX_MESSAGE_BYTES}; split it")
+    return packed
+
+
+# Typed: a length is held against its field's limit before anything is allocated for it, and one pass is enough.
+_NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError)
+_message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def decode(raw: bytes) -> Message:
+    """The message in `raw`; raises ProtocolError, and nothing else, on any other bytes."""
+    try:
+        return _message_decoder.decode(raw)
+    except _NOT_OURS as error:
+        raise ProtocolError(f"not a message: {error}") from None
+
+
+def decode_envelope(raw: bytes) -> Envelope:
+    """The envelope in `raw`; raises ProtocolError, and nothing else, on any other bytes."""
+    try:
+        return _envelope_decoder.decode(raw)
+    except _NOT_OURS as error:
+        raise ProtocolError(f"not an envelope: {error}") from None

@@ -1,0 +1,80 @@
+"""Types of the fields that messages share, with their limits, and the two kinds of records on the wire."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 15
+MAX_MESSAGE_BYTES = 4 << 20
+MAX_BODIES = 64
+"""Messages that one envelope may hold."""
+MAX_BLOCKS = 16_384
+"""Blocks one message may name; longer lists are split by the sender."""
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+Tenant = Annotated[str, Meta(max_length=64)]
+"""Name of an API key, whose shares of the pools a request's blocks are charged to; empty: nobody's."""
+MAX_TEXT = 512
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+Counts = Annotated[tuple[Count, ...], Meta(max_length=MAX_BLOCKS)]
+Checksum = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e7)]
+Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
+Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+MAX_RUN = 4096
+"""Tokens of one request that one message may bring."""
+RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_RUN)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+MAX_LOGPROBS = 20
+"""Of the likeliest tokens at one position."""
+Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+MAX_SCORED = 1024
+"""Tokens of a prompt of whose probabilities one message tells: a third of a MiB at most."""
+LEAST_LOGPROB = -1e30
+MAX_CONSTRAINT_BYTES = 96 << 10
+Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0)]
+TokenLogprob = tuple[Logprob, Annotated[tuple[tuple[Token, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]]
+"""A token's logarithmic probability as the model gave it, and the likeliest tokens with theirs, in order."""
+Slo = Annotated[float, Meta(ge=0, le=1e7)] | None
+"""A bound in seconds; None: the deployment's own; 0: none."""
+MAX_PRIORITY = 1000
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+"""A larger number waits longer, as in vLLM."""
+MAX_NODES = 4096
+"""Nodes that one message may name."""
+MAX_TOKENS = 1 << 19
+Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
+"""Token ids as little-endian int32 bytes."""
+
+
+class ProtocolError(Exception):
+    """Bytes that are no message of ours: the peer's fault; drop and count."""
+
+
+def clip(reason: str) -> str:
+    """A reason cut to what `Text` holds: one that quotes an exception or a peer's reason may be of any length."""
+    return reason[:MAX_TEXT]
+
+
+class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, gc=False):
+    """A part of a message."""
+
+
+class TaggedRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=True, gc=False):
+    """Base of all messages: encodes as `[tag, field, ...]`."""
+
+
+class SlotRef(Record, frozen=True):
+    """One copy of a block for reading. Checksum 0: not committed yet, see `core.work.BlockLoad`."""
+
+    node: Name
+    incarnation: Count
+    slot: Count
+    generation: Count
+    checksum: Checksum
+
+
+Slots = Annotated[tuple[SlotRef, ...], Meta(max_length=MAX_BLOCKS)]

@@ -1,0 +1,176 @@
+"""State of one started work, and of one open sequence."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.core.messages import Sampled, Sampling
+from mooncake_zmq.core.work import (
+    ComputeChunk,
+    ComputeStage,
+    CopyBlocks,
+    DecodeStep,
+    ForkSequence,
+    Generate,
+    ProbeEngine,
+    ProbeProcess,
+    PullBlocks,
+    Result,
+    SampleTokens,
+    SequenceBlock,
+    WatchEngine,
+    Work,
+    WriteToDisk,
+)
+from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.sampling import Past, choose
+from mooncake_zmq.runtime.executor.load_records import Prefix
+from mooncake_zmq.runtime.executor.worker import Worker
+from mooncake_zmq.transfer.hidden_states import EnteringStates
+from mooncake_zmq.transfer.reading_lane import ReadBatch, RemoteRead
+
+Turn = Callable[[], Result | None]
+"""One subtask of a job; a result ends the job for its other subtasks too."""
+
+
+@dataclass(slots=True)
+class Subtasks:
+    """The subtasks of a job: turns of worker threads, and reads from other hosts until `reads_until` (monotonic time)."""
+
+    turns: list[tuple[Worker, Turn]] = field(default_factory=list)
+    reads: list[RemoteRead] = field(default_factory=list)
+    reads_until: float = math.inf
+
+
+class Stopped(Exception):
+    """The work is to end without a result."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(slots=True, eq=False)
+class OpenSequence:
+    """KV of one sequence, and the works that use it."""
+
+    memory: SequenceKV | None
+    """None: there was no memory for it."""
+    past: Past | None = None
+    """The tokens so far, where choices depend on them."""
+    unsampled: "Unsampled | None" = None
+    """Logits that its last work computed and did not sample."""
+    uses: int = 0
+    """Works that use its KV."""
+    samples: int = 0
+    """Works that use its past alone."""
+    closing: bool = False
+
+    @property
+    def kv(self) -> SequenceKV:
+        assert self.memory, "no work begins on a sequence without memory"
+        return self.memory
+
+    def take_unused(self) -> list[SequenceKV | Past]:
+        """Everything that can be closed: once the sequence is closing, all that no work uses. Each is returned once."""
+        unused: list[SequenceKV | Past] = []
+        if self.closing and not self.uses:
+            if self.memory:
+                unused.append(self.memory)
+                self.memory = None
+            if self.past and not self.samples:
+                unused.append(self.past)
+                self.past = None
+        return unused
+
+
+@dataclass(slots=True, eq=False)
+class Unsampled:
+    """Logits at `position`, from which a token is to be sampled in each of these ways when that can be done."""
+
+    source: OpenSequence
+    logits: NDArray[np.float32]
+    samplings: Sequence[Sampling]
+    position: int
+
+    def sample(self) -> tuple[Sampled, ...]:
+        """May wait, and raises ConstraintError."""
+        return tuple(choose(self.logits, sampling, self.position, self.source.past) for sampling in self.samplings)
+
+    def awaited(self) -> Future[bytes] | None:
+        """The future that `sample` would wait for."""
+        return self.source.past.awaited() if self.source.past else None
+
+    def left_s(self) -> float:
+        """How much longer it may be awaited."""
+        return self.source.past.left_s() if self.source.past else 0.0
+
+
+def _nothing() -> Result:
+    raise AssertionError("a work without subtasks that give a result")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A started work. `stopped`: why its subtasks should end early."""
+
+    work_id: int
+    work: Work
+    deadline: float
+    subtasks: int = 0
+    """Subtasks that have not ended yet."""
+    stopped: str = ""
+    cut: bool = False
+    """A run of steps is to end at its next border."""
+    result: Result | None = None
+    conclude: Callable[[], Result] = _nothing
+    prefix: Prefix | None = None
+    waited_s: float = 0.0
+    """Time spent on waiting for the prefix."""
+    entering: EnteringStates | None = None
+    batch: ReadBatch | None = None
+    unsampled: Unsampled | None = None
+    sequences: dict[int, OpenSequence] = field(default_factory=dict)
+
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def check(self) -> None:
+        """Raise Stopped for a job that is to end."""
+        if self.stopped:
+            raise Stopped(self.stopped)
+        if self.is_late():
+            raise Stopped("deadline")
+
+    def before_layer(self, layer: int) -> None:
+        """Return once this layer of the prefix is here."""
+        self.check()
+        if self.prefix:
+            waits = time.perf_counter()
+            self.prefix.wait(layer, self.check, self.deadline)
+            self.waited_s += time.perf_counter() - waits
+
+
+def needed_sequences(work: Work) -> list[int]:
+    """The sequences without whose memory nothing of a work can be done."""
+    return [work.source] if isinstance(work, ForkSequence) else sequences_of(work)
+
+
+def sequences_of(work: Work) -> list[int]:
+    """The sequences a work reads or writes, each once."""
+    match work:
+        case ComputeChunk() | ComputeStage() | PullBlocks():
+            return [work.sequence]
+        case DecodeStep():
+            return list(dict.fromkeys(entry.sequence for entry in work.entries))
+        case CopyBlocks():
+            return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
+        case ForkSequence():
+            return [work.source, *work.targets]
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine() | SampleTokens():
+            return []

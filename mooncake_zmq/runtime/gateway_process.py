@@ -1,0 +1,330 @@
+"""A gateway's process: HTTP, the actor and the runtime in one asyncio loop."""
+
+import asyncio
+import contextlib
+import math
+import ssl
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import structlog
+import uvicorn
+from prometheus_client.metrics_core import Metric
+
+from mooncake_zmq.config.records import GatewaySettings
+from mooncake_zmq.config.warnings import gateway_warnings
+from mooncake_zmq.core.actor import FromClient, RestWanted
+from mooncake_zmq.core.messages import Hello, StateTold
+from mooncake_zmq.core.watch import WATCH_S, Heard
+from mooncake_zmq.gateway.http.api_keys import REFRESH_S, ApiKeys, api_keys_of
+from mooncake_zmq.gateway.http.http_calls import Edge
+from mooncake_zmq.gateway.http.reuse_port import LEAVE_S, SharedAddress
+from mooncake_zmq.gateway.http.tls import Tls, tls_files_of
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.readiness import ClusterView
+from mooncake_zmq.gateway.requests.request_log import Accounts
+from mooncake_zmq.gateway.requests.requests import Requests
+from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.runtime import notify
+from mooncake_zmq.runtime.facts import counts_of
+from mooncake_zmq.runtime.listening import HTTP_BACKLOG, claim, is_deserted, listen
+from mooncake_zmq.runtime.node_process import NodeProcess
+from mooncake_zmq.runtime.parts import Parts
+from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+
+log = structlog.get_logger()
+
+READY_POLL_S = 0.1
+HTTP_CLOSE_S = 5
+"""How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
+LOG_LATE_S = 0.05
+"""A request's line in the log is written so long after its end: by then its client has the answer."""
+FILES_PER_PEER = 8
+"""Descriptors that a gateway's conversation with a peer may take, while either side connects anew too."""
+MAX_STATES_ASKED = 64
+"""Requests for a node's state that wait for it; of more the oldest gets no answer."""
+
+
+class GatewayProcess(NodeProcess):
+    """Owns the edge, the acceptor, the HTTP server and the runtime of one gateway; it is the edge's `Backing`."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Raises PortInUse, ConfigError and what opening the certificate, the API keys and the tokenizer raises."""
+        from mooncake_zmq.gateway.http.acceptor import Door, server_config
+        from mooncake_zmq.gateway.http.app import create_app
+
+        super().__init__(parts)
+        settings = self.settings
+        # A shared address is claimed only: no client is to connect before this gateway can serve.
+        self._listener = (claim if settings.reuse_port else listen)(*self._address, share=settings.reuse_port)
+        parts.stack.callback(self._listener.close)
+        self._states_asked: OrderedDict[int, tuple[str, Callable[[StateTold], None]]] = OrderedDict()
+        self._requests = self._make_requests()
+        files = tls_files_of(settings.tls_certificate, settings.tls_key)
+        self._tls = Tls(files) if files else None
+        for text in gateway_warnings(settings):
+            log.warning("gateway_is_open", reason=text)
+        keys = api_keys_of(settings.api_keys)
+        self._api_keys = ApiKeys(keys, settings.requests.max_open) if keys else None
+        self.edge = self._make_edge()
+        self._runtime = self._make_runtime()
+        self._server = _Server(server_config(create_app(self.edge, settings.cors_origins), settings.connections))
+        self.acceptor = Door(
+            self._server,
+            self._listener,
+            settings.connections,
+            send_timeout_s=settings.edge.send_timeout_s,
+            reserved_files=64 + FILES_PER_PEER * len(self.plan.peers),
+            tls=self._tls_context if self._tls else None,
+            count=self.edge.count,
+        )
+        parts.stack.callback(self._close_listener)
+        parts.stack.callback(self.acceptor.close)
+        parts.stack.callback(self.edge.close)
+
+    @property
+    def settings(self) -> GatewaySettings:
+        found: GatewaySettings = self.plan.settings
+        return found
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        return self.settings.http_host, self.settings.http_port
+
+    # --- the parts
+
+    def _make_requests(self) -> Requests:
+        requests = self.make_actor(self.plan.costs)
+        assert isinstance(requests, Requests)
+        return requests
+
+    def _make_edge(self) -> Edge:
+        config, layout, settings = self.plan.loaded.config, self.plan.layout, self.settings
+        otlp = self.parts.open_otlp()
+        edge = Edge(
+            name=self.plan.node.name,
+            incarnation=self.lifecycle.incarnation,
+            model=self._served_model(),
+            settings=settings.edge,
+            max_open=settings.requests.max_open,
+            backing=self,
+            tenants=self._api_keys.tenants if self._api_keys else None,
+            allow_open=settings.allow_open,
+            listed=[Listed(node.name, node.role, node.host) for node in config.nodes],
+            about={
+                "cluster": config.cluster.name,
+                "block_tokens": layout.block_tokens,
+                "block_bytes": layout.block_bytes,
+                "ttft_slo_s": config.conductor.ttft_slo_s,
+                "tbt_slo_s": config.conductor.tbt_slo_s,
+            },
+            export=otlp.tell if otlp else lambda account, names: None,
+        )
+        self.parts.facts.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
+        self.parts.facts.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
+        return edge
+
+    def _served_model(self) -> ServedModel:
+        from mooncake_zmq.engine.tokenizer import open_tokenizer
+
+        model, layout = self.plan.model, self.plan.layout
+        tokenizer = open_tokenizer(model.path)
+        return ServedModel(
+            id=model.spec.name,
+            max_model_len=self.plan.loaded.longest_request(model.max_model_len, layout.block_tokens),
+            vocab_size=min(model.spec.vocab_size, tokenizer.vocab_size),
+            block_tokens=layout.block_tokens,
+            model_fingerprint=model.spec.fingerprint,
+            layout_fingerprint=layout.fingerprint,
+            tokenizer=tokenizer,
+            foreign=model.foreign,
+        )
+
+    def _make_runtime(self) -> ZmqRuntime:
+        node = self.make_node(
+            self._requests,
+            observe=Accounts(self.edge.ended).observe,
+            on_state=self._on_state,
+        )
+        runtime = ZmqRuntime(
+            node,
+            endpoint=self.plan.endpoint,
+            peers=self.plan.peer_endpoints,
+            deliver=self.edge.deliver,
+            sockets=self.parts.sockets,
+        )
+        for file in (self._tls, self._api_keys):
+            if file is not None:
+                runtime.every(REFRESH_S, file.refresh)
+        return runtime
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """The context for a connection that begins now: the certificate may have changed."""
+        assert self._tls, "this gateway serves HTTP in clear"
+        return self._tls.context
+
+    def _close_listener(self) -> None:
+        """Close the acceptor's listener, which may be another than the first one by then."""
+        self.acceptor.listener.close()
+
+    # --- serving
+
+    def serve(self) -> None:
+        from mooncake_zmq.gateway.http.acceptor import new_loop
+
+        with asyncio.Runner(loop_factory=partial(new_loop, tls=bool(self.settings.tls_certificate))) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            self.parts.serve_metrics(lambda: ({}, {}), lambda: self.in_loop(self._collect_metrics))
+            self.attend()
+            self.runtime.attach(loop, stopped.set, self.lifecycle.on_crash)
+            serving = asyncio.create_task(self._server.serve(sockets=[]))
+            opening = asyncio.create_task(self._open())
+            announcing = asyncio.create_task(self._announce())
+            await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
+            announcing.cancel()
+            opening.cancel()
+            self.acceptor.close()
+            self._server.should_exit = True
+            loop.call_later(0 if self.lifecycle.is_urgent() else HTTP_CLOSE_S, self.acceptor.abort)
+            await serving
+        finally:
+            self.runtime.close()
+
+    def _collect_metrics(self) -> list[Metric]:
+        return [*self.edge.metrics.registry.collect()]
+
+    async def _open(self) -> None:
+        """Accept connections; at a shared address once the gateway can serve."""
+        if not self.settings.reuse_port:
+            await self.acceptor.open()
+            return
+        while not self._may_open():
+            await asyncio.sleep(READY_POLL_S)
+        self._listener.listen(HTTP_BACKLOG)
+        await self.acceptor.open()
+        self.runtime.node.defer_cordon()
+        self.runtime.every(READY_POLL_S, partial(self._follow_cordon, self._shared_address()))
+
+    def _may_open(self) -> bool:
+        """Whether the gateway can serve; a cordoned one accepts connections too, to be called back into service."""
+        return self.edge.may_open and not self.lifecycle.signals_seen
+
+    def _shared_address(self) -> SharedAddress:
+        listen_again = partial(listen, *self._address, share=True)
+        return SharedAddress(self.acceptor, self._sharers(), listen_again, partial(is_deserted, *self._address))
+
+    def _sharers(self) -> list[str]:
+        """The other gateways of this gateway's host and address."""
+        loaded, own = self.plan.loaded, self.plan.node
+        others = [node for node in loaded.config.of_role("gateway") if node.host == own.host and node != own]
+        sections = {node.name: loaded.section(node) for node in others}
+        return [name for name, section in sections.items() if (section.http_host, section.http_port) == self._address]
+
+    def _follow_cordon(self, address: SharedAddress) -> None:
+        """Leave the shared address before calls are refused, and come back; see `gateway.http.reuse_port`."""
+        node = self.runtime.node
+        if self.lifecycle.signals_seen:
+            return
+        if node.rest_wanted:
+            self.runtime.look(WATCH_S)
+        if address.mind(node.rest_wanted, self.edge.overview.seen) and not node.resting:
+            self.runtime.handle(RestWanted(True))
+
+    async def _announce(self) -> None:
+        """Report to systemd once all is there that /ready asks for, and until then what is missing."""
+        reported_at = -math.inf
+        while not self._may_open():
+            detail = self.edge.health()[1]
+            if time.monotonic() - reported_at >= notify.AGAIN_S:
+                reported_at = time.monotonic()
+                notify.status(f"{detail['status']}: missing {', '.join(detail['missing'] or detail['not_heard']) or 'nothing'}")
+                notify.waiting()
+            await asyncio.sleep(READY_POLL_S)
+        if missing := self.cluster().missing:
+            log.warning("ready_without", nodes=list(missing))
+        self.report_ready()
+
+    def begin_drain(self) -> None:
+        """At a shared address, serve the clients that connected before it was left; then the drain refuses new calls."""
+        if not self.settings.reuse_port:
+            self.drain()
+            return
+        self.acceptor.leave()
+        asyncio.get_running_loop().call_later(LEAVE_S, self.runtime.call, self.drain)
+
+    def drain(self) -> None:
+        self.edge.drain()
+        super().drain()
+
+    # --- the edge's backing; see `gateway.http.http_calls.Backing`
+
+    def inject(self, event: FromClient) -> None:
+        self.runtime.handle(event)
+
+    def peers(self) -> Mapping[str, Hello]:
+        return self.runtime.node.session.up_peers
+
+    def refusals(self) -> Mapping[str, str]:
+        return self.runtime.node.session.refusals
+
+    def cluster(self) -> ClusterView:
+        return self._requests.cluster
+
+    def counts(self) -> Mapping[str, float]:
+        return {**counts_of(self.runtime), **self.parts.facts.of_threads()}
+
+    def gauges(self) -> Mapping[str, float]:
+        return self.runtime.gauges()
+
+    def resting(self) -> bool:
+        return self.runtime.node.resting
+
+    def is_listening(self) -> bool:
+        return self.acceptor.listens
+
+    def call_later(self, write: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(LOG_LATE_S, write)
+
+    def look(self, for_s: float) -> None:
+        self.runtime.look(for_s)
+
+    def heard(self) -> Mapping[str, Heard]:
+        node, now = self.runtime.node, time.monotonic()
+        return {**node.looking.heard, node.session.me: Heard(now, node.session.incarnation, node.report(now))}
+
+    def awaits_reports(self) -> bool:
+        node = self.runtime.node
+        return node.looking.awaits(node.session.lives)
+
+    def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
+        own = self.runtime.node
+        if node == own.session.me:
+            tell(StateTold(ask_id=ask_id, state=own.state(time.monotonic())))
+            return
+        self._states_asked[ask_id] = node, tell
+        if len(self._states_asked) > MAX_STATES_ASKED:
+            self._states_asked.popitem(last=False)
+        self.runtime.ask_state(node, ask_id)
+
+    def rest(self, node: str, resting: bool) -> None:
+        self.runtime.rest(node, resting)
+
+    def _on_state(self, sender: str, answer: StateTold) -> None:
+        node, tell = self._states_asked.get(answer.ask_id, ("", None))
+        if node == sender and tell is not None:
+            del self._states_asked[answer.ask_id]
+            tell(answer)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: this process has its own, which drain first. A `Door` accepts its connections."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,155 @@
+"""A node as its deployment's file and its model describe it, before any part of it is opened."""
+
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from mooncake_zmq.config.checks import check_local_reads, check_open
+from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import ConfigError, NodeSettings
+from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
+from mooncake_zmq.core.session import Session
+from mooncake_zmq.core.talk import Member, may_talk
+from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.roles import PARTS
+from mooncake_zmq.runtime import notify
+from mooncake_zmq.runtime.model import Model, learn
+from mooncake_zmq.runtime.starvation import waits_for_cpu
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """Settings of one node in its role, with the model that its cluster serves."""
+
+    loaded: Loaded
+    node: NodeSettings
+    model: Model
+
+    @classmethod
+    def learn(cls, loaded: Loaded, node: NodeSettings) -> "NodePlan":
+        """May take long: an engine's model is downloaded and converted. Raises ConfigError and ModelError."""
+        if node.device == "cuda":
+            _find_device(loaded, node)
+        with notify.patience("waiting for the model"):
+            return cls(loaded, node, learn(loaded.config, node))
+
+    @cached_property
+    def settings(self) -> Any:
+        """The section of the node's role."""
+        return self.loaded.section(self.node)
+
+    @cached_property
+    def layout(self) -> BlockLayout:
+        """The layout of this model's blocks."""
+        return self.model.layout(self.loaded.config.model.block_tokens)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The configured costs; raises ConfigError for a profile of another model."""
+        costs = self.loaded.config.costs
+        try:
+            costs.check_model(self.model.spec.fingerprint)
+        except ValueError as error:
+            raise ConfigError(f"costs.profile: {error}") from None
+        # The cost model needs the model's own size, whatever the file says.
+        return replace(costs, kv_bytes_per_token=self.model.spec.kv_bytes_per_token)
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The directory of sockets, locks and the operator's files."""
+        return Path(self.loaded.config.cluster.runtime_dir)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the node listens for its peers."""
+        return self.loaded.config.endpoint(self.node)
+
+    @cached_property
+    def peers(self) -> dict[str, NodeSettings]:
+        """The nodes that this one keeps a conversation with, by name."""
+        node, config = self.node, self.loaded.config
+        vllm_parts = {self.loaded.section(each).part for each in config.of_role("vllm")}
+        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True, apart=len(vllm_parts) > 1)
+        return {
+            peer.name: peer
+            for peer in config.nodes
+            if peer.name != node.name and talk(node.roles, node.host, peer.roles, peer.host)
+        }
+
+    @property
+    def peer_endpoints(self) -> dict[str, str]:
+        """Where each of the peers listens."""
+        return {name: self.loaded.config.endpoint(peer) for name, peer in self.peers.items()}
+
+    def actor_settings(self) -> Any:
+        """The section of the role, with the names of nodes that the file leaves out."""
+        config = self.loaded.config
+        match self.node.role:
+            case "gateway":
+                requests = self.settings.requests
+                conductors = requests.conductors or tuple(node.name for node in config.of_role("conductor"))
+                return replace(requests, conductors=conductors)
+            case "conductor" if not self.settings.members:
+                nodes = config.of_role("prefill", "decode", "cache-node", "vllm")
+                return replace(self.settings, members=tuple(node.name for node in nodes))
+        return self.settings
+
+    def session(self, incarnation: int, segment: SegmentRef | None) -> Session:
+        """A session that greets the peers as this node. `segment`: where they read its blocks."""
+        node = self.node
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            role=node.role,
+            host=node.host,
+            model=self.model.spec.fingerprint,
+            tokenizer=self.model.tokenizer,
+            layout=self.layout.fingerprint,
+            segment=segment,
+            may_become=node.may_become,
+            part=self.settings.part if node.role == "vllm" else "both",
+        )
+        return Session(
+            me=node.name,
+            incarnation=incarnation,
+            hello=hello,
+            peers={name: Member(peer.roles, peer.host) for name, peer in self.peers.items()},
+            settings=self.loaded.config.session,
+            now=time.monotonic(),
+            starved=partial(waits_for_cpu, self.runtime_dir),
+        )
+
+    def segment_slots(self, node: NodeSettings) -> int:
+        """Slots of the segment that `node` has in its role; 0: it has none. Raises ConfigError for one that is too small."""
+        setting, section = PARTS[node.role].segment_setting, node.role.replace("-", "_")
+        slots = PARTS[node.role].segment_slots(self.loaded.section(node), self.layout)
+        if setting and slots < 1:
+            raise ConfigError(f"{section}.{setting} is less than one slot of {self.layout.slot_bytes} bytes")
+        needed = self.layout.blocks_for(self.model.max_model_len)
+        if node.role == "prefill" and slots < needed:
+            raise ConfigError(
+                f"{section}.{setting} holds {slots} blocks, and a request of model.max_model_len {self.model.max_model_len} "
+                f"needs {needed}: raise it to {needed * self.layout.slot_bytes}, or lower max_model_len"
+            )
+        return slots
+
+
+def check(loaded: Loaded, node: NodeSettings) -> None:
+    """Raise ConfigError where the node is not to start with these settings on this machine."""
+    check_open(loaded, [node])
+    check_local_reads(loaded, [node])
+
+
+def _find_device(loaded: Loaded, node: NodeSettings) -> None:
+    """Raise ConfigError for a device that is missing, before a model is prepared for it."""
+    from mooncake_zmq.engine.backend import array_namespace, keep_kernels_in
+    from mooncake_zmq.engine.prepare import default_cache_dir
+
+    cache_dir = loaded.config.model.cache_dir
+    keep_kernels_in(Path(cache_dir) if cache_dir else default_cache_dir())
+    try:
+        array_namespace(node.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
