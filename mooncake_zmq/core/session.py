@@ -74,7 +74,7 @@ class SessionSettings:
     """Liveness and retransmission. Times in seconds."""
 
     heartbeat_s: float = 0.5
-    """Longest interval in which a peer gets no frame from us."""
+    """Longest interval between two frames to a peer."""
     peer_timeout_s: float = 3.0
     """A peer that is silent, or acknowledges nothing, for this long is down; up to four times as long if either side's loop was
     late. At least three heartbeats, and longer than a process may wait for a busy core."""

@@ -86,7 +86,7 @@ class Shares(Generic[KeyT]):
                 continue
             self._listed.remove(key)
             if key not in self._waiting:
-                self._used_s.pop(key, None)  # forget the key entirely
+                self._used_s.pop(key, None)  # as for a key that never used any time
 
 
 class _Tenant(Generic[WorkT]):

@@ -87,7 +87,7 @@ class Looking:
         return asks
 
     def hear(self, now: float, peer: str, report: Report) -> None:
-        """Keep a peer's report if it was asked for."""
+        """Keep a peer's report if it was requested."""
         if peer in self._asked:
             self.heard[peer] = Heard(now, self._asked[peer][0], report)
 

@@ -56,7 +56,7 @@ def needs_checksums(setting: str) -> str:
 
 
 class SharedMemoryError(Exception):
-    """A segment cannot be created, or what stands at a path is not the segment expected there."""
+    """A segment that cannot be created, or a path that does not hold the expected segment."""
 
 
 @dataclass(frozen=True, slots=True)

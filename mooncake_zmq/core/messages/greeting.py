@@ -35,7 +35,7 @@ class Hello(TaggedRecord, frozen=True):
     layout: Text
     segment: SegmentRef | None = None
     may_become: Annotated[str, Meta(max_length=64)] = ""
-    """The role that a conductor may ask it to change to; empty: none."""
+    """The role to which a conductor may change it; empty: none."""
     part: Part = "both"
     """A vLLM's part: it prefills for others, decodes for others, or does both."""
 
