@@ -1,4 +1,4 @@
-"""How a cluster is: once, with an exit code, or again each second."""
+"""Prints the state of a cluster: once, with an exit code, or again each second."""
 
 import json
 import time
@@ -19,7 +19,7 @@ EVERY_S = 1.0
 
 
 def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
-    """Print how the cluster is; the exit code says the same."""
+    """Print the state of the cluster; the exit code says the same."""
     try:
         gateway, picture = gateways.picture()
     except NoGateway as error:
@@ -37,13 +37,14 @@ def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
 
 
 def exit_code(picture: dict[str, Any]) -> int:
-    """Of a picture: 0 all is well, 1 it serves and something is wrong, 2 it does not serve."""
+    """Return the exit code for a cluster's state: 0 if all is well, 1 if it serves and something is wrong, 2 if it does not
+    serve."""
     return {"ok": OK, "degraded": DEGRADED}.get(str(picture["status"]), DOWN)
 
 
 def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> int:
-    """Show it again each second, `times` or until interrupted or nobody reads it; the last exit code. A terminal shows the last
-    picture alone; into a pipe goes each as it comes."""
+    """Print the state each second, `times` or until interrupted or the output is closed, and return the last exit code. A
+    terminal shows only the last state; a pipe receives each one."""
     if not console.is_terminal:
         return _watch(gateways, console, console.print, times)
     with Live(console=console, screen=True, auto_refresh=False) as live:

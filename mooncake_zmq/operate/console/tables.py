@@ -1,4 +1,4 @@
-"""A cluster's picture, as its gateway's /cluster tells it, for a terminal."""
+"""Renders a cluster's state, as its gateway's /cluster reports it, for a terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ Picture = Mapping[str, Any]
 
 
 def overview(picture: Picture) -> RenderableType:
-    """The verdict, what is degraded, and the nodes."""
+    """Return the verdict, what is degraded, and the nodes."""
     status = str(picture["status"])
     head = Text(str(picture["verdict"]), style=STYLES.get(status, "red"))
     more = [Text(f"  {each['reason']}: {each['text']}", style="yellow") for each in picture["degraded"]]
@@ -27,7 +27,7 @@ def overview(picture: Picture) -> RenderableType:
 
 
 def nodes(picture: Picture) -> Table:
-    """One line a node; where that is too long, role and host are folded, and figures stay whole."""
+    """Return a table with one line per node; if it is too wide, role and host are folded, and figures stay whole."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("node", "role", "host", "state"):
         table.add_column(name, no_wrap=name in ("node", "state"), overflow="fold")
@@ -46,7 +46,7 @@ def nodes(picture: Picture) -> Table:
 
 
 def traffic(picture: Picture) -> Table:
-    """Where KV comes from, how much moved, who was refused, and how predictions hold."""
+    """Return where KV came from, how much was moved, which requests were refused, and how accurate predictions were."""
     table = Table.grid(padding=(0, 2))
     hits = picture["hits"]["tokens"]
     whole = sum(hits.values())
@@ -75,7 +75,7 @@ def _state(node: Mapping[str, Any]) -> str:
 
 
 def _full(node: Mapping[str, Any]) -> str:
-    """How full each tier is."""
+    """Return how full each tier is."""
     tiers = {name: (tier["used_blocks"], tier["blocks"]) for name, tier in node.get("tiers", {}).items()}
     gauges = node.get("gauges", {})
     if "reserved_tokens" in gauges:
@@ -104,7 +104,7 @@ def _bytes(count: float) -> str:
 
 
 def request(told: Mapping[str, Any]) -> RenderableType:
-    """One request: what came of it, its attempts, and where its time went."""
+    """Return one request: its result, its attempts, and where its time went."""
     cached = "/".join(f"{told[f'cached_{source}']:,}" for source in ("own", "local", "remote"))
     head = Text(f"{told['request_id']}: {told['outcome']} after {told['duration_s']:.3f} s")
     reused = f"{told['prompt_tokens']:,} prompt tokens, of them reused {cached} (own/local/remote)"
