@@ -1,4 +1,4 @@
-"""Help texts of an exposition: the meaning of each metric, and its unit. A test holds that no name is without one."""
+"""Help texts of an exposition: the meaning and unit of each metric. A test checks that every name has one."""
 
 _SESSION = {
     "session_dropped": "Frames and messages dropped unread, by reason",
@@ -315,9 +315,9 @@ _STORE = {
     "store_ssd_failed": "Operations on SSD files that failed",
 }
 TEXTS = {**_SESSION, **_ANY, **_CONDUCTOR, **_ENGINES, **_POOL, **_GATEWAY, **_STORE}
-"""By the plain name, without `mooncake_` and labels."""
+"""The help texts by the plain name, without `mooncake_` and labels."""
 
 
 def text_of(plain: str) -> str:
-    """The help text of a name."""
+    """Return the help text of a name."""
     return TEXTS.get(plain) or plain.replace("_", " ").capitalize()
