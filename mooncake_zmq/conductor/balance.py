@@ -204,7 +204,7 @@ class Balance:
         happens = f"finishes {self._left(member)} requests, takes no new ones, then becomes a {role}"
         return {"node": node, "role": member.role, "happens": happens}, effects + self._arm()
 
-    # --- what is told
+    # --- state
 
     def check(self, now: float) -> None:
         """Assert the invariants."""

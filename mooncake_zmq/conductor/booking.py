@@ -15,9 +15,9 @@ class Booking(Struct, eq=False, gc=False):
     at: float
     placed: Placed
     due: float
-    """When its prefill should end; reports of the prefill update it."""
+    """The time at which its prefill should end; reports of the prefill update it."""
     deadline: float
-    """When its first token is due by its SLO; inf without one."""
+    """The time at which its first token is due by its SLO; inf without one."""
     need_tokens: int
     """The KV tokens that the decode must have free for all its choices."""
     load_s: float

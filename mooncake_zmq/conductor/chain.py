@@ -24,12 +24,12 @@ class Waiter:
         self.links = links
         """The chains that compute its blocks and have not ended."""
         self.until = math.inf
-        """When it is released at the latest; set once its blocks are computed and only have to reach the pool."""
+        """The time at which it is released at the latest; set once its blocks are computed and only have to reach the pool."""
 
 
 class Chain:
-    """What one placement computes on `node`: the blocks of `keys` from `first` on, of a prompt of `tokens`. `starts` holds the
-    first key of each of its chunks."""
+    """The blocks that one placement computes on `node`: those of `keys` from `first` on, of a prompt of `tokens`. `starts`
+    holds the first key of each of its chunks."""
 
     __slots__ = ("booking", "first", "keys", "node", "pooled", "starts", "tokens", "waiters")
 

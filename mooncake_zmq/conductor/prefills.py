@@ -88,8 +88,8 @@ class PrefillNode:
         self.factor = 1.0
         """The ratio of the node's compute costs, corrected, to the configured costs."""
         self.floor_at = 0.0
-        """When it is free at the earliest for a job without negative priority: jobs with a rank in the past are ahead of such
-        a job."""
+        """The earliest time at which it is free for a job without negative priority: jobs with a rank in the past are ahead of
+        such a job."""
         self.load_token_s = load_token_s
         """Seconds to load a token, corrected."""
         self.last = 0

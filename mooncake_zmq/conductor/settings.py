@@ -44,7 +44,7 @@ class ConductorSettings:
     step even on a CPU, so that only an overfull or stalled decode rejects; a GPU deployment sets 0.1 to 0.3 as the paper
     does."""
     admission: Admission = "prediction"
-    """When a request is refused, by the policies of the paper. none: never. baseline: at arrival by its prefill, and by its
+    """The policy by which requests are refused, as in the paper. none: never. baseline: at arrival by its prefill, and by its
     decode once the prefill is done. early: at arrival, by the present state of both. prediction: at arrival, by the predicted
     state of the decode when the prefill is done."""
     policy: Policy = "coming"

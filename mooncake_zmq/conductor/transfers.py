@@ -51,9 +51,9 @@ class Transfers:
         self._unmeasured = Rates(block_s, half_life_s)
         self.disk = Rates(disk_block_s, half_life_s)
         self._in_at: dict[int, float] = {}
-        """When each destination will have all that is on its way to it."""
+        """The time at which each destination will have all that is on its way to it."""
         self._out_at: dict[int, float] = {}
-        """When each source will have sent all that this conductor's placements fetch from it."""
+        """The time at which each source will have sent all that this conductor's placements fetch from it."""
 
     def report(self, now: float, destination: int, source: int | None, rate: SourceRate) -> float:
         """Take in a cache-node's report about one source; None is its own SSD. Return the seconds of blocks still on their

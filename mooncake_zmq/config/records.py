@@ -130,8 +130,8 @@ class NodeSettings:
     """The number of threads that compute; with the backend "numpy", decode uses more than one for its largest products
     only."""
     backend: str = "auto"
-    """How a prefill or decode computes. "compiled" is machine code made for this CPU: decode is several times faster; it needs
-    the extra of that name. "numpy" needs nothing. "auto" is "compiled" where that is available, otherwise "numpy".
+    """The backend of a prefill or decode. "compiled" is machine code made for this CPU: decode is several times faster; it
+    needs the extra of that name. "numpy" needs nothing. "auto" is "compiled" where that is available, otherwise "numpy".
     "modelled:PROFILE" computes nothing, but takes the time that other hardware would, with KV of the model's layout, to try a
     deployment under load. PROFILE is a file that `mooncake-zmq profile` wrote there, or a name such as a800-llama3-70b."""
     device: Device = "cpu"

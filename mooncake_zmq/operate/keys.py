@@ -145,9 +145,7 @@ def drop(name: str, directory: Path) -> None:
     help="Calls a second that its clients may abandon before their end; 0: any number.",
 )
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Its share of the gateway's slots.")
-@click.option(
-    "--role", type=click.Choice(get_args(Role)), default="user", help="user: calls; metrics: only state; admin: all."
-)
+@click.option("--role", type=click.Choice(get_args(Role)), default="user", help="user: calls; metrics: only state; admin: all.")
 @click.option(
     "--priority",
     type=click.IntRange(-MAX_PRIORITY, 0),

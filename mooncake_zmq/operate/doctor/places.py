@@ -21,7 +21,7 @@ MIGRATE_REQ = Path("/proc/sys/net/ipv4/tcp_migrate_req")
 
 def examine(here: Here) -> Iterator[Finding]:
     """Yield findings on the runtime directory, then on each address of each node here: only a user who may read the directory
-    can tell which process has a port."""
+    can find out which process has a port."""
     directory = runtime_directory(Path(here.config.cluster.runtime_dir), units_installed())
     yield directory
     if directory.level == "problem":
