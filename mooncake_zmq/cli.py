@@ -176,11 +176,11 @@ def sbom(licences: bool) -> None:
     """
     from mooncake_zmq.operate.sbom import bill
 
-    told = bill()
+    found = bill()
     if not licences:
-        click.echo(json.dumps(told, indent=1))
+        click.echo(json.dumps(found, indent=1))
         return
-    for each in told["components"]:
+    for each in found["components"]:
         known = each["licenses"][0]["license"]["name"] if "licenses" in each else "not said"
         click.echo(f"{each['name']} {each['version']} {known}")
 
@@ -574,7 +574,7 @@ def compile_(*, laboratory: bool) -> None:
         _fail(str(error))
 
 
-def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
+def _ask_conductor(loaded: Any, name: str | None, request: Any) -> None:
     """Send a request to a conductor and print its answer; a refusal ends the command."""
     import json
 
@@ -587,7 +587,7 @@ def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
         _fail(f"{loaded.path}: there is no conductor")
     asked = _or_exit(lambda: loaded.config.node(name)).name if name else conductors[0]
     try:
-        answer = ask(Path(loaded.config.cluster.runtime_dir), asked, decode(encode(wish)))
+        answer = ask(Path(loaded.config.cluster.runtime_dir), asked, decode(encode(request)))
     except (AskError, ConfigError) as error:
         _fail(str(error))
     if "error" in answer:

@@ -27,7 +27,7 @@ class Admission:
         self._looks_at_decodes = settings.admission not in ("none", "baseline")
         self._ttft_s, self._tbt_s = _bound_s(settings.ttft_slo_s), _bound_s(settings.tbt_slo_s)
         """The SLOs of the deployment, for requests that name none."""
-        self._patience = settings.patience
+        self._waiting_share = settings.patience
 
     def limits(self, schedule: Schedule) -> Limits:
         """Return the request's own SLOs, or the deployment's where it names none; 0 means none."""
@@ -51,7 +51,7 @@ class Admission:
         waits_s = ttft_s - prefill.work_s
         if prefill.work_s < left_s:
             return bounded(min(ttft_s - left_s, waits_s))
-        excess_s = waits_s - self._patience * prefill.work_s
+        excess_s = waits_s - self._waiting_share * prefill.work_s
         return bounded(excess_s) if excess_s > 0 else 0.0
 
     def slow_decode_s(self, limits: Limits, decode: DecodeChoice, expected_tokens: float) -> float:
@@ -59,11 +59,11 @@ class Admission:
         slo_s = limits.tbt_s
         if not self._looks_at_decodes or decode.tbt_s <= slo_s:
             return 0.0
-        crowd_s = decode.tbt_s - decode.alone_s
-        excess_s = crowd_s - self._patience * decode.alone_s if decode.alone_s >= slo_s else decode.tbt_s - slo_s
-        if excess_s <= 0 or crowd_s <= 0:
+        batching_s = decode.tbt_s - decode.alone_s
+        excess_s = batching_s - self._waiting_share * decode.alone_s if decode.alone_s >= slo_s else decode.tbt_s - slo_s
+        if excess_s <= 0 or batching_s <= 0:
             return 0.0
-        leavers = math.ceil(decode.batch * min(1.0, excess_s / crowd_s))
+        leavers = math.ceil(decode.batch * min(1.0, excess_s / batching_s))
         return bounded(leavers * expected_tokens * decode.alone_s / max(1.0, decode.batch))
 
 

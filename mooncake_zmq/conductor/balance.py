@@ -37,7 +37,7 @@ QUIET = 2
 """The pause after a change, as a multiple of `role_change_after_s`."""
 PATIENCE = 10
 """The time limit of a change, as a multiple of `role_change_after_s`; after it the change is forgotten."""
-OPERATORS_PATIENCE_S = 600.0
+OPERATORS_LIMIT_S = 600.0
 """The time limit of a change when only operators ask for changes."""
 TYPICAL_WEIGHT = 0.02
 """The weight of one request in the typical request: about the last fifty count."""
@@ -123,8 +123,8 @@ class Balance:
         self._batches = batches
         self._outputs = outputs
         self._after_s = after_s = settings.role_change_after_s
-        self._every_s = after_s / SAMPLES if after_s else OPERATORS_PATIENCE_S / SAMPLES
-        self._patience_s = PATIENCE * after_s if after_s else OPERATORS_PATIENCE_S
+        self._every_s = after_s / SAMPLES if after_s else OPERATORS_LIMIT_S / SAMPLES
+        self._limit_s = PATIENCE * after_s if after_s else OPERATORS_LIMIT_S
         self._lopsided = Lopsided(after_s, settings.role_change_ratio)
         self._change: _Change | None = None
         self._quiet_until = -math.inf
@@ -153,7 +153,7 @@ class Balance:
         """Sample the loads, and forget a change that exceeded its time limit."""
         self._armed = False
         change, effects = self._change, list[Effect]()
-        if change is not None and now - change.begun_at > self._patience_s:
+        if change is not None and now - change.begun_at > self._limit_s:
             self._end(now, "forgotten")
         if self._is_acting(now):
             effects += self._look(now)
@@ -170,7 +170,7 @@ class Balance:
         if member.role == change.role:
             self._end(now, "done")
         elif member.incarnation == change.incarnation:  # the request may have been lost
-            return self._tell(change)
+            return self._request_change(change)
         else:
             self._end(now, "undone")
         return []
@@ -299,9 +299,9 @@ class Balance:
     def _begin(self, now: float, member: Member, role: Role) -> list[Effect]:
         self._counts.add(f"role_changes[to={role}]")
         self._change = _Change(member.name, role, member.incarnation, now)
-        return self._tell(self._change)
+        return self._request_change(self._change)
 
-    def _tell(self, change: _Change) -> list[Effect]:
+    def _request_change(self, change: _Change) -> list[Effect]:
         """Close the node for new requests and send it the request to change."""
         if change.role == "decode":
             self._prefills.close(self._prefills.by_name[change.node])

@@ -78,15 +78,17 @@ class Batches:
         self._request_s = costs.decode_request_s
         self._context_s = costs.decode_context_s
 
-    def choose(self, now: float, joining: Joining, crowd: Crowd, host: str, exclude: Collection[str]) -> DecodeChoice | None:
+    def choose(
+        self, now: float, joining: Joining, candidates: Crowd, host: str, exclude: Collection[str]
+    ) -> DecodeChoice | None:
         """Return the choice among the candidates. Of tied decodes one on `host` is preferred, where the handoff is a read of
         shared memory; otherwise, among the `MOST_TIES` (or a few more) with the lightest load, the one with the most free
         tokens, then by name. Decodes in `exclude` are taken only if no other has room."""
-        self._look_at_stale(now, joining, crowd)
-        self._look_at_holders(joining, crowd)
-        node = self._least(joining, crowd, host, exclude)
+        self._look_at_stale(now, joining, candidates)
+        self._look_at_holders(joining, candidates)
+        node = self._least(joining, candidates, host, exclude)
         if node is None and exclude:
-            node = self._least(joining, crowd, host, ())
+            node = self._least(joining, candidates, host, ())
         return None if node is None else self.promise(joining, node)
 
     def stay(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
@@ -183,35 +185,35 @@ class Batches:
         late_s = handover.late_s(handover.held(node))
         return late_s / gaps.longest_gaps(int(joining.expected_tokens) - 1) if late_s else 0.0
 
-    def _look_at_holders(self, joining: Joining, crowd: Crowd) -> None:
+    def _look_at_holders(self, joining: Joining, candidates: Crowd) -> None:
         """Evaluate the decodes whose hosts hold the most reused blocks, and set the least delay of all others."""
         if joining.handover is None:
             return
-        holders, late_s = joining.handover.holders(crowd.by_host)
+        holders, late_s = joining.handover.holders(candidates.by_host)
         for node in holders:
             if not node.draining:
                 self._look_at(joining, node)
         joining.late_s = late_s / gaps.longest_gaps(int(joining.expected_tokens) - 1)
 
-    def _look_at_stale(self, now: float, joining: Joining, crowd: Crowd) -> None:
+    def _look_at_stale(self, now: float, joining: Joining, candidates: Crowd) -> None:
         """Evaluate the decodes whose reports are old, and set the bounds that hold for all others."""
         least = self._decodes.least_scale
         self.weigh(joining)
         joining.base_s, joining.own_s = least * self._step_s, least * (joining.alone_s - self._step_s)
-        for node in crowd.reported:
+        for node in candidates.reported:
             if now - node.reported_at <= STALE_S:
                 joining.slack = (joining.at - node.reported_at) / joining.stay_tokens
                 break
             if not node.draining:
                 self._look_at(joining, node)
 
-    def _least(self, joining: Joining, crowd: Crowd, host: str, exclude: Collection[str]) -> DecodeNode | None:
-        entries = crowd.lightest.entries
-        least, place = self._search(joining, crowd, exclude)
+    def _least(self, joining: Joining, candidates: Crowd, host: str, exclude: Collection[str]) -> DecodeNode | None:
+        entries = candidates.lightest.entries
+        least, place = self._search(joining, candidates, exclude)
         if least == NO_ROOM:
             return None
         limit = least * self._tie
-        at_home = self._at_home(joining, crowd.by_host.get(host, ()), exclude, limit)
+        at_home = self._at_home(joining, candidates.by_host.get(host, ()), exclude, limit)
         if at_home is not None:
             return at_home
         ties = self._ties(joining, exclude, limit)
@@ -222,13 +224,13 @@ class Batches:
                 ties.append(node)
         return _nearest(joining, ties) or _roomiest(ties)
 
-    def _search(self, joining: Joining, crowd: Crowd, exclude: Collection[str]) -> tuple[float, int]:
+    def _search(self, joining: Joining, candidates: Crowd, exclude: Collection[str]) -> tuple[float, int]:
         """Return the smallest gap, and how many of the lightest decodes were visited to find it."""
         least, place = NO_ROOM, 0
         for node, gap_s in joining.looked_at.items():
             if gap_s < least and node.name not in exclude:
                 least = gap_s
-        for step_s, name, node in crowd.lightest.entries:
+        for step_s, name, node in candidates.lightest.entries:
             if self._bound_s(joining, step_s) * ROUNDING >= least:
                 break
             place += 1

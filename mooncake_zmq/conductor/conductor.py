@@ -123,7 +123,7 @@ class Conductor:
             batches=self._placement.batches,
             outputs=self._outputs,
         )
-        self._picture = Picture(
+        self._snapshot = Picture(
             settings,
             self._members,
             self._prefills,
@@ -220,12 +220,12 @@ class Conductor:
 
     def gauges(self, now: float) -> dict[str, float]:
         """Return gauges for metrics."""
-        return self._picture.gauges(now)
+        return self._snapshot.gauges(now)
 
     def dump(self, now: float) -> dict[str, object]:
         """Return the state, ready for JSON, with the first bookings only."""
         about = {"name": self.name, "host": self.host, "incarnation": self.incarnation}
-        return about | self._picture.dump(now) | {"predictions": self._accuracy.table()}
+        return about | self._snapshot.dump(now) | {"predictions": self._accuracy.table()}
 
     # --- membership
 

@@ -101,8 +101,8 @@ class Placement:
             return decided
         # No vLLM can decode what this one would prefill. A vLLM that does both may take it; otherwise this one does, unless it
         # only has to wait for room.
-        apart = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
-        other = self._choose_prefill(now, schedule, plan, limits, apart)
+        separate = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
+        other = self._choose_prefill(now, schedule, plan, limits, separate)
         if not isinstance(other, tuple):
             instead = self._go_on(now, schedule, plan, limits, other)
             if isinstance(instead, Decision):
@@ -130,7 +130,7 @@ class Placement:
             joining = self._joining(at, prefill, plan, expected, 1)
             decode = self._choose_decode(now, joining, prefill, schedule)
         if decode is None:
-            return self._no_decode(self._crowd(prefill.node), joining.stay_tokens)
+            return self._no_decode(self._candidates(prefill.node), joining.stay_tokens)
         slow_s = self._admission.slow_decode_s(limits, decode, expected)
         if slow_s:
             return RejectReason.TBT, slow_s, decode.tbt_s
@@ -217,7 +217,7 @@ class Placement:
         first = () if prefill.whole else self._sources.store_of(prefill.node.host)
         return (*first, *prefill.stores)
 
-    def _crowd(self, prefill: PrefillNode) -> Crowd:
+    def _candidates(self, prefill: PrefillNode) -> Crowd:
         """Return the decodes that can continue what this prefill begins."""
         return self._decodes.vllms if prefill.vllm else self._decodes.own
 
@@ -241,7 +241,7 @@ class Placement:
     def _choose_decode(self, now: float, joining: Joining, prefill: PrefillChoice, schedule: Schedule) -> DecodeChoice | None:
         if prefill.whole:
             return self.batches.stay(joining, self._decodes.by_name[prefill.node.name])
-        return self.batches.choose(now, joining, self._crowd(prefill.node), prefill.node.host, schedule.exclude)
+        return self.batches.choose(now, joining, self._candidates(prefill.node), prefill.node.host, schedule.exclude)
 
     def _need_tokens(self, tokens: int, expected: float) -> int:
         """Return the KV tokens that a decode must have free: whole blocks for the prompt and one token, which it requires, or
@@ -351,10 +351,10 @@ class Placement:
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )
 
-    def _no_decode(self, crowd: Crowd, stay_tokens: float) -> Refused:
+    def _no_decode(self, candidates: Crowd, stay_tokens: float) -> Refused:
         """Return the refusal when no decode has room: the retry is after the first request should have left one, or, without
         any decode, after one may be back."""
-        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for _, _, node in crowd.lightest.entries]
+        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for _, _, node in candidates.lightest.entries]
         if not leave_s:
             return RejectReason.NO_DECODE, NO_NODE_RETRY_S, 0.0
         return RejectReason.NO_ROOM, bounded(min(leave_s)), 0.0

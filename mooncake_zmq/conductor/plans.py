@@ -50,12 +50,12 @@ class Plan:
     """The marks of prefills not evaluated yet that hold any of the prompt."""
     source: int = -1
     """The bit of the cache-node that all prefills would fetch from; -1 if none fetches."""
-    shelved: Group | None = None
+    stored: Group | None = None
     """The longest run that a store holds for vLLMs."""
     out_at: float = 0.0
     moved_s: float = 0.0
     """The least wait for a fetch by prefills that were not evaluated."""
-    rest_load_s: float = 0.0
+    unseen_load_s: float = 0.0
     """The least time in which those prefills load their own blocks."""
     best_load_s: float = 0.0
     """The least time in which they load own and fetched blocks."""
@@ -73,7 +73,7 @@ class Plan:
         self.priority = priority
         self.runs = runs
         """The runs held, the shortest first."""
-        self.whole_s = self.rest_s = whole_s
+        self.whole_s = self.unseen_s = whole_s
         """Uncorrected compute seconds of the whole prompt, and of what prefills not evaluated must compute at least."""
         self.groups: list[Group] = []
         """The runs as groups, the longest first."""
@@ -151,8 +151,8 @@ class Planner:
         plan.fetches, plan.fetch_s = False, 0.0
         if plan.source >= 0 and local < plan.best and node.home >= 0:
             work_s = self._fetched_s(plan, node, local, work_s)
-        elif node.vllm and plan.shelved is not None and local < plan.shelved[1]:
-            work_s = self._from_store_s(plan, plan.shelved, node, work_s)
+        elif node.vllm and plan.stored is not None and local < plan.stored[1]:
+            work_s = self._from_store_s(plan, plan.stored, node, work_s)
         plan.weighed, plan.work_s = node, work_s
         now, ends, wait_s = plan.now, node.ends, 0.0
         if ends and ends[-1] > now:
@@ -174,7 +174,7 @@ class Planner:
     def least_work_s(self, plan: Plan, place: int = 0) -> float:
         """Return a lower bound of the work of such prefills."""
         factor = self.orders[0][place][0]
-        work_s = max(factor * plan.rest_s, plan.rest_load_s)
+        work_s = max(factor * plan.unseen_s, plan.unseen_load_s)
         return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.moved_s) if plan.source >= 0 else work_s
 
     def least_cold_s(self, plan: Plan) -> float:
@@ -201,9 +201,9 @@ class Planner:
         if self._fetches:
             if pooled is not None:
                 self._name_source(plan, pooled[0])
-            self._find_shelved(plan)
+            self._find_stored(plan)
         left = max(LOOKED_AT, min(len(self.orders[0]) // RARE, MOST_RARE))
-        rest, plan.rest_s = 0, plan.whole_s
+        rest, plan.unseen_s = 0, plan.whole_s
         for mask, blocks, unit_s, _ in plan.groups:
             left -= mask.bit_count()
             if left >= 0:
@@ -212,9 +212,9 @@ class Planner:
                         plan.times[node] = self.ttft_s(plan, node)
                 continue
             if not plan.crowd:
-                rest, plan.rest_s = blocks, unit_s
+                rest, plan.unseen_s = blocks, unit_s
             plan.crowd |= mask << 1
-        plan.rest_load_s = self._prefills.least_load_s * rest * self._block_tokens
+        plan.unseen_load_s = self._prefills.least_load_s * rest * self._block_tokens
         if plan.rates is not None:
             plan.best_load_s = self._prefills.least_load_s * plan.best_prefix
             plan.moved_s = (plan.best - rest) * plan.rates.least_s + max(0.0, plan.out_at - plan.now)
@@ -238,23 +238,23 @@ class Planner:
         plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, plan.best
         return fetched_s
 
-    def _find_shelved(self, plan: Plan) -> None:
+    def _find_stored(self, plan: Plan) -> None:
         """Find the longest run in a store for vLLMs; if there is one, evaluate all vLLMs, since no bound covers loads from
         another host's store."""
-        plan.shelved = next((group for group in plan.groups if self._sources.on_shelves(group[0])), None)
-        for node in self._sources.vllms if plan.shelved is not None else ():
+        plan.stored = next((group for group in plan.groups if self._sources.on_shelves(group[0])), None)
+        for node in self._sources.vllms if plan.stored is not None else ():
             if not node.closed:
                 plan.times[node] = self.ttft_s(plan, node)
 
-    def _from_store_s(self, plan: Plan, shelved: Group, node: PrefillNode, work_s: float) -> float:
+    def _from_store_s(self, plan: Plan, stored: Group, node: PrefillNode, work_s: float) -> float:
         """Return the work of a vLLM that loads missing blocks from the store of another host, where that is quicker. Such a
         load is not measured by itself; the node's own factor covers it together with its computing."""
-        _, blocks, rest_s, prefix = shelved
+        _, blocks, missing_s, prefix = stored
         local = plan.local
         if self._threshold and (local if self._threshold == NO_TIME else local * self._threshold > blocks):
             return work_s
         fetch_s = (blocks - local) * self._transfers.model_s
-        fetched_s = max(node.factor * rest_s, node.load_token_s * prefix) + fetch_s
+        fetched_s = max(node.factor * missing_s, node.load_token_s * prefix) + fetch_s
         if fetched_s >= work_s:
             return work_s
         plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, blocks

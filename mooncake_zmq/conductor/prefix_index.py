@@ -62,7 +62,7 @@ class PrefixIndex:
         self._held: list[int] = []
         """The number of keys held, by bit."""
         self._live = 0
-        self._apart = 0
+        self._private = 0
         """The bits of holders that are no pools."""
         self._dead = 0
         self._sweeping = 0
@@ -97,7 +97,7 @@ class PrefixIndex:
                 self._held.append(0)
             self._bits[node], self._names[bit] = bit, node
             self._live |= 1 << bit
-            self._apart = self._apart & ~(1 << bit) | (not pool) << bit
+            self._private = self._private & ~(1 << bit) | (not pool) << bit
         return bit
 
     def name_of(self, bit: int) -> str:
@@ -205,7 +205,7 @@ class PrefixIndex:
 
     def holders(self, keys: Sequence[Key]) -> list[str]:
         """Return the pools that hold every one of `keys`, of which there is at least one, in name order."""
-        held = self._mask(keys[-1]) & self._live & ~self._apart
+        held = self._mask(keys[-1]) & self._live & ~self._private
         for key in keys:
             if not held:
                 return []
@@ -224,7 +224,7 @@ class PrefixIndex:
 
     def copies(self, key: Key) -> int:
         """Return how many pools hold this block."""
-        return (self._mask(key) & self._live & ~self._apart).bit_count()
+        return (self._mask(key) & self._live & ~self._private).bit_count()
 
     def check(self) -> None:
         """Assert that counts, masks and log agree, and that every mask contains known nodes only."""

@@ -26,7 +26,7 @@ MAX_WISHES = 256
 
 
 @dataclass(slots=True, eq=False)
-class Wish:
+class CopyRequest:
     """A request to `node` at time `at`: to hold a copy of these keys, or, if not `more`, to evict its own copy of them
     first."""
 
@@ -43,14 +43,14 @@ class Replication:
         """Create it with the index of what is held, which the conductor keeps up to date, and the conductor's counters."""
         self._index = index
         self._counts = counts
-        self._wishes: deque[Wish] = deque()
+        self._requests: deque[CopyRequest] = deque()
         """All remembered requests, in the order in which they were sent."""
-        self._asked: dict[str, dict[Key, Wish]] = {}
+        self._asked: dict[str, dict[Key, CopyRequest]] = {}
         """The last request by node and block."""
 
     def under_way(self, now: float) -> int:
         """Return the number of requested copies that have neither arrived nor been given up."""
-        return sum(self._is_under_way(now, wish) for wish in self._wishes)
+        return sum(self._is_under_way(now, request) for request in self._requests)
 
     def change(
         self, now: float, keys: tuple[Key, ...], copies: int, *, hosts: Mapping[str, str], readers: Collection[str]
@@ -72,24 +72,24 @@ class Replication:
     def forget(self, node: str) -> None:
         """Forget all requests to this node."""
         self._asked.pop(node, None)
-        self._wishes = deque(wish for wish in self._wishes if wish.node != node)
+        self._requests = deque(request for request in self._requests if request.node != node)
 
     def check(self, now: float) -> None:
         """Assert the invariants."""
-        assert len(self._wishes) <= MAX_WISHES
-        remembered = {id(wish) for wish in self._wishes}
+        assert len(self._requests) <= MAX_WISHES
+        remembered = {id(request) for request in self._requests}
         for node, asked in self._asked.items():
-            assert all(wish.node == node and id(wish) in remembered for wish in asked.values())
+            assert all(request.node == node and id(request) in remembered for request in asked.values())
 
-    def _is_under_way(self, now: float, wish: Wish) -> bool:
-        return wish.more and now - wish.at < WISH_S and not self._index.holds(wish.node, wish.keys[-1])
+    def _is_under_way(self, now: float, request: CopyRequest) -> bool:
+        return request.more and now - request.at < WISH_S and not self._index.holds(request.node, request.keys[-1])
 
     def _standing(self, now: float, keys: tuple[Key, ...], hosts: Mapping[str, str]) -> tuple[set[str], set[str]]:
         """Return the hosts that hold all of `keys` and were not asked to evict them, and further hosts that were asked for a
         copy."""
         kept = {hosts[node] for node in self._kept_by(keys)}
-        last = {node: wish for node in self._asked if (wish := self._last(node, keys))}
-        coming = {hosts[node] for node, wish in last.items() if self._is_under_way(now, wish)}
+        last = {node: request for node in self._asked if (request := self._last(node, keys))}
+        coming = {hosts[node] for node, request in last.items() if self._is_under_way(now, request)}
         return kept, coming - kept
 
     def _kept_by(self, keys: tuple[Key, ...]) -> list[str]:
@@ -98,14 +98,14 @@ class Replication:
     def _is_going(self, node: str, keys: tuple[Key, ...]) -> bool:
         """Return whether `node` was asked to evict any of `keys` first."""
         asked = self._asked.get(node)
-        return asked is not None and any(not wish.more for key in keys if (wish := asked.get(key)))
+        return asked is not None and any(not request.more for key in keys if (request := asked.get(key)))
 
-    def _last(self, node: str, keys: Sequence[Key]) -> Wish | None:
+    def _last(self, node: str, keys: Sequence[Key]) -> CopyRequest | None:
         """Return the last request to `node` about the chain `keys`, possibly as part of a longer chain."""
         return self._asked.get(node, {}).get(keys[-1])
 
     def _under_way_to(self, now: float, node: str) -> int:
-        return sum(wish.node == node and self._is_under_way(now, wish) for wish in self._wishes)
+        return sum(request.node == node and self._is_under_way(now, request) for request in self._requests)
 
     def _ask_for(
         self, now: float, keys: tuple[Key, ...], count: int, hosts: Mapping[str, str], free: set[str]
@@ -124,14 +124,14 @@ class Replication:
             last = self._last(node, keys)
             if last is not None and last.more and node not in going:
                 continue
-            if len(self._wishes) >= MAX_WISHES or self._under_way_to(now, node) >= WISHES_PER_NODE:
+            if len(self._requests) >= MAX_WISHES or self._under_way_to(now, node) >= WISHES_PER_NODE:
                 self._counts.add("replica_wishes_deferred")
                 continue
             sources = [holder for holder in holders if hosts[holder] != host]
             if not sources:
                 continue
             free.discard(host)
-            self._remember(Wish(node, keys, now, more=True))
+            self._remember(CopyRequest(node, keys, now, more=True))
             asked.append((node, ChangeReplica(keys=keys, sources=tuple(sources[:MAX_SOURCES]))))
         return asked
 
@@ -143,24 +143,24 @@ class Replication:
         spare = sorted(self._kept_by(keys), key=lambda node: (hosts[node] in readers, -self._index.held_by(node), node))
         asked: list[tuple[str, ChangeReplica]] = []
         for node in spare[:count]:
-            if len(self._wishes) >= MAX_WISHES // 2:
+            if len(self._requests) >= MAX_WISHES // 2:
                 self._counts.add("replica_wishes_deferred")
                 break
-            self._remember(Wish(node, keys, now, more=False))
+            self._remember(CopyRequest(node, keys, now, more=False))
             asked.append((node, ChangeReplica(keys=keys, sources=())))
         return asked
 
-    def _remember(self, wish: Wish) -> None:
-        self._wishes.append(wish)
-        asked = self._asked.setdefault(wish.node, {})
-        for key in wish.keys:
-            asked[key] = wish
-        self._counts.add(f"replica_wishes[change={'more' if wish.more else 'fewer'}]")
+    def _remember(self, request: CopyRequest) -> None:
+        self._requests.append(request)
+        asked = self._asked.setdefault(request.node, {})
+        for key in request.keys:
+            asked[key] = request
+        self._counts.add(f"replica_wishes[change={'more' if request.more else 'fewer'}]")
 
     def _forget_old(self, now: float) -> None:
-        while self._wishes and now - self._wishes[0].at >= ASK_AGAIN_S:
-            wish = self._wishes.popleft()
-            asked = self._asked[wish.node]
-            for key in wish.keys:
-                if asked.get(key) is wish:
+        while self._requests and now - self._requests[0].at >= ASK_AGAIN_S:
+            request = self._requests.popleft()
+            asked = self._asked[request.node]
+            for key in request.keys:
+                if asked.get(key) is request:
                     del asked[key]

@@ -19,12 +19,12 @@ class RollCall:
 
     def __init__(self, expected: Sequence[str], members: Membership) -> None:
         self._expected = tuple(expected)
-        self._tells = bool(expected)
+        self._is_reporting = bool(expected)
         self._members = members
         self._announced: set[str] = set()
         """The cache-nodes that have announced all their blocks."""
         self._armed = False
-        self._resting = False
+        self._cordoned = False
         self._closed: set[str] = set()
 
     def announced(self, node: str) -> list[Effect]:
@@ -38,9 +38,9 @@ class RollCall:
         self._closed.discard(node)
         return self.changed()
 
-    def rest(self, resting: bool) -> list[Effect]:
+    def rest(self, cordoned: bool) -> list[Effect]:
         """Cordon this conductor by an operator's request, or use it again; gateways receive a report at once."""
-        self._resting, self._tells = resting, True
+        self._cordoned, self._is_reporting = cordoned, True
         return self.tell()
 
     def takes(self, node: str, *, closed: bool) -> list[Effect]:
@@ -48,12 +48,12 @@ class RollCall:
         if closed == (node in self._closed):
             return []
         self._closed ^= {node}
-        self._tells = True
+        self._is_reporting = True
         return self.tell()
 
     def changed(self) -> list[Effect]:
         """Send a report soon."""
-        if self._armed or not self._tells:
+        if self._armed or not self._is_reporting:
             return []
         self._armed = True
         return [SetTimer(ROLL_CALL, TELL_AFTER_S)]
@@ -63,12 +63,12 @@ class RollCall:
         self._armed = False
         news = NodesHeard(
             cache_nodes=tuple(member.name for member in self._members.of_role("cache-node"))[:MAX_NODES],
-            missing=tuple(name for name in self._expected if not self._is_heard(name))[:MAX_NODES],
-            resting=self._resting,
+            missing=tuple(name for name in self._expected if not self._is_ready(name))[:MAX_NODES],
+            resting=self._cordoned,
             closed=tuple(sorted(self._closed))[:MAX_NODES],
         )
         return [Send(gateway.name, news) for gateway in self._members.of_role("gateway")]
 
-    def _is_heard(self, name: str) -> bool:
+    def _is_ready(self, name: str) -> bool:
         role = self._members.role_of(name)
         return role is not None and (role != "cache-node" or name in self._announced)

@@ -66,10 +66,10 @@ class Router:
             return None
         limit = least * self._tie
         if bound_s <= limit:
-            crowd = self._crowd(plan, limit)
+            candidates = self._candidates(plan, limit)
             too_late = plan.now + limit - self._planner.least_work_s(plan) if plan.priority >= 0 else NO_TIME
             for node in self._prefills.turns:
-                if (node.floor_at > too_late or not node.marks & crowd) and node not in times:
+                if (node.floor_at > too_late or not node.marks & candidates) and node not in times:
                     continue
                 if node.closed or node.name in barred:
                     continue
@@ -78,7 +78,7 @@ class Router:
                     time_s = times[node] = self._planner.ttft_s(plan, node)
                 if time_s <= limit:
                     return node
-                self._look_at(plan, place, crowd, barred)
+                self._look_at(plan, place, candidates, barred)
                 place += 1
                 if self._planner.bound_s(plan, place) > limit:
                     break
@@ -94,9 +94,9 @@ class Router:
         if plan.crowd and bound_s * ROUNDING < least:
             least = min(least, self._first_free(plan, plan.crowd, barred))
         if bound_s * ROUNDING < least:
-            crowd = self._crowd(plan, least * self._tie)
+            candidates = self._candidates(plan, least * self._tie)
             while bound_s * ROUNDING < least:
-                least = min(least, self._look_at(plan, place, crowd, barred))
+                least = min(least, self._look_at(plan, place, candidates, barred))
                 place += 1
                 bound_s = self._planner.bound_s(plan, place)
         return least, place, bound_s
@@ -108,12 +108,12 @@ class Router:
                 least = time_s
         return least
 
-    def _look_at(self, plan: Plan, place: int, crowd: int, barred: Collection[str]) -> float:
+    def _look_at(self, plan: Plan, place: int, candidates: int, barred: Collection[str]) -> float:
         """Evaluate the two prefills at this place of the orders, if they are candidates; return the smaller time."""
         times, least = plan.times, NO_TIME
         for order in self._planner.orders:
             node = order[place][2]
-            if node.marks & crowd and node not in times:
+            if node.marks & candidates and node not in times:
                 times[node] = time_s = self._planner.ttft_s(plan, node)
                 if time_s < least and node.name not in barred:
                     least = time_s
@@ -129,7 +129,7 @@ class Router:
                 return time_s
         return NO_TIME
 
-    def _crowd(self, plan: Plan, limit: float) -> int:
+    def _candidates(self, plan: Plan, limit: float) -> int:
         """Return the marks of the candidates that may be within the limit: all prefills, or only those that hold a part of the
         prompt."""
         return EVERYONE if self._planner.least_cold_s(plan) <= limit else plan.crowd

@@ -30,13 +30,13 @@ class Sources:
         """The turn in which each cache-node was last named first."""
         self._turns: dict[int, None] = {}
         """The cache-nodes in the order of their turns: the one named longest ago first, and equals in name order."""
-        self._resting: set[int] = set()
+        self._cordoned: set[int] = set()
         """The cordoned cache-nodes: none is the home of a prefill."""
         self._turn = 0
         self._pool_bits = 0
-        self._shelves: dict[int, tuple[str, str]] = {}
+        self._stores: dict[int, tuple[str, str]] = {}
         """The cache-node and host of each store that holds blocks of vLLMs."""
-        self._shelf_bits = 0
+        self._store_bits = 0
         self._own: dict[int, PrefillNode] = {}
         """Prefills and vLLMs by the bit of what they hold themselves, which no other node can read."""
 
@@ -55,7 +55,7 @@ class Sources:
         """Remove a cache-node."""
         host = self._hosts.pop(bit)
         del self._names[bit], self._named[bit], self._turns[bit]
-        self._resting.discard(bit)
+        self._cordoned.discard(bit)
         self._pool_bits &= ~(1 << bit)
         self._pools[host].remove(bit)
         if not self._pools[host]:
@@ -63,10 +63,10 @@ class Sources:
         self._mark(host)
         self.settle(self._prefills.by_host.get(host, ()))
 
-    def rest(self, bit: int, resting: bool) -> None:
+    def rest(self, bit: int, cordoned: bool) -> None:
         """Cordon a cache-node, or use it again."""
-        if resting != (bit in self._resting):
-            self._resting ^= {bit}
+        if cordoned != (bit in self._cordoned):
+            self._cordoned ^= {bit}
             self._mark(self._hosts[bit])
             self.settle(self._prefills.by_host.get(self._hosts[bit], ()))
 
@@ -77,15 +77,15 @@ class Sources:
 
     def join_shelf(self, bit: int, name: str, host: str) -> None:
         """Add the store of this cache-node, whose blocks the vLLMs on its host can read at once."""
-        self._shelves[bit] = name, host
-        self._shelf_bits |= 1 << bit
+        self._stores[bit] = name, host
+        self._store_bits |= 1 << bit
         self.settle(self._prefills.by_host.get(host, ()))
 
     def leave_apart(self, bit: int) -> None:
         """Remove a store, or what a prefill or vLLM held itself."""
         self._own.pop(bit, None)
-        _, host = self._shelves.pop(bit, ("", ""))
-        self._shelf_bits &= ~(1 << bit)
+        _, host = self._stores.pop(bit, ("", ""))
+        self._store_bits &= ~(1 << bit)
         if host:
             self.settle(self._prefills.by_host.get(host, ()))
 
@@ -94,7 +94,7 @@ class Sources:
         for node in nodes:
             pool = [] if node.vllm else self._serving(node.host)
             node.home = pool[0] if pool else -1
-            node.homes = self._apart(node) if node.vllm else self.pools(node.host) | self._apart(node)
+            node.homes = self._private_bits(node) if node.vllm else self.pools(node.host) | self._private_bits(node)
             node.marks = node.homes << 1 | EVERYONE
 
     def host_of(self, bit: int) -> str:
@@ -113,7 +113,7 @@ class Sources:
         if pools != mask:
             for bit in bits_of(mask & ~pools):
                 own = self._own.get(bit)
-                found += by_host.get(self._shelves[bit][1], ()) if own is None else (own,)
+                found += by_host.get(self._stores[bit][1], ()) if own is None else (own,)
         return found
 
     def first(self, mask: int) -> int:
@@ -145,7 +145,7 @@ class Sources:
 
     def on_shelves(self, mask: int) -> bool:
         """Return whether any of these is a store that vLLMs can read."""
-        return bool(mask & self._shelf_bits)
+        return bool(mask & self._store_bits)
 
     def pooled(self, mask: int) -> bool:
         """Return whether any of these is a pool, from which other hosts can fetch."""
@@ -161,8 +161,8 @@ class Sources:
         first."""
         found: dict[str, None] = {}
         for longer, mask in reversed(list(runs)):
-            for bit in bits_of(mask & self._shelf_bits) if longer > blocks else ():
-                name, there = self._shelves[bit]
+            for bit in bits_of(mask & self._store_bits) if longer > blocks else ():
+                name, there = self._stores[bit]
                 if there != host:
                     found[name] = None
         return tuple(found)[:MAX_SOURCES]
@@ -188,7 +188,7 @@ class Sources:
         assert self._masks == {host: mask for host, mask in serving.items() if mask}
         for node in self._prefills.nodes:
             pool = [] if node.vllm else self._serving(node.host)
-            assert node.homes == sum(1 << bit for bit in pool) | self._apart(node)
+            assert node.homes == sum(1 << bit for bit in pool) | self._private_bits(node)
             assert node.home == (pool[0] if pool else -1)
 
     def _mark(self, host: str) -> None:
@@ -197,14 +197,14 @@ class Sources:
             self._masks[host] = sum([1 << bit for bit in pool])
 
     def _serving(self, host: str) -> list[int]:
-        return [bit for bit in self._pools.get(host, ()) if bit not in self._resting]
+        return [bit for bit in self._pools.get(host, ()) if bit not in self._cordoned]
 
-    def _apart(self, reader: PrefillNode) -> int:
+    def _private_bits(self, reader: PrefillNode) -> int:
         """Return the bits of what only `reader` holds, and of the stores that it can read."""
         own = sum([1 << bit for bit, node in self._own.items() if node is reader])
         if not reader.vllm:
             return own
-        return own | sum([1 << bit for bit, (_, host) in self._shelves.items() if host == reader.host])
+        return own | sum([1 << bit for bit, (_, host) in self._stores.items() if host == reader.host])
 
     def _rank(self, bit: int) -> tuple[int, str]:
         return self._named[bit], self._names[bit]

@@ -126,10 +126,10 @@ def read_profile(path: str) -> Profile:
 
 def costs_of(profile: str, where: str) -> Costs:
     """Return the costs of a profile: a file, or the name of known hardware. Raises ConfigError."""
-    return Costs(**_told(profile, where))
+    return Costs(**_costs_from(profile, where))
 
 
-def _told(path: str, where: str) -> dict[str, Any]:
+def _costs_from(path: str, where: str) -> dict[str, Any]:
     if path in HARDWARE:
         found = asdict(HARDWARE[path]) | {"profile": path}
         del found["kv_bytes_per_token"]  # it belongs to the deployment's model, not to the one measured there
@@ -146,7 +146,7 @@ def _profiled(costs: Any, shown: str, where: str) -> dict[str, Any]:
     path = costs.get("profile") if isinstance(costs, Mapping) else None
     if not path or not isinstance(path, str):
         return {}  # a value of another type is refused by the conversion
-    return {key: value for key, value in _told(path, f"{shown}: {where}").items() if key not in costs}
+    return {key: value for key, value in _costs_from(path, f"{shown}: {where}").items() if key not in costs}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

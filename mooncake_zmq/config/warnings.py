@@ -43,7 +43,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for role in ROLES:
         if role not in spared and not config.of_role(role):
             yield f"there is no {role}"
-    yield from _apart_warnings(loaded)
+    yield from _part_warnings(loaded)
     for node in config.of_role("decode", "vllm"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
@@ -107,7 +107,7 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
             yield f"{node.name}: values of its store go in clear to other hosts (security.keys, security.encrypt_bulk)"
 
 
-def _apart_warnings(loaded: Loaded) -> Iterator[str]:
+def _part_warnings(loaded: Loaded) -> Iterator[str]:
     """Warn of vLLMs that do a part of the work if none does the other part."""
     parts = {loaded.section(node).part for node in loaded.config.of_role("vllm")}
     for part, other in (("prefill", "decode"), ("decode", "prefill")):

@@ -211,10 +211,10 @@ class Demo:
 
     def _judge(self, up: Up) -> int:
         later = self._answers[1:]
-        lives: dict[str, set[int | None]] = {}
+        pids: dict[str, set[int | None]] = {}
         after_restart = False
         for answer in self._answers:
-            known = lives.setdefault(str(answer.served["prefill"]), set())
+            known = pids.setdefault(str(answer.served["prefill"]), set())
             after_restart = after_restart or bool(known and answer.pid not in known and self._reused(answer))
             known.add(answer.pid)
         checks = (

@@ -60,7 +60,7 @@ def _ask_for_dump(runtime_dir: Path, name: str) -> bool:
     return pid is not None
 
 
-def ask(runtime_dir: Path, name: str, wish: Ask) -> Answer:
+def ask(runtime_dir: Path, name: str, request: Ask) -> Answer:
     """Send a request to a node on this machine, and return its answer. Raises ConfigError if it does not run or answer."""
     pid = holder(runtime_dir, name)
     if not pid:
@@ -68,7 +68,7 @@ def ask(runtime_dir: Path, name: str, wish: Ask) -> Answer:
     ask_id = secrets.token_hex(8)
     question, answer = (runtime_dir / f"{name}.{what}.{ask_id}.json" for what in ("ask", "answer"))
     try:
-        replace_own(question, encode(wish))
+        replace_own(question, encode(request))
     except OSError as error:
         raise ConfigError(f"cannot ask in {runtime_dir}: {error.strerror}") from error
     deadline = time.monotonic() + ASK_TIMEOUT_S
@@ -79,8 +79,8 @@ def ask(runtime_dir: Path, name: str, wish: Ask) -> Answer:
             again_at = time.monotonic() + DUMP_AGAIN_S
             while time.monotonic() < again_at:
                 with suppress(FileNotFoundError):
-                    told: Answer = json.loads(read_own(answer))
-                    return told
+                    found: Answer = json.loads(read_own(answer))
+                    return found
                 time.sleep(POLL_S)
     finally:
         question.unlink(missing_ok=True)

@@ -49,9 +49,9 @@ def _needs(each: Distribution) -> set[str]:
 
 def _component(each: Distribution, kind: str) -> dict[str, Any]:
     name = canonicalize_name(each.metadata["Name"])
-    told = {"type": kind, "bom-ref": _url(each), "name": name, "version": each.version, "purl": _url(each)}
+    component = {"type": kind, "bom-ref": _url(each), "name": name, "version": each.version, "purl": _url(each)}
     licence = licence_of(each)
-    return told | ({"licenses": [{"license": {"name": licence}}]} if licence else {})
+    return component | ({"licenses": [{"license": {"name": licence}}]} if licence else {})
 
 
 def licence_of(each: Distribution) -> str:

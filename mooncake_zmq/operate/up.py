@@ -61,7 +61,7 @@ class _Child:
     crashes: int = 0
     started_at: float = 0.0
     start_at: float = 0.0
-    lives: int = 0
+    starts: int = 0
     server: tuple[str, ...] = ()
     """The command line of a vLLM, if this is one and not the node beside it."""
 
@@ -127,11 +127,11 @@ class Up:
         """Stop a node with SIGTERM and keep it down until `release`."""
         child = self._children[name]
         child.wanted = False
-        told: subprocess.Popen[bytes] | None = None
+        signalled: subprocess.Popen[bytes] | None = None
         while (process := child.process) is not None:
-            if process is not told:  # the main thread may have restarted it meanwhile
+            if process is not signalled:  # the main thread may have restarted it meanwhile
                 process.send_signal(signal.SIGTERM)
-                told = process
+                signalled = process
             time.sleep(POLL_S / 2)
 
     def release(self, name: str) -> None:
@@ -277,7 +277,7 @@ class Up:
                 preexec_fn=follow_parent if child.server else None,
             )
         child.started_at = time.monotonic()
-        child.lives += 1
+        child.starts += 1
 
     # --- serve
 
@@ -315,7 +315,7 @@ class Up:
         now = time.monotonic()
         for child in self._children.values():
             if child.process is not None and (code := child.process.poll()) is not None:
-                _end_rest(child)
+                _kill_leftovers(child)
                 child.process = None
                 if child.wanted:
                     self._explain_end(child, code, now, starting=starting)
@@ -327,7 +327,7 @@ class Up:
     def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
         name = child.name
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        late = child.lives == 1 and now - child.started_at < START_TIMEOUT_S  # no gateway waits for a cache-node
+        late = child.starts == 1 and now - child.started_at < START_TIMEOUT_S  # no gateway waits for a cache-node
         if code == BAD_INPUT and (starting or late):
             raise StartFailed(self._last_words(child))
         if now - child.started_at > STEADY_S:
@@ -356,19 +356,19 @@ class Up:
         running = [child for child in self._children.values() if child.process is not None]
         if running and self._stops:
             self.say("draining; Ctrl-C again stops at once")
-        patience_s = self.config.cluster.drain_timeout_s + 5
+        limit_s = self.config.cluster.drain_timeout_s + 5
         gateways = [child for child in running if child.node.role == "gateway"]
         servers = [child for child in running if child.server]
         for group in (gateways, [child for child in running if child not in (*gateways, *servers)], servers):
             for child in group:
                 _send(child, signal.SIGTERM)
-            self._await_end(group, patience_s)
+            self._await_end(group, limit_s)
         self._sweep()
         if self._children:
             self.say("stopped")
 
-    def _await_end(self, group: list[_Child], patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _await_end(self, group: list[_Child], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
         hurried_at: float | None = None
         while any(child.process is not None and child.process.poll() is None for child in group):
             now = time.monotonic()
@@ -381,14 +381,14 @@ class Up:
                     _send(child, signal.SIGKILL)
             time.sleep(POLL_S / 4)
         for child in group:
-            _end_rest(child)
+            _kill_leftovers(child)
             child.process = None
 
     def _sweep(self) -> None:
         """Remove what dead processes left: segments, sockets, dumps. Logs stay, and locks, which record former
         incarnations."""
         cluster = self.config.cluster
-        sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life))
+        sweep(cluster.shm_dir, cluster.name, lambda name, incarnation: is_alive(self.runtime_dir, name, incarnation))
         for node in self.config.nodes:
             for suffix in (".ipc", ".data.ipc", ".dump.json", ".dump.tmp"):
                 (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
@@ -414,7 +414,7 @@ class Up:
         return sum(map(_private_and_file_bytes, (*pids, os.getpid()))) + sum(map(_allocated_bytes, segments))
 
 
-def _end_rest(child: _Child) -> None:
+def _kill_leftovers(child: _Child) -> None:
     """Kill what a vLLM that ended left behind: its engine is a process of its own, which may notice late or never."""
     if child.server and child.process is not None:
         with suppress(ProcessLookupError):

@@ -46,7 +46,7 @@ def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
         return event
 
     last: list[structlog.typing.Processor] = (
-        [structlog.processors.ExceptionRenderer(_told), structlog.processors.JSONRenderer()]
+        [structlog.processors.ExceptionRenderer(_exceptions), structlog.processors.JSONRenderer()]
         if form == "json"
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_write)]
     )
@@ -75,7 +75,7 @@ class _Libraries(logging.Handler):
         structlog.get_logger().log(record.levelno, "library", logger=record.name, text=text, exc_info=record.exc_info)
 
 
-def _told(exc_info: ExcInfo) -> list[dict[str, Any]]:
+def _exceptions(exc_info: ExcInfo) -> list[dict[str, Any]]:
     """Return the exception, followed by those that caused it."""
     return [_stack(error, is_cause) for error, is_cause in _chain(exc_info[1])]
 

@@ -39,7 +39,7 @@ def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, f
     cached = sum(value for name, value in counts.items() if name.startswith("prompt_tokens_cached["))
     prompt = cached + counts.get("prompt_tokens_computed", 0)
     used, there = _kv_usage(gauges)
-    told = [
+    values = [
         ("num_requests_running", "Requests being computed", "gauge", gauges.get("requests_running", 0)),
         ("num_requests_waiting", "Requests that wait for that", "gauge", gauges.get("requests_waiting", 0)),
         ("kv_cache_usage_perc", "KV memory in use that nobody else can have, 0 to 1", "gauge", used / there if there else 0),
@@ -49,7 +49,7 @@ def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, f
         ("prefix_cache_queries", "Prompt tokens looked up", "counter", prompt),
         ("prefix_cache_hits", "Prompt tokens whose KV was reused", "counter", cached),
     ]
-    for name, text, kind, value in told:
+    for name, text, kind, value in values:
         metric = Metric(f"vllm:{name}", f"{text}.", kind)
         metric.add_sample(metric.name + "_total" * (kind == "counter"), {"model_name": model_name, "engine": "0"}, value)
         yield metric

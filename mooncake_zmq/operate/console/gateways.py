@@ -17,7 +17,7 @@ KEY_VARIABLE = "MOONCAKE_ZMQ_API_KEY"
 """The environment variable with the API key of an operator, for gateways that require one."""
 TIMEOUT_S, CONNECT_S = 6.0, 2.0
 SERVING = ("ok", "degraded")
-NOBODY = "the deployment has no gateway"
+NONE_CONFIGURED = "the deployment has no gateway"
 NONE_OF_OURS = "what answers there is no gateway of ours"
 EVERYWHERE = ("0.0.0.0", "::", "")
 
@@ -63,24 +63,24 @@ class Gateways:
         """Return the name of the gateway that answered, and the state of the cluster. A gateway that drains or starts is used
         only if no other serves. Raises NoGateway."""
         last: tuple[str, Any] | None = None
-        told: list[str] = []
+        errors: list[str] = []
         for name in self.urls:
             try:
-                last = name, self._picture(name)
+                last = name, self._cluster(name)
             except NoGateway as error:
-                told.append(str(error))
+                errors.append(str(error))
                 continue
             if last[1].get("status") in SERVING:
                 return last
         if last is None:
-            raise NoGateway("; ".join(told) or NOBODY)
+            raise NoGateway("; ".join(errors) or NONE_CONFIGURED)
         return last
 
-    def _picture(self, name: str) -> Any:
-        told = self._ask(name, "/cluster")
-        if not isinstance(told, dict) or not told.keys() >= {"status", "nodes"}:
+    def _cluster(self, name: str) -> Any:
+        cluster = self._ask(name, "/cluster")
+        if not isinstance(cluster, dict) or not cluster.keys() >= {"status", "nodes"}:
             raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS}")
-        return told
+        return cluster
 
     def ask(self, path: str) -> tuple[str, Any]:
         """Return the name of the first gateway that answered, and its answer. Raises NoGateway."""
@@ -92,15 +92,15 @@ class Gateways:
         return self._first(path, method, final=Refused)
 
     def _first(self, path: str, method: str, *, final: type[NoGateway] | tuple[()]) -> tuple[str, Any]:
-        told: list[str] = []
+        errors: list[str] = []
         for name in self.urls:
             try:
                 return name, self._ask(name, path, method)
             except NoGateway as error:
                 if isinstance(error, final):
                     raise
-                told.append(str(error))
-        raise NoGateway("; ".join(told) or NOBODY)
+                errors.append(str(error))
+        raise NoGateway("; ".join(errors) or NONE_CONFIGURED)
 
     def _ask(self, name: str, path: str, method: str = "GET") -> Any:
         try:
@@ -108,10 +108,10 @@ class Gateways:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoGateway(f"{self._at(name)}: {error or type(error).__name__}") from None
         try:
-            told = answer.json()
+            body = answer.json()
             if answer.status_code == httpx.codes.OK:
-                return told
-            reason = f"{name}: {answer.status_code} {told['error']['message']}"
+                return body
+            reason = f"{name}: {answer.status_code} {body['error']['message']}"
         except (ValueError, LookupError, TypeError):
             said = f"{answer.status_code} {answer.reason_phrase}"
             raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS} ({said})") from None

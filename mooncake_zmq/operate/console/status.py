@@ -21,7 +21,7 @@ EVERY_S = 1.0
 def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
     """Print the state of the cluster; the exit code says the same."""
     try:
-        gateway, picture = gateways.picture()
+        gateway, cluster = gateways.picture()
     except NoGateway as error:
         if as_json:
             console.out(json.dumps({"status": "down", "verdict": f"No gateway answers: {error}"}, indent=1), highlight=False)
@@ -29,17 +29,17 @@ def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
             console.print(Text(f"No gateway answers: {error}", style="red"))
         return DOWN
     if as_json:
-        console.out(json.dumps(picture, indent=1), highlight=False)
+        console.out(json.dumps(cluster, indent=1), highlight=False)
     else:
-        console.print(tables.overview(picture))
+        console.print(tables.overview(cluster))
         console.print(Text(f"by {gateway}", style="dim"))
-    return exit_code(picture)
+    return exit_code(cluster)
 
 
-def exit_code(picture: dict[str, Any]) -> int:
+def exit_code(cluster: dict[str, Any]) -> int:
     """Return the exit code for a cluster's state: 0 if all is well, 1 if it serves and something is wrong, 2 if it does not
     serve."""
-    return {"ok": OK, "degraded": DEGRADED}.get(str(picture["status"]), DOWN)
+    return {"ok": OK, "degraded": DEGRADED}.get(str(cluster["status"]), DOWN)
 
 
 def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> int:
@@ -54,8 +54,8 @@ def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> 
 def _watch(gateways: Gateways, console: Console, draw: Callable[[RenderableType], None], times: int | None) -> int:
     code = DOWN
     for left in count() if times is None else reversed(range(times)):
-        code, picture = _picture(gateways)
-        draw(picture)
+        code, cluster = _rendered(gateways)
+        draw(cluster)
         if console.quiet:
             break
         if times is None or left:
@@ -63,10 +63,10 @@ def _watch(gateways: Gateways, console: Console, draw: Callable[[RenderableType]
     return code
 
 
-def _picture(gateways: Gateways) -> tuple[int, RenderableType]:
+def _rendered(gateways: Gateways) -> tuple[int, RenderableType]:
     try:
-        gateway, picture = gateways.picture()
+        gateway, cluster = gateways.picture()
     except NoGateway as error:
         return DOWN, Text(f"No gateway answers: {error}", style="red")
     foot = Text(f"by {gateway}; Ctrl-C ends this", style="dim")
-    return exit_code(picture), Group(tables.overview(picture), Text(), tables.traffic(picture), foot)
+    return exit_code(cluster), Group(tables.overview(cluster), Text(), tables.traffic(cluster), foot)

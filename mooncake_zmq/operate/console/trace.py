@@ -29,20 +29,22 @@ def show(gateways: Gateways, wanted: str, console: Console, as_json: bool, perfe
     if as_json:
         console.out(json.dumps(found, indent=1), highlight=False)
     else:
-        for told in found:
-            console.print(tables.request(told))
+        for request in found:
+            console.print(tables.request(request))
     return 0
 
 
 def events(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return Chrome trace events, with a process for each node and a thread in it for each request."""
     nodes: dict[str, int] = {}
-    told: list[dict[str, Any]] = []
+    slices: list[dict[str, Any]] = []
     for thread, request in enumerate(found, 1):
         for span in request["spans"]:
             process = nodes.setdefault(span["node"], len(nodes) + 1)
             arguments = {"request": request["request_id"], "attempt": span["attempt"]}
             place = {"pid": process, "tid": thread, "ts": span["start_s"] * MICROSECONDS}
-            told.append({"name": span["name"], "ph": "X", "dur": span["duration_s"] * MICROSECONDS, **place, "args": arguments})
+            slices.append(
+                {"name": span["name"], "ph": "X", "dur": span["duration_s"] * MICROSECONDS, **place, "args": arguments}
+            )
     named = [{"name": "process_name", "ph": "M", "pid": process, "args": {"name": node}} for node, process in nodes.items()]
-    return [*named, *told]
+    return [*named, *slices]

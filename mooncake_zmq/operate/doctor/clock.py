@@ -24,7 +24,7 @@ def examine(here: Here) -> Iterator[Finding]:
         yield Finding(AREA, "warning", "nothing synchronizes the clock", "timedatectl set-ntp true, or run chronyd")
     runtime_dir = Path(here.config.cluster.runtime_dir)
     for node in here.nodes:
-        ahead_s = last_life_s(runtime_dir / f"{node.name}.lock") - time.time()
+        ahead_s = last_start_s(runtime_dir / f"{node.name}.lock") - time.time()
         if ahead_s > AHEAD_S:
             found = f"an earlier life of {node.name} began {ahead_s:,.0f} s in the future: the clock went back"
             yield Finding(AREA, "warning", found, "set the clock right; its peers hear the node by numbers that only grow")
@@ -43,7 +43,7 @@ def is_synchronized() -> bool:
     return not int.from_bytes(state.raw[STATUS_AT : STATUS_AT + 4], "little") & UNSYNCHRONIZED
 
 
-def last_life_s(lock: Path) -> float:
+def last_start_s(lock: Path) -> float:
     """Return when the last incarnation of a node began, by its lock; 0 if unknown."""
     try:
         return int(lock.read_text().split()[1]) / 1000

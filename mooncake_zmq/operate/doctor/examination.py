@@ -48,10 +48,10 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
         table.add_column(column, no_wrap=True)
     table.add_column("found", overflow="fold")
     for each in findings:
-        told = Text(each.found)
+        text = Text(each.found)
         if each.advice:
-            told.append(f"\n-> {each.advice}", style=STYLES[each.level])
-        table.add_row(Text(each.level, style=STYLES[each.level]), each.area, told)
+            text.append(f"\n-> {each.advice}", style=STYLES[each.level])
+        table.add_row(Text(each.level, style=STYLES[each.level]), each.area, text)
     console.print(table)
     counts = [sum(each.level == level for each in findings) for level in LEVELS]
     console.print(f"{counts[2]} problems, {counts[1]} warnings, {counts[0]} ok")

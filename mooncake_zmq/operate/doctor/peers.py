@@ -65,13 +65,13 @@ def heard(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
         for peer, why in session["refusals"].items():
             advice = f"give {peer} the same release, model and cluster.toml as {name}, then restart it"
             yield Finding(AREA, "problem", f"{name} refuses {peer}: {why}", advice)
-        unheard = [peer for peer, state in session["peers"].items() if not state["up"] and peer not in session["refusals"]]
-        for peer in unheard:
+        missing = [peer for peer, state in session["peers"].items() if not state["up"] and peer not in session["refusals"]]
+        for peer in missing:
             silent.setdefault(peer, []).append(name)
         others = session["counts"].get("dropped[reason=version]", 0)
-        if others and unheard:
+        if others and missing:
             found = f"{name} was sent {others:,.0f} frames of another protocol than its own, {PROTOCOL_VERSION}"
-            yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(unheard)}")
+            yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(missing)}")
     for peer, names in silent.items():
         advice = f"start it, or look on its machine: journalctl -u 'mooncake-*@{peer}'"
         yield Finding(AREA, "warning", f"{peer} is not heard by {', '.join(names)}", advice)
