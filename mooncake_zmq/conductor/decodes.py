@@ -55,7 +55,7 @@ class DecodeNode:
         """Whether it is a vLLM that prefills for others; it also decodes what it prefilled while no other vLLM is open for
         prompts."""
         self.crowd = crowd
-        """The candidates among which it is searched; None if it only takes what it prefilled itself."""
+        """The group in which a search finds it; None if it only takes what it prefilled itself."""
         self.draining = False
         self.load: DecodeLoad | None = None
         self.reported_at = 0.0
@@ -107,7 +107,7 @@ class Crowd:
             del self.by_host[node.host]
 
     def check(self, members: list[DecodeNode]) -> None:
-        """Assert that the orders match the state of `members`, all of this group."""
+        """Assert that the orders match the state of `members`, which are all nodes of this group."""
         self.lightest.check()
         assert {name for _, name, _ in self.lightest.entries} == {node.name for node in members if not node.draining}
         times = [node.reported_at for node in self.reported]
@@ -117,8 +117,8 @@ class Crowd:
 
 
 class Decodes:
-    """All decodes by name, and those that can be searched by their candidates group: a vLLM cannot read the KV of the
-    project's own engine, nor the reverse."""
+    """All decodes by name, and in two groups those that a search may find: a vLLM cannot read the KV of the project's own
+    engine, nor the reverse."""
 
     def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
         self.nodes: list[DecodeNode] = []
