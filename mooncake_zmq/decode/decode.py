@@ -1,7 +1,7 @@
 """The actor that produces the later tokens: reservation, verified handoff, continuous batch, preemption, puts. PURE.
 
 It owns its running batch and the KV budget behind it. A request that cannot go on here ends with `AttemptFailed` to the
-gateway, which resumes it elsewhere from prompt and tokens so far.
+gateway, which resumes it on another decode from the prompt and the tokens so far.
 """
 
 from collections.abc import Callable
@@ -60,11 +60,11 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient
 
 PIECE_TOKENS = 2048
-"""KV of so many tokens is copied at a time, into a sequence or out of it."""
+"""Tokens whose KV is copied at a time, into a sequence or out of it."""
 
 PULLED, DECODED, COPIED = (BlocksPulled, WorkFailed), (StepDecoded, WorkFailed), (BlocksCopied, WorkFailed)
 FORKED, SAMPLED = (SequenceForked, WorkFailed), (TokensSampled, WorkFailed)
-"""How its works end."""
+"""Result types of the works of a decode."""
 LOADING, RUNNING = RequestState.LOADING, (RequestState.READY, RequestState.STEPPING, RequestState.SITTING_OUT)
 OVER = (RequestState.CLOSING, RequestState.ENDED)
 
@@ -109,7 +109,7 @@ class Decode:
         self._reactions = Reactions(self.counts, self._handlers(), self._pool.may_say)
 
     def _make_parts(self, piece_parts: int) -> None:
-        """Make the parts that a request goes through. Copies take `piece_parts` layers of blocks at a time."""
+        """Create the components that a request passes through. Copies take `piece_parts` layers of blocks at a time."""
         settings, layout, requests, ids, counts = self._settings, self._layout, self.requests, self._ids, self.counts
         ends, offers, flight = self._ends, self._offers, self._flight
         self._steps = steps = Steps(
@@ -176,7 +176,7 @@ class Decode:
         return effects + self._drained() if self._leaving.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
-        # As with messages, the frequent ones first: see `Reactions`.
+        # Frequent events come first, see `Reactions`.
         if type(event) is Received:
             return self._reactions.to(now, event.sender, event.message)
         if type(event) is WorkDone:
@@ -216,7 +216,7 @@ class Decode:
                 raise TypeError(event)
 
     def _on_work(self, now: float, event: WorkDone) -> list[Effect]:
-        """Ids of works are used once, so each shows which work ended."""
+        """Route the end of a work by its id; ids are used once, so each shows which work ended."""
         work_id, result = event.work_id, event.result
         if self._handoff.is_pulling(work_id):
             assert isinstance(result, PULLED)
@@ -270,7 +270,7 @@ class Decode:
             "requests": self.requests.dump(),
         }
 
-    # --- the end, of requests and of the node
+    # --- ends of requests and of the node
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         request = self.requests.live.get(message.request_id)
@@ -283,7 +283,7 @@ class Decode:
         return self._ends.drop(now, request, "cancelled")
 
     def _hand_over(self, now: float) -> list[Effect]:
-        """Have all requests go on elsewhere at once, as ones for which there is no room: nothing broke."""
+        """End all requests at once so that they continue on other nodes; they count as ones for which there is no room."""
         live = self.requests.live
         self.counts.add("requests_handed_over", len(live))
         effects: list[Effect] = []
@@ -298,7 +298,7 @@ class Decode:
         for request in list(self.requests.live.values()):
             unverified = request.state is LOADING and not request.forked
             if request.state in OVER:
-                continue  # with the one whose handoff it waited for
+                continue  # its leader, closed before, has ended it as well
             if request.request.gateway == peer:
                 effects += self._ends.drop(now, request, f"{peer} is down")
             elif request.prefill == peer and unverified:
