@@ -1,9 +1,9 @@
-"""Drives one `Node` over ZeroMQ: one ROUTER hears everybody, one DEALER speaks to each peer, one thread owns them all.
+"""Drives one `Node` over ZeroMQ: one ROUTER receives from all peers, one DEALER sends to each, one thread owns them all.
 
-Two drivers over one core: `run` blocks on a poller, `attach` lives in an asyncio loop beside an HTTP server (a raw
-descriptor with `add_reader`, drained until empty, serves about four times the messages of `zmq.asyncio`). ZeroMQ may lose
-frames; they are counted here and repeated by the session, never here. The ROUTER only listens, and envelopes name their
-senders, so connections keep ZeroMQ's own random identities: a restarted peer is heard at once, no stranger can evict one.
+Two drivers share one core: `run` blocks on a poller, `attach` runs in an asyncio loop beside an HTTP server (a raw descriptor
+with `add_reader`, drained until empty, serves about four times the messages of `zmq.asyncio`). ZeroMQ may lose frames; they are
+counted here and repeated only by the session. The ROUTER only receives, and envelopes name their senders, so connections keep
+ZeroMQ's own random identities: a restarted peer is received at once, and no stranger can evict one.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ SEND_HWM = 4096
 """Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
 RECEIVE_HWM = 8
-"""Frames received from one connection and not taken yet, 32 MiB of them; more wait on the other side, as the sender's. On TCP
-`Connections` bounds their bytes instead."""
+"""Frames received from one connection and not taken yet, 32 MiB of them; more wait on the sender's side. On TCP
+`Connections` limits their bytes instead."""
 LIMITS = Limits(
     max_message_bytes=MAX_FRAME_BYTES,
     send_hwm=SEND_HWM,
@@ -73,20 +73,20 @@ LIMITS = Limits(
     reconnect_max_ms=1_000,
 )
 ANOTHER_KEY_S = 1.0
-"""How long a peer is tried by one of its keys before it is by another."""
+"""How long a connection to a peer is tried with one of its keys before the next key."""
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
 POLLIN = int(zmq.POLLIN)
 MIN_STALE = 1024
-"""Timers cancelled or replaced that are not worth a sweep."""
+"""Number of cancelled or replaced timers that are not worth a sweep."""
 READ_FIRST_TURNS = 8
-"""Turns for which overdue timers wait for frames to be read, however many more there are."""
+"""Turns for which overdue timers wait for frames to be read, even if more are left."""
 LINGER_S = 1.0
-"""How long a process that leaves waits for its last messages to be acknowledged, beside what it or a peer was late."""
+"""How long a process that ends waits for the acknowledgement of its last messages, beside its own or a peer's lateness."""
 
 
 class WorkExecutor(Protocol):
-    """What carries out long work and owns this process's segment and sequences (`runtime.executor.executor`)."""
+    """Executor of long works, which owns this process's segment and sequences (`runtime.executor.executor`)."""
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
     def cancel(self, work_id: int) -> None: ...
@@ -111,7 +111,7 @@ class Timers:
         self._order += 1
         self._live[key] = (self._order, callback)
         heapq.heappush(self._heap, (at, self._order, key))
-        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # or far deadlines of what is long over would pile up
+        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # else distant deadlines of past requests would pile up
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
@@ -119,13 +119,13 @@ class Timers:
         self._live.pop(key, None)
 
     def next_at(self) -> float | None:
-        """When the next timer is due; None if there is none."""
+        """Return when the next timer is due; None if there is none."""
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now: float) -> Callable[[], None] | None:
-        """The callback of the earliest timer that is due, if any."""
+        """Return the callback of the earliest timer that is due, if any."""
         at = self.next_at()
         if at is None or at > now:
             return None
@@ -142,7 +142,7 @@ class Timers:
 
 @dataclass(slots=True)
 class _Introducing:
-    """The actor, with each peer shown to the executor first: works that the actor then starts may name that peer."""
+    """The actor, with each peer announced to the executor first: works that the actor then starts may name that peer."""
 
     actor: Actor
     executor: WorkExecutor
@@ -152,7 +152,7 @@ class _Introducing:
         if isinstance(event, PeerUp):
             self.executor.learn_peer(event.peer, event.incarnation, event.hello)
         elif isinstance(event, PeerDown):
-            self.executor.forget_peer(event.peer)  # or a dead peer's memory would stay mapped
+            self.executor.forget_peer(event.peer)  # else a dead peer's memory would stay mapped
         return self.actor.handle(now, event)
 
     def check(self, now: float) -> None:
@@ -167,7 +167,7 @@ class _Introducing:
 
 @dataclass(slots=True)
 class _Dealer:
-    """What speaks to one peer, whom it expects to have `key`. `failing_since`: 0 if the last frame was taken."""
+    """The socket to one peer, which is expected to have `key`. `failing_since`: 0 if the last frame was taken."""
 
     socket: "zmq.Socket[bytes]"
     endpoint: str
@@ -176,7 +176,7 @@ class _Dealer:
 
 
 class ZmqRuntime:
-    """Carries out a node's effects, in their order, and feeds it frames, timers, ticks and finished works."""
+    """Carry out a node's effects, in their order, and pass it frames, timers, ticks and finished works."""
 
     def __init__(
         self,
@@ -190,14 +190,14 @@ class ZmqRuntime:
         answer: Callable[[Answered], None] | None = None,
         sockets: Sockets | None = None,
     ) -> None:
-        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: where a gateway's `ToClient` effects go.
-        `publish`: where a cache-node's KV events go; without it, nowhere. `answer`: where answers to the operator go.
-        `sockets`: shared with the process's other parts; without them, one's own and no keys."""
+        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: receives a gateway's `ToClient` effects.
+        `publish`: receives a cache-node's KV events, if given. `answer`: receives answers to the operator. `sockets`: shared
+        with the process's other components; by default own ones without keys."""
         self.node = node
         self.counts: dict[str, int] = {}
         self.stopped = False
         self.become = ""
-        """The role in which the actor wants its process to begin its next life; empty: none."""
+        """The role in which the actor wants its process to begin its next incarnation; empty: none."""
         self.endpoint = endpoint
         self._executor = executor
         self._deliver = deliver
@@ -209,12 +209,12 @@ class ZmqRuntime:
         self._inbox: deque[Callable[[], None]] = deque()
         self._drained_at: float | None = None
         self._rested = False
-        """What the log says of that."""
+        """Whether the log says that the node is cordoned."""
         self._lateness = LatenessLog()
         self._turns_unread = 0
         """Turns since timers last had theirs."""
         self._told: dict[str, str] = {}
-        """What the log says of each peer."""
+        """State of each peer as last logged."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakes_at = 0.0
@@ -223,7 +223,7 @@ class ZmqRuntime:
         self._closed = False
         self._sockets = (sockets or Sockets(io_threads=1)).borrow()
         self._connections: Connections | None = None
-        """Of the ROUTER, where others than this user may connect."""
+        """Connections of the ROUTER, where other users may connect."""
         self._dealers: dict[str, _Dealer] = {}
         try:
             self._router = self._listening(endpoint)
@@ -231,7 +231,7 @@ class ZmqRuntime:
             self._sockets.give_back()
             raise
         self._keyed = self._sockets.keys is not None and endpoint.startswith("tcp://")
-        """Who speaks is told by his key."""
+        """Whether senders are identified by their keys."""
         try:
             self._bind()
             for name, where in sorted(peers.items()):
@@ -244,7 +244,7 @@ class ZmqRuntime:
     # --- from any thread
 
     def post(self, event: Event) -> None:
-        """Hand the actor an event; from any thread or signal handler."""
+        """Pass the actor an event; from any thread or signal handler."""
         self.call(partial(self._feed, event))
 
     def call(self, callback: Callable[[], None]) -> None:
@@ -256,9 +256,9 @@ class ZmqRuntime:
     # --- from the owning thread
 
     def handle(self, event: Event) -> None:
-        """Hand the actor an event now; its effects are carried out before this returns. Once closed, nothing happens.
+        """Pass the actor an event now; its effects are carried out before this returns. Once closed, nothing happens.
 
-        From within a `ToClient` too (its client is too slow); the rest of the outer event's effects then comes last.
+        May be called within a `ToClient` too (its client is too slow); the outer event's remaining effects then follow.
         """
         if self._closed:
             return
@@ -274,19 +274,20 @@ class ZmqRuntime:
         self._feed(DrainWanted())
 
     def hand_over(self) -> None:
-        """The time for a drain is over: the actor hands over what is left, and the runtime stops once that is heard."""
+        """End a drain that ran out of time: the actor hands over its requests, and the runtime stops once that is
+        acknowledged."""
         self._feed(DrainTimedOut())
         self._drained_at = self._drained_at or time.monotonic()
 
     def stop(self) -> None:
         """Stop at once."""
         self.stopped = True
-        self._stop_reading(self._router.fileno())  # what nobody takes any more would keep the loop busy until we are closed
+        self._stop_reading(self._router.fileno())  # unread frames would keep the loop busy until we are closed
         if self._on_stop is not None:
             self._on_stop()
 
     def every(self, interval_s: float, callback: Callable[[], None]) -> None:
-        """Call `callback` about every `interval_s`, from the loop itself: a stuck loop does not."""
+        """Call `callback` about every `interval_s`, from the loop itself: a stuck loop does not call it."""
 
         def again() -> None:
             self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
@@ -295,7 +296,7 @@ class ZmqRuntime:
         self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
 
     def look(self, for_s: float) -> None:
-        """Have the peers report for so long, perhaps: see `Node.look`."""
+        """Have the peers report for so long, if they do; see `Node.look`."""
         if not self._closed:
             self._carry_out(self.node.look(time.monotonic(), for_s))
 
@@ -310,11 +311,11 @@ class ZmqRuntime:
             self._carry_out(self.node.rest(time.monotonic(), peer, resting))
 
     def gauges(self) -> dict[str, float]:
-        """The actor's current levels."""
+        """Return the actor's current gauges."""
         return self.node.actor.gauges(time.monotonic())
 
     def dump(self) -> dict[str, Any]:
-        """JSON-able picture of the whole process."""
+        """Return the state of the whole process as JSON-able values."""
         now = time.monotonic()
         runtime = {"counts": dict(self.counts), "timers": len(self._timers), "inbox": len(self._inbox)}
         return {**self.node.dump(now), "gauges": self.node.actor.gauges(now), "runtime": runtime}
@@ -337,7 +338,7 @@ class ZmqRuntime:
     ) -> None:
         """Serve from within `loop` until stopped; `on_stop` is called then. The loop's thread owns the sockets.
 
-        `on_crash` is told of a bug: the loop would log it and go on with an actor that is in no known state.
+        `on_crash` is called for a bug: the loop would log it and continue with an actor in an unknown state.
         """
         self._loop, self._on_stop, self._on_crash = loop, on_stop, on_crash
         loop.add_reader(self._router.fileno(), self._turn_in_loop)
@@ -359,7 +360,7 @@ class ZmqRuntime:
 
     def _stop_reading(self, descriptor: int) -> None:
         if self._loop is not None:
-            # libuv's returns nothing; of what is said to return a bool machine code would insist on one.
+            # libuv's returns nothing, while machine code would insist on the declared bool.
             remove: Callable[[int], object] = self._loop.remove_reader
             remove(descriptor)
 
@@ -374,7 +375,8 @@ class ZmqRuntime:
         self._turn_in_loop()
 
     def _take_wake(self) -> None:
-        """Called while the descriptor is readable, and before the inbox is emptied: what comes after this wakes us again."""
+        """Clear the wake-up while its descriptor is readable, before the inbox is emptied: later entries wake the loop
+        again."""
         os.eventfd_read(self._wake_fd)
 
     def _turn_in_loop(self) -> None:
@@ -391,8 +393,8 @@ class ZmqRuntime:
             self._on_crash(error)
 
     def _arm(self, *, busy: bool) -> None:
-        """Have a turn when the next timer is due. One that is set for an earlier time stays, and sets this one: next is nearly
-        always the same tick."""
+        """Schedule a turn for the next timer. One that is scheduled earlier stays, and schedules this one: mostly the same
+        tick."""
         if self._loop is None or self.stopped:
             return
         wait_s = 0.0 if busy else self._wait_s()
@@ -413,8 +415,8 @@ class ZmqRuntime:
         return 1.0 if at is None else max(0.0, at - time.monotonic())
 
     def _turn(self) -> bool:
-        """Everything that is due, once around. True: frames may be left, and the ROUTER's descriptor will not tell of them: it
-        is edge-triggered, and tells of what comes after a look at the socket found nothing."""
+        """Do everything that is due, once. Return True if frames may be left, which the ROUTER's descriptor will not show:
+        it is edge-triggered, and shows only frames that arrive after a read found none."""
         for _ in range(len(self._inbox)):
             if not self.stopped:
                 self._inbox.popleft()()
@@ -429,7 +431,8 @@ class ZmqRuntime:
         return busy
 
     def _reads_on(self, busy: bool) -> bool:
-        """A timer judges what has not come. After a lateness it may have come, and lie unread behind what this turn took."""
+        """Return whether to read on before firing timers that are late: a timer for a missing frame may be wrong while that
+        frame is still unread after this turn."""
         at = self._timers.next_at()
         late = at is not None and time.monotonic() - at > self.node.session.tick_s
         self._turns_unread = self._turns_unread + 1 if busy and late else 0
@@ -442,12 +445,12 @@ class ZmqRuntime:
 
     def _receive(self) -> bool:
         for number in range(FRAMES_PER_TURN):
-            # Most turns find one frame. To ask for a second costs half of the exception that there is none; in a burst, to try
+            # Most turns find one frame. Asking for a second costs half of the exception for none; in a burst, trying
             # costs nothing.
             if self.stopped or (number == 1 and not int(self._router.get(zmq.EVENTS)) & POLLIN):
                 return self._drained_all()
             try:
-                self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
+                self._router.recv(zmq.DONTWAIT)  # the connection's identity; the envelope names the sender
             except zmq.Again:
                 return self._drained_all()
             frame, shown = take_part(self._router, self._connections, keyed=self._keyed)
@@ -460,7 +463,7 @@ class ZmqRuntime:
         return True
 
     def _drained_all(self) -> bool:
-        """No frame is left: False, as `_turn` says it."""
+        """Record that no frame is left. Returns False, as `_turn` does."""
         if self._connections is not None:
             self._connections.drained()
         return False
@@ -476,7 +479,7 @@ class ZmqRuntime:
             log.info("resting" if self._rested else "serves_again")
 
     def _tell_of_peers(self) -> None:
-        """Log who came, went or was refused since the last tick: a lost link or a wrong model is found here."""
+        """Log which peers came, went or were refused since the last tick; this shows a lost link or a wrong model."""
         session = self.node.session
         known = {name: f"refused: {why}" for name, why in session.refusals.items()} | dict.fromkeys(session.up_peers, "up")
         for name in sorted(known.keys() | self._told.keys()):
@@ -509,7 +512,7 @@ class ZmqRuntime:
                     assert self._answer is not None, "nobody asked"
                     self._answer(effect)
                 case Drained(become):
-                    self._drained_at = self._drained_at or time.monotonic()  # said again after every event
+                    self._drained_at = self._drained_at or time.monotonic()  # set again after every event
                     self.become = become
                 case _:
                     self._execute(effect)
@@ -542,7 +545,8 @@ class ZmqRuntime:
             dealer.failing_since = 0.0
 
     def _try_other_keys(self, now: float) -> None:
-        """A peer that was restarted with another key is met by that; one that refused ours may know it by now."""
+        """Reconnect with another key to peers that do not take frames: a restarted peer may have another key, or know ours
+        by now."""
         for name, dealer in self._dealers.items():
             if dealer.key and dealer.failing_since and now - dealer.failing_since > ANOTHER_KEY_S:
                 dealer.failing_since = now
@@ -573,7 +577,7 @@ class ZmqRuntime:
     def _connect(self, name: str, endpoint: str, not_by: str = "") -> "_Dealer":
         check_endpoint(endpoint)
         dealer, key = self._sockets.connecting(zmq.DEALER, endpoint, "control", LIMITS, server=name, not_by=not_by)
-        # Queueing for a peer that is not there only hides its absence from the session and replays the past at it.
+        # Queueing for an absent peer would only hide its absence from the session and replay the past at it.
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         try:
             dealer.connect(endpoint)
@@ -591,7 +595,7 @@ class ZmqRuntime:
 
 
 def _raise(error: BaseException) -> None:
-    """A worker thread's bug, in the thread that owns the sockets: it ends the process."""
+    """Raise a worker thread's error in the thread that owns the sockets: it ends the process."""
     raise error
 
 

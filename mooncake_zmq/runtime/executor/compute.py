@@ -40,7 +40,7 @@ from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
 
 
 class Compute:
-    """Owns the engine's thread."""
+    """Run model steps on the engine's thread."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Compute:
             )
             if scoring:
                 logits = scoring.last
-            for layer in range(self._layout.layers):  # an engine that skipped one must not have used what is not there
+            for layer in range(self._layout.layers):  # an engine that skipped a layer must not have used missing blocks
                 job.before_layer(layer)
         except PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *split_failures(failure.blocks))
@@ -132,7 +132,7 @@ class Compute:
         )
 
     def _sample(self, job: Job, work: ComputeChunk, logits: NDArray[np.float32], position: int) -> tuple[Sampled, ...]:
-        """The token at `position` for each choice; none where it is not known yet what may stand there."""
+        """Return the token at `position` for each choice; none where the mask is not ready."""
         opened = job.sequences[work.sequence]
         if opened.past is not None and opened.past.awaited() is not None:
             opened.unsampled = Unsampled(opened, logits.copy(), work.samplings, position)
@@ -189,7 +189,7 @@ class Compute:
         return tuple(int(checksum) for row in rows for checksum in row)
 
     def _store_outputs(self, work: ComputeChunk, sequence: SequenceKV, layer: int, token_count: int) -> None:
-        """Copy one layer of the new tokens to the output slots, which lie in the own segment."""
+        """Copy one layer of the new tokens to the output slots, which are in the own segment."""
         block_tokens = self._layout.block_tokens
         stop = work.start + token_count
         assert len(work.outputs) <= self._layout.blocks_for(token_count)
@@ -235,7 +235,7 @@ class Compute:
                     failed[row] = unable(error)
                     chosen.append((0, None))
                     continue
-                if opened.past is not None:  # what may follow is looked for from now on
+                if opened.past is not None:  # the next mask is computed from now on
                     opened.past.feed(chosen[row][0], position)
             fed = tuple(token for token, _ in chosen)
             made.append(fed)
@@ -247,7 +247,7 @@ class Compute:
 
 
 def _sitting_out(entries: Sequence[StepEntry], pasts: Sequence[Past | None]) -> tuple[int, ...]:
-    """The rows for which it is still not known what may come next, once the step has waited for them as long as it may."""
+    """Return the rows whose masks are still not ready after the step has waited as long as it may."""
     awaited = {row: future for row, past in enumerate(pasts) if past is not None and (future := past.awaited()) is not None}
     part_s = {row: entries[row].mask_s for row in awaited if entries[row].mask_s}
     wait_for([awaited[row] for row in part_s], max(part_s.values(), default=0.0))
