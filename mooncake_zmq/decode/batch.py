@@ -78,15 +78,15 @@ def retry_after_s(
     A batch never has more than `max_batch` members: a request waits for a place while `ahead` of the others come before it, and
     that wait is its first gap.
     """
-    leaving = sorted(others, key=lambda place: place.left)
+    ending = sorted(others, key=lambda place: place.left)
     batch, context = len(others) + 1, sum(place.context for place in others) + own_context
     waiting = max(0, ahead + 1 - max_batch)
     step_s = slowness * costs.step_s(min(batch, max_batch), context)
     wait_s = 0.0
     for gone in range(batch):
         if gone:
-            context -= leaving[gone - 1].context
-            wait_s = leaving[gone - 1].left * step_s
+            context -= ending[gone - 1].context
+            wait_s = ending[gone - 1].left * step_s
         fits = slowness * costs.step_s(min(batch - gone, max_batch), context) <= slo_s or batch - gone == 1
         if gone >= waiting and fits:
             in_time = gone == waiting and wait_s <= slo_s

@@ -98,7 +98,7 @@ class Decode:
         self._flight = Flight()
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
-        self._leaving = Leaving(may_become, self.counts)
+        self._drain = Leaving(may_become, self.counts)
         pool, requests, budget, flight = self._pool, self.requests, self._budget, self._flight
         self._ends = Ends(pool=pool, requests=requests, budget=budget, flight=flight, reports=self._reports, counts=self.counts)
         piece_blocks = max(1, PIECE_TOKENS // layout.block_tokens)
@@ -106,7 +106,7 @@ class Decode:
             settings=settings, layout=layout, piece_blocks=piece_blocks, pool=pool, ends=self._ends, ids=self._ids
         )
         self._make_parts(piece_blocks * layout.layers)
-        self._reactions = Reactions(self.counts, self._handlers(), self._pool.may_say)
+        self._handler_table = Reactions(self.counts, self._handlers(), self._pool.may_say)
 
     def _make_parts(self, piece_parts: int) -> None:
         """Create the components that a request passes through. Copies take `piece_parts` layers of blocks at a time."""
@@ -148,7 +148,7 @@ class Decode:
             budget=self._budget,
             handoff=self._handoff,
             ends=ends,
-            drain=self._leaving,
+            drain=self._drain,
             ids=ids,
             counts=counts,
         )
@@ -173,12 +173,12 @@ class Decode:
         effects = self._dispatch(now, event)
         if self._flight.step is None and self.requests.live:
             effects += self._steps.begin(now)
-        return effects + self._drained() if self._leaving.draining else effects
+        return effects + self._drained() if self._drain.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         # Frequent events come first, see `Reactions`.
         if type(event) is Received:
-            return self._reactions.to(now, event.sender, event.message)
+            return self._handler_table.to(now, event.sender, event.message)
         if type(event) is WorkDone:
             return self._on_work(now, event)
         if type(event) is TimerFired and event.key == REPORT:
@@ -202,13 +202,13 @@ class Decode:
             case Started():
                 return [self._reports.begin(), self._pool.renewal_timer()]
             case DrainWanted():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._report(now)
             case RestWanted(resting):
-                self._leaving.rest(resting)
+                self._drain.rest(resting)
                 return self._report(now)
             case DrainTimedOut():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._hand_over(now)
             case TimerFired() | WorkProgress():
                 return []
@@ -237,7 +237,7 @@ class Decode:
         return []
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
-        return self._report(now) if self._leaving.change(sender, message, self._peers) else []
+        return self._report(now) if self._drain.change(sender, message, self._peers) else []
 
     def check(self, now: float) -> None:
         """See `core.actor`."""
@@ -266,7 +266,7 @@ class Decode:
             "gauges": self.gauges(now),
             "step_s": self._flight.step_s,
             "step": asdict(self._steps.measured(now)),
-            "draining": self._leaving.draining,
+            "draining": self._drain.draining,
             "requests": self.requests.dump(),
         }
 
@@ -322,10 +322,10 @@ class Decode:
             step_s=self._flight.step_s,
             step=self._steps.measured(now),
             bookings=tuple(bookings[:MAX_REPORTED]),
-            draining=self._leaving.draining,
+            draining=self._drain.draining,
             fixed_s=self._costs.decode_step_s,
         )
         return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
-        return self._leaving.drained(idle=not (len(self.requests) or self._pool.puts))
+        return self._drain.drained(idle=not (len(self.requests) or self._pool.puts))

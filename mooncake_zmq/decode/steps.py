@@ -64,13 +64,13 @@ class Steps:
         self._ends = ends
         self._ids = ids
         self._counts = counts
-        self._pace = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._speed = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
         self._sitting_out: dict[int, Request] = {}
         """Requests that sit out, by the works that sample their tokens."""
 
     def measured(self, now: float) -> Measured:
         """Return how long recent steps took, compared with the cost model."""
-        return self._pace.measured(now)
+        return self._speed.measured(now)
 
     def is_sampling(self, work_id: int) -> bool:
         """Return whether this work samples the token of a request that sits out."""
@@ -86,7 +86,7 @@ class Steps:
         batch = min(len(others) + 1, self._settings.max_batch)
         return retry_after_s(
             self._costs,
-            slowness=self._pace.ratio(now),
+            slowness=self._speed.ratio(now),
             slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
             max_batch=self._settings.max_batch,
             others=[Place(r.context, max(0, r.left)) for r in others],
@@ -236,7 +236,7 @@ class Steps:
         self._counts.add("steps", made)
         self._flight.measure(result.elapsed_s, made)
         context = step.context + batch * (made - 1) / 2
-        self._pace.add(now, result.elapsed_s, made * self._costs.step_s(batch, context))
+        self._speed.add(now, result.elapsed_s, made * self._costs.step_s(batch, context))
 
     def _take_tokens(
         self,
@@ -286,6 +286,6 @@ class Steps:
 
 
 def _decoded(entries: Sequence[Entry]) -> TokensDecoded:
-    tokens, logprobs, accounts = zip(*entries, strict=True)
-    over = tuple([account for account in accounts if account is not None])
+    tokens, logprobs, times = zip(*entries, strict=True)
+    over = tuple([each for each in times if each is not None])
     return TokensDecoded(entries=tokens, logprobs=logprobs if any(logprobs) else (), accounts=over)

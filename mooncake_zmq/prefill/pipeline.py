@@ -84,7 +84,7 @@ class Group:
         self._begun = [0] * count
         self._done = [0] * count
         """Number of chunks begun and computed, by stage."""
-        self._leaving: dict[tuple[int, int], tuple[SlotRef, ...]] = {}
+        self._hidden_states: dict[tuple[int, int], tuple[SlotRef, ...]] = {}
         """Hidden states by stage and chunk, until they are announced to the next stage."""
         self._parts: dict[int, list[int]] = {}
         """Checksums of layers by block; a block's stages end in the order of its layers."""
@@ -213,7 +213,7 @@ class Group:
             of_block = parts[index * len(layers) : (index + 1) * len(layers)]
             self._parts.setdefault(first_block + index, []).extend(of_block)
         if leaving:
-            self._leaving[stage, chunk] = leaving
+            self._hidden_states[stage, chunk] = leaving
         handoff = HandoffBlocks(
             request_id=self._request.request_id,
             attempt=self._request.attempt,
@@ -237,7 +237,7 @@ class Group:
                     attempt=self._request.attempt,
                     start=start,
                     count=stop - start,
-                    entering=self._leaving.pop((stage - 1, chunk)),
+                    entering=self._hidden_states.pop((stage - 1, chunk)),
                 )
                 effects.append(Send(name, message))
         return effects

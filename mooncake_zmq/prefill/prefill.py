@@ -116,7 +116,7 @@ class Prefill:
         self._workload = Workload(settings, costs, layout.block_tokens)
         self._reports = Reports(settings.report_s)
         self._pool = PoolClient(host, settings.pool, self.counts)
-        self._leaving = Leaving(may_become, self.counts)
+        self._drain = Leaving(may_become, self.counts)
         self._slab = Slab(name, incarnation, self.slots)
         slab, pool, ids, counts = self._slab, self._pool, self._ids, self.counts
         self._reuse = Reuse(
@@ -130,10 +130,10 @@ class Prefill:
             slab=slab, jobs=jobs, queue=queue, waiting=waiting, reuse=self._reuse, reports=self._reports, counts=counts
         )
         self._admission = Admission(
-            settings=settings, layout=layout, slab=slab, peers=self._peers, queue=queue, waiting=waiting, drain=self._leaving
+            settings=settings, layout=layout, slab=slab, peers=self._peers, queue=queue, waiting=waiting, drain=self._drain
         )
         self._make_parts()
-        self._reactions = Reactions(self.counts, self._handlers(), self._pool.may_say)
+        self._handler_table = Reactions(self.counts, self._handlers(), self._pool.may_say)
 
     def _make_parts(self) -> None:
         """Create the components that run a job once it has a place, and the stages of other prefills' pipelines."""
@@ -184,7 +184,7 @@ class Prefill:
             pool=pool,
             workload=self._workload,
             reuse=reuse,
-            drain=self._leaving,
+            drain=self._drain,
             ids=ids,
             counts=counts,
             transitions=self.job_transitions,
@@ -229,14 +229,14 @@ class Prefill:
         effects = self._dispatch(now, event)
         effects += self._schedule(now)
         effects += self._announcer.flush(self._reports.conductors)
-        if self._leaving.draining:
+        if self._drain.draining:
             effects += self._drained()
         return [Fence(self.slots.take_fences()), *effects] if self.slots.fences else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         # Frequent events come first, see `Reactions`.
         if type(event) is Received:
-            return self._reactions.to(now, event.sender, event.message)
+            return self._handler_table.to(now, event.sender, event.message)
         if type(event) is TimerFired and event.key == REPORT:
             return self._report(now)
         if type(event) is WorkDone:
@@ -262,13 +262,13 @@ class Prefill:
             case Started():
                 return [self._reports.begin(), self._pool.renewal_timer()]
             case DrainWanted():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._report(now)
             case RestWanted(resting):
-                self._leaving.rest(resting)
+                self._drain.rest(resting)
                 return self._report(now)
             case DrainTimedOut():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._hand_over(now)
             case TimerFired():
                 return []
@@ -296,7 +296,7 @@ class Prefill:
         return []
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
-        return self._report(now) if self._leaving.change(sender, message, self._peers) else []
+        return self._report(now) if self._drain.change(sender, message, self._peers) else []
 
     def _on_report_corrupt(self, _now: float, _sender: str, message: ReportCorrupt) -> list[Effect]:
         return self._reuse.corrupt(message.slots)
@@ -342,7 +342,7 @@ class Prefill:
         return {
             "gauges": self.gauges(now),
             **self._workload.dump(now),
-            "draining": self._leaving.draining,
+            "draining": self._drain.draining,
             "stages": self._stages.dump(now),
             "jobs": self.jobs.dump(now),
         }
@@ -480,12 +480,12 @@ class Prefill:
         if len(self._waiting):
             jobs = sorted([*jobs, *self._waiting], key=lambda job: (job.rank, job.order))
         stages, room = self._stages.report(now), max(0, self._admission.room)
-        load = self._workload.report(now, jobs, room=room, draining=self._leaving.draining, stages=stages)
+        load = self._workload.report(now, jobs, room=room, draining=self._drain.draining, stages=stages)
         return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
         idle = not (len(self.jobs) or self._pool.puts or len(self._stages))
-        return self._leaving.drained(idle=idle)
+        return self._drain.drained(idle=idle)
 
 
 def _is_ready(job: Job) -> bool:

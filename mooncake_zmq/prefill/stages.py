@@ -160,7 +160,7 @@ class Stages:
         self._drain = drain
         self._ids = ids
         self._counts = counts
-        self._life = Lifecycle("prefill stage", NEXT_STATE, transitions)
+        self._lifecycle = Lifecycle("prefill stage", NEXT_STATE, transitions)
 
     def __len__(self) -> int:
         return len(self._stages) + len(self._abandoned)
@@ -520,7 +520,7 @@ class Stages:
         return stage.new_slots[first : self._layout.blocks_for(chunk.start + chunk.count)]
 
     def _move(self, stage: Stage, event: StageEvent) -> None:
-        stage.state = self._life.after(stage.state, event)
+        stage.state = self._lifecycle.after(stage.state, event)
 
 
 def _failed(

@@ -322,14 +322,14 @@ class Generation:
             async for raw in response.aiter_raw():
                 for data in lines.feed(raw):
                     answer.take(data)
-                self._tell(work_id, answer)
+                self._report(work_id, answer)
                 if answer.done:
                     break
         if answer.last is None:
             raise Nonsense("vLLM hung up in mid-answer")
         return Generated(answer.last, answer.reused)
 
-    def _tell(self, work_id: int, answer: Answer) -> None:
+    def _report(self, work_id: int, answer: Answer) -> None:
         while answer.ready:
             self._emit(WorkProgress(work_id, TokensGenerated(tuple(answer.ready[:MAX_RUN]))))
             del answer.ready[:MAX_RUN]

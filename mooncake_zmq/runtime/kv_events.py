@@ -225,13 +225,13 @@ class KvEventPublisher:
             message = receive(self._pub, self._connections.get(self._pub))
             if message is None:
                 return False
-            told, descriptor = message[0].bytes, came_by(message[0])
-            if told[:1] == b"\0" or descriptor < 0:  # the connection is closed
+            subscription, descriptor = message[0].bytes, came_by(message[0])
+            if subscription[:1] == b"\0" or descriptor < 0:  # the connection is closed
                 continue
-            if told[:1] == b"\1" and not self._takes(descriptor, self._shown_by(self._pub, message[0])):
+            if subscription[:1] == b"\1" and not self._takes(descriptor, self._shown_by(self._pub, message[0])):
                 self._cut(descriptor)
                 continue
-            if told[:1] == b"\1" and self._topic.startswith(told[1:]):
+            if subscription[:1] == b"\1" and self._topic.startswith(subscription[1:]):
                 continue
             self._foreign[descriptor] += 1
             if self._foreign[descriptor] > MAX_FOREIGN:

@@ -34,7 +34,7 @@ class KvSubscriber:
         self.counts = {"batches": 0, "gaps": 0, "garbage": 0, "cleared": 0, "replayed": 0}
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
-        self._tell = tell
+        self._report = tell
         self._on_crash = on_crash
         self._next = 0
         """The number of the next batch."""
@@ -140,10 +140,10 @@ class KvSubscriber:
         self._next += 1
         self._time_s = batch.time_s
         if batch.events:
-            self._tell(batch.events)
+            self._report(batch.events)
 
     def _begin_anew(self, number: int) -> None:
         """Clear everything received so far."""
         self._next = number
         self.counts["cleared"] += 1
-        self._tell((EngineCleared(),))
+        self._report((EngineCleared(),))

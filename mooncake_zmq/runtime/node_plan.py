@@ -73,11 +73,11 @@ class NodePlan:
         """Nodes that this one exchanges messages with, by name."""
         node, config = self.node, self.loaded.config
         vllm_parts = {self.loaded.section(each).part for each in config.of_role("vllm")}
-        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True, apart=len(vllm_parts) > 1)
+        exchanges = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True, apart=len(vllm_parts) > 1)
         return {
             peer.name: peer
             for peer in config.nodes
-            if peer.name != node.name and talk(node.roles, node.host, peer.roles, peer.host)
+            if peer.name != node.name and exchanges(node.roles, node.host, peer.roles, peer.host)
         }
 
     @property

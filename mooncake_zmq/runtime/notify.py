@@ -21,27 +21,27 @@ LONGEST_S = 4 * 3600.0
 
 def ready(status: str) -> None:
     """Report that the process serves."""
-    _tell("READY=1", f"STATUS={_line(status)}")
+    _send("READY=1", f"STATUS={_line(status)}")
 
 
 def status(text: str) -> None:
     """Set the line that `systemctl status` shows."""
-    _tell(f"STATUS={_line(text)}")
+    _send(f"STATUS={_line(text)}")
 
 
 def alive(status: str) -> None:
     """Report to the watchdog that the process runs."""
-    _tell("WATCHDOG=1", f"STATUS={_line(status)}")
+    _send("WATCHDOG=1", f"STATUS={_line(status)}")
 
 
 def waiting() -> None:
     """Report that a process which does not serve yet is still working; extends its time until the next report."""
-    _tell(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1e6:.0f}", "WATCHDOG=1")
+    _send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1e6:.0f}", "WATCHDOG=1")
 
 
 def stopping(status: str, within_s: float) -> None:
     """Report that the process ends, and request `within_s` for that."""
-    _tell("STOPPING=1", f"STATUS={_line(status)}", f"EXTEND_TIMEOUT_USEC={within_s * 1e6:.0f}")
+    _send("STOPPING=1", f"STATUS={_line(status)}", f"EXTEND_TIMEOUT_USEC={within_s * 1e6:.0f}")
 
 
 def watchdog_s() -> float:
@@ -89,7 +89,7 @@ def _manager() -> str:
     return "\0" + where[1:] if where.startswith("@") else where if where.startswith("/") else ""
 
 
-def _tell(*assignments: str) -> None:
+def _send(*assignments: str) -> None:
     if not (manager := _manager()):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier, contextlib.suppress(OSError):

@@ -80,7 +80,7 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
     """Return the command that starts such a server: by its own Python, for the deployment's model and lengths. A server that
     only prefills or decodes uses our connector, which that Python must have, over all stores, those of `host` first."""
     place = urlsplit(settings.url)
-    told = {
+    options = {
         "--model": config.model.path,
         "--served-model-name": Path(config.model.path).expanduser().resolve().name,
         "--host": place.hostname or "127.0.0.1",
@@ -92,10 +92,10 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
     if settings.kv_events:
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}
         events |= {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
-        told["--kv-events-config"] = json.dumps(events)
+        options["--kv-events-config"] = json.dumps(events)
     if settings.part != "both":
-        told["--kv-transfer-config"] = json.dumps(_transfer(config, host))
-    arguments = [str(part) for name, value in told.items() for part in (name, value)]
+        options["--kv-transfer-config"] = json.dumps(_transfer(config, host))
+    arguments = [str(part) for name, value in options.items() for part in (name, value)]
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]
 

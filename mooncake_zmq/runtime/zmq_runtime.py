@@ -208,12 +208,12 @@ class ZmqRuntime:
         self._timers = Timers()
         self._inbox: deque[Callable[[], None]] = deque()
         self._drained_at: float | None = None
-        self._rested = False
+        self._logged_cordon = False
         """Whether the log says that the node is cordoned."""
         self._lateness = LatenessLog()
         self._turns_unread = 0
         """Turns since timers last had theirs."""
-        self._told: dict[str, str] = {}
+        self._logged_states: dict[str, str] = {}
         """State of each peer as last logged."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup: asyncio.TimerHandle | None = None
@@ -473,20 +473,20 @@ class ZmqRuntime:
         self._carry_out(self.node.tick(now))
         self._lateness.note(now, session.counts.get("late_loops", 0), session.recent_late_s)
         self._try_other_keys(time.monotonic())
-        self._tell_of_peers()
-        if self.node.resting != self._rested:
-            self._rested = self.node.resting
-            log.info("resting" if self._rested else "serves_again")
+        self._log_peers()
+        if self.node.resting != self._logged_cordon:
+            self._logged_cordon = self.node.resting
+            log.info("resting" if self._logged_cordon else "serves_again")
 
-    def _tell_of_peers(self) -> None:
+    def _log_peers(self) -> None:
         """Log which peers came, went or were refused since the last tick; this shows a lost link or a wrong model."""
         session = self.node.session
         known = {name: f"refused: {why}" for name, why in session.refusals.items()} | dict.fromkeys(session.up_peers, "up")
-        for name in sorted(known.keys() | self._told.keys()):
+        for name in sorted(known.keys() | self._logged_states.keys()):
             state = known.get(name, "down")
-            if state != self._told.get(name, "down"):
+            if state != self._logged_states.get(name, "down"):
                 (log.info if state == "up" else log.warning)("peer", peer=name, state=state)
-        self._told = known
+        self._logged_states = known
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.node.handle(time.monotonic(), event))

@@ -110,10 +110,10 @@ class Choice:
 
     def part_took(self, number: int, blocks: int, took_s: float, ranks: int) -> None:
         """Record one rank's time of a load, which takes as long as the slowest rank's; inf if blocks were missing."""
-        told, slowest_s = self._parts.pop(number, (0, 0.0))
-        told, slowest_s = told + 1, max(slowest_s, took_s)
-        if told < ranks:
-            self._parts[number] = (told, slowest_s)
+        reported, slowest_s = self._parts.pop(number, (0, 0.0))
+        reported, slowest_s = reported + 1, max(slowest_s, took_s)
+        if reported < ranks:
+            self._parts[number] = (reported, slowest_s)
             if len(self._parts) > MOST_LOADS:
                 del self._parts[next(iter(self._parts))]
         elif slowest_s < math.inf:
@@ -143,9 +143,9 @@ class Choice:
         self._saved_s[bits] = saved_s + loss_s
         return Verdict.LEAVE
 
-    def _measure(self, what: str, pace: Pace, size: int, took_s: float) -> None:
-        expected_s = pace.expected_s(size)
+    def _measure(self, what: str, measured: Pace, size: int, took_s: float) -> None:
+        expected_s = measured.expected_s(size)
         if expected_s is not None:
             self.counts[f"{what}_us"] += int(MILLION * took_s)
             self.counts[f"{what}_error_us"] += int(MILLION * abs(took_s - expected_s))
-        pace.add(size, took_s)
+        measured.add(size, took_s)

@@ -428,15 +428,15 @@ class _DeviceMemory:
         self.most = max(1, staging_bytes // self.value_bytes)
         self._staging = [torch.empty((self.most, size), dtype=torch.uint8, pin_memory=True) for size in sizes]
         self._stream = torch.cuda.Stream(self._device)
-        self._told = torch.cuda.Event()
+        self._fenced = torch.cuda.Event()
         self._lock = threading.Lock()
 
     def fence(self) -> None:
         """Make later copies wait for what is on the engine's stream by now; called on the engine's thread."""
-        told = torch.cuda.Event()
-        told.record(torch.cuda.current_stream(self._device))
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
         with self._lock:
-            self._told = told
+            self._fenced = event
 
     def sources(self, blocks: Sequence[int]) -> list[Value]:
         with torch.cuda.stream(self._stream):
@@ -460,7 +460,7 @@ class _DeviceMemory:
 
     def _wait(self) -> None:
         with self._lock:
-            self._stream.wait_event(self._told)
+            self._stream.wait_event(self._fenced)
 
     def _rows(self, blocks: Sequence[int], pieces: int) -> torch.Tensor:
         return torch.tensor([block * pieces + piece for block in blocks for piece in range(pieces)], device=self._device)

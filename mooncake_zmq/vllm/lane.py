@@ -64,14 +64,14 @@ class Crew:
 
     def __init__(self, name: str, threads: int) -> None:
         """`threads`: their number, including the caller's."""
-        self._lanes = [Lane(f"{name}-{number}", _Share.run, _Share.end, limit=1) for number in range(1, threads)]
+        self._workers = [Lane(f"{name}-{number}", _Share.run, _Share.end, limit=1) for number in range(1, threads)]
 
     def share(self, count: int, work: Callable[[int, int], Sequence[int]], lost: int) -> list[int]:
         """Return what `work(start, stop)` returns for each of `count`; `lost` where its thread has ended."""
-        hands = max(1, min(len(self._lanes) + 1, count))
+        hands = max(1, min(len(self._workers) + 1, count))
         cuts = [count * hand // hands for hand in range(hands + 1)]
         shares = [_Share(work, start, stop, [lost] * (stop - start)) for start, stop in zip(cuts, cuts[1:], strict=False)]
-        refused = [share for lane, share in zip(self._lanes, shares[1:], strict=False) if not lane.offer(share)]
+        refused = [share for worker, share in zip(self._workers, shares[1:], strict=False) if not worker.offer(share)]
         try:
             for share in (shares[0], *refused):
                 share.run()
@@ -83,8 +83,8 @@ class Crew:
 
     def close(self) -> None:
         """Wait up to a limit for the ranges under way, and end the threads."""
-        for lane in self._lanes:
-            lane.close()
+        for worker in self._workers:
+            worker.close()
 
 
 @dataclass(slots=True, eq=False)

@@ -22,11 +22,11 @@ class Lookup:
         self.hold = _NOTHING
         self.released = False
         self._done = threading.Event()
-        self._patience_s = PATIENCE_S
+        self._wait_s = PATIENCE_S
 
     def answer(self) -> int | None:
-        patience_s, self._patience_s = self._patience_s, 0.0
-        return self.hold.count if self._done.wait(patience_s) else None
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return self.hold.count if self._done.wait(wait_s) else None
 
     @property
     def until(self) -> float:
@@ -49,12 +49,12 @@ class Lookups:
         self._client = client
         self._answered = threading.Condition()
         """Notified of each answer; it also guards whether a hold is released."""
-        self._lane = Lane("kv-lookups", self._work, Lookup.end, MAX_WAITING)
+        self._worker = Lane("kv-lookups", self._work, Lookup.end, MAX_WAITING)
 
     def ask(self, names: list[str], first: Sequence[str] = ()) -> Lookup:
         """Begin a lookup, which is answered with 0 at once where too many already wait."""
         lookup = Lookup(names, first)
-        if not self._lane.offer(lookup):
+        if not self._worker.offer(lookup):
             lookup.end()
         return lookup
 
@@ -64,7 +64,7 @@ class Lookups:
             lookup.released = True
             held = bool(lookup.hold.leases)
         if held:
-            self._lane.offer(lookup)  # if refused, the hold expires
+            self._worker.offer(lookup)  # if refused, the hold expires
 
     def wait(self, wait_s: float) -> None:
         """Wait at most so long for the next answer."""
@@ -72,7 +72,7 @@ class Lookups:
             self._answered.wait(wait_s)
 
     def close(self) -> None:
-        self._lane.close()
+        self._worker.close()
         self._client.close()
 
     def _work(self, lookup: Lookup) -> None:

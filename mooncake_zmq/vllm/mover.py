@@ -89,13 +89,13 @@ class Mover:
     def __init__(self, client: StoreClient, shelf: str, loading: Memory, saving: Memory, threads: int = 1) -> None:
         """`shelf`: prefix of the names of this rank's blocks. `threads`: how many copy one load in parallel, and as many one
         save."""
-        self._client, self._shelf = client, shelf
+        self._client, self._prefix = client, shelf
         self._loading, self._saving = loading, saving
         self._changed = threading.Condition()
         """Guards the fields below."""
         self._moved = Moved()
         self._counts: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
         self._under_way = 0
         self._tries = TRIES
         """Tries of the next save."""
@@ -128,11 +128,11 @@ class Mover:
 
     def take_counts(self) -> Counter[str]:
         """Return what was counted since the last call, including the counts of the store's client."""
-        told = Counter(self._client.counts)
+        counted = Counter(self._client.counts)
         with self._changed:
             counts, self._counts = self._counts, Counter()
-            counts.update({name: count - self._told[name] for name, count in told.items()})
-            self._told = told
+            counts.update({name: count - self._counted[name] for name, count in counted.items()})
+            self._counted = counted
             return counts
 
     def close(self) -> None:
@@ -164,10 +164,10 @@ class Mover:
         size = memory.value_bytes
 
         def fetch(start: int, stop: int) -> list[int]:
-            names = object_names([self._shelf], keys[start:stop])
+            names = object_names([self._prefix], keys[start:stop])
             caps = [size] * (stop - start)
             return self._client.fetch(
-                names, lambda index, told: targets[start + index] if told == size else None, caps, holders
+                names, lambda index, length: targets[start + index] if length == size else None, caps, holders
             )
 
         answers = self._loaders.share(len(keys), fetch, UNREACHED)
@@ -200,7 +200,7 @@ class Mover:
 
     def _put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
         def put(start: int, stop: int) -> list[int]:
-            return self._client.put(object_names([self._shelf], keys[start:stop]), values[start:stop])
+            return self._client.put(object_names([self._prefix], keys[start:stop]), values[start:stop])
 
         return self._savers.share(len(keys), put, UNREACHED)
 

@@ -65,7 +65,7 @@ def chain_root(salt: str = "", anew: str = "") -> bytes:
 
 def object_names(shelves: Sequence[str], keys: Iterable[Key]) -> list[str]:
     """Return one name per prefix for each block, block after block."""
-    return [shelf + key.hex() for key in keys for shelf in shelves]
+    return [prefix + key.hex() for key in keys for prefix in shelves]
 
 
 class BlockKeys:

@@ -47,20 +47,20 @@ class ConnectorSettings:
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """Parse the settings; raises ValueError for invalid ones."""
-    told = dict(extra)
-    stores = told.pop("stores", "")
+    values = dict(extra)
+    stores = values.pop("stores", "")
     addresses = stores if isinstance(stores, str) else ",".join(map(str, stores))
-    own: dict[str, Any] = {"prefix": str(told.pop("prefix", "")), "model": str(told.pop("model", ""))}
-    own["staging_bytes"] = int(told.pop("staging_bytes", STAGING_BYTES))
-    own["copy_threads"] = int(told.pop("copy_threads", 0))
+    own: dict[str, Any] = {"prefix": str(values.pop("prefix", "")), "model": str(values.pop("model", ""))}
+    own["staging_bytes"] = int(values.pop("staging_bytes", STAGING_BYTES))
+    own["copy_threads"] = int(values.pop("copy_threads", 0))
     if not 0 <= own["copy_threads"] <= MOST_COPY_THREADS:
         raise ValueError(f"copy_threads: {own['copy_threads']} is not within 0 to {MOST_COPY_THREADS}")
-    own["load"] = str(told.pop("load", "faster"))
+    own["load"] = str(values.pop("load", "faster"))
     if own["load"] not in LOAD:
         raise ValueError(f"load: {own['load']!r} is none of {', '.join(LOAD)}")
-    own["lookup_timeout_s"] = float(told.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
-    own["coming_timeout_s"] = float(told.pop("coming_timeout_s", COMING_TIMEOUT_S))
+    own["lookup_timeout_s"] = float(values.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
+    own["coming_timeout_s"] = float(values.pop("coming_timeout_s", COMING_TIMEOUT_S))
     if not addresses:
         raise ValueError("stores: names no store")
-    _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **told})
+    _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **values})
     return ConnectorSettings(tuple(endpoints), client, **own)

@@ -91,7 +91,7 @@ class VllmNode:
         self.incarnation = incarnation
         self.counts = Tally()
         self.transitions = Tally()
-        self._life = Lifecycle("vllm job", NEXT_STATE, self.transitions)
+        self._lifecycle = Lifecycle("vllm job", NEXT_STATE, self.transitions)
         self._settings = settings
         self._layout = layout
         self._load = Load(settings, costs, layout.block_tokens)
@@ -115,7 +115,7 @@ class VllmNode:
         self._ids = Ids()
         self._cache = EngineCache(settings, layout, self._ids, self.counts)
         self._admission = Admission(name, settings, layout, self._peers, self.counts)
-        self._leaving = Leaving("", self.counts)
+        self._drain = Leaving("", self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -152,13 +152,13 @@ class VllmNode:
             case Started():
                 return [self._reports.begin(), *self._ask(now), *self._cache.begin()]
             case DrainWanted():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._report(now)
             case RestWanted(resting):
-                self._leaving.rest(resting)
+                self._drain.rest(resting)
                 return self._report(now)
             case DrainTimedOut():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._hand_over(now)
             case TimerFired() | WorkProgress() | WorkDone():
                 return []
@@ -206,7 +206,7 @@ class VllmNode:
         """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
-            "draining": self._leaving.draining,
+            "draining": self._drain.draining,
             "trouble": self._trouble,
             "compute": asdict(self._load.compute.measured(now)),
             "step": asdict(self._load.step.measured(now)),
@@ -243,7 +243,7 @@ class VllmNode:
 
     def _lack(self) -> str | None:
         """Return what is missing for now, or None. An attempt denied for this counts as one that found no room."""
-        if self._leaving.draining:
+        if self._drain.draining:
             return "the node is draining"
         if self._lost:
             return self._trouble
@@ -379,8 +379,8 @@ class VllmNode:
             self._move(job, JobEvent.TOKEN)
         self._load.stepped(now, job, len(tokens), self._decoding)
         # For a request that was taken over, the previous node has reported what was reused before.
-        told = ((request.request_id, request.attempt, reused),) if reused and not job.taken_over else ()
-        decoded = TokensDecoded(entries=((request.request_id, request.attempt, job.count, tokens),), reused=told)
+        report = ((request.request_id, request.attempt, reused),) if reused and not job.taken_over else ()
+        decoded = TokensDecoded(entries=((request.request_id, request.attempt, job.count, tokens),), reused=report)
         job.made += len(tokens)
         job.token_at = now
         return Send(job.gateway, decoded)
@@ -462,13 +462,13 @@ class VllmNode:
 
     def _report(self, now: float) -> list[Effect]:
         """Report the load as a prefill and as a decode. While vLLM does not answer, the report is that of a draining node."""
-        closed = self._leaving.draining or self._lost
+        closed = self._drain.draining or self._lost
         jobs = list(self._jobs.values())
         prompts, answers = self._load.of_prompts(now, jobs, closed=closed), self._load.of_answers(now, jobs, closed=closed)
         return self._reports.send(now, prompts, answers)
 
     def _drained(self) -> list[Effect]:
-        return self._leaving.drained(idle=not (self._jobs or self._closing))
+        return self._drain.drained(idle=not (self._jobs or self._closing))
 
     # --- helpers
 
@@ -487,7 +487,7 @@ class VllmNode:
         return structs.replace(request.stop, max_tokens=request.first_index + 1)
 
     def _move(self, job: Job, event: JobEvent) -> None:
-        job.state = self._life.after(job.state, event)
+        job.state = self._lifecycle.after(job.state, event)
 
 
 def _failed(gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str = "") -> Send:

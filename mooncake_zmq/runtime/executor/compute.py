@@ -116,7 +116,7 @@ class Compute:
         if work.sampling is not None:
             assert logits is not None
             sampled = self._sample(job, work, logits[0], work.start + len(tokens))
-        token, told = sampled[0] if sampled else (None, None)
+        token, logprob = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s = time.perf_counter() - began
         checksums = self._output_checksums(work)
@@ -126,7 +126,7 @@ class Compute:
             elapsed_s,
             loaded_s=loaded_s,
             waited_s=job.waited_s,
-            logprob=told,
+            logprob=logprob,
             others=sampled[1:],
             scored=tuple(scoring.scored) if scoring else (),
         )
@@ -177,11 +177,11 @@ class Compute:
         elif chunk.sampling is not None:
             assert out is not None
             sampled = self._sample(job, chunk, out[0], chunk.start + stage.count)
-        token, told = sampled[0] if sampled else (None, None)
+        token, logprob = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s, waited_s = time.perf_counter() - began, job.waited_s + computes - began
         parts = self._stage_parts(stage)
-        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=told, others=sampled[1:])
+        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=logprob, others=sampled[1:])
 
     def _stage_parts(self, stage: ComputeStage) -> tuple[int, ...]:
         assert self._segment
@@ -214,7 +214,7 @@ class Compute:
                 sequence.set_length(entry.position)
         pasts = [job.sequences[entry.sequence].past for entry in work.entries]
         asked = any(entry.sampling.logprobs is not None for entry in work.entries)
-        fed, made, told = tuple(entry.token for entry in work.entries), [], []
+        fed, made, logprobs = tuple(entry.token for entry in work.entries), [], []
         failed: dict[int, WorkFailed] = {}
         for step in range(work.steps):
             for row, entry in enumerate(work.entries):
@@ -240,10 +240,10 @@ class Compute:
             fed = tuple(token for token, _ in chosen)
             made.append(fed)
             if asked:
-                told.append(tuple(logprob for _, logprob in chosen))
+                logprobs.append(tuple(logprob for _, logprob in chosen))
             if failed or sat_out or job.cut or job.stopped or job.is_late():
                 break
-        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told), tuple(failed.items()), sat_out)
+        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(logprobs), tuple(failed.items()), sat_out)
 
 
 def _sitting_out(entries: Sequence[StepEntry], pasts: Sequence[Past | None]) -> tuple[int, ...]:
