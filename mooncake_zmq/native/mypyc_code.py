@@ -55,6 +55,7 @@ _AROUND_THEM = (
     *(f"gateway.http.{name}" for name in ("http_calls", "metrics", "sse")),
     *(f"gateway.openai.{name}" for name in ("detokenizer", "responses")),
     *(f"gateway.requests.{name}" for name in ("request_log", "requests", "token_gaps", "traces")),
+    "runtime.peer_sockets",
     "runtime.zmq_runtime",
 )
 _REPLAYS = (
