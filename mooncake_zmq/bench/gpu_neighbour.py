@@ -1,8 +1,8 @@
-"""The other process of `bench gpu`: a decode's side, which opens a prefill's slab by its handle and loads its blocks, or
+"""The other process of `bench gpu`: the decode's side. It opens a prefill's slab by its handle and loads its blocks, or
 fetches them over a stream as if it were on another host.
 
-Its argument is a JSON object: where the slab is, and who serves it. It answers one line when ready, and one for each request;
-see `bench.others.peers`.
+Its argument is a JSON object: the slab's place and the data server's endpoint. It answers one line when ready, and one for each
+request; see `bench.others.peers`.
 """
 
 import json

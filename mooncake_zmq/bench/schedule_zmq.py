@@ -1,7 +1,8 @@
-"""`bench schedule --zmq`: decisions through a real conductor process, asked over ZeroMQ by four gateways of another process.
+"""`bench schedule --zmq`: decisions through a real conductor process, requested over ZeroMQ by four gateways of another
+process.
 
-Every node is a session of its own: the gateways ask at a steady rate, prefills, decodes and cache-nodes are there and silent.
-A time counts from when the request was due, so that a late sender hides nothing. Both sides share one machine.
+Every node is a session of its own: the gateways send requests at a steady rate, prefills, decodes and cache-nodes are connected
+and silent. A time counts from when the request was due, so that a late sender hides nothing. Both sides share one machine.
 """
 
 import tempfile
@@ -25,7 +26,7 @@ CONDUCTOR = "conductor-0"
 GATEWAYS = 4
 HOSTS = 4
 SETTLE_S = 1.0
-"""Between the last node's greeting and the first request."""
+"""Seconds between the last node's greeting and the first request."""
 TIMEOUT_S = 60.0
 PACE_S = 0.002
 WATCH_S = 0.2
@@ -34,7 +35,7 @@ ROLES = {"gateway": GATEWAYS, "prefill": HOSTS, "decode": HOSTS, "cache-node": H
 
 
 class Silent(Opposite):
-    """A node that is there and says nothing."""
+    """A node that is connected and sends nothing."""
 
     def __init__(self, greeted: threading.Semaphore) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Silent(Opposite):
 
 
 class Asking(Silent):
-    """A gateway that asks for placements, `per_s` of them, and gives each back as soon as it is answered."""
+    """A gateway that requests placements, `per_s` of them, and gives each back as soon as it is answered."""
 
     def __init__(self, greeted: threading.Semaphore, asked: Sequence[Asked], per_s: float) -> None:
         super().__init__(greeted)
@@ -99,13 +100,13 @@ class Asking(Silent):
 
     @property
     def answered_per_s(self) -> float:
-        """From the first request to the last answer."""
+        """Answers per second, from the first request to the last answer."""
         return len(self.took_s) / (self.ended_at - self._begun_at)
 
 
 def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], float]:
-    """Seconds of each decision at `per_s` of all gateways together, and the answers per second. Raises click.ClickException if
-    it breaks off."""
+    """Return the seconds of each decision at `per_s` of all gateways together, and the answers per second. Raises
+    click.ClickException if it breaks off."""
     with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
         path = Path(directory) / "schedule.toml"
         path.write_text(_config())
@@ -144,7 +145,7 @@ def _config() -> str:
 
 @contextmanager
 def _nodes(config: Config, gateways: Sequence[Asking], greeted: threading.Semaphore) -> Iterator[list[ZmqRuntime]]:
-    """Every node but the conductor, each in a thread; yields the gateways'."""
+    """Run every node but the conductor, each in a thread; yield the gateways."""
     runtimes: list[ZmqRuntime] = []
     threads: list[threading.Thread] = []
     try:
