@@ -1,6 +1,7 @@
-"""Writes a replay down as pictures of the cluster at times of the virtual clock: what a gateway's `/cluster` would have told.
+"""The recording of a replay as snapshots of the cluster at times of the virtual clock: the answers that a gateway's `/cluster`
+would have given.
 
-It looks on and changes nothing. What it keeps is bounded: of too many pictures every second one goes.
+It observes and changes nothing. Its size is bounded: of too many snapshots every second one is dropped.
 """
 
 import gzip
@@ -28,19 +29,19 @@ from mooncake_zmq.simulation.world import Observe, Process, World
 
 MAX_PICTURES = 2000
 MAX_BYTES = 48 << 20
-"""Of all pictures as JSON; they are written packed, a twentieth of that."""
+"""Size of all snapshots as JSON; they are written compressed, at a twentieth of that."""
 WANTED_PICTURES = 1200
 MIN_EVERY_S = 1.0
-"""As often as a gateway hears of its nodes."""
+"""The interval at which a gateway receives its nodes' reports."""
 KEPT_CHAINS = 24
-"""Hot prefixes told in a picture, of those that are followed and of those asked for lately."""
+"""Hot prefixes in a snapshot, of those that are followed and of those requested lately."""
 KEPT, KEPT_REFUSED = 4, 2
-"""Requests told of those that ended between two pictures, and how many of them at most were refused if others were not."""
+"""Recorded requests of those that ended between two snapshots, and how many of them at most were refused if others were not."""
 
 
 @dataclass(slots=True)
 class _Life:
-    """One life of a process."""
+    """One incarnation of a process."""
 
     began_at: float
     moves: Moves
@@ -56,23 +57,24 @@ class _Ended:
 class _Picture:
     at_s: float
     packed: bytes
-    """JSON, by zlib."""
+    """The JSON, compressed by zlib."""
     size: int
-    """Of it in bytes, unpacked."""
+    """Size of the JSON in bytes, uncompressed."""
     open: int
     refused: int
-    """Since the picture before."""
+    """Refused requests since the snapshot before."""
     ended: list[_Ended]
 
 
 class Tape:
-    """Of one run of `setup`, whose last request comes at `last_s`. `own`: who looks on at a process beside it."""
+    """The recording of one run of `setup`, whose last request comes at `last_s`. `own`: returns another observer of a
+    process."""
 
     def __init__(
         self, setup: Setup, layout: BlockLayout, *, last_s: float, own: Callable[[Process[Any]], Observe | None]
     ) -> None:
         self.due_at = 0.0
-        """When it wants to look."""
+        """Virtual time of the next snapshot."""
         self._every_s = max(MIN_EVERY_S, last_s / WANTED_PICTURES)
         self._setup = setup
         self._layout = layout
@@ -81,7 +83,7 @@ class Tape:
         self._lives: dict[str, _Life] = {}
         self._accounts = Accounts(self._account_closed)
         self._over: list[tuple[str, RequestRecord]] = []
-        """Ended in the event that is being handled."""
+        """Requests that ended in the event that is being handled."""
         self._counts = Tally()
         self._refused = 0
         self._ended: list[_Ended] = []
@@ -91,10 +93,10 @@ class Tape:
         self._hello: Callable[[Process[Any]], Hello]
 
     def attach(self, world: World[Any], gateway: Any, hello: Callable[[Process[Any]], Hello]) -> None:
-        """Learn whose replay this is."""
+        """Set the replay that is recorded."""
         self._world, self._gateway, self._hello = world, gateway, hello
 
-    # --- looking on
+    # --- observing
 
     def watch(self, process: Process[Any]) -> Observe | None:
         """See `World`."""
@@ -116,11 +118,11 @@ class Tape:
         return observe
 
     def on_ended(self, number: int, record: RequestRecord) -> None:
-        """A request is over, in the event that its gateway handles now."""
+        """Record that a request has ended, in the event that its gateway handles now."""
         self._over.append((f"r{number}", record))
 
     def _gateway_did(self, event: Event, effects: list[Effect]) -> None:
-        """The replay's gateway has no clients: what a live one would hear of them and tell them is added."""
+        """Observe an event of the replay's gateway, with the messages from and to clients that a live gateway would have."""
         now = self._world.now
         for effect in effects:
             if type(effect) is Send and type(effect.message) is Schedule and effect.message.attempt == 1:
@@ -131,7 +133,7 @@ class Tape:
         self._over.clear()
 
     def _count(self, record: RequestRecord) -> None:
-        """As `gateway.requests.requests` does."""
+        """Count a request as `gateway.requests.requests` does."""
         if record.outcome == "rejected":
             self._refused += 1
             self._counts.add(f"requests_rejected[reason={record.reason}]")
@@ -148,10 +150,10 @@ class Tape:
         record = {"id": account.request_id, "x_request_id": "", "trace_id": "", **told(account)}
         self._ended = _kept([*self._ended, _Ended(refused, msgspec.json.encode(record))])
 
-    # --- pictures
+    # --- snapshots
 
     def look(self) -> None:
-        """Write down how the cluster is now."""
+        """Take a snapshot of the cluster."""
         now = self._world.now
         self.due_at = now + self._every_s
         more = {"about": self._about(), "recent": [], "replication": self._replication(now)}
@@ -194,13 +196,13 @@ class Tape:
         )
 
     def _replication(self, now: float) -> dict[str, Any]:
-        """Prefixes asked for lately and who holds them, of what a conductor that is asked for its state tells."""
+        """Return the prefixes requested lately and the nodes that hold them, from the conductor's dump."""
         lives = (each.life for each in self._world.processes.values() if each.spec.role == "conductor")
         told = next((life.actor.dump(now)["replication"] for life in lives if life is not None), None)
         return {"recent": told["recent"][:KEPT_CHAINS] if told else []}
 
     def _report(self, now: float, process: Process[Any]) -> Report:
-        """As `core.node` makes it; bytes are those that the modelled blocks would have."""
+        """Make a report as `core.node` does; bytes are those that the modelled blocks would have."""
         life, actor = self._lives[process.name], process.life.actor if process.life is not None else None
         assert actor is not None
         counts = {**actor.counts, **self._counts} if actor is self._gateway else actor.counts
@@ -216,7 +218,8 @@ class Tape:
         )
 
     def written(self) -> bytes:
-        """All of it for `gateway.http.web.replay_page`: a head, then a line for each picture and each request that is told."""
+        """Return the recording for `gateway.http.web.replay_page`: a head, then a line for each snapshot and each recorded
+        request."""
         ended: list[bytes] = []
         until: list[int] = []
         for each in self._pictures:
@@ -237,7 +240,7 @@ class Tape:
 
 
 def _kept(ended: Sequence[_Ended]) -> list[_Ended]:
-    """The last ones, refused ones among them."""
+    """Return the last ones, refused ones among them."""
     if len(ended) <= KEPT:
         return list(ended)
     refused = [place for place, each in enumerate(ended) if each.refused]
@@ -248,13 +251,13 @@ def _kept(ended: Sequence[_Ended]) -> list[_Ended]:
 
 
 def _merged(one: _Picture, other: _Picture) -> _Picture:
-    """The later one, with what ended since the one before both."""
+    """Return the later one, with the requests that ended since the one before both."""
     ended = _kept([*one.ended, *other.ended])
     return _Picture(other.at_s, other.packed, other.size, other.open, one.refused + other.refused, ended)
 
 
 def _asked(schedule: Schedule) -> ClientRequest:
-    """What a client would have asked for; nobody reads its tokens."""
+    """Return the request that a client would have sent; its tokens are not read."""
     tokens = cast(bytes, Prompt(schedule.tokens, 1, 0))
     stop = StopRule(max_tokens=schedule.max_tokens)
     return ClientRequest(tokens=tokens, root=ROOT, keys=schedule.keys, sampling=Sampling(), stop=stop)
