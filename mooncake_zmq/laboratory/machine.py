@@ -213,7 +213,7 @@ class ModelledMachine:
             case ProbeProcess(node=node, incarnation=incarnation):
                 return _Running(work, now, now + PROBE_S, ProcessProbed(self._world.alive(node, incarnation)))
             case _:
-                raise TypeError(work)  # no trace is replayed on foreign engines, or requests several choices
+                raise TypeError(work)  # no trace has foreign engines or several choices
 
     def _plan_steps(self, now: float, work: DecodeStep) -> _Running:
         """Plan decode steps: their costs grow by the same amount with each step, as every member's context grows by a token."""

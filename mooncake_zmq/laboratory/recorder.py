@@ -113,9 +113,9 @@ class Recorder:
                 if type(message) is PrefillLoad:
                     self._loads["prefill"][name] = message
                 elif type(message) is HandoffBlocks:
-                    request = message.request_id  # the time of the chunk that is begun next
+                    request = message.request_id  # the request of the chunk that is begun next
                 elif type(message) is LeaseBlocks:
-                    lease_id = message.lease_id  # the request that next reserves memory in its decode
+                    lease_id = message.lease_id  # the lease of the request that reserves memory in its decode next
                 elif type(message) is ReserveDecode:
                     if lease_id and self._with_disk:
                         self._leases[name, lease_id] = message.request_id

@@ -75,7 +75,7 @@ class RequestRecord:
     tbt_s: float = -1.0
     """Mean of the longest tenth of the gaps between its tokens, as the paper counts; 0 with fewer than two tokens."""
     first_gap_s: float = -1.0
-    """Between its first token and its second."""
+    """Time between its first token and its second."""
     end_s: float = -1.0
     predicted_ttft_s: float = -1.0
     predicted_tbt_s: float = -1.0

@@ -186,7 +186,7 @@ def _turns(m: _Maker) -> Iterator[list[Arrival]]:
 
 
 def _documents(m: _Maker) -> Iterator[list[Arrival]]:
-    """Yield prompts of documents. A document is the same tokens behind the same documents only: its KV depends on all text
+    """Yield prompts of documents. A document has the same tokens only behind the same documents: its KV depends on all text
     before it."""
     lengths = [m.log_uniform() for _ in range(m.whole("documents"))]
     known: dict[tuple[int, ...], Text] = {(): m.more(EMPTY, m.whole("system"))}
