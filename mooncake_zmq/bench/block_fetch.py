@@ -44,7 +44,7 @@ class BlockFetch:
         self,
         layout: BlockLayout,
         blocks: int,
-        life: Life,
+        incarnation: Life,
         endpoint: str,
         *,
         on_crash: Callable[[BaseException], None],
@@ -54,7 +54,7 @@ class BlockFetch:
         """Blocks lie one after the other."""
         self._layout = layout
         self._reader = RemoteReader(layout, on_crash=on_crash, sockets=sockets)
-        self._reader.learn(life, endpoint)
+        self._reader.learn(incarnation, endpoint)
 
     def fetch_s(self, blocks: Sequence[SlotRef]) -> float:
         """Return the seconds until all blocks have arrived and were verified. Raises ValueError where one was not."""

@@ -173,7 +173,7 @@ async def _make(client: Client, model: str, arrivals: Sequence[Arrival], bodies:
 
 @contextlib.asynccontextmanager
 async def _attended(heard: Heard, began: float, progress: Progress) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(_look(heard.loop_lag_s)), asyncio.create_task(_tell(heard, began, progress))]
+    tasks = [asyncio.create_task(_look(heard.loop_lag_s)), asyncio.create_task(_report_progress(heard, began, progress))]
     try:
         yield
     finally:
@@ -189,7 +189,7 @@ async def _look(lags_s: list[float]) -> None:
         lags_s.append(max(0.0, time.perf_counter() - due))
 
 
-async def _tell(heard: Heard, began: float, progress: Progress) -> None:
+async def _report_progress(heard: Heard, began: float, progress: Progress) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         now_s = time.perf_counter() - began

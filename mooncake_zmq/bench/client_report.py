@@ -99,7 +99,7 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
     bad = [each for each in seen if each.outcome != "finished"]
     good = sum(map(bounds.met, seen))
     span_s = max((_sent_s(each) + max(each.ended_s, 0.0) for each in seen), default=0.0)
-    told = [each for each in finished if each.cached_tokens >= 0]
+    reporting = [each for each in finished if each.cached_tokens >= 0]
     return Result(
         url=url,
         model=heard.model,
@@ -118,7 +118,7 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
         output_tokens_per_s=_rate(sum(each.tokens for each in seen), span_s),
         prompt_tokens=sum(each.prompt_tokens if each.prompt_tokens >= 0 else each.input_tokens for each in finished),
         output_tokens=sum(each.tokens for each in seen),
-        cached_tokens=sum(each.cached_tokens for each in told) if told else None,
+        cached_tokens=sum(each.cached_tokens for each in reporting) if reporting else None,
         ttft_s=spread_of([each.ttft_s for each in started]),
         tbt_s=spread_of([each.tbt_s for each in finished if len(each.token_s) > 1]),
         gap_s=spread_of(np.concatenate([np.diff(each.token_s) for each in started]).tolist() if started else []),

@@ -193,11 +193,11 @@ class Listener:
             self.fail("nonsense", str(error))
             return
         if event.error is not None:
-            self._told(event.error)
+            self._take_error(event.error)
         for choice in event.choices:
             self._choice(at - self.began_at, choice)
         if event.usage is not None:
-            self._account(event.usage)
+            self._take_usage(event.usage)
 
     def _choice(self, at_s: float, choice: _Choice) -> None:
         seen, delta = self.seen, choice.delta
@@ -213,7 +213,7 @@ class Listener:
         seen.token_s.extend([at_s] * came)
         seen.finished = seen.finished or choice.finish_reason is not None
 
-    def _account(self, usage: _Usage) -> None:
+    def _take_usage(self, usage: _Usage) -> None:
         seen, details = self.seen, usage.prompt_tokens_details
         seen.prompt_tokens = -1 if usage.prompt_tokens is None else usage.prompt_tokens
         seen.completion_tokens = -1 if usage.completion_tokens is None else usage.completion_tokens
@@ -222,14 +222,14 @@ class Listener:
 
     def _refused(self) -> None:
         try:
-            told = _error_body.decode(self._rest).error
+            error = _error_body.decode(self._rest).error
         except NONSENSE:
-            told = self._rest[:SHOWN_CHARS].decode(errors="replace")
-        code, said = _read(told)
+            error = self._rest[:SHOWN_CHARS].decode(errors="replace")
+        code, said = _read(error)
         self.fail(f"HTTP {self.seen.status}{f' {code}' if code else ''}", said)
 
-    def _told(self, told: _Error | str) -> None:
-        code, said = _read(told)
+    def _take_error(self, error: _Error | str) -> None:
+        code, said = _read(error)
         self.fail(f"in the stream: {code or 'error'}", said)
 
     def fail(self, kind: str, said: str) -> None:
@@ -239,10 +239,10 @@ class Listener:
             self.seen.error, self.seen.said = kind, said[:SHOWN_CHARS]
 
 
-def _read(told: _Error | str | None) -> tuple[str, str]:
-    if isinstance(told, _Error):
-        return str(told.code or told.type or "")[:SHOWN_CHARS], told.message or ""
-    return "", told or ""
+def _read(error: _Error | str | None) -> tuple[str, str]:
+    if isinstance(error, _Error):
+        return str(error.code or error.type or "")[:SHOWN_CHARS], error.message or ""
+    return "", error or ""
 
 
 async def ask(connections: Connections, path: str, headers: dict[bytes, bytes], body: bytes, seen: Seen, most_s: float) -> Seen:

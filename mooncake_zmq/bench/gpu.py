@@ -47,7 +47,7 @@ DECODE_BATCHES, DECODE_CONTEXT, DECODE_STEPS = (1, 8, 32), 1024, 16
 CHECKED_TOKENS, LOGIT_ERROR = 130, 1e-2
 GEMM_SIZE, COPIES = 8192, 20
 NEIGHBOUR = Path(__file__).with_name("gpu_neighbour.py")
-NODE, LIFE = "bench", 1
+NODE, INCARNATION = "bench", 1
 
 Progress = Callable[[str], None]
 
@@ -171,12 +171,12 @@ WAYS = (
 
 def _open_ways(cuda: Cuda, layout: BlockLayout, stack: ExitStack) -> _Ways:
     directory = stack.enter_context(TemporaryDirectory(prefix="mooncake-bench-", dir="/dev/shm"))
-    slab = DeviceSegment.allocate(cuda, directory, "bench", NODE, layout, BLOCKS, LIFE)
+    slab = DeviceSegment.allocate(cuda, directory, "bench", NODE, layout, BLOCKS, INCARNATION)
     stack.callback(slab.free)
     stack.callback(slab.close)
-    owner = Segment.create(directory, "bench", "pool", layout, BLOCKS, LIFE)
+    owner = Segment.create(directory, "bench", "pool", layout, BLOCKS, INCARNATION)
     stack.callback(owner.close)
-    pool = Segment.attach(owner.path, layout, LIFE, writable=True)
+    pool = Segment.attach(owner.path, layout, INCARNATION, writable=True)
     cuda.pin(pool)
     if cuda.counts["pin_failures"]:
         raise ValueError("the pool's memory cannot be pinned: allow more locked memory (ulimit -l unlimited)")
@@ -212,7 +212,7 @@ def references(segment: Segment) -> list[SlotRef]:
     return [
         SlotRef(
             node=NODE,
-            incarnation=LIFE,
+            incarnation=INCARNATION,
             slot=slot,
             generation=segment.generation(slot),
             checksum=block_checksum(segment.parts(slot).tolist()),
@@ -226,7 +226,7 @@ def _writing(segment: Segment, slot: int) -> Iterator[SlotGrant]:
     """Grant the slot for writing, and commit its content at the end."""
     generation = segment.generation(slot) + 1
     segment.set_generation(slot, generation)
-    yield SlotGrant(NODE, LIFE, slot, generation)
+    yield SlotGrant(NODE, INCARNATION, slot, generation)
     segment.set_generation(slot, generation + 1)
 
 

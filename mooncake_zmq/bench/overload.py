@@ -107,14 +107,14 @@ def predictions_of(cluster: BenchCluster, config: Config) -> dict[str, float]:
     """Return the predictions of TTFT as the gateways count them: how many, the mean, and the mean error in seconds. Empty if
     they keep none."""
     dumps = cluster.dumps([node.name for node in config.of_role("gateway")])
-    told = [dump["actor"].get("predictions", {}).get("ttft", {}) for dump in dumps.values()]
-    made = sum(each.get("count", 0) for each in told)
+    predictions = [dump["actor"].get("predictions", {}).get("ttft", {}) for dump in dumps.values()]
+    made = sum(each.get("count", 0) for each in predictions)
     if not made:
         return {}
     return {
         "count": made,
-        "actual_s": sum(each["count"] * each["actual_s"] for each in told if each) / made,
-        "error_s": sum(each["count"] * each["absolute_error_s"] for each in told if each) / made,
+        "actual_s": sum(each["count"] * each["actual_s"] for each in predictions if each) / made,
+        "error_s": sum(each["count"] * each["absolute_error_s"] for each in predictions if each) / made,
     }
 
 

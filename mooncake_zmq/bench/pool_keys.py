@@ -34,19 +34,19 @@ VALUES_PER_CALL = 16
 class Near:
     """Our side of one remote process."""
 
-    def __init__(self, keys: str, encrypt_bulk: bool, told: dict[str, Any]) -> None:
+    def __init__(self, keys: str, encrypt_bulk: bool, remote: dict[str, Any]) -> None:
         self._sockets = open_sockets(keys, NEAR, encrypt_bulk=encrypt_bulk)
-        self._socket, _ = self._sockets.connecting(zmq.DEALER, told["control"], "control", LIMITS, server=FAR)
+        self._socket, _ = self._sockets.connecting(zmq.DEALER, remote["control"], "control", LIMITS, server=FAR)
         self._socket.rcvtimeo = self._socket.sndtimeo = int(TIMEOUT_S * 1000)
-        self._socket.connect(told["control"])
-        self._blocks = [SlotRef(FAR, 1, slot, 2, checksum) for slot, checksum in enumerate(told["checksums"])]
-        self._fetch = BlockFetch(LAYOUT, BLOCKS, (FAR, 1), told["data"], on_crash=fail, sockets=self._sockets)
+        self._socket.connect(remote["control"])
+        self._blocks = [SlotRef(FAR, 1, slot, 2, checksum) for slot, checksum in enumerate(remote["checksums"])]
+        self._fetch = BlockFetch(LAYOUT, BLOCKS, (FAR, 1), remote["data"], on_crash=fail, sockets=self._sockets)
         self._memory = self._fetch.memory
-        self._bare = BareStream(told["bare"])
-        self._framed, _ = self._sockets.connecting(zmq.DEALER, told["framed"], "data", BULK, server=FAR)
-        self._framed.connect(told["framed"])
+        self._bare = BareStream(remote["bare"])
+        self._framed, _ = self._sockets.connecting(zmq.DEALER, remote["framed"], "data", BULK, server=FAR)
+        self._framed.connect(remote["framed"])
         self._store = MooncakeDistributedStore()
-        place = told["store"].removeprefix("tcp://")
+        place = remote["store"].removeprefix("tcp://")
         config: dict[str, Any] = {"local_hostname": "near", "share_memory": False}
         config |= (
             {"master_server_addr": f"{FAR}@{place}", "keys": keys, "key_name": NEAR} if keys else {"master_server_addr": place}

@@ -28,9 +28,9 @@ HOSTS = 4
 SETTLE_S = 1.0
 """Seconds between the last node's greeting and the first request."""
 TIMEOUT_S = 60.0
-PACE_S = 0.002
+TICK_S = 0.002
 WATCH_S = 0.2
-PACE = ("pace",)
+TICK = ("tick",)
 ROLES = {"gateway": GATEWAYS, "prefill": HOSTS, "decode": HOSTS, "cache-node": HOSTS}
 
 
@@ -65,7 +65,7 @@ class Asking(Silent):
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
         match event:
-            case TimerFired(key) if key == PACE:
+            case TimerFired(key) if key == TICK:
                 return self._ask(now)
             case Received(_, Placed() | Rejected() as answer):
                 return self._answered(now, answer)
@@ -85,7 +85,7 @@ class Asking(Silent):
                 )
             )
             self._sent += 1
-        return [*effects, SetTimer(PACE, PACE_S)] if self._sent < len(self._asked) else effects
+        return [*effects, SetTimer(TICK, TICK_S)] if self._sent < len(self._asked) else effects
 
     def _answered(self, now: float, answer: Placed | Rejected) -> list[Effect]:
         self.took_s.append(now - self._due_at(int(answer.request_id)))
@@ -124,7 +124,7 @@ def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], f
                     raise click.ClickException(f"the conductor does not greet everybody:\n{words.read_text()}")
             time.sleep(SETTLE_S)
             for runtime in runtimes:
-                runtime.post(TimerFired(PACE))
+                runtime.post(TimerFired(TICK))
             for gateway in gateways:
                 while not gateway.done.wait(WATCH_S):
                     if process.poll() is not None or time.monotonic() > deadline:

@@ -133,13 +133,13 @@ def _round(
 ) -> None:
     """Each side computes the same new prompt, then answers it from its cache; on a GPU ours may decide that computing is
     quicker. Round 0 does not count."""
-    told = []
+    chosen = []
     length = tokens + BEYOND_BLOCKS
     for name, side in sides.items():
         arguments = {"tokens": length, "vocab_size": vocab_size, "seed": 1000 * number + tokens}
         for what in ("cold", "warm"):
             used, answer = _first(bench, name, side, arguments)
-            told.append(answer["token"])
+            chosen.append(answer["token"])
             computed = length - answer["cached"]
             own = side.ask("connector")["s"]
             progress(f"round {number}: {tokens:,} {name} {what} {used:.3f} s, {own:.3f} of the connector, {computed} computed")
@@ -151,11 +151,11 @@ def _round(
                     took.setdefault((name, "saving", tokens), []).append(own)
                 else:
                     took.setdefault((name, "loaded", tokens), []).append(answer["cached"])
-                    took.setdefault((name, "changed", tokens), []).append(told[-1] != told[-2])
+                    took.setdefault((name, "changed", tokens), []).append(chosen[-1] != chosen[-2])
             if what == "cold" and name != PLAIN:
                 side.ask("forget")
-    if len(set(told)) > 1 and not bench.gpu:
-        raise click.ClickException(f"the sides say different tokens: {sorted(set(told))}")
+    if len(set(chosen)) > 1 and not bench.gpu:
+        raise click.ClickException(f"the sides say different tokens: {sorted(set(chosen))}")
 
 
 def _kill_and_resume(
@@ -172,16 +172,16 @@ def _kill_and_resume(
     sides[OURS] = start(OURS)
     _first(bench, OURS, sides[OURS], prompts[0] | {"seed": -number - 1})
     for tokens, prompt, so_far in zip(bench.lengths, prompts, answers, strict=True):
-        told = []
+        chosen = []
         for name, there in ((PLAIN, 0), (OURS, 0 if bench.gpu else tokens)):
             used, answer = _first(bench, name, sides[name], prompt | {"answer": so_far})
             progress(f"kill {number}: {tokens:,} {name} {used:.3f} s, {answer['cached']} tokens were there")
             if answer["cached"] < there:
                 raise click.ClickException(f"{name}, resumed: {answer['cached']} of {there} tokens were there")
             took.setdefault((name, "resumed", tokens), []).append(used)
-            told.append(answer["token"])
-        if len(set(told)) > 1 and not bench.gpu:
-            raise click.ClickException(f"{OURS}, resumed: token {told[1]}, {PLAIN} says {told[0]}")
+            chosen.append(answer["token"])
+        if len(set(chosen)) > 1 and not bench.gpu:
+            raise click.ClickException(f"{OURS}, resumed: token {chosen[1]}, {PLAIN} says {chosen[0]}")
 
 
 def _first(bench: VllmBench, name: str, side: Peer, arguments: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:

@@ -35,7 +35,7 @@ CHATS = 10
 TOY_PACE = 0.05
 """Factor of estimated ends of requests, where engines are not modelled: they are not an A800's, and their prompts are
 shorter."""
-IDS_APART = 1 << 32
+IDS_PER_GROUP = 1 << 32
 """Distance between the hash ids of two groups of chats, which are to share nothing."""
 SPECS: dict[str, str] = {
     "bursts": "requests=8,size=8,gap=0.05,prefix=1024,own=20,output=8",
@@ -151,8 +151,8 @@ class _Run:
         """Return, by the kind of prediction, the sums of errors and of actual values so far, as the gateways count them."""
         dumps = self._cluster.dumps([node.name for node in self._config.of_role("gateway")])
         sums: dict[str, tuple[float, float]] = {}
-        for told in (dump["actor"].get("predictions", {}) for dump in dumps.values()):
-            for name, each in told.items():
+        for predictions in (dump["actor"].get("predictions", {}) for dump in dumps.values()):
+            for name, each in predictions.items():
                 count, (error_s, actual_s) = each.get("count", 0), sums.get(name, (0.0, 0.0))
                 if count:
                     sums[name] = (error_s + count * each["absolute_error_s"], actual_s + count * each["actual_s"])
@@ -170,11 +170,11 @@ def parts_of(kind: str, seed: int, pace: float) -> list[list[list[Arrival]]]:
     else:
         parts = [[[each] for each in zoo.arrivals_of(workload)] for workload in workloads]
     first = BURSTS * list(SPECS).index(kind)
-    return [[[_apart(each, first + at) for each in chat] for chat in part] for at, part in enumerate(parts)]
+    return [[[_in_own_range(each, first + at) for each in chat] for chat in part] for at, part in enumerate(parts)]
 
 
-def _apart(arrival: Arrival, part: int) -> Arrival:
-    return replace(arrival, hash_ids=tuple(IDS_APART * part + each for each in arrival.hash_ids))
+def _in_own_range(arrival: Arrival, part: int) -> Arrival:
+    return replace(arrival, hash_ids=tuple(IDS_PER_GROUP * part + each for each in arrival.hash_ids))
 
 
 def least_tokens(arrivals: Sequence[Arrival], seen: Sequence[Seen], form: PromptForm, block_tokens: int) -> int:

@@ -21,8 +21,8 @@ from mooncake_zmq.engine.weights import ALIGNMENT_BYTES, WEIGHTS_FILE, fused_mat
 _Item = TypeVar("_Item", bound=np.generic)
 
 
-def write_weights(source: Source, directory: Path, tell: Callable[[float], None]) -> None:
-    """Write weights.bin, then header.json, which makes the directory a model. `tell` is called with the share that is done."""
+def write_weights(source: Source, directory: Path, progress: Callable[[float], None]) -> None:
+    """Write weights.bin, then header.json, which makes the directory a model. Call `progress` with the share that is done."""
     spec = source.spec
     hasher = hashlib.sha256(json.dumps(asdict(replace(spec, name="", fingerprint="")), sort_keys=True).encode())
     table: dict[str, Any] = {}
@@ -33,7 +33,7 @@ def write_weights(source: Source, directory: Path, tell: Callable[[float], None]
             content = tensor.data.cast("B")
             file.write(content)
             hasher.update(content)
-            tell(layer / spec.layers)
+            progress(layer / spec.layers)
     write_header(directory, replace(spec, fingerprint=hasher.hexdigest()[:32]), table)
 
 

@@ -87,20 +87,20 @@ def _serve(connection: socket.socket) -> None:
     with contextlib.suppress(EOFError, OSError):
         begin = msgspec.msgpack.decode(receive(connection), type=Begin)
         compiler = Compiler(lambda: _words(begin.words), begin.vocab_size)
-        asks = msgspec.msgpack.Decoder(Ask)
+        decoder = msgspec.msgpack.Decoder(Ask)
         followed: dict[int, Matcher] = {}
         with contextlib.suppress(ConstraintError):  # each request gets this error
             compiler.prepare()
         _bound_memory()
         send(connection, Told())
         while True:
-            ask = asks.decode(receive(connection))
+            ask = decoder.decode(receive(connection))
             for answer in ask.drop:
                 followed.pop(answer, None)
             signal.setitimer(signal.ITIMER_PROF, ask.cpu_s)  # the signal ends the process at any point
-            told = _told(compiler, followed, ask)
+            reply = _answer_to(compiler, followed, ask)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            send(connection, told)
+            send(connection, reply)
 
 
 def _bound_memory() -> None:
@@ -110,7 +110,7 @@ def _bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _told(compiler: Compiler, followed: dict[int, Matcher], ask: Ask) -> Told:
+def _answer_to(compiler: Compiler, followed: dict[int, Matcher], ask: Ask) -> Told:
     try:
         if ask.grammar is not None:
             followed[ask.answer] = compiler.matcher(ask.grammar)

@@ -51,7 +51,7 @@ PASSED_ON = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables for the process; others may hold secrets. One thread computes all: the tokenizer's threads are not
 started."""
 
-_told = msgspec.msgpack.Decoder(Told)
+_decoder = msgspec.msgpack.Decoder(Told)
 
 
 class Following:
@@ -121,7 +121,7 @@ class Grammars:
         self._begin = Begin(words, vocab_size)
         self._max_compile_s = max_compile_s
         self._max_token_s = max_token_s
-        self._life = 0
+        self._incarnation = 0
         self._process: _Process | None = None
         self._end_of_process: Callable[[], object] = int
         self._closed = False
@@ -176,27 +176,27 @@ class Grammars:
             process = self._running()
             ask = self._ask_of(process, following, tokens)
             try:
-                told = process.ask(ask)
+                reply = process.ask(ask)
             except (EOFError, OSError):
                 why = self._ended(process)
                 if why == CPU:
                     self._refuse(following, f"it takes more than {ask.cpu_s:g} s to follow: {SIMPLER}")
                 continue
-            following.held = None if told.refused else (process.life, tokens)
-            if told.refused:
-                raise ConstraintError(told.refused)
-            return told.allowed
+            following.held = None if reply.refused else (process.incarnation, tokens)
+            if reply.refused:
+                raise ConstraintError(reply.refused)
+            return reply.allowed
         if why != CRASH:
             raise ConstraintNotReady("what follows its grammar was stopped")
         self._refuse(following, f"it takes more than {MEMORY_BYTES >> 20} MiB to follow: {SIMPLER}")
         raise ConstraintError(self._refused[following.digest])
 
     def _ask_of(self, process: "_Process", following: Following, tokens: int) -> Ask:
-        life, known = following.held or (-1, 0)
+        incarnation, known = following.held or (-1, 0)
         with self._lock:  # this answer may have been dropped while it waited for its turn: the next message says so
             dropped = [number for number in self._dropped if number != following.number]
             self._dropped = [number for number in self._dropped if number == following.number]
-        if life != process.life:
+        if incarnation != process.incarnation:
             return Ask(following.number, following.answer[:tokens], self._max_compile_s, following.constraint, tuple(dropped))
         new = following.answer[known:tokens]
         return Ask(following.number, new, self._max_token_s * max(1, len(new)), drop=tuple(dropped))
@@ -205,9 +205,9 @@ class Grammars:
         if self._closed:
             raise ConstraintNotReady("its grammar is no longer wanted")
         if self._process is None:
-            self._life += 1
+            self._incarnation += 1
             self._count("begun")
-            self._process = _Process(self._begin, self._life)
+            self._process = _Process(self._begin, self._incarnation)
             self._end_of_process = weakref.finalize(self, self._process.end)
             try:
                 self._process.begun()
@@ -237,8 +237,8 @@ class Grammars:
 class _Process:
     """One incarnation of the process. It shares only one end of a socket with us, and ends when the other end is closed."""
 
-    def __init__(self, begin: Begin, life: int) -> None:
-        self.life = life
+    def __init__(self, begin: Begin, incarnation: int) -> None:
+        self.incarnation = incarnation
         self.was_late = False
         self._begin = begin
         self._ours, theirs = socket.socketpair()
@@ -287,7 +287,7 @@ class _Process:
         self._ours.settimeout(wait_s)
         try:
             send(self._ours, message)
-            return _told.decode(receive(self._ours))
+            return _decoder.decode(receive(self._ours))
         except TimeoutError:
             self.was_late = True
             raise

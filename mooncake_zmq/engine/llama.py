@@ -108,8 +108,8 @@ class Llama:
         check_entering(self.spec, entering, layers)
         is_last = layers.stop == self.spec.layers
         asked = np.array([len(entering) - 1]) if logits and is_last else None
-        leaving, result = self._pass(sequence, entering, layers, before_layer, after_layer, asked)
-        return result if is_last else leaving
+        outgoing, result = self._pass(sequence, entering, layers, before_layer, after_layer, asked)
+        return result if is_last else outgoing
 
     def _pass(
         self,
@@ -124,8 +124,8 @@ class Llama:
         """Run `layers` over tokens [n] or hidden states [n, hidden]; return the hidden states that leave them, unless they are
         the last ones, and the logits at `asked`."""
         count, start, last = len(entering), sequence.length, self.spec.layers - 1
-        leaving = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
-        rests: dict[int, _Rest] = {}
+        outgoing = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
+        results: dict[int, _Rest] = {}
         bounds = self._split_rows(start, count)
         xp, team, last_rank = self._xp, self._team, self._team.size - 1
 
@@ -146,25 +146,25 @@ class Llama:
                     after_layer(index)
                 if index < last and first < end:
                     rows.finish(index)
-            if leaving is not None:
-                leaving[first:end] = to_host(rows.hidden)
+            if outgoing is not None:
+                outgoing[first:end] = to_host(rows.hidden)
             # The last layer's output is needed only where logits are requested: 1/30 of the work of SmolLM2-135M.
             if asked is not None:
                 mine = np.flatnonzero((asked >= first) & (asked < end))
                 few = xp.asarray(asked[mine] - first)
-                rests[rank] = mine, rows.hidden[few], rows.queries[:, few]
+                results[rank] = mine, rows.hidden[few], rows.queries[:, few]
 
         team.run(compute)
         synchronize(xp)
         sequence.length = start + count
         if asked is None:
-            return leaving, None
+            return outgoing, None
         if on_logits is None:
-            return leaving, self._last_rows(sequence, start + asked, list(rests.values()))
+            return outgoing, self._last_rows(sequence, start + asked, list(results.values()))
         for begin in range(0, len(asked), LOGIT_ROWS):
-            some = [_between(rest, begin, begin + LOGIT_ROWS) for rest in rests.values()]
+            some = [_between(rest, begin, begin + LOGIT_ROWS) for rest in results.values()]
             on_logits(self._last_rows(sequence, start + asked[begin : begin + LOGIT_ROWS], some))
-        return leaving, None
+        return outgoing, None
 
     def _rows_of(self, rank: int, sequence: SequenceKV, start: int, entering: NDArray[Any]) -> "Rows":
         return ArrayRows(self, self._seats[rank], sequence, start, entering)
@@ -181,12 +181,12 @@ class Llama:
             cuts = (cuts + ROWS_TOGETHER // 2) // ROWS_TOGETHER * ROWS_TOGETHER
         return [0, *cuts.tolist(), count]
 
-    def _last_rows(self, sequence: SequenceKV, positions: NDArray[np.int64], rests: "list[_Rest]") -> NDArray[np.float32]:
-        """Finish the last layer for the tokens at `positions` and return their logits. `rests`: the rows that each thread
+    def _last_rows(self, sequence: SequenceKV, positions: NDArray[np.int64], results: "list[_Rest]") -> NDArray[np.float32]:
+        """Finish the last layer for the tokens at `positions` and return their logits. `results`: the rows that each thread
         computed, their hidden states [n, hidden] and queries [kv_head, n, group, head_dim]."""
         last, attention = self.spec.layers - 1, self._seats[0].attention
         few = Activations(self._xp, self.spec, len(positions))
-        for rows, hidden, queries in rests:
+        for rows, hidden, queries in results:
             few.hidden[self._xp.asarray(rows)] = hidden
             for at, row in enumerate(rows.tolist()):
                 few.attended[row] = attention.one(sequence, last, queries[:, at], int(positions[row]) + 1)

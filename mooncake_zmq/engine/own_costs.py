@@ -25,8 +25,8 @@ def unhindered_s() -> float:
     """Return a clock that stops while this thread is ready to run but has no core: other processes of a host start beside
     it."""
     try:
-        with open(SCHEDSTAT) as told:
-            waited_s = int(told.read().split()[1]) * 1e-9
+        with open(SCHEDSTAT) as file:
+            waited_s = int(file.read().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):  # a kernel without these statistics
         waited_s = 0.0
     return time.perf_counter() - waited_s

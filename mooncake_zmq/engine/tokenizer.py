@@ -194,7 +194,7 @@ class BpeVocabulary:
         self.joins_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
         self._added = frozenset(added)
-        self.special_ids = frozenset(token for token, told in added.items() if told.special)
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
 
     def encode(self, text: str) -> list[int]:
         # A batch, even of one: it releases the interpreter's lock while it works, and `encode` does not.

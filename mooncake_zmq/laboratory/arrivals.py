@@ -50,7 +50,7 @@ NEXT = ("next",)
 GREEDY = Sampling()
 FAR_S = 1e6
 """Deadline of a request: it lies beyond the end of every replay."""
-NOBODY = (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
+NO_NODE = (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
 
 
 @dataclass(slots=True)
@@ -275,7 +275,7 @@ class Arrivals:
         if request is None or request.prefill:
             return []
         request.exclude = ()
-        if request.tokens or message.reason in NOBODY:
+        if request.tokens or message.reason in NO_NODE:
             return self._retry(now, request)
         return self._reject(now, request, message.reason.value)
 
@@ -363,7 +363,7 @@ class Arrivals:
         if exclude:
             request.exclude = (*[node for node in request.exclude if node != exclude], exclude)[-4:]
         pause_s = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(request.attempt - 1, 16))
-        ended = self._tell_end(request, None)
+        ended = self._send_end(request, None)
         return [*effects, *ended, SetTimer(("attempt", request.name), pause_s)]
 
     def _cancel(self, request: _Request) -> list[Effect]:
@@ -380,16 +380,16 @@ class Arrivals:
         request.record.wasted_prefill_s += self._recorder.engine_s[request.name]
         self._recorder.engine_s[request.name] = 0.0
 
-    def _end(self, request: _Request, outcome: str, reason: str, told: Outcome | None) -> list[Effect]:
+    def _end(self, request: _Request, outcome: str, reason: str, result: Outcome | None) -> list[Effect]:
         record = request.record
         record.outcome, record.reason, record.attempts = outcome, reason, request.attempt
         del self.open[request.name], self._recorder.engine_s[request.name]
         self._recorder.from_disk.pop(request.name, None)
         self._ended(request.number, record)
         timers: list[Effect] = [CancelTimer(("placement", request.name)), CancelTimer(("attempt", request.name))]
-        return timers + self._tell_end(request, told)
+        return timers + self._send_end(request, result)
 
-    def _tell_end(self, request: _Request, outcome: Outcome | None) -> list[Effect]:
+    def _send_end(self, request: _Request, outcome: Outcome | None) -> list[Effect]:
         ended = RequestEnded(request_id=request.name, attempt=request.attempt, outcome=outcome)
         return [Send(name, ended) for name in self._settings.conductors[:1] if name in self._peers]
 

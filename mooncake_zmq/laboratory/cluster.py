@@ -154,14 +154,16 @@ def specs(setup: Setup, cluster: Cluster, gateway: Callable[[], Actor]) -> list[
     """Return the processes, with `gateway` in the gateway's place."""
     named = places(setup, cluster.lab)
     roles = {name: roles_of(role, cluster.lab) for name, (role, _) in named.items()}
-    talk = partial(may_talk, pipelines=cluster.conductor.pipeline_stages > 1)
+    are_peers = partial(may_talk, pipelines=cluster.conductor.pipeline_stages > 1)
     return [
         ProcessSpec(
             name=name,
             role=role,
             host=host,
             peers=tuple(
-                other for other, (_, there) in named.items() if other != name and talk(roles[name], host, roles[other], there)
+                other
+                for other, (_, there) in named.items()
+                if other != name and are_peers(roles[name], host, roles[other], there)
             ),
             make=partial(_make, setup, cluster, gateway, name, role, host),
             disk_slots=cluster.disk_blocks if role == "cache-node" else 0,

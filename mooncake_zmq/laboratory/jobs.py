@@ -120,7 +120,7 @@ def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Fo
     of the first job that fails, and then ends the others."""
     stop = Event()
     with ThreadPoolExecutor(max(1, min(processes, len(jobs)))) as pool:
-        futures = [pool.submit(_run_apart, job, number, keep, progress, stop) for number, job in enumerate(jobs)]
+        futures = [pool.submit(_run_in_process, job, number, keep, progress, stop) for number, job in enumerate(jobs)]
         try:
             return [each.result() for each in futures]
         finally:
@@ -129,7 +129,7 @@ def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Fo
                 each.cancel()
 
 
-def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
+def _run_in_process(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
     command = [sys.executable, "-m", "mooncake_zmq.laboratory"]
     # No array is large enough for threads: they would only wait, and spend time on it.
     environment = {"OPENBLAS_NUM_THREADS": "1"} | os.environ

@@ -168,7 +168,7 @@ def _errors(result: RunResult) -> dict[str, PredictionError]:
     kept = {name: _error(*figures) for name, figures in result.errors.items()}
     for name in ("ttft", "tbt"):
         pairs = [(getattr(each, f"predicted_{name}_s"), getattr(each, f"{name}_s")) for each in result.requests]
-        known = [(told, came) for told, came in pairs if told >= 0 and came >= 0]
+        known = [(predicted, came) for predicted, came in pairs if predicted >= 0 and came >= 0]
         if known and f"{name}_s" not in kept:
             count = len(known)
             kept[f"{name}_s"] = _error(count, sum(abs(a - b) for a, b in known) / count, sum(b for _, b in known) / count)

@@ -79,7 +79,7 @@ class Recorder:
     def mean_load(self, role: str) -> float:
         """Return the mean of the last reported loads of all nodes of a role, as a share of its SLO."""
         loads, slo_s = self._loads[role].values(), self._slo_s[role]
-        return sum([_load_s(told) / slo_s for told in loads]) / len(loads) if loads else 0.0
+        return sum([_load_s(load) / slo_s for load in loads]) / len(loads) if loads else 0.0
 
     def _decode_did(self, process: Process[ModelledMachine], event: Event, effects: list[Effect]) -> None:
         if type(event) is WorkDone:
@@ -136,5 +136,5 @@ class Recorder:
                     self.from_disk[request] = blocks
 
 
-def _load_s(told: PrefillLoad | DecodeLoad) -> float:
-    return sum([job.left_s for job in told.jobs]) if isinstance(told, PrefillLoad) else told.step_s
+def _load_s(load: PrefillLoad | DecodeLoad) -> float:
+    return sum([job.left_s for job in load.jobs]) if isinstance(load, PrefillLoad) else load.step_s

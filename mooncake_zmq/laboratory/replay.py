@@ -34,7 +34,7 @@ SAMPLE_S = 10.0
 COPIES_EVERY = 3
 """Samples of loads for one of copies: Figure 11 has one every 30 s."""
 RANKS = (10, 100, 1000, 10_000)
-PATIENCE_S = 86_400.0
+TIMEOUT_S = 86_400.0
 """Virtual time without an end of a request, after which all open ones have failed."""
 
 
@@ -106,7 +106,7 @@ class Replay:
             samples += 1
             self._let_pass(world.now + SAMPLE_S)
             progress(len(self._records) / max(1, len(self._arrivals)))
-            if gateway.open and world.now - self._ended_at > PATIENCE_S:
+            if gateway.open and world.now - self._ended_at > TIMEOUT_S:
                 break
         self._give_up()
         if self.tape is not None:

@@ -139,11 +139,11 @@ class Engine:
 
     def stream(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         """Return all answers so far, once each has at least `count` tokens: they have not ended."""
-        told: dict[str, list[int]] = {self._add(prompt, SPARE_TOKENS): [] for prompt in prompts}
-        while min(map(len, told.values())) < count:
+        answers: dict[str, list[int]] = {self._add(prompt, SPARE_TOKENS): [] for prompt in prompts}
+        while min(map(len, answers.values())) < count:
             for output in self._engine.step():
-                told[output.request_id] = list(output.outputs[0].token_ids)
-        return list(told.values())
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+        return list(answers.values())
 
     def _add(self, prompt: list[int], most: int) -> str:
         self._requests += 1

@@ -232,13 +232,13 @@ def _check_places(path: Path, reader: Any) -> None:
     end = before = 0
     for place, size, name in places:
         if (place - reader.data_offset) % reader.alignment:
-            told = f"its tensor {_printable(name)} begins at no multiple of {reader.alignment} bytes"
+            problem = f"its tensor {_printable(name)} begins at no multiple of {reader.alignment} bytes"
         elif place < end:
-            told = f"its tensors {_printable(str(before))} and {_printable(name)} overlap"
+            problem = f"its tensors {_printable(str(before))} and {_printable(name)} overlap"
         else:
             end, before = place + size, name
             continue
-        raise ModelError(f"{path} is truncated or damaged; obtain it again ({told})")
+        raise ModelError(f"{path} is truncated or damaged; obtain it again ({problem})")
 
 
 @functools.cache
