@@ -2,10 +2,11 @@
 
 A bug that is planted in each of them is found."""
 
+import os
 import sys
 from collections import Counter, deque
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -28,6 +29,18 @@ HERE = sys.modules[__name__]
 SEEDS = range(100)
 SOON_S = 10.0
 """Virtual: a thread that waits for so long was not woken."""
+
+
+@contextmanager
+def its_descriptors(owner, *closed):
+    """Close them after a run that failed, in which the owner's own `close` was not reached."""
+    try:
+        yield owner
+    finally:
+        if owner._stop >= 0:
+            for name in closed:
+                getattr(owner, name).close()
+            os.close(owner._stop)
 
 
 # --- the pool in which requests are prepared
@@ -316,9 +329,10 @@ def honest_and_endless(schedule):
             patch.object(connections, "cut", lambda listening, descriptor: cuts.append(descriptor)),
             patch.object(connections, "_endpoint", lambda listening: "tcp://here"),
             patch.object(connections, "log", SimpleNamespace(warning=lambda *_, **__: None)),
+            its_descriptors(watching),
         ):
             schedule.together(sends, receives, looks)
-        watching.close()
+            watching.close()
         assert cuts == [ENDLESS]
 
     return body
@@ -375,10 +389,11 @@ def flood_of_streams(directory):
                     assert len(host._open) < stream_host.MAX_STREAMS
                     host._begin(Stream(schedule), SimpleNamespace(holder=holder, token=b""))
 
-                for holder in ["red"] * 5 + ["blue", "red", "blue", "red", "blue"]:
-                    begin(holder)
-                assert len(host._of("blue")) >= 2
-                host.close()
+                with its_descriptors(host, "_listener", "_ready"):
+                    for holder in ["red"] * 5 + ["blue", "red", "blue", "red", "blue"]:
+                        begin(holder)
+                    assert len(host._of("blue")) >= 2
+                    host.close()
                 assert crashes == []
                 assert not host._open
 
@@ -421,8 +436,8 @@ def keys_in_rotation(directory):
                 book=key_texts.parse(book_of(OLD)),
                 clock=lambda: 0.0,
             )
-            shared, over = sockets.Sockets(mine), []
-            shared.borrow()
+            with patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()):
+                shared, over = sockets.Sockets(mine), []
 
             def operator():
                 replace_own(path, book_of(OLD, NEW).encode())
@@ -445,9 +460,8 @@ def keys_in_rotation(directory):
                     assert any(shared.holder("control", f"there {key}") for key in (OLD, NEW, OLD))
                     schedule.switch()
 
-            with patch.object(key_files, "log", SimpleNamespace(info=lambda *_, **__: None)):
+            with patch.object(key_files, "log", SimpleNamespace(info=lambda *_, **__: None)), its_descriptors(shared):
                 schedule.together(operator, follows, connects)
-            shared.give_back()
 
         return body
 
@@ -471,6 +485,7 @@ def one_authenticator(schedule):
             patch.object(sockets.Sockets, "inner", lambda self, kind: SimpleNamespace(bind=began.append, close=lambda: None)),
             patch.object(sockets.Sockets, "_run", lambda self: None),
             patch.object(sockets.Sockets, "_end", lambda self: ended.append(self)),
+            patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()),
         ):
             shared = sockets.Sockets()
             for _ in range(3):
@@ -480,7 +495,8 @@ def one_authenticator(schedule):
                 shared._answer_for_keys()
                 shared.give_back()
 
-            schedule.together(part, part, part)
+            with its_descriptors(shared):
+                schedule.together(part, part, part)
         assert began == [sockets.ZAP_ENDPOINT]
         assert ended == [shared]
 
