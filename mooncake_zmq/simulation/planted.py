@@ -1,6 +1,6 @@
 """Bugs planted on purpose, to see each checker fail: a checker never seen failing proves nothing. Simulation only.
 
-An actor's own `check` would often notice first, so where it would, it is silenced: what is on trial is the checker outside.
+Where an actor's own `check` would notice first, it is silenced, since the checker outside is on trial.
 """
 
 import math
@@ -35,7 +35,7 @@ from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A bug: what to replace, which invariants' checkers notice, and the faults that bring it out."""
+    """A bug: its replacements, the invariants whose checkers notice, and the faults that bring it out."""
 
     what: str
     invariants: tuple[str, ...]
@@ -67,7 +67,7 @@ def _duplicate_token() -> Replacements:
 
 
 def _stale_attempt() -> Replacements:
-    """The gateway takes tokens of whatever attempt, from whomever."""
+    """The gateway takes tokens of any attempt, from any sender."""
     on_first_token, on_tokens = Requests._on_first_token, Requests._on_tokens
 
     def first_of_any(self: Requests, now: float, sender: str, message: FirstToken) -> list[Effect]:
@@ -90,7 +90,7 @@ def _stale_attempt() -> Replacements:
 
 
 def _answer_forgotten() -> Replacements:
-    """A resumed request takes its tokens so far for a part of the prompt."""
+    """A resumed request counts its tokens so far as a part of the prompt."""
     on_placed = Requests._on_placed
 
     def as_prompt(self: Requests, now: float, sender: str, message: Any) -> list[Effect]:
@@ -106,7 +106,7 @@ def _answer_forgotten() -> Replacements:
 
 
 def _constraint_restarts() -> Replacements:
-    """Whoever goes on with an answer begins its grammar anew."""
+    """An engine that resumes an answer begins its grammar anew."""
     return [(engine, "place_of", lambda sampling, past: int(sampling.constraint or b"0"))]
 
 
@@ -129,7 +129,7 @@ def _lost_request() -> Replacements:
 
 
 def _old_life_heard() -> Replacements:
-    """A session follows whatever life or epoch speaks."""
+    """A session accepts any incarnation or epoch of a peer."""
     refusal = Session._refusal
 
     def lenient(self: Session, now: float, peer: Any, envelope: Any) -> str | None:
@@ -140,7 +140,7 @@ def _old_life_heard() -> Replacements:
 
 
 def _number_decides() -> Replacements:
-    """A life with a larger incarnation is believed at once, one with a smaller never."""
+    """A session believes a larger incarnation at once, and a smaller one never."""
 
     def silence_s(self: Session, peer: Any, envelope: Any) -> float:
         return 0.0 if envelope.incarnation > peer.incarnation else math.inf
@@ -149,7 +149,7 @@ def _number_decides() -> Replacements:
 
 
 def _deaf_time_counts() -> Replacements:
-    """The time counts as silence in which this process could not read what its peers sent."""
+    """A session counts as silence the time in which this process could not read its peers' messages."""
 
     def counted_s(self: Session, now: float, since: Any, excused_s: float = 0.0) -> float:
         return float(now - since.at - excused_s)
@@ -158,7 +158,7 @@ def _deaf_time_counts() -> Replacements:
 
 
 def _lateness_untold() -> Replacements:
-    """Nobody says in his envelopes how late he was."""
+    """Envelopes do not report their sender's lateness."""
     note = Session._note_lateness
 
     def untold(self: Session, now: float) -> float:
@@ -170,7 +170,7 @@ def _lateness_untold() -> Replacements:
 
 
 def _keys_not_compared() -> Replacements:
-    """Who has any key speaks as whom he likes."""
+    """A session accepts any sender's name under any key."""
     return [(session, "_is_by", lambda sender, key_of: True)]
 
 
@@ -194,7 +194,7 @@ def _cordon_ends_drain() -> Replacements:
 
 
 def _restless() -> Replacements:
-    """Who is to rest says so and takes what comes."""
+    """A cordoned node reports itself cordoned and takes new requests."""
 
     def rest(self: Leaving, resting: bool) -> None:
         self.resting = resting
@@ -203,7 +203,7 @@ def _restless() -> Replacements:
 
 
 def _restless_conductor() -> Replacements:
-    """Gateways ask the first conductor, whether it rests or not."""
+    """Gateways ask the first conductor, whether it is cordoned or not."""
 
     def rests(self: Readiness, conductor: str) -> bool:
         return False
@@ -212,7 +212,7 @@ def _restless_conductor() -> Replacements:
 
 
 def _resume_repeats() -> Replacements:
-    """A vLLM that goes on with an answer is given all but the last token of it, and makes that once more."""
+    """A vLLM that resumes an answer is given all but its last token, and makes that once more."""
     handle = VllmNode.handle
 
     def forgetful(self: VllmNode, now: float, event: Any) -> list[Effect]:
@@ -226,7 +226,7 @@ def _resume_repeats() -> Replacements:
 
 
 def _passed_on_short() -> Replacements:
-    """A vLLM that prefilled passes the request on without the token that it made."""
+    """A vLLM that prefilled hands the request over without the token that it made."""
     handle = VllmNode.handle
 
     def forgetful(self: VllmNode, now: float, event: Any) -> list[Effect]:
@@ -241,7 +241,7 @@ def _passed_on_short() -> Replacements:
 
 
 def _never_woken() -> Replacements:
-    """No wait for coming blocks ends: conductors say nothing, and no timer does."""
+    """No wait for coming blocks ends: conductors send nothing, and no timer fires."""
 
     def unsaid(self: Coming, waiter: Any, sources: tuple[str, ...]) -> None:
         self._drop(waiter)
@@ -254,12 +254,12 @@ def _never_woken() -> Replacements:
 
 
 def _leader_stays() -> Replacements:
-    """What an attempt would have computed goes on coming when the attempt has ended."""
+    """Blocks that an ended attempt would have computed stay announced as coming."""
     return [(Coming, "remove", lambda self, now, number, lost=False: None), (Coming, "check", lambda self, bookings: None)]
 
 
 STORES = "store_"
-"""What the names of the bugs in stores begin with."""
+"""The prefix of the names of the bugs in stores."""
 K = FaultKind
 PLANTED: dict[str, Planted] = {
     "evict_leased": Planted("evict ignoring leases", ("I2", "I1"), (K.SLOW, K.SLOW), pools.evict_leased),

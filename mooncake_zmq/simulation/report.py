@@ -1,4 +1,4 @@
-"""`mooncake-zmq simtest`: runs seeds, prints what they covered, and for a failing one how to see it again."""
+"""`mooncake-zmq simtest`: runs seeds, prints what they covered, and for a failing one the command that repeats it."""
 
 import json
 import os
@@ -42,7 +42,7 @@ TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
 
 
 def possible() -> dict[str, set[str]]:
-    """What there is to cover, by kind."""
+    """Return everything that can be covered, by kind."""
     return {
         "faults": {kind.value for kind in FaultKind},
         "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _moves(table)},
@@ -57,7 +57,7 @@ def _moves(table: Mapping[tuple[Enum, str], Enum]) -> Iterable[tuple[Enum, Enum]
 
 
 def totals(results: Iterable[SeedResult]) -> dict[str, Counter[str]]:
-    """The coverage of all seeds together."""
+    """Return the coverage of all seeds together."""
     total: dict[str, Counter[str]] = {}
     for result in results:
         for kind, counts in result.coverage.items():
@@ -66,7 +66,8 @@ def totals(results: Iterable[SeedResult]) -> dict[str, Counter[str]]:
 
 
 def coverage_table(total: Mapping[str, Counter[str]]) -> Table:
-    """One row for each kind of thing: how much of it was seen, how often in all, what hardly and what never."""
+    """Return a table with a row for each kind of thing: how much of it was seen, how often in all, what hardly and what
+    never."""
     table = Table(title="coverage", title_justify="left")
     table.add_column("what")
     table.add_column("seen", justify="right")
@@ -83,7 +84,7 @@ def coverage_table(total: Mapping[str, Counter[str]]) -> Table:
 
 
 def _check_compiled(planted: str | None, trace: Path | None) -> None:
-    """What machine code cannot do is an error, and so is to run Python without saying so."""
+    """Refuse options that machine code does not support, and machine code that was not built."""
     if planted is not None:
         raise click.UsageError("--planted replaces parts of actors, which machine code does not allow: leave out --compiled")
     if trace is not None:
