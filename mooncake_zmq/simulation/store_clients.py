@@ -85,7 +85,7 @@ class StoreClient:
         self._random = random
         self._call: Call | None = None
         self._waits: tuple[int, Want] | None = None
-        """What it waits for, with the number of the wait."""
+        """The present wait, with its number."""
         self._wait = 0
         self._stopped_until = 0.0
         self._healed = False
