@@ -192,7 +192,7 @@ def picture(seen: Seen) -> dict[str, Any]:
             "cancelled": gateways["requests_cancelled"],
             "attempts_retried": gateways["attempts_retried"],
         },
-        "predictions": {of: _prediction(gateways, of) for of in ("ttft", "tbt")},
+        "predictions": {of: prediction(gateways, of) for of in ("ttft", "tbt")},
     }
 
 
@@ -295,12 +295,13 @@ def count_prediction(counts: Tally, of: str, actual_s: float, predicted_s: float
     counts.add(f"prediction_error_microseconds[of={of}]", round(abs(predicted_s - actual_s) * 1e6))
 
 
-def _prediction(counts: Mapping[str, int], of: str) -> dict[str, float]:
-    made = counts[f"predictions[of={of}]"]
+def prediction(counts: Mapping[str, int], of: str) -> dict[str, float]:
+    """Return the means of what was predicted, of what came and of the error, in seconds."""
+    made = counts.get(f"predictions[of={of}]", 0)
     each = 1e-6 / max(1, made)
     return {
         "count": made,
-        "actual_s": each * counts[f"actual_microseconds[of={of}]"],
-        "predicted_s": each * counts[f"predicted_microseconds[of={of}]"],
-        "absolute_error_s": each * counts[f"prediction_error_microseconds[of={of}]"],
+        "actual_s": each * counts.get(f"actual_microseconds[of={of}]", 0),
+        "predicted_s": each * counts.get(f"predicted_microseconds[of={of}]", 0),
+        "absolute_error_s": each * counts.get(f"prediction_error_microseconds[of={of}]", 0),
     }
