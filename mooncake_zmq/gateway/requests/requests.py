@@ -1,7 +1,7 @@
-"""The owner of requests: placement, attempts, tokens, resume, cancel. PURE.
+"""The gateway's actor, which owns all requests: placement, attempts, tokens, resume, cancel. PURE.
 
-A request lives here from arrival to its one end. Whatever goes wrong elsewhere ends an *attempt*; the next one resumes from
-the prompt and the tokens so far, so the client sees a pause, never an error or a repeated token.
+A request is here from its arrival to its end. A failure elsewhere ends an *attempt*; the next one resumes from the prompt and
+the tokens so far, so that the client sees a pause, never an error or a repeated token.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
 
 EPSILON_S = 1e-9
-"""Rounding may fire a timer a hair early; it must not spin."""
+"""Tolerance for timers that fire early by rounding: such a timer must not be set again and again."""
 
 
 class Requests:
@@ -84,7 +84,7 @@ class Requests:
 
     @property
     def cluster(self) -> ClusterView:
-        """For /health."""
+        """The conductor's report of the cluster, for /health."""
         return self._readiness.view(self._peers)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -217,8 +217,8 @@ class Requests:
     # --- placement
 
     def _begin_attempt(self, now: float, request: Request | None) -> list[Effect]:
-        """Ask the conductor that is to be asked; with none alive, wait for one. Of a family all that wait and have no token yet
-        are placed together."""
+        """Ask the conductor for a place, or wait for a conductor if none is up. Requests of a family that wait and have no
+        token are placed together."""
         if request is None or request.state is not RequestState.WAITING:
             return []
         conductor = self._readiness.conductor(self._peers)
@@ -241,9 +241,8 @@ class Requests:
         together = [request, *self._families.led_by(request)]
         for each in together:
             each.place(now, message)
-        # A node not met yet, or that died just now, is nothing the request broke: as if there were none yet. The placement's
-        # wait bounds a new request then; one that ran already waits until its deadline, as for any nodes that restart.
-        # So is one that has become something else since the conductor last heard of it.
+        # A node may be unknown here, down, or of another role by now. That does not count as a broken attempt, but as if there
+        # were no such node: a new request then waits for at most `placement_wait_s`, an admitted one until its deadline.
         wanted = (("prefill", message.prefill, RejectReason.NO_PREFILL), ("decode", message.decode, RejectReason.NO_DECODE))
         for role, node, missing in wanted:
             peer = self._peers.get(node)
@@ -255,7 +254,7 @@ class Requests:
         return [*effects, Send(message.prefill, request.start(now, message, together[1:]))]
 
     def _placing(self, sender: str, request_id: str, attempt: int) -> Request | None:
-        """The request that this conductor was asked for."""
+        """Return the request, if this conductor was asked to place it."""
         request = self._current(request_id, attempt)
         asked = request is not None and request.state is RequestState.PLACING and not request.led_by
         return request if request is not None and asked and request.conductor == sender else None
@@ -269,14 +268,14 @@ class Requests:
         overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
         nobody = message.reason in (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
         under_way = self._families.is_under_way(request)
-        # Nodes may be restarting, or a new conductor has not met them yet.
+        # Nodes may be restarting, or a new conductor does not know them yet.
         if under_way or (not overloaded and (request.admitted or nobody)):
             placements: list[Effect] = [CancelTimer(("placement", each.request_id)) for each in together if under_way]
             return placements + self._retry_all(together, message.reason.value)
         return [effect for each in together for effect in self._refuse(each, message.reason, message.retry_after_s)]
 
     def _retry_all(self, together: Sequence[Request], missing: str, *, exclude: str = "") -> list[Effect]:
-        """`missing`: what they wait for if they are not admitted yet."""
+        """Retry all of them. `missing`: the reason why they wait, if they are not admitted yet."""
         effects: list[Effect] = []
         for request in together:
             request.missing = missing
@@ -284,7 +283,7 @@ class Requests:
         return effects
 
     def _refuse(self, request: Request, reason: RejectReason, retry_after_s: float) -> list[Effect]:
-        """Before its first token, at whatever attempt."""
+        """Refuse a request that has no token yet."""
         overloaded = reason in (RejectReason.TTFT, RejectReason.TBT)
         self.counts.add(f"requests_rejected[reason={reason.value}]")
         failed = Failed(
@@ -303,7 +302,7 @@ class Requests:
         return self._fail(request, Failed(status=503, code=request.missing, message=missing, retry_after_s=2.0))
 
     def _on_peer_up(self, now: float, up: PeerUp) -> list[Effect]:
-        """With a conductor, requests that found none alive go on; one that pauses between attempts may as well begin now."""
+        """Take a new peer. If it is a conductor, requests begin an attempt that wait for one or pause between attempts."""
         self._peers[up.peer] = up.hello
         effects = self._readiness.changed(self._peers)
         if up.hello.role != "conductor":
@@ -340,12 +339,15 @@ class Requests:
                 effects += self._on_nonsense(now, request, sender)
             elif request is not None and request.decode == sender:
                 effects += self._take_run(now, request, first, tokens, logprobs)
-            elif request is None:  # our cancel overtook the prefill's reservation there: without another it runs to its end
+            elif (
+                request is None
+            ):  # our cancel arrived before the prefill's reservation: without another one the attempt would run to its end
                 effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
         return effects
 
     def _on_scored(self, now: float, sender: str, message: PromptScored) -> list[Effect]:
-        """A later attempt tells all from the beginning: what the client has already is passed over."""
+        """Pass on probabilities of the prompt. A later attempt repeats them from the beginning: those that were sent are
+        skipped."""
         request = self._current(message.request_id, message.attempt)
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING or request.is_scored:
             return []
@@ -374,7 +376,7 @@ class Requests:
     # --- attempts that end early
 
     def _on_nonsense(self, now: float, request: Request, sender: str) -> list[Effect]:
-        """A node tells of tokens that the model does not have: as if it had failed."""
+        """Retry without a node that sent tokens that the model does not have, as if the node had failed."""
         self.counts.add("tokens_out_of_range")
         request.broken += 1
         return self._retry(request, exclude=sender)
@@ -418,7 +420,7 @@ class Requests:
         return effects
 
     def _retry(self, request: Request, *, exclude: str = "", stalled: bool = False) -> list[Effect]:
-        """Give this attempt up everywhere and begin the next one after a pause that grows."""
+        """Cancel this attempt at every hop and begin the next one after a pause that grows."""
         effects = self._let_go(request, stalled=stalled)
         if request.broken >= self._settings.max_attempts:
             limit = f"gave up after {request.broken} attempts that broke"
@@ -446,7 +448,8 @@ class Requests:
         ]
 
     def _forget_booking(self, request: Request, *, ended: bool, stalled: bool = False) -> list[Effect]:
-        """The attempt is over: once for each. `ended`: its output ended by itself; `stalled`: nothing came for too long."""
+        """Report the end of an attempt to its conductor, once. `ended`: its answer is complete; `stalled`: no message came in
+        time."""
         request.scheduled = False
         if not request.booked:
             return []
@@ -465,7 +468,7 @@ class Requests:
         return [ToClient(request.request_id, failed), *self._let_go(request), *self._end(request)]
 
     def _hand_over(self) -> list[Effect]:
-        """Nobody else has these clients' connections: they are told, and may ask another gateway."""
+        """Fail all open requests: no other gateway has these clients' connections, so the clients have to call another one."""
         left = list(self._requests.values())
         why = Failed(status=503, code="gateway_stopped", message="the gateway stops before the answer ends", retry_after_s=1.0)
         self.counts.add("requests_handed_over", len(left))
@@ -480,7 +483,7 @@ class Requests:
     # --- leaves
 
     def _current(self, request_id: str, attempt: int) -> Request | None:
-        """The request, if this is its attempt under way; anything of an older attempt is dropped."""
+        """Return the request, if this is its attempt under way. Messages of older attempts are counted and dropped."""
         request = self._requests.get(request_id)
         if request is None or request.attempt != attempt or request.state is RequestState.WAITING:
             self.counts.add("stale_attempt_messages")

@@ -1,4 +1,4 @@
-"""A request that is over as a tree of spans, as tracing systems keep them: the same facts as `/trace/ID`. PURE."""
+"""A request that ended as a tree of spans, as tracing systems keep them: the same facts as `/trace/ID`. PURE."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,26 +7,26 @@ from mooncake_zmq.gateway.requests.request_log import CANCELLED, Account, Attemp
 from mooncake_zmq.gateway.requests.traces import Names
 
 WELL = ("stop", "length", CANCELLED)
-"""Outcomes that are no errors."""
+"""Outcomes that are not errors."""
 CALLER = -1
 Value = str | int | float | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One span. `parent`: its place in the tree, or `CALLER`. `failed`: why, if it did."""
+    """One span. `parent`: index of its parent in the tree, or `CALLER`. `failed`: the reason, if it failed."""
 
     name: str
     parent: int
     start_s: float
-    """From the request's arrival."""
+    """Start, in seconds since the request arrived."""
     duration_s: float
     attributes: Mapping[str, Value] = field(default_factory=dict)
     failed: str = ""
 
 
 def tree(account: Account, names: Names, *, model: str, gateway: str) -> list[Branch]:
-    """The request, its attempts, and what the nodes did for each."""
+    """Return the spans of the request, its attempts, and the nodes' work for each."""
     failed = "" if account.outcome in WELL else account.outcome
     request = _of_request(account, names, model, gateway)
     branches = [Branch("request", CALLER, 0.0, account.duration_s, request, failed)]
