@@ -136,12 +136,12 @@ class _Threads:
 
     async def run(self, call: Call, tenant: Tenant | None, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
         """`work`, for that body; what it raises, and HungUp."""
-        lane = self._short if len(raw) <= self._short_bytes else self._long
+        pool = self._short if len(raw) <= self._short_bytes else self._long
         if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
-            lane = self._constrained
+            pool = self._constrained
         elif len(raw) <= self._at_once_bytes and time.monotonic() >= self._loop_free_at:
             return self._at_once(work)
-        return await call.unless_gone(asyncio.wrap_future(lane.submit(tenant.name if tenant else "", work)))
+        return await call.unless_gone(asyncio.wrap_future(pool.submit(tenant.name if tenant else "", work)))
 
     def _at_once(self, work: Callable[[], WorkT]) -> WorkT:
         """To hand it to a thread and back would take longer."""
@@ -152,7 +152,7 @@ class _Threads:
             ended = time.monotonic()
             self._loop_free_at = ended + (ended - began)
 
-    async def told(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
+    async def encode(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
         """`work`, which writes what there is of `reply`; no other task uses `reply` meanwhile."""
         if not reply.is_long:
             return work()
@@ -160,8 +160,8 @@ class _Threads:
 
     def close(self) -> None:
         """Begin nothing more."""
-        for lane in (self._short, self._long, self._constrained):
-            lane.close()
+        for pool in (self._short, self._long, self._constrained):
+            pool.close()
 
 
 class _Posted(Generic[WorkT]):
@@ -259,11 +259,11 @@ class _Generation:
         )
         try:
             if prepared.body.stream:
-                await Stream(call, reply, scope, send, self._threads.told, self._edge.settings).run()
+                await Stream(call, reply, scope, send, self._threads.encode, self._edge.settings).run()
             else:
                 while not reply.done:
                     accept(call, reply, await call.take())
-                whole = await self._threads.told(reply, lambda: msgspec.json.encode(reply.whole()))
+                whole = await self._threads.encode(reply, lambda: msgspec.json.encode(reply.whole()))
                 await Response(whole, media_type="application/json")(scope, _nothing, send)
         finally:
             usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
@@ -345,8 +345,8 @@ class _Envelope:
                 state["status"] = message["status"]
                 if message["status"] >= 400 and self._edge.tenants is not None:
                     await self._put_off(scope)
-                told = ((b"x-request-id", echoed), (CLUSTER_ID, own_id.encode()))
-                message = {**message, "headers": [*message["headers"], *told]}
+                ids = ((b"x-request-id", echoed), (CLUSTER_ID, own_id.encode()))
+                message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         try:
@@ -384,7 +384,7 @@ class _Envelope:
         delay_s = self._refusals.delay_s(self._edge.clock(), tenant.name if tenant else f"at {network_of(address)}")
         if delay_s:
             self._edge.count("edge_refusals_put_off")
-            scope["state"].get("refuse", _nobody_minds)()
+            scope["state"].get("refuse", _ignore)()
             await asyncio.sleep(delay_s)
 
     async def _run_for(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
@@ -460,7 +460,7 @@ def _always(_tenant: str) -> bool:
     return True
 
 
-def _nobody_minds() -> None:
+def _ignore() -> None:
     """Stands in where the server counts no connections."""
 
 

@@ -43,8 +43,8 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
     if _for_operators(path) and not sees_all(tenants, tenant):
         raise RequestError(403, f"{quoted(path)} is for keys with role=metrics or role=admin", code="insufficient_permissions")
     if not _for_operators(path) and tenant.role == "metrics":
-        told = ", ".join(("/health", *OPERATORS_PATHS))
-        raise RequestError(403, f"a key with role=metrics is for {told} alone", code="insufficient_permissions")
+        allowed = ", ".join(("/health", *OPERATORS_PATHS))
+        raise RequestError(403, f"a key with role=metrics is for {allowed} alone", code="insufficient_permissions")
     return tenant
 
 

@@ -74,9 +74,9 @@ class Overview:
         self._recent = recent
         self._looks_until = float("-inf")
         self._made_at = float("-inf")
-        self._picture: dict[str, Any] = {}
-        self._states = self._rests = 0
-        self._asks = 0
+        self._snapshot: dict[str, Any] = {}
+        self._states = self._cordoning = 0
+        self._last_ask_id = 0
 
     async def look(self) -> None:
         """Have the nodes report. Without recent reports, wait a little for the first ones."""
@@ -118,11 +118,11 @@ class Overview:
     def picture(self) -> dict[str, Any]:
         """Return the snapshot, for JSON. The object stays the same until the next snapshot."""
         if self._clock() - self._made_at >= FRESH_S:
-            self._made_at, self._picture = (
+            self._made_at, self._snapshot = (
                 self._clock(),
                 picture(self.seen()) | {"about": self._about, "recent": self._recent()},
             )
-        return self._picture
+        return self._snapshot
 
     async def state(self, node: str) -> bytes:
         """Return the whole state of a node, as JSON. Raises NoNode."""
@@ -132,10 +132,10 @@ class Overview:
         if node != self._gateway and node not in self._peers():
             raise NoNode(503, "node_down", f"{node} does not answer")
         told: asyncio.Future[StateTold] = asyncio.get_running_loop().create_future()
-        self._asks += 1
+        self._last_ask_id += 1
         self._states += 1
         try:
-            self._watching.ask_state(node, self._asks, lambda state: None if told.done() else told.set_result(state))
+            self._watching.ask_state(node, self._last_ask_id, lambda state: None if told.done() else told.set_result(state))
             async with asyncio.timeout(STATE_S):
                 state = await told
         except TimeoutError:
@@ -149,22 +149,22 @@ class Overview:
     async def rest(self, node: str, resting: bool) -> dict[str, Any]:
         """Cordon or uncordon a node, and return its state afterwards. Raises NoNode."""
         role = self._listed_as(node).role
-        if self._rests >= MAX_RESTS:
+        if self._cordoning >= MAX_RESTS:
             raise NoNode(503, "overloaded", f"{MAX_RESTS} nodes are being waited for")
-        self._rests += 1
+        self._cordoning += 1
         try:
             async with asyncio.timeout(REST_S):
                 await self.look()
-                if resting and role == "conductor" and not self._rests_already(node) and not self._other_conductors(node):
+                if resting and role == "conductor" and not self._is_cordoned(node) and not self._other_conductors(node):
                     text = f"gateways would go on asking {node}: no other conductor is there that does not rest"
                     raise NoNode(409, "last_conductor", text)
-                return await self._rested(node, resting)
+                return await self._set_cordon(node, resting)
         except TimeoutError:
             raise NoNode(504, "node_silent", f"{node} did not say within {REST_S:g} s that it does") from None
         finally:
-            self._rests -= 1
+            self._cordoning -= 1
 
-    async def _rested(self, node: str, resting: bool) -> dict[str, Any]:
+    async def _set_cordon(self, node: str, resting: bool) -> dict[str, Any]:
         """Send the command once and wait: a message to a node that is up arrives, or the node goes down."""
         if not self._is_there(node):
             raise NoNode(503, "node_down", f"{node} does not answer")
@@ -175,7 +175,7 @@ class Overview:
             await asyncio.sleep(POLL_S)
         return next(told_node(self.seen(), each) for each in self._listed if each.name == node)
 
-    def _rests_already(self, node: str) -> bool:
+    def _is_cordoned(self, node: str) -> bool:
         report = self.seen().report(node)
         return report is not None and report.resting
 

@@ -132,7 +132,7 @@ class Edge:
         self._id_prefix = f"{name}-{incarnation:x}"
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
-        self._to_tell: list[Call] = []
+        self._with_outputs: list[Call] = []
         self._max_open = max_open
         self._slots_taken = 0
         self.bodies = 0
@@ -175,19 +175,19 @@ class Edge:
 
     def tell(self, call: "Call") -> None:
         """Have a call send its client what arrived, once the runtime's turn is over."""
-        if not self._to_tell:
-            asyncio.get_running_loop().call_soon(self._tell_all)
-        self._to_tell.append(call)
+        if not self._with_outputs:
+            asyncio.get_running_loop().call_soon(self._process_all)
+        self._with_outputs.append(call)
 
-    def _tell_all(self) -> None:
-        calls, self._to_tell = iter(self._to_tell), []
+    def _process_all(self) -> None:
+        calls, self._with_outputs = iter(self._with_outputs), []
         try:
             for call in calls:
                 call.tell()
         finally:  # an error concerns one call alone: the others follow in the next turn
             if rest := list(calls):
-                self._to_tell = rest + self._to_tell
-                asyncio.get_running_loop().call_soon(self._tell_all)
+                self._with_outputs = rest + self._with_outputs
+                asyncio.get_running_loop().call_soon(self._process_all)
 
     def deliver(self, effect: ToClient) -> None:
         """Pass an output of the actor to its call. Outputs after a cancel are dropped."""
@@ -229,8 +229,8 @@ class Edge:
 
     def _write_line(self) -> None:
         account, names = self._unwritten.popleft()
-        told = {"id": account.request_id, "x_request_id": names.client_id, "trace_id": names.trace_id}
-        _log.info("request", **told, **line(account))
+        ids = {"id": account.request_id, "x_request_id": names.client_id, "trace_id": names.trace_id}
+        _log.info("request", **ids, **line(account))
 
     def drain(self) -> None:
         """Refuse new calls; the open ones continue. The runtime informs the actor."""
@@ -413,7 +413,7 @@ class Call:
         self._outputs: list[tuple[int, ClientOutput]] = []
         self._waiting: asyncio.Future[None] | None = None
         self._nudged = False
-        self._is_told = False
+        self._is_queued = False
         self._broken = False
         """Whether the shortcut raised: which of its outputs were sent is unknown."""
         self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = _wants_none
@@ -453,9 +453,9 @@ class Call:
             raise HungUp
         self._edge.take_slots(len(requests) - 1)
         self.slots += len(requests) - 1
-        if told := requests[0].sampling.logprobs:
+        if likeliest := requests[0].sampling.logprobs:
             self._max_buffered = min(
-                self._max_buffered, max(BUFFERED_OF_EACH * len(requests), self._max_buffered // (1 + told))
+                self._max_buffered, max(BUFFERED_OF_EACH * len(requests), self._max_buffered // (1 + likeliest))
             )
         names = self.names or Names(self._edge.new_id())
         self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
@@ -473,13 +473,13 @@ class Call:
             self._outputs = [(index, Failed(status=503, code="client_too_slow", message="the client reads too slowly"))]
         if not self._too_slow:
             self._outputs.append((index, output))
-        if self._waiting is not None and not self._is_told:
-            self._is_told = True
+        if self._waiting is not None and not self._is_queued:
+            self._is_queued = True
             self._edge.tell(self)
 
     def tell(self) -> None:
         """Process all outputs of one turn of the runtime: the shortcut takes them if it can, else the reader is woken."""
-        self._is_told = False
+        self._is_queued = False
         outputs, self._outputs = self._outputs, []  # more may arrive while these are processed
         taken: bool | None = None
         try:

@@ -40,7 +40,7 @@ class SharedAddress:
         listen: Callable[[], socket.socket],
         deserted: Callable[[], bool],
     ) -> None:
-        self._door, self._others, self._listen, self._deserted = door, others, listen, deserted
+        self._acceptor, self._others, self._listen, self._deserted = door, others, listen, deserted
         self._asked_at: float | None = None
         self._left_at: float | None = None
         self._alone_at = float("-inf")
@@ -58,13 +58,13 @@ class SharedAddress:
         self._choose(seen)
         if self._left_at is not None:
             return seen.now - self._left_at >= LEAVE_S
-        return seen.now - self._asked_at >= DECIDE_S or self._have_told(seen)
+        return seen.now - self._asked_at >= DECIDE_S or self._have_reported(seen)
 
     def _choose(self, seen: Seen) -> None:
         if self._left_at is None:
             if any(map(_serves, self._reports(seen, FRESH_S))):
                 self._left_at = seen.now
-                self._door.leave()
+                self._acceptor.leave()
             return
         if self._deserted():
             self._alone_at = seen.now
@@ -82,9 +82,9 @@ class SharedAddress:
             self._failed = True
             return
         self._left_at, self._failed = None, False
-        self._door.enter(listener)
+        self._acceptor.enter(listener)
 
-    def _have_told(self, seen: Seen) -> bool:
+    def _have_reported(self, seen: Seen) -> bool:
         return len(self._reports(seen, FRESH_S)) == sum(name in seen.peers for name in self._others)
 
     def _reports(self, seen: Seen, within_s: float) -> list[Report]:

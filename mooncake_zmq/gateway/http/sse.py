@@ -12,7 +12,7 @@ from mooncake_zmq.gateway.openai.responses import DONE, KEEP_ALIVE, Reply, serve
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
-Told = Callable[[Reply, Callable[[], bytes]], Awaitable[bytes]]
+Encode = Callable[[Reply, Callable[[], bytes]], Awaitable[bytes]]
 """Writes what there is of a reply, perhaps elsewhere."""
 
 
@@ -24,12 +24,12 @@ class Stream:
     """A reply as server-sent events. Nothing is sent before there is something to say, so an early failure keeps its status;
     unless that is long in coming."""
 
-    def __init__(self, call: Call, reply: Reply, scope: Scope, send: Send, told: Told, settings: EdgeSettings) -> None:
+    def __init__(self, call: Call, reply: Reply, scope: Scope, send: Send, encode: Encode, settings: EdgeSettings) -> None:
         self._call = call
         self._reply = reply
         self._send = send
         self._push: Callable[[bytes], bool] = scope["state"].get("push", _never)
-        self._told = told
+        self._encode = encode
         self._settings = settings
         self._begun = False
         self._loop = asyncio.get_running_loop()
@@ -43,13 +43,13 @@ class Stream:
         self._look()
         try:
             async with self._limit:
-                await self._tell()
+                await self._send_reply()
         except TimeoutError:
             raise Stuck from None
         finally:
             self._timer.cancel()
 
-    async def _tell(self) -> None:
+    async def _send_reply(self) -> None:
         reply = self._reply
         try:
             while not reply.done:
@@ -118,7 +118,7 @@ class Stream:
         await self._write({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def _news(self) -> bytes:
-        return await self._told(self._reply, self._reply.news)
+        return await self._encode(self._reply, self._reply.news)
 
     async def _say(self, events: bytes, *, last: bool = False) -> None:
         if not events:

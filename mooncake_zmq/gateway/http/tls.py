@@ -97,12 +97,12 @@ def load(files: TlsFiles) -> ssl.SSLContext:
                 raise KeysError(f"{path}: everybody can read it: chmod o-r it, and have a new key certified")
             paths.append(f"/proc/self/fd/{fd}")
         try:
-            context.load_cert_chain(paths[0], paths[1], password=_ask_nobody)
+            context.load_cert_chain(paths[0], paths[1], password=_no_password)
         except ssl.SSLError as error:
-            told = f"they are no PEM files of a certificate and its private key ({error.reason or 'not readable'})"
+            why = f"they are no PEM files of a certificate and its private key ({error.reason or 'not readable'})"
             if error.reason == "KEY_VALUES_MISMATCH":
-                told = "the key is not that of the certificate"
-            raise KeysError(f"{files.certificate} and {files.key}: {told}") from None
+                why = "the key is not that of the certificate"
+            raise KeysError(f"{files.certificate} and {files.key}: {why}") from None
     return context
 
 
@@ -127,9 +127,9 @@ def presented(files: TlsFiles) -> Presented:
         raise KeysError(f"{files.certificate}: {error.verify_message}") from None
     except ssl.SSLError as error:
         raise KeysError(f"{files.certificate}: {error.reason}") from None
-    told: Any = client.getpeercert() or {}
-    names = tuple(str(name) for _, name in told.get("subjectAltName", ()))
-    return Presented(names, ssl.cert_time_to_seconds(told["notAfter"]))
+    certificate: Any = client.getpeercert() or {}
+    names = tuple(str(name) for _, name in certificate.get("subjectAltName", ()))
+    return Presented(names, ssl.cert_time_to_seconds(certificate["notAfter"]))
 
 
 def _go_on(side: ssl.SSLObject) -> None:
@@ -137,7 +137,7 @@ def _go_on(side: ssl.SSLObject) -> None:
         side.do_handshake()
 
 
-def _ask_nobody() -> NoReturn:
+def _no_password() -> NoReturn:
     """OpenSSL would ask at the terminal, and wait."""
     raise KeysError("the TLS key is encrypted: give an unencrypted one, which only the gateway's user can read")
 

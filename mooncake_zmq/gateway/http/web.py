@@ -55,8 +55,8 @@ def front_page(base_url: str, model: str, max_model_len: int) -> str:
     base = base_url.rstrip("/")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     curl = f"curl -N {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
-    told = {"base": base, "model": model, "max_model_len": str(max_model_len), "curl": curl}
-    page = _BLANK.sub(lambda blank: escape(told[blank[1]]), sheet())
+    values = {"base": base, "model": model, "max_model_len": str(max_model_len), "curl": curl}
+    page = _BLANK.sub(lambda blank: escape(values[blank[1]]), sheet())
     return page.replace(POLICY_PLACE, "").replace(TAPE_PLACE, "")
 
 

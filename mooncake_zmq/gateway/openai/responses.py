@@ -93,9 +93,9 @@ class Reply:
             if self.body.return_token_ids:
                 chunk["prompt_token_ids"] = choice.prompt_ids
             yield chunk
-        told = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
+        shows_ids = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
         said = piece.text or piece.calls or choice.finish_reason
-        if not (said or (first and not self._chat) or (told and piece.token_ids)):
+        if not (said or (first and not self._chat) or (shows_ids and piece.token_ids)):
             return
         content = {"delta": self._delta(choice, piece)} if self._chat else {"text": piece.text}
         ids: dict[str, Any] = {}
@@ -134,8 +134,8 @@ class Reply:
     def _choice(self, choice: Choice) -> dict[str, Any]:
         piece = choice.take()
         text = {"message": self._message(choice, piece)} if self._chat else {"text": piece.text}
-        told = {"logprobs": self._logprobs(piece), "finish_reason": choice.finish_reason}
-        whole: dict[str, Any] = {"index": choice.index, **text, **told}
+        ending = {"logprobs": self._logprobs(piece), "finish_reason": choice.finish_reason}
+        whole: dict[str, Any] = {"index": choice.index, **text, **ending}
         if self.body.return_token_ids:
             whole["token_ids"] = piece.token_ids
             if not self._chat:
@@ -146,7 +146,7 @@ class Reply:
         if self.body.likeliest is None:
             return None
         if self._chat:
-            return of_chat(piece.token_ids, [told for told in piece.logprobs if told], self._model.tokenizer.piece)
+            return of_chat(piece.token_ids, [each for each in piece.logprobs if each], self._model.tokenizer.piece)
         ids = [*piece.echoed_ids, *piece.token_ids]
         return of_completion(ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
 
@@ -156,8 +156,8 @@ class Reply:
     def _chunk(
         self, choice: Choice, content: dict[str, Any], piece: Piece | None = None, ids: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        told = {"logprobs": piece and self._logprobs(piece), "finish_reason": piece and choice.finish_reason}
-        said = {"index": choice.index, **content, **told, **(ids or {})}
+        ending = {"logprobs": piece and self._logprobs(piece), "finish_reason": piece and choice.finish_reason}
+        said = {"index": choice.index, **content, **ending, **(ids or {})}
         chunk = {**self._chunk_head(), "choices": [said]}
         if self.body.continuous_usage:
             chunk["usage"] = _usage(len(choice.prompt_ids), choice.completion_tokens)
@@ -177,19 +177,19 @@ class Reply:
     def _served(self) -> dict[str, Any] | None:
         """The nodes and attempts of the first choice, and what was reused, if the client may know that. None where that is not
         known."""
-        accounts = [choice.finished for choice in self._first_choices if choice.finished is not None]
-        if len(accounts) < len(self._first_choices):
+        finished = [choice.finished for choice in self._first_choices if choice.finished is not None]
+        if len(finished) < len(self._first_choices):
             return None
         reused = {
-            "cached_own": sum(account.cached_own for account in accounts),
-            "cached_local": sum(account.cached_local for account in accounts),
-            "cached_remote": sum(account.cached_remote for account in accounts),
+            "cached_own": sum(each.cached_own for each in finished),
+            "cached_local": sum(each.cached_local for each in finished),
+            "cached_remote": sum(each.cached_remote for each in finished),
         }
         return {
             **(reused if self._tells_reuse else dict.fromkeys(reused)),
-            "prefill": accounts[0].prefill,
-            "decode": accounts[0].decode,
-            "attempts": accounts[0].attempts,
+            "prefill": finished[0].prefill,
+            "decode": finished[0].decode,
+            "attempts": finished[0].attempts,
             "request": self._request_id,
         }
 

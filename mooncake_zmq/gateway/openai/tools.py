@@ -308,15 +308,15 @@ class CallReader:
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """Text beside calls, and what is new of these."""
-        return self._told(self._reader.push(text))
+        return self._pieces(self._reader.push(text))
 
     def flush(self) -> tuple[str, list[CallPiece]]:
         """The text that was held back and begins no call."""
-        return self._told(self._reader.flush())
+        return self._pieces(self._reader.flush())
 
-    def _told(self, told: list[Told]) -> tuple[str, list[CallPiece]]:
+    def _pieces(self, events: list[Told]) -> tuple[str, list[CallPiece]]:
         text, pieces = "", list[CallPiece]()
-        for each in told:
+        for each in events:
             match each:
                 case Begins(name):
                     self.calls += 1

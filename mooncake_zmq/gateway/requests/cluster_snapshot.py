@@ -104,8 +104,8 @@ def degraded(seen: Seen) -> list[Degraded]:
 
 def by_reason(found: Sequence[Degraded]) -> dict[str, float]:
     """Return a gauge for each reason: the number of nodes that it applies to."""
-    told = Counter(each.reason for each in found)
-    return {f"degraded[reason={reason}]": told[reason] for reason in REASONS}
+    counted = Counter(each.reason for each in found)
+    return {f"degraded[reason={reason}]": counted[reason] for reason in REASONS}
 
 
 def _degraded(seen: Seen, node: Listed) -> Iterator[Degraded]:
@@ -148,14 +148,14 @@ def verdict(status: str, found: Sequence[Degraded], resting: Sequence[str] = ())
     """Return the state of the cluster in one sentence. `resting`: texts on the nodes that an operator cordoned."""
     if status == "draining":
         return "This gateway takes no new calls: it is draining."
-    rests = f"; {_first(resting)}" if resting else ""
+    cordoned = f"; {_first(resting)}" if resting else ""
     if status != "ok":
-        return f"The cluster does not serve: it is {status}{rests}."
-    return f"It serves, but {_first([each.text for each in found])}{rests}." if found else f"All is well{rests}."
+        return f"The cluster does not serve: it is {status}{cordoned}."
+    return f"It serves, but {_first([each.text for each in found])}{cordoned}." if found else f"All is well{cordoned}."
 
 
-def _first(told: Sequence[str]) -> str:
-    return f"{told[0]}, and {len(told) - 1} more" if len(told) > 1 else told[0]
+def _first(texts: Sequence[str]) -> str:
+    return f"{texts[0]}, and {len(texts) - 1} more" if len(texts) > 1 else texts[0]
 
 
 def picture(seen: Seen) -> dict[str, Any]:

@@ -37,24 +37,24 @@ class Readiness:
     def __init__(self, conductors: Sequence[str], wait_s: float) -> None:
         self._conductors = conductors
         self._wait_s = wait_s
-        self._told: dict[str, NodesHeard] = {}
+        self._reports: dict[str, NodesHeard] = {}
         self._ready = False
         self._waiting = False
 
     def heard(self, conductor: str, news: NodesHeard, peers: Mapping[str, Hello]) -> list[Effect]:
         """Take a conductor's report on the nodes from which it receives."""
-        self._told[conductor] = news
+        self._reports[conductor] = news
         return self.changed(peers)
 
     def forget(self, peer: str) -> None:
         """Forget the report of a peer whose session ended."""
-        self._told.pop(peer, None)
+        self._reports.pop(peer, None)
 
     def changed(self, peers: Mapping[str, Hello]) -> list[Effect]:
         """Decide again whether the gateway is ready, after a new peer or report."""
         if self._ready or missing_roles(peers.values()):
             return []
-        news = self._told.get(self.conductor(peers))
+        news = self._reports.get(self.conductor(peers))
         self._ready = news is not None and not news.missing
         if self._ready or self._waiting:
             return []
@@ -68,7 +68,7 @@ class Readiness:
 
     def view(self, peers: Mapping[str, Hello]) -> ClusterView:
         """Return the present view of the cluster."""
-        news = self._told.get(self.conductor(peers))
+        news = self._reports.get(self.conductor(peers))
         if news is None:
             return ClusterView(self._ready)
         return ClusterView(self._ready, news.cache_nodes, news.missing, news.closed)
@@ -79,4 +79,4 @@ class Readiness:
         return next((name for name in there if not self._rests(name)), there[0] if there else "")
 
     def _rests(self, conductor: str) -> bool:
-        return conductor in self._told and self._told[conductor].resting
+        return conductor in self._reports and self._reports[conductor].resting

@@ -125,7 +125,7 @@ class Accounts:
         """Record an event and the effects that the actor returned for it."""
         match event:
             case Received(sender, message):
-                self._heard(now, sender, message)
+                self._received(now, sender, message)
             case FromClient(request_id, ClientRequest() as client):
                 for each in (request_id, *(sibling for sibling, _ in client.siblings)):
                     self._begin(now, each, client)
@@ -186,13 +186,13 @@ class Accounts:
         if len(account.attempts) > MAX_ATTEMPTS:
             del account.attempts[1]
 
-    def _heard(self, now: float, sender: str, message: Message) -> None:
+    def _received(self, now: float, sender: str, message: Message) -> None:
         match message:
             case TokensDecoded(accounts=accounts):
-                for told in accounts:
-                    found = self._attempt(told.request_id, told.attempt)
+                for times in accounts:
+                    found = self._attempt(times.request_id, times.attempt)
                     if found is not None and found[1].decode == sender:
-                        _decoded(found[1], told)
+                        _decoded(found[1], times)
             case Placed():
                 found = self._attempt(message.request_id, message.attempt)
                 if found is not None:
@@ -254,9 +254,9 @@ def _first(account: Account, attempt: Attempt, message: FirstToken, now_s: float
     attempt.load_s, attempt.prefill_s = message.load_s, max(0.0, message.prefill_s - message.prepare_s)
 
 
-def _decoded(attempt: Attempt, told: DecodeTimes) -> None:
-    attempt.handoff_s, attempt.wait_s = told.handoff_s, told.wait_s
-    attempt.decode_s, attempt.steps = told.decode_s, told.steps
+def _decoded(attempt: Attempt, times: DecodeTimes) -> None:
+    attempt.handoff_s, attempt.wait_s = times.handoff_s, times.wait_s
+    attempt.decode_s, attempt.steps = times.decode_s, times.steps
 
 
 def _why(event: Event) -> str:

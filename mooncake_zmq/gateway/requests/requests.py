@@ -73,7 +73,7 @@ class Requests:
         self.incarnation = incarnation
         self.counts = Tally()
         self.transitions = Tally()
-        self._life = Lifecycle("gateway request", NEXT_STATE, self.transitions)
+        self._lifecycle = Lifecycle("gateway request", NEXT_STATE, self.transitions)
         self._settings = settings
         self._layout = layout
         self._peers: dict[str, Hello] = {}
@@ -198,7 +198,7 @@ class Requests:
 
     def _open(self, now: float, request_id: str, client: ClientRequest, family: str) -> None:
         answer, deadline = Answer(client.stop, self.counts), now + self._settings.deadline_s
-        request = Request(request_id, client, self._layout, self._life, answer, now, deadline, family)
+        request = Request(request_id, client, self._layout, self._lifecycle, answer, now, deadline, family)
         self._requests[request_id] = request
         self._families.add(request)
         self.counts.add("requests")
@@ -266,10 +266,10 @@ class Requests:
         together = [*self._families.led_by(request), request]
         request.exclude = ()
         overloaded = message.reason in (RejectReason.TTFT, RejectReason.TBT)
-        nobody = message.reason in (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
+        no_node = message.reason in (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
         under_way = self._families.is_under_way(request)
         # Nodes may be restarting, or a new conductor does not know them yet.
-        if under_way or (not overloaded and (request.admitted or nobody)):
+        if under_way or (not overloaded and (request.admitted or no_node)):
             placements: list[Effect] = [CancelTimer(("placement", each.request_id)) for each in together if under_way]
             return placements + self._retry_all(together, message.reason.value)
         return [effect for each in together for effect in self._refuse(each, message.reason, message.retry_after_s)]
@@ -332,8 +332,8 @@ class Requests:
             request = self._current(request_id, attempt)
             if request is not None and request.decode == sender and not request.answer.resumed_at:
                 request.cached = (min(reused, request.prompt_tokens), 0, 0)
-        told = chain(message.logprobs, repeat(()))
-        for (request_id, attempt, first, tokens), logprobs in zip(message.entries, told, strict=False):
+        of_entries = chain(message.logprobs, repeat(()))
+        for (request_id, attempt, first, tokens), logprobs in zip(message.entries, of_entries, strict=False):
             request = self._current(request_id, attempt)
             if request is not None and request.decode == sender and not request.fits_model(tokens, logprobs):
                 effects += self._on_nonsense(now, request, sender)

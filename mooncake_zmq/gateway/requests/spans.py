@@ -42,7 +42,7 @@ def tree(account: Account, names: Names, *, model: str, gateway: str) -> list[Br
 
 def _of_request(account: Account, names: Names, model: str, gateway: str) -> dict[str, Value]:
     own, local, remote = account.cached
-    told: dict[str, Value | None] = {
+    values: dict[str, Value | None] = {
         "gen_ai.request.model": model,
         "gen_ai.request.max_tokens": account.max_tokens,
         "gen_ai.usage.input_tokens": account.prompt_tokens,
@@ -58,12 +58,12 @@ def _of_request(account: Account, names: Names, model: str, gateway: str) -> dic
         "mooncake.cached_tokens.remote": remote,
         "mooncake.attempts": account.made,
     }
-    return dict(_known(told))
+    return dict(_known(values))
 
 
 def _of_attempt(account: Account, attempt: Attempt) -> Branch:
     ended_s = account.duration_s if attempt.ended_s is None else attempt.ended_s
-    told: dict[str, Value | None] = {
+    values: dict[str, Value | None] = {
         "mooncake.attempt": attempt.number,
         "mooncake.conductor": attempt.conductor,
         "mooncake.prefill": attempt.prefill or None,
@@ -77,8 +77,8 @@ def _of_attempt(account: Account, attempt: Attempt) -> Branch:
         "mooncake.why": attempt.why or None,
     }
     failed = "" if attempt.why in WELL else attempt.why
-    return Branch("attempt", 0, attempt.began_s, max(0.0, ended_s - attempt.began_s), dict(_known(told)), failed)
+    return Branch("attempt", 0, attempt.began_s, max(0.0, ended_s - attempt.began_s), dict(_known(values)), failed)
 
 
-def _known(told: Mapping[str, Value | None]) -> Iterator[tuple[str, Value]]:
-    return ((name, value) for name, value in told.items() if value is not None)
+def _known(values: Mapping[str, Value | None]) -> Iterator[tuple[str, Value]]:
+    return ((name, value) for name, value in values.items() if value is not None)

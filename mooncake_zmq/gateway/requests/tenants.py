@@ -78,12 +78,12 @@ class Tenant:
 
     def line(self) -> str:
         """Return the tenant's line of a file."""
-        told = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
-        told += [f"hangups={self.hangups}"] * (self.hangups != HANGUPS)
-        told += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
-        told += [f"priority={self.priority}"] * bool(self.priority) + [f"slo={self.slo}"] * bool(self.slo)
-        told += [f"salt={self.own_salt}"] * bool(self.own_salt)
-        return ":".join((self.name, self.digest, *([",".join(told)] if told else [])))
+        limits = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
+        limits += [f"hangups={self.hangups}"] * (self.hangups != HANGUPS)
+        limits += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
+        limits += [f"priority={self.priority}"] * bool(self.priority) + [f"slo={self.slo}"] * bool(self.slo)
+        limits += [f"salt={self.own_salt}"] * bool(self.own_salt)
+        return ":".join((self.name, self.digest, *([",".join(limits)] if limits else [])))
 
     @property
     def right(self) -> tuple[str, str, Role]:
@@ -128,7 +128,7 @@ def still_in(known: Sequence[Tenant], text: str) -> tuple[Tenant, ...]:
 def _tenant(line: str) -> Tenant:
     name, _, rest = line.partition(":")
     digest, _, limits = rest.partition(":")
-    told = dict(limit.partition("=")[::2] for limit in limits.split(",") if limit)
+    given = dict(limit.partition("=")[::2] for limit in limits.split(",") if limit)
     kinds = {
         "requests": int,
         "tokens": int,
@@ -139,11 +139,11 @@ def _tenant(line: str) -> Tenant:
         "slo": str,
         "salt": str,
     }
-    if unknown := sorted(told.keys() - kinds.keys()):
+    if unknown := sorted(given.keys() - kinds.keys()):
         raise TenantsError(f"{unknown[0]} is no limit: there are {', '.join(kinds)}")
-    own_salt = told.pop("salt", "")
-    limits_told = {key: kinds[key](value) for key, value in told.items()}
-    return Tenant(name=name, digest=digest, own_salt=own_salt, **limits_told)
+    own_salt = given.pop("salt", "")
+    converted = {key: kinds[key](value) for key, value in given.items()}
+    return Tenant(name=name, digest=digest, own_salt=own_salt, **converted)
 
 
 @dataclass(slots=True)
@@ -279,20 +279,20 @@ class Tenants:
 
     def counts(self) -> dict[str, float]:
         """Return counters for metrics, named like an actor's, of the present tenants that have called."""
-        told: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, use in self._uses.items():
-            told[f"tenant_calls[tenant={name}]"] = use.calls
-            told[f"tenant_limited[tenant={name}]"] = use.limited
-            told[f"tenant_tokens[tenant={name}]"] = use.tokens_used
-        return told
+            values[f"tenant_calls[tenant={name}]"] = use.calls
+            values[f"tenant_limited[tenant={name}]"] = use.limited
+            values[f"tenant_tokens[tenant={name}]"] = use.tokens_used
+        return values
 
     def gauges(self) -> dict[str, float]:
         """Return gauges of the same tenants; zero when idle."""
-        told: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, use in self._uses.items():
-            told[f"tenant_slots[tenant={name}]"] = use.slots
-            told[f"tenant_preparing[tenant={name}]"] = use.preparing
-        return told
+            values[f"tenant_slots[tenant={name}]"] = use.slots
+            values[f"tenant_preparing[tenant={name}]"] = use.preparing
+        return values
 
     def _check_share(self, use: _Use, tenant: Tenant, slots: int) -> None:
         most = max(1, int(self._slots * tenant.share))
