@@ -20,7 +20,7 @@ PASSED_ON = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 CLUSTER_PATHS = ("/cluster", "/trace")
 """Paths that show which prompts are cached and how much of each was reused, with all paths below them."""
 READS = ("GET", "HEAD", "OPTIONS")
-"""Methods by which nothing is made; another site's page cannot read what they answer."""
+"""Methods without effects; a page of another site cannot read their answers."""
 
 
 def check_caller(scope: Scope, headers: Mapping[str, str], *, allow_open: bool, origins: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ def _client(scope: Scope) -> str:
 
 
 def _is_of_this_machine(scope: Scope, headers: Mapping[str, str]) -> bool:
-    """By whichever of its addresses."""
+    """Return whether the caller is on this machine, at any of its addresses."""
     server: Any = scope.get("server") or (None,)
     client = _client(scope)
     return (_is_local(client) or client == server[0]) and not _is_passed_on(scope, headers)

@@ -26,7 +26,8 @@ OTHERS_MAY_READ, OTHERS_MAY_WRITE = 0o004, 0o022
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where they are. `given`: systemd gave them, and lets the service read them by an ACL that shows as a permission."""
+    """Paths of a certificate and its key. `given`: systemd passed them, readable by an ACL that looks like a file
+    permission."""
 
     certificate: Path
     key: Path
@@ -45,13 +46,13 @@ class Tls:
     """`context` is for connections that begin; `refresh` is for the thread that looks at it."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises KeysError."""
+        """Read the files. Raises KeysError."""
         self._files = files
         self._seen = _identities(files)
         self.context = load(files)
 
     def refresh(self) -> None:
-        """Follow a change of either file. While they do not fit together, or cannot be used, things stay as they were."""
+        """Follow a change of either file. As long as the files do not match or are invalid, the last context stays."""
         seen = _identities(self._files)
         if seen == self._seen:
             return
@@ -78,7 +79,7 @@ def tls_files_of(certificate: str, key: str) -> TlsFiles | None:
 
 
 def load(files: TlsFiles) -> ssl.SSLContext:
-    """The context by which a gateway speaks TLS. Raises KeysError."""
+    """Return the context for a gateway's TLS. Raises KeysError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
@@ -116,7 +117,8 @@ def trusting(certificate: Path) -> ssl.SSLContext:
 
 
 def presented(files: TlsFiles) -> Presented:
-    """By a handshake in memory: whether clients would take it today. Raises KeysError."""
+    """Return what clients see of a certificate. A handshake in memory checks that they would accept it now. Raises
+    KeysError."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = load(files).wrap_bio(outgoing, incoming, server_side=True)
     client = trusting(files.certificate).wrap_bio(incoming, outgoing)
@@ -138,7 +140,7 @@ def _go_on(side: ssl.SSLObject) -> None:
 
 
 def _no_password() -> NoReturn:
-    """OpenSSL would ask at the terminal, and wait."""
+    """Fail instead of letting OpenSSL wait for a password at the terminal."""
     raise KeysError("the TLS key is encrypted: give an unencrypted one, which only the gateway's user can read")
 
 
@@ -154,5 +156,5 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def days_left(until: float, now: float) -> int:
-    """Whole days; negative once it is over."""
+    """Return the whole days until the certificate expires; negative afterwards."""
     return int((until - now) // 86_400)

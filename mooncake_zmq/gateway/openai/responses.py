@@ -19,7 +19,7 @@ class Reply:
     def __init__(
         self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, tells_reuse: bool = True
     ) -> None:
-        """`tells_reuse`: how much of the prompts was cached."""
+        """Begin a reply. `tells_reuse`: whether it says how much of the prompts was cached."""
         self.body = prepared.body
         self.choices = prepared.choices
         self._model = model
@@ -46,7 +46,7 @@ class Reply:
 
     @property
     def prompt_tokens(self) -> int:
-        """A prompt counts once, however many choices it has: it is computed once."""
+        """Number of tokens of the prompts. A prompt counts once, however many choices it has: it is computed once."""
         return sum(len(choice.prompt_ids) for choice in self._first_choices)
 
     @property
@@ -55,14 +55,14 @@ class Reply:
         return sum(choice.completion_tokens for choice in self.choices)
 
     def whole(self) -> dict[str, Any]:
-        """The body of a call that does not stream."""
+        """Return the body of a call that does not stream."""
         body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
         if self._chat and self.body.return_token_ids:
             body["prompt_token_ids"] = self.choices[0].prompt_ids
         return {**body, "usage": self._usage(), "mooncake": self._served()}
 
     def news(self) -> bytes:
-        """Everything new, as server-sent events."""
+        """Return everything new, as server-sent events."""
         return b"".join([self._events(choice) for choice in self.choices if choice.has_news])
 
     def _events(self, choice: Choice) -> bytes:
@@ -117,7 +117,7 @@ class Reply:
         return delta
 
     def _call_salt(self, choice: Choice) -> str:
-        """Makes the ids of its calls its own."""
+        """Salt that makes the ids of its tool calls unique."""
         return f"{self._head['id']}/{choice.index}"
 
     def _message(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Reply:
 
     @property
     def _first_choices(self) -> list[Choice]:
-        """One for each prompt."""
+        """The first choice of each prompt."""
         return self.choices[:: self.body.choices_per_prompt]
 
     def _usage(self) -> dict[str, Any]:
@@ -216,11 +216,11 @@ def _one_line(written: bytes) -> bytes:
 
 
 _TEXT = "\0text"
-"""Stands where the text of a chunk does; no model's name has such a character."""
+"""Placeholder for the text of a chunk; no model's name has such a character."""
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 """The headers of a stream of events."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which readers of events skip."""
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
-"""JSON lets them stand in a string, and clients that cut text into lines take them for ends."""
+"""Characters that JSON permits in a string, but that some clients take for the end of a line."""
