@@ -24,7 +24,7 @@ from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
-from mooncake_zmq.runtime.zmq_runtime import LIMITS
+from mooncake_zmq.runtime.peer_sockets import LIMITS
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.shared_memory import Segment

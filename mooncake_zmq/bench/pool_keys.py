@@ -17,7 +17,7 @@ from mooncake_zmq.bench.block_fetch import BareStream, BlockFetch
 from mooncake_zmq.bench.keys_driver import BLOCKS, BULK, FAR, LAYOUT, NEAR, WANTED, fail, open_sockets
 from mooncake_zmq.bench.others.peers import driver_process
 from mooncake_zmq.core.messages import SlotRef
-from mooncake_zmq.runtime.zmq_runtime import LIMITS
+from mooncake_zmq.runtime.peer_sockets import LIMITS
 from mooncake_zmq.store import MooncakeDistributedStore
 from mooncake_zmq.store.memory import address_of
 from mooncake_zmq.transfer import key_files

@@ -6,7 +6,6 @@ new ones cannot keep another one waiting for ever. (Fair queueing with a virtual
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
@@ -91,10 +90,12 @@ class Shares(Generic[KeyT]):
                 self._used_s.pop(key, None)  # as if it had never been here
 
 
-@dataclass(slots=True)
 class _Tenant(Generic[WorkT]):
-    shares: Shares[int] = field(default_factory=Shares)
-    flows: dict[int, deque[WorkT]] = field(default_factory=dict)
+    __slots__ = ("flows", "shares")
+
+    def __init__(self) -> None:
+        self.shares: Shares[int] = Shares()
+        self.flows: dict[int, deque[WorkT]] = {}
 
 
 class Turns(Generic[WorkT]):

@@ -56,6 +56,7 @@ _AROUND_THEM = (
     *(f"gateway.openai.{name}" for name in ("detokenizer", "responses")),
     *(f"gateway.requests.{name}" for name in ("answer", "families", "request", "request_log", "requests", "token_gaps")),
     "gateway.requests.traces",
+    "runtime.peer_sockets",
     "runtime.zmq_runtime",
 )
 _REPLAYS = (

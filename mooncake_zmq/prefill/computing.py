@@ -75,6 +75,11 @@ class Computing:
         """Whether a chunk is in flight."""
         return self._job is not None
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether first tokens are being sampled, of a job that ended meanwhile too."""
+        return bool(self._sampling)
+
     def open(self, job: Job) -> Effect:
         """Open the sequence of a job whose reservation, lease and room are there: from now on it waits for its turn."""
         self._jobs.move(job, JobEvent.PREPARED)

@@ -484,7 +484,7 @@ class Prefill:
         return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
-        idle = not (len(self.jobs) or self._pool.puts or len(self._stages))
+        idle = not (len(self.jobs) or self._pool.puts or len(self._stages) or self._computing.has_samples)
         return self._leaving.drained(idle=idle)
 
 

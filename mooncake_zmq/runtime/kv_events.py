@@ -51,6 +51,17 @@ MAX_FOREIGN = 64
 """A subscriber of several publishers tells each of them all its topics."""
 MAX_SUBSCRIBERS = 32
 MAX_SUBSCRIBERS_PER_KEY = 8
+COUNTS = (
+    "batches",
+    "bytes",
+    "dropped",
+    "replays",
+    "replayed",
+    "replays_refused",
+    "replays_dropped",
+    "replay_garbage",
+    "subscribers_cut",
+)
 
 
 @dataclass(slots=True)
@@ -61,6 +72,25 @@ class _Replay:
     stop: int
     moved_at: float
     shown: str
+
+
+class _Kept:
+    """The newest payloads, kept for replay by number: of `[first, stop)` all but those dropped unsent."""
+
+    def __init__(self, max_steps: int, max_bytes: int) -> None:
+        self._max_steps, self._max_bytes = max_steps, max_bytes
+        self.payloads: dict[int, bytes] = {}
+        self.bytes = 0
+        self.first = self.stop = 0
+
+    def add(self, number: int, payload: bytes) -> None:
+        """Keep the next payload, and drop the oldest where there are too many."""
+        self.payloads[number] = payload
+        self.bytes += len(payload)
+        self.stop = number + 1
+        while self.stop - self.first > self._max_steps or self.bytes > self._max_bytes:
+            self.bytes -= len(self.payloads.pop(self.first, b""))
+            self.first += 1
 
 
 class KvEventPublisher:
@@ -84,21 +114,10 @@ class KvEventPublisher:
         """`format`: see `EventFormat`. `buffer_steps`, `buffer_bytes`: what is kept for replay, the newest. `subscriber_bytes`:
         queued for a subscriber before it loses batches. `queue_bytes`: of batches published and not sent yet. `on_crash` is
         called from the thread. `sockets`: the process's; else one's own. Raises BadEndpoint."""
-        self.counts = {
-            "batches": 0,
-            "bytes": 0,
-            "dropped": 0,
-            "replays": 0,
-            "replayed": 0,
-            "replays_refused": 0,
-            "replays_dropped": 0,
-            "replay_garbage": 0,
-            "subscribers_cut": 0,
-        }
+        self.counts = dict.fromkeys(COUNTS, 0)
         self._encoder = EventEncoder(EventFormat(format), block_tokens)
         self._topic = topic.encode()
-        self._buffer_steps = buffer_steps
-        self._buffer_bytes = buffer_bytes
+        self._kept = _Kept(buffer_steps, buffer_bytes)
         self._max_queue_bytes = queue_bytes
         self._on_crash = on_crash
         self._queue: deque[tuple[int, float, tuple[KvEvent, ...]]] = deque()
@@ -106,10 +125,6 @@ class KvEventPublisher:
         self._guard = threading.Lock()
         """Of `_queue`, `_queued_bytes`, `_next_number` and the count of what was dropped."""
         self._queued_bytes = 0
-        self._sent: dict[int, bytes] = {}
-        """Payloads kept for replay, by number: of `[_first, _stop)` all but those dropped unsent."""
-        self._sent_bytes = 0
-        self._first = self._stop = 0
         self._replays: dict[bytes, _Replay] = {}
         self._foreign: Counter[int] = Counter()
         """Topics subscribed to that are not ours, by the connection's descriptor."""
@@ -286,16 +301,8 @@ class KvEventPublisher:
             self._pub.send_multipart((self._topic, _frame(number), payload), zmq.NOBLOCK)
             self.counts["batches"] += 1
             self.counts["bytes"] += len(payload)
-            self._keep(number, payload)
+            self._kept.add(number, payload)
         return True
-
-    def _keep(self, number: int, payload: bytes) -> None:
-        self._sent[number] = payload
-        self._sent_bytes += len(payload)
-        self._stop = number + 1
-        while self._stop - self._first > self._buffer_steps or self._sent_bytes > self._buffer_bytes:
-            self._sent_bytes -= len(self._sent.pop(self._first, b""))
-            self._first += 1
 
     def _receive_requests(self, router: "zmq.Socket[bytes]") -> bool:
         """True: more may be waiting."""
@@ -314,7 +321,7 @@ class KvEventPublisher:
                 self.counts["replays"] += 1
                 start = int.from_bytes(frames[1], "big")
                 # What is published from now on the subscriber hears anyway: a replay need not chase it.
-                self._replays[peer] = _Replay(start, self._stop, time.monotonic(), shown)
+                self._replays[peer] = _Replay(start, self._kept.stop, time.monotonic(), shown)
         return True
 
     def _replay_some(self, router: "zmq.Socket[bytes]", now: float) -> bool:
@@ -337,12 +344,12 @@ class KvEventPublisher:
 
     def _send_some(self, router: "zmq.Socket[bytes]", peer: bytes, replay: _Replay, now: float) -> bool:
         """True: the end marker is sent. Raises ZMQError where `peer` takes no more."""
-        replay.number = max(replay.number, self._first)
+        replay.number = max(replay.number, self._kept.first)
         for _ in range(BATCHES_PER_TURN):
             if replay.number >= replay.stop:
                 router.send_multipart((peer, b"", END, b""), zmq.NOBLOCK)
                 return True
-            payload = self._sent.get(replay.number)
+            payload = self._kept.payloads.get(replay.number)
             if payload is not None:
                 router.send_multipart((peer, b"", _frame(replay.number), payload), zmq.NOBLOCK)
                 self.counts["replayed"] += 1

@@ -1,13 +1,10 @@
-"""Drives one `Node` over ZeroMQ: one ROUTER hears everybody, one DEALER speaks to each peer, one thread owns them all.
+"""Drives one `Node` over ZeroMQ: one thread owns the actor, its timers and its `PeerSockets`.
 
 Two drivers over one core: `run` blocks on a poller, `attach` lives in an asyncio loop beside an HTTP server (a raw
-descriptor with `add_reader`, drained until empty, serves about four times the messages of `zmq.asyncio`). ZeroMQ may lose
-frames; they are counted here and repeated by the session, never here. The ROUTER only listens, and envelopes name their
-senders, so connections keep ZeroMQ's own random identities: a restarted peer is heard at once, no stranger can evict one.
+descriptor with `add_reader`, drained until empty, serves about four times the messages of `zmq.asyncio`).
 """
 
 import asyncio
-import errno
 import heapq
 import math
 import os
@@ -15,14 +12,12 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-import zmq
 
 from mooncake_zmq.core.actor import (
     Actor,
@@ -48,35 +43,19 @@ from mooncake_zmq.core.actor import (
     ToClient,
     Transmit,
 )
-from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES, Hello, Sampling
+from mooncake_zmq.core.messages import Hello, Sampling
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
+from mooncake_zmq.runtime.peer_sockets import PeerSockets
 from mooncake_zmq.runtime.starvation import LatenessLog
-from mooncake_zmq.transfer.connections import Connections, skip_rest, take_part
-from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets, check_endpoint
+from mooncake_zmq.transfer.sockets import Sockets
 
 log = structlog.get_logger()
 
-SEND_HWM = 4096
-"""Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
-MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
-RECEIVE_HWM = 8
-"""Frames received from one connection and not taken yet, 32 MiB of them; more wait on the other side, as the sender's. On TCP
-`Connections` bounds their bytes instead."""
-LIMITS = Limits(
-    max_message_bytes=MAX_FRAME_BYTES,
-    send_hwm=SEND_HWM,
-    receive_hwm=RECEIVE_HWM,
-    silence_ms=6_000,
-    reconnect_max_ms=1_000,
-)
-ANOTHER_KEY_S = 1.0
-"""How long a peer is tried by one of its keys before it is by another."""
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
-POLLIN = int(zmq.POLLIN)
 MIN_STALE = 1024
 """Timers cancelled or replaced that are not worth a sweep."""
 READ_FIRST_TURNS = 8
@@ -165,16 +144,6 @@ class _Introducing:
         return self.actor.dump(now)
 
 
-@dataclass(slots=True)
-class _Dealer:
-    """What speaks to one peer, whom it expects to have `key`. `failing_since`: 0 if the last frame was taken."""
-
-    socket: "zmq.Socket[bytes]"
-    endpoint: str
-    key: str
-    failing_since: float = 0.0
-
-
 class ZmqRuntime:
     """Carries out a node's effects, in their order, and feeds it frames, timers, ticks and finished works."""
 
@@ -194,7 +163,6 @@ class ZmqRuntime:
         `publish`: where a cache-node's KV events go; without it, nowhere. `answer`: where answers to the operator go.
         `sockets`: shared with the process's other parts; without them, one's own and no keys."""
         self.node = node
-        self.counts: dict[str, int] = {}
         self.stopped = False
         self.become = ""
         """The role in which the actor wants its process to begin its next life; empty: none."""
@@ -221,24 +189,10 @@ class ZmqRuntime:
         self._on_stop: Callable[[], None] | None = None
         self._on_crash: Callable[[BaseException], None] | None = None
         self._closed = False
-        self._sockets = (sockets or Sockets(io_threads=1)).borrow()
-        self._connections: Connections | None = None
-        """Of the ROUTER, where others than this user may connect."""
-        self._dealers: dict[str, _Dealer] = {}
-        try:
-            self._router = self._listening(endpoint)
-        except BadEndpoint:
-            self._sockets.give_back()
-            raise
-        self._keyed = self._sockets.keys is not None and endpoint.startswith("tcp://")
-        """Who speaks is told by his key."""
-        try:
-            self._bind()
-            for name, where in sorted(peers.items()):
-                self._dealers[name] = self._connect(name, where)
-        except BadEndpoint:
-            self._close_sockets()
-            raise
+        self._peers = PeerSockets(
+            endpoint, peers, sockets or Sockets(io_threads=1), lambda error: self.call(partial(_raise, error))
+        )
+        self.counts = self._peers.counts
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     # --- from any thread
@@ -281,7 +235,7 @@ class ZmqRuntime:
     def stop(self) -> None:
         """Stop at once."""
         self.stopped = True
-        self._stop_reading(self._router.fileno())  # what nobody takes any more would keep the loop busy until we are closed
+        self._stop_reading(self._peers.fileno())  # what nobody takes any more would keep the loop busy until we are closed
         if self._on_stop is not None:
             self._on_stop()
 
@@ -323,7 +277,7 @@ class ZmqRuntime:
         """Serve until stopped, in this thread."""
         # The ROUTER's own descriptor: zmq.Poller asks every socket for its state before and after, twice the price of a frame.
         poller = select.poll()
-        poller.register(self._router.fileno(), select.POLLIN)
+        poller.register(self._peers.fileno(), select.POLLIN)
         poller.register(self._wake_fd, select.POLLIN)
         self._begin()
         while not self.stopped:
@@ -340,7 +294,7 @@ class ZmqRuntime:
         `on_crash` is told of a bug: the loop would log it and go on with an actor that is in no known state.
         """
         self._loop, self._on_stop, self._on_crash = loop, on_stop, on_crash
-        loop.add_reader(self._router.fileno(), self._turn_in_loop)
+        loop.add_reader(self._peers.fileno(), self._turn_in_loop)
         loop.add_reader(self._wake_fd, self._woken_in_loop)
         self._begin()
         self._turn_in_loop()
@@ -348,11 +302,11 @@ class ZmqRuntime:
     def close(self) -> None:
         """Close every socket and remove the socket file. Worker threads must have ended."""
         self._closed = True
-        self._stop_reading(self._router.fileno())
+        self._stop_reading(self._peers.fileno())
         self._stop_reading(self._wake_fd)
         if self._wakeup is not None:
             self._wakeup.cancel()
-        self._close_sockets()
+        self._peers.close()
         os.close(self._wake_fd)
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -444,32 +398,24 @@ class ZmqRuntime:
         for number in range(FRAMES_PER_TURN):
             # Most turns find one frame. To ask for a second costs half of the exception that there is none; in a burst, to try
             # costs nothing.
-            if self.stopped or (number == 1 and not int(self._router.get(zmq.EVENTS)) & POLLIN):
-                return self._drained_all()
-            try:
-                self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
-            except zmq.Again:
-                return self._drained_all()
-            frame, shown = take_part(self._router, self._connections, keyed=self._keyed)
-            key_of = None if shown is None else self._sockets.holder("control", shown)
-            self._count("frames_received")
-            if skip_rest(self._router, self._connections):
-                self._count("frames_dropped[reason=not_single_part]")
-            else:
+            if self.stopped or (number == 1 and not self._peers.has_frames()):
+                break
+            taken = self._peers.take()
+            if taken is None:
+                break
+            frame, key_of = taken
+            if frame is not None:
                 self._carry_out(self.node.receive(time.monotonic(), frame, key_of))
-        return True
-
-    def _drained_all(self) -> bool:
-        """No frame is left: False, as `_turn` says it."""
-        if self._connections is not None:
-            self._connections.drained()
+        else:
+            return True
+        self._peers.drained()
         return False
 
     def _tick(self) -> None:
         now, session = time.monotonic(), self.node.session
         self._carry_out(self.node.tick(now))
         self._lateness.note(now, session.counts.get("late_loops", 0), session.recent_late_s)
-        self._try_other_keys(time.monotonic())
+        self._peers.try_other_keys(time.monotonic())
         self._tell_of_peers()
         if self.node.resting != self._rested:
             self._rested = self.node.resting
@@ -494,7 +440,7 @@ class ZmqRuntime:
         for effect in effects:
             match effect:
                 case Transmit(to, frame):
-                    self._transmit(to, frame)
+                    self._peers.transmit(to, frame)
                 case SetTimer(key, delay_s):
                     self._timers.set(("actor", key), time.monotonic() + delay_s, partial(self._feed, TimerFired(key)))
                 case CancelTimer(key):
@@ -530,70 +476,7 @@ class ZmqRuntime:
             case _:
                 raise TypeError(effect)
 
-    def _transmit(self, to: str, frame: bytes) -> None:
-        dealer = self._dealers[to]
-        try:
-            dealer.socket.send(frame, zmq.DONTWAIT)
-        except zmq.Again:  # not connected (IMMEDIATE), or a full queue: the session sends it again
-            self._count("frames_dropped[reason=not_sendable]")
-            dealer.failing_since = dealer.failing_since or time.monotonic()
-        else:
-            self._count("frames_sent")
-            dealer.failing_since = 0.0
-
-    def _try_other_keys(self, now: float) -> None:
-        """A peer that was restarted with another key is met by that; one that refused ours may know it by now."""
-        for name, dealer in self._dealers.items():
-            if dealer.key and dealer.failing_since and now - dealer.failing_since > ANOTHER_KEY_S:
-                dealer.failing_since = now
-                with suppress(BadEndpoint):  # its keys were dropped
-                    self._dealers[name] = self._connect(name, dealer.endpoint, not_by=dealer.key)
-                    dealer.socket.close(linger=0)
-
-    def _count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    # --- sockets
-
-    def _listening(self, endpoint: str) -> "zmq.Socket[bytes]":
-        check_endpoint(endpoint)
-        router = self._sockets.listening(zmq.ROUTER, endpoint, "control", LIMITS)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        return router
-
-    def _bind(self) -> None:
-        if self.endpoint.startswith("tcp://"):
-            self._connections = Connections(self._router, self.counts, lambda error: self.call(partial(_raise, error)))
-        try:
-            self._router.bind(self.endpoint)
-        except zmq.ZMQError as error:
-            raise BadEndpoint(f"cannot listen on {self.endpoint}: {_reason(error)}") from error
-
-    def _connect(self, name: str, endpoint: str, not_by: str = "") -> "_Dealer":
-        check_endpoint(endpoint)
-        dealer, key = self._sockets.connecting(zmq.DEALER, endpoint, "control", LIMITS, server=name, not_by=not_by)
-        # Queueing for a peer that is not there only hides its absence from the session and replays the past at it.
-        dealer.setsockopt(zmq.IMMEDIATE, 1)
-        try:
-            dealer.connect(endpoint)
-        except zmq.ZMQError as error:
-            dealer.close()
-            raise BadEndpoint(f"cannot connect to {name} at {endpoint}: {_reason(error)}") from error
-        return _Dealer(dealer, endpoint, key)
-
-    def _close_sockets(self) -> None:
-        if self._connections is not None:
-            self._connections.close()
-        for socket in (self._router, *(dealer.socket for dealer in self._dealers.values())):
-            socket.close(linger=0)
-        self._sockets.give_back()
-
 
 def _raise(error: BaseException) -> None:
     """A worker thread's bug, in the thread that owns the sockets: it ends the process."""
     raise error
-
-
-def _reason(error: zmq.ZMQError) -> str:
-    return "the address is in use" if error.errno == errno.EADDRINUSE else str(error)

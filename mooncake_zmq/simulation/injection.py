@@ -151,7 +151,7 @@ class Injection:
             FaultKind.CRASH: lambda: simulator.crash(name),
         }
         for place, part in enumerate(TANGLES[int(fault.amount)]):
-            simulator.at(simulator.now + place * fault.duration_s / 6, begin[part])
+            simulator.at(simulator.now + place * fault.duration_s / 40, begin[part])
 
     def _change_clock(self, name: str, ahead: int) -> None:
         """The host of a process is started anew, by another clock and without the lock file that names former incarnations."""

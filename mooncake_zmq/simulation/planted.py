@@ -184,20 +184,14 @@ def _undrained() -> Replacements:
     return [(Leaving, "drained", at_once)]
 
 
-def _cordoned_changes_at_once() -> Replacements:
-    """A cordoned node accepts another role, and changes without the drain that it is in already."""
-    change, drained = Leaving.change, Leaving.drained
-
-    def hasty(self: Leaving, sender: str, message: Any, peers: Any) -> bool:
-        if not (self.resting and not self.leaves and message.role == self._may_become):
-            return change(self, sender, message, peers)
-        self.leaves, self._become = True, message.role
-        return True
+def _cordon_ends_drain() -> Replacements:
+    """A node that drains for another role changes at once when it is cordoned, whatever it still has."""
+    drained = Leaving.drained
 
     def at_once(self: Leaving, *, idle: bool) -> list[Effect]:
         return drained(self, idle=idle or (self.resting and bool(self._become)))
 
-    return [(Leaving, "change", hasty), (Leaving, "drained", at_once)]
+    return [(Leaving, "drained", at_once)]
 
 
 def _restless() -> Replacements:
@@ -295,9 +289,7 @@ PLANTED: dict[str, Planted] = {
     "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
     "lateness_untold": Planted("a peer's own lateness is not told", ("I8",), (), _lateness_untold),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
-    "cordoned_changes": Planted(
-        "a cordoned node changes its role at once", ("I4", "I2"), (K.TANGLE,), _cordoned_changes_at_once
-    ),
+    "cordon_ends_drain": Planted("a cordon ends a drain", ("I4", "I2"), (K.TANGLE, K.TANGLE, K.ROLE), _cordon_ends_drain),
     "restless": Planted("who rests takes new requests", ("I4",), (), _restless),
     "restless_conductor": Planted("a conductor that rests is asked on", ("I4",), (K.REST,), _restless_conductor),
     "stale_hidden": Planted(

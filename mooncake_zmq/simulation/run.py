@@ -13,7 +13,7 @@ from random import Random
 
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.clients import Clients
-from mooncake_zmq.simulation.cluster import ClusterSettings, processes, shares_of
+from mooncake_zmq.simulation.cluster import CHANGEABLE, ClusterSettings, processes, shares_of
 from mooncake_zmq.simulation.faults import (
     AMID_LATENESS,
     STORE_FAULTS,
@@ -150,7 +150,7 @@ def _draw_faults(
     if settings.watched and not stores_only:
         faults += draw_rests(Random(f"rests of {seed}"), processes=names, window_s=SAFETY_S)
         if not settings.starved:
-            faults += draw_tangle(Random(f"tangle of {seed}"), processes=names, window_s=SAFETY_S)
+            faults += draw_tangle(Random(f"tangle of {seed}"), processes=CHANGEABLE, window_s=SAFETY_S)
     if settings.starved and not stores_only:
         faults += draw_lates(Random(f"lateness of {seed}"), processes=names, window_s=SAFETY_S)
     if seed % 3 == 0 and not settings.starved:
