@@ -54,7 +54,8 @@ _AROUND_THEM = (
     *(f"core.{name}" for name in ("node", "session", "watch")),
     *(f"gateway.http.{name}" for name in ("http_calls", "metrics", "sse")),
     *(f"gateway.openai.{name}" for name in ("detokenizer", "responses")),
-    *(f"gateway.requests.{name}" for name in ("request_log", "requests", "token_gaps", "traces")),
+    *(f"gateway.requests.{name}" for name in ("answer", "families", "request", "request_log", "requests", "token_gaps")),
+    "gateway.requests.traces",
     "runtime.peer_sockets",
     "runtime.zmq_runtime",
 )
