@@ -1,6 +1,6 @@
 """Writes bin/requirements.lock: NAME==VERSION with the hash of each wheel, and behind # the extras that need it, or base.
 
-Pins are those of the first target; the others may only have them too. Where a file lies is nowhere said: a hash is enough.
+All targets have the versions resolved for the first one. The lock names no addresses of files: a hash is enough.
 """
 
 import json
@@ -18,14 +18,14 @@ LOCKED_EXTRAS = ("compiled", "dev", "lab", "mypyc", "otel", "server")
 TARGETS = [(python, machine) for machine in ("x86_64", "aarch64") for python in ("3.11", "3.12", "3.13")]
 GLIBCS = [f"manylinux_2_{minor}" for minor in range(39, 4, -1)] + ["manylinux2014", "manylinux2010", "manylinux1"]
 BUILD = "setuptools>=77"
-"""Builds the project itself, in the environment that it goes into."""
+"""The requirement that builds the project itself, in the environment where it is installed."""
 HEAD = """\
 # What bin/ installs, made by bin/lock: pip --require-hashes takes these files alone. Behind # are the extras that need a line.
 """
 
 
 def resolved(python: str, machine: str, wanted: list[str]) -> list[dict]:
-    """Pip's report of what it would install."""
+    """Return pip's report of the packages that it would install."""
     command = [sys.executable, "-I", "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     command += ["--only-binary=:all:", "--python-version", python]
     command += [part for each in GLIBCS for part in ("--platform", f"{each}_{machine}")]

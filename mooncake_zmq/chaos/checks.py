@@ -1,4 +1,4 @@
-"""What must hold, as plain judgements of what was seen. They look at nothing themselves: tests plant each fault."""
+"""Verdicts on what a run observed, as pure functions that tests give planted faults; nothing here observes a cluster."""
 
 import json
 from collections import Counter
@@ -12,25 +12,25 @@ from mooncake_zmq.chaos.plan import Kind
 
 
 class Verdict(Enum):
-    """What is to be said of the tokens that a client got."""
+    """The verdict on the tokens that a client got."""
 
     RIGHT = "right"
-    """All of them, or as many as came before the connection broke."""
+    """All expected tokens, or as many as came before the connection broke."""
     SHORT = "short"
-    """Right so far, and the end is missing."""
+    """Right tokens, but the last ones are missing."""
     WRONG = "wrong"
     LOST = "lost"
-    """The next ones came in place of one."""
+    """A token is missing, and the following ones came in its place."""
     DUPLICATED = "duplicated"
-    """One came twice, or more came than were asked for."""
+    """A token came twice, or more tokens came than were asked for."""
 
 
 _CERTAIN = 3
-"""Tokens in a row that must fit for a shift: of 512 ids one fits by chance now and then."""
+"""The length of the run of tokens that proves a shift: of 512 ids a single one matches by chance now and then."""
 
 
 def judge(tokens: Sequence[int], expected: Sequence[int]) -> Verdict:
-    """Compare an answer with what an undisturbed run gives."""
+    """Compare an answer with that of an undisturbed run."""
     agree = next((at for at, (one, other) in enumerate(zip(tokens, expected, strict=False)) if one != other), None)
     if agree is None:
         if len(tokens) > len(expected):
@@ -48,21 +48,21 @@ def _occurs(part: list[int], whole: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     descriptors: int
     rss_bytes: int
 
 
 MORE_DESCRIPTORS = 24
-"""Links to other hosts' data and mapped segments are opened at their first use, some fifteen in all; what leaks one with each
-request or fault passes this soon."""
+"""The allowed growth in descriptors. Links to other hosts' data and mapped segments are opened at their first use, some fifteen
+in all; a leak with each request or fault passes this soon."""
 MORE_RSS_BYTES = 48 << 20
-"""Python's heap after thousands of requests, and what peers' segments have been touched."""
+"""The allowed growth in memory: Python's heap after thousands of requests, and the touched pages of peers' segments."""
 
 
 def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> Iterator[str]:
-    """Processes that hold more than they did when the cluster was fresh and idle."""
+    """Yield a problem for each process that holds more than when the cluster was fresh and idle."""
     for name, now in after.items():
         then = before.get(name)
         if then is None:
@@ -74,30 +74,30 @@ def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> It
 
 
 MORE_FOR_STRANGERS_BYTES = 64 << 20
-"""That anybody's inputs may make a process hold at any time."""
+"""The most memory that hostile inputs may make a process hold at any time, beyond its first footprint."""
 
 
 def swollen(before: Mapping[str, Footprint], peaks: Mapping[str, Footprint]) -> Iterator[str]:
-    """Processes that held too much at their worst."""
+    """Yield a problem for each process whose peak was too large."""
     for name, most in peaks.items():
         if name in before and most.rss_bytes > before[name].rss_bytes + MORE_FOR_STRANGERS_BYTES:
             yield f"{name} had {most.rss_bytes >> 20} MiB resident at its worst, and {before[name].rss_bytes >> 20} before"
 
 
 WARM_S = 60.0
-"""Of a life: until then a process still opens and imports what it uses."""
+"""The age of an incarnation before which its memory is not judged: it still opens and imports what it uses."""
 JUDGED_S = 900.0
-"""Of warm lives together: over less a slope tells nothing."""
+"""The observed time of warm incarnations from which on a slope means something."""
 MAX_GROWTH_BYTES_PER_H = 32 << 20
 
 
 @dataclass(slots=True)
 class Growth:
-    """The slope of one node's memory over the age of its lives, all of them as if laid beside each other (least squares, each
-    life with a level of its own): what leaks with time or requests, whatever a life began with. Holds sums alone."""
+    """The slope of one node's memory over the age of its incarnations, by least squares with one intercept per incarnation. It
+    shows what leaks with time or requests, whatever each incarnation began with. Holds sums alone."""
 
     observed_s: float = 0.0
-    """Of warm lives."""
+    """The time over which warm incarnations were observed."""
     _variance: float = 0.0
     _covariance: float = 0.0
     _life: int = 0
@@ -107,7 +107,7 @@ class Growth:
     _last_age_s: float = 0.0
 
     def saw(self, life: int, age_s: float, rss_bytes: int) -> None:
-        """One look at the node in its `life`, in order of time."""
+        """Add one sample of the node in its incarnation `life`, in order of time."""
         if age_s < WARM_S:
             return
         if life != self._life:
@@ -127,7 +127,7 @@ class Growth:
 
 
 def growing(growths: Mapping[str, Growth]) -> Iterator[str]:
-    """Nodes whose memory grew all the time, as far as they were seen long enough."""
+    """Yield a problem for each node whose memory grew all the time, if it was observed long enough."""
     for name, growth in growths.items():
         if growth.observed_s >= JUDGED_S and growth.bytes_per_h > MAX_GROWTH_BYTES_PER_H:
             yield (
@@ -137,7 +137,7 @@ def growing(growths: Mapping[str, Growth]) -> Iterator[str]:
 
 
 def unheard(dumps: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Nodes that do not answer, and peers that are not in conversation."""
+    """Return a problem for each node that does not answer and each peer whose session is not up."""
     return [f"{name} does not answer" for name in names if name not in dumps] + [
         f"{name} does not hear {peer}"
         for name, dump in dumps.items()
@@ -147,7 +147,7 @@ def unheard(dumps: Mapping[str, Any], names: Collection[str]) -> list[str]:
 
 
 def busy(dumps: Mapping[str, Any]) -> list[str]:
-    """Gauges that an idle cluster has at zero: requests, leases, slots being written, works."""
+    """Return a problem for each gauge that is zero in an idle cluster: requests, leases, slots being written, works."""
     return [
         f"{node} has {name} {value:g}"
         for node, dump in dumps.items()
@@ -157,14 +157,15 @@ def busy(dumps: Mapping[str, Any]) -> list[str]:
 
 
 def strangers_in_memory(names: Collection[str], lives: Mapping[str, int]) -> list[str]:
-    """Segments that belong to no life that runs. `names`: of files in a host's shared memory; `lives`: incarnations by node."""
+    """Return a problem for each segment that belongs to no running incarnation. `names`: files in a host's shared memory;
+    `lives`: the incarnation of each node."""
     alive = {f"={node}{part}={life}" for node, life in lives.items() for part in ("", ".objects")}
     return [f"{name} is nobody's segment" for name in names if not any(name.endswith(life) for life in alive)]
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """A line of the level error that is right after faults of some kinds, and only then."""
+    """A log event of the level error that is right after faults of some kinds, and only then."""
 
     event: str
     kinds: tuple[Kind, ...]
@@ -180,14 +181,14 @@ ALLOWED = (
 
 
 def bad_lines(lines: Sequence[str], kinds: Collection[Kind]) -> list[str]:
-    """Lines of a log that tell of a broken rule: of the levels error and critical, or no record at all, such as a traceback.
-    `kinds`: of the faults there were."""
+    """Return a log's lines that report a broken rule: of the levels error and critical, or no record at all, such as a
+    traceback. `kinds`: the kinds of faults in the run."""
     allowed = {each.event for each in ALLOWED if not set(kinds).isdisjoint(each.kinds)}
     return [line for line in lines if line.strip() and _is_bad(line, allowed)]
 
 
 def warned(lines: Sequence[str]) -> Counter[str]:
-    """How often each warning was told."""
+    """Count each warning by its event."""
     found: Counter[str] = Counter()
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):

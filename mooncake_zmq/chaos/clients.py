@@ -19,20 +19,20 @@ TURNS = (1, 4)
 ANSWER_TOKENS = (40, 250)
 QUESTION_TOKENS = (5, 60)
 PATIENCE_S = 150.0
-"""A request that was not answered by then, over whatever gateways and however often it was refused, is lost."""
+"""The time after which a request without an answer is lost, over all gateways and however often it was refused."""
 REFUSED_PAUSE_S = 0.3
 WARM_ANSWERS = 2
-"""Of each client, before anything is broken."""
+"""The answers of each client before the first fault."""
 POLL_S = 0.1
 NOTICED_S = 0.1
-"""A shorter silence is no pause."""
+"""The silence from which on it counts as a pause."""
 WORST_KEPT = 5
 DETAILS_KEPT = 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pause:
-    """Silence between two tokens of a stream whose gateway was left alone."""
+    """A silence between two tokens of a stream whose gateway was not disturbed."""
 
     seconds: float
     ended_at: float
@@ -42,43 +42,43 @@ class Pause:
 
 @dataclass(slots=True)
 class Score:
-    """What all clients together saw."""
+    """The results of all clients together."""
 
     answered: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     resumed: int = 0
-    """Answers that took more than one attempt of the gateway."""
+    """The number of answers that took more than one attempt of the gateway."""
     refused: int = 0
     away: int = 0
-    """Calls of a gateway that was not there, or ended before it said anything; made again elsewhere."""
+    """The number of calls of a gateway that was not there or ended before its answer; each was repeated at another gateway."""
     cut: int = 0
-    """Streams that ended with their gateway, and were asked for again elsewhere."""
+    """The number of streams that ended with their gateway; each was repeated at another one."""
     verdicts: Counter[str] = field(default_factory=Counter)
-    """Of streams whose tokens were not right, by what was wrong."""
+    """The number of streams with wrong tokens, by what was wrong."""
     problems: list[str] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
-    """The longest ones with at most one outage at a time."""
+    """The longest pauses with at most one outage at a time."""
     pauses_amid_several: list[Pause] = field(default_factory=list)
     worst_by_kind_s: dict[str, float] = field(default_factory=dict)
-    """The longest pause amid each kind of outage, others at the same time or not."""
+    """The longest pause during each kind of outage, with or without others at the same time."""
     worst_first_token_s: float = 0.0
 
     def complain(self, what: str) -> None:
-        """Note what must not happen; the first ones in full."""
+        """Note a problem; only the first ones are kept in full."""
         if len(self.problems) < DETAILS_KEPT:
             self.problems.append(what)
 
 
 class Truth:
-    """What an undisturbed greedy run gives: the engine alone, no cluster."""
+    """The tokens of an undisturbed greedy run, by the engine alone without a cluster."""
 
     def __init__(self) -> None:
         self._engine = ToyEngine()
 
     def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The next `count` tokens after `prompt`."""
+        """Return the next `count` tokens after `prompt`."""
         sequence = self._engine.new_sequence(len(prompt) + count)
         logits = self._engine.prefill(sequence, np.asarray(prompt, np.int32))
         tokens: list[int] = []
@@ -91,7 +91,7 @@ class Truth:
 
 @dataclass(slots=True)
 class _Stream:
-    """One answer on its way from one gateway."""
+    """One answer in progress, from one gateway."""
 
     gateway: str
     asked_at: float
@@ -101,10 +101,10 @@ class _Stream:
 
 
 class Clients:
-    """So many clients at once, until told to stop; each then ends the request that it has."""
+    """A number of clients at once, until `stopping`; each then finishes its present request."""
 
     def __init__(self, api: Api, urls: Mapping[str, str], history: History, *, seed: int, count: int) -> None:
-        """`urls`: of the gateways, by name."""
+        """`urls`: the URL of each gateway, by name."""
         self.score = Score()
         self.stopping = False
         self.open = 0
@@ -118,13 +118,13 @@ class Clients:
         self._truth = Truth()
 
     async def run(self) -> None:
-        """Until `stopping` and every answer has ended."""
+        """Run all clients until `stopping` is set and every answer has ended."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._count):
                 group.create_task(self._talk(Random(f"client {self._seed} {number}")))
 
     async def warm_up(self) -> None:
-        """So many answers that whatever is opened at its first use is open."""
+        """Have enough answers that everything that is opened at its first use is open."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.run())
             while self.score.answered < WARM_ANSWERS * self._count and not self.score.verdicts:
@@ -133,7 +133,7 @@ class Clients:
         self.stopping = False
 
     async def probe(self) -> None:
-        """A short question to each gateway alone: all of them must serve."""
+        """Ask each gateway a short question: all of them must serve."""
         for name in self._urls:
             random = Random(f"probe {name}")
             await self._ask(random, _words(random, 100), 20, [name])
@@ -150,7 +150,7 @@ class Clients:
                 prompt = prompt + await self._ask(random, prompt, count, names)
 
     async def _ask(self, random: Random, prompt: list[int], count: int, names: Sequence[str]) -> list[int]:
-        """Ask, and again where a gateway died under the answer; returns the expected tokens."""
+        """Ask until there is an answer, also where a gateway ended amid one; return the expected tokens."""
         expected = await asyncio.to_thread(self._truth.tokens, prompt, count)
         self.open += 1
         give_up_at = time.monotonic() + PATIENCE_S
@@ -166,7 +166,7 @@ class Clients:
         return expected
 
     async def _try(self, name: str, prompt: list[int], expected: list[int]) -> bool:
-        """One call of one gateway. True: there is nothing more to ask for."""
+        """Call one gateway once. True: there is nothing more to ask for."""
         score, stream = self.score, _Stream(name, time.monotonic())
         try:
             async for piece in self._api.stream(self._urls[name], prompt, len(expected)):
@@ -215,7 +215,7 @@ class Clients:
         score.resumed += _number(served.get("attempts")) > 1
 
     def _end(self, stream: _Stream, expected: list[int], how: str) -> bool:
-        """Judge what came. A stream that is short must have had a gateway that was disturbed; it is then asked for again."""
+        """Judge an answer. Only a disturbed gateway excuses a short one, which is then asked for again."""
         score, verdict = self.score, judge(stream.tokens, expected)
         if verdict is Verdict.RIGHT and stream.finished:
             score.answered += 1

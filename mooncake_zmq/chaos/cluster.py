@@ -1,4 +1,4 @@
-"""The processes of a run: starts them on their hosts, starts again what ends as systemd would, and looks at what they hold."""
+"""The processes of a run: starts them on their hosts, restarts them as systemd would, and reads what they hold."""
 
 import asyncio
 import os
@@ -27,10 +27,10 @@ from mooncake_zmq.operate.local_nodes import collect_dumps
 from mooncake_zmq.transfer.process_lock import holder
 
 SHM_BYTES, SSD_BYTES = 64 << 20, 48 << 20
-"""Of the file systems that stand for a host's shared memory and SSD."""
+"""The sizes of the file systems that stand for a host's shared memory and SSD."""
 POLL_S = 0.05
 RESTART_S = 0.5
-"""As systemd's RestartSec: a node that ended by itself begins again after this."""
+"""The delay before a node that ended by itself starts again, as systemd's RestartSec."""
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
 TOKEN_S = 0.005
@@ -44,9 +44,9 @@ class Child:
     node: NodeSettings
     process: subprocess.Popen[bytes] | None = None
     start_at: float = 0.0
-    """Not to be started before (monotonic)."""
+    """The monotonic time before which it is not started."""
     expected: bool = False
-    """Was its end brought about by us?"""
+    """Whether the run itself ended this process."""
     lives: int = 0
     started_at: float = 0.0
 
@@ -66,21 +66,21 @@ class Cluster:
         operators_key: str = "",
         step_s: float = 0.0,
     ) -> None:
-        """`more`: settings for all nodes. `operators_key`: an API key that may see how the cluster is; empty: gateways have
-        none. `step_s`: what a decode takes for a step, however large; 0: `TOKEN_S` for each row."""
+        """`more`: settings for all nodes. `operators_key`: the API key for operators' pages; empty: gateways have none.
+        `step_s`: the time of a decode's step, however large; 0: `TOKEN_S` for each row."""
         self.directory = directory
         self.network = network
         self.config = _moved(loaded, directory, network)
         self.children = {node.name: Child(node) for node in self.config.nodes}
         self.unexpected: list[str] = []
-        """Processes that ended although nobody had told them to."""
+        """The processes that ended without a command to do so."""
         self.stopping = False
         self.peaks: dict[str, Footprint] = {}
-        """The most that each process held at any time."""
+        """The largest footprint that each process had at any time."""
         self.growths = {name: Growth() for name in self.children}
         self.own_file_systems = self._make_hosts()
         self.keys = self._make_keys() if with_keys else None
-        """None: TCP in clear."""
+        """The run's keys; None: TCP in clear."""
         self._more = dict(more or {})
         self._operator = {"authorization": f"Bearer {operators_key}"} if operators_key else {}
         self._environment = {
@@ -92,7 +92,7 @@ class Cluster:
         }
         (directory / "logs").mkdir()
 
-    # --- where things are
+    # --- addresses
 
     @property
     def hosts(self) -> list[str]:
@@ -102,7 +102,7 @@ class Cluster:
         return self.children[name].node.host
 
     def roles(self) -> dict[str, Role]:
-        """The role of each node."""
+        """Return the role of each node."""
         return {name: child.node.role for name, child in self.children.items()}
 
     def of_host(self, host: str) -> list[str]:
@@ -127,7 +127,7 @@ class Cluster:
         return Dials(self.directory / host / "dials")
 
     def urls(self) -> dict[str, str]:
-        """Of the gateways."""
+        """Return the URL of each gateway."""
         found = {}
         for node in self.config.of_role("gateway"):
             address, _ = self.control(node.name)
@@ -135,7 +135,7 @@ class Cluster:
         return found
 
     def control(self, name: str) -> tuple[str, int]:
-        """Address and port of a node's control socket."""
+        """Return the address and port of a node's control socket."""
         address, _, port = self.children[name].node.endpoint.removeprefix("tcp://").partition(":")
         return address, int(port)
 
@@ -165,7 +165,7 @@ class Cluster:
         child.lives += 1
 
     async def supervise(self) -> None:
-        """Start what is to run and does not, until `stopping`."""
+        """Start nodes that should run and do not, until `stopping`."""
         sampled_at = 0.0
         while not self.stopping:
             now = time.monotonic()
@@ -195,12 +195,12 @@ class Cluster:
         child.process.send_signal(number)
 
     def kill(self, name: str, away_s: float) -> None:
-        """SIGKILL, and a start no sooner than `away_s` from now."""
+        """Kill a node by SIGKILL, and start it no sooner than `away_s` from now."""
         self.children[name].start_at = time.monotonic() + away_s
         self.signal(name, signal.SIGKILL)
 
     def forget(self, host: str) -> None:
-        """Empty what a reboot empties, before any of the host's killed nodes starts again."""
+        """Empty the directories that a reboot empties, before any of the host's killed nodes starts again."""
         for name in self.of_host(host):
             if (process := self.children[name].process) is not None:
                 process.wait()
@@ -209,7 +209,7 @@ class Cluster:
                 path.unlink()
 
     async def drain(self, name: str) -> None:
-        """SIGTERM, then wait until a new life runs."""
+        """Drain a node by SIGTERM, and wait until its next incarnation runs."""
         child = self.children[name]
         before, deadline = child.lives, time.monotonic() + STOP_TIMEOUT_S
         self.signal(name, signal.SIGTERM)
@@ -221,7 +221,7 @@ class Cluster:
             await asyncio.sleep(POLL_S)
 
     async def stop(self) -> list[str]:
-        """End all in good order, gateways first; returns what was wrong with that."""
+        """Stop all nodes in order, gateways first; return what went wrong."""
         self.stopping = True
         wrong: list[str] = []
         gateways = [name for name, child in self.children.items() if child.node.role == "gateway"]
@@ -248,7 +248,7 @@ class Cluster:
         return [f"{name} ended with code {code} when it was stopped"] if code else []
 
     def destroy(self) -> None:
-        """End whatever still runs, at once."""
+        """Kill every process that still runs."""
         self.stopping = True
         for child in self.children.values():
             if child.process is not None:
@@ -257,28 +257,28 @@ class Cluster:
                 child.process.wait()
                 child.process = None
 
-    # --- what is there
+    # --- state
 
     async def dumps(self) -> dict[str, Any]:
-        """The states of the nodes that answer."""
+        """Return the dumps of the nodes that answer."""
         found: dict[str, Any] = {}
         for host in self.hosts:
             found |= await asyncio.to_thread(collect_dumps, self.run_dir(host), self.of_host(host))
         return found
 
     async def dump(self, name: str) -> dict[str, Any] | None:
-        """The state of one node, if it answers."""
+        """Return the dump of one node, if it answers."""
         found = await asyncio.to_thread(collect_dumps, self.run_dir(self.host(name)), [name])
         return found.get(name)
 
     async def is_whole(self) -> bool:
-        """Does every gateway see every conductor, prefill and decode?"""
+        """Return whether every gateway sees every conductor, prefill and decode."""
         wanted = {node.name for node in self.config.of_role("conductor", "prefill", "decode")}
         running = all(holder(self.run_dir(child.node.host), name) for name, child in self.children.items())
         return running and all([wanted <= await _seen(url, self._operator) for url in self.urls().values()])
 
     async def until_whole(self, timeout_s: float) -> bool:
-        """Wait for that; False if it did not come about."""
+        """Wait until the cluster is whole; return False after the timeout."""
         deadline = time.monotonic() + timeout_s
         while not await self.is_whole():
             if time.monotonic() > deadline or self.stopping:
@@ -287,7 +287,7 @@ class Cluster:
         return True
 
     def footprints(self) -> dict[str, Footprint]:
-        """What each process holds now."""
+        """Return the footprint of each process."""
         found = {}
         for name, child in self.children.items():
             if child.process is not None:
@@ -297,16 +297,17 @@ class Cluster:
         return found
 
     def segments(self, host: str) -> list[str]:
-        """Names of the files in a host's shared memory."""
+        """Return the names of the files in a host's shared memory."""
         return sorted(path.name for path in self.shm_dir(host).iterdir())
 
     def leftovers(self) -> list[str]:
-        """What must be gone after all have ended: sockets and segments. Locks remember the last life, and stay."""
+        """Return the sockets and segments that are left after all nodes have ended. Lock files stay, as they name the last
+        incarnation."""
         files = [path for host in self.hosts for path in (*self.run_dir(host).iterdir(), *self.shm_dir(host).iterdir())]
         return [f"{path} was left behind" for path in files if path.suffix not in (".lock", ".json")]
 
     def lines(self) -> Iterator[tuple[str, list[str]]]:
-        """The logs, by node."""
+        """Return the log lines of each node."""
         for name in self.children:
             with suppress(FileNotFoundError):
                 yield name, self.log(name).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -323,7 +324,8 @@ class Cluster:
         return RunKeys(self.directory / "keys", nodes, {host: self.keys_dir(host) for host in self.hosts})
 
     def _make_hosts(self) -> bool:
-        """Directories for each host; True: shared memory and SSD are file systems of their own, so that they can be full."""
+        """Make directories for each host. True: shared memory and SSD are file systems of their own, so that they can be
+        full."""
         own = True
         for host in self.hosts:
             for path, size in ((self.run_dir(host), 0), (self.shm_dir(host), SHM_BYTES), (self.ssd_dir(host), SSD_BYTES)):
@@ -335,7 +337,7 @@ class Cluster:
 
 
 def _moved(loaded: Loaded, directory: Path, network: Network) -> Config:
-    """The deployment as it runs here: its text with other addresses, in the run's directory."""
+    """Return the deployment with the addresses of this run, written into the run's directory."""
     text = Path(loaded.path).read_text(encoding="utf-8")
     for address in addresses(loaded.config).values():
         text = re.sub(rf"\b{re.escape(address)}\b", network.address(address), text)
@@ -345,7 +347,7 @@ def _moved(loaded: Loaded, directory: Path, network: Network) -> Config:
 
 
 def addresses(config: Config) -> dict[str, str]:
-    """The address of each host, by name: that of its first node."""
+    """Return the address of each host, by name: that of its first node."""
     found: dict[str, str] = {}
     for node in config.nodes:
         found.setdefault(node.host, node.endpoint.removeprefix("tcp://").partition(":")[0])
@@ -353,7 +355,7 @@ def addresses(config: Config) -> dict[str, str]:
 
 
 async def _seen(url: str, headers: Mapping[str, str]) -> set[str]:
-    """The peers of a gateway; none while it does not answer or is not ready."""
+    """Return the peers of a gateway; none while it does not answer or is not ready."""
     try:
         async with httpx.AsyncClient(timeout=HEALTH_TIMEOUT_S) as client:
             answer = await client.get(f"{url}/health", headers=headers)

@@ -100,7 +100,7 @@ def chaos(
 
     All TCP is CURVE, by keys made for the run. Each host is a network namespace of its own where that is permitted (root, or
     user namespaces), so that links can be cut; else all run on loopback, and partitions are left out. Nothing outlives the
-    command. The exit code is 1 if anything was wrong, lost or duplicated, left open, leaked, kept growing, or told of an error;
+    command. The exit code is 1 if anything was wrong, lost or duplicated, left open, leaked, kept growing, or logged an error;
     the logs are then kept.
 
     \b
@@ -141,13 +141,13 @@ def chaos(
 
 
 def _enter(*, alone: bool) -> None:
-    """Go where links can be cut, unless links are left `alone`, before anything of the run is imported."""
+    """Enter namespaces where links can be cut, unless `alone`, before anything of the run is imported."""
     from mooncake_zmq.chaos.network import enter
 
     if not alone:
         enter()
     limit_blas()
-    # What strangers of ours log is no part of the report.
+    # Log lines that hostile inputs cause in this process are not part of the report.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
@@ -202,7 +202,7 @@ def _run_tenants(loaded: "Loaded", kinds: Sequence[str], seconds: float, *, keep
 
 
 def _sayer() -> Callable[[str], None]:
-    """What says on stderr how far a run has come."""
+    """Return a function that prints a run's progress on stderr."""
     began = time.monotonic()
     errors = Console(stderr=True, highlight=False)
 

@@ -1,4 +1,4 @@
-"""Flips bytes where blocks are at rest: in files on SSD, and in committed slots of shared memory."""
+"""Flips bytes of stored blocks: in files on SSD, and in committed slots of shared memory."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
 
 
 def flip_files(directory: Path, count: int, random: Random) -> int:
-    """Change `count` bytes in the files with blocks below `directory`: how many there were to change."""
+    """Change `count` bytes in the files with blocks below `directory`; return how many there were to change."""
     files = [path for path in sorted(directory.glob("**/segment-*")) if path.stat().st_size]
     for _ in range(count if files else 0):
         path = random.choice(files)
@@ -42,7 +42,7 @@ def flip_blocks(path: Path, incarnation: int, layout: BlockLayout, count: int, r
 
 
 def toy_layout(block_tokens: int) -> BlockLayout:
-    """The toy engine's."""
+    """Return the toy engine's layout."""
     return BlockLayout(
         layers=TOY_SPEC.layers, kv_heads=TOY_SPEC.kv_heads, head_dim=TOY_SPEC.head_dim, block_tokens=block_tokens
     )

@@ -20,12 +20,12 @@ from mooncake_zmq.core.keys import KeysError
 BALLAST = "ballast"
 BALLAST_PIECE_BYTES = 1 << 20
 WHOLE_TIMEOUT_S = 120.0
-"""Within this after an outage the cluster must be whole again."""
+"""The time after an outage within which the cluster must be whole again."""
 _POLL_S = 0.05
 
 
 class Saboteur:
-    """One cluster's. What it did, and what came of it, stands in the history."""
+    """Carries out faults on one cluster; the history holds each fault and its result."""
 
     def __init__(self, cluster: Cluster, history: History, seed: int) -> None:
         self.problems: list[str] = []
@@ -36,7 +36,7 @@ class Saboteur:
         self._random = Random(f"sabotage {seed}")
 
     async def commit(self, fault: Fault) -> Done:
-        """Carry out a fault; returns once it is over and, after an outage, the cluster whole again."""
+        """Carry out a fault; return once it is over and, after an outage, the cluster whole again."""
         entry = self._history.begin(fault, self._disturbed(fault), time.monotonic())
         await self._carry_out(fault, entry)
         if fault.kind.is_outage and not await self._cluster.until_whole(WHOLE_TIMEOUT_S) and not self._cluster.stopping:
@@ -47,7 +47,7 @@ class Saboteur:
     def _disturbed(self, fault: Fault) -> tuple[str, ...]:
         match fault.kind:
             case Kind.PARTITION | Kind.ONE_WAY:
-                return ()  # the targets only say which hosts: their nodes go on
+                return ()  # the targets only select hosts: their nodes keep running
             case Kind.REBOOT | Kind.LOST_CLOCK:
                 return tuple(self._cluster.of_host(self._cluster.host(fault.targets[0])))
         return fault.targets
@@ -99,7 +99,7 @@ class Saboteur:
                 entry.what = await self._forge(fault)
 
     async def _kill(self, names: tuple[str, ...], away_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Returns once the next lives run. `meanwhile`: what is done before they begin."""
+        """Kill nodes; return once their next incarnations run. `meanwhile`: what is done before they start."""
         before = {name: self._cluster.children[name].lives for name in names}
         for name in names:
             self._cluster.kill(name, away_s)
@@ -117,7 +117,8 @@ class Saboteur:
             await asyncio.sleep(fault.duration_s)
 
     async def _rotate(self, fault: Fault) -> None:
-        """As the manual says: public keys everywhere, then the secret, then a restart; and what was is forgotten last."""
+        """Rotate keys as the manual says: public keys everywhere, then the secret, then a restart; the former keys are deleted
+        last."""
         cluster, keys = self._cluster, self._cluster.keys
         assert keys is not None
         async with self._rotating:  # a node has at most two keys
@@ -148,7 +149,7 @@ class Saboteur:
         if not self._cluster.own_file_systems:
             await self._turn(fault, host, disk_errno=errno.ENOSPC)
             return
-        ballast = self._cluster.ssd_dir(host) / f"{BALLAST}-{fault.at_s}"  # another one may still lie there
+        ballast = self._cluster.ssd_dir(host) / f"{BALLAST}-{fault.at_s}"  # another file may still be there
         await asyncio.to_thread(_fill, ballast)
         await asyncio.sleep(fault.duration_s)
         ballast.unlink()
@@ -191,7 +192,7 @@ class Saboteur:
         )
 
     async def _forge_as_strangers(self, name: str, sendings: list[Callable[[], forged.Met]]) -> int:
-        """How often they were refused, which the node must have counted, unless its life ended meanwhile."""
+        """Send as strangers; return how often they were refused, which the node must have counted unless it ended meanwhile."""
         began, before = time.monotonic(), await self._cluster.dump(name)
         met = [await asyncio.to_thread(sending) for sending in sendings]
         after = await self._cluster.dump(name)
@@ -207,7 +208,8 @@ class Saboteur:
 
 
 def unmet(name: str, met: Sequence[forged.Met], counted: int, *, was_up: bool) -> Iterator[str]:
-    """What is wrong with how strangers fared at a node in one life. `counted`: its refusals; `was_up`: undisturbed."""
+    """Return what is wrong with the admission of strangers by one incarnation of a node. `counted`: its refusals; `was_up`: it
+    was not disturbed."""
     refused = sum(each.refused for each in met)
     if counted < refused:
         yield f"{name} refused strangers {refused} times and counted {counted}"
@@ -216,7 +218,7 @@ def unmet(name: str, met: Sequence[forged.Met], counted: int, *, was_up: bool) -
 
 
 def _fill(path: Path) -> None:
-    """Until not one byte more fits."""
+    """Fill a file system until not one byte more fits."""
     piece = bytes(BALLAST_PIECE_BYTES)
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:

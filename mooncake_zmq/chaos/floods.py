@@ -1,7 +1,7 @@
-"""All that one tenant can pour over a cluster by its own API key and its own store key, each kind for a while.
+"""Floods of one tenant, by its own API key and its own store key; each kind lasts for a while.
 
-Each kind runs in a process of its own at a low priority (`python -m mooncake_zmq.chaos.floods`, see `begin`), so that what its
-making costs is not taken for what the cluster suffers from it.
+Each kind runs in a process of its own at a low priority (`python -m mooncake_zmq.chaos.floods`, see `begin`), so that its own
+work is not mistaken for load on the cluster.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from random import Random
 from typing import Any
 
 BEGUN = "begun"
-"""The first line that it prints; the other one is what it got."""
+"""The first line that the process prints; the second one is the result."""
 NICE = 10
 AT_ONCE = 96
-"""Calls that most kinds have open at a time: half as many again as a quarter of a gateway's slots."""
+"""The calls that most kinds have open at a time: half as many again as a quarter of a gateway's slots."""
 CONNECTIONS = 700
-"""Open at a time where connections are the matter: more than one tenant, or one address, may have."""
+"""The connections open at a time where they are the load: more than one tenant, or one address, may have."""
 CALL_TIMEOUT_S = 30.0
 LONG_TOKENS = 1000
 HUGE_TOKENS = 3900
-"""As long as the deployment's model takes."""
+"""The length of a huge prompt: as long as the deployment's model takes."""
 READS_BYTES = 512
 STORE_VALUE_BYTES = 1 << 20
 STORE_THREADS = 8
@@ -35,26 +35,26 @@ STORE_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom to flood, and as whom."""
+    """The gateway and store to flood, and the tenant's keys."""
 
     host: str
     port: int
     key: str
     sources: tuple[str, ...]
-    """Addresses to connect from."""
+    """The addresses to connect from."""
     store: str = ""
-    """Endpoint of a store; empty: none."""
+    """The endpoint of a store; empty: none."""
     keys: str = ""
-    """Directory of CURVE keys; empty: in clear."""
+    """The directory of CURVE keys; empty: TCP in clear."""
     key_name: str = ""
     namespace: str = ""
 
 
 class Flood:
-    """One kind at work, until its time is up. `got`: what was answered, by status or by what became of a connection."""
+    """One kind of flood in progress. `got`: the number of answers by status, or by what became of the connection."""
 
     def __init__(self, target: Target, ends_at: float) -> None:
-        """`ends_at`: on the monotonic clock."""
+        """`ends_at`: by the monotonic clock."""
         from mooncake_zmq.engine.toy import EOS_ID  # not before the command line has bounded NumPy's threads
 
         self.target = target
@@ -69,7 +69,7 @@ class Flood:
         return time.monotonic() >= self.ends_at
 
     def prompt(self, count: int) -> list[int]:
-        """Token ids that nobody has asked before."""
+        """Return token ids that no call has used before."""
         return self.random.choices(self._vocabulary, k=count)
 
     @asynccontextmanager
@@ -83,7 +83,7 @@ class Flood:
             writer.transport.abort()
 
     async def note_status(self, reader: asyncio.StreamReader) -> None:
-        """Count the status of the answer that begins, or that the connection was cut before it."""
+        """Count the status of the answer that begins, or a connection that was cut before it."""
         self.got[(await reader.readline())[9:12].decode("latin-1") or "cut"] += 1
 
     def head(self, length: int, *, key: str | None = None, path: str = "/v1/completions") -> bytes:
@@ -94,14 +94,14 @@ class Flood:
         ).encode()
 
     async def call(self, body: bytes, *, key: str | None = None, path: str = "/v1/completions", upto_bytes: int = -1) -> None:
-        """One call; its answer is read to the end, or `upto_bytes` of it, and then the connection is shut."""
+        """Make one call, read its answer to the end or up to `upto_bytes`, and close the connection."""
         async with asyncio.timeout(CALL_TIMEOUT_S), self.connection() as (reader, writer):
             writer.write(self.head(len(body), key=key, path=path) + body)
             await self.note_status(reader)
             await reader.read(upto_bytes)
 
     async def again(self, count: int, once: Callable[[], Awaitable[None]]) -> None:
-        """`once`, again and again by `count` at a time."""
+        """Repeat `once` until the time is up, `count` at a time."""
 
         async def one() -> None:
             while not self.over:
@@ -121,17 +121,17 @@ def _body(**said: Any) -> bytes:
 
 
 async def open_requests(flood: Flood) -> None:
-    """More streams at once than its share."""
+    """Open more streams at once than the tenant's share."""
     await flood.again(AT_ONCE, lambda: flood.call(_body(prompt=flood.prompt(64), max_tokens=100, ignore_eos=True, stream=True)))
 
 
 async def many_choices(flood: Flood) -> None:
-    """As many choices in each call as one may ask for."""
+    """Ask for as many choices in each call as are allowed."""
     await flood.again(AT_ONCE, lambda: flood.call(_body(prompt=flood.prompt(64), max_tokens=50, ignore_eos=True, n=32)))
 
 
 async def stalled_bodies(flood: Flood) -> None:
-    """Calls whose bodies never end, by several addresses."""
+    """Send calls whose bodies never end, from several addresses."""
 
     async def stall() -> None:
         async with flood.connection() as (reader, writer):
@@ -142,7 +142,7 @@ async def stalled_bodies(flood: Flood) -> None:
 
 
 async def stalled_heads(flood: Flood) -> None:
-    """Calls whose headers never end."""
+    """Send calls whose headers never end."""
 
     async def stall() -> None:
         async with flood.connection() as (reader, writer):
@@ -153,7 +153,7 @@ async def stalled_heads(flood: Flood) -> None:
 
 
 async def connections(flood: Flood) -> None:
-    """Connections that come and go, with a call that needs no slot on each, and its key or none."""
+    """Open and close connections, each with a call that needs no slot, with and without a key."""
     keys = itertools.cycle((flood.target.key, "wrong"))
 
     async def come_and_go() -> None:
@@ -165,7 +165,7 @@ async def connections(flood: Flood) -> None:
 
 
 async def grammar_bombs(flood: Flood) -> None:
-    """Grammars that take long to compile, each another one."""
+    """Send different grammars that all take long to compile."""
     numbers = itertools.count()
 
     async def bomb() -> None:
@@ -177,13 +177,13 @@ async def grammar_bombs(flood: Flood) -> None:
 
 
 async def logprobs(flood: Flood) -> None:
-    """Probabilities of every token, for several choices, held until the answers are whole."""
+    """Ask for the probabilities of every token for several choices, which a gateway holds until the answers are whole."""
     said = {"max_tokens": 100, "ignore_eos": True, "n": 8, "logprobs": 20}
     await flood.again(AT_ONCE, lambda: flood.call(_body(prompt=flood.prompt(16), **said)))
 
 
 async def slow_readers(flood: Flood) -> None:
-    """Streams that are begun, and then not read."""
+    """Begin streams and do not read them."""
 
     async def stop_reading() -> None:
         async with flood.connection() as (reader, writer):
@@ -197,7 +197,7 @@ async def slow_readers(flood: Flood) -> None:
 
 
 async def priorities(flood: Flood) -> None:
-    """Places before others, and SLOs of its own, for which its key has no right."""
+    """Ask for priorities and SLOs that the tenant's key does not permit."""
     wishes = itertools.cycle(({"priority": -1000}, {"ttft_slo": 0}, {"tbt_slo": 10}, {"priority": 1000}))
     await flood.again(
         AT_ONCE, lambda: flood.call(_body(prompt=flood.prompt(64), max_tokens=50, ignore_eos=True, **next(wishes)))
@@ -205,7 +205,7 @@ async def priorities(flood: Flood) -> None:
 
 
 async def huge_prompts(flood: Flood) -> None:
-    """Prompts as long as the model takes, and bodies that are larger than the gateway takes."""
+    """Send prompts as long as the model takes, and bodies that are larger than the gateway takes."""
     numbers = itertools.count()
     text = "x " * (1 << 20)
 
@@ -224,7 +224,7 @@ async def huge_prompts(flood: Flood) -> None:
 
 
 async def hang_ups(flood: Flood) -> None:
-    """Calls that are left as soon as they are made, or as their answer begins."""
+    """Close calls as soon as they are made, or as their answer begins."""
     numbers = itertools.count()
 
     async def leave() -> None:
@@ -254,7 +254,7 @@ def _client(target: Target) -> Any:
 
 
 async def _by_threads(flood: Flood, work: Callable[[Any, int], str]) -> None:
-    """`work`, by several threads with a client of the store each, until the time is up; it tells what it got."""
+    """Repeat `work` in several threads with a client of the store each, until the time is up; it returns what it got."""
 
     def one(thread: int) -> None:
         client = _client(flood.target)
@@ -270,7 +270,7 @@ async def _by_threads(flood: Flood, work: Callable[[Any, int], str]) -> None:
 
 
 async def store_puts(flood: Flood) -> None:
-    """Values of a MiB, without end."""
+    """Put values of a MiB, without end."""
     import numpy as np
 
     value = np.frombuffer(os.urandom(STORE_VALUE_BYTES), np.uint8)
@@ -283,7 +283,7 @@ async def store_puts(flood: Flood) -> None:
 
 
 async def store_leases_and_scans(flood: Flood) -> None:
-    """Leases that are not given back, lists of all keys, removals of what is not there, and of everything."""
+    """Take leases and do not release them, list all keys, and remove absent keys and all keys."""
     import numpy as np
 
     value = np.frombuffer(os.urandom(4096), np.uint8)
@@ -316,7 +316,7 @@ KINDS: dict[str, Callable[[Flood], Awaitable[None]]] = {
 
 
 async def begin(kind: str, target: Target, duration_s: float) -> asyncio.subprocess.Process:
-    """Start a process that floods for so long, and then prints what it got."""
+    """Start a process that floods for so long, and then prints the result."""
     said = json.dumps({"kind": kind, "duration_s": duration_s, "target": asdict(target)})
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "mooncake_zmq.chaos.floods", said, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -324,7 +324,7 @@ async def begin(kind: str, target: Target, duration_s: float) -> asyncio.subproc
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Flood, and print what came of it."""
+    """Flood, and print the result."""
     os.nice(NICE)
     said = json.loads(arguments[0])
     target = Target(**said["target"] | {"sources": tuple(said["target"]["sources"])})

@@ -1,8 +1,8 @@
-"""Frames that nobody of the cluster sent, and hands that put them on a control socket: one without a ZeroMQ of its own, and,
-where there are keys, strangers who speak CURVE and a thief who has a member's key.
+"""Forged frames, and three ways to put them on a control socket: without a ZeroMQ library, and, where there are keys, by
+strangers who speak CURVE and by a thief with a member's key.
 
-What is made here is noise, strangers, old lives and wrong versions: whoever gets that far must have all of it dropped and
-counted. That a stranger *passes* for a member is not tried without keys: nothing but keys is against that.
+Frames are noise, or come from strangers, ended incarnations and wrong versions: nodes must drop and count all of them. No frame
+without keys poses as a present member, since nothing but keys prevents that.
 """
 
 import socket
@@ -21,14 +21,14 @@ from mooncake_zmq.transfer.sockets import Limits, Sockets
 
 _TIMEOUT_S = 2.0
 _KNOCK_S = 5.0
-"""A node that runs has answered by then: as long as ZeroMQ gives a handshake."""
+"""The time in which a running node answers: ZeroMQ's own timeout of a handshake."""
 _FRAMES_PER_CONNECTION = 100
 _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=2 * _FRAMES_PER_CONNECTION, receive_hwm=1)
 _HANDSHAKES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 def frames(random: Random, members: Sequence[str], count: int) -> Iterator[bytes]:
-    """Frames that no member may heed. `members`: names that do exist, whose old lives speak here."""
+    """Yield frames that every node must drop. `members`: real names, used with ended incarnations."""
     for _ in range(count):
         kind = random.randrange(5)
         if kind == 0:
@@ -46,7 +46,7 @@ def frames(random: Random, members: Sequence[str], count: int) -> Iterator[bytes
 
 
 def _envelope(random: Random, members: Sequence[str]) -> bytes:
-    """A well-formed one: from nobody, from a life long over, or of another protocol."""
+    """Return a well-formed envelope from an unknown node, of an ended incarnation, or of another protocol version."""
     stranger = random.random() < 0.5
     version = PROTOCOL_VERSION if stranger else random.choice((0, PROTOCOL_VERSION, PROTOCOL_VERSION + 1, 1 << 48))
     sender = random.choice(("nobody", "decode-z", "root")) if stranger else random.choice(members)
@@ -69,7 +69,8 @@ def _envelope(random: Random, members: Sequence[str]) -> bytes:
 
 
 def send_in_clear(address: str, port: int, forged: Sequence[bytes], random: Random) -> int:
-    """Put frames on a ROUTER's TCP socket: how many went out before it hung up. Connections that are no ZeroMQ come between."""
+    """Put frames on a ROUTER's TCP socket, between connections that do not speak ZeroMQ; return how many were sent before it
+    closed."""
     sent = 0
     for start in range(0, len(forged), _FRAMES_PER_CONNECTION):
         with suppress(OSError), socket.create_connection((address, port), timeout=_TIMEOUT_S) as stream:
@@ -91,14 +92,14 @@ def _read(stream: socket.socket, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """How those with keys fared at a door, in connections."""
+    """The number of connections with keys that were admitted and refused."""
 
     admitted: int = 0
     refused: int = 0
 
 
 def send_by_key(server: str, endpoint: str, forged: Sequence[bytes], keys: Keys) -> Met:
-    """Put frames on the control socket of `server` as who has `keys`."""
+    """Put frames on the control socket of `server` with these `keys`."""
     sockets = Sockets(keys, io_threads=1).borrow()
     met = [_knock(sockets, server, endpoint, forged[at : at + _FRAMES_PER_CONNECTION]) for at in _starts(forged)]
     sockets.give_back()
@@ -110,7 +111,7 @@ def _starts(forged: Sequence[bytes]) -> range:
 
 
 def _knock(sockets: Sockets, server: str, endpoint: str, forged: Sequence[bytes]) -> int:
-    """What came of one connection: a ZeroMQ event, or 0 if nobody was there."""
+    """Send frames on one connection; return the ZeroMQ event of its handshake, or 0 if no node answered."""
     dealer, _ = sockets.connecting(zmq.DEALER, endpoint, "control", _LIMITS, server=server)
     told = dealer.get_monitor_socket(_HANDSHAKES)
     dealer.connect(endpoint)
@@ -119,6 +120,6 @@ def _knock(sockets: Sockets, server: str, endpoint: str, forged: Sequence[bytes]
             dealer.send(frame, zmq.DONTWAIT)
     event = int(recv_monitor_message(told)["event"]) if told.poll(int(_KNOCK_S * 1000)) else 0
     dealer.disable_monitor()
-    # Once greeted, what was sent is still on its way.
+    # After the handshake the frames are still being sent.
     dealer.close(linger=int(_TIMEOUT_S * 1000) if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else 0)
     return event

@@ -1,5 +1,5 @@
-"""Inputs without end for every socket of a running cluster: those that fuzzing begins with, spoilt, by whoever is let in, and
-noise by whoever is not. What the cluster makes of them is seen by its clients, its logs and its memory."""
+"""Hostile inputs for every socket of a running cluster: mutated fuzzing samples over admitted connections, and noise over
+others. Their effect shows in the cluster's clients, logs and memory."""
 
 import asyncio
 import socket
@@ -27,23 +27,24 @@ from mooncake_zmq.fuzz.examination import mutations
 from mooncake_zmq.transfer.sockets import Limits, Sockets
 
 DRAWN = 20_000
-"""Different inputs for a socket; then they come again."""
+"""The number of different inputs for a socket, after which they repeat."""
 STALL_S = 5.0
-"""A socket that takes nothing for so long gets no more: counted is what it took."""
+"""The time after which a socket that takes nothing gets no more inputs; those that it took are counted."""
 TIMEOUT_S = 2.0
 HTTP_SHARE, CALLS_AT_ONCE = 50, 16
-"""Of the inputs of another socket, one goes to HTTP, in a call of its own: it is parsed, prepared and answered."""
+"""One HTTP call for every so many inputs of another socket, since each is parsed, prepared and answered; and how many at
+once."""
 ANSWER_TIMEOUT_S = 15.0
-"""Of such a call: some spoilt ones are still good, and ask for as many tokens as the model may make."""
+"""The timeout of an HTTP call: some mutated bodies are still valid and ask for as many tokens as the model may make."""
 STREAM_SHARE = 20
-"""Likewise to streams: each is a connection, a handshake and a thread."""
+"""One stream for every so many inputs of another socket, since each is a connection, a handshake and a thread."""
 NOISE_SHARE = 1000
-"""Likewise a connection of noise."""
+"""One connection of noise for every so many inputs of another socket."""
 MIN_TAKEN_SHARE = 0.9
-"""Of what is for a socket; whoever takes less was not attacked."""
+"""The share of a socket's inputs that it must take; with less it counts as not attacked."""
 AT_ONCE = 4
 CROWD, CROWD_INPUTS = 40, 200
-"""Connections that come to a socket together, say so many inputs each, and go without a word."""
+"""The number of connections that come to a socket together and leave without a close, and the inputs that each sends."""
 CROWD_S, PING_MS = 0.5, 5
 COUNTED = ("dropped", "garbage", "refused", "cut", "strangers")
 _IN, _OUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
@@ -52,42 +53,43 @@ _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=200, receive_hwm=200)
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """A listening socket of a node. `decoder`: which reads what comes there; `kind`: what connects."""
+    """A listening socket of a node. `decoder`: the decoder of its inputs; `kind`: the type of the ZeroMQ socket that
+    connects."""
 
     node: str
     what: str
     endpoint: str
-    """Of streams: where the ticket for them is had."""
+    """The address to connect to; of streams, the endpoint that issues their tickets."""
     decoder: str = ""
     plane: Plane = "control"
     kind: int = zmq.DEALER
     prefix: tuple[bytes, ...] = ()
-    """Parts of each message before the input."""
+    """The frames of each message before the input."""
     admit: hostile_streams.Admit | None = None
-    """Of streams."""
+    """The admission of a client to a stream; None for ZeroMQ sockets."""
     counters: tuple[tuple[str, str, float], ...] = ()
-    """What the node counts of what comes there: the part that does, how the counters' names begin, and for which share of the
-    inputs at least; 0: for one."""
+    """The node's counters of these inputs: the component, the prefix of the counters' names, and the least share of the inputs
+    that they must count (0: a single one)."""
 
     @property
     def name(self) -> str:
         return f"{self.node} {self.what}"
 
     def wanted(self, count: int) -> int:
-        """Inputs that it gets, of `count`."""
+        """Return the number of inputs that this socket gets when others get `count`."""
         return count // (HTTP_SHARE if self.what == "http" else STREAM_SHARE if self.admit else 1)
 
 
 @dataclass(slots=True)
 class Assault:
-    """What came of it. `taken`: inputs, by socket."""
+    """The result of an assault. `taken`: the number of inputs by socket."""
 
     taken: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
 def doors(cluster: Cluster) -> Iterator[Door]:
-    """All of them."""
+    """Return every listening socket of the cluster's nodes."""
     for node in cluster.config.nodes:
         yield Door(node.name, "control", node.endpoint, "session", counters=(("session", "dropped", 0),))
         if node.role in ("prefill", "cache-node"):
@@ -114,8 +116,8 @@ def doors(cluster: Cluster) -> Iterator[Door]:
 
 
 async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], None]) -> Assault:
-    """Send `count` inputs to every socket, a few sockets at a time. Whoever took too few of them, or counted none, is a
-    problem: nothing is shown of a socket that was not attacked."""
+    """Send `count` inputs to every socket, a few sockets at a time. A socket that took too few or counted none is a problem,
+    since the run then shows nothing of it."""
     made, targets = Assault(), list(doors(cluster))
     slots = asyncio.Semaphore(AT_ONCE)
     before = await cluster.dumps()
@@ -138,7 +140,7 @@ async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], 
 
 
 def spared(door: Door, wanted: int, taken: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
-    """Why nothing is shown of a door. `before`, `after`: dumps of its node; None: it did not answer."""
+    """Return why a socket counts as not attacked. `before`, `after`: dumps of its node; None: it did not answer."""
     found = []
     if taken < MIN_TAKEN_SHARE * wanted or not taken:
         found.append(f"{door.name} took {taken:,} of {wanted:,} hostile inputs")
@@ -156,13 +158,13 @@ def _counted(dump: Mapping[str, Any], part: str, prefix: str) -> int:
 
 
 def _parts(dump: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What a node counts, by part."""
+    """Return a node's counters by component."""
     parts = {**dump["parts"], "session": dump["session"]["counts"], "zmq": dump["runtime"]["counts"]}
     return parts | {part: dump[part]["counts"] for part in ("edge", "store") if part in dump}
 
 
 def refusals(dumps: Mapping[str, Any]) -> Counter[str]:
-    """What nodes counted of inputs that were none, by counter, all nodes together."""
+    """Return the nodes' counters of refused inputs, summed over all nodes."""
     found: Counter[str] = Counter()
     for dump in dumps.values():
         for part, counts in _parts(dump).items():
@@ -197,7 +199,7 @@ def _send(cluster: Cluster, door: Door, count: int, random: Random) -> int:
 
 
 def _crowd(sockets: Sockets, door: Door, seeds: list[bytes]) -> None:
-    """Connections that say much, ask in between whether anybody is there, and go, whatever was taken of it by then."""
+    """Open many connections that send much, ping in between, and leave whatever the node has read by then."""
     crowd = []
     for _ in range(CROWD):
         connection, _ = sockets.connecting(door.kind, door.endpoint, door.plane, _LIMITS, server=door.node)
@@ -214,7 +216,7 @@ def _crowd(sockets: Sockets, door: Door, seeds: list[bytes]) -> None:
 
 
 def _spoken_by(name: str) -> list[bytes]:
-    """Every message, in envelopes of a member that may speak: from a life that is over, and from one to come."""
+    """Return every message in envelopes of an admitted member, from an incarnation that is over and from a future one."""
     bodies = tuple(DECODERS["message"].seeds())
     for raw in bodies:
         decode(raw)
@@ -228,7 +230,7 @@ def _spoken_by(name: str) -> list[bytes]:
 
 
 def _pour(sockets: Sockets, door: Door, inputs: Iterator[bytes]) -> int:
-    """By a ZeroMQ of ours, which connects again when it is cut. What is sent while nobody is there does not count."""
+    """Send inputs by a ZeroMQ socket that reconnects when it is cut. Inputs sent while it is disconnected do not count."""
     connection, _ = sockets.borrow().connecting(door.kind, door.endpoint, door.plane, _LIMITS, server=door.node)
     connection.immediate = True
     connection.sndtimeo = int(STALL_S * 1000)
@@ -250,7 +252,7 @@ def _pour(sockets: Sockets, door: Door, inputs: Iterator[bytes]) -> int:
 
 
 def _is_in(told: "zmq.Socket[bytes]", was_in: bool) -> bool:
-    """Wait until we are let in. Raises zmq.Again where we are not for `STALL_S`."""
+    """Wait until the connection is admitted. Raises zmq.Again where it is not within `STALL_S`."""
     until = time.monotonic() + STALL_S
     while told.poll(0 if was_in else max(0, int((until - time.monotonic()) * 1000))):
         was_in = bool(recv_monitor_message(told)["event"] & _IN)
@@ -260,14 +262,14 @@ def _is_in(told: "zmq.Socket[bytes]", was_in: bool) -> bool:
 
 
 def _hear(connection: "zmq.Socket[bytes]") -> None:
-    """What was answered, so that nobody has to keep it."""
+    """Read and discard the answers, so that they fill no queue."""
     with suppress(zmq.Again):
         while True:
             connection.recv(zmq.DONTWAIT)
 
 
 def _call(address: str, port: int, raw: bytes) -> bool:
-    """One call, hung up on once it begins to be answered."""
+    """Make one call, and close the connection once the answer begins."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw)
     with suppress(OSError), socket.create_connection((address, port), timeout=TIMEOUT_S) as stream:
         stream.settimeout(ANSWER_TIMEOUT_S)

@@ -1,5 +1,5 @@
-"""Spoilt inputs for the plain streams beside a node's sockets: openings and proofs that are none, and, behind a ticket got as
-every client gets it, records and messages. Each has a connection of its own, as a server ends it at what it cannot read."""
+"""Hostile inputs for the plain TCP streams of a node: invalid openings and proofs, and, after a valid ticket, invalid records
+and messages. Each has a connection of its own, as a server closes it at the first input that it cannot read."""
 
 import os
 import socket
@@ -25,14 +25,14 @@ from mooncake_zmq.transfer.stream import LENGTH, framed
 from mooncake_zmq.transfer.tickets import CHALLENGE_BYTES, Attaching, Refused, Ticket
 
 INPUTS_PER_TICKET = 100
-"""Then comes another one: those for blocks are good for half a minute alone."""
+"""The number of inputs per ticket: tickets for blocks are valid for half a minute only."""
 TIMEOUT_S = 5.0
 MAX_BYTES = 8192
-"""Of what is said on one connection: the server takes all of it in before it has to be heard."""
+"""The size of one connection's input: the server reads so much before the client must read its answers."""
 DRAWN = 5000
-"""Different series of messages; then they come again."""
+"""The number of different series of messages, after which they repeat."""
 KNOWN_SHARE = 0.75
-"""Of streams of a store that say first whose they are, as they should."""
+"""The share of a store's streams that begin with a valid attach message."""
 _LIMITS = Limits(max_message_bytes=protocol.MAX_FRAME_BYTES, send_hwm=10, receive_hwm=10)
 
 
@@ -42,7 +42,7 @@ class _NotTold(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a client was told: where streams connect, and the ticket for them. `first`: what he has to say on each first."""
+    """The address where streams connect, and the ticket for them. `first`: returns the message that each stream begins with."""
 
     where: str
     ticket: Ticket
@@ -53,7 +53,7 @@ Admit = Callable[[Sockets, str, str], "Iterator[Admission]"]
 
 
 class Spoilt(Enum):
-    """What is, on one connection; what comes before it is as it should be."""
+    """A mutated input of one connection; what comes before it is valid."""
 
     OPENING = auto()
     PROOF = auto()
@@ -62,7 +62,8 @@ class Spoilt(Enum):
 
 
 def of_blocks(sockets: Sockets, endpoint: str, server: str) -> Iterator[Admission]:
-    """As a reader of another host is admitted; its life is told to whoever asks for another one."""
+    """Get the ticket that a reader on another host gets. A request with the wrong incarnation is answered with the right
+    one."""
     dealer, _ = sockets.connecting(zmq.DEALER, endpoint, "data", _LIMITS, server=server)
     with closing(dealer):
         _patiently(dealer, endpoint)
@@ -75,7 +76,7 @@ def of_blocks(sockets: Sockets, endpoint: str, server: str) -> Iterator[Admissio
 
 
 def of_values(sockets: Sockets, endpoint: str, server: str) -> Iterator[Admission]:
-    """As a client of a store is, who shares no memory with it."""
+    """Get the ticket that a client of a store without shared memory gets."""
     name = os.urandom(16)
     dealer, _ = sockets.connecting(zmq.DEALER, endpoint, "store", _LIMITS, server=server)
     with closing(dealer):
@@ -103,8 +104,8 @@ def _asked(dealer: "zmq.Socket[bytes]", asked: object, decode: Callable[[bytes],
 
 
 def pour(sockets: Sockets, endpoint: str, server: str, admit: Admit, count: int, random: Random) -> int:
-    """Send so many inputs to the streams beside `endpoint`; returns how many were heard to their end, until
-    no ticket is to be had."""
+    """Send so many inputs to the streams beside `endpoint`, until no ticket is to be had; return how many the server read to
+    their end."""
     spoilt = cycle(_messages("stream-request" if admit is of_values else "block-request", random, min(count, DRAWN)))
     taken = 0
     sockets.borrow()
@@ -118,14 +119,14 @@ def pour(sockets: Sockets, endpoint: str, server: str, admit: Admit, count: int,
 
 
 def _messages(decoder: str, random: Random, count: int) -> Sequence[bytes]:
-    """One message or several, behind each other and spoilt together: their lengths too."""
+    """Return one message or several in a row, mutated together with their lengths."""
     alone = [LENGTH.pack(len(raw)) + raw for raw in DECODERS[decoder].seeds()]
     several = [b"".join(random.choices(alone, k=3)) for _ in alone]
     return list(mutations([*alone, *several], random, count, MAX_BYTES))
 
 
 def _tried(admission: Admission, endpoint: str, said: bytes, random: Random) -> bool:
-    """Did the server hear it, and end the connection? It must, as we say that no more will come."""
+    """Return whether the server read the input and closed the connection, as it must when the client sends no more."""
     try:
         connection = connect_beside(admission.where, endpoint, TIMEOUT_S)
     except (OSError, ValueError, OverflowError):
@@ -136,12 +137,12 @@ def _tried(admission: Admission, endpoint: str, said: bytes, random: Random) -> 
             return _say(connection, admission, said, random) and _ended(connection)
         except TimeoutError:
             return False
-        except OSError:  # it was ended while we spoke
+        except OSError:  # the server closed it amid the input
             return True
 
 
 def _say(connection: socket.socket, admission: Admission, said: bytes, random: Random) -> bool:
-    """False: who has a ticket was not let in."""
+    """Send the input; return False where a client with a ticket was not admitted."""
     what = random.choice(list(Spoilt))
     attaching = Attaching(admission.ticket)
     connection.sendall(_spoilt(attaching.opening, random) if what is Spoilt.OPENING else attaching.opening)
@@ -168,7 +169,7 @@ def _spoilt(raw: bytes, random: Random) -> bytes:
 
 
 def _received(connection: socket.socket, size: int) -> bytes:
-    """Less, if the server ends it before."""
+    """Receive so many bytes, or fewer if the server closes before."""
     came = b""
     while len(came) < size and (more := connection.recv(size - len(came))):
         came += more
@@ -176,7 +177,7 @@ def _received(connection: socket.socket, size: int) -> bytes:
 
 
 def _ended(connection: socket.socket) -> bool:
-    """Take what is answered, to its end."""
+    """Read answers until the end of the connection."""
     connection.shutdown(socket.SHUT_WR)
     while connection.recv(1 << 16):
         pass

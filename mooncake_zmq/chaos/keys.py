@@ -12,20 +12,20 @@ from mooncake_zmq.transfer.key_files import Keys
 from mooncake_zmq.transfer.own_files import make_own_directory, replace_own
 
 OUTSIDER = "outsider"
-"""A client of stores: it has a key of this cluster, and no business on any other plane."""
+"""The name of a client of stores, whose key is valid on no other plane."""
 SUBSCRIBER = "subscriber"
-"""Of KV events."""
+"""The name of a subscriber to KV events."""
 NOBODY = "nobody"
-"""Who has a key that no file names."""
+"""The name of a client whose key stands in no file."""
 SPREAD_S = 1.5
-"""After which every running node has read the public keys anew."""
+"""The time in which every running node has reread the public keys."""
 
 
 class RunKeys:
-    """Of all nodes, and of two strangers. `hosts`: the directory for keys on each host, by name."""
+    """The keys of all nodes, and of strangers. `hosts`: the directory for keys on each host, by name."""
 
     def __init__(self, directory: Path, nodes: Mapping[str, str], hosts: Mapping[str, Path]) -> None:
-        """`nodes`: the host of each, by name."""
+        """`nodes`: the host of each node, by name."""
         self._directory = directory
         self._nodes, self._hosts = dict(nodes), dict(hosts)
         self._spreading = threading.Lock()
@@ -39,29 +39,30 @@ class RunKeys:
             self._hand_over(name)
 
     def of_strangers(self) -> list[Keys]:
-        """Of some who are not let in, with everybody's public keys all the same."""
+        """Return the keys of clients that are not admitted, each with all public keys."""
         outsider = key_files.load(self._directory, OUTSIDER)
         nobody = key_files.load(self._directory / NOBODY, NOBODY)
         return [outsider, replace(nobody, book=outsider.book, path=outsider.path)]
 
     def of(self, name: str) -> Keys:
-        """Somebody's own, as a thief would have them. Raises KeysError in the midst of a rotation."""
+        """Return one node's own keys, as a thief would have them. Raises KeysError in the midst of a rotation."""
         return key_files.load(self._directory, name)
 
     def rotate(self, name: str) -> None:
-        """Make a new key of a node, and bring it to its host; the node has it from its next life on. Takes a while."""
+        """Make a new key of a node and copy it to its host; the node uses it from its next incarnation on. Blocks for a
+        while."""
         key_files.rotate(self._directory, name)
         self._spread()
         time.sleep(SPREAD_S)
         self._hand_over(name)
 
     def drop(self, name: str) -> None:
-        """Forget the former key of a node that runs with its new one."""
+        """Delete the former key of a node that runs with its new one."""
         key_files.drop(self._directory, name)
         self._spread()
 
     def _spread(self) -> None:
-        with self._spreading:  # else of two at once the one who read first may write last
+        with self._spreading:  # of two at once, the first to read may be the last to write
             content = (self._directory / key_files.PUBLIC_KEYS).read_bytes()
             for path in self._hosts.values():
                 replace_own(path / key_files.PUBLIC_KEYS, content, mode=key_files.WORLD_READABLE)

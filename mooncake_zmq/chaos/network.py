@@ -1,6 +1,6 @@
 """The hosts of a run: network namespaces on a bridge whose links can be cut, or, where none are permitted, loopback.
 
-Everything is made inside a namespace of the run's own, so that nothing of it can meet another run or outlive this one.
+Everything is made inside a namespace of the run's own, so that runs do not disturb each other and nothing outlives one.
 """
 
 import functools
@@ -18,38 +18,38 @@ SOURCES = 4
 INSIDE_VARIABLE = "MOONCAKE_ZMQ_CHAOS_INSIDE"
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _NOBODYS_ADDRESS = "02:00:00:00:00:00"
-"""A link address that no interface has: what is sent there is lost without a word, as behind a broken switch."""
+"""A link address that no interface has: frames sent to it are lost silently, as behind a broken switch."""
 
 
 class Network(Protocol):
-    """How hosts reach each other, and what can be done about it."""
+    """The network between hosts, and the faults that it can have."""
 
     name: str
     impossible: dict[Kind, str]
-    """Kinds of faults that cannot be had here, and why."""
+    """The kinds of faults that are impossible here, and why."""
     sources: tuple[str, ...]
-    """Addresses of ours that clients may connect from."""
+    """The local addresses that clients may connect from."""
 
     def address(self, written: str) -> str:
-        """The address to use in place of one that the deployment names."""
+        """Return the address to use in place of one that the deployment names."""
 
     def command(self, host: str) -> list[str]:
-        """What to put before a command that is to run on `host`."""
+        """Return the words to put before a command that is to run on `host`."""
 
     def mount(self, directory: Path, size_bytes: int) -> bool:
         """Make `directory` a file system of its own, of this size; False where that is not permitted."""
 
     def cut(self, sender: str, receiver: str, *, cut: bool) -> None:
-        """Lose what the host `sender` sends to the host `receiver`, or no longer."""
+        """Begin or stop losing the frames that the host `sender` sends to the host `receiver`."""
 
     def delay(self, host: str, seconds: float) -> None:
-        """Hold up what `host` sends; 0: no longer."""
+        """Delay the frames that `host` sends; 0: no longer."""
 
     def close(self) -> None: ...
 
 
 def enter() -> None:
-    """Run this process's command line again within namespaces of its own, if that is permitted; returns only if not."""
+    """Run this process's command line again within namespaces of its own, if that is permitted; return only if not."""
     if INSIDE_VARIABLE in os.environ or shutil.which("unshare") is None or shutil.which("ip") is None:
         return
     for user in ((), ("--user", "--map-root-user")):
@@ -61,14 +61,14 @@ def enter() -> None:
 
 
 def open_network(hosts: dict[str, str]) -> Network:
-    """`hosts`: the address of each, by name."""
+    """Return the best network that is permitted. `hosts`: the address of each, by name."""
     if INSIDE_VARIABLE in os.environ:
         return Namespaces(hosts)
     return Loopback(hosts)
 
 
 class Loopback:
-    """All hosts on this machine's loopback, each with an address of its own; nothing can be cut."""
+    """A network with all hosts on this machine's loopback, each with an address of its own; nothing can be cut."""
 
     name = "loopback, where no link can be cut"
 
@@ -101,7 +101,7 @@ class Loopback:
 
 
 class Namespaces:
-    """A network namespace for each host, plugged into a bridge in ours, where the clients are."""
+    """A network namespace for each host, plugged into a bridge in the run's namespace, where the clients are."""
 
     name = "network namespaces"
 
@@ -158,7 +158,7 @@ class Namespaces:
         if cut:
             self._on(sender, "ip", "neigh", "replace", *place, "lladdr", _NOBODYS_ADDRESS, "nud", "permanent")
         else:
-            with suppress(OSError):  # of two faults at once the other one has mended it
+            with suppress(OSError):  # of two faults at once, the other has mended it
                 self._on(sender, "ip", "neigh", "del", *place)
 
     def delay(self, host: str, seconds: float) -> None:

@@ -1,9 +1,9 @@
-"""One node of a chaos run: the product's own command line, on a host whose wall clock and disk a run can turn.
+"""One node of a chaos run: the product's own command line, on a host whose wall clock and disk the run can change.
 
 `python -m mooncake_zmq.chaos.node ROLE ...` is `python -m mooncake_zmq ROLE ...`, except that (1) time.time() is off by what
 the host's dials say, (2) vectored reads and writes of files, as SSD tiers do them, fail with the errno that stands there, and
-(3) a decode's toy engine takes its time: for each token, or for a whole step of its batch. Nothing else is different, and no
-product code knows of it.
+(3) a decode's toy engine takes its time: for each token, or for a whole step of its batch. Nothing else is different, and the
+product's code does not depend on it.
 """
 
 import functools
@@ -24,7 +24,8 @@ _DIALS = struct.Struct("<dq")
 
 
 class Dials:
-    """What is wrong with one host, in a file that its processes map: seconds its wall clock is off, errno of its disk."""
+    """The faults of one host, in a file that its processes map: the seconds that its wall clock is off, and the errno of its
+    disk."""
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -75,7 +76,7 @@ def _take_time(token_s: float) -> None:
 
 
 def _take_time_a_step(step_s: float) -> None:
-    """A step takes as long for many rows as for one, as on a GPU with room in its batch."""
+    """Make a step take as long for many rows as for one, as on a GPU with room in its batch."""
     from mooncake_zmq.engine import weights
     from mooncake_zmq.engine.toy import ToyEngine
 
@@ -88,7 +89,7 @@ def _take_time_a_step(step_s: float) -> None:
 
 
 def _trust_all_bytes() -> None:
-    """The planted bug: checksums are made and never compared."""
+    """Plant a bug: checksums are made and never compared."""
     from mooncake_zmq.kv import reading
 
     _replace(reading, "part_stands", lambda _found, _told: True)
@@ -96,7 +97,7 @@ def _trust_all_bytes() -> None:
 
 
 def _admit_strangers() -> None:
-    """The planted bug: whoever has any key is let in, by the name of a node that there is not."""
+    """Plant a bug: any client with a key is admitted, as a node that does not exist."""
     from mooncake_zmq.core.keys import KeyBook
 
     admitted = KeyBook.admitted

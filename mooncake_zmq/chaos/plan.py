@@ -1,4 +1,4 @@
-"""What a seed breaks, as data: faults with their times and targets, drawn before anything runs. PURE: it touches nothing."""
+"""The faults of a run as data: kinds, times and targets, drawn from a seed before anything runs. PURE: it touches nothing."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,31 +9,32 @@ from mooncake_zmq.core.roles import Role
 
 
 class Kind(Enum):
-    """What can be done to a cluster of real processes."""
+    """The kinds of faults of a cluster of real processes."""
 
     KILL = "kill"
-    """SIGKILL; its supervisor starts it again after `duration_s`."""
+    """The target is killed by SIGKILL; its supervisor starts it again after `duration_s`."""
     FLAP = "flap"
-    """SIGKILL `amount` times, each `duration_s` after the start before, every other time after all have heard of it."""
+    """The target is killed `amount` times, each `duration_s` after its last start, and every other time after all peers know of
+    it."""
     STOP = "stop"
-    """SIGSTOP for `duration_s`, mostly longer than peers wait, sometimes longer than a lease."""
+    """The target is stopped by SIGSTOP for `duration_s`, mostly beyond the peer timeout, sometimes beyond a lease."""
     DRAIN = "drain"
-    """SIGTERM; it is started again once it has ended."""
+    """The target is drained by SIGTERM, and started again once it has ended."""
     ROLLING = "rolling"
     """The targets are drained and started again, one after the other."""
     ROTATE = "rotate"
-    """As `rolling`, and each target's key is rotated before its new life; the former ones are dropped in the end."""
+    """As `rolling`, and each target's key is rotated before its restart; the former keys are deleted in the end."""
     TAKEOVER = "takeover"
     """The conductor in use is stopped: the other one must decide."""
     REBOOT = "reboot"
     """Every node of a host is killed at once, and its runtime directory and shared memory are empty when they start again."""
     LOST_CLOCK = "lost_clock"
-    """A host reboots with its clock `amount` seconds ahead, and again with the right time: nothing on it remembers the life
-    between, whose incarnation was greater."""
+    """A host reboots with its clock `amount` seconds ahead, and again with the right time: nothing on it remembers the
+    incarnations in between, whose numbers were greater."""
     POOLS = "pools"
-    """SIGKILL to every cache-node at once."""
+    """Every cache-node is killed at once."""
     EVERYTHING = "everything"
-    """SIGKILL to every node at once; then a start."""
+    """Every node is killed at once, and then started."""
     PARTITION = "partition"
     """The first target's host and the second's lose each other's packets."""
     ONE_WAY = "one_way"
@@ -49,18 +50,18 @@ class Kind(Enum):
     FLIP_MEMORY = "flip_memory"
     """One byte changes in each of `amount` committed blocks of the target, in shared memory."""
     CLOCK = "clock"
-    """The wall clock of the target's host is `amount` seconds off; the target begins a life then, and another afterwards."""
+    """The wall clock of the target's host is `amount` seconds off; the target restarts then, and again afterwards."""
     FORGE = "forge"
     """`amount` frames from strangers reach the target's control socket, valid ones among them."""
 
     @property
     def is_outage(self) -> bool:
-        """Does it take something away that streams may be using?"""
+        """Return whether it takes something away that streams may be using."""
         return self in _OUTAGES
 
     @property
     def ends_lives(self) -> bool:
-        """Does a process end of it?"""
+        """Return whether a process ends by it."""
         return self.is_outage and self not in (Kind.STOP, Kind.TAKEOVER, Kind.PARTITION, Kind.ONE_WAY)
 
 
@@ -82,7 +83,7 @@ class Fault:
     targets: tuple[str, ...]
     amount: float = 0.0
     beside: bool = False
-    """It does not wait for the outage before it to be over."""
+    """Whether it begins without waiting for the end of the outage before it."""
 
     def __str__(self) -> str:
         lasting = f" for {self.duration_s:.1f} s" if self.duration_s else ""
@@ -93,21 +94,21 @@ class Fault:
 _BESIDE = " (beside the one before)"
 
 SETTLE_S = 3.0
-"""Reckoned for a cluster to be whole again after an outage."""
+"""The estimated time until a cluster is whole again after an outage."""
 BESIDE_SHARE = 0.2
-"""Of the outages, these meet another one."""
+"""The share of outages that overlap with another one."""
 LONG_S = 180.0
-"""A run this long has time to restart every node in turn."""
+"""The length from which on a run has time to restart every node in turn."""
 CLOCK_JUMPS_S = (86_400.0, -86_400.0, 3_600.0, -90.0, 7.5)
 RESTART_S = (0.2, 3.0)
 FLAP_S = (0.1, 1.5)
-"""A life of a node that flaps: some end before they have greeted anybody."""
+"""The range of uptimes of a node that flaps: some end before the first greeting of a peer."""
 STOP_S = ((0.3, 2.0), (3.5, 6.0), (10.0, 14.0))
-"""Shorter than peers wait; longer; longer than most leases."""
+"""Ranges of durations: shorter than the peer timeout, longer, and longer than most leases."""
 
 
 def draw_plan(seed: int, duration_s: float, nodes: Mapping[str, Role], kinds: Collection[Kind] = tuple(Kind)) -> list[Fault]:
-    """The faults of a run: every kind once, in an order of the seed's, before any comes again. `nodes`: their roles by name,
+    """Return the faults of a run: every kind once, in the seed's order, before any comes again. `nodes`: their roles by name,
     in the deployment's order."""
     random = Random(f"chaos {seed}")
     faults: list[Fault] = []

@@ -1,4 +1,4 @@
-"""What a run showed, for people and for programs."""
+"""The results of a run, as a table and as JSON."""
 
 import dataclasses
 from collections import Counter
@@ -14,11 +14,11 @@ from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.chaos.run import Outcome, Wanted
 
 EVENTS = 12
-"""Kinds of warnings that the table names."""
+"""The number of kinds of warnings that the table names."""
 
 
 def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
-    """(what, how much, whether it may be so)."""
+    """Return (what, how much, whether it may be so) for each row."""
     score = outcome.score
     kinds = Counter(entry.fault.kind.value for entry in outcome.done)
     yield "faults", f"{len(outcome.done)} of {len(kinds)} kinds", True
@@ -68,7 +68,7 @@ def _longest(outcome: Outcome, *, several: bool) -> str:
 
 
 def print_report(outcome: Outcome, wanted: Wanted, console: Console) -> None:
-    """The table, and what was wrong."""
+    """Print the table, and what was wrong."""
     table = Table(title=f"chaos, seed {wanted.seed}, {outcome.took_s:.0f} s, {outcome.network}", title_justify="left", box=None)
     table.add_column("")
     table.add_column("", overflow="fold")
@@ -98,7 +98,7 @@ def print_report(outcome: Outcome, wanted: Wanted, console: Console) -> None:
 
 
 def as_json(outcome: Outcome, wanted: Wanted) -> dict[str, Any]:
-    """The same as one JSON object."""
+    """Return the same as one JSON object."""
     score = outcome.score
     return {
         "seed": wanted.seed,

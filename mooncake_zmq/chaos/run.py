@@ -1,4 +1,4 @@
-"""One run: a cluster, its clients, the faults of its plan, and what holds once they are over."""
+"""One run: a cluster, its clients, the faults of its plan, and the checks once they are over."""
 
 import asyncio
 import signal
@@ -32,7 +32,7 @@ from mooncake_zmq.chaos.streams import open_api
 from mooncake_zmq.config.load import Loaded
 
 QUIET_TIMEOUT_S = 120.0
-"""Until every lease has run out: the longest one lasts a minute."""
+"""The time until every lease has ended: the longest one lasts a minute."""
 TOLD_EVERY_S = 10.0
 POLL_S = 0.2
 LINES_KEPT = 20
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a run is to be."""
+    """The settings of a run."""
 
     loaded: Loaded
     seed: int
@@ -50,16 +50,16 @@ class Wanted:
     clients: int = 8
     kinds: Sequence[Kind] = tuple(Kind)
     planted: str = ""
-    """A bug to plant; empty: none."""
+    """The bug to plant; empty: none."""
     with_keys: bool = True
-    """False: TCP in clear."""
+    """Whether TCP is encrypted by CURVE."""
     hostile: int = 0
-    """Instead of faults: so many spoilt inputs to every socket; nothing may die of them, or grow."""
+    """The number of hostile inputs to every socket, instead of faults; no node may die or grow of them."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run showed. Clean: no problems."""
+    """The result of a run. Clean: no problems."""
 
     directory: Path
     network: str = ""
@@ -75,16 +75,16 @@ class Outcome:
     peaks: dict[str, Footprint] = field(default_factory=dict)
     growths: dict[str, Growth] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
-    """Spoilt ones that each socket took."""
+    """The number of hostile inputs that each socket took."""
     strangers_refused: int = 0
-    """Connections by keys that may not come in."""
+    """The number of refused connections by keys that are not admitted."""
     warnings: Counter[str] = field(default_factory=Counter)
-    """What nodes warned of in their logs, by event."""
+    """The number of warnings in nodes' logs, by event."""
     problems: list[str] = field(default_factory=list)
 
 
 class NotStarted(Exception):
-    """The cluster did not come up."""
+    """The cluster did not start."""
 
 
 class Run:
@@ -94,11 +94,11 @@ class Run:
         self._wanted = wanted
         self._say = say
         self._over = asyncio.Event()
-        """The time is up, or the operator wants no more."""
+        """Set when the time is up or the operator ends the run."""
         self.outcome = Outcome(Path(tempfile.mkdtemp(prefix="mz-chaos-")))
 
     async def run(self) -> Outcome:
-        """The whole of it; whatever happens, no process stays."""
+        """Drive the whole run; in every case no process is left."""
         wanted, outcome = self._wanted, self.outcome
         network = open_network(addresses(wanted.loaded.config))
         outcome.network, outcome.impossible = network.name, dict(network.impossible)
@@ -135,7 +135,7 @@ class Run:
         self._look_back(cluster)
 
     def _mind_signals(self) -> None:
-        """The first one ends the faults, and what was seen is judged; the next one ends it all."""
+        """Handle signals: the first one ends the faults and has the run judged, the second one ends everything."""
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
 
@@ -186,7 +186,7 @@ class Run:
         outcome.strangers_refused = saboteur.strangers_refused
 
     async def _commit(self, plan: Sequence[Fault], saboteur: Saboteur) -> None:
-        """What is no outage at its time; outages at theirs, or once those before are over; until the time is up."""
+        """Commit other faults at their times, and outages at theirs or once those before are over, until the time is up."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._in_turn([fault for fault in plan if fault.kind.is_outage], saboteur))
             for fault in plan:
@@ -196,7 +196,7 @@ class Run:
             await self._over.wait()
 
     async def _in_turn(self, outages: Sequence[Fault], saboteur: Saboteur) -> None:
-        """All later ones are put off by as much as one had to wait."""
+        """Commit outages one after another; all later ones are delayed by as much as one had to wait."""
         running: set[asyncio.Task[None]] = set()
         late_s = 0.0
         async with asyncio.TaskGroup() as group:
@@ -234,10 +234,10 @@ class Run:
                 f"{score.refused} refused, {ill}, longest pause {worst:.1f} s"
             )
 
-    # --- what holds afterwards
+    # --- checks afterwards
 
     async def _settle(self, cluster: Cluster, clients: Clients) -> None:
-        """With nothing going on any more, nothing may be held any more; and everybody serves."""
+        """Check that an idle cluster holds nothing, and that every node serves."""
         problems = self.outcome.problems
         if not await cluster.until_whole(QUIET_TIMEOUT_S):
             problems.append("the cluster is not whole after all faults ended")
@@ -249,7 +249,7 @@ class Run:
             problems += strangers_in_memory(cluster.segments(host), lives)
 
     async def _unrest(self, cluster: Cluster) -> list[str]:
-        """Also what a process holds: connections to lives that are over are closed after a while."""
+        """Return what an idle cluster still holds; also connections to ended incarnations, which are closed after a while."""
         dumps = await cluster.dumps()
         self.outcome.after = cluster.footprints()
         return [*unheard(dumps, list(cluster.children)), *busy(dumps), *grown(self.outcome.before, self.outcome.after)]

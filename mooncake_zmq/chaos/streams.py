@@ -1,4 +1,4 @@
-"""One streamed completion from a gateway, by the `openai` client where that is installed, by httpx else. It checks nothing."""
+"""One streamed completion from a gateway, by the `openai` client where that is installed, by httpx else. Checks nothing."""
 
 import contextlib
 import importlib
@@ -14,9 +14,9 @@ from httpx_sse import EventSource
 MODEL = "toy"
 REFUSALS = (429, 503)
 CONNECT_TIMEOUT_S = 10.0
-"""A gateway that was left alone is reached by then, on a machine with ten times the work it can do too."""
+"""The time in which an undisturbed gateway accepts a connection, even on a machine with ten times the work that it can do."""
 SILENCE_S = 90.0
-"""A stream that says nothing for this long is given up: longer than a gateway lets an attempt stall."""
+"""The silence after which a stream is given up: longer than a gateway lets an attempt stall."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +30,31 @@ class Piece:
 
 
 class Refused(Exception):
-    """The gateway is full, or not ready: come again."""
+    """The gateway is full or not ready; the client tries again."""
 
 
 class Broken(Exception):
-    """The connection did not come about, or ended before the answer did."""
+    """The connection was not made, or ended before the answer did."""
 
 
 class Failed(Exception):
-    """The gateway told of an error."""
+    """The gateway reported an error."""
 
 
 class Api(Protocol):
-    """A way to ask. No connection is used twice: one left over from a gateway's former life would be a failure of ours."""
+    """A client of gateways. No connection is used twice, since one that an ended gateway left behind would count as a
+    failure."""
 
     name: str
 
     def stream(self, url: str, prompt: list[int], max_tokens: int) -> AsyncIterator[Piece]:
-        """Greedy, exactly `max_tokens`. Raises Refused, Broken or Failed."""
+        """Stream a greedy completion of exactly `max_tokens`. Raises Refused, Broken or Failed."""
 
     async def close(self) -> None: ...
 
 
 def open_api() -> Api:
-    """The best client there is."""
+    """Return the best client that is installed."""
     return OpenAiApi() if importlib.util.find_spec("openai") else HttpApi()
 
 
@@ -69,11 +70,11 @@ def _body(prompt: list[int], max_tokens: int) -> dict[str, Any]:
 
 
 _OWN = {"ignore_eos": True, "return_token_ids": True}
-"""What OpenAI's API does not have."""
+"""The fields that OpenAI's API does not have."""
 
 
 class HttpApi:
-    """Server-sent events, as they come."""
+    """A client that reads server-sent events as they come."""
 
     name = "httpx"
 
@@ -103,14 +104,14 @@ class HttpApi:
 
 
 class OpenAiApi:
-    """The client that most people use."""
+    """A client by the `openai` package, which most users have."""
 
     name = "openai"
 
     def __init__(self) -> None:
         openai: Any = importlib.import_module("openai")
         self._openai = openai
-        # The transport is httpx or a successor, as the version wants it.
+        # The transport is httpx or a successor, depending on the version.
         self._transport: Any = sys.modules[openai.DefaultAsyncHttpxClient.__base__.__module__.partition(".")[0]]
         timeout = self._transport.Timeout(SILENCE_S, connect=CONNECT_TIMEOUT_S)
         limits = self._transport.Limits(max_connections=None, max_keepalive_connections=0)

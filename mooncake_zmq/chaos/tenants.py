@@ -1,5 +1,5 @@
-"""Two tenants of one cluster: bob asks small questions all the time while alice floods it in every way there is, one after the
-other. What counts is that bob is answered, and rightly; what is measured is how long it takes him beside each, and alone."""
+"""Two tenants of one cluster: bob asks small questions all the time while alice floods it in each way in turn. Bob must be
+answered, and rightly; his latency is measured beside each flood and alone."""
 
 import asyncio
 import json
@@ -29,18 +29,18 @@ from mooncake_zmq.engine.toy import EOS_ID
 from mooncake_zmq.gateway.requests.tenants import Tenant, digest_of
 
 SHARE = 0.25
-"""Of a gateway's slots, which each of the two may have."""
+"""The share of a gateway's slots that each of the two may have."""
 STEP_S = 0.005
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 8
 BOBS = 4
-"""Requests that he has open at a time."""
+"""The number of requests that bob has open at a time."""
 ANSWER_TIMEOUT_S = 60.0
 RAMP_S = 1.0
-"""A flood's own beginning, before it is measured."""
+"""The time between a flood's start and its measurement."""
 HELD_WHEN_IDLE = ("edge_listening",)
 QUIET_TIMEOUT_S = 60.0
 FLOOD_END_S = 60.0
-"""A process that floods has ended so long after its time."""
+"""The time after its end within which a flood's process must have exited."""
 WANTED_RATIO = 1.5
 DETAILS_KEPT = 3
 POLL_S = 0.2
@@ -57,21 +57,21 @@ clients = ["{OUTSIDER}"]
 
 @dataclass(slots=True)
 class Served:
-    """What somebody got within a time."""
+    """The answers that a tenant got within a time."""
 
     latencies_s: list[float] = field(default_factory=list)
-    """Of right answers."""
+    """The latencies of right answers."""
     problems: Counter[str] = field(default_factory=Counter)
 
     def percentile_s(self, share: float) -> float:
-        """By nearest rank; not a number where nothing was answered."""
+        """Return the percentile by nearest rank; NaN where nothing was answered."""
         ranked = sorted(self.latencies_s)
         return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kind of flood: what bob had just before it, beside it, and what alice got."""
+    """One kind of flood: bob's answers just before it and beside it, and alice's."""
 
     kind: str
     alone: Served
@@ -85,7 +85,7 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run showed. Clean: no problems."""
+    """The result of a run. Clean: no problems."""
 
     directory: Path
     network: str = ""
@@ -129,7 +129,7 @@ class Bob:
         return served
 
     async def _ask(self, prompt: list[int]) -> list[int] | str:
-        """The tokens of an answer, or the status of a refusal."""
+        """Return the tokens of an answer, or the status of a refusal."""
         said = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         body = json.dumps({"model": "toy"} | said).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {self._key}\r\nconnection: close\r\n"
@@ -152,13 +152,13 @@ class TenantsRun:
     """Drives one run: a cluster with two tenants, and each kind of flood in turn."""
 
     def __init__(self, loaded: Loaded, kinds: Sequence[str], seconds: float, say: Say) -> None:
-        """`seconds`: of each kind, and of bob alone before it."""
+        """`seconds`: the length of each flood, and of bob's time alone before it."""
         self._loaded, self._kinds, self._seconds, self._say = loaded, kinds, seconds, say
         self._secrets = {name: secrets.token_urlsafe(24) for name in ("alice", "bob", "operator")}
         self.outcome = Outcome(Path(tempfile.mkdtemp(prefix="mz-chaos-")))
 
     async def run(self) -> Outcome:
-        """The whole of it; whatever happens, no process stays."""
+        """Drive the whole run; in every case no process is left."""
         network = open_network(addresses(self._loaded.config))
         self.outcome.network = network.name
         try:
@@ -179,7 +179,7 @@ class TenantsRun:
         return self.outcome
 
     def _with_tenant(self) -> Loaded:
-        """The deployment, and alice's namespace in its stores."""
+        """Return the deployment with alice's namespace in its stores."""
         path = self.outcome.directory / "tenants.toml"
         path.write_text(Path(self._loaded.path).read_text(encoding="utf-8") + STORE_TENANT, encoding="utf-8")
         return load(str(path), {})
@@ -208,7 +208,7 @@ class TenantsRun:
             store = node.store_endpoint.replace("://", f"://{node.name}@")
             keys = str(self.outcome.directory / "keys") if cluster.keys else ""
             alice = Target(host, int(port), self._secrets["alice"], network.sources, store, keys, OUTSIDER, "alice/")
-            await bob.ask_for(self._seconds)  # whatever is opened at its first use is open
+            await bob.ask_for(self._seconds)  # all that is opened at its first use is open
             for kind in self._kinds:
                 await self._flood(kind, cluster, gateway, bob, alice)
             self.outcome.problems += await cluster.stop()
@@ -248,12 +248,12 @@ class TenantsRun:
 
 
 def served_at_all(row: Row) -> bool:
-    """Was bob answered, before and beside?"""
+    """Return whether bob was answered, before and beside the flood."""
     return bool(row.alone.latencies_s and row.beside.latencies_s)
 
 
 async def _left(cluster: Cluster, gateway: str) -> str | None:
-    """What a gateway still holds once nobody asks it any more; None: nothing, after a while."""
+    """Return what a gateway still holds once no client uses it; None: nothing, after a while."""
     deadline = time.monotonic() + QUIET_TIMEOUT_S
     while True:
         dump = await cluster.dump(gateway)
@@ -275,7 +275,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def print_report(outcome: Outcome, console: Console) -> None:
-    """The table, and what was wrong."""
+    """Print the table, and what was wrong."""
     table = Table(title=f"bob beside alice's floods, {outcome.network}", title_justify="left", box=None)
     for head in ("flood", "alone, ms, p50 / p99", "beside it", "ratio of p99", "what alice got"):
         table.add_column(head, overflow="fold")
@@ -292,7 +292,7 @@ def print_report(outcome: Outcome, console: Console) -> None:
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """The same as one JSON object."""
+    """Return the same as one JSON object."""
     return {
         "clean": not outcome.problems,
         "network": outcome.network,

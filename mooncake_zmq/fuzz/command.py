@@ -1,4 +1,4 @@
-"""`mooncake-zmq fuzz`: a process for each decoder, one after the other, and what came of it."""
+"""`mooncake-zmq fuzz`: runs a process for each decoder, one after the other, and reports the results."""
 
 import importlib.util
 import json
@@ -17,25 +17,25 @@ from rich.table import Table
 from mooncake_zmq.fuzz.examination import IN_MEMORY
 
 _DONE = re.compile(r"#(\d+)\s+DONE\s+cov: (\d+) ft: (\d+) corp: (\d+)")
-"""libFuzzer's last line on its progress."""
+"""The last line of libFuzzer's progress."""
 BEGIN_S = 60
-"""For a process to import and instrument everything, and to end."""
+"""The time for a process to import and instrument everything, and to end."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What fuzzing one decoder gave."""
+    """The result of fuzzing one decoder."""
 
     decoder: str
     seconds: float
     executions: int = 0
     edges: int = 0
-    """Of Python's code that were reached; C code is not seen."""
+    """The edges of Python's code that were reached; C code is not seen."""
     inputs: int = 0
-    """Kept, each of which reaches something that none before did."""
+    """The inputs that were kept, each of which reaches something that none before did."""
     findings: list[dict[str, str]] = field(default_factory=list)
     ended: str = ""
-    """How, if not at its time."""
+    """The way the process ended, if not at its time."""
 
 
 @click.command()
@@ -113,7 +113,7 @@ def _fuzz_one(name: str, seconds: float, seed: int, corpus: Path | None, finding
     findings.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="mz-corpus-") as temporary,
-        # libFuzzer ends its process at once: what that makes for a while is ours to remove.
+        # libFuzzer ends its process at once, so that its temporary files are removed here.
         tempfile.TemporaryDirectory(prefix="mz-fuzz-", dir=None if "TMPDIR" in os.environ else IN_MEMORY) as files,
     ):
         inputs = corpus / name if corpus else Path(temporary)

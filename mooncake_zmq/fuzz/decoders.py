@@ -1,6 +1,6 @@
-"""Every decoder of bytes from outside: who sent them, or left them in a file, may mean no good.
+"""The table of all decoders of bytes from outside, whose sender or author may be hostile.
 
-Files are read where nothing is written to a disk. What stands here must be deterministic: an input alone decides.
+Files are read where nothing is written to a disk. Every decoder here must be deterministic: an input alone decides.
 """
 
 import gzip
@@ -61,7 +61,7 @@ LAYOUT = BlockLayout(layers=1, kv_heads=1, head_dim=2, block_tokens=32)
 
 @cache
 def _directory() -> Path:
-    """Of this process, until it ends: where TMPDIR says, or else in memory."""
+    """Return a directory of this process, removed at its end: where TMPDIR says, or else in memory."""
     where = tempfile.TemporaryDirectory(prefix="mz-fuzz-", dir=None if "TMPDIR" in os.environ else IN_MEMORY)
     _kept.append(where)
     return Path(where.name)
@@ -71,7 +71,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _by_file(read: Callable[[Path], object], suffix: str = "") -> Callable[[bytes], object]:
-    """`read` of a file that holds the input."""
+    """Return a function that calls `read` with a file that holds the input."""
 
     def by_file(raw: bytes) -> object:
         path = _directory() / f"input{suffix}"
@@ -105,7 +105,7 @@ def _frames(session: Session) -> list[bytes]:
 
 @cache
 def _conversation() -> tuple[list[bytes], list[bytes]]:
-    """What a gateway says to a decode: until they are in conversation, and then."""
+    """Return the frames that a gateway sends to a decode: until their session is up, and after."""
     gateway, decode = _session("gateway-a", "gateway", "decode-a", "decode"), _decode()
     greeting: list[bytes] = []
     for _ in range(4):
@@ -125,7 +125,7 @@ def _decode() -> Session:
 
 
 def _hear(raw: bytes) -> None:
-    """A frame as the first one, and one amid a conversation."""
+    """Receive a frame as the first one of a session, and as a later one."""
     _decode().receive(0.0, raw)
     session = _decode()
     for frame in _conversation()[0]:
@@ -139,12 +139,12 @@ def _hear(raw: bytes) -> None:
 @cache
 def _tickets() -> Tickets:
     tickets = Tickets(sealed=True)
-    tickets._master = KEY * 2  # so that what was found in one process is found in another
+    tickets._master = KEY * 2  # so that a finding of one process is one in another
     return tickets
 
 
 def _open_records(raw: bytes) -> bytes:
-    """What comes on a sealed stream, to its end, for somebody who takes a few bytes at a time."""
+    """Read the records of a sealed stream to its end, a few bytes at a time."""
     opener, came, place = Opener(KEY * 2), memoryview(raw), memoryview(bytearray(512))
     taken = bytearray()
     while True:
@@ -327,7 +327,7 @@ _PUBLIC_KEYS = f"# keys\ndecode-a node 2026-01-01 {'a' * 40}\nvllm store,events 
 
 
 def _text(parse: Callable[[str], object]) -> Callable[[bytes], object]:
-    """Such files are ASCII, or are not parsed at all."""
+    """Return a parser of files that are ASCII, or are not parsed at all."""
     return lambda raw: parse(raw.decode("ascii")) if raw.isascii() else None
 
 
@@ -484,10 +484,10 @@ DECODERS: dict[str, Decoder] = {
 
 
 def _planted(raw: bytes) -> None:
-    """A bug behind four bytes, found one after the other or not at all."""
+    """Raise for a bug behind four bytes, found one after the other or not at all."""
     if len(raw) > 4 and raw[0] == 0xC1 and raw[1] == 0x5A and raw[2] == 0x07 and raw[3] == 0x81:
         raise KeyError(raw[:4])
 
 
 PLANTED = Decoder(name="planted", read=_planted, seeds=lambda: [bytes(16)], max_bytes=64)
-"""What a guide must find, to show that it guides."""
+"""A decoder with a bug that only guidance finds, to show that the guide works."""

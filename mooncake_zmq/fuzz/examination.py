@@ -1,4 +1,4 @@
-"""One input given to one decoder, and what may not come of it: another error than the stated one, time, or memory."""
+"""Gives one input to one decoder, and finds unstated errors, too much time and too much memory."""
 
 import hashlib
 import os
@@ -13,32 +13,32 @@ from pathlib import Path
 from random import Random
 
 MAX_CPU_S = 0.5
-"""For an input of a few KiB; thrice, so that what else goes on in the process is no finding."""
+"""The CPU time for an input of a few KiB, exceeded three times in a row, so that other work in the process is no finding."""
 MAX_HEEDED_CHARS = 200
 MAX_GROWTH_BYTES = 64 << 20
-"""That a process may hold at any time beyond what it held before the input."""
+"""The memory that a process may hold at any time beyond what it held before the input."""
 
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
-"""Where files lie that are not to wear out a disk; None: wherever files that do not last lie here."""
+"""A directory for files that are not to wear out a disk; None: the system's directory for temporary files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """What reads bytes that somebody else wrote. `refusals`: the errors that it may raise on them."""
+    """A decoder of bytes from outside. `refusals`: the errors that it may raise on them."""
 
     name: str
     read: Callable[[bytes], object]
     refusals: tuple[type[Exception], ...] = ()
     seeds: Callable[[], Sequence[bytes]] = field(default=lambda: (b"",))
     max_bytes: int = 4096
-    """Of an input."""
+    """The size of an input."""
     quick: bool = True
-    """Below a tenth of a millisecond, mostly."""
+    """Whether it mostly takes below a tenth of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An input that did what none may. `where` and `what` are the same for all inputs that show one bug."""
+    """An input that broke a rule. `where` and `what` are the same for all inputs that show one bug."""
 
     decoder: str
     what: str
@@ -61,8 +61,8 @@ class Finding:
 
 
 def examine(decoder: Decoder, raw: bytes, heed: Callable[[str], None] = lambda told: None) -> Finding | None:
-    """What is wrong with how `decoder` takes `raw`, if anything is. `heed` is told what became of a good one: of a decoder in C
-    that is all there is to see."""
+    """Return what is wrong with how `decoder` reads `raw`, if anything is. `heed` is called with the result or the refusal: for
+    a decoder in C that is all there is to see."""
     before, began_s = _Memory.before_input(), time.process_time()
     try:
         heed(type(decoder.read(raw)).__name__)
@@ -70,7 +70,7 @@ def examine(decoder: Decoder, raw: bytes, heed: Callable[[str], None] = lambda t
         heed(str(refusal)[:MAX_HEEDED_CHARS])
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # any other is what we are here for
+    except BaseException as error:  # any other error is a finding
         return Finding(decoder.name, type(error).__name__, _origin(error), raw)
     took_s = time.process_time() - began_s
     if (grown := before.grown_bytes()) > MAX_GROWTH_BYTES:
@@ -89,7 +89,7 @@ def _cpu_s(decoder: Decoder, raw: bytes) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What the process held before an input, and its peak by then, which begins there where that is permitted."""
+    """The memory that the process held before an input, and its peak by then, which is reset there where that is permitted."""
 
     resident_bytes: int
     peak_bytes: int
@@ -101,7 +101,7 @@ class _Memory:
         return cls(resident_bytes, resident_bytes if began_anew else _peak_bytes())
 
     def grown_bytes(self) -> int:
-        """By how much more it held since, at its worst."""
+        """Return the growth since then, at its peak."""
         if _lifetime_peak_bytes() - self.resident_bytes <= MAX_GROWTH_BYTES:  # all that most inputs cost: it is never below
             return 0
         peak_bytes = _peak_bytes()
@@ -109,7 +109,7 @@ class _Memory:
 
 
 def _begin_peak() -> bool:
-    """Let the peak be what is resident now. False where that is not permitted."""
+    """Reset the peak to what is resident now. False where that is not permitted."""
     try:
         with open("/proc/self/clear_refs", "wb", buffering=0) as file:
             file.write(b"5")
@@ -130,7 +130,7 @@ def _peak_bytes() -> int:
 
 
 def _lifetime_peak_bytes() -> int:
-    """Also of what the process was before it ran this program."""
+    """Return the process's peak, also from before it ran this program."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
@@ -139,7 +139,7 @@ _PEAK = re.compile(rb"^VmHWM:\s+(\d+) kB", re.MULTILINE)
 
 
 def _origin(error: BaseException) -> str:
-    """The innermost line of ours, or else the innermost."""
+    """Return the innermost line of the package's own code, or else the innermost."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [each for each in frames if "mooncake_zmq" in each.filename and "/fuzz/examination.py" not in each.filename]
     last = (ours or frames)[-1]
@@ -147,7 +147,7 @@ def _origin(error: BaseException) -> str:
 
 
 def mutations(seeds: Sequence[bytes], random: Random, count: int, max_bytes: int) -> Iterator[bytes]:
-    """The seeds, then `count` inputs made of them, blindly: what a test can afford, and no guide is needed for."""
+    """Yield the seeds, then `count` inputs mutated from them blindly: cheap enough for a test, and without a guide."""
     yield from seeds
     for _ in range(count):
         raw = bytearray(random.choice(seeds))

@@ -1,7 +1,7 @@
 """A process that fuzzes one decoder by atheris, which sees what code an input reaches: `python -m mooncake_zmq.fuzz.guided`.
 
-It tells of each finding in a line of JSON. libFuzzer ends the process, and tells how far it came in its own words. Nothing is
-tidied up then: whoever starts it gives it a TMPDIR, and removes that.
+It prints each finding as a line of JSON. libFuzzer prints its own progress and ends the process without a cleanup: the parent
+process sets a TMPDIR, and removes it.
 """
 
 import importlib
@@ -17,14 +17,15 @@ from zlib import crc32
 import psutil
 
 MORE_MEMORY_BYTES = 1 << 30
-"""Beyond what the process has when it begins: what asks for more is a finding instead of the machine's end."""
+"""The memory that the process may take beyond what it has at its begin: a larger request is a finding instead of the machine's
+end."""
 MAX_FINDINGS = 20
 _QUOTED = re.compile(r"'.*'|\".*\"|0x\w+|\d+|, got .*", re.DOTALL)
-"""Of an input, in an error: no two are alike."""
+"""The parts of an error that come from the input, of which no two are alike."""
 _FAR = re.compile(r"\d\d+")
-"""In a list, of which the tenth entry is like the others."""
+"""The index of an entry far into a list, where the tenth entry is like the others."""
 MARKS = 2048
-"""Of what decoders in C tell: each is a piece of Python to the guide, who sees nothing else of them."""
+"""The number of distinct results of decoders in C: each has a piece of Python that the guide sees, as it sees no C code."""
 
 
 def main(name: str, seconds: str, seed: str, corpus: str, found: str) -> None:
@@ -36,12 +37,12 @@ def main(name: str, seconds: str, seed: str, corpus: str, found: str) -> None:
 
     decoder = PLANTED if name == PLANTED.name else DECODERS[name]
     for number, raw in enumerate(decoder.seeds()):
-        examine(decoder, raw)  # what is opened or made at the first use is not the input's
+        examine(decoder, raw)  # what is opened or made at the first use does not count
         Path(corpus, f"seed-{number}").write_bytes(raw)
     marks = [_mark(atheris) for _ in range(MARKS)]
 
     def heed(told: str) -> None:
-        what, at, where = told.partition(" - at ")  # as msgspec tells where in a record it was; of all else the code tells more
+        what, at, where = told.partition(" - at ")  # msgspec's errors end with the place in the record
         kind = f"{_QUOTED.sub('', what)}{_FAR.sub('', where)}" if at else ""
         marks[crc32(kind.encode(errors="replace")) % MARKS]()
 

@@ -1,4 +1,4 @@
-"""Valid records of any msgspec type, drawn from what the type says of itself: what a fuzzer begins with."""
+"""Valid records of any msgspec type, drawn from its type information: the first inputs of a fuzzer."""
 
 from random import Random
 from typing import Any
@@ -11,14 +11,14 @@ _TRIES = 50
 
 
 def samples(kind: Any, random: Random, each: int = 3) -> list[bytes]:
-    """MessagePack of `each` records of every record type in `kind`, which is one or a union."""
+    """Yield MessagePack of `each` records of every record type in `kind`, which is one type or a union."""
     told = inspect.type_info(kind)
     types = told.types if isinstance(told, inspect.UnionType) else (told,)
     return [msgspec.msgpack.encode(_valid(one, random)) for one in types for _ in range(each)]
 
 
 def _valid(told: Any, random: Random) -> Any:
-    """What is drawn may be refused by a record's own check: drawn anew then."""
+    """Return a valid record: one that its own check refuses is drawn anew."""
     for _ in range(_TRIES):
         try:
             return _drawn(told, random)
@@ -28,7 +28,7 @@ def _valid(told: Any, random: Random) -> Any:
 
 
 def _drawn(told: Any, random: Random, length: int = 1) -> Any:
-    """`length`: of lists, where their own limits allow it; a record's are alike, as columns are."""
+    """Return a value of a type. `length`: of lists, where their own limits allow it; a record's are alike, as columns are."""
     match told:
         case inspect.StructType():
             length = random.choice((0, 1, 1, 3))

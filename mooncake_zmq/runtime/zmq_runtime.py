@@ -1,13 +1,10 @@
-"""Drives one `Node` over ZeroMQ: one ROUTER hears everybody, one DEALER speaks to each peer, one thread owns them all.
+"""Drives one `Node` over ZeroMQ: one thread owns the actor, its timers and its `PeerSockets`.
 
-Two drivers over one core: `run` blocks on a poller, `attach` lives in an asyncio loop beside an HTTP server (a raw
-descriptor with `add_reader`, drained until empty, serves about four times the messages of `zmq.asyncio`). ZeroMQ may lose
-frames; they are counted here and repeated by the session, never here. The ROUTER only listens, and envelopes name their
-senders, so connections keep ZeroMQ's own random identities: a restarted peer is heard at once, no stranger can evict one.
+Two drivers share one core: `run` blocks on a poller, `attach` runs in an asyncio loop beside an HTTP server (a raw
+descriptor with `add_reader`, drained until empty, serves about four times the messages of `zmq.asyncio`).
 """
 
 import asyncio
-import errno
 import heapq
 import math
 import os
@@ -15,14 +12,12 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
-import zmq
 
 from mooncake_zmq.core.actor import (
     Actor,
@@ -48,45 +43,29 @@ from mooncake_zmq.core.actor import (
     ToClient,
     Transmit,
 )
-from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES, Hello, Sampling
+from mooncake_zmq.core.messages import Hello, Sampling
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
+from mooncake_zmq.runtime.peer_sockets import PeerSockets
 from mooncake_zmq.runtime.starvation import LatenessLog
-from mooncake_zmq.transfer.connections import Connections, skip_rest, take_part
-from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets, check_endpoint
+from mooncake_zmq.transfer.sockets import Sockets
 
 log = structlog.get_logger()
 
-SEND_HWM = 4096
-"""Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
-MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
-RECEIVE_HWM = 8
-"""Frames received from one connection and not taken yet, 32 MiB of them; more wait on the other side, as the sender's. On TCP
-`Connections` bounds their bytes instead."""
-LIMITS = Limits(
-    max_message_bytes=MAX_FRAME_BYTES,
-    send_hwm=SEND_HWM,
-    receive_hwm=RECEIVE_HWM,
-    silence_ms=6_000,
-    reconnect_max_ms=1_000,
-)
-ANOTHER_KEY_S = 1.0
-"""How long a peer is tried by one of its keys before it is by another."""
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
-POLLIN = int(zmq.POLLIN)
 MIN_STALE = 1024
-"""Timers cancelled or replaced that are not worth a sweep."""
+"""Number of cancelled or replaced timers that are not worth a sweep."""
 READ_FIRST_TURNS = 8
-"""Turns for which overdue timers wait for frames to be read, however many more there are."""
+"""Turns for which overdue timers wait for frames to be read, even if more are left."""
 LINGER_S = 1.0
-"""How long a process that leaves waits for its last messages to be acknowledged, beside what it or a peer was late."""
+"""How long a process that ends waits for the acknowledgement of its last messages, beside its own or a peer's lateness."""
 
 
 class WorkExecutor(Protocol):
-    """What carries out long work and owns this process's segment and sequences (`runtime.executor.executor`)."""
+    """Executor of long works, which owns this process's segment and sequences (`runtime.executor.executor`)."""
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
     def cancel(self, work_id: int) -> None: ...
@@ -111,7 +90,7 @@ class Timers:
         self._order += 1
         self._live[key] = (self._order, callback)
         heapq.heappush(self._heap, (at, self._order, key))
-        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # or far deadlines of what is long over would pile up
+        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # else distant deadlines of past requests would pile up
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
@@ -119,13 +98,13 @@ class Timers:
         self._live.pop(key, None)
 
     def next_at(self) -> float | None:
-        """When the next timer is due; None if there is none."""
+        """Return when the next timer is due; None if there is none."""
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now: float) -> Callable[[], None] | None:
-        """The callback of the earliest timer that is due, if any."""
+        """Return the callback of the earliest timer that is due, if any."""
         at = self.next_at()
         if at is None or at > now:
             return None
@@ -142,7 +121,7 @@ class Timers:
 
 @dataclass(slots=True)
 class _Introducing:
-    """The actor, with each peer shown to the executor first: works that the actor then starts may name that peer."""
+    """The actor, with each peer announced to the executor first: works that the actor then starts may name that peer."""
 
     actor: Actor
     executor: WorkExecutor
@@ -152,7 +131,7 @@ class _Introducing:
         if isinstance(event, PeerUp):
             self.executor.learn_peer(event.peer, event.incarnation, event.hello)
         elif isinstance(event, PeerDown):
-            self.executor.forget_peer(event.peer)  # or a dead peer's memory would stay mapped
+            self.executor.forget_peer(event.peer)  # else a dead peer's memory would stay mapped
         return self.actor.handle(now, event)
 
     def check(self, now: float) -> None:
@@ -165,18 +144,8 @@ class _Introducing:
         return self.actor.dump(now)
 
 
-@dataclass(slots=True)
-class _Dealer:
-    """What speaks to one peer, whom it expects to have `key`. `failing_since`: 0 if the last frame was taken."""
-
-    socket: "zmq.Socket[bytes]"
-    endpoint: str
-    key: str
-    failing_since: float = 0.0
-
-
 class ZmqRuntime:
-    """Carries out a node's effects, in their order, and feeds it frames, timers, ticks and finished works."""
+    """Carry out a node's effects, in their order, and pass it frames, timers, ticks and finished works."""
 
     def __init__(
         self,
@@ -190,14 +159,13 @@ class ZmqRuntime:
         answer: Callable[[Answered], None] | None = None,
         sockets: Sockets | None = None,
     ) -> None:
-        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: where a gateway's `ToClient` effects go.
-        `publish`: where a cache-node's KV events go; without it, nowhere. `answer`: where answers to the operator go.
-        `sockets`: shared with the process's other parts; without them, one's own and no keys."""
+        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: receives a gateway's `ToClient` effects.
+        `publish`: receives a cache-node's KV events, if given. `answer`: receives answers to the operator. `sockets`: shared
+        with the process's other components; by default own ones without keys."""
         self.node = node
-        self.counts: dict[str, int] = {}
         self.stopped = False
         self.become = ""
-        """The role in which the actor wants its process to begin its next life; empty: none."""
+        """The role in which the actor wants its process to begin its next incarnation; empty: none."""
         self.endpoint = endpoint
         self._executor = executor
         self._deliver = deliver
@@ -208,43 +176,29 @@ class ZmqRuntime:
         self._timers = Timers()
         self._inbox: deque[Callable[[], None]] = deque()
         self._drained_at: float | None = None
-        self._rested = False
-        """What the log says of that."""
+        self._logged_cordon = False
+        """Whether the log says that the node is cordoned."""
         self._lateness = LatenessLog()
         self._turns_unread = 0
         """Turns since timers last had theirs."""
-        self._told: dict[str, str] = {}
-        """What the log says of each peer."""
+        self._logged_states: dict[str, str] = {}
+        """State of each peer as last logged."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakes_at = 0.0
         self._on_stop: Callable[[], None] | None = None
         self._on_crash: Callable[[BaseException], None] | None = None
         self._closed = False
-        self._sockets = (sockets or Sockets(io_threads=1)).borrow()
-        self._connections: Connections | None = None
-        """Of the ROUTER, where others than this user may connect."""
-        self._dealers: dict[str, _Dealer] = {}
-        try:
-            self._router = self._listening(endpoint)
-        except BadEndpoint:
-            self._sockets.give_back()
-            raise
-        self._keyed = self._sockets.keys is not None and endpoint.startswith("tcp://")
-        """Who speaks is told by his key."""
-        try:
-            self._bind()
-            for name, where in sorted(peers.items()):
-                self._dealers[name] = self._connect(name, where)
-        except BadEndpoint:
-            self._close_sockets()
-            raise
+        self._peers = PeerSockets(
+            endpoint, peers, sockets or Sockets(io_threads=1), lambda error: self.call(partial(_raise, error))
+        )
+        self.counts = self._peers.counts
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     # --- from any thread
 
     def post(self, event: Event) -> None:
-        """Hand the actor an event; from any thread or signal handler."""
+        """Pass the actor an event; from any thread or signal handler."""
         self.call(partial(self._feed, event))
 
     def call(self, callback: Callable[[], None]) -> None:
@@ -256,9 +210,9 @@ class ZmqRuntime:
     # --- from the owning thread
 
     def handle(self, event: Event) -> None:
-        """Hand the actor an event now; its effects are carried out before this returns. Once closed, nothing happens.
+        """Pass the actor an event now; its effects are carried out before this returns. Once closed, nothing happens.
 
-        From within a `ToClient` too (its client is too slow); the rest of the outer event's effects then comes last.
+        May be called within a `ToClient` too (its client is too slow); the outer event's remaining effects then follow.
         """
         if self._closed:
             return
@@ -274,19 +228,20 @@ class ZmqRuntime:
         self._feed(DrainWanted())
 
     def hand_over(self) -> None:
-        """The time for a drain is over: the actor hands over what is left, and the runtime stops once that is heard."""
+        """End a drain that ran out of time: the actor hands over its requests, and the runtime stops once that is
+        acknowledged."""
         self._feed(DrainTimedOut())
         self._drained_at = self._drained_at or time.monotonic()
 
     def stop(self) -> None:
         """Stop at once."""
         self.stopped = True
-        self._stop_reading(self._router.fileno())  # what nobody takes any more would keep the loop busy until we are closed
+        self._stop_reading(self._peers.fileno())  # unread frames would keep the loop busy until we are closed
         if self._on_stop is not None:
             self._on_stop()
 
     def every(self, interval_s: float, callback: Callable[[], None]) -> None:
-        """Call `callback` about every `interval_s`, from the loop itself: a stuck loop does not."""
+        """Call `callback` about every `interval_s`, from the loop itself: a stuck loop does not call it."""
 
         def again() -> None:
             self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
@@ -295,7 +250,7 @@ class ZmqRuntime:
         self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
 
     def look(self, for_s: float) -> None:
-        """Have the peers report for so long, perhaps: see `Node.look`."""
+        """Have the peers report for so long, if they do; see `Node.look`."""
         if not self._closed:
             self._carry_out(self.node.look(time.monotonic(), for_s))
 
@@ -310,11 +265,11 @@ class ZmqRuntime:
             self._carry_out(self.node.rest(time.monotonic(), peer, resting))
 
     def gauges(self) -> dict[str, float]:
-        """The actor's current levels."""
+        """Return the actor's current gauges."""
         return self.node.actor.gauges(time.monotonic())
 
     def dump(self) -> dict[str, Any]:
-        """JSON-able picture of the whole process."""
+        """Return the state of the whole process as JSON-able values."""
         now = time.monotonic()
         runtime = {"counts": dict(self.counts), "timers": len(self._timers), "inbox": len(self._inbox)}
         return {**self.node.dump(now), "gauges": self.node.actor.gauges(now), "runtime": runtime}
@@ -323,7 +278,7 @@ class ZmqRuntime:
         """Serve until stopped, in this thread."""
         # The ROUTER's own descriptor: zmq.Poller asks every socket for its state before and after, twice the price of a frame.
         poller = select.poll()
-        poller.register(self._router.fileno(), select.POLLIN)
+        poller.register(self._peers.fileno(), select.POLLIN)
         poller.register(self._wake_fd, select.POLLIN)
         self._begin()
         while not self.stopped:
@@ -337,10 +292,10 @@ class ZmqRuntime:
     ) -> None:
         """Serve from within `loop` until stopped; `on_stop` is called then. The loop's thread owns the sockets.
 
-        `on_crash` is told of a bug: the loop would log it and go on with an actor that is in no known state.
+        `on_crash` is called for a bug: the loop would log it and continue with an actor in an unknown state.
         """
         self._loop, self._on_stop, self._on_crash = loop, on_stop, on_crash
-        loop.add_reader(self._router.fileno(), self._turn_in_loop)
+        loop.add_reader(self._peers.fileno(), self._turn_in_loop)
         loop.add_reader(self._wake_fd, self._woken_in_loop)
         self._begin()
         self._turn_in_loop()
@@ -348,18 +303,18 @@ class ZmqRuntime:
     def close(self) -> None:
         """Close every socket and remove the socket file. Worker threads must have ended."""
         self._closed = True
-        self._stop_reading(self._router.fileno())
+        self._stop_reading(self._peers.fileno())
         self._stop_reading(self._wake_fd)
         if self._wakeup is not None:
             self._wakeup.cancel()
-        self._close_sockets()
+        self._peers.close()
         os.close(self._wake_fd)
         if self.endpoint.startswith("ipc://"):
             Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _stop_reading(self, descriptor: int) -> None:
         if self._loop is not None:
-            # libuv's returns nothing; of what is said to return a bool machine code would insist on one.
+            # libuv's returns nothing, while machine code would insist on the declared bool.
             remove: Callable[[int], object] = self._loop.remove_reader
             remove(descriptor)
 
@@ -374,7 +329,8 @@ class ZmqRuntime:
         self._turn_in_loop()
 
     def _take_wake(self) -> None:
-        """Called while the descriptor is readable, and before the inbox is emptied: what comes after this wakes us again."""
+        """Clear the wake-up while its descriptor is readable, before the inbox is emptied: later entries wake the loop
+        again."""
         os.eventfd_read(self._wake_fd)
 
     def _turn_in_loop(self) -> None:
@@ -391,8 +347,8 @@ class ZmqRuntime:
             self._on_crash(error)
 
     def _arm(self, *, busy: bool) -> None:
-        """Have a turn when the next timer is due. One that is set for an earlier time stays, and sets this one: next is nearly
-        always the same tick."""
+        """Schedule a turn for the next timer. One that is scheduled earlier stays, and schedules this one: mostly the same
+        tick."""
         if self._loop is None or self.stopped:
             return
         wait_s = 0.0 if busy else self._wait_s()
@@ -413,8 +369,8 @@ class ZmqRuntime:
         return 1.0 if at is None else max(0.0, at - time.monotonic())
 
     def _turn(self) -> bool:
-        """Everything that is due, once around. True: frames may be left, and the ROUTER's descriptor will not tell of them: it
-        is edge-triggered, and tells of what comes after a look at the socket found nothing."""
+        """Do everything that is due, once. Return True if frames may be left, which the ROUTER's descriptor will not show:
+        it is edge-triggered, and shows only frames that arrive after a read found none."""
         for _ in range(len(self._inbox)):
             if not self.stopped:
                 self._inbox.popleft()()
@@ -429,7 +385,8 @@ class ZmqRuntime:
         return busy
 
     def _reads_on(self, busy: bool) -> bool:
-        """A timer judges what has not come. After a lateness it may have come, and lie unread behind what this turn took."""
+        """Return whether to read on before firing timers that are late: a timer for a missing frame may be wrong while that
+        frame is still unread after this turn."""
         at = self._timers.next_at()
         late = at is not None and time.monotonic() - at > self.node.session.tick_s
         self._turns_unread = self._turns_unread + 1 if busy and late else 0
@@ -442,48 +399,40 @@ class ZmqRuntime:
 
     def _receive(self) -> bool:
         for number in range(FRAMES_PER_TURN):
-            # Most turns find one frame. To ask for a second costs half of the exception that there is none; in a burst, to try
+            # Most turns find one frame. Asking for a second costs half of the exception for none; in a burst, trying
             # costs nothing.
-            if self.stopped or (number == 1 and not int(self._router.get(zmq.EVENTS)) & POLLIN):
-                return self._drained_all()
-            try:
-                self._router.recv(zmq.DONTWAIT)  # the connection's identity; who speaks, the envelope tells
-            except zmq.Again:
-                return self._drained_all()
-            frame, shown = take_part(self._router, self._connections, keyed=self._keyed)
-            key_of = None if shown is None else self._sockets.holder("control", shown)
-            self._count("frames_received")
-            if skip_rest(self._router, self._connections):
-                self._count("frames_dropped[reason=not_single_part]")
-            else:
+            if self.stopped or (number == 1 and not self._peers.has_frames()):
+                break
+            taken = self._peers.take()
+            if taken is None:
+                break
+            frame, key_of = taken
+            if frame is not None:
                 self._carry_out(self.node.receive(time.monotonic(), frame, key_of))
-        return True
-
-    def _drained_all(self) -> bool:
-        """No frame is left: False, as `_turn` says it."""
-        if self._connections is not None:
-            self._connections.drained()
+        else:
+            return True
+        self._peers.drained()
         return False
 
     def _tick(self) -> None:
         now, session = time.monotonic(), self.node.session
         self._carry_out(self.node.tick(now))
         self._lateness.note(now, session.counts.get("late_loops", 0), session.recent_late_s)
-        self._try_other_keys(time.monotonic())
-        self._tell_of_peers()
-        if self.node.resting != self._rested:
-            self._rested = self.node.resting
-            log.info("resting" if self._rested else "serves_again")
+        self._peers.try_other_keys(time.monotonic())
+        self._log_peers()
+        if self.node.resting != self._logged_cordon:
+            self._logged_cordon = self.node.resting
+            log.info("resting" if self._logged_cordon else "serves_again")
 
-    def _tell_of_peers(self) -> None:
-        """Log who came, went or was refused since the last tick: a lost link or a wrong model is found here."""
+    def _log_peers(self) -> None:
+        """Log which peers came, went or were refused since the last tick; this shows a lost link or a wrong model."""
         session = self.node.session
         known = {name: f"refused: {why}" for name, why in session.refusals.items()} | dict.fromkeys(session.up_peers, "up")
-        for name in sorted(known.keys() | self._told.keys()):
+        for name in sorted(known.keys() | self._logged_states.keys()):
             state = known.get(name, "down")
-            if state != self._told.get(name, "down"):
+            if state != self._logged_states.get(name, "down"):
                 (log.info if state == "up" else log.warning)("peer", peer=name, state=state)
-        self._told = known
+        self._logged_states = known
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.node.handle(time.monotonic(), event))
@@ -494,7 +443,7 @@ class ZmqRuntime:
         for effect in effects:
             match effect:
                 case Transmit(to, frame):
-                    self._transmit(to, frame)
+                    self._peers.transmit(to, frame)
                 case SetTimer(key, delay_s):
                     self._timers.set(("actor", key), time.monotonic() + delay_s, partial(self._feed, TimerFired(key)))
                 case CancelTimer(key):
@@ -509,7 +458,7 @@ class ZmqRuntime:
                     assert self._answer is not None, "nobody asked"
                     self._answer(effect)
                 case Drained(become):
-                    self._drained_at = self._drained_at or time.monotonic()  # said again after every event
+                    self._drained_at = self._drained_at or time.monotonic()  # set again after every event
                     self.become = become
                 case _:
                     self._execute(effect)
@@ -530,70 +479,7 @@ class ZmqRuntime:
             case _:
                 raise TypeError(effect)
 
-    def _transmit(self, to: str, frame: bytes) -> None:
-        dealer = self._dealers[to]
-        try:
-            dealer.socket.send(frame, zmq.DONTWAIT)
-        except zmq.Again:  # not connected (IMMEDIATE), or a full queue: the session sends it again
-            self._count("frames_dropped[reason=not_sendable]")
-            dealer.failing_since = dealer.failing_since or time.monotonic()
-        else:
-            self._count("frames_sent")
-            dealer.failing_since = 0.0
-
-    def _try_other_keys(self, now: float) -> None:
-        """A peer that was restarted with another key is met by that; one that refused ours may know it by now."""
-        for name, dealer in self._dealers.items():
-            if dealer.key and dealer.failing_since and now - dealer.failing_since > ANOTHER_KEY_S:
-                dealer.failing_since = now
-                with suppress(BadEndpoint):  # its keys were dropped
-                    self._dealers[name] = self._connect(name, dealer.endpoint, not_by=dealer.key)
-                    dealer.socket.close(linger=0)
-
-    def _count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    # --- sockets
-
-    def _listening(self, endpoint: str) -> "zmq.Socket[bytes]":
-        check_endpoint(endpoint)
-        router = self._sockets.listening(zmq.ROUTER, endpoint, "control", LIMITS)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        return router
-
-    def _bind(self) -> None:
-        if self.endpoint.startswith("tcp://"):
-            self._connections = Connections(self._router, self.counts, lambda error: self.call(partial(_raise, error)))
-        try:
-            self._router.bind(self.endpoint)
-        except zmq.ZMQError as error:
-            raise BadEndpoint(f"cannot listen on {self.endpoint}: {_reason(error)}") from error
-
-    def _connect(self, name: str, endpoint: str, not_by: str = "") -> "_Dealer":
-        check_endpoint(endpoint)
-        dealer, key = self._sockets.connecting(zmq.DEALER, endpoint, "control", LIMITS, server=name, not_by=not_by)
-        # Queueing for a peer that is not there only hides its absence from the session and replays the past at it.
-        dealer.setsockopt(zmq.IMMEDIATE, 1)
-        try:
-            dealer.connect(endpoint)
-        except zmq.ZMQError as error:
-            dealer.close()
-            raise BadEndpoint(f"cannot connect to {name} at {endpoint}: {_reason(error)}") from error
-        return _Dealer(dealer, endpoint, key)
-
-    def _close_sockets(self) -> None:
-        if self._connections is not None:
-            self._connections.close()
-        for socket in (self._router, *(dealer.socket for dealer in self._dealers.values())):
-            socket.close(linger=0)
-        self._sockets.give_back()
-
 
 def _raise(error: BaseException) -> None:
-    """A worker thread's bug, in the thread that owns the sockets: it ends the process."""
+    """Raise a worker thread's error in the thread that owns the sockets: it ends the process."""
     raise error
-
-
-def _reason(error: zmq.ZMQError) -> str:
-    return "the address is in use" if error.errno == errno.EADDRINUSE else str(error)

@@ -1,7 +1,7 @@
-"""The invariants I1 to I6, watched from outside: at the actors' edge, in the memory, at the clients. Nothing trusts an actor.
+"""Checks the invariants I1 to I6 from outside: at the actors' edge, in the memory, at the clients. Trusts no actor.
 
-The checkers keep their own picture of every lease and put, made from the messages alone, and hold the memory against it.
-I7 is watched by `share_checker`. I8: lateness within its bounds ends no conversation.
+The checkers keep a copy of every lease and put, made from the messages alone, and compare the memory with it. I7 is checked
+by `share_checker`. I8: lateness within its bounds ends no conversation.
 """
 
 from collections import Counter
@@ -54,9 +54,9 @@ from mooncake_zmq.simulation.world import Life, Process, ProcessSpec
 
 EPSILON_S = 1e-6
 LATE_S = 0.1
-"""A timer on a process that runs is not later than this."""
+"""The most by which a timer of a running process may be late."""
 IDLE_GAUGES = ("cached_", "capacity_")
-"""Gauges that may stand above zero when nothing is going on."""
+"""The prefixes of gauges that may be above zero in an idle cluster."""
 
 LifeId = tuple[str, int]
 
@@ -74,7 +74,7 @@ class Watched(Protocol):
 
 @dataclass(slots=True)
 class _Lease:
-    """Granted by a cache-node and not ended yet, as far as its messages tell."""
+    """A lease granted by a cache-node and not ended yet, as far as its messages show."""
 
     holder: LifeId
     slots: dict[int, int]
@@ -84,7 +84,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Put:
-    """Slots granted to a writer. It stops in time by itself; a copy under way when it was stopped may end late."""
+    """The slots granted to a writer. It stops in time by itself; a copy under way when it was stopped may end late."""
 
     writer: LifeId
     keys: tuple[Key, ...]
@@ -94,7 +94,7 @@ class _Put:
 
 @dataclass(slots=True)
 class _Pool:
-    """What one life of a cache-node has promised."""
+    """The leases and puts that one incarnation of a cache-node has granted."""
 
     name: str
     asked: dict[tuple[LifeId, int], LeaseBlocks] = field(default_factory=dict)
@@ -102,14 +102,15 @@ class _Pool:
     puts: dict[tuple[LifeId, int], _Put] = field(default_factory=dict)
     peers: dict[str, int] = field(default_factory=dict)
     had: dict[tuple[LifeId, int], int] = field(default_factory=dict)
-    """(holder, slot) -> generation it was last granted and has not released."""
+    """(holder, slot) -> the generation that it was last granted and has not released."""
     fences: dict[int, int] = field(default_factory=dict)
-    """Generations set by effects that are not carried out yet: a frame may hold several messages."""
+    """The generations set by effects that are not carried out yet: a frame may hold several messages."""
 
 
 class Checkers:
-    """All checkers of one run. `blocks`: what every key's block must hold; `roots`: what prompts begin after; `max_lease_s`:
-    the longest lease granted; `shares`: the tenants' of every pool; `all_live`: no process ends, nor stands still for long."""
+    """All checkers of one run. `blocks`: the right contents of every key's block; `roots`: the keys that prompts follow;
+    `max_lease_s`: the longest lease granted; `shares`: the checker of tenants' shares of every pool; `all_live`: no process
+    ends, nor stands still for long."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class Checkers:
         self.transitions: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.told_gone: set[str] = set()
-        """Requests whose gateway has learned that the client hung up: nothing more may be sent."""
+        """The requests whose gateway knows that the client hung up: nothing more may be sent."""
         self._blocks = blocks
         self._roots = roots
         self._block_tokens = block_tokens
@@ -138,22 +139,22 @@ class Checkers:
         """The latest attempt of each request."""
         self._pools: dict[LifeId, _Pool] = {}
         self._committed: dict[tuple[str, int, int], tuple[int, bytes]] = {}
-        """(node, incarnation, slot) -> generation and bytes of what a cache-node committed there."""
+        """(node, incarnation, slot) -> the generation and bytes that a cache-node committed there."""
         self._actors: dict[str, Any] = {}
         self._watched: Watched
 
     def attach(self, watched: Watched) -> None:
-        """Learn whose world this is."""
+        """Keep the world that is checked."""
         self._watched = watched
 
     def _now(self, name: str) -> float:
-        """The monotonic clock of a process."""
+        """Return the monotonic clock of a process."""
         return self._watched.clock(self._watched.processes[name])
 
     # --- at the actors' edge
 
     def observed(self, spec: "ProcessSpec", incarnation: int, actor: Any, event: Event, effects: Sequence[Effect]) -> None:
-        """An actor handled an event; its effects are not carried out yet."""
+        """Check an event that an actor handled, before its effects are carried out."""
         self._actors[spec.name] = actor
         for effect in effects:
             if isinstance(effect, Send):
@@ -177,7 +178,7 @@ class Checkers:
             self._waits_end(spec.name, actor)
 
     def _waits_end(self, name: str, actor: Any) -> None:
-        """I4: no job waits for blocks of another past its bound, unless its process was stopped meanwhile."""
+        """Check I4: no job waits for blocks of another past its bound, unless its process was stopped meanwhile."""
         life, now = self._watched.processes[name].life, self._now(name)
         for job in getattr(actor, "_waiting", ()):
             if now - job.arrived_at > job.request.coming_s + LATE_S and life and life.machine.stopped_at < job.arrived_at:
@@ -186,7 +187,7 @@ class Checkers:
                 )
 
     def _slab_announced(self, me: LifeId, actor: Any, effects: Sequence[Effect]) -> None:
-        """I1, I5: what a prefill announces stands in its slab, and is what its key says."""
+        """Check I1 and I5: the blocks that a prefill announces stand in its slab, and have the contents of their keys."""
         for effect in effects:
             if not (isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced)):
                 continue
@@ -198,7 +199,7 @@ class Checkers:
                     raise Violation("I1", f"{me[0]} announces {key.hex()} in slot {slot}, which holds something else")
 
     def _gateway_did(self, event: Event, effects: Sequence[Effect]) -> None:
-        """I3: what an attempt that was given up still sends reaches no client."""
+        """Check I3: what an attempt that was given up still sends reaches no client."""
         match event:
             case FromClient(request_id, ClientGone()):
                 self.told_gone.add(request_id)
@@ -221,7 +222,7 @@ class Checkers:
                     raise Violation("I3", f"{effect.request_id} is sent {effect.output} of an older attempt than {latest[1]}")
 
     def leaves(self, process: "Process[Machine]") -> None:
-        """I4: an engine that says it is drained has nothing left to finish."""
+        """Check I4: an engine that reports itself drained has no work left."""
         assert process.life is not None
         if process.spec.role in (*ENGINE_ROLES, "vllm"):
             problem = self._idle(process.name, process.life)
@@ -229,7 +230,7 @@ class Checkers:
                 raise Violation(problem.invariant, f"drained, as it says, but {problem}")
 
     def died(self, name: str, incarnation: int) -> None:
-        """A life ended: what it granted is void, what it held is free to go."""
+        """Void what an ended incarnation granted, and free what it held."""
         self._pools.pop((name, incarnation), None)
         self._collect(self._actors.pop(name, None))
 
@@ -241,7 +242,7 @@ class Checkers:
         match event:
             case PeerUp(peer, incarnation, _):
                 pool.peers[peer] = incarnation
-            case PeerDown(peer, _):  # the holder forgets its leases too, and does not tell us
+            case PeerDown(peer, _):  # the holder forgets its leases too, and does not report it
                 pool.had = {had: generation for had, generation in pool.had.items() if had[0][0] != peer}
             case Received(sender, LeaseBlocks() as ask):
                 pool.asked.setdefault((self._life(pool, sender), ask.lease_id), ask)
@@ -271,7 +272,7 @@ class Checkers:
         return peer, pool.peers.get(peer, 0)
 
     def _granted(self, pool: _Pool, segment: Segment, holder: LifeId, leased: BlocksLeased) -> None:
-        """I1: what is leased is committed, stands, and is what its key says."""
+        """Check I1: a leased block is committed, stands, and has the contents of its key."""
         ask = pool.asked.get((holder, leased.lease_id))
         if ask is None or not leased.slots:
             return
@@ -316,7 +317,7 @@ class Checkers:
         pool.puts.pop((writer, commit.put_id), None)
 
     def _announced(self, name: str, stored: Sequence[Key]) -> None:
-        """I5: a cache-node or prefill announces only what it holds."""
+        """Check I5: a cache-node or prefill announces only blocks that it holds."""
         holds = getattr(self._actors.get(name), "holds", None)
         if holds is not None:
             for key in stored:
@@ -324,7 +325,7 @@ class Checkers:
                     raise Violation("I5", f"{name} announces {key.hex()}, which it does not hold")
 
     def _published(self, name: str, events: Sequence[BlocksStored]) -> None:
-        """I5: who hashes what KV events tell of a block, wherever its copy came from, finds its key."""
+        """Check I5: the key of a block in a KV event is the hash of the tokens there, wherever the copy came from."""
         for event in events:
             after = [event.parent] if event.parent else self._roots
             if not any(extend_keys(parent, event.tokens, self._block_tokens) == list(event.keys) for parent in after):
@@ -333,7 +334,7 @@ class Checkers:
     # --- in the memory
 
     def fenced(self, segment: Segment, slot: int, generation: int) -> None:
-        """I2: no slot changes hands while leased; I1: generations only grow, committed bytes are remembered."""
+        """Check I2: no slot changes hands while leased; I1: generations only grow, and committed bytes are remembered."""
         was = segment.generations[slot]
         if generation <= was:
             raise Violation("I1", f"{segment.node} slot {slot}: generation goes from {was} back to {generation}")
@@ -351,7 +352,8 @@ class Checkers:
             self._committed[place] = generation, segment.block(slot)
 
     def writing(self, machine: Machine, work: Running, segment: Segment, grant: SlotGrant) -> None:
-        """I2: a write lands in the slot it was granted, in time; a stopped writer may be late, but hits nobody."""
+        """Check I2: a write goes to the slot that was granted, in time; a stopped writer may be late, but overwrites no other's
+        block."""
         if not segment.linked or not self._watched.alive(segment.node, segment.incarnation):
             return
         standing = segment.generations[grant.slot]
@@ -368,8 +370,8 @@ class Checkers:
         raise Violation("I2", f"{where} at {now:.3f} under no put of its own that still lasts")
 
     def reading(self, machine: Machine, work: Running, segment: Segment, ref: SlotRef) -> None:
-        """I2: whoever reads a pool's slot does so under a lease that lasts. A stopped reader may be late, and will notice; one
-        whose host was suspended believes in a lease that is over, and finds out by the generation.
+        """Check I2: a pool's slot is read under a lease that lasts. A stopped reader may be late, and will notice; one whose
+        host was suspended believes in a lease that is over, and finds out by the generation.
 
         A decode may also read what its prefill has leased, and cannot know when that ends: generations guard it there.
         """
@@ -383,9 +385,9 @@ class Checkers:
             raise Violation("I2", f"{machine.name} reads {segment.node} slot {ref.slot} under no lease that lasts")
 
     def verified(self, segment: Segment, ref: SlotRef, layer: int, part: bytes) -> None:
-        """I1: what was read back and found good stands, and is what was committed."""
+        """Check I1: a block that was read and found good stands, and is what was committed."""
         stands = segment.generations[ref.slot]
-        if stands != ref.generation and (ref.checksum or stands != ref.generation + 1):  # 0: told before it was committed
+        if stands != ref.generation and (ref.checksum or stands != ref.generation + 1):  # 0: announced before it was committed
             where = f"{segment.node} slot {ref.slot} generation {ref.generation}"
             raise Violation("I1", f"{where} is taken for good, but it stands at {stands}")
         generation, stored = self._committed.get((segment.node, segment.incarnation, ref.slot), (-1, b""))
@@ -397,13 +399,13 @@ class Checkers:
             raise Violation("I1", f"{segment.node} slot {ref.slot}: generation {ref.generation} was read, but never stood")
 
     def closing(self, machine: Machine, sequence: int, works: Sequence[Running]) -> None:
-        """I2: no memory is freed under a work."""
+        """Check I2: no memory is freed under a work."""
         if works:
             names = [type(work.work).__name__ for work in works]
             raise Violation("I2", f"{machine.name} closes sequence {sequence} under {names}")
 
     def broken(self, machine: Machine, text: str) -> None:
-        """An effect that makes no sense: the actor's bug."""
+        """Report an effect that makes no sense: a bug of the actor."""
         raise Violation("I2", f"{machine.name} {text}")
 
     def _covering(self, pool: _Pool, slot: int, generation: int) -> _Lease | None:
@@ -415,7 +417,7 @@ class Checkers:
         return None
 
     def _check_unchanged(self, place: tuple[str, int, int], segment: Segment) -> None:
-        """I1: a copy's bytes never change while its generation stands."""
+        """Check I1: a copy's bytes never change while its generation stands."""
         generation, stored = self._committed.get(place, (-1, b""))
         slot = place[2]
         stands = generation == segment.generations[slot] and slot not in segment.flipped
@@ -425,7 +427,7 @@ class Checkers:
     # --- at the end
 
     def busy(self) -> Violation | None:
-        """I4 (I2 for leases): what is not over yet; None when all is quiet."""
+        """Return what is not over yet, by I4 (I2 for leases); None when all is quiet."""
         for name, process in self._watched.processes.items():
             life = process.life
             if life is None:
@@ -442,14 +444,14 @@ class Checkers:
             leases_only = all("lease" in gauge for gauge in above)
             return Violation("I2" if leases_only else "I4", f"{name} has {above}")
         works = [type(running.work).__name__ for running in life.machine.works.values()]
-        if set(works) - {ProbeEngine.__name__}:  # which is asked all the time
+        if set(works) - {ProbeEngine.__name__}:  # which is sent all the time
             return Violation("I4", f"{name} has works {works}")
         if life.machine.sequences:
             return Violation("I4", f"{name} has sequences {list(life.machine.sequences)} open")
         return None
 
     def stale_index(self) -> Violation | None:
-        """I5: where a conductor's index differs from what a cache-node or a slab holds; None when it is true."""
+        """Check I5: return where a conductor's index differs from what a cache-node or a slab holds; None when it is true."""
         lives = {name: p.life for name, p in self._watched.processes.items() if p.life is not None}
         roles = {name: self._watched.processes[name].spec.role for name in lives}
         pools = {name: life.actor for name, life in lives.items() if roles[name] in ("cache-node", "prefill")}
@@ -470,13 +472,13 @@ class Checkers:
         return None
 
     def finish(self) -> None:
-        """Add what the living have counted to the coverage."""
+        """Add the counters of the running actors to the coverage."""
         for actor in self._actors.values():
             self._collect(actor)
         self._actors.clear()
 
     def at_rest(self) -> None:
-        """I1 and I2 once nothing goes on any more, and every actor's own."""
+        """Check I1, I2 and every actor's own invariants once nothing is in progress."""
         for place in list(self._committed):
             segment = self._watched.segments[place[:2]]
             if segment.linked:

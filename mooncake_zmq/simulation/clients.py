@@ -1,4 +1,4 @@
-"""The people behind the gateways: they ask, hang up, retry when their gateway dies, and hold every answer against I3."""
+"""The clients of the gateways: they ask, hang up, retry when their gateway dies, and check every answer against I3."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class _Open:
     asked_at: float
     answer: Answer
     scored: int = 0
-    """Tokens of the prompt whose probabilities it has."""
+    """The number of the prompt's tokens whose probabilities it has."""
     received: list[int] = field(default_factory=list)
 
 
@@ -65,12 +65,12 @@ class Client:
 
     @property
     def waiting(self) -> str | None:
-        """The request that has not ended yet, and for how long."""
+        """Return the request that has not ended yet, and for how long."""
         request = next(iter(self._open.values()), None)
         return None if request is None else f"{request.request_id} at {request.gateway} since {request.asked_at:.2f}"
 
     def gateway_died(self, name: str) -> None:
-        """The connection broke: ask again, as a new request, elsewhere."""
+        """Ask again elsewhere, as a new request, since the connection broke."""
         mine = [request for request in self._open.values() if request.gateway == name]
         for request in mine:
             self._end(request, "disconnected")
@@ -78,7 +78,7 @@ class Client:
             self._again(RETRY_S)
 
     def hear(self, request_id: str, output: Any) -> None:
-        """I3 and I4: every token once, in order, as the undisturbed run gives it; then one end, and nothing after it."""
+        """Check I3 and I4: every token once, in order, as the undisturbed run gives it; then one end, and nothing after it."""
         request = self._open.get(request_id)
         if request is None:
             raise Violation("I3", f"{request_id} is sent {output} after its end ({self.ids[request_id]})")
@@ -179,7 +179,7 @@ class Client:
             self._next(self._chat.turns[self._turn])
 
     def _leave(self, requests: Sequence[_Open]) -> bool:
-        """Want them no more; whether any of them had not ended."""
+        """Abandon requests; return whether any of them had not ended."""
         left = [request for request in requests if self._open.get(request.request_id) is request]
         for request in left:
             self._simulator.from_client(request.gateway, request.request_id, ClientGone())
@@ -210,7 +210,7 @@ class Clients:
     """All clients of a run."""
 
     def __init__(self, simulator: Simulator, gateways: Sequence[str], *, limit_s: float) -> None:
-        """`limit_s`: every request ends within this time of being asked."""
+        """`limit_s`: the time within which every request ends."""
         self._limit_s = limit_s
         self._simulator = simulator
         self._gateways = gateways
@@ -220,11 +220,11 @@ class Clients:
 
     @property
     def waiting(self) -> list[str]:
-        """Requests that have not ended; chats between turns count too."""
+        """Return requests that have not ended; chats between turns count too."""
         return [client.waiting or "between turns" for client in self._clients if not client.over]
 
     def add(self, chats: Sequence[Chat]) -> Counter[str]:
-        """Let more chats begin; returns how they will have ended."""
+        """Begin more chats; return how they will have ended."""
         outcomes: Counter[str] = Counter()
         for chat in chats:
             name = f"chat{len(self._clients)}"
@@ -235,7 +235,7 @@ class Clients:
     def _hear(self, gateway: str, request_id: str, output: Any) -> None:
         client = self._clients[int(request_id.split(".")[0].removeprefix("chat"))]
         if client.ids.get(request_id) == "cancelled" and request_id not in self._simulator.watcher.told_gone:
-            return  # said before the gateway learned of the hang-up
+            return  # sent before the gateway learned of the hang-up
         client.hear(request_id, output)
 
     def _gateway_died(self, name: str) -> None:

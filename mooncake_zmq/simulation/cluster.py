@@ -1,4 +1,4 @@
-"""The cluster every seed runs: the live actors with settings small enough that pools evict, decodes preempt, leases expire."""
+"""The cluster of every seed: the live actors with settings small enough that pools evict, decodes preempt, leases expire."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ MEMBERS = tuple(f"{role}-{host}" for role in ("prefill", "decode", "cache-node")
 VLLMS: Mapping[str, Part] = {"b": "both", "c": "both"}
 VLLMS_APART: Mapping[str, Part] = {"a": "decode", "b": "prefill", "c": "decode"}
 VLLM_PAIR: Mapping[str, Part] = {"a": "decode", "b": "prefill"}
-"""Each of them is the only one of its part, and stands in for the other."""
+"""The hosts whose vLLMs only prefill or only decode: each of them is the only one of its part, and stands in for the other."""
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
@@ -86,20 +86,20 @@ class ClusterSettings:
         max_running=1, max_queued=3, capacity_tokens=600, probe_s=0.5, probe_timeout_s=0.5, quiet_s=5.0
     )
     vllm_parts: Mapping[str, Part] = field(default_factory=dict)
-    """By host, of those with a vLLM beside our own engines."""
+    """The part of the vLLM on each host that has one beside the cluster's own engines."""
     watched: bool = False
-    """Somebody looks at the cluster by its gateways."""
+    """Whether an operator looks at the cluster by its gateways."""
     starved: bool = False
-    """Its processes get no CPU now and then, and no conversation ends."""
+    """Whether its processes get no CPU now and then, and no conversation ends."""
     suspended: bool = False
-    """Some of its hosts are suspended and go on."""
+    """Whether some of its hosts are suspended and go on."""
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
     def of_seed(cls, seed: int) -> "ClusterSettings":
-        """Of three seeds one has vLLMs among the others, which in half of them prefill and decode apart; one computes longer
-        prompts in pipelines of up to three prefills, one decodes several steps in a work. Of five, one is watched. Of
-        eight, one is starved. Of four, one has hosts that are suspended."""
+        """Return the settings of a seed. Of three seeds one has vLLMs among the others, which in half of them prefill and
+        decode separately; one computes longer prompts in pipelines of up to three prefills, one decodes several steps in a
+        work. Of five, one is watched. Of eight, one is starved. Of four, one has hosts that are suspended."""
         plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
@@ -116,12 +116,12 @@ class ClusterSettings:
         return replace(plain, conductor=conductor, prefill=replace(plain.prefill, chunk_tokens=2 * BLOCK_TOKENS))
 
     def of_role(self, role: Role) -> Any:
-        """The settings of one role's nodes."""
+        """Return the settings of one role's nodes."""
         return getattr(self, role.replace("-", "_"))
 
 
 def shares_of(settings: CacheNodeSettings) -> dict[Medium, dict[str, int]]:
-    """Blocks that each tenant may have of each tier of a pool."""
+    """Return the number of blocks that each tenant may have of each tier of a pool."""
     return {
         Medium.CPU: {each.name: each.dram_bytes // SLOT_BYTES for each in settings.tenants if each.dram_bytes},
         Medium.DISK: {each.name: each.ssd_bytes // SLOT_BYTES for each in settings.tenants if each.ssd_bytes},
@@ -129,7 +129,8 @@ def shares_of(settings: CacheNodeSettings) -> dict[Medium, dict[str, int]]:
 
 
 def processes(settings: ClusterSettings) -> list[ProcessSpec]:
-    """2 gateways, 2 conductors, on each of 3 hosts a prefill, a decode and a cache-node, on some a vLLM; who talks to whom."""
+    """Return the specs of 2 gateways, 2 conductors, on each of 3 hosts a prefill, a decode and a cache-node, and on some a
+    vLLM."""
     places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
     for role in ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
@@ -163,7 +164,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
 
 
 def _roles_of(name: str) -> tuple[Role, ...]:
-    """The one that it is configured for first."""
+    """Return the roles of a node, the configured one first."""
     role = next(role for role in ROLES if name.startswith(f"{role}-"))
     return (role, BECOMES[role]) if name in CHANGEABLE else (role,)
 

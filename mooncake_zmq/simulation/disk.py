@@ -16,7 +16,8 @@ from mooncake_zmq.pool.node.disk_tier import DiskContents
 
 @dataclass(slots=True)
 class SimDisk:
-    """`fault`: "" while it works, "full", or "failing"; `slowness`: how many times as long a block takes."""
+    """A simulated SSD. `fault`: "" while it works, "full", or "failing"; `slowness`: the factor by which a block takes
+    longer."""
 
     layout: BlockLayout
     slots: int
@@ -31,7 +32,7 @@ class SimDisk:
         self.memory = bytearray(self.slots * self.layout.block_bytes)
 
     def write(self, block: DiskBlock, payload: bytes, *, half: bool) -> None:
-        """Put the first half of a block down, without its header, or all of it. The old row stands until `index`."""
+        """Write the first half of a block, without its header, or all of it. The old row stands until `index`."""
         size = self.layout.block_bytes
         stop = size // 2 if half else size
         self.memory[block.slot * size : block.slot * size + stop] = payload[:stop]
@@ -39,13 +40,13 @@ class SimDisk:
             self.headers[block.slot] = (block.key, block.checksum)
 
     def index(self, block: DiskBlock) -> None:
-        """The slot's row, replacing its former one."""
+        """Write the slot's row, replacing its former one."""
         self.rows.pop(block.slot, None)
         self.rows[block.slot] = block
 
     def contents(self) -> DiskContents:
-        """What a life finds. A row may have outlived its slot's use: of two with one key the newer is true, as `transfer.disk`
-        has it."""
+        """Return the blocks that an incarnation finds. A row may have outlived its slot's use: of two with one key the newer is
+        true, as `transfer.disk` has it."""
         newest: dict[Key, DiskBlock] = {}
         for block in self.rows.values():
             newest.pop(block.key, None)
@@ -54,18 +55,18 @@ class SimDisk:
         return DiskContents(self.slots, tuple(newest.values()))
 
     def read(self, block: DiskBlock) -> bytes:
-        """Whatever stands in the slot."""
+        """Return the slot's bytes, whatever they are."""
         size = self.layout.block_bytes
         return bytes(self.memory[block.slot * size : (block.slot + 1) * size])
 
     def stands(self, block: DiskBlock, payload: bytes) -> bool:
-        """Are these the bytes of that block, by header and checksum?"""
+        """Return whether the slot has the bytes of that block, by header and checksum."""
         header = self.headers.get(block.slot, (b"", 0))
         parts = part_checksums(payload, self.layout.part_bytes)
         return reading.header_stands(header, (block.key, block.checksum)) and reading.payload_stands(parts, block.checksum)
 
     def flip(self, random: Random, blocks: int) -> None:
-        """One bit of each of some indexed blocks changes."""
+        """Flip one bit of each of some indexed blocks."""
         for slot in random.sample(list(self.rows), min(blocks, len(self.rows))):
             at = slot * self.layout.block_bytes + random.randrange(self.layout.block_bytes)
             self.memory[at] ^= 1 << random.randrange(8)

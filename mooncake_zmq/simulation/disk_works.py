@@ -6,7 +6,7 @@ from mooncake_zmq.simulation.memory import generation_stands
 
 
 def write_to_disk(machine: Machine, work: WriteToDisk) -> Steps:
-    """Block by block, each in two halves: a crash in between leaves a torn slot under whatever row it had."""
+    """Write block by block, each in two halves: a crash in between leaves a torn slot under whatever row it had."""
     disk, segment = machine.disk, machine.segment
     if disk is None or segment is None:
         machine.world.watcher.broken(machine, "writes to a disk it does not have")

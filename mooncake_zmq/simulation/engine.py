@@ -23,7 +23,7 @@ _MULTIPLIER = (np.arange(LAYERS * 2 * HEAD_DIM, dtype=np.uint32).reshape(LAYERS,
 
 
 def sim_layout(block_tokens: int) -> BlockLayout:
-    """Blocks of this engine's KV."""
+    """Return the layout of this engine's KV."""
     return BlockLayout(
         layers=LAYERS,
         kv_heads=KV_HEADS,
@@ -42,9 +42,9 @@ class SimSequence:
     def __init__(self, capacity: int, past: bytes = b"") -> None:
         self.capacity = capacity
         self.past = past
-        """What choices read of the tokens before the next one, as `Sampling.past` says."""
+        """The tokens before the next one that choices depend on, as `Sampling.past` says."""
         self.unsampled: tuple[Sampled, ...] = ()
-        """What its last work would have sampled, had it been known in time what may come."""
+        """The samples of its last work that were missing because the mask of allowed tokens was not ready in time."""
         self._place: int | None = None
         self.kv = np.zeros((LAYERS, 2, capacity, HEAD_DIM), dtype=np.uint32)
 
@@ -54,7 +54,7 @@ class SimSequence:
         self.kv[layer, :, start : start + tokens] = block[:, :tokens]
 
     def read_part(self, layer: int, start: int, stop: int, block_tokens: int) -> bytes:
-        """A layer's part of the block at `start`, zeros from `stop` on."""
+        """Return a layer's part of the block at `start`, with zeros from `stop` on."""
         if stop - start == block_tokens:
             return self.kv[layer, :, start:stop].tobytes()
         out = np.zeros((2, block_tokens, HEAD_DIM), dtype=np.uint32)
@@ -78,29 +78,29 @@ class SimSequence:
         self.run_layer(slice(None), start, tokens)
 
     def next_token(self, length: int, sampling: Sampling) -> int:
-        """The token at position `length`: greedy depends on the KV alone, sampled on (seed, position) as well."""
+        """Return the token at position `length`: greedy depends on the KV alone, sampled on (seed, position) as well."""
         return self.token_of(self.hash_kv(range(LAYERS), length), length, sampling)
 
     def feed(self, token: int, position: int, sampling: Sampling) -> None:
-        """It stands there now."""
+        """Append a token that was chosen at `position`."""
         if sampling.reads_past and len(self.past) == 4 * (position - sampling.past_from):
             self._place = follow(self.place(sampling), token)
             self.past += pack_tokens((token,))
 
     def place(self, sampling: Sampling) -> int:
-        """In the answer's grammar, if it has one: from where it was opened, each token leads on."""
+        """Return the place in the answer's grammar, if it has one: each token leads on from where it was opened."""
         if self._place is None:
             self._place = place_of(sampling, self.past)
         return self._place
 
     def hash_kv(self, layers: range, length: int, before: int = 0) -> int:
-        """Of all KV of these layers, after those that hash to `before`."""
+        """Return the hash of all KV of these layers, after those that hash to `before`."""
         for layer in layers:
             before = xxhash.xxh3_64_intdigest(self.kv[layer, :, :length].tobytes(), seed=before)
         return before
 
     def token_of(self, kv_hash: int, length: int, sampling: Sampling) -> int:
-        """The token at position `length` behind KV that hashes to this."""
+        """Return the token at position `length` behind KV that hashes to this."""
         if sampling.penalizes:
             kv_hash = xxhash.xxh3_64_intdigest(self.past, seed=kv_hash)
         if sampling.temperature > 0:
@@ -115,7 +115,7 @@ class SimSequence:
 
 
 def place_of(sampling: Sampling, past: bytes) -> int:
-    """Where the answer so far has led."""
+    """Return the place in the grammar to which the answer so far has led."""
     place = int(sampling.constraint or b"0")
     for token in as_tokens(past)[sampling.prompt_tokens - sampling.past_from :].tolist():
         place = follow(place, token)
@@ -123,25 +123,25 @@ def place_of(sampling: Sampling, past: bytes) -> int:
 
 
 def follow(place: int, token: int) -> int:
-    """Where a token leads."""
+    """Return the place to which a token leads."""
     return (31 * place + token + 1) % PLACES
 
 
 @cache
 def allowed_at(place: int) -> tuple[int, ...]:
-    """A few tokens, those that end an answer in every other place alone."""
+    """Return the few tokens allowed at a place: in every other place only those that end an answer."""
     return tuple(
         token for token in range(VOCABULARY) if (token + place) % FEW == 0 and (place % 2 == 0 or token not in EOS_IDS)
     )
 
 
 def logprob_of(token: int, length: int, sampling: Sampling) -> TokenLogprob | None:
-    """What is told of it."""
+    """Return the reported log probability of a token."""
     return None if sampling.logprobs is None else (-float(token + length), ((token, -float(length)),) * sampling.logprobs)
 
 
 def hidden_states(tokens: NDArray[np.uint32], kv_hash: int) -> bytes:
-    """What leaves a stage."""
+    """Return the hidden states that leave a stage."""
     states = np.zeros((len(tokens), HIDDEN_WORDS), dtype=np.uint32)
     states[:, 0] = tokens
     states[-1, 1:3] = kv_hash & 0xFFFFFFFF, kv_hash >> 32
@@ -149,11 +149,11 @@ def hidden_states(tokens: NDArray[np.uint32], kv_hash: int) -> bytes:
 
 
 def entering_states(raw: bytes) -> tuple[NDArray[np.uint32], int]:
-    """Tokens and hash of what left the stage before."""
+    """Return the tokens and hash that left the stage before."""
     states = np.frombuffer(raw, dtype=np.uint32).reshape(-1, HIDDEN_WORDS)
     return states[:, 0].copy(), int(states[-1, 1]) | int(states[-1, 2]) << 32
 
 
 def as_tokens(raw: bytes) -> NDArray[np.uint32]:
-    """Token ids out of int32 bytes."""
+    """Return token ids out of int32 bytes."""
     return np.frombuffer(raw, dtype="<i4").astype(np.uint32)

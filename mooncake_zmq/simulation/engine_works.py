@@ -32,14 +32,14 @@ from mooncake_zmq.simulation.machine import Machine, Running, Steps
 from mooncake_zmq.simulation.reads import SlotRead
 
 SET_ASIDE, SITS_OUT = 0.3, 0.05
-"""Shares of the first tokens of answers that follow a grammar, and of the later ones, whose mask is not ready in time."""
+"""The shares of answers' first tokens under a grammar, and of their later ones, whose mask is not ready in time."""
 MASK_S, NO_MASK = 0.1, 0.02
-"""It is known so much later at most, but for this part of them, for which it never is."""
+"""The longest delay of a mask, and the share of masks that never come."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """Why layers were not all computed."""
+    """The reason why layers were not all computed."""
 
     failed: tuple[int, ...] = ()
     corrupt: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ def compute(machine: Machine, running: Running, work: ComputeChunk) -> Steps:
 
 
 def _sampled(machine: Machine, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:
-    """The next token for each choice; none where it is not known in time what it may be."""
+    """Return the next token for each choice; none where its mask is not ready in time."""
     sequence = machine.sequences[work.sequence]
     tokens = [(sequence.token_of(kv_hash, end, sampling), sampling) for sampling in work.samplings]
     sampled = tuple((token, logprob_of(token, end, sampling)) for token, sampling in tokens)
@@ -162,7 +162,7 @@ def _run_layers(
     *,
     reports: bool,
 ) -> Generator[float, str | None, "_Missing | None"]:
-    """Load, compute and store one layer after the other; what is missing ends it."""
+    """Load, compute and store one layer after the other, until something is missing."""
     sequence = machine.sequences[work.sequence]
     end = work.start + len(tokens)
     layer_s = took_s / (2 * len(layers))
@@ -197,7 +197,7 @@ def _run_layers(
 def _write_out(
     machine: Machine, running: Running, sequence: SimSequence, layer: int, start: int, end: int, grant: SlotGrant
 ) -> None:
-    """Store one layer's part of one output block, zero-filled beyond the sequence's tokens."""
+    """Store one layer's part of one output block, with zeros beyond the sequence's tokens."""
     segment = machine.world.segments[grant.node, grant.incarnation]
     machine.world.watcher.writing(machine, running, segment, grant)
     part = sequence.read_part(layer, start, min(start + machine.layout.block_tokens, end), machine.layout.block_tokens)
@@ -219,7 +219,7 @@ def decode(machine: Machine, running: Running, work: DecodeStep) -> Steps:
         fed = rows[-1] if rows else [entry.token for entry in work.entries]
         rows.append(tuple(_step(machine, entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
         sat_out = tuple(place for place, entry in enumerate(work.entries) if _sits_out(machine, entry.sampling))
-        if stop or sat_out:  # the decode waits for no more than the next border
+        if stop or sat_out:  # the decode does not wait beyond the next border
             break
     asked = any(each.sampling.logprobs is not None for each in work.entries)
     logprobs = tuple(

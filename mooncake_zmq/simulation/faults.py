@@ -1,4 +1,4 @@
-"""Faults as data: what happens to whom, when and for how long. A seed draws them before its run begins."""
+"""Faults as data: kind, targets, time and duration. A seed draws them before its run begins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from random import Random
 
 
 class FaultKind(Enum):
-    """What can go wrong in the world of a simulation."""
+    """The kinds of faults in the world of a simulation."""
 
     DROP = "drop"
     """Frames between any two processes are lost with probability `amount`."""
@@ -17,39 +17,40 @@ class FaultKind(Enum):
     DELAY = "delay"
     """Frames take up to `amount` seconds longer each, and overtake one another."""
     PARTITION = "partition"
-    """The first target's host and the second's hear nothing of each other."""
+    """The first target's host and the second's receive nothing from each other."""
     ONE_WAY = "one_way"
-    """The second target's host hears nothing from the first's; the other way works."""
+    """The second target's host receives nothing from the first's; the other way works."""
     CRASH = "crash"
-    """The process loses everything and begins a new life after `duration_s`."""
+    """The process loses everything, and restarts after `duration_s`."""
     CLOCK = "clock"
-    """The process begins a new life by a clock that is far ahead, and after `duration_s` another one by the right clock."""
+    """The process restarts by a clock that is far ahead, and again after `duration_s` by the right clock."""
     IMPOSTOR = "impostor"
-    """The second target is sent a frame by somebody who says that he is the first one."""
+    """The second target is sent a frame by a stranger that claims to be the first one."""
     PAUSE = "pause"
-    """SIGSTOP, and SIGCONT after `duration_s`: queued events are then late, and copies under way finish late."""
+    """The process is stopped by SIGSTOP for `duration_s`: queued events are then late, and copies under way finish late."""
     SUSPEND = "suspend"
     """The target's host is suspended for `duration_s`, as a virtual machine is: nothing there runs, nothing arrives, its clock
     stands still, and it goes on as if no time had passed. `amount` of 1: in the middle of its next read from another host."""
     STOP_READER = "stop_reader"
-    """SIGSTOP in the middle of the process's next read of another's slots, for longer than it may read there."""
+    """The process is stopped in the middle of its next read of another's slots, for longer than it may read there."""
     LATE = "late"
     """The targets get no CPU for `duration_s`: they stand still while their sockets fill, and their hosts' kernels show it."""
     STOP_ASKER = "stop_asker"
-    """SIGSTOP as soon as the process has asked a pool for a lease or slots, for longer than what it asked for lasts."""
+    """The process is stopped as soon as it has asked a pool for a lease or slots, for longer than the grant lasts."""
     STOP_WRITER = "stop_writer"
-    """SIGSTOP in the middle of the process's next copy into a pool, for longer than it may write there."""
+    """The process is stopped in the middle of its next copy into a pool, for longer than it may write there."""
     DRAIN = "drain"
-    """The operator drains the process, which may take `duration_s`; then it hands over what it has left, exits, and a new life
-    begins."""
+    """The operator drains the process, which may take `duration_s`; then it hands over what it has left, exits, and
+    restarts."""
     REST = "rest"
-    """The operator has the target rest, by whichever gateway lives: it takes nothing new, and again after `duration_s`."""
+    """The operator cordons the target by any gateway that runs, so that it takes nothing new, and uncordons it after
+    `duration_s`."""
     ROLE = "role"
-    """The operator asks for the target to change its role, and again after `duration_s`, to what it then may become."""
+    """The operator has the target change its role, and change it again after `duration_s`, to what it then may become."""
     TANGLE = "tangle"
     """The target is cordoned, asked to change its role, and crashes, each while the others last; `amount` numbers the order."""
     CRASH_SENDER = "crash_sender"
-    """The process crashes while its store's next value is on its way to a client, and begins anew after `duration_s`."""
+    """The process crashes while its store's next value is on its way to a client, and restarts after `duration_s`."""
     SLOW = "slow"
     """Copies and computing on the target's host take `amount` times as long."""
     COPY_FAIL = "copy_fail"
@@ -65,7 +66,7 @@ class FaultKind(Enum):
     DISK_SLOW = "disk_slow"
     """The target's SSD takes `amount` times as long for each block."""
     GARBAGE = "garbage"
-    """`amount` frames reach the target that are noise, a stranger's, or of an old life."""
+    """`amount` frames reach the target that are noise, a stranger's, or of an ended incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +101,11 @@ _OF_BLOCKS = (
 )
 _READERS = ("prefill", "decode")
 LONG_STOP_S = 3.2
-"""Above the simulated cluster's `lease_ttl_s`."""
+"""A stop that is longer than the simulated cluster's `lease_ttl_s`."""
 SHORT_DRAIN_S = 0.02
-"""Too short for what runs to end."""
+"""A drain that is too short for running works to end."""
 STRESS_FAULTS = 4
-"""More faults of each kind to be stressed."""
+"""The number of additional faults of each kind to be stressed."""
 
 
 _APART = (
@@ -112,7 +113,7 @@ _APART = (
     *(FaultKind.TANGLE, FaultKind.CRASH_SENDER),
 )
 USUAL = tuple(kind for kind in FaultKind if kind not in _APART)
-"""What a seed draws from. The others are drawn by themselves, so that these stay."""
+"""The kinds that every seed draws from. Others are drawn by themselves, so that these draws do not depend on them."""
 AMID_LATENESS = (
     FaultKind.COPY_FAIL,
     FaultKind.COPY_TEAR,
@@ -121,10 +122,10 @@ AMID_LATENESS = (
     FaultKind.DISK_FAIL,
     FaultKind.DISK_SLOW,
 )
-"""What a seed of lateness draws from: nothing that may end a conversation, or have a copy that began in the last moments of a
-lease, as many do after a lateness, outlast it."""
+"""The kinds that a seed with late processes draws from: none that may end a conversation, or have a copy that began in the last
+moments of a lease, as many do after a lateness, outlast it."""
 STORE_FAULTS = tuple(kind for kind in FaultKind if kind not in (*_OF_BLOCKS, FaultKind.CRASH_SENDER))
-"""What can happen to stores where there is nothing else."""
+"""The kinds that a seed with stores alone draws from."""
 
 
 def draw_faults(
@@ -136,7 +137,7 @@ def draw_faults(
     stress: Sequence[FaultKind] = (),
     kinds: Sequence[FaultKind] = USUAL,
 ) -> tuple[Fault, ...]:
-    """At least 8 faults of at least 4 kinds, at random times within the window. `segments`: processes that hold blocks."""
+    """Draw at least 8 faults of at least 4 kinds, at random times within the window. `segments`: processes that hold blocks."""
     kinds = list(kinds)
     chosen = random.sample(kinds, MIN_KINDS)
     chosen += random.choices(kinds, k=random.randint(MIN_FAULTS, MAX_FAULTS) - MIN_KINDS)
@@ -146,44 +147,46 @@ def draw_faults(
 
 
 def draw_rests(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
-    """Of an operator who looks on: some nodes are to rest for a while. Drawn by themselves, so that other faults stay."""
+    """Draw the cordons that an operator sets for a while. Drawn by themselves, so that other faults do not depend on them."""
     return tuple(_draw(random, FaultKind.REST, processes, (), window_s) for _ in range(random.randint(3, 7)))
 
 
 TANGLES = tuple(permutations((FaultKind.REST, FaultKind.ROLE, FaultKind.CRASH)))
-"""The orders in which the parts of a tangle begin."""
+"""The orders in which the steps of a tangle begin."""
 
 
 def draw_tangle(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
-    """All that an operator and a crash can do to one node, at once. Drawn by itself, so that other faults stay."""
+    """Draw a node that gets all of an operator's commands and a crash at once. Drawn by itself, so that other faults do not
+    depend on it."""
     return (_draw(random, FaultKind.TANGLE, processes, (), window_s),)
 
 
 def draw_crash_of_sender(random: Random, *, segments: Sequence[str], window_s: float) -> tuple[Fault, ...]:
-    """A store dies while it sends. Drawn by itself, so that other faults stay."""
+    """Draw the crash of a store while it sends. Drawn by itself, so that other faults do not depend on it."""
     return (_draw(random, FaultKind.CRASH_SENDER, segments, segments, window_s),)
 
 
 SUSPENDED_S = (0.3, 4.0)
-"""A host may be suspended for longer than its leases last."""
+"""The range of suspensions: some last longer than the host's leases."""
 
 
 def draw_halts(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
-    """Some hosts are suspended for a while, and a reader stops half-way."""
+    """Draw hosts that are suspended for a while, and a reader that stops half-way."""
     suspends = [_draw(random, FaultKind.SUSPEND, processes, (), window_s) for _ in range(random.randint(1, 3))]
     readers = [name for name in processes if name.startswith(_READERS)]
     return (*suspends, *(_draw(random, FaultKind.STOP_READER, readers, (), window_s) for _ in readers[:1]))
 
 
 UNTOLD_S = 0.4
-"""A process that nobody expects to be late may be so by this: peer timeout, less a heartbeat, a tick and the way."""
+"""The lateness that a process bears whose past gives no reason to expect it: peer timeout, less a heartbeat, a tick and the
+way."""
 STILL_S = (1.0, 3.4)
-"""The whole machine may stand still for so long: less than what the peer timeout is stretched by."""
+"""The range of stalls of the whole machine: less than what the peer timeout is stretched by."""
 
 
 def draw_lates(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
-    """One process after the other is late, by no more than sessions bear: at first by little, once all at the same time by
-    much, and from then on by about as much as they have told."""
+    """Draw processes that are late one after the other, by no more than sessions bear: at first by little, once all at the same
+    time by much, and from then on by about as much as they have reported."""
     at_s, still_s = random.uniform(0.5, 1.5), random.uniform(*STILL_S)
     faults = [
         Fault(FaultKind.LATE, at_s, random.uniform(0.05, UNTOLD_S), (random.choice(processes),)),
@@ -220,7 +223,7 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))
         case FaultKind.REST:
             roles = list(dict.fromkeys(name.rpartition("-")[0] for name in processes))
-            role = random.choice(roles)  # or one of few would hardly ever be meant
+            role = random.choice(roles)  # or a role with few nodes would hardly ever be drawn
             return Fault(kind, at_s, duration_s, (random.choice([name for name in processes if name.startswith(role)]),))
         case FaultKind.TANGLE:
             changeable = random.choice([name for name in processes if name.startswith(_READERS)])

@@ -19,7 +19,7 @@ class Garbage:
         self._simulator = simulator
 
     def impersonate(self, process: Process[Machine], name: str) -> None:
-        """One frame to `process` from a sender that claims to be a new incarnation of `name`, and no more."""
+        """Send one frame to `process` from a sender that claims to be a new incarnation of `name`, and no more."""
         simulator = self._simulator
         running = process.life
         if running is None or running.paused or name not in process.spec.peers:
@@ -41,7 +41,8 @@ class Garbage:
         simulator.sessions.arrive(process, encode(frame), name)
 
     def _betray(self, process: Process[Machine], incarnation: int, name: str) -> None:
-        """One frame to `process` by another member, who knows all there is to know of `name`, and says that it begins anew."""
+        """Send one frame to `process` by another member, which has all the state of `name` and claims to be its new
+        incarnation."""
         simulator = self._simulator
         known: Any = _session(process).dump()["peers"]
         victim = known[name]
@@ -60,7 +61,7 @@ class Garbage:
         self._must_drop(process, encode(frame), "traitor's", simulator.random.choice(members))
 
     def send(self, process: Process[Machine]) -> None:
-        """A frame that must be dropped and counted, and do nothing else."""
+        """Send a frame that must be dropped and counted, and do nothing else."""
         running = process.life
         if running is None or running.paused:
             return
@@ -107,8 +108,8 @@ class Garbage:
         return kind, frame[: random.randrange(len(frame))] if kind == "truncated" else frame
 
     def _stale_frames(self, process: Process[Machine], peer: str) -> list[bytes]:
-        """Frames to `process` of an incarnation of `peer` that it knows to be over: it is in conversation with a newer one. Of
-        a peer that has been silent for too long it accepts any incarnation."""
+        """Return frames to `process` of an incarnation of `peer` that it knows to be over, since its session is with a newer
+        one. From a peer that has been silent for too long it accepts any incarnation."""
         simulator = self._simulator
         current = simulator.processes[peer].life
         if _session(process).silent_s(simulator.clock(process), peer) >= simulator.silence_s:
@@ -121,7 +122,7 @@ class Garbage:
         return [frame for frame in former if decode_envelope(frame).incarnation < current.incarnation]
 
     def _speaks(self, process: Process[Machine], peer: str) -> bool:
-        """Has `process` received something of `peer` just now, so that it accepts no other by that name?"""
+        """Return whether `process` has just received something of `peer`, so that it accepts no other by that name."""
         session = _session(process)
         return peer in session.up_peers and session.silent_s(self._simulator.clock(process), peer) < session.tick_s
 

@@ -1,4 +1,4 @@
-"""Faults as drawn, made to strike a simulator's cluster and to end."""
+"""Carries out a seed's faults on a simulator's cluster, and ends them."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +16,7 @@ STOPS_AT = {FaultKind.STOP_ASKER: Moment.ASKING, FaultKind.STOP_WRITER: Moment.W
 
 
 class Injection:
-    """Strikes with faults at their times. `begun`: how many of each kind."""
+    """Carries out faults at their times. `begun`: the number of each kind."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.begun: Counter[str] = Counter()
@@ -26,11 +26,11 @@ class Injection:
         self._active: list[Fault] = []
 
     def schedule(self, fault: Fault) -> None:
-        """Let a fault happen at its time."""
+        """Schedule a fault at its time."""
         self._simulator.at(fault.at_s, self._strike, fault)
 
     def heal(self) -> None:
-        """End all faults: links work, the stopped go on, crashed and draining processes begin anew."""
+        """End all faults: links work, stopped processes go on, crashed and draining ones restart."""
         simulator = self._simulator
         for fault in self._active:
             if fault.kind is FaultKind.DRAIN:
@@ -102,7 +102,7 @@ class Injection:
         simulator.at(simulator.now + fault.duration_s, self._end, fault)
 
     def _set_trap(self, fault: Fault, moment: Moment, target: str, stop: Callable[[], None]) -> None:
-        """The fault begins at the next such moment, not before."""
+        """Begin the fault at the next such moment, not before."""
 
         def strike() -> None:
             self._simulator.at(self._simulator.now, stop)
@@ -143,7 +143,7 @@ class Injection:
                 simulator.disks[name].fault = ""
 
     def _tangle(self, fault: Fault, name: str) -> None:
-        """Begin its parts one after the other: the crash is over with the fault, as the cordon is."""
+        """Begin its steps one after the other: the crash is over with the fault, as the cordon is."""
         simulator = self._simulator
         begin: dict[FaultKind, Callable[[], None]] = {
             FaultKind.REST: lambda: self.operator.cordon(name, True),
@@ -151,10 +151,10 @@ class Injection:
             FaultKind.CRASH: lambda: simulator.crash(name),
         }
         for place, part in enumerate(TANGLES[int(fault.amount)]):
-            simulator.at(simulator.now + place * fault.duration_s / 6, begin[part])
+            simulator.at(simulator.now + place * fault.duration_s / 40, begin[part])
 
     def _change_clock(self, name: str, ahead: int) -> None:
-        """The host of a process is started anew, by another clock and without the lock file that names former incarnations."""
+        """Restart the host of a process, by another clock and without the lock file that names former incarnations."""
         simulator = self._simulator
         simulator.crash(name)
         simulator.processes[name].clock_ahead = ahead
@@ -181,7 +181,7 @@ class Injection:
         simulator.copy_tear = level[FaultKind.COPY_TEAR]
 
     def _cut_pairs(self, fault: Fault) -> list[tuple[str, str]]:
-        """Directed pairs cut: between two hosts, or between the two processes when they share one."""
+        """Return the directed pairs that are cut: between two hosts, or between the two processes when they share one."""
         simulator = self._simulator
         one, two = fault.targets
         here, there = simulator.processes[one].spec.host, simulator.processes[two].spec.host

@@ -1,7 +1,7 @@
-"""Two ways for messages: through sessions, encoded, over wires that may lose them; or handed over as they are.
+"""Two transports of messages: through sessions, encoded, over wires that may lose them; or handed over as they are.
 
-`Sessions` is the live protocol with nothing left out. `Direct` is for replaying traces: whoever lives is up, messages arrive
-once, in order and after a fixed time, and nobody spends time on heartbeats and codecs.
+`Sessions` is the live protocol with nothing left out. `Direct` is for replaying traces: a process that runs is up, messages
+arrive once, in order and after a fixed time, and no time goes to heartbeats and codecs.
 """
 
 from collections import Counter, deque
@@ -21,15 +21,15 @@ from mooncake_zmq.simulation.world import Life, Process, World
 
 HelloOf = Callable[[Process[Any]], Hello]
 StarvedAt = Callable[[Process[Any], str, int], bool]
-"""What the kernel of a process's host shows of a peer's life; see `session.Starved`."""
+"""Returns what the kernel of a process's host shows of a peer's incarnation; see `session.Starved`."""
 
 
 @dataclass(slots=True)
 class Wires:
-    """What is wrong with the wires: chances per frame, a further delay at random, and how often each directed pair is cut."""
+    """The faults of the wires: chances per frame, a further random delay, and the number of cuts of each directed pair."""
 
     frame_s: float
-    """One control frame's way to another process, stretched by up to `jitter` at random."""
+    """The time of one control frame to another process, stretched by up to `jitter` at random."""
     jitter: float = 0.0
     drop: float = 0.0
     duplicate: float = 0.0
@@ -38,8 +38,8 @@ class Wires:
 
 
 class Sessions:
-    """Every frame is encoded and decoded by the sessions. `note` hears of each frame that is received. `keyed`: the wire tells
-    by whose key a frame came, as CURVE does. `starved`: what kernels show; by default nothing."""
+    """A link through sessions, which encode and decode every frame. `note` is called with each received frame. `keyed`: the
+    wire names the key by which a frame came, as CURVE does. `starved`: what kernels show; by default nothing."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Sessions:
         self._random = random
         self._note = note
         self._arrivals: dict[tuple[str, str], float] = {}
-        """When the last frame of each directed pair arrives: without a fault the wire keeps its order."""
+        """The arrival of each directed pair's last frame: without a fault the wire keeps their order."""
         self._world: World[Any]
 
     def attach(self, world: World[Any]) -> None:
@@ -100,14 +100,14 @@ class Sessions:
         return _node(process).session.unacknowledged
 
     def look(self, process: Process[Any], for_s: float) -> None:
-        """Somebody looks at the cluster by this gateway, and asks its first peer for all its state."""
+        """Have this gateway report the cluster's state to an operator, and ask its first peer for all its state."""
         node, now = _node(process), self._world.clock(process)
         self._carry_out(process, node.look(now, for_s))
         for peer in list(node.session.up_peers)[:1]:
             self._carry_out(process, node.ask_state(now, peer, 1))
 
     def rest(self, process: Process[Any], peer: str, resting: bool) -> None:
-        """An operator has a peer, or this gateway itself, rest by this gateway."""
+        """Have this gateway cordon a peer or itself, or end that."""
         self._carry_out(process, _node(process).rest(self._world.clock(process), peer, resting))
 
     def _start(self, process: Process[Any]) -> None:
@@ -144,13 +144,13 @@ class Sessions:
             world.at(arrival, self.arrive, process, frame, sender)
 
     def arrive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
-        """Frames reach whichever life there is now: envelopes tell for which they are meant. `speaker`: whose key it is. A host
-        that is suspended receives nothing: connections to it break."""
+        """Deliver a frame to the present incarnation; envelopes name the one that they are meant for. `speaker`: the owner of
+        the key. A host that is suspended receives nothing: connections to it break."""
         if process.life is not None and process.still_since is None:
             self._world.let(process.life, self._receive, (process, frame, speaker))
 
     def read_first(self, life: Life[Any]) -> None:
-        """What came while a process stood still lies in its sockets, and is read before any timer of it fires."""
+        """Have frames that came while a process stood still read before any of its timers fires, as they lie in its sockets."""
         life.postponed = deque(sorted(life.postponed, key=lambda waiting: waiting[0] != self._receive))
 
     def _receive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
@@ -171,8 +171,8 @@ def _node(process: Process[Any]) -> Node:
 
 
 class Direct:
-    """Messages as objects, `delay_s` after they were sent; peers are up as soon as both live, and down as soon as one does
-    not. To a stopped process nothing is lost."""
+    """A link that hands messages over as objects, `delay_s` after they were sent. Peers are up while both run. A stopped
+    process loses nothing."""
 
     def __init__(self, *, delay_s: float, hello: HelloOf) -> None:
         self._delay_s = delay_s
@@ -230,7 +230,7 @@ class Direct:
         return int(self._world.now <= process.life.sent_at + self._delay_s)
 
     def _deliver(self, to: Process[Any], lives: int, sender: Process[Any], sender_lives: int, message: Message) -> None:
-        """Between the two lives that were there when it was sent, or not at all."""
+        """Deliver a message between the two incarnations that ran when it was sent, or not at all."""
         life = to.life
         if life is None or to.lives != lives or sender.life is None or sender.lives != sender_lives:
             return

@@ -1,6 +1,6 @@
 """The machine of one simulated process: it carries out `core.work` under virtual time.
 
-It decides nothing that an actor decides. What each kind of work does stands in `works`; what several kinds need stands here.
+It decides nothing that an actor decides. Each kind of work is carried out by `works`; what several kinds need stands here.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ from mooncake_zmq.simulation.engine import SimSequence
 from mooncake_zmq.simulation.memory import Segment
 
 NO_ANSWER = "no answer"
-"""Why a work stops that waited for a silent peer: its blocks were not reached."""
+"""The reason why a work stops that waited for a silent peer: its blocks were not reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Hardware:
     """Virtual durations in seconds. Every one is stretched by up to `jitter` at random, and by a host's slowness."""
 
     frame_s: float = 0.0004
-    """One control frame's way to another process."""
+    """The time of one control frame to another process."""
     compute_token_s: float = 0.001
     compute_start_s: float = 0.002
     step_s: float = 0.012
@@ -109,7 +109,7 @@ class Running:
 
 
 class Machine:
-    """One incarnation of one process: its sequences, its segment and the works it has in flight."""
+    """One incarnation of one process: its sequences, its segment and its works in flight."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Machine:
         clock: Callable[[], float],
         steps_of: "Callable[[Machine, Running], Steps]",
     ) -> None:
-        """`steps_of`: how each kind of work is carried out, which is not this class's."""
+        """`steps_of`: returns the steps of a work, by its kind."""
         self.world = world
         self.name = name
         self.incarnation = incarnation
@@ -136,16 +136,16 @@ class Machine:
         self.segment = segment
         self.disk = disk
         self.stopped_at = float("-inf")
-        """When the process was last stopped: a work begun before that may be late without being wrong."""
+        """The time when the process was last stopped: a work begun before that may be late without being wrong."""
         self.woke_at = float("-inf")
-        """When, in the world's time, its host was last suspended no more: its leases may have ended unnoticed."""
+        """The world's time when the last suspension of its host ended: its leases may have ended unnoticed."""
         self.sequences: dict[int, SimSequence] = {}
         self._peers: dict[str, int] = {}
         """The incarnation of each peer that is up: its Hello named its segment."""
         self.works: dict[int, Running] = {}
         self._used_ids: set[int] = set()
         self.disk_reads: Counter[int] = Counter()
-        """Disk slots that copies under way read from."""
+        """The disk slots that copies under way read from."""
         self._compute_free_at = 0.0
         self._later = later
         self._done = done
@@ -155,18 +155,18 @@ class Machine:
 
     @property
     def now(self) -> float:
-        """The host's monotonic clock."""
+        """Return the host's monotonic clock."""
         return self._clock()
 
     def learn(self, event: Event) -> None:
-        """Note which peers come and go, before the actor handles the event."""
+        """Note peers that come and go, before the actor handles the event."""
         if isinstance(event, PeerUp):
             self._peers[event.peer] = event.incarnation
         elif isinstance(event, PeerDown):
             self._peers.pop(event.peer, None)
 
     def find(self, node: str, incarnation: int) -> Segment | None:
-        """The segment of an incarnation: the own one, or a peer's that is up."""
+        """Return the segment of an incarnation: its own, or that of a peer that is up."""
         own = (node, incarnation) == (self.name, self.incarnation)
         known = own or self._peers.get(node) == incarnation
         return self.world.segments.get((node, incarnation)) if known else None
@@ -228,7 +228,7 @@ class Machine:
         self._later(delay_s, lambda: self._resume(running))
 
     def disk_block_s(self) -> float:
-        """How long one block of the disk takes now."""
+        """Return the present time for one block of the disk."""
         return self.world.hardware.disk_block_s * (self.disk.slowness if self.disk else 1.0)
 
     def took(self, seconds: float) -> float:
@@ -237,7 +237,7 @@ class Machine:
         return seconds * (1 + world.hardware.jitter * world.random.random()) * world.slowness(self.host)
 
     def wait_for_compute(self, running: Running, took_s: float) -> float:
-        """Queue for the one compute thread; returns how long to wait, at most until just after the deadline."""
+        """Queue for the one compute thread; return the time to wait, at most until just after the deadline."""
         now = self.now
         begin = max(now, self._compute_free_at)
         if begin > running.deadline:
@@ -262,12 +262,12 @@ class Machine:
             self.world.half_read(self.name, remote=any(map(self.is_remote, sources)))
 
     def is_remote(self, source: SlotRef) -> bool:
-        """Whether the slot is on another host."""
+        """Return whether the slot is on another host."""
         segment = self.find(source.node, source.incarnation)
         return segment is not None and segment.host != self.host
 
     def copy_s(self, blocks: float, sources: Sequence[SlotRef]) -> float:
-        """How long a copy of so many blocks takes: by the network if any of its sources is remote."""
+        """Return the time to copy so many blocks: by the network if any of their sources is remote."""
         hardware = self.world.hardware
         if any(self.is_remote(source) for source in sources):
             return hardware.network_block_s * blocks + hardware.network_start_s

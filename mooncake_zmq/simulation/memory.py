@@ -24,11 +24,11 @@ class Segment:
     """The blocks that the store beside it holds for vLLMs, if it is a cache-node's."""
     generations: list[int] = field(init=False)
     parts: list[list[int]] = field(init=False)
-    """Part checksums per slot, set by the writer of the part."""
+    """The part checksums of each slot, set by the writer of the part."""
     flipped: set[int] = field(default_factory=set)
-    """Slots whose bytes a fault has changed since they were reserved."""
+    """The slots whose bytes a fault has changed since they were reserved."""
     linked: bool = True
-    """False once the owner's next incarnation swept the file away: no process can attach it any more."""
+    """Whether processes can attach the file: false once the owner's next incarnation has removed it."""
 
     def __post_init__(self) -> None:
         self.memory = bytearray(self.slots * self.layout.block_bytes)
@@ -36,23 +36,23 @@ class Segment:
         self.parts = [[0] * self.layout.layers for _ in range(self.slots)]
 
     def part(self, slot: int, layer: int) -> memoryview:
-        """The bytes of one layer's part, writable."""
+        """Return the bytes of one layer's part, writable."""
         start = slot * self.layout.block_bytes + layer * self.layout.part_bytes
         return memoryview(self.memory)[start : start + self.layout.part_bytes]
 
     def block(self, slot: int) -> bytes:
-        """A copy of a slot's bytes."""
+        """Return a copy of a slot's bytes."""
         start = slot * self.layout.block_bytes
         return bytes(self.memory[start : start + self.layout.block_bytes])
 
 
 def generation_stands(segment: Segment, ref: SlotRef) -> bool:
-    """Whether the slot still holds the copy that `ref` names."""
+    """Return whether the slot still holds the copy that `ref` names."""
     return reading.generation_stands(segment.generations[ref.slot], ref.generation, committed=ref.checksum != 0)
 
 
 def part_stands(segment: Segment, ref: SlotRef, layer: int, part: bytes) -> bool:
-    """Whether the bytes read are the ones that were stored."""
+    """Return whether the bytes read are the ones that were stored."""
     row = segment.parts[ref.slot]
     return reading.part_stands(part_checksum(part), row[layer]) and reading.row_stands(row, ref.checksum)
 

@@ -18,7 +18,7 @@ class Operator:
         self._simulator = simulator
 
     def look_on(self, gateways: Sequence[str], until_s: float) -> None:
-        """Somebody looks at the cluster by one gateway after the other, and what that keeps anywhere is bounded."""
+        """Look at the cluster by one gateway after the other; their state for that is bounded."""
         simulator = self._simulator
         first, *rest = gateways
         process = simulator.processes[first]
@@ -39,7 +39,7 @@ class Operator:
                 raise Violation("I4", f"{process.name} keeps {kept} of watchers, reports and moves, with {works} works")
 
     def ask_for_role(self, name: str) -> None:
-        """The operator asks a conductor that runs, if there is one."""
+        """Ask a conductor that runs, if there is one, to change a node's role."""
         simulator = self._simulator
         spec = simulator.processes[name].spec
         conductors = [each for each in simulator.processes.values() if each.spec.role == "conductor" and each.life is not None]
@@ -49,7 +49,7 @@ class Operator:
             simulator.in_life(process, simulator.now, simulator.handle, process, Asked("role", change))
 
     def cordon(self, name: str, on: bool) -> None:
-        """The operator says so to a gateway that runs, if there is one."""
+        """Cordon or uncordon a node by a gateway that runs, if there is one."""
         simulator = self._simulator
         gateways = [each for each in simulator.processes.values() if each.spec.role == "gateway" and each.life is not None]
         talking = [each for each in gateways if name in (each.name, *each.spec.peers)]
@@ -58,7 +58,7 @@ class Operator:
             simulator.in_life(process, simulator.now, simulator.sessions.rest, process, name, on)
 
     def uncordon(self, name: str, looks: int = 2) -> None:
-        """The operator says so until it serves, and looks once more: what he said before by a gateway that was stopped may come
+        """Uncordon a node until it serves, and look once more: an earlier command by a gateway that was stopped may come
         late."""
         simulator = self._simulator
         running = simulator.processes[name].life

@@ -1,6 +1,6 @@
 """Bugs planted on purpose, to see each checker fail: a checker never seen failing proves nothing. Simulation only.
 
-An actor's own `check` would often notice first, so where it would, it is silenced: what is on trial is the checker outside.
+Where an actor's own `check` would notice first, it is silenced, since the checker outside is on trial.
 """
 
 import math
@@ -23,6 +23,8 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import Generate
+from mooncake_zmq.gateway.requests.answer import Answer
+from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.prefill.waiting import Waiting
@@ -35,7 +37,7 @@ from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A bug: what to replace, which invariants' checkers notice, and the faults that bring it out."""
+    """A bug: its replacements, the invariants whose checkers notice, and the faults that bring it out."""
 
     what: str
     invariants: tuple[str, ...]
@@ -60,22 +62,21 @@ def _duplicate_token() -> Replacements:
         again = sequence < peer.expected
         return accept(self, now, peer, sequence, body) + (self._deliver(now, peer, body) if again else [])
 
-    def take(self: Requests, request: Any, index: int, token: int, logprob: Any, effects: list[Effect]) -> None:
-        self._emit(request, token, logprob, effects)
+    def append_any(self: Answer, index: int, token: int, logprob: Any, due: list[TokenOut]) -> None:
+        self._append(token, logprob, due)
 
-    return [(Session, "_accept", accept_all), (Requests, "_take", take)]
+    return [(Session, "_accept", accept_all), (Answer, "_order", append_any)]
 
 
 def _stale_attempt() -> Replacements:
-    """The gateway takes tokens of whatever attempt, from whomever."""
+    """The gateway takes tokens of any attempt, from any sender."""
     on_first_token, on_tokens = Requests._on_first_token, Requests._on_tokens
 
     def first_of_any(self: Requests, now: float, sender: str, message: FirstToken) -> list[Effect]:
         request = self._requests.get(message.request_id)
         if request is not None and request.attempt > message.attempt:
-            effects: list[Effect] = []
-            self._take(request, message.index, message.token, message.logprob, effects)
-            return effects
+            logprobs = () if message.logprob is None else (message.logprob,)
+            return self._take_run(now, request, message.index, (message.token,), logprobs)
         return on_first_token(self, now, sender, message)
 
     def tokens_of_any(self: Requests, now: float, sender: str, message: TokensDecoded) -> list[Effect]:
@@ -90,7 +91,7 @@ def _stale_attempt() -> Replacements:
 
 
 def _answer_forgotten() -> Replacements:
-    """A resumed request takes its tokens so far for a part of the prompt."""
+    """A resumed request counts its tokens so far as a part of the prompt."""
     on_placed = Requests._on_placed
 
     def as_prompt(self: Requests, now: float, sender: str, message: Any) -> list[Effect]:
@@ -106,7 +107,7 @@ def _answer_forgotten() -> Replacements:
 
 
 def _constraint_restarts() -> Replacements:
-    """Whoever goes on with an answer begins its grammar anew."""
+    """An engine that resumes an answer begins its grammar anew."""
     return [(engine, "place_of", lambda sampling, past: int(sampling.constraint or b"0"))]
 
 
@@ -129,7 +130,7 @@ def _lost_request() -> Replacements:
 
 
 def _old_life_heard() -> Replacements:
-    """A session follows whatever life or epoch speaks."""
+    """A session accepts any incarnation or epoch of a peer."""
     refusal = Session._refusal
 
     def lenient(self: Session, now: float, peer: Any, envelope: Any) -> str | None:
@@ -140,7 +141,7 @@ def _old_life_heard() -> Replacements:
 
 
 def _number_decides() -> Replacements:
-    """A life with a larger incarnation is believed at once, one with a smaller never."""
+    """A session believes a larger incarnation at once, and a smaller one never."""
 
     def silence_s(self: Session, peer: Any, envelope: Any) -> float:
         return 0.0 if envelope.incarnation > peer.incarnation else math.inf
@@ -149,7 +150,7 @@ def _number_decides() -> Replacements:
 
 
 def _deaf_time_counts() -> Replacements:
-    """The time counts as silence in which this process could not read what its peers sent."""
+    """A session counts as silence the time in which this process could not read its peers' messages."""
 
     def counted_s(self: Session, now: float, since: Any, excused_s: float = 0.0) -> float:
         return float(now - since.at - excused_s)
@@ -158,7 +159,7 @@ def _deaf_time_counts() -> Replacements:
 
 
 def _lateness_untold() -> Replacements:
-    """Nobody says in his envelopes how late he was."""
+    """Envelopes do not report their sender's lateness."""
     note = Session._note_lateness
 
     def untold(self: Session, now: float) -> float:
@@ -170,7 +171,7 @@ def _lateness_untold() -> Replacements:
 
 
 def _keys_not_compared() -> Replacements:
-    """Who has any key speaks as whom he likes."""
+    """A session accepts any sender's name under any key."""
     return [(session, "_is_by", lambda sender, key_of: True)]
 
 
@@ -183,24 +184,18 @@ def _undrained() -> Replacements:
     return [(Leaving, "drained", at_once)]
 
 
-def _cordoned_changes_at_once() -> Replacements:
-    """A cordoned node accepts another role, and changes without the drain that it is in already."""
-    change, drained = Leaving.change, Leaving.drained
-
-    def hasty(self: Leaving, sender: str, message: Any, peers: Any) -> bool:
-        if not (self.resting and not self.leaves and message.role == self._may_become):
-            return change(self, sender, message, peers)
-        self.leaves, self._become = True, message.role
-        return True
+def _cordon_ends_drain() -> Replacements:
+    """A node that drains for another role changes at once when it is cordoned, whatever it still has."""
+    drained = Leaving.drained
 
     def at_once(self: Leaving, *, idle: bool) -> list[Effect]:
         return drained(self, idle=idle or (self.resting and bool(self._become)))
 
-    return [(Leaving, "change", hasty), (Leaving, "drained", at_once)]
+    return [(Leaving, "drained", at_once)]
 
 
 def _restless() -> Replacements:
-    """Who is to rest says so and takes what comes."""
+    """A cordoned node reports itself cordoned and takes new requests."""
 
     def rest(self: Leaving, resting: bool) -> None:
         self.resting = resting
@@ -209,7 +204,7 @@ def _restless() -> Replacements:
 
 
 def _restless_conductor() -> Replacements:
-    """Gateways ask the first conductor, whether it rests or not."""
+    """Gateways ask the first conductor, whether it is cordoned or not."""
 
     def rests(self: Readiness, conductor: str) -> bool:
         return False
@@ -218,7 +213,7 @@ def _restless_conductor() -> Replacements:
 
 
 def _resume_repeats() -> Replacements:
-    """A vLLM that goes on with an answer is given all but the last token of it, and makes that once more."""
+    """A vLLM that resumes an answer is given all but its last token, and makes that once more."""
     handle = VllmNode.handle
 
     def forgetful(self: VllmNode, now: float, event: Any) -> list[Effect]:
@@ -232,7 +227,7 @@ def _resume_repeats() -> Replacements:
 
 
 def _passed_on_short() -> Replacements:
-    """A vLLM that prefilled passes the request on without the token that it made."""
+    """A vLLM that prefilled hands the request over without the token that it made."""
     handle = VllmNode.handle
 
     def forgetful(self: VllmNode, now: float, event: Any) -> list[Effect]:
@@ -247,7 +242,7 @@ def _passed_on_short() -> Replacements:
 
 
 def _never_woken() -> Replacements:
-    """No wait for coming blocks ends: conductors say nothing, and no timer does."""
+    """No wait for coming blocks ends: conductors send nothing, and no timer fires."""
 
     def unsaid(self: Coming, waiter: Any, sources: tuple[str, ...]) -> None:
         self._drop(waiter)
@@ -260,12 +255,12 @@ def _never_woken() -> Replacements:
 
 
 def _leader_stays() -> Replacements:
-    """What an attempt would have computed goes on coming when the attempt has ended."""
+    """Blocks that an ended attempt would have computed stay announced as coming."""
     return [(Coming, "remove", lambda self, now, number, lost=False: None), (Coming, "check", lambda self, bookings: None)]
 
 
 STORES = "store_"
-"""What the names of the bugs in stores begin with."""
+"""The prefix of the names of the bugs in stores."""
 K = FaultKind
 PLANTED: dict[str, Planted] = {
     "evict_leased": Planted("evict ignoring leases", ("I2", "I1"), (K.SLOW, K.SLOW), pools.evict_leased),
@@ -294,9 +289,7 @@ PLANTED: dict[str, Planted] = {
     "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
     "lateness_untold": Planted("a peer's own lateness is not told", ("I8",), (), _lateness_untold),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
-    "cordoned_changes": Planted(
-        "a cordoned node changes its role at once", ("I4", "I2"), (K.TANGLE,), _cordoned_changes_at_once
-    ),
+    "cordon_ends_drain": Planted("a cordon ends a drain", ("I4", "I2"), (K.TANGLE, K.TANGLE, K.ROLE), _cordon_ends_drain),
     "restless": Planted("who rests takes new requests", ("I4",), (), _restless),
     "restless_conductor": Planted("a conductor that rests is asked on", ("I4",), (K.REST,), _restless_conductor),
     "stale_hidden": Planted(

@@ -77,7 +77,7 @@ def coming_believed() -> Replacements:
 
 
 def _once(keep: Any) -> Any:
-    """Keep a chunk's blocks, unless they are kept."""
+    """Return a function that keeps a chunk's blocks, unless they are kept."""
 
     def unless_kept(self: Offers, now: float, job: Any) -> list[Effect]:
         first, base = job.chunk_first_block, len(job.prefix)

@@ -35,7 +35,7 @@ from mooncake_zmq.simulation.planted_stores import Replacements, silent
 
 
 class _PinlessSlots(Slots):
-    """A lease pins nothing: its slots stay among those to evict."""
+    """Slots that a lease does not pin: they stay among those to evict."""
 
     def pin(self, slots: Sequence[int]) -> None:
         pass
@@ -52,7 +52,7 @@ def evict_leased() -> Replacements:
 
 
 def no_generation_check() -> Replacements:
-    """In the rule that live reads follow too."""
+    """Reads ignore generations, as the rule is one that live reads follow too."""
 
     def always(*_: object, **__: object) -> bool:
         return True
@@ -80,7 +80,7 @@ def disk_unverified() -> Replacements:
 
 
 class _ExclusiveSlots(_PinlessSlots):
-    """A block that is being promoted is the next to go, as DRAM will have it."""
+    """Slots in which a block that is being promoted is the next to go, as DRAM will have it."""
 
     def pin(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -93,7 +93,7 @@ def disk_unpinned() -> Replacements:
 
 
 def late_writer() -> Replacements:
-    """A put past its time is simply given back: no quarantine, no probe whether its writer still writes."""
+    """A put past its time is given back at once: no quarantine, no probe whether its writer still writes."""
 
     def on_expired(self: BlockPuts, writer: HolderId) -> list[Effect]:
         put = self.open.pop(writer, None)
@@ -105,7 +105,7 @@ def late_writer() -> Replacements:
 
 
 def commit_unverified() -> Replacements:
-    """A put's blocks are all committed, those whose copy failed too."""
+    """All blocks of a put are committed, those whose copy failed too."""
     on_commit = BlockPuts.on_commit
 
     def commit_all(self: BlockPuts, now: float, sender: str, message: CommitSlots) -> list[Effect]:
@@ -225,7 +225,7 @@ def copied_short() -> Replacements:
 
 
 def saved_wrong() -> Replacements:
-    """Blocks that vLLMs save in the stores are not what they load."""
+    """The blocks that vLLMs load differ from those that they saved."""
     put = shelf.Shelf.put
 
     def spoilt(self: shelf.Shelf, key: Key, block: bytes) -> None:
@@ -235,7 +235,7 @@ def saved_wrong() -> Replacements:
 
 
 def _takes_what_is_gone(late: Callable[[Any, Any], bool]) -> Replacements:
-    """A reader for which `late` holds takes what lies there for good, although the copy that was leased has gone."""
+    """Patch reads so that a reader for which `late` holds keeps what is in the slot, although the leased copy has gone."""
 
     def trusting(machine: Any, ref: Any, segment: Any) -> bool:
         there = segment is not None and reads.readable(machine, segment, attached=True)

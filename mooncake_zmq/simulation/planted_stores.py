@@ -1,4 +1,4 @@
-"""Bugs planted in the stores: what to replace for each. Simulation only; see `planted.py`."""
+"""Bugs planted in the stores: the replacements of each. Simulation only; see `planted.py`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ Replacements = list[tuple[Any, str, Any]]
 
 
 def silent(self: Any, *_: Any) -> None:
-    """In place of an actor's own check."""
+    """Replace an actor's own check by nothing."""
 
 
 def forgotten_in_memory_only() -> Replacements:
@@ -50,7 +50,7 @@ def forgotten_in_memory_only() -> Replacements:
 
 
 def lease_pins_nothing() -> Replacements:
-    """What is leased may be evicted, and its cell be another value's."""
+    """A leased value may be evicted, and its cell be another value's."""
     lease = Leases.lease
 
     def unpinned(self: Leases, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> Any:
@@ -62,7 +62,7 @@ def lease_pins_nothing() -> Replacements:
 
 
 def no_quarantine() -> Replacements:
-    """The cells of a put past its time are anybody's, though its writer may still write."""
+    """Any put may get the cells of a put past its time, though its writer may still write."""
 
     def expire(self: Puts, holder: Any, put_id: int) -> None:
         put = holder.puts.pop(put_id)
@@ -73,7 +73,7 @@ def no_quarantine() -> Replacements:
 
 
 def disk_unverified() -> Replacements:
-    """What comes from disk is taken for what its row says."""
+    """Bytes from disk are believed to be what their row says."""
 
     def always(*_: object) -> bool:
         return True
@@ -82,7 +82,7 @@ def disk_unverified() -> Replacements:
 
 
 def commit_unverified() -> Replacements:
-    """Of a put that came on a stream all is committed, damaged values too."""
+    """A put on a stream commits all its values, damaged ones too."""
 
     def came(self: Streaming, number: int, told: Sequence[int], made: Sequence[int]) -> None:
         right(self, number, told, list(told))
@@ -111,7 +111,7 @@ def promotion_of_what_was() -> Replacements:
 
 
 def removed_while_read() -> Replacements:
-    """A file of the disk goes though something is being read from it."""
+    """A file of the disk is removed though it is being read."""
 
     def remove(self: Tiers, work: Any) -> None:
         self._removal = None
@@ -121,7 +121,7 @@ def removed_while_read() -> Replacements:
 
 
 def leases_last() -> Replacements:
-    """What is not released is never let go."""
+    """Leases that are not released never end."""
 
     def expire(self: Objects, now: float) -> None:
         for holder in self.holders.clients.values():
@@ -133,7 +133,7 @@ def leases_last() -> Replacements:
 
 
 def sent_after_its_lease() -> Replacements:
-    """A stream's values are let go before they are sent."""
+    """A stream's values are released before they are sent."""
     send = Streaming._send
 
     def hasty(self: Streaming, number: int, get: Any) -> None:
@@ -144,7 +144,7 @@ def sent_after_its_lease() -> Replacements:
 
 
 def sent_past_its_lease() -> Replacements:
-    """A stream's values may be let go before they are sent, once the time that the client asked for is over."""
+    """A stream's values may be released before they are sent, once the time that the client asked for is over."""
 
     def lease(self: Streaming, client: bytes, get: Any, keys: Sequence[str]) -> Any:
         get.leases.append(-next(self._ids))
@@ -171,7 +171,7 @@ def given_up_is_committed() -> Replacements:
 
 
 def reach_ignored() -> Replacements:
-    """Whoever has a key may use every namespace."""
+    """Any key gives access to every namespace."""
     return [(Tenants, "reach_of", lambda *_: None)]
 
 
@@ -181,12 +181,12 @@ def quota_ignored() -> Replacements:
 
 
 def disk_quota_ignored() -> Replacements:
-    """What is cold is written, whoever has how much on disk."""
+    """Evictable values are written to disk, whatever their tenant has there."""
     return [(DiskQuotas, "judge", lambda *_: lambda _entry: False)]
 
 
 def disk_quota_no_promise() -> Replacements:
-    """The oldest segment goes with all that was not read of it, whosever that is."""
+    """The oldest segment goes with all values that were not read of it, of whatever tenant."""
     return [(ObjectLog, "_is_promised", lambda *_: False)]
 
 
@@ -228,4 +228,4 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "half_believed": ("half a value kept", ("I1",), (K.CRASH_SENDER, K.CRASH_SENDER), half_value_believed),
     "given_up": ("given up and committed", ("I1",), (), given_up_is_committed),
 }
-"""What it is, which invariants' checkers notice, the faults that bring it out, and what to replace."""
+"""For each bug: its description, the invariants whose checkers notice, the faults that bring it out, and the replacements."""

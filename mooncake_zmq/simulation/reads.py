@@ -22,10 +22,10 @@ class SlotRead:
         self._segment: Segment | None = None
         self._half: bytes | None = None
         self.corrupt = False
-        """Was there a copy as named, with bytes that did not verify?"""
+        """Whether there was a copy as named, with bytes that did not verify."""
 
     def first_half(self) -> bytes | None:
-        """The first half of the bytes, or None when the source is gone or has another generation."""
+        """Return the first half of the bytes, or None when the source is gone or has another generation."""
         segment = self._machine.find(self._ref.node, self._ref.incarnation)
         if segment is None or not readable(self._machine, segment):
             return None
@@ -38,7 +38,7 @@ class SlotRead:
         return self._half
 
     def second_half(self) -> bytes | None:
-        """The whole part if it verified: every later use of the bytes depends on this."""
+        """Return the whole part if it verified: every later use of the bytes depends on this."""
         segment = self._segment
         if segment is None or self._half is None or not readable(self._machine, segment, attached=True):
             return None
@@ -84,7 +84,7 @@ class SequenceRead:
 
 
 class DiskRead:
-    """A whole block of the own disk, verified as one when its last byte is in."""
+    """A whole block of the process's own disk, verified as one when its last byte is in."""
 
     __slots__ = ("_block", "_disk", "_half", "_payload", "corrupt", "part_bytes")
 
@@ -98,7 +98,7 @@ class DiskRead:
         self.corrupt = False
 
     def payload(self) -> bytes | None:
-        """The bytes if they verified. A copy that did not loses its row."""
+        """Return the bytes if they verified. A copy that did not loses its row."""
         if self._disk.fault == "failing" or self.corrupt:
             return None
         if self._payload is None:
@@ -134,7 +134,7 @@ class DiskPart:
 
 
 def readable(machine: Machine, segment: Segment, *, attached: bool = False) -> bool:
-    """Whether `machine` can read `segment`: a file on its own host, or through its living owner."""
+    """Return whether `machine` can read `segment`: a file on its own host, or through its running owner."""
     if segment.host == machine.host:
         return segment.linked or attached
     return machine.world.reach(machine.name, segment.node, segment.incarnation) == "yes"

@@ -1,4 +1,4 @@
-"""`mooncake-zmq simtest`: runs seeds, prints what they covered, and for a failing one how to see it again."""
+"""`mooncake-zmq simtest`: runs seeds, prints what they covered, and for a failing one the command that repeats it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import WATCHING
 from mooncake_zmq.core.work import WatchEngine, Work
 from mooncake_zmq.decode import request as decode_request
-from mooncake_zmq.gateway.requests import requests
+from mooncake_zmq.gateway.requests import request as gateway_request
 from mooncake_zmq.kv import slot_table
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.pool.node import store_events
@@ -32,7 +32,7 @@ from mooncake_zmq.vllm_node import job as vllm_job
 LAST_LINES = 60
 RAREST = 3
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
-    ("gateway request", requests.NEXT_STATE),
+    ("gateway request", gateway_request.NEXT_STATE),
     ("prefill job", job.NEXT_STATE),
     ("prefill stage", stages.NEXT_STATE),
     ("decode request", decode_request.NEXT_STATE),
@@ -42,7 +42,7 @@ TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
 
 
 def possible() -> dict[str, set[str]]:
-    """What there is to cover, by kind."""
+    """Return everything that can be covered, by kind."""
     return {
         "faults": {kind.value for kind in FaultKind},
         "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _moves(table)},
@@ -57,7 +57,7 @@ def _moves(table: Mapping[tuple[Enum, str], Enum]) -> Iterable[tuple[Enum, Enum]
 
 
 def totals(results: Iterable[SeedResult]) -> dict[str, Counter[str]]:
-    """The coverage of all seeds together."""
+    """Return the coverage of all seeds together."""
     total: dict[str, Counter[str]] = {}
     for result in results:
         for kind, counts in result.coverage.items():
@@ -66,7 +66,8 @@ def totals(results: Iterable[SeedResult]) -> dict[str, Counter[str]]:
 
 
 def coverage_table(total: Mapping[str, Counter[str]]) -> Table:
-    """One row for each kind of thing: how much of it was seen, how often in all, what hardly and what never."""
+    """Return a table with a row for each kind of thing: how much of it was seen, how often in all, what hardly and what
+    never."""
     table = Table(title="coverage", title_justify="left")
     table.add_column("what")
     table.add_column("seen", justify="right")
@@ -83,7 +84,7 @@ def coverage_table(total: Mapping[str, Counter[str]]) -> Table:
 
 
 def _check_compiled(planted: str | None, trace: Path | None) -> None:
-    """What machine code cannot do is an error, and so is to run Python without saying so."""
+    """Refuse options that machine code does not support, and machine code that was not built."""
     if planted is not None:
         raise click.UsageError("--planted replaces parts of actors, which machine code does not allow: leave out --compiled")
     if trace is not None:

@@ -1,5 +1,5 @@
-"""Watches those that an operator has rest: what they have becomes less and less, and never more. A conductor that rests is
-asked on where gateways have no other, so they are watched in its stead: they ask it only then."""
+"""Checks cordoned nodes: their work becomes less and less, and never more. Gateways use a cordoned conductor only where all are
+cordoned, so for conductors it is the gateways' requests that are checked."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,19 +14,20 @@ HAS = {
     "vllm": ("requests_waiting", "requests_running", "requests_closing"),
     "cache-node": ("leases", "pending_leases"),
 }
-"""By role: the gauges of what was asked of a node and is not over."""
+"""The gauges of each role's work that is not over."""
 LifeId = tuple[str, int]
 
 
 class RestChecker:
-    """By life: how much each that rests had left; by a gateway's, the conductors that are there, and whether they rest."""
+    """The remaining work of each cordoned incarnation, and, for each incarnation of a gateway, its conductors and whether they
+    are cordoned."""
 
     def __init__(self) -> None:
         self._left: dict[LifeId, float] = {}
         self._conductors: dict[LifeId, dict[str, bool]] = {}
 
     def observed(self, now: float, life: LifeId, role: str, actor: Any, event: Event, effects: Sequence[Effect]) -> str | None:
-        """An actor handled an event: what is wrong with that, if anything."""
+        """Check an event that an actor handled; return what is wrong, if anything."""
         wrong = self._asks_who_rests(life, event, effects) if role == "gateway" else None
         return wrong or (self._has_more(now, life, HAS[role], actor, event) if role in HAS else None)
 

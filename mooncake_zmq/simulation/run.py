@@ -1,4 +1,4 @@
-"""One seed, or many: a phase with faults, then a healed cluster in which everything must end and new requests succeed."""
+"""Runs one seed, or many: a phase with faults, then a healed cluster in which everything must end and new requests succeed."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from random import Random
 
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.clients import Clients
-from mooncake_zmq.simulation.cluster import ClusterSettings, processes, shares_of
+from mooncake_zmq.simulation.cluster import CHANGEABLE, ClusterSettings, processes, shares_of
 from mooncake_zmq.simulation.faults import (
     AMID_LATENESS,
     STORE_FAULTS,
@@ -40,17 +40,17 @@ from mooncake_zmq.simulation.world import ProcessSpec
 
 SAFETY_S = 9.0
 SETTLE_S = 3.0
-"""After healing, before the requests that must all succeed."""
+"""The time from healing to the requests that must all succeed."""
 LIVENESS_S = 45.0
-"""Everything must have ended this long after healing."""
+"""The time from healing within which everything must have ended."""
 LONGEST_STOP_S = 6.0
-"""A stopped gateway is late by this much at most, beside the time for which its host is suspended."""
+"""The lateness of a stopped gateway at most, beside the time for which its host is suspended."""
 OUR_BUGS = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(slots=True)
 class SeedResult:
-    """How one seed went. `failure`: the violated invariant in a line, None if all held."""
+    """The result of one seed. `failure`: the violated invariant in a line, None if all held."""
 
     seed: int
     failure: str | None = None
@@ -150,7 +150,7 @@ def _draw_faults(
     if settings.watched and not stores_only:
         faults += draw_rests(Random(f"rests of {seed}"), processes=names, window_s=SAFETY_S)
         if not settings.starved:
-            faults += draw_tangle(Random(f"tangle of {seed}"), processes=names, window_s=SAFETY_S)
+            faults += draw_tangle(Random(f"tangle of {seed}"), processes=CHANGEABLE, window_s=SAFETY_S)
     if settings.starved and not stores_only:
         faults += draw_lates(Random(f"lateness of {seed}"), processes=names, window_s=SAFETY_S)
     if seed % 3 == 0 and not settings.starved:
@@ -211,7 +211,7 @@ class Trial:
             raise Violation("I4", f"requests to the healed cluster did not all succeed: {dict(probed)}")
 
     def _live(self) -> None:
-        """Faults are over: wait until everything has ended and the index is true, or the bound has passed."""
+        """Wait until everything has ended and the index is true, or the bound has passed."""
         simulator, checkers, stores = self.simulator, self.checkers, self.stores
         bound = simulator.now + LIVENESS_S
         while True:
@@ -226,7 +226,7 @@ class Trial:
                 raise problem
 
     def coverage(self) -> dict[str, dict[str, int]]:
-        """How often what was seen, for the report."""
+        """Return the number of times that each thing was seen, for the report."""
         checkers = self.checkers
         checkers.finish()
         return {
@@ -243,7 +243,7 @@ class Trial:
 
 
 def failing_line(result: SeedResult, commit: str) -> str:
-    """What a failing seed prints."""
+    """Return the line that a failing seed prints."""
     return f"seed={result.seed} commit={commit} faults={' '.join(result.faults)}\n  {result.failure}"
 
 
@@ -261,7 +261,7 @@ def run_seeds(
     lanes = [range(first + lane, first + count, jobs) for lane in range(min(jobs, count))]
     workers = [_spawn(seeds, planted, stores, compiled) for seeds in lanes]
     results: list[SeedResult] = []
-    # Lanes take equal turns, so reading them round robin keeps all pipes short.
+    # Workers take equal turns, so reading them round robin keeps all pipes short.
     pending = {index: iter(seeds) for index, seeds in enumerate(lanes)}
     while pending:
         for index in list(pending):
@@ -295,5 +295,5 @@ def _spawn(seeds: Iterable[int], planted: str | None, stores: bool | None, compi
 
 
 def as_line(result: SeedResult) -> str:
-    """One JSON line, without the log."""
+    """Return the result as one JSON line, without the log."""
     return json.dumps(asdict(replace(result, log=[])))

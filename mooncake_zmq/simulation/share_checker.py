@@ -1,4 +1,4 @@
-"""Invariant I7, watched from outside: no tenant has more of a tier than its share, and within it loses nothing to others."""
+"""Checks the invariant I7 from outside: no tenant has more of a tier than its share, and within it loses nothing to others."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ from mooncake_zmq.kv.events import BlocksRemoved, BlocksStored, Medium
 from mooncake_zmq.simulation.violation import Violation
 
 Shares = Mapping[Medium, Mapping[str, int]]
-"""Blocks that each tenant may have of each tier; who is not named has no share."""
+"""The number of blocks that each tenant may have of each tier; a tenant that is not named has no share."""
 Held = dict[Medium, set[Key]]
 
 
 @dataclass(slots=True)
 class ShareChecker:
-    """`owners`: whose each key is, by its salt; what the actors say of that does not count."""
+    """Checks pools' KV events. `owners`: the tenant of each key, by its salt; what the actors say of that does not count."""
 
     owners: Mapping[Key, str]
     shares: Shares
     _held: dict[tuple[str, int], Held] = field(default_factory=dict)
-    """What each life of a cache-node told by its KV events."""
+    """The blocks that each incarnation of a cache-node holds by its KV events."""
 
     def observed(self, name: str, incarnation: int, actor: Any, event: Event, effects: Sequence[Effect]) -> None:
-        """A cache-node handled an event; its effects are not carried out yet."""
+        """Check an event that a cache-node handled, before its effects are carried out."""
         held = self._held.setdefault((name, incarnation), {medium: set() for medium in Medium})
         told = [each for effect in effects if isinstance(effect, Publish) for each in effect.events]
         left: dict[Medium, Counter[str]] = {medium: Counter() for medium in held}
@@ -53,7 +53,7 @@ class ShareChecker:
                     raise Violation("I7", f"{name} has {has[tenant]} blocks of {tenant} on {medium.value}, {share} at most")
 
     def _check_promises(self, name: str, left: Mapping[Medium, Counter[str]], came: Mapping[Medium, Counter[str]]) -> None:
-        """What went of a tenant with a share made room for blocks of its own."""
+        """Check that the blocks removed of a tenant with a share made room for blocks of its own."""
         for medium, shares in self.shares.items():
             for tenant in shares:
                 went, room_for = left[medium][tenant], came[medium][tenant]
@@ -63,7 +63,7 @@ class ShareChecker:
                     )
 
     def _came(self, actor: Any, event: Event, effects: Sequence[Effect]) -> dict[Medium, Counter[str]]:
-        """Slots reserved, by tenant."""
+        """Return the blocks for which slots were reserved, by tenant."""
         keys: dict[Medium, list[Key]] = {medium: [] for medium in Medium}
         for effect in effects:
             match effect:
@@ -78,7 +78,7 @@ class ShareChecker:
 
 
 def _tells_of_damage(event: Event) -> bool:
-    """Copies go because they are bad, whosever they are."""
+    """Return whether copies go because they are bad, of whatever tenant."""
     match event:
         case Received(_, ReportCorrupt()):
             return True

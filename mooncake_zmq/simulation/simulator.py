@@ -1,7 +1,7 @@
-"""The proving ground: a world with one source of randomness, in which processes crash, stop and sleep, and checkers look on.
+"""A world with one source of randomness, in which processes crash, stop and sleep, and checkers look on.
 
 Every frame is encoded and decoded by the sessions. Nothing here knows what an actor means by what it does; which faults strike,
-and when, is `injection`'s.
+and when, is up to `injection`.
 """
 
 import enum
@@ -35,11 +35,12 @@ from mooncake_zmq.simulation.works import steps_of
 from mooncake_zmq.simulation.world import LINGER_S, Life, Observe, Process, ProcessSpec, World
 
 CHECK_EVERY = 4
-"""An actor's check costs more than its turn does; what it would find wrong lasts, and one seed played back looks each time."""
+"""The number of turns between checks of an actor, as a check costs more than a turn; what it would find wrong lasts, and a seed
+that is repeated alone checks each turn."""
 CATCH_UP_S = 0.0006
-"""Longest time that a process takes for each thing that came while it was stopped."""
+"""The longest time that a process takes for each event that came while it was stopped."""
 LEAVES_WITHIN_S = LINGER_S + 0.2
-"""A process whose drain has run out of time is gone so soon."""
+"""The time within which a process is gone whose drain has run out of time."""
 POOL_REQUESTS = (LeaseBlocks, ReserveSlots)
 _PACK_TIME = struct.Struct("<d").pack
 
@@ -65,7 +66,7 @@ class Neighbours(Protocol):
 
 
 class Simulator(World[Machine]):
-    """The proving ground: sessions over wires that lose frames, real bytes, and checkers that look on."""
+    """The simulated cluster: sessions over wires that lose frames, real bytes, and checkers that look on."""
 
     def __init__(
         self,
@@ -79,8 +80,8 @@ class Simulator(World[Machine]):
         keyed: bool = False,
         check_every: int = CHECK_EVERY,
     ) -> None:
-        """`keyed`: the wire says by which key each frame came. `check_every`: turns from one look at an actor's invariants to
-        the next."""
+        """`keyed`: the wire names the key by which each frame came. `check_every`: the number of turns between checks of an
+        actor's invariants."""
         self.wires = Wires(hardware.frame_s, hardware.jitter)
         link = Sessions(
             settings=session,
@@ -109,28 +110,29 @@ class Simulator(World[Machine]):
         self.traps: dict[tuple[Moment, str], Callable[[], None]] = {}
         """Actions to do once, at the next such moment of a process or, when it reads from another host, of its host."""
         self.slow: dict[str, float] = {}
-        """By host: by how much copies and computing are stretched there."""
+        """The factor by which copies and computing are slower on each host."""
         self._suspended: dict[str, list[Any]] = {}
-        """By suspended host: what is due there once it goes on."""
+        """The calls of each suspended host that are due once it goes on."""
         self._check_every = check_every
         self._turns = 0
         self._late: set[tuple[str, int]] = set()
-        """Incarnations whose drain has run out of time: they leave, whatever they still have."""
+        """The incarnations whose drain has run out of time: they leave, whatever they still have."""
         self.stores: Neighbours | None = None
-        """Beside the cache-nodes, if there are any."""
+        """The stores beside the cache-nodes, if there are any."""
         checkers.attach(self)
         for process in self.processes.values():
             self.restart(process.name)
 
     @property
     def digest(self) -> str:
-        """The digest of everything that happened so far, in order."""
+        """Return the digest of everything that happened so far, in order."""
         return self._digest.hexdigest()
 
     # --- incarnations
 
     def _embody(self, process: Process[Machine]) -> tuple[Machine, Actor]:
-        """Nothing of the former incarnation is left but the segment file, which is swept, and the disk."""
+        """Make a new incarnation's machine and actor. Of the former one only the segment file, which is removed, and the disk
+        are left."""
         name, spec = process.name, process.spec
         for (node, _), old in self.segments.items():
             if node == name:
@@ -196,14 +198,14 @@ class Simulator(World[Machine]):
         super().crash(name)
 
     def pause(self, name: str) -> None:
-        """SIGSTOP."""
+        """Stop a process, as by SIGSTOP."""
         life = self.processes[name].life
         if life is not None:
             life.paused = True
             life.machine.stopped_at = life.machine.now
 
     def resume(self, name: str) -> None:
-        """SIGCONT: everything that came meanwhile is handled now, in order."""
+        """Continue a process, as by SIGCONT: everything that came meanwhile is handled now, in order."""
         process = self.processes[name]
         life = process.life
         if life is None or not life.paused or process.still_since is not None:
@@ -213,7 +215,7 @@ class Simulator(World[Machine]):
         self._catch_up(life)
 
     def suspend(self, host: str, for_s: float) -> None:
-        """A host and its clock stand still, until it wakes."""
+        """Suspend a host and its clock until it wakes."""
         if host in self._suspended:
             return
         for name in self._on(host):
@@ -224,7 +226,8 @@ class Simulator(World[Machine]):
             self.stores.suspended(self._on(host), self.now + for_s)
 
     def wake_up(self, host: str) -> None:
-        """The host goes on as if no time had passed; what its neighbours have done meanwhile it has yet to find out."""
+        """Wake a host, which goes on as if no time had passed; it has yet to find out what its neighbours have done
+        meanwhile."""
         if host not in self._suspended:
             return
         slept_s = 0.0
@@ -263,12 +266,12 @@ class Simulator(World[Machine]):
             self.wake_up(host)
 
     def _is_starved(self, process: Process[Machine], peer: str, incarnation: int) -> bool:
-        """Whether the kernel shows that a neighbour on the same host gets no CPU."""
+        """Return whether the kernel shows that a neighbour on the same host gets no CPU."""
         here = self.processes[peer].spec.host == process.spec.host
         return here and peer in self._starving and self.alive(peer, incarnation)
 
     def _catch_up(self, life: Life[Machine]) -> None:
-        """One thing that came while the process was stopped; the next takes its own moment."""
+        """Handle one event that came while the process was stopped; the next one takes its own time."""
         if life.paused or not life.postponed or self.processes[life.machine.name].life is not life:
             return
         action, arguments = life.postponed[0]
@@ -277,10 +280,10 @@ class Simulator(World[Machine]):
             life.postponed.popleft()
         self.at(self.now + CATCH_UP_S * self.random.random(), self._catch_up, life)
 
-    # --- looking on
+    # --- observing
 
     def handle(self, process: Process[Machine], event: Event) -> None:
-        """Something that a process learns now, beside messages."""
+        """Handle an event other than a message."""
         if process.life is not None:
             self._note(type(event).__name__.encode(), process)
             super().handle(process, event)
@@ -289,7 +292,7 @@ class Simulator(World[Machine]):
         return partial(self._observe, process)
 
     def write_down(self, who: str, event: object, effects: Sequence[object]) -> None:
-        """A turn, for the trace of a run."""
+        """Write a turn into the trace of a run."""
         if self.log is not None:
             self.log.append(f"{self.now:9.4f} {who:<12} {_short(event)}")
             self.log.extend(f"{'':9} {'':<12}   -> {_short(effect)}" for effect in effects)
@@ -307,26 +310,26 @@ class Simulator(World[Machine]):
             self._spring(Moment.ASKING, process.name)
 
     def note(self, what: bytes, name: str) -> None:
-        """Something happened at a process: part of the digest."""
+        """Add an event of a process to the digest."""
         self._note(what, self.processes[name])
 
     def _note(self, what: bytes, process: Process[Any]) -> None:
         self._digest.update(_PACK_TIME(self.now) + process.name.encode() + what)
 
-    # --- what machines ask
+    # --- called by machines
 
     def half_written(self, name: str) -> None:
-        """`name` is in the middle of a copy into a pool."""
+        """Note that `name` is in the middle of a copy into a pool."""
         self._spring(Moment.WRITING, name)
 
     def half_read(self, name: str, *, remote: bool) -> None:
-        """`name` is in the middle of a read of another's slots."""
+        """Note that `name` is in the middle of a read of another's slots."""
         self._spring(Moment.READING, name)
         if remote and self.traps:
             self._spring(Moment.READING_REMOTE, self.processes[name].spec.host)
 
     def half_sent(self, name: str) -> None:
-        """The store beside `name` is in the middle of an answer on a stream."""
+        """Note that the store beside `name` is in the middle of an answer on a stream."""
         self._spring(Moment.SENDING, name)
 
     def _spring(self, moment: Moment, name: str) -> None:
@@ -335,7 +338,8 @@ class Simulator(World[Machine]):
             strike()
 
     def reach(self, reader: str, owner: str, incarnation: int) -> str:
-        """Can `reader` read from the incarnation `incarnation` of `owner` over the network: "yes", "no", or "silent"?"""
+        """Return whether `reader` can read from the incarnation `incarnation` of `owner` over the network: "yes", "no", or
+        "silent"."""
         life = self.processes[owner].life
         if life is None or life.incarnation != incarnation:
             return "no"
@@ -343,13 +347,13 @@ class Simulator(World[Machine]):
         return "silent" if life.paused or cut else "yes"
 
     def slowness(self, host: str) -> float:
-        """By how much copies and computing are stretched on a host."""
+        """Return the factor by which copies and computing are slower on a host."""
         return self.slow.get(host, 1.0)
 
     # --- drains
 
     def drain_timed_out(self, process: Process[Machine]) -> None:
-        """It hands over what it has left and leaves; a new incarnation begins."""
+        """End a drain: the process hands over what it has left and leaves; a new incarnation begins."""
         lives = process.lives
         self.in_life(process, self.now, self._hand_over, process)
         self.at(self.now + LEAVES_WITHIN_S, self._begin_anew, process, lives)
@@ -360,8 +364,8 @@ class Simulator(World[Machine]):
         self._leave(process, self.now + LINGER_S)
 
     def _begin_anew(self, process: Process[Machine], lives: int) -> None:
-        if process.lives == lives:  # else somebody has started it meanwhile
-            self.crash(process.name)  # one that is stopped, and has not received it
+        if process.lives == lives:  # else it has been restarted meanwhile
+            self.crash(process.name)  # a stopped process has not received it
             self.restart(process.name)
 
     def _leave(self, process: Process[Machine], latest: float) -> None:

@@ -1,9 +1,10 @@
-"""I1, I2, I4 and I7 for values: what clients of stores are told and read, held against our own books. Nothing trusts the actor.
+"""Checks I1, I2, I4 and I7 for values: the answers and bytes that clients of stores get, against books of its own. Trusts no
+actor.
 
 A key has one value at a time. It changes in the turn in which the store answers the put or the removal, and with nothing else:
-not with a crash, not with what the disk brings back. Whoever reads a key finds that value, or nothing.
+not with a crash, not with what the disk brings back. A client that reads a key finds that value, or nothing.
 
-I7: nobody is told of a key in another's namespace, or changes what it has; no tenant has more memory or disk than its quota,
+I7: no client learns of a key in another's namespace, or changes its value; no tenant has more memory or disk than its quota,
 and none within its quota of the disk loses a value there to make room for others.
 """
 
@@ -45,7 +46,7 @@ from mooncake_zmq.store.memory import checksum_of
 
 Value = bytes | None
 LATE_S = 0.01
-"""A timer is no later than this, if nothing has stopped its process."""
+"""The most by which a timer may be late if nothing has stopped its process."""
 
 
 class CheckedCaller(Protocol):
@@ -86,7 +87,7 @@ class CheckedStream(Protocol):
 
 @dataclass(slots=True)
 class _Lease:
-    """`cells`: entry -> (generation, offset, size, the value that it must be)."""
+    """A lease. `cells`: entry -> (generation, offset, size, the value that it must be)."""
 
     expires_at: float
     cells: dict[int, tuple[int, int, int, bytes]]
@@ -94,7 +95,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Put:
-    """Cells granted, by the index of their key: (offset, size)."""
+    """The cells granted to a writer, by the index of their key: (offset, size)."""
 
     keys: Sequence[str]
     cells: dict[int, tuple[int, int]]
@@ -102,28 +103,28 @@ class _Put:
 
 @dataclass(slots=True)
 class _Books:
-    """What one store, through all its lives, has answered; what follows `values` is of its present life."""
+    """The answers of one store through all its incarnations; what follows `values` is of the present one."""
 
     values: dict[str, Value] = field(default_factory=dict)
     since: dict[str, list[tuple[float, Value]]] = field(default_factory=dict)
-    """Every value that a key has had, and from when on."""
+    """Every value that a key has had, with the time from which on it had it."""
     may_return: dict[str, set[bytes]] = field(default_factory=dict)
-    """Values that the disk could not be made to forget, as the store has told its operator."""
+    """The values that the disk could not be made to forget, as the store has reported to its operator."""
     leases: dict[tuple[bytes, int], _Lease] = field(default_factory=dict)
     puts: dict[tuple[bytes, int], _Put] = field(default_factory=dict)
     asked: dict[int, tuple[float, Any]] = field(default_factory=dict)
-    """Of each stream: its request, and when it came."""
+    """The present request of each stream, and when it came."""
     answered: dict[int, int] = field(default_factory=dict)
-    """Of each stream: keys of its get that are answered."""
+    """The number of answered keys of each stream's get."""
     sending: dict[int, _Lease] = field(default_factory=dict)
     waiting: dict[tuple[bytes, int], tuple[float, Any]] = field(default_factory=dict)
-    """Requests without an answer yet, and when they came."""
+    """The requests without an answer yet, and when they came."""
     on_disk: dict[str, int] = field(default_factory=dict)
-    """Bytes of each tenant, as of the last turn: after a restart they may be more than its quota, but not grow."""
+    """The bytes of each tenant as of the last turn: after a restart they may exceed its quota, but not grow."""
 
 
 class StoreChecker:
-    """`clock`: the world's time."""
+    """Checks every store's answers. `clock`: the world's time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.covered: Counter[str] = Counter()
@@ -131,45 +132,45 @@ class StoreChecker:
         self._clock = clock
         self._books: dict[str, _Books] = {}
         self._intents: dict[tuple[bytes, int], dict[int, bytes]] = {}
-        """(client, put) -> the value that each index shall have."""
+        """The value that each index shall have, by (client, put)."""
         self._users: dict[bytes, str | None] = {}
         self._streamed: dict[tuple[str, int, int], list[bytes]] = {}
 
-    # --- told by clients
+    # --- reported by clients
 
     def is_called(self, client: bytes, user: str | None) -> None:
-        """A client's life begins, whose key has this name; None: it is this machine's user."""
+        """Note a client's new incarnation, whose key has this name; None: it is this machine's user."""
         self._users[client] = user
 
     def intends(self, client: bytes, put_id: int, values: dict[int, bytes]) -> None:
-        """A client has written these, and will commit them."""
+        """Note the values that a client has written and will commit."""
         self._intents[client, put_id] = values
 
     def intends_stream(self, pipe: CheckedStream) -> None:
-        """A client puts what it says on this stream."""
+        """Note that a client puts the stream's values."""
         self._streamed[pipe.store.name, pipe.store.incarnation, pipe.number] = pipe.client.putting
 
     def writes(self, store: CheckedStore, entry: int, generation: int) -> None:
-        """I2: a client of the host writes into a cell that it was granted, maybe late."""
+        """Check I2: a client of the host writes into a cell that it was granted, maybe late."""
         if store.is_running and store.generations[entry] != generation:
             where = f"{store.name} entry {entry}"
             raise Violation("I2", f"{where} is written as {generation}, which stands at {store.generations[entry]}")
 
     def read_leased(self, store: CheckedStore, client: bytes, lease_id: int, entry: int, value: bytes) -> None:
-        """I1: what a client of the host read, and found good."""
+        """Check I1: a value that a client of the host read, and found good."""
         lease = self._of(store).leases.get((client, lease_id))
         if store.is_running and lease is not None and entry in lease.cells and lease.cells[entry][3] != value:
             raise Violation("I1", f"{store.name}: entry {entry} was read as other bytes than leased")
         self.covered["read in shared memory"] += 1
 
     def read_streamed(self, pipe: CheckedStream, key: str, value: bytes, asked_at: float) -> None:
-        """I1: what a client got on a stream, and found good."""
+        """Check I1: a value that a client got on a stream, and found good."""
         self._was_value(pipe.store, self._of(pipe.store), key, value, asked_at)
 
-    # --- told by the world
+    # --- reported by the world
 
     def sent(self, store: CheckedStore, asked: SendValues, payload: Sequence[bytes]) -> None:
-        """I2: so much has left on a stream, whatever its client makes of it. It is of the values that were told of."""
+        """Check I2: the bytes that left on a stream, read by its client or not, are of the announced values."""
         cells = self._of(store).sending[asked.stream].cells
         for found, part in zip(asked.found, payload, strict=True):
             if found.entry in cells and (found.entry, found.generation) not in store.flipped:
@@ -179,12 +180,12 @@ class StoreChecker:
                     raise Violation("I2", f"{where}: bytes of another value left on stream {asked.stream}")
 
     def store_died(self, store: CheckedStore) -> None:
-        """What it granted is void; the values that its keys have are not."""
+        """Void what a store that died has granted; its keys keep their values."""
         books = self._of(store)
         self._books[store.name] = _Books(books.values, books.since, books.may_return)
 
     def disk_did(self, name: str, disk: StoreDisk, work: Work, result: Result) -> None:
-        """A work has ended."""
+        """Check the end of a disk's work."""
         self.works[type(work).__name__] += 1
         if isinstance(result, DiskFailed):
             self.covered[f"{type(work).__name__} failed"] += 1
@@ -194,7 +195,7 @@ class StoreChecker:
                     books.may_return.setdefault(key, set()).update(value for _, value in books.since.get(key, ()) if value)
 
     def observed(self, store: CheckedStore, event: Event, effects: Sequence[Effect]) -> None:
-        """A turn of the actor."""
+        """Check a turn of the actor."""
         books = self._of(store)
         self._heard(store, books, event)
         for effect in effects:
@@ -219,14 +220,14 @@ class StoreChecker:
             self._within_quotas(store, books)
 
     def at_rest(self, store: CheckedStore) -> None:
-        """I1 once nothing goes on: what memory serves is what its key has."""
+        """Check I1 once nothing is in progress: the values in memory are those of their keys."""
         objects = store.node.objects
         for key, entry in objects.by_key.items():
             found = objects.entries.found(entry)
             if (entry, found.generation) not in store.flipped:
                 self._is_value(store, key, bytes(store.memory[found.offset : found.offset + found.size]), "at rest")
 
-    # --- inside
+    # --- internal
 
     def _of(self, store: CheckedStore) -> _Books:
         return self._books.setdefault(store.name, _Books())
@@ -285,7 +286,7 @@ class StoreChecker:
                 if count > len(within):
                     raise Violation("I7", f"{store.name} removed {count} values for {self._users[client]}")
                 for key in within:
-                    if books.since[key][-1][0] < asked_at:  # what it became since may or may not go
+                    if books.since[key][-1][0] < asked_at:  # its later value may be removed or not
                         self._becomes(books, key, None)
             case protocol.Exist(keys=keys), protocol.Codes(codes=found):
                 for key, there in zip(keys, found, strict=False):
@@ -304,20 +305,20 @@ class StoreChecker:
                     self._may(store, client, key, True)
 
     def _is_within(self, store: CheckedStore, client: bytes, key: str) -> bool:
-        """May this client know of the key? Who may read may write, in these stores."""
+        """Return whether this client may know of the key. A client that may read may also write in these stores."""
         user, tenants = self._users.get(client), store.node.objects.settings.tenants
         spaces = [space for tenant in tenants if user in tenant.clients for space in tenant.namespaces]
         return user is None or any(key.startswith(space) for space in spaces)
 
     def _may(self, store: CheckedStore, client: bytes, key: str, was_done: bool) -> None:
-        """I7: something was told of a key, or done with it."""
+        """Check I7: a key was named to a client, or changed for it."""
         if not self._is_within(store, client, key):
             self.covered["asked for another's"] += 1
             if was_done:
                 raise Violation("I7", f"{store.name}: {self._users[client]} has to do with {key}")
 
     def _within_quotas(self, store: CheckedStore, books: _Books) -> None:
-        """I7, by what is allocated and by what stands on disk, and not by the actor's sums."""
+        """Check I7 by what is allocated and by what stands on disk, and not by the actor's sums."""
         objects = store.node.objects
         puts = [put for holder in objects.holders.clients.values() for put in holder.puts.values()]
         names = {grant.entry: key for put in puts for key, grant in zip(put.keys, put.grants, strict=True)}
@@ -337,7 +338,7 @@ class StoreChecker:
             books.on_disk[tenant.name] = used
 
     def _keeps_promises(self, store: CheckedStore, work: MoveValues) -> None:
-        """I7: of what goes with its segment, nothing is a tenant's that is within its quota, as they all are."""
+        """Check I7: of the values that go with their segment, none belongs to a tenant within its quota, as all tenants are."""
         log = store.node.objects.log
         assert log is not None
         goes = {record.sequence: key for key in log.by_key if (record := log.record(key)) is not None} if work.gone else {}
@@ -362,7 +363,7 @@ class StoreChecker:
     def _stands(
         self, store: CheckedStore, key: str, entry: int, generation: int, offset: int, size: int, checksum: int
     ) -> bytes:
-        """I1: a value that is served is in its cell, and its key's."""
+        """Check I1: a value that is served is in its cell, and its key's."""
         standing = bytes(store.memory[offset : offset + size])
         if generation % 2:
             raise Violation("I1", f"{store.name}: {key} is served before its commit")
@@ -381,8 +382,8 @@ class StoreChecker:
         return standing
 
     def _grant(self, store: CheckedStore, books: _Books, name: tuple[bytes, int], put: _Put) -> None:
-        """I2: what a writer is given is nobody else's."""
-        if name in books.puts:  # asked again
+        """Check I2: a writer is granted cells that belong to no other."""
+        if name in books.puts:  # the request came twice
             return
         now = store.now
         for offset, size in put.cells.values():
@@ -398,7 +399,7 @@ class StoreChecker:
             books.puts[name] = put
 
     def _fenced(self, store: CheckedStore, books: _Books, changes: Sequence[tuple[int, int]]) -> None:
-        """I2: no cell changes hands while it is leased; I1: generations only grow."""
+        """Check I2: no cell changes hands while it is leased; I1: generations only grow."""
         now = store.now
         for entry, generation in changes:
             if generation <= store.generations[entry]:
@@ -409,7 +410,7 @@ class StoreChecker:
                     raise Violation("I2", f"{store.name} entry {entry} is taken away while it is leased")
 
     def _expired(self, store: CheckedStore, books: _Books) -> None:
-        """I2: a lease ends when its time is over. A get on a stream may have two that are told to nobody."""
+        """Check I2: a lease ends when its time is over. A get on a stream may have two that no client knows of."""
         now = store.now
         books.leases = {name: lease for name, lease in books.leases.items() if lease.expires_at > now - LATE_S}
         gets = sum(isinstance(request, stream_messages.Get) for _, request in books.asked.values())
@@ -434,7 +435,7 @@ class StoreChecker:
         books.sending[effect.stream] = _Lease(expires_at, cells)
 
     def _was_value(self, store: CheckedStore, books: _Books, key: str, standing: bytes, since: float) -> None:
-        """I1: the key had this value at some time since then."""
+        """Check I1: the key had this value at some time since then."""
         history = books.since.get(key, [])
         recent = [value for at, value in history if at >= since]
         before = [value for at, value in history if at < since][-1:]
@@ -465,7 +466,8 @@ class StoreChecker:
 
 
 def _taken_on_disk(log: ObjectLog, namespaces: tuple[str, ...]) -> int:
-    """By what stands there: header, key and bytes of each value, and its share of the rows at least."""
+    """Return the bytes of each tenant by what stands on disk: header, key and bytes of each value, and its share of the rows at
+    least."""
     row_bytes = log.settings.bytes // log.settings.max_objects
     records = [(key.encode(), log.record(key)) for key in log.by_key if key.startswith(namespaces)]
     return sum(max(row_bytes, taken_bytes(key, record.size)) for key, record in records if record is not None)

@@ -1,7 +1,8 @@
-"""Who uses the stores of a simulated cluster: programs on their hosts, which copy in shared memory, and others, on streams.
+"""The clients of the stores of a simulated cluster: programs on their hosts, which copy in shared memory, and others, on
+streams.
 
-Each does one thing after another, as a call of the live client does; it stops now and then in the middle of a copy, and dies.
-What it reads it holds against the checker's books.
+Each makes one call after another, as the live client does; now and then it stops in the middle of a copy, or dies. The checker
+compares what it reads with its own books.
 """
 
 import math
@@ -19,24 +20,24 @@ from mooncake_zmq.store.stream_messages import EAGER_BYTES, Attach, Attached, En
 
 KEYS = tuple(f"key {number}" for number in range(9))
 OWN_KEYS = tuple(f"red/{number}" for number in range(5))
-"""In the namespace of a tenant, whose client uses others now and then, in vain; this machine's user may use all."""
+"""The keys in a tenant's namespace. Its client now and then uses others, in vain; this machine's user may use all."""
 OTHERS_SHARE = 0.15
 SIZES = (1, 70, 5000, 40_000, 65_535, 1 << 16)
 _CALLS = ("get",) * 8 + ("upsert",) * 4 + ("put",) * 2 + ("exist", "sizes", "remove", "list", "clear")
 HOT, HOT_SHARE = KEYS[0], 0.4
-"""A key that everybody wants, so that calls meet at it."""
+"""A key that all clients use often, so that calls meet at it."""
 TIMEOUT_S = 2.5
 TTL_S = 1.2
 PAUSE_S = 0.1
 CLEARS = 0.1
 SLOW_READS = 0.3
-"""Of gets on a stream: the client takes its time over what comes, and asks for a lease that ends before."""
+"""The share of a stream's gets in which the client delays its reads, and asks for a lease that ends before."""
 STOPS, DEATHS = 0.04, 0.02
-"""Chances that a client stops amid a copy, and that it dies after a call."""
+"""The chances that a client stops amid a copy, and that it dies after a call."""
 PROBES = 40
-"""Tries to put a value and have it back, once all is healed."""
+"""The number of attempts to put a value and get it back, once all is healed."""
 CLIENTS = ((True, None), (True, None), (False, None), (False, "ruby"))
-"""Of each store: do they share its memory, and what is the name of their key?"""
+"""The clients of each store: whether they share its memory, and the name of their key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,14 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of this request, or None if none comes in time."""
+    """A wait for the reply to a request, which is None if none comes in time."""
 
     request: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What comes on a stream next: (message, payload), or None if it broke, or nothing comes in time."""
+    """A wait for the next (message, payload) of a stream, which is None if it broke, or nothing comes in time."""
 
     pipe: Pipe
 
@@ -63,8 +64,8 @@ Call = Generator[Want, Any, Any]
 
 
 class StoreClient:
-    """Through all its lives. `beside`: a process of its host, whose partitions are its; `store`: whom it asks; `user`: the name
-    of its key, None for this machine's user."""
+    """One client through all its incarnations. `beside`: a process of its host, whose partitions are its; `store`: the store
+    that it uses; `user`: the name of its key, None for this machine's user."""
 
     def __init__(
         self, stores: Stores, number: int, *, store: str, beside: str, shared: bool, user: str | None, random: Random
@@ -78,37 +79,37 @@ class StoreClient:
         self.over = False
         self.doing = ""
         self.putting: list[bytes] = []
-        """The values of the put that its stream is at."""
+        """The values of its stream's present put."""
         self.name = self.connection = b""
         self._stores = stores
         self._random = random
         self._call: Call | None = None
         self._waits: tuple[int, Want] | None = None
-        """What it waits for, and which of its waits that is."""
+        """The present wait, with its number."""
         self._wait = 0
         self._stopped_until = 0.0
         self._healed = False
         self._serial = 0
         self._pipe: Pipe | None = None
         self._memory: StoreLife | None = None
-        """The life whose memory it maps, or would."""
+        """The incarnation of the store whose memory it maps, or would map."""
         self._token = b""
         self._abandoned: list[int] = []
         self._begin()
 
-    # --- from outside
+    # --- called from outside
 
     def healed(self) -> None:
-        """From now on it neither stops nor dies; it shows that its store works, and ends."""
+        """End its faults: it neither stops nor dies from now on, shows that its store works, and ends."""
         self._healed = True
         self._stopped_until = 0.0
 
     def stops(self, until: float) -> None:
-        """Its host is suspended."""
+        """Stop for a while, as its host is suspended."""
         self._stopped_until = max(self._stopped_until, until)
 
     def received(self, incarnation: int, store: StoreLife, reply: protocol.Reply) -> None:
-        """An answer to a request."""
+        """Receive the reply to a request."""
         want = self._waits[1] if self._waits is not None else None
         if incarnation == self.incarnation and isinstance(want, Answer) and reply.id == want.request.id:
             if isinstance(reply, protocol.Welcome):
@@ -116,13 +117,13 @@ class StoreClient:
             self._go_on(self._wait, reply)
 
     def streamed(self, pipe: Pipe, message: Any, payload: list[bytes]) -> None:
-        """Something on a stream; None: it broke."""
+        """Receive a stream's next message; None: the stream broke."""
         if pipe.client_life == self.incarnation:
             pipe.answers.append((message, payload))
             if self._waits is not None and isinstance(self._waits[1], Streamed) and self._waits[1].pipe is pipe:
                 self._go_on(self._waits[0], "something came")
 
-    # --- how calls go on
+    # --- running calls
 
     @property
     def _now(self) -> float:
@@ -130,12 +131,12 @@ class StoreClient:
 
     @property
     def _clock(self) -> float:
-        """The monotonic clock of its host, by which its leases end."""
+        """Return the monotonic clock of its host, by which its leases end."""
         simulator = self._stores.simulator
         return simulator.clock(simulator.processes[self.beside])
 
     def _begin(self) -> None:
-        """A new life."""
+        """Begin a new incarnation."""
         self.incarnation += 1
         self.name = self._random.randbytes(16)
         self._stores.checker.is_called(self.name, self.user)
@@ -174,7 +175,7 @@ class StoreClient:
             value = want.pipe.answers.popleft() if want.pipe.answers else (None, [])
         self._step(value)
 
-    # --- its life
+    # --- what an incarnation does
 
     def _live(self) -> Call:
         while not self._healed:
@@ -189,18 +190,18 @@ class StoreClient:
             raise Violation("I4", f"store client {self.number} of {self.store} could not put a value and have it back")
         self.doing = "leaving"
         self._hang_up()
-        yield from self._meet()  # says what it gave up
+        yield from self._meet()  # reports the incarnation that it gave up
         self.name = b""
         return None
 
     def _maybe_dying(self) -> Call:
-        """Here a life may end."""
+        """Die by chance."""
         if not self._healed and self._random.random() < DEATHS:
             self._die()
             yield Sleep(math.inf)
 
     def _die(self) -> None:
-        """Kill -9; another life follows."""
+        """Die as by SIGKILL; the next incarnation follows."""
         self._hang_up()
         self.incarnation += 1
         self.name = b""
@@ -236,7 +237,7 @@ class StoreClient:
                 yield from self._ask(protocol.RemoveAll(self._id()))
 
     def _probe(self) -> Call:
-        """A value put is a value got, as everything works and others let go."""
+        """Check that a value can be put and got, while everything works and other clients release their leases."""
         self.doing = "probe"
         key = f"{'' if self.user is None else 'red/'}probe {self.number}"
         if not (yield from self._meet()):
@@ -254,7 +255,7 @@ class StoreClient:
         return self._serial
 
     def _ask(self, request: Any) -> Call:
-        """The reply, or None."""
+        """Send a request; return the reply, or None."""
         self._stores.send(self, self.store, request)
         reply = yield Answer(request)
         if reply is None or isinstance(reply, protocol.Stranger):
@@ -267,7 +268,7 @@ class StoreClient:
         self._stores.send(self, self.store, note)
 
     def _meet(self) -> Call:
-        """Does the store know us?"""
+        """Connect to the store; return whether it answered."""
         if self._memory is None or not self._memory.is_running:
             self._memory = None
             self._hang_up()
@@ -291,7 +292,7 @@ class StoreClient:
         return (yield from put(keys, values, pins))
 
     def _put_shared(self, keys: Sequence[str], values: Sequence[bytes], pins: Pin) -> Call:
-        """As `client/shared_copy.py` does."""
+        """Put values as `client/shared_copy.py` does."""
         stop_at, put_id = self._clock + TTL_S, self._id()
         store = self._memory
         assert store is not None
@@ -322,7 +323,7 @@ class StoreClient:
         return self._get_shared(keys) if self.shared else self._get_streamed(keys)
 
     def _get_shared(self, keys: Sequence[str]) -> Call:
-        """The keys that were got. As `client/shared_copy.py` does."""
+        """Get values as `client/shared_copy.py` does; return the keys that were got."""
         got: list[str] = []
         on_disk: list[str] = []
         lease_id = yield from self._read(keys, got, on_disk)
@@ -366,7 +367,7 @@ class StoreClient:
         return lease_id
 
     def _put_streamed(self, keys: Sequence[str], values: Sequence[bytes], pins: Pin) -> Call:
-        """As `client/streamed_copy.py` does."""
+        """Put values as `client/streamed_copy.py` does."""
         pipe = yield from self._open()
         if pipe is None:
             return None
@@ -387,7 +388,7 @@ class StoreClient:
         return None if ended is None else ended[0].codes
 
     def _get_streamed(self, keys: Sequence[str]) -> Call:
-        """The keys that were got."""
+        """Get values as `client/streamed_copy.py` does; return the keys that were got."""
         pipe = yield from self._open()
         if pipe is None:
             return []
@@ -415,7 +416,7 @@ class StoreClient:
         return got
 
     def _open(self) -> Call:
-        """Our stream, or None."""
+        """Return the client's stream, opened if need be, or None."""
         if self._pipe is not None and not self._pipe.cut and not self._pipe.over:
             return self._pipe
         store = self._memory
@@ -429,7 +430,7 @@ class StoreClient:
         return self._pipe
 
     def _next(self, pipe: Pipe) -> Call:
-        """What comes next on the stream: (message, payload), or None; then the stream is of no use any more."""
+        """Return the next (message, payload) on the stream, or None; then the stream is of no use any more."""
         message, payload = yield Streamed(pipe)
         if message is None:
             self._hang_up()
@@ -443,7 +444,7 @@ class StoreClient:
             self._stores.hang_up(pipe)
 
     def _copying(self, size: int) -> Call:
-        """It takes a while, and now and then much longer."""
+        """Wait for a copy, which now and then takes much longer."""
         if not self._healed and self._random.random() < STOPS:
             self._stopped_until = self._now + self._random.uniform(0.1, 3.0)
         yield from self._maybe_dying()
@@ -451,7 +452,7 @@ class StoreClient:
 
 
 def clients_of(stores: Stores) -> list[StoreClient]:
-    """Two clients on each store's host, and two elsewhere."""
+    """Return two clients on each store's host, and two elsewhere."""
     simulator = stores.simulator
     clients: list[StoreClient] = []
     for name in stores.living:

@@ -32,12 +32,12 @@ from mooncake_zmq.store.memory import checksum_of
 WORK_S = 2e-3
 BYTES_PER_S = 2e7
 HELD_UP, HELD_UP_SHARE = 30.0, 0.3
-"""By how much a read may be slower, and how often it is: others go on meanwhile."""
+"""The factor by which a read may be slower, and the share of such reads; other works go on meanwhile."""
 
 
 @dataclass(slots=True)
 class StoreDisk:
-    """`like`: the disk of the blocks of the same process, whose faults it shares."""
+    """A simulated SSD of values. `like`: the disk of the blocks of the same process, whose faults it shares."""
 
     like: SimDisk
     random: Random
@@ -45,10 +45,10 @@ class StoreDisk:
     rows: dict[int, tuple[str, ObjectRecord]] = field(default_factory=dict)
     """The index, by sequence."""
     unsynced: list[tuple[int, int, int]] = field(default_factory=list)
-    """(segment, offset, bytes)."""
+    """The (segment, offset, bytes) of writes that are not synced."""
 
     def seconds(self, work: Work) -> float:
-        """How long a work takes."""
+        """Return the time of a work."""
         match work:
             case ReadValues(values) | WriteValues(values):
                 size = sum(value.record.size for value in values)
@@ -61,7 +61,7 @@ class StoreDisk:
         return (WORK_S + size / BYTES_PER_S) * self.like.slowness * stretched * self.random.uniform(0.5, 1.5)
 
     def lose_power(self) -> None:
-        """Of what was not synced, some is there, some is not, and some is torn."""
+        """Keep, lose or tear each write that was not synced."""
         for segment, offset, size in self.unsynced:
             content = self.segments.get(segment)
             kept = int(size * self.random.choice((0.0, self.random.random(), 1.0)))
@@ -70,7 +70,7 @@ class StoreDisk:
         self.unsynced.clear()
 
     def recovered(self) -> tuple[dict[int, int], list[tuple[str, ObjectRecord]]]:
-        """The lengths of the segments and what stands in them, the newest of each key; what nobody will find is removed."""
+        """Return the lengths of the segments and the newest row of each key; segments without a row are removed."""
         newest = {key: sequence for sequence, (key, _) in sorted(self.rows.items())}
         self.rows = {sequence: self.rows[sequence] for sequence in sorted(newest.values())}
         self.rows = {sequence: row for sequence, row in self.rows.items() if row[1].segment in self.segments}
@@ -80,7 +80,7 @@ class StoreDisk:
         return {segment: len(self.segments[segment]) for segment in sorted(self.segments)}, list(self.rows.values())
 
     def flip(self, count: int) -> None:
-        """One bit of each of some values changes."""
+        """Flip one bit of each of some values."""
         standing = [sequence for sequence, (_, record) in self.rows.items() if record.segment in self.segments]
         for sequence in self.random.sample(standing, min(count, len(standing))):
             key, record = self.rows[sequence]
@@ -90,13 +90,13 @@ class StoreDisk:
     # --- works
 
     def half(self, work: Work, memory: bytearray) -> None:
-        """A work is half done."""
+        """Do the first half of a work."""
         if isinstance(work, WriteValues) and not self.like.fault:
             for value in work.values:
                 self._write(value, memory, checksum=0, half=True)
 
     def finish(self, work: Work, memory: bytearray, checksums: tuple[int, ...]) -> Result:
-        """How a work ends. `checksums`: those made when it began, if it writes."""
+        """Do the second half of a work; return its result. `checksums`: those made when it began, if it writes."""
         failed = self._fault(work)
         if failed is not None:
             return failed
@@ -165,6 +165,6 @@ class StoreDisk:
 
 
 def value_stands(found: bytes, expected: bytes, value: bytes, record: ObjectRecord) -> bool:
-    """Are this header and these bytes those of the value?"""
+    """Return whether this header and these bytes are those of the value."""
     whole = len(found) == len(expected) and len(value) == record.size
     return whole and not why_missed(found, expected) and checksum_of(value) == record.checksum

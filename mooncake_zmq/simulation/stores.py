@@ -1,7 +1,7 @@
 """The stores beside the cache-nodes of a simulated cluster: their live actor, memory, disk and streams, under the world's time.
 
-Their faults are those of their process: it crashes, stops and drains, its disk fills up, fails, is slow, flips bits and loses
-what was not synced. All that is drawn here comes from a random generator of its own, so that the blocks' world does not change.
+A store's faults are those of its process: it crashes, stops and drains, its disk fills up, fails, is slow, flips bits and loses
+what was not synced. Stores draw from a random generator of their own, so that the blocks' world does not depend on them.
 """
 
 from collections import deque
@@ -70,11 +70,12 @@ HOP_S = 5e-4
 COPY_S = 1e-3
 BYTES_PER_S = 2e7
 CHECK_EVERY = 8
-"""Turns from one look at an actor's own invariants to the next."""
+"""The number of turns between checks of an actor's own invariants."""
 
 
 class StoreCaller(Protocol):
-    """A client, as its stores see it. `beside`: a process of its host; `user`: the name of its key, None for this machine's."""
+    """A client as its stores see it. `beside`: a process of its host; `user`: the name of its key, None for this machine's
+    user."""
 
     number: int
     user: str | None
@@ -95,7 +96,7 @@ class StoreCaller(Protocol):
 
 @dataclass(slots=True)
 class Pipe:
-    """A stream: what its client has sent and nobody took yet, and what its server is at."""
+    """A stream: requests that its client has sent and the store has not taken yet, and the state of its server."""
 
     number: int
     client: StoreCaller
@@ -105,22 +106,22 @@ class Pipe:
     hears: bool = False
     eager: list[bytes] = field(default_factory=list)
     receiving: ReceiveValues | None = None
-    """Whose bytes are to come."""
+    """The values whose bytes are to come."""
     known: bool = False
-    """Has the actor heard of it?"""
+    """Whether the actor has been notified of the stream."""
     cut: bool = False
-    """The client is gone; whoever serves it will find out."""
+    """Whether the client is gone; the stream's server finds out at its next look."""
     over: bool = False
     half_sent: tuple[Values, list[bytes]] | None = None
     """The answer of which one half is on its way: all that arrives of it if the store dies now."""
     dawdles_s: float = 0.0
-    """How long its client takes to read what it asks for, beyond what that takes."""
+    """The time for which its client delays its reads of answers."""
     answers: deque[tuple[Any, list[bytes]]] = field(default_factory=deque)
-    """What the client has not taken yet."""
+    """The answers that the client has not taken yet."""
 
 
 class StoreLife:
-    """One life of a store: everything here is lost when it ends, but for its disk."""
+    """One incarnation of a store: everything but its disk is lost when it ends."""
 
     def __init__(self, stores: "Stores", process: Process[Any], disk: StoreDisk) -> None:
         self.name = process.name
@@ -128,7 +129,7 @@ class StoreLife:
         self.disk = disk
         self.memory = bytearray(SETTINGS.object_bytes)
         self.flipped: set[tuple[int, int]] = set()
-        """(entry, generation) of cells in which a bit has flipped."""
+        """The (entry, generation) of cells in which a bit has flipped."""
         log = ObjectLog(SETTINGS.ssd)
         log.restore(*disk.recovered())
         facts = StoreFacts(name=self.name, cluster="sim", incarnation=self.incarnation, probe_s=PROBE_S)
@@ -157,21 +158,21 @@ class StoreLife:
 
     @property
     def now(self) -> float:
-        """The monotonic clock of its host."""
+        """Return the monotonic clock of its host."""
         return self._stores.simulator.clock(self._process)
 
     def later(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        """In this life, and not while its process is stopped."""
+        """Schedule a call in this incarnation, and not while its process is stopped."""
         world = self._stores.simulator
         world.in_life(self._process, world.now + delay_s, action, *arguments)
 
     def copy_s(self, size: int) -> float:
-        """How long whoever serves a stream copies so many bytes."""
+        """Return the time in which a stream's server copies so many bytes."""
         slowness = self._stores.simulator.slowness(self._process.spec.host)
         return (COPY_S + size / BYTES_PER_S) * slowness * self._stores.random.uniform(0.5, 1.5)
 
     def take(self, event: Event) -> None:
-        """A turn of the actor."""
+        """Take a turn of the actor."""
         effects = self.node.handle(self.now, event)
         self.turns += 1
         self._stores.saw(self, event, effects)
@@ -183,7 +184,7 @@ class StoreLife:
     # --- streams
 
     def attach(self, client: StoreCaller, attach: Attach) -> Pipe:
-        """A new stream of a client."""
+        """Open a new stream of a client."""
         self._numbers += 1
         pipe = Pipe(self._numbers, client, client.incarnation, self)
         self.pipes[pipe.number] = pipe
@@ -191,7 +192,7 @@ class StoreLife:
         return pipe
 
     def hear(self, pipe: Pipe) -> None:
-        """Something may have come on a stream, or its client be gone."""
+        """Have the stream's server look for a request, or find its client gone."""
         if pipe.over:
             return
         if pipe.cut and (pipe.hears or pipe.receiving is not None):
@@ -202,7 +203,7 @@ class StoreLife:
             self.take(StreamAsked(pipe.number, request))
 
     def receive(self, pipe: Pipe, values: Sequence[bytes], told: Sequence[int]) -> None:
-        """The bytes that a stream's server waits for."""
+        """Receive the bytes that a stream's server waits for."""
         asked, pipe.receiving = pipe.receiving, None
         if asked is None or pipe.over:
             return
@@ -298,7 +299,7 @@ class StoreLife:
     def _read(self, one: Found) -> bytes:
         return bytes(self.memory[one.offset : one.offset + one.size])
 
-    # --- the rest
+    # --- client messages and the end
 
     def _fence(self, effect: Fence) -> None:
         for entry, generation in effect.generations:
@@ -344,7 +345,7 @@ class StoreLife:
 
 
 class Stores:
-    """All of them, and their clients."""
+    """All stores, and their clients."""
 
     def __init__(self, simulator: Simulator, seed: int) -> None:
         self.simulator = simulator
@@ -358,10 +359,10 @@ class Stores:
         for name in self._disks:
             self.began(simulator.processes[name])
 
-    # --- lives
+    # --- incarnations
 
     def began(self, process: Process[Any]) -> None:
-        """A life of a process begins, beside which there may be a store."""
+        """Start the store beside a new incarnation of a process, if it has one."""
         disk = self._disks.get(process.name)
         if disk is not None:
             store = StoreLife(self, process, disk)
@@ -369,7 +370,7 @@ class Stores:
             store.later(0.0, store.take, Started())
 
     def died(self, name: str) -> None:
-        """A life is over."""
+        """End the store of an incarnation that has ended."""
         store = self.living.pop(name, None)
         if store is not None:
             self.checker.store_died(store)
@@ -382,19 +383,19 @@ class Stores:
                 self.answer(pipe, None, [])
 
     def drains(self, name: str) -> None:
-        """The operator wants the process gone."""
+        """Drain the store of a process that the operator drains."""
         store = self.living.get(name)
         if store is not None:
             store.later(0.0, store.take, DrainWanted())
 
     def suspended(self, names: Sequence[str], until: float) -> None:
-        """The host of these processes stands still: clients there do, too."""
+        """Suspend the clients on the host of these processes, which is suspended."""
         for client in self.clients:
             if client.beside in names:
                 client.stops(until)
 
     def flip(self, name: str, count: int) -> None:
-        """Bits flip on disk and in memory; not in values without a checksum, of which nobody could tell."""
+        """Flip bits on disk and in memory; not in values without a checksum, where no store could notice."""
         store = self.living.get(name)
         if store is not None:
             self._disks[name].flip(count)
@@ -405,20 +406,20 @@ class Stores:
                 store.flipped.add((found.entry, found.generation))
 
     def is_lived(self, name: bytes) -> bool:
-        """Does this client still hold the lock of its life? A stopped one does."""
+        """Return whether this client still holds its incarnation's lock, as a stopped one does."""
         return any(client.name == name for client in self.clients)
 
     def saw(self, store: StoreLife, event: Event, effects: list[Effect]) -> None:
-        """A turn was taken."""
+        """Check a turn that a store has taken."""
         simulator = self.simulator
         simulator.note(type(event).__name__.encode(), store.name)
         simulator.write_down(f"store {store.name}", event, effects)
         self.checker.observed(store, event, effects)
 
-    # --- what goes between clients and stores
+    # --- messages between clients and stores
 
     def send(self, client: StoreCaller, store: str, request: Request) -> None:
-        """A request, which may be lost or, while nothing else is asked, come twice."""
+        """Send a request, which may be lost or, while nothing else is asked, come twice."""
         wires = self.simulator.wires
         if not self._is_cut(client, store) and self.random.random() >= wires.drop:
             delay_s = HOP_S * self.random.uniform(0.5, 1.5) + wires.delay_s * self.random.random() ** 4
@@ -439,7 +440,7 @@ class Stores:
                 store.later(0.0, store.take, Asked(connection, request, client.user))
 
     def reply(self, store: StoreLife, reply: Reply) -> None:
-        """An answer on its way to its client."""
+        """Send an answer to its client."""
         client = next((each for each in self.clients if each.connection == reply.connection), None)
         wires = self.simulator.wires
         if client is not None and not self._is_cut(client, store.name) and self.random.random() >= wires.drop:
@@ -452,11 +453,11 @@ class Stores:
             )
 
     def answer(self, pipe: Pipe, message: Any, payload: list[bytes]) -> None:
-        """Something for a stream's client; None: it is over."""
+        """Send a message to a stream's client; None: the stream is over."""
         self.simulator.at(self.simulator.now + HOP_S, pipe.client.streamed, pipe, message, payload)
 
     def stream(self, pipe: Pipe, request: StreamRequest, payload: list[bytes]) -> None:
-        """A client's request on a stream, with the bytes that it sends unasked."""
+        """Send a client's request on a stream, with the bytes that it sends unasked."""
         if self._is_cut(pipe.client, pipe.store.name):
             return self.hang_up(pipe)
         if isinstance(request, Put):
@@ -470,19 +471,19 @@ class Stores:
             pipe.store.later(0.0, pipe.store.hear, pipe)
 
     def upload(self, pipe: Pipe, values: list[bytes], checksums: list[int]) -> None:
-        """The bytes that a store has asked for."""
+        """Send the bytes that a store has asked for."""
         if pipe.store.is_running:
             pipe.store.later(HOP_S, pipe.store.receive, pipe, values, checksums)
 
     def hang_up(self, pipe: Pipe) -> None:
-        """A stream breaks: its server finds out when it next looks, its client at once."""
+        """Break a stream: its server finds out when it next looks, its client at once."""
         pipe.cut = True
         if pipe.store.is_running:
             pipe.store.later(HOP_S, pipe.store.hear, pipe)
         self.answer(pipe, None, [])
 
     def damaged(self, value: bytes) -> bytes:
-        """Bytes as they arrive."""
+        """Return the bytes as they arrive, now and then damaged."""
         if not value or self.random.random() >= self.simulator.copy_tear:
             return value
         at = self.random.randrange(len(value))
@@ -495,12 +496,12 @@ class Stores:
     # --- the end
 
     def heal(self) -> None:
-        """No client dies or stops any more; each shows once that its store works, and ends."""
+        """End the clients' faults; each client shows once that its store works, and ends."""
         for client in self.clients:
             client.healed()
 
     def busy(self) -> Violation | None:
-        """What is not over yet; None when all is quiet."""
+        """Return what is not over yet; None when all is quiet."""
         for client in self.clients:
             if not client.over:
                 return Violation("I4", f"store client {client.number} has not ended: {client.doing}")
@@ -513,7 +514,7 @@ class Stores:
         return None
 
     def at_rest(self) -> None:
-        """Once nothing goes on any more."""
+        """Check the stores once nothing is in progress."""
         for store in self.living.values():
             store.node.check()
             self.checker.at_rest(store)

@@ -20,7 +20,7 @@ CONSTRAINTS = (b"", b"3", b"", b"58")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """How much to ask, and of what size. Times in virtual seconds, lengths in tokens."""
+    """The amount and sizes of a seed's requests. Times in virtual seconds, lengths in tokens."""
 
     requests: int = 40
     window_s: float = 5.0
@@ -35,23 +35,23 @@ class Workload:
     scored_share: float = 0.1
     think_s: float = 0.6
     burst_share: float = 0.1
-    """Of the chats: those that begin a burst of chats of one turn each, whose prompts share a beginning of their own."""
+    """The share of chats that begin a burst of chats of one turn each, whose prompts share a beginning of their own."""
     max_burst: int = 5
     max_burst_prefix: int = 72
     max_burst_gap_s: float = 0.1
     starts_at: float = 0.0
     tenants: tuple[str, ...] = ("", "red", "blue")
     plain: bool = False
-    """Ask nothing that only our own engines do."""
+    """Whether to ask for nothing that vLLMs do not support."""
 
     def roots(self, layout: BlockLayout) -> dict[str, bytes]:
-        """Each tenant's namespace, after which its prompts begin."""
+        """Return each tenant's namespace, after which its prompts begin."""
         return {tenant: namespace(model=MODEL, layout=layout.fingerprint, salt=tenant) for tenant in self.tenants}
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an undisturbed run answers with a seed, and why it ends."""
+    """An answer of an undisturbed run with a seed, and why it ends."""
 
     seed: int
     tokens: tuple[int, ...]
@@ -68,11 +68,11 @@ class Turn:
     cancel_after_s: float | None
     cancel_after_tokens: int | None
     cancel_alone: bool
-    """After so many tokens the first answer alone is not wanted any more."""
+    """The first answer alone is cancelled after so many tokens."""
 
     @property
     def answer(self) -> tuple[int, ...]:
-        """The first one."""
+        """Return the first answer."""
         return self.answers[0].tokens
 
 
@@ -92,7 +92,7 @@ class Trace:
     chats: tuple[Chat, ...]
     blocks: dict[Key, bytes] = field(default_factory=dict)
     owners: dict[Key, str] = field(default_factory=dict)
-    """The tenant of each of them."""
+    """The tenant of each key."""
 
 
 def generate(random: Random, workload: Workload, layout: BlockLayout, blocks: dict[Key, bytes] | None = None) -> Trace:
@@ -139,7 +139,7 @@ def _turns(
 
 
 def _question_length(random: Random, workload: Workload, layout: BlockLayout, so_far: int) -> int:
-    """Half of the prompts end on, just before or just after a block boundary."""
+    """Draw a length: half of the prompts end on, just before or just after a block boundary."""
     length = random.randint(1, workload.max_question)
     if random.random() < 0.5:
         length -= (so_far + length) % layout.block_tokens
@@ -194,7 +194,7 @@ def _turn(
 def reference(
     root: bytes, prompt: Iterable[int], sampling: Sampling, stop: StopRule, layout: BlockLayout, blocks: dict[Key, bytes]
 ) -> tuple[tuple[int, ...], str]:
-    """The undisturbed answer and why it ends; adds to `blocks` the bytes of every complete block of the sequence."""
+    """Return the undisturbed answer and why it ends; add to `blocks` the bytes of every complete block of the sequence."""
     tokens = list(prompt)
     sequence = SimSequence(len(tokens) + stop.max_tokens, sampling.past(pack_tokens(tokens)))
     sequence.run(0, np.array(tokens, dtype=np.uint32))

@@ -1,4 +1,4 @@
-"""How a checker reports what it found."""
+"""The error that every checker raises."""
 
 
 class Violation(Exception):

@@ -11,17 +11,17 @@ from mooncake_zmq.simulation.machine import Machine, Running, Steps
 from mooncake_zmq.simulation.shelf import Shelf, block_of, fill
 
 ENGINE_FAILS = 0.05
-"""A foreign engine refuses requests and questions so often by itself."""
+"""The share of requests that a foreign engine refuses by itself."""
 COMING_S, AGAIN_S = 0.2, 0.02
-"""A foreign engine waits so long for what is being saved, and looks again so often."""
+"""The time for which a foreign engine waits for blocks that are being saved, and the time between its looks."""
 SAVES_LATE = 15
-"""Its blocks are in a store after so many times what a copy takes to begin."""
+"""The delay until its blocks are in a store, as a multiple of the time that a copy takes to begin."""
 ANSWER_LOSSES = 3
-"""A foreign engine loses an answer at one token for so many copies that fail: an answer has many tokens."""
+"""The number of failing copies for which a foreign engine loses an answer at one token: an answer has many tokens."""
 
 
 def generate(machine: Machine, running: Running, work: Generate) -> Steps:
-    """A foreign engine: it has KV of its own, and a fault of copies is one that loses an answer under way."""
+    """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under way."""
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
     sequence = SimSequence(length + left, work.sampling.past(work.tokens))
@@ -50,7 +50,7 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
 
 
 def _load_saved(machine: Machine, work: Generate, sequence: SimSequence) -> Generator[float, str | None, int]:
-    """The KV of so many tokens comes from stores. What another engine is still saving is waited for, but not for long."""
+    """Load the KV of so many tokens from stores. What another engine is still saving is waited for, but not for long."""
     world, size = machine.world, machine.layout.block_tokens
     keys = extend_keys(work.root, work.tokens, size)[: (len(work.tokens) // 4 - 1) // size]
     coming, until = min(len(keys), work.coming_tokens // size), machine.now + COMING_S
@@ -67,7 +67,7 @@ def _load_saved(machine: Machine, work: Generate, sequence: SimSequence) -> Gene
 
 
 def _saved(machine: Machine, keys: Sequence[Key]) -> list[bytes]:
-    """The leading blocks that stores have which answer. A copy that is torn is noticed."""
+    """Return the leading blocks that answering stores have. A torn copy is noticed."""
     world, found = machine.world, list[bytes]()
     for key in keys:
         held = [block for shelf in _stores(machine) if (block := shelf.get(key)) is not None]
@@ -78,14 +78,14 @@ def _saved(machine: Machine, keys: Sequence[Key]) -> list[bytes]:
 
 
 def _stores(machine: Machine) -> list[Shelf]:
-    """The blocks of the stores that answer, the one on this host first."""
+    """Return the blocks of the stores that answer, the one on this host first."""
     there = [segment for segment in machine.world.segments.values() if segment.shelf is not None and segment.linked]
     there = [each for each in there if machine.world.reach(machine.name, each.node, each.incarnation) == "yes"]
     return [each.shelf for each in sorted(there, key=lambda each: each.host != machine.host) if each.shelf is not None]
 
 
 def _save(machine: Machine, work: Generate, sequence: SimSequence, known: bytes, start: int) -> None:
-    """Blocks that are complete go to a store in a while, if this process still runs then."""
+    """Save complete blocks in a store after a while, if this process still runs then."""
     size, stop = machine.layout.block_tokens, len(known) // 4 // machine.layout.block_tokens
     if start // size < stop:
         keys = extend_keys(work.root, known, size)

@@ -1,4 +1,4 @@
-"""How each kind of work is carried out on a simulated machine."""
+"""The way in which each kind of work is carried out on a simulated machine."""
 
 from mooncake_zmq.core.work import (
     ComputeChunk,
@@ -20,7 +20,7 @@ from mooncake_zmq.simulation.machine import Machine, Running, Steps
 
 
 def steps_of(machine: Machine, running: Running) -> Steps:
-    """The steps of a work, by its kind."""
+    """Return the steps of a work, by its kind."""
     match running.work:
         case ComputeChunk() as work:
             return engine_works.compute(machine, running, work)
@@ -49,6 +49,6 @@ def steps_of(machine: Machine, running: Running) -> Steps:
 
 
 def probe(machine: Machine, work: ProbeProcess) -> Steps:
-    """Whether a process still holds the lock of its incarnation."""
+    """Return whether a process still holds the lock of its incarnation."""
     yield machine.took(machine.world.hardware.probe_s)
     return ProcessProbed(machine.world.alive(work.node, work.incarnation))

@@ -1,7 +1,7 @@
-"""A world under virtual time: one heap of events, processes and their lives, and the effects of actors carried out.
+"""A world under virtual time: one heap of events, processes with their incarnations, and the effects of actors carried out.
 
-Three seams make it a proving ground or a laboratory: the *link* brings messages, the *machine* carries out works, and whoever
-*watches* sees every event with its effects. Nothing here knows what an actor means, or what may go wrong.
+Three seams make it a test bed or a laboratory: the *link* brings messages, the *machine* carries out works, and an *observer*
+sees every event with its effects. Nothing here knows what an actor means, or what may go wrong.
 """
 
 from collections import deque
@@ -38,19 +38,19 @@ from mooncake_zmq.pool.node.disk_tier import DiskContents
 
 LINGER_S = 1.0
 ANEW_S = 0.2
-"""From the end of a life to the next one's begin where the process changes its role."""
+"""The time from the end of an incarnation to the start of the next one where the process changes its role."""
 RECENT_FRAMES = 32
-"""Frames of a life that are kept to be replayed after its end."""
+"""The number of an incarnation's last frames that are kept to be replayed after its end."""
 MIN_STALE = 4096
-"""So many timers that were replaced or cancelled are left in the heap before it is swept."""
+"""The number of replaced or cancelled timers in the heap from which on it is swept."""
 
 Observe = Callable[[Event, list[Effect]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One process of the cluster. `make` builds its actor for a life, from what its disk holds; `slots`: size of its segment,
-    `disk_slots`: of its disk, 0 for none. `may_become`, `part`: what it says of these."""
+    """One process of the cluster. `make` builds its actor for an incarnation, from the contents of its disk; `slots`: the size
+    of its segment; `disk_slots`: that of its disk, 0 for none. `may_become`, `part`: its settings of these names."""
 
     name: str
     role: str
@@ -64,7 +64,7 @@ class ProcessSpec:
 
 
 class Carrier(Protocol):
-    """A machine: carries out the works of one life, each of which ends exactly once."""
+    """A machine: carries out the works of one incarnation, each of which ends exactly once."""
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
     def cancel(self, work_id: int) -> None: ...
@@ -77,7 +77,7 @@ M = TypeVar("M", bound=Carrier)
 
 
 class Life(Generic[M]):
-    """One life of a process: everything here is lost when it ends."""
+    """One incarnation of a process: everything here is lost when it ends."""
 
     def __init__(self, incarnation: int, machine: M, actor: Actor, observe: Observe | None = None) -> None:
         self.incarnation = incarnation
@@ -85,66 +85,66 @@ class Life(Generic[M]):
         self.actor = actor
         self.observe = observe
         self.node: Node | None = None
-        """Its end of the sessions, if its link has them."""
+        """The process's sessions, if its link has them."""
         self.timers: dict[TimerKey, int] = {}
         self.postponed: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        """What came while it was stopped, and then while it still caught up."""
+        """The calls due while it was stopped, and while it was catching up."""
         self.paused = False
         self.drained = False
         self.become = ""
-        """The role that its process has in its next life; empty: it has none after this one."""
+        """The role of the process's next incarnation; empty: this one is the last."""
         self.sent_at = float("-inf")
-        """When it last sent a message, if its link tells."""
+        """The time of its last message, if its link records it."""
         self.recent: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
 
 
 class Process(Generic[M]):
-    """A process through all its lives. `specs`: what it may be; it begins as the first."""
+    """A process through all its incarnations. `specs`: its possible roles; it begins as the first."""
 
     def __init__(self, specs: Sequence[ProcessSpec]) -> None:
         self.spec = specs[0]
-        """What it is now, or was in its last life."""
+        """The present spec, or that of the last incarnation."""
         self.by_role = {spec.role: spec for spec in specs}
         self.configured = specs[0].role
         self.name = self.spec.name
         self.lives = 0
         self.clock_ahead = 0
-        """By how much its host's clock makes the incarnations larger of the lives that begin now."""
+        """The number by which its host's clock raises new incarnations."""
         self.slept_s = 0.0
-        """How long its host has been suspended in all: its monotonic clock stood still for so long."""
+        """The total time for which its host has been suspended, and its monotonic clock stood still."""
         self.still_since: float | None = None
-        """Since when its host is suspended."""
+        """The time at which its host was suspended; None while it runs."""
         self.life: Life[M] | None = None
         self.former_frames: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
 
     @property
     def next_incarnation(self) -> int:
-        """Of the life that begins now, once it is counted among `lives`."""
+        """Return the number of the incarnation that begins now, once it is counted among `lives`."""
         return self.lives + self.clock_ahead
 
 
 class Link(Protocol):
-    """How messages get from one process to another."""
+    """The transport of messages between processes."""
 
     def attach(self, world: "World[Any]") -> None:
-        """Learn whose world this is."""
+        """Keep the world whose messages it carries."""
 
     def begin(self, process: Process[Any]) -> None:
-        """A life has begun: start its actor, greet its peers."""
+        """Start a new incarnation's actor, and greet its peers."""
 
     def end(self, process: Process[Any], life: Life[Any]) -> None:
-        """A life is over."""
+        """Drop the state of an incarnation that has ended."""
 
     def handle(self, process: Process[Any], event: Event) -> None:
-        """Let the actor handle an event, carry its effects out, and send what it says."""
+        """Have the actor handle an event, carry its effects out, and send its messages."""
 
     def pending(self, process: Process[Any]) -> int:
-        """Messages of a process that may not have arrived yet."""
+        """Return the number of a process's messages that may not have arrived yet."""
 
 
 class World(Generic[M]):
-    """`specs`: several of one name are the roles of one process. `build`: the machine and the actor of a process's new life.
-    `watch`: who looks on at it, if anybody. `anew_s`: see `ANEW_S`."""
+    """Processes, virtual time and a heap of events. `specs`: several of one name are the roles of one process. `build`: makes
+    the machine and the actor of a new incarnation. `watch`: returns its observer, if any. `anew_s`: see `ANEW_S`."""
 
     def __init__(
         self,
@@ -169,10 +169,10 @@ class World(Generic[M]):
         self._anew_s = anew_s
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._mail: deque[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = deque()
-        """The same of messages that all take equally long: they come in the order in which they were sent, without a heap."""
+        """Entries as in the heap, of messages that all take equally long: these arrive in the order in which they were sent."""
         self._order = 0
         self._stale = 0
-        """Timers in the heap that were replaced or cancelled."""
+        """The number of replaced or cancelled timers in the heap."""
         self.acts: dict[type[Effect], Callable[[Process[M], Life[M], Any], None]] = {
             SetTimer: self._set_timer,
             CancelTimer: self._cancel_timer,
@@ -186,27 +186,27 @@ class World(Generic[M]):
             Answered: lambda process, life, effect: None,
             Drained: self._drained,
         }
-        """What each effect leads to: a pattern over them takes three times as long."""
+        """The action for each type of effect; matching patterns takes three times as long."""
         link.attach(self)
 
     # --- time
 
     def clock(self, process: Process[M]) -> float:
-        """The monotonic clock of a process's host."""
+        """Return the monotonic clock of a process's host."""
         return (self.now if process.still_since is None else process.still_since) - process.slept_s
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something at a time."""
+        """Schedule a call."""
         self._order += 1
         heappush(self._heap, (time, self._order, action, arguments))
 
     def post(self, time: float, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """As `at`, for what never comes before anything that was posted earlier."""
+        """Schedule a call, as `at`, that is no earlier than any call posted before."""
         self._order += 1
         self._mail.append((time, self._order, action, arguments))
 
     def in_life(self, process: Process[M], time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something at a time in a process's present life only, and not while it is stopped."""
+        """Schedule a call that happens in the process's present incarnation only, and not while it is stopped."""
         self._order += 1
         heappush(self._heap, (time, self._order, self._alive, (process, process.lives, action, arguments)))
 
@@ -227,7 +227,7 @@ class World(Generic[M]):
         self.now = time
 
     def take_out(self, host: str) -> list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]:
-        """Everything that is due in the lives of a host's processes, out of the heap: see `put_back`."""
+        """Take all calls that are due in a host's processes out of the heap: see `put_back`."""
         due = (self._alive, self._timer)
         held = [entry for entry in self._heap if entry[2] in due and entry[3][0].spec.host == host]
         taken = {order for _, order, _, _ in held}
@@ -236,7 +236,7 @@ class World(Generic[M]):
         return held
 
     def put_back(self, held: Iterable[tuple[float, int, Callable[..., None], tuple[Any, ...]]], later_s: float) -> None:
-        """It is due after all, so much later."""
+        """Put calls back into the heap, to happen so much later."""
         for time, order, action, arguments in held:
             heappush(self._heap, (time + later_s, order, action, arguments))
 
@@ -256,10 +256,10 @@ class World(Generic[M]):
         else:
             action(*arguments)
 
-    # --- lives
+    # --- incarnations
 
     def restart(self, name: str, role: str = "") -> None:
-        """Begin a process's next life, unless it lives: in the role that it is configured for, if in no other."""
+        """Begin a process's next incarnation, unless it runs: in the role that it is configured for, if in no other."""
         process = self.processes[name]
         if process.life is not None:
             return
@@ -270,7 +270,7 @@ class World(Generic[M]):
         self.link.begin(process)
 
     def crash(self, name: str) -> None:
-        """End a life at once."""
+        """End an incarnation at once."""
         process = self.processes[name]
         life = process.life
         if life is None:
@@ -282,12 +282,12 @@ class World(Generic[M]):
         self.on_death(name)
 
     def alive(self, node: str, incarnation: int) -> bool:
-        """Does this life still hold its lock? A stopped process does."""
+        """Return whether this incarnation still holds its lock, as a stopped process does."""
         process = self.processes.get(node)
         return process is not None and process.life is not None and process.life.incarnation == incarnation
 
     def _leave(self, process: Process[M], latest: float) -> None:
-        """A drained process exits once its last messages are acknowledged, or after a while."""
+        """End a drained process once its last messages are acknowledged, or after a while."""
         if self.now < latest and self.link.pending(process):
             self.in_life(process, self.now + 0.1, self._leave, process, latest)
         else:
@@ -301,27 +301,27 @@ class World(Generic[M]):
             self.at(self.now + self._anew_s, self._begin_as, process, lives, become)
 
     def _begin_as(self, process: Process[M], lives: int, role: str) -> None:
-        if process.lives == lives:  # else somebody has started it meanwhile, as what it is configured for
+        if process.lives == lives:  # else it has been restarted meanwhile, as what it is configured for
             self.restart(process.name, role)
 
     # --- events
 
     def handle(self, process: Process[M], event: Event) -> None:
-        """Something that a process learns now, beside messages."""
+        """Handle an event other than a message."""
         if process.life is not None:
             self.link.handle(process, event)
 
     def from_client(self, gateway: str, request_id: str, value: Any) -> None:
-        """A client speaks to a gateway."""
+        """Pass a client's input to a gateway."""
         process = self.processes[gateway]
         self.in_life(process, self.now, self.handle, process, FromClient(request_id, value))
 
     def work_done(self, process: Process[M], work_id: int, result: Result) -> None:
-        """A machine has ended a work."""
+        """Report a work's result to its process."""
         self.handle(process, WorkDone(work_id, result))
 
     def progressed(self, process: Process[M], work_id: int, progress: Progress) -> None:
-        """A machine has come some way with a work."""
+        """Report a work's progress to its process."""
         self.handle(process, WorkProgress(work_id, progress))
 
     def _timer(self, process: Process[M], lives: int, key: TimerKey, order: int) -> None:
@@ -335,7 +335,7 @@ class World(Generic[M]):
             self.handle(process, TimerFired(key))
 
     def _fire(self, process: Process[M], key: TimerKey, order: int) -> None:
-        """A timer that came due while its process was stopped."""
+        """Fire a timer that came due while its process was stopped."""
         life = process.life
         if life is None or life.timers.get(key) != order:
             self._stale -= 1
@@ -346,7 +346,7 @@ class World(Generic[M]):
     # --- effects
 
     def carry_out(self, process: Process[M], life: Life[M], effect: Effect) -> None:
-        """Do what an actor asks for; sending is the link's."""
+        """Carry out an actor's effect; sending messages is up to the link."""
         self.acts[type(effect)](process, life, effect)
 
     def _set_timer(self, process: Process[M], life: Life[M], effect: SetTimer) -> None:
@@ -367,7 +367,7 @@ class World(Generic[M]):
             self._leave(process, self.now + LINGER_S)
 
     def _replaced(self) -> None:
-        """A timer in the heap will not fire: sweep once half of the heap is such, or far deadlines would pile up."""
+        """Count a timer that will not fire, and sweep the heap once half of it is such, or far deadlines would pile up."""
         self._stale += 1
         if self._stale > MIN_STALE and 2 * self._stale > len(self._heap):
             fires = self._timer

@@ -3,7 +3,7 @@
 import sys
 import threading
 
-from schedule import first_failure
+from thread_schedule import first_failure
 
 HERE = sys.modules[__name__]
 SEEDS = range(30)

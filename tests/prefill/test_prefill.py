@@ -1297,6 +1297,18 @@ def test_a_prefill_that_is_to_become_a_decode_finishes_its_jobs_first():
     assert node.busy() == {}
 
 
+def test_a_prefill_does_not_become_a_decode_while_first_tokens_of_a_cancelled_job_are_sampled():
+    node = Node(may_become="decode")
+    sampling = set_aside(node)
+    node.say("k", ChangeRole(role="decode"))
+    node.say("g", CancelRequest(request_id="r", attempt=1))
+    node.put_all()
+    assert node.cancelled == [sampling]
+    assert Drained("decode") not in node.handle(TimerFired(("renew",)))
+    node.done(sampling, WorkFailed("cancelled"))
+    assert Drained("decode") in node.handle(TimerFired(("renew",)))
+
+
 def test_a_node_that_became_a_prefill_is_no_decode_to_hand_over_to(node):
     node.down("d")
     node.up("d", 8, role="prefill")

@@ -28,7 +28,8 @@ from test_zmq_runtime import HELLO, SETTINGS, Echo
 from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.session import Session
-from mooncake_zmq.runtime.zmq_runtime import MAX_FRAME_BYTES, ZmqRuntime
+from mooncake_zmq.runtime.peer_sockets import MAX_FRAME_BYTES
+from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 
 what, scheme = sys.argv[1:]
 with socket.socket() as free:

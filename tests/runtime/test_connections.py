@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from mooncake_zmq.pool.server import request_socket as store_server
-from mooncake_zmq.runtime import kv_events, zmq_runtime
+from mooncake_zmq.runtime import kv_events, peer_sockets
 from mooncake_zmq.transfer import data_server, key_files, zmtp
 from mooncake_zmq.transfer.connections import Connections, _received_bytes, came_by, cut, receive
 from mooncake_zmq.transfer.sockets import PROBE_S, Limits, Sockets
@@ -23,7 +23,7 @@ from mooncake_zmq.transfer.sockets import PROBE_S, Limits, Sockets
 PATIENCE_S = 20.0
 EVENTS = Limits(max_message_bytes=kv_events.MAX_REQUEST_BYTES, send_hwm=64, receive_hwm=kv_events.REQUESTS_PER_TURN)
 PLANES = {
-    "control": (zmq.ROUTER, zmq_runtime.LIMITS),
+    "control": (zmq.ROUTER, peer_sockets.LIMITS),
     "data": (zmq.ROUTER, data_server.LIMITS),
     "store": (zmq.ROUTER, store_server.LIMITS),
     "events": (zmq.XPUB, EVENTS),

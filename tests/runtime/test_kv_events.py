@@ -270,8 +270,8 @@ def test_the_buffer_is_bounded_in_bytes():
         for number in range(100):
             publisher.publish(stored(number))
         wait_until(lambda: publisher.counts["batches"] == 101)
-        assert sum(map(len, publisher._sent.values())) == publisher._sent_bytes <= 2000
-        assert 2 < len(publisher._sent) < 100
+        assert sum(map(len, publisher._kept.payloads.values())) == publisher._kept.bytes <= 2000
+        assert 2 < len(publisher._kept.payloads) < 100
 
 
 def test_a_full_queue_drops_its_oldest_batch_and_leaves_a_gap(monkeypatch):

@@ -294,8 +294,8 @@ def test_an_event_from_another_thread_wakes_an_idle_loop_once(drive, tmp_path: P
 
 
 def test_frames_lost_at_the_high_water_mark_are_counted_and_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake_zmq.runtime.zmq_runtime.SEND_HWM", 50)
-    monkeypatch.setattr("mooncake_zmq.runtime.zmq_runtime.RECEIVE_HWM", 50)
+    monkeypatch.setattr("mooncake_zmq.runtime.peer_sockets.SEND_HWM", 50)
+    monkeypatch.setattr("mooncake_zmq.runtime.peer_sockets.RECEIVE_HWM", 50)
     a, b = Echo(), Echo()
     with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"], actor=b)) as right:
         eventually(lambda: a.of(PeerUp) and b.of(PeerUp))

@@ -37,6 +37,8 @@ class Task:
     def __init__(self, schedule: "Schedule", body: Callable[[], object], name: str) -> None:
         self.name = name
         self.done = False
+        self.stand_in: object = self
+        """The thread as the modules under test know it."""
         self.error: BaseException | None = None
         self.can_go_on: Callable[[], bool] | None = None
         """The condition that it waits for, if it waits."""
@@ -332,6 +334,7 @@ class Thread:
 
     def start(self) -> None:
         self._task = self._schedule.spawn(self._body, self.name)
+        self._task.stand_in = self
 
     def join(self, timeout: float | None = None) -> None:
         task = self._task
@@ -387,7 +390,7 @@ def interleaved(seed: int, *watched: ModuleType) -> Iterator[Schedule]:
             Condition=lambda lock=None: Condition(schedule, lock),
             Event=lambda: Event(schedule),
             Thread=lambda **options: Thread(schedule, **options),
-            current_thread=lambda: schedule.current,
+            current_thread=lambda: schedule.current and schedule.current.stand_in,
             local=threading.local,
         ),
         "ThreadPoolExecutor": lambda threads, thread_name_prefix="": Pool(schedule, threads, thread_name_prefix),

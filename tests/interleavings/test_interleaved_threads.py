@@ -2,10 +2,11 @@
 
 A bug that is planted in each of them is found."""
 
+import os
 import sys
 from collections import Counter, deque
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -13,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import zmq
-from schedule import first_failure
+from thread_schedule import first_failure
 
 from mooncake_zmq.core import keys as key_texts
 from mooncake_zmq.core import turns
@@ -21,13 +22,25 @@ from mooncake_zmq.engine import fair_pool, grammars
 from mooncake_zmq.engine.constraint import ConstraintError
 from mooncake_zmq.engine.grammar_process import Ask, Told
 from mooncake_zmq.runtime.executor import load_records, sampler
-from mooncake_zmq.transfer import connections, key_files, sockets
+from mooncake_zmq.transfer import connections, key_files, sockets, stream_host
 from mooncake_zmq.transfer.own_files import replace_own
 
 HERE = sys.modules[__name__]
 SEEDS = range(100)
 SOON_S = 10.0
 """Virtual: a thread that waits for so long was not woken."""
+
+
+@contextmanager
+def its_descriptors(owner, *closed):
+    """Close them after a run that failed, in which the owner's own `close` was not reached."""
+    try:
+        yield owner
+    finally:
+        if owner._stop >= 0:
+            for name in closed:
+                getattr(owner, name).close()
+            os.close(owner._stop)
 
 
 # --- the pool in which requests are prepared
@@ -81,7 +94,9 @@ def idle_without_the_lock(self):
     """Planted: a thread says that it is idle after it has let go of the lock."""
     with self._lock:
         work = self._turns.take()
-    self._busy -= work is None
+    for _ in range(10):  # so that there are steps at which another thread may come between
+        is_idle = work is None
+    self._busy -= is_idle
     return work
 
 
@@ -93,8 +108,8 @@ class GrammarProcess:
 
     was_late, code = False, 0
 
-    def __init__(self, begin, life):
-        self.life = life
+    def __init__(self, begin, incarnation):
+        self.incarnation = incarnation
         self.stopped = False
         self.answers = {}
         self.asked = False
@@ -172,8 +187,8 @@ def ask_of_what_is_dropped(self, process, following, tokens):
     """Planted: an answer is dropped in the message that asks for it."""
     with self._lock:
         dropped, self._dropped = self._dropped, []
-    life, known = following.held or (-1, 0)
-    if life != process.life:
+    incarnation, known = following.held or (-1, 0)
+    if incarnation != process.incarnation:
         return Ask(following.number, following.answer[:tokens], 1.0, following.constraint, tuple(dropped))
     return Ask(following.number, following.answer[known:tokens], 1.0, drop=tuple(dropped))
 
@@ -233,9 +248,8 @@ def prefix_of_a_chunk(schedule):
     def body():
         loads = [SimpleNamespace(first_layer=0, stop_layer=2)] * 2
         prefix = load_records.Prefix(2, loads)
-        job = SimpleNamespace(check=lambda: None, deadline=SOON_S)
         schedule.together(
-            lambda: [prefix.wait(layer, job) for layer in (0, 1)],
+            lambda: [prefix.wait(layer, lambda: None, SOON_S) for layer in (0, 1)],
             *[lambda block=block: [prefix.arrived(block, range(i, i + 1), ()) for i in (0, 1)] for block in (0, 1)],
         )
         assert prefix._missing == [0, 0]
@@ -317,9 +331,10 @@ def honest_and_endless(schedule):
             patch.object(connections, "cut", lambda listening, descriptor: cuts.append(descriptor)),
             patch.object(connections, "_endpoint", lambda listening: "tcp://here"),
             patch.object(connections, "log", SimpleNamespace(warning=lambda *_, **__: None)),
+            its_descriptors(watching),
         ):
             schedule.together(sends, receives, looks)
-        watching.close()
+            watching.close()
         assert cuts == [ENDLESS]
 
     return body
@@ -334,6 +349,65 @@ def look_that_loses(self, now, elapsed_s):
     self._taken.clear()
     self._taken.extend(noted)
     LOOK(self, now, elapsed_s)
+
+
+# --- streams, of which each has a thread
+
+
+class Stream:
+    """Waits for a request from its beginning, and ends when it is shut."""
+
+    def __init__(self, schedule):
+        self.schedule, self.waits_since, self.over = schedule, schedule.now, False
+
+    def run(self):
+        self.schedule.wait_until(lambda: self.over)
+
+    def shut(self):
+        self.over = True
+
+    def close(self):
+        pass
+
+
+def flood_of_streams(directory):
+    """A key floods with connections: it has its share of the streams and no more, and another key is let in all the while."""
+
+    def case(schedule):
+        def body():
+            with (
+                patch.multiple(stream_host, MAX_STREAMS=5, MAX_STREAMS_OF_A_KEY=3),
+                patch.object(stream_host.StreamHost, "_run", lambda self: None),
+                patch.object(stream_host, "log", SimpleNamespace(critical=lambda *_, **__: None)),
+            ):
+                crashes = []
+                host = stream_host.StreamHost(
+                    f"ipc://{directory}/streams", 0, None, None, crashes.append, counts={}, name="streams"
+                )
+
+                def begin(holder):
+                    host._make_room(holder)
+                    assert len(host._of(holder)) < stream_host.MAX_STREAMS_OF_A_KEY
+                    assert len(host._open) < stream_host.MAX_STREAMS
+                    host._begin(Stream(schedule), SimpleNamespace(holder=holder, token=b""))
+
+                with its_descriptors(host, "_listener", "_ready"):
+                    for holder in ["red"] * 5 + ["blue", "red", "blue", "red", "blue"]:
+                        begin(holder)
+                    assert len(host._of("blue")) >= 2
+                    host.close()
+                assert crashes == []
+                assert not host._open
+
+        return body
+
+    return case
+
+
+def room_by_sum_alone(self, holder):
+    """Planted: no key has a share of its own."""
+    if len(self._open) >= stream_host.MAX_STREAMS:
+        self._wait_for_room(lambda: list(self._open), stream_host.MAX_STREAMS)
 
 
 # --- the thread that answers for keys
@@ -364,8 +438,8 @@ def keys_in_rotation(directory):
                 book=key_texts.parse(book_of(OLD)),
                 clock=lambda: 0.0,
             )
-            shared, over = sockets.Sockets(mine), []
-            shared.borrow()
+            with patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()):
+                shared, over = sockets.Sockets(mine), []
 
             def operator():
                 replace_own(path, book_of(OLD, NEW).encode())
@@ -388,9 +462,8 @@ def keys_in_rotation(directory):
                     assert any(shared.holder("control", f"there {key}") for key in (OLD, NEW, OLD))
                     schedule.switch()
 
-            with patch.object(key_files, "log", SimpleNamespace(info=lambda *_, **__: None)):
+            with patch.object(key_files, "log", SimpleNamespace(info=lambda *_, **__: None)), its_descriptors(shared):
                 schedule.together(operator, follows, connects)
-            shared.give_back()
 
         return body
 
@@ -414,6 +487,7 @@ def one_authenticator(schedule):
             patch.object(sockets.Sockets, "inner", lambda self, kind: SimpleNamespace(bind=began.append, close=lambda: None)),
             patch.object(sockets.Sockets, "_run", lambda self: None),
             patch.object(sockets.Sockets, "_end", lambda self: ended.append(self)),
+            patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()),
         ):
             shared = sockets.Sockets()
             for _ in range(3):
@@ -423,7 +497,8 @@ def one_authenticator(schedule):
                 shared._answer_for_keys()
                 shared.give_back()
 
-            schedule.together(part, part, part)
+            with its_descriptors(shared):
+                schedule.together(part, part, part)
         assert began == [sockets.ZAP_ENDPOINT]
         assert ended == [shared]
 
@@ -465,6 +540,15 @@ def test_a_bug_planted_in_threads_is_found(name, monkeypatch):
 @pytest.mark.parametrize("case", [pool_that_closes, grammars_that_close])
 def test_what_is_asked_amid_a_close_ends(case):
     assert first_failure(case, SEEDS, fair_pool, grammars, turns, HERE) == ""
+
+
+def test_a_flood_of_streams_leaves_others_theirs(tmp_path):
+    assert first_failure(flood_of_streams(tmp_path), SEEDS, stream_host, HERE) == ""
+
+
+def test_a_bug_planted_in_the_shares_of_streams_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_host.StreamHost, "_make_room", room_by_sum_alone)
+    assert first_failure(flood_of_streams(tmp_path), SEEDS, stream_host, HERE) != ""
 
 
 def test_a_key_is_rotated_under_load(tmp_path):
