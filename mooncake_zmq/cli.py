@@ -1,4 +1,5 @@
-"""The command line. Everything is imported inside its command: `--help` is instant, BLAS threads are set before NumPy loads."""
+"""The command line. Each command imports its modules when it runs, so that `--help` is instant and BLAS threads are set before
+NumPy loads."""
 
 import importlib
 import json
@@ -16,7 +17,7 @@ from mooncake_zmq.native import mypyc_code
 
 DEFAULT_CONFIG = "configs/local.toml"
 VLLM_CONFIG = "configs/vllm.toml"
-"""Below the current directory, or else below the project's own."""
+"""The default files, relative to the current directory or otherwise to the project's own."""
 
 config_option = click.option(
     "--config",
@@ -35,14 +36,14 @@ set_option = click.option(
 )
 
 
-url_option = click.option("--url", default="", metavar="URL", help="The gateway to ask; those of the file otherwise.")
+url_option = click.option("--url", default="", metavar="URL", help="The gateway to call; by default those of the file.")
 ca_option = click.option(
-    "--ca", default="", metavar="FILE", help="Certificates of whom to trust, for gateways that speak TLS by their own."
+    "--ca", default="", metavar="FILE", help="Trusted certificates, for gateways with TLS certificates of their own."
 )
 
 
 class Cli(click.Group):
-    """Shows commands in the order of this file, and names the extra that a command lacks."""
+    """Shows commands in the order of this file, and names the extra that a command needs and lacks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -90,7 +91,8 @@ def _role_command(role: Role, summary: str) -> None:
         from mooncake_zmq.runtime.process import main as run_process
 
         def begin_as(other: str) -> None:
-            """The same process, so that whoever started it need not know. Nothing but open files of others survives this."""
+            """Run this process in another role. It stays the same process, so its parent need not know. Of its state only
+            inherited open files survive this."""
             options = ["--config", path, "--node", node, *(part for each in assignments for part in ("--set", each))]
             options += ["--model", model] if model is not None else []
             sys.stdout.flush()
@@ -108,8 +110,8 @@ for _role, _summary in SUMMARIES.items():
 @model_option
 @set_option
 @click.option("--demo", is_flag=True, help="Ask questions about one long document, show what was reused, then stop.")
-@click.option("--engine", type=click.Choice(["own", "vllm"]), help="Who computes; vllm: with configs/vllm.toml by default.")
-@click.option("--vllm-python", metavar="PYTHON", help="Start a vLLM for each vllm node, by this Python.")
+@click.option("--engine", type=click.Choice(["own", "vllm"]), help="The engine; vllm uses configs/vllm.toml by default.")
+@click.option("--vllm-python", metavar="PYTHON", help="Start a vLLM for each vllm node with this Python.")
 def up(
     path: str, model: str | None, assignments: tuple[str, ...], demo: bool, engine: str | None, vllm_python: str | None
 ) -> None:
@@ -142,7 +144,7 @@ def up(
 
 
 def _forward(name: str, module: str, summary: str) -> None:
-    """A command that lives in `module` under the same name, imported when it is called."""
+    """Add a command that is defined in `module` under the same name, which is imported when it is called."""
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
 
     @main.command(name, help=summary, add_help_option=False, context_settings=settings)
@@ -154,18 +156,18 @@ def _forward(name: str, module: str, summary: str) -> None:
 
 _forward("simtest", "mooncake_zmq.simulation.report", "Run the cluster under virtual time and seeded faults.")
 _forward("chaos", "mooncake_zmq.chaos.command", "Break a real cluster by seeded faults; clients check every token.")
-_forward("fuzz", "mooncake_zmq.fuzz.command", "Give every decoder of bytes from outside what it does not expect.")
+_forward("fuzz", "mooncake_zmq.fuzz.command", "Feed unexpected bytes to every decoder of outside input.")
 _forward("sim", "mooncake_zmq.laboratory.command", "Replay a trace in virtual time: policies, sizes, SLOs.")
-_forward("reproduce", "mooncake_zmq.laboratory.reproduce.command", "Print a figure of the papers, ours beside theirs.")
-_forward("bench", "mooncake_zmq.bench.command", "Measure, each value beside its reference.")
-_forward("profile", "mooncake_zmq.bench.command", "Measure the engine, for the conductor's estimates.")
-_forward("keys", "mooncake_zmq.operate.keys", "Make, list and rotate the keys by which nodes and clients know each other.")
+_forward("reproduce", "mooncake_zmq.laboratory.reproduce.command", "Print a figure of the papers beside this project's own.")
+_forward("bench", "mooncake_zmq.bench.command", "Measure performance, each value beside its reference.")
+_forward("profile", "mooncake_zmq.bench.command", "Measure the engine for the conductor's predictions.")
+_forward("keys", "mooncake_zmq.operate.keys", "Make, list and rotate the keys by which nodes and clients authenticate.")
 
 
 @main.command()
-@click.option("--licences", is_flag=True, help="A line each: name, version, licence.")
+@click.option("--licences", is_flag=True, help="Print one line for each: name, version, licence.")
 def sbom(licences: bool) -> None:
-    """Print what the program is made of here, with licences, as CycloneDX JSON.
+    """Print the packages that the installed program consists of, with licences, as CycloneDX JSON.
 
     \b
     Examples:
@@ -174,11 +176,11 @@ def sbom(licences: bool) -> None:
     """
     from mooncake_zmq.operate.sbom import bill
 
-    told = bill()
+    found = bill()
     if not licences:
-        click.echo(json.dumps(told, indent=1))
+        click.echo(json.dumps(found, indent=1))
         return
-    for each in told["components"]:
+    for each in found["components"]:
         known = each["licenses"][0]["license"]["name"] if "licenses" in each else "not said"
         click.echo(f"{each['name']} {each['version']} {known}")
 
@@ -241,9 +243,9 @@ def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
 
 @config.command()
 @click.argument("path", metavar="FILE", default=DEFAULT_CONFIG, callback=lambda _context, _parameter, value: _located(value))
-@click.option("--host", metavar="HOST", help="Only of nodes with this host.")
+@click.option("--host", metavar="HOST", help="Only nodes of this host.")
 def units(path: str, host: str | None) -> None:
-    """Print the names of FILE's systemd units, one a line.
+    """Print the names of FILE's systemd units, one per line.
 
     \b
     Example:
@@ -259,7 +261,7 @@ def units(path: str, host: str | None) -> None:
 
 @main.group()
 def model() -> None:
-    """Look at a model before it is run.
+    """Inspect a model before running it.
 
     \b
     Examples:
@@ -270,10 +272,10 @@ def model() -> None:
 
 @model.command()
 @click.argument("path", metavar="MODEL")
-@click.option("--cache-dir", default="", metavar="DIR", help="Where it would be prepared, if not in the user's cache.")
+@click.option("--cache-dir", default="", metavar="DIR", help="Where it would be prepared; by default the user's cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(path: str, cache_dir: str, as_json: bool) -> None:
-    """Say what MODEL is, what it needs in memory, and whether it runs here; nothing is converted.
+    """Print what MODEL is, how much memory it needs, and whether it runs here; nothing is converted.
 
     MODEL is a GGUF file, a Hugging Face directory, a prepared directory, "default", "toy" or "dummy:SHAPE".
     The exit status is 1 if it does not run here.
@@ -309,10 +311,10 @@ def inspect(path: str, cache_dir: str, as_json: bool) -> None:
 
 @model.command()
 @click.argument("path", metavar="MODEL")
-@click.option("--cache-dir", default="", metavar="DIR", help="Where it is prepared, if not in the user's cache.")
+@click.option("--cache-dir", default="", metavar="DIR", help="Where it is prepared; by default the user's cache.")
 @click.option("--to", "directory", type=click.Path(path_type=Path, file_okay=False), help="Write card and tokenizer to DIR.")
 def card(path: str, cache_dir: str, directory: Path | None) -> None:
-    """Print MODEL's card: what the setting model.card names on hosts without the model. Prepares the model if nobody has yet.
+    """Print MODEL's card, which the setting model.card names on hosts without the model. Prepares the model if necessary.
 
     A gateway needs the tokenizer as well: --to DIR writes both, a few MB.
 
@@ -327,7 +329,7 @@ def card(path: str, cache_dir: str, directory: Path | None) -> None:
     from mooncake_zmq.engine.prepare import prepare
 
     try:
-        prepared = prepare(path, cache_dir, backend="auto", kernels=False)  # lest the first engine downloads it once more
+        prepared = prepare(path, cache_dir, backend="auto", kernels=False)  # so that no engine downloads it again
         if directory is None:
             click.echo(cards.encode(cards.of_prepared(prepared)).decode(), nl=False)
         else:
@@ -341,12 +343,12 @@ def card(path: str, cache_dir: str, directory: Path | None) -> None:
 @set_option
 @url_option
 @ca_option
-@click.option("--json", "as_json", is_flag=True, help="Print what the gateway tells, as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the gateway's answer as one JSON object.")
 def status(path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: bool) -> None:
-    """Say how the cluster is, by the first of its gateways that answers, from whatever host.
+    """Print the state of the cluster, from the first of its gateways that answers; works on any host.
 
     The exit status is 0 if all is well, 1 if it serves and something is degraded, 2 if it does not serve or no gateway answers.
-    Where gateways want API keys, that of an operator (role metrics or admin) goes into MOONCAKE_ZMQ_API_KEY.
+    If gateways require API keys, set MOONCAKE_ZMQ_API_KEY to an operator's (role metrics or admin).
 
     \b
     Examples:
@@ -365,7 +367,7 @@ def status(path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: 
 @url_option
 @ca_option
 def top(path: str, assignments: tuple[str, ...], url: str, ca: str) -> None:
-    """Show each second how the cluster is: nodes, how full they are, where KV moves, hits, refusals, predictions.
+    """Show the cluster's state each second: nodes and their load, KV transfers, hits, refusals, predictions.
 
     \b
     Example:
@@ -386,15 +388,15 @@ def top(path: str, assignments: tuple[str, ...], url: str, ca: str) -> None:
 @set_option
 @url_option
 @ca_option
-@click.option("--json", "as_json", is_flag=True, help="Print what the gateway tells, as one JSON object.")
-@click.option("--perfetto", metavar="FILE", help="Write it for https://ui.perfetto.dev as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print the gateway's answer as one JSON object.")
+@click.option("--perfetto", metavar="FILE", help="Also write a trace for https://ui.perfetto.dev to FILE.")
 def trace(
     request: str, path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: bool, perfetto: str | None
 ) -> None:
-    """Show where a request's time went, attempt by attempt, once it is over.
+    """Show where the time of a finished request went, attempt by attempt.
 
-    ID is ours (the answer's header x-mooncake-request-id, or "request" in its object "mooncake"), the client's x-request-id, or
-    the trace id of its traceparent. Gateways remember the last requests alone.
+    ID is the gateway's (header x-mooncake-request-id of the answer, or "request" in its object "mooncake"), the client's
+    x-request-id, or the trace id of its traceparent. Gateways remember only the last requests.
 
     \b
     Examples:
@@ -412,11 +414,11 @@ def trace(
 @set_option
 @url_option
 @ca_option
-@click.option("--node", metavar="NAME", help="Only this node, on whatever host; all that run on this machine otherwise.")
+@click.option("--node", metavar="NAME", help="Only this node, on any host; by default all nodes that run on this machine.")
 def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str | None) -> None:
     """Print the state of running nodes as JSON.
 
-    A NODE that does not run on this machine is asked by a gateway, and any NODE by that at URL, whatever FILE says.
+    The state of a node that does not run on this machine comes from a gateway; with --url always from that one.
 
     \b
     Examples:
@@ -430,7 +432,7 @@ def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str |
     from mooncake_zmq.operate.local_nodes import collect_dumps
 
     if url and not node:
-        _fail("--url asks a gateway, which tells of one node at a time: name it by --node")
+        _fail("--url calls a gateway, which returns the state of one node: name it by --node")
     names, dumps = [node or ""], {}
     if not url:
         loaded = _load(path, None, assignments)
@@ -453,11 +455,11 @@ def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str |
 @click.argument("copies", type=click.IntRange(1), metavar="COPIES")
 @config_option
 @set_option
-@click.option("--node", metavar="NAME", help="The conductor to ask; the first of the file otherwise.")
+@click.option("--node", metavar="NAME", help="The conductor to ask; by default the first of the file.")
 def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node: str | None) -> None:
-    """Have COPIES hosts hold the prefix whose last block has KEY.
+    """Make COPIES hosts hold the prefix whose last block has KEY.
 
-    A conductor's `dump` names such keys under "recent".
+    A conductor's `dump` lists such keys under "recent".
 
     \b
     Examples:
@@ -474,12 +476,12 @@ def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node
 @click.argument("role", type=click.Choice(list(BECOMES)), metavar="ROLE")
 @config_option
 @set_option
-@click.option("--conductor", metavar="NAME", help="The conductor to ask; the first of the file otherwise.")
+@click.option("--conductor", metavar="NAME", help="The conductor to ask; by default the first of the file.")
 def role(node: str, role: Role, path: str, assignments: tuple[str, ...], conductor: str | None) -> None:
-    """Have NODE, a prefill or decode whose settings say that it may, become a ROLE: prefill or decode.
+    """Make NODE, a prefill or decode whose settings allow it, become a ROLE: prefill or decode.
 
-    It finishes the requests that it has and takes no new ones; then its process comes back in the other role. Nobody waits for
-    that here: `dump` and a gateway's /health tell when it is done.
+    It finishes its requests and accepts no new ones; then its process restarts in the other role. This command does not wait
+    for that: `dump` and a gateway's /health show when it is done.
 
     \b
     Examples:
@@ -499,16 +501,16 @@ def role(node: str, role: Role, path: str, assignments: tuple[str, ...], conduct
 @set_option
 @url_option
 @ca_option
-@click.option("--undo", is_flag=True, help="Have it serve again.")
-@click.option("--wait", default=300.0, show_default=True, metavar="SECONDS", help="How long to look on until it is drained.")
+@click.option("--undo", is_flag=True, help="Make it serve again.")
+@click.option("--wait", default=300.0, show_default=True, metavar="SECONDS", help="How long to wait until it is drained.")
 def drain(node: str, path: str, assignments: tuple[str, ...], url: str, ca: str, undo: bool, wait: float) -> None:
-    """Have NODE, of whatever role and on whatever host, take nothing new and finish what it has.
+    """Make NODE, of any role and on any host, accept nothing new and finish what it has.
 
-    Its process stays, so that this can be undone; one that is started anew serves. A gateway that rests answers calls with 503,
-    and is not healthy; a conductor is asked only where no other is left, and the last one does not rest.
-    The first gateway that answers passes it on, one that rests too: with API keys that takes one with role=admin, in
-    MOONCAKE_ZMQ_API_KEY; without, a gateway at a loopback address of this machine.
-    The exit status is 0 once nothing is left, 1 if something is, 2 if it was refused. To end the process as well, stop it.
+    Its process keeps running, so this can be undone; after a restart it serves. A drained gateway answers calls with 503 and
+    is not healthy; a drained conductor is used only if no other is left, and the last one cannot be drained.
+    The first gateway that answers forwards this, even a drained one: with API keys it requires one with role=admin, in
+    MOONCAKE_ZMQ_API_KEY; without API keys, a gateway at a loopback address of this machine.
+    The exit status is 0 once nothing is left, 1 if something is, 2 if it was refused. To end the process too, stop it.
 
     \b
     Examples:
@@ -525,12 +527,12 @@ def drain(node: str, path: str, assignments: tuple[str, ...], url: str, ca: str,
 @main.command()
 @config_option
 @set_option
-@click.option("--host", metavar="HOST", help="The host of FILE that this machine is; else those whose addresses it has.")
+@click.option("--host", metavar="HOST", help="The host of FILE that this machine is; by default those whose addresses it has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: bool) -> None:
-    """Say what this machine's nodes will find here, and what to change: limits, memory, disks, clock, ports, GPU, peers.
+    """Check this machine for its nodes, and print what to change: limits, memory, disks, clock, ports, GPU, peers.
 
-    It changes nothing, and may run beside running nodes. The exit status is 0 if all is well, 1 after a warning, 2 after a
+    It changes nothing and may run while nodes run. The exit status is 0 if all is well, 1 after a warning, 2 after a
     problem: a node does not run with one.
 
     \b
@@ -553,12 +555,12 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
 
 
 @main.command(name="compile")
-@click.option("--laboratory", is_flag=True, help="Of what `sim` replays a trace through instead; that takes minutes.")
+@click.option("--laboratory", is_flag=True, help="Compile what `sim` replays a trace through instead; this takes minutes.")
 def compile_(*, laboratory: bool) -> None:
-    """Make machine code of what every node goes through at each message and token: all that start afterwards run it.
+    """Compile what every node runs at each message and token to machine code; nodes that start afterwards use it.
 
-    Needs the extra "mypyc", a C compiler and Python's headers, and takes about two minutes. It lies beside the sources; those
-    that change run as Python until this is called again, and MOONCAKE_ZMQ_MYPYC=0 runs all of them so.
+    Needs the extra "mypyc", a C compiler and Python's headers, and takes about two minutes. The result is beside the sources;
+    changed sources run as Python until this is called again, and MOONCAKE_ZMQ_MYPYC=0 runs all of them as Python.
 
     \b
     Example:
@@ -572,8 +574,8 @@ def compile_(*, laboratory: bool) -> None:
         _fail(str(error))
 
 
-def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
-    """Print a conductor's answer; its refusal ends the command."""
+def _ask_conductor(loaded: Any, name: str | None, request: Any) -> None:
+    """Send a request to a conductor and print its answer; a refusal ends the command."""
     import json
 
     from mooncake_zmq.config.records import ConfigError
@@ -585,7 +587,7 @@ def _ask_conductor(loaded: Any, name: str | None, wish: Any) -> None:
         _fail(f"{loaded.path}: there is no conductor")
     asked = _or_exit(lambda: loaded.config.node(name)).name if name else conductors[0]
     try:
-        answer = ask(Path(loaded.config.cluster.runtime_dir), asked, decode(encode(wish)))
+        answer = ask(Path(loaded.config.cluster.runtime_dir), asked, decode(encode(request)))
     except (AskError, ConfigError) as error:
         _fail(str(error))
     if "error" in answer:

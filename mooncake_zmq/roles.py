@@ -1,5 +1,4 @@
-"""What each role is made of: its settings, its actor, and which of its settings is the size of a segment of blocks. One table
-for configuration, processes and simulation."""
+"""The settings, the actor and the segment setting of each role, in one table for configuration, processes and simulation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,16 +25,17 @@ from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """`actor` is built from name, host, incarnation, settings and layout; `segment_setting`: bytes of its segment, if any."""
+    """The classes of a role. `actor` is built from name, host, incarnation, settings and layout; `segment_setting` names the
+    setting with the bytes of its segment, if it has one."""
 
     settings: type[Any]
     actor: Callable[..., Actor]
     segment_setting: str = ""
     costs: bool = False
-    """Whether the actor predicts, and so is given the costs."""
+    """Whether the actor predicts times and is therefore given the costs."""
 
     def segment_slots(self, settings: Any, layout: BlockLayout) -> int:
-        """Slots of a node with these settings; 0 for a role without a segment."""
+        """Return the slots of a node with these settings; 0 for a role without a segment."""
         return getattr(settings, self.segment_setting) // layout.slot_bytes if self.segment_setting else 0
 
 
@@ -61,7 +61,8 @@ def make_actor(
     disk: DiskContents | None = None,
     may_become: str = "",
 ) -> Actor:
-    """The actor of one life of a node. `disk`: what a cache-node finds on its SSD; `may_become`: see `core.leaving`."""
+    """Return the actor for one incarnation of a node. `disk`: the contents of a cache-node's SSD; `may_become`: see
+    `core.leaving`."""
     parts = PARTS[role]
     more: dict[str, Any] = {"costs": costs} if parts.costs else {}
     if disk is not None and role == "cache-node":

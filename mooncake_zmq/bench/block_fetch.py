@@ -1,4 +1,5 @@
-"""Blocks of another process over a stream, as another host's pool or decode fetches them, and as many bytes over a bare one."""
+"""Fetch blocks of another process over a stream, as a pool or decode on another host does, and as many bytes over a bare
+stream."""
 
 import socket
 import threading
@@ -19,7 +20,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class _Sink:
-    """Takes a block into memory of its own. Keeps whether it came whole."""
+    """Take a block into memory of its own, and keep whether it arrived whole."""
 
     memory: memoryview
     failure: ReadFailure | None = None
@@ -37,26 +38,26 @@ class _Sink:
 
 
 class BlockFetch:
-    """Fetches `blocks` blocks, of one life whose data server is at `endpoint`, into memory of its own."""
+    """Fetch `blocks` blocks, of one incarnation whose data server is at `endpoint`, into memory of its own."""
 
     def __init__(
         self,
         layout: BlockLayout,
         blocks: int,
-        life: Life,
+        incarnation: Life,
         endpoint: str,
         *,
         on_crash: Callable[[BaseException], None],
         sockets: Sockets | None = None,
     ) -> None:
         self.memory = memoryview(bytearray(blocks * layout.block_bytes))
-        """One block after the other."""
+        """Blocks lie one after the other."""
         self._layout = layout
         self._reader = RemoteReader(layout, on_crash=on_crash, sockets=sockets)
-        self._reader.learn(life, endpoint)
+        self._reader.learn(incarnation, endpoint)
 
     def fetch_s(self, blocks: Sequence[SlotRef]) -> float:
-        """Seconds until all have come and were verified. Raises ValueError where one did not."""
+        """Return the seconds until all blocks have arrived and were verified. Raises ValueError where one was not."""
         size = self._layout.block_bytes
         sinks = [_Sink(self.memory[start : start + size]) for start in range(0, len(self.memory), size)]
         layers = range(self._layout.layers)
@@ -76,13 +77,13 @@ class BlockFetch:
 
 
 class BareStream:
-    """The far end of `send_bare`."""
+    """The receiving end of `send_bare`."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
 
     def fetch_s(self, memory: memoryview) -> float:
-        """Seconds until it is full."""
+        """Return the seconds until `memory` is full."""
         began = time.perf_counter()
         self._socket.send(b"!")
         left = memory
@@ -91,12 +92,12 @@ class BareStream:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
 
 def send_bare(listener: socket.socket, blocks: Sequence[memoryview]) -> None:
-    """All blocks' bytes for each byte that one connection sends, until it hangs up."""
+    """Send all blocks' bytes for each byte that one connection sends, until it closes."""
     connection, _ = listener.accept()
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
-"""`bench client`: replays a trace against an OpenAI endpoint, each request at its time, and hears what becomes of it.
+"""`bench client`: replays a trace against an OpenAI endpoint, each request at its time, and records its answer.
 
-Nobody waits for anybody: an answer that is slow delays no other request, up to the most streams that may be open. What this
-client itself is late is measured and told, not added to what the server took.
+No request waits for the answer of another one, until `max_open` streams are open. The lag of the client itself is measured and
+reported apart from the server's times.
 """
 
 import asyncio
@@ -23,66 +23,68 @@ Beyond = Literal["wait", "drop"]
 
 PROGRESS_S = 5.0
 LOOK_S = 0.02
-"""How often the loop's own lag is looked at."""
+"""Seconds between two measurements of the loop's own lag."""
 AHEAD = 128
-"""Bodies made before their time: in the public traces dozens of requests come at one."""
+"""Bodies that are encoded before they are due: in the public traces dozens of requests come at one time."""
 NOT_SENT = "not sent: too many open"
 CONNECT_S = 30.0
 
 
 class NoServer(Exception):
-    """It does not say which model it serves."""
+    """The server does not say which model it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """How to ask, and what for."""
+    """The server to call and how to call it."""
 
     url: str
     model: str = ""
-    """Empty: the first that the server lists."""
+    """Name of the model; empty: the first that the server lists."""
     api_key: str = ""
     speed: float = 1.0
     max_open: int = 1024
-    """Streams open at once; see `beyond`."""
+    """Streams that may be open at once; see `beyond`."""
     beyond: Beyond = "wait"
-    """What becomes of a request while so many are open: it waits for one of them to end, and those after it too; or it is not
-    sent at all, which counts as a failure."""
+    """Policy for a request that comes while `max_open` streams are open: it waits for one of them to end, and those after it
+    wait too; or it is not sent at all, which counts as a failure."""
     form: PromptForm = field(default_factory=PromptForm)
     chat: bool = False
-    """A conversation of one message instead of a prompt; `form` must be text."""
+    """Send a conversation of one message instead of a prompt; `form` must be text."""
     plain: bool = False
-    """Without vLLM's parameters: answers may then end before the trace's do, and pieces of text count as tokens."""
+    """Leave out vLLM's parameters: answers may then end before the trace's do, and pieces of text count as tokens."""
     timeout_s: float = 600.0
-    """For one answer."""
+    """Seconds that one answer may take."""
 
     @property
     def path(self) -> str:
-        """Of the endpoint."""
+        """The path of the endpoint."""
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     @property
     def headers(self) -> dict[bytes, bytes]:
-        """Of each call."""
+        """The headers of each call."""
         key = {b"authorization": b"Bearer " + self.api_key.encode()} if self.api_key else {}
         return {b"content-type": b"application/json", b"accept": b"text/event-stream", **key}
 
 
 @dataclass(slots=True)
 class Heard:
-    """A whole replay."""
+    """The record of a whole replay."""
 
     model: str
     seen: list[Seen] = field(default_factory=list)
     loop_lag_s: list[float] = field(default_factory=list)
-    """How much later than it should the loop came around, again and again: bytes may have waited so long to be stamped."""
+    """How much later than due the loop woke, in each measurement: received bytes may have waited so long for their time
+    stamp."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Of this process."""
+    """CPU time of this process."""
 
 
 async def replay(client: Client, arrivals: Sequence[Arrival], progress: Progress) -> Heard:
-    """Send them all and wait for the last answer. Raises NoServer, and what no JSON can be made of as ValueError."""
+    """Send all requests and wait for the last answer. Raises NoServer, and ValueError for a request that JSON cannot
+    express."""
     connections = Connections(Target.of(client.url))
     heard = Heard(client.model or await _first_model(client, connections))
     heard.seen = [
@@ -119,7 +121,7 @@ class _Sender:
 
     async def run(self, bodies: "asyncio.Queue[bytes]") -> None:
         freed_s = 0.0
-        """When the last that had to wait had room: until then it held up all behind it."""
+        """The time at which the last request that had to wait got a stream: until then it delayed all behind it."""
         async with asyncio.TaskGroup() as group:
             for seen in self._heard.seen:
                 body = await bodies.get()
@@ -150,7 +152,7 @@ class _Sender:
 
 
 async def _make(client: Client, model: str, arrivals: Sequence[Arrival], bodies: "asyncio.Queue[bytes]") -> None:
-    """Before their time, and a block a turn of the loop: streams do not wait for it."""
+    """Encode bodies before they are due, one block in each turn of the loop, so that open streams do not wait for it."""
     for arrival in arrivals:
         wanted: dict[str, object] = {
             "model": model,
@@ -171,7 +173,7 @@ async def _make(client: Client, model: str, arrivals: Sequence[Arrival], bodies:
 
 @contextlib.asynccontextmanager
 async def _attended(heard: Heard, began: float, progress: Progress) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(_look(heard.loop_lag_s)), asyncio.create_task(_tell(heard, began, progress))]
+    tasks = [asyncio.create_task(_look(heard.loop_lag_s)), asyncio.create_task(_report_progress(heard, began, progress))]
     try:
         yield
     finally:
@@ -187,7 +189,7 @@ async def _look(lags_s: list[float]) -> None:
         lags_s.append(max(0.0, time.perf_counter() - due))
 
 
-async def _tell(heard: Heard, began: float, progress: Progress) -> None:
+async def _report_progress(heard: Heard, began: float, progress: Progress) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         now_s = time.perf_counter() - began
@@ -202,7 +204,7 @@ async def _tell(heard: Heard, began: float, progress: Progress) -> None:
 
 
 class _Whole:
-    """An answer that does not stream."""
+    """An answer that is not streamed."""
 
     def __init__(self) -> None:
         self.status = 0

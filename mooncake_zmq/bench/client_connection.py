@@ -1,7 +1,7 @@
-"""HTTP/1.1 connections of a client that measures: what comes is stamped as soon as this process has it, and parsed in C.
+"""HTTP/1.1 connections of a client that measures: received bytes are stamped as soon as this process has them, and parsed in C.
 
 httpx spends tens of microseconds on every piece of a stream, in tasks that run when their turn comes: with a thousand streams
-its times would be its own.
+it would measure its own delays.
 """
 
 import asyncio
@@ -14,35 +14,36 @@ from urllib.parse import urlsplit
 import httptools
 
 MAX_IDLE = 4096
-"""Connections kept between two calls; one more is closed."""
+"""Idle connections kept between two calls; one more is closed."""
 AT_ONCE_S = 0.05
-"""A kept connection that ends so soon after a call was written was closed before the server had it, as far as one can tell."""
+"""A kept connection that ends within this time after a call was written is taken to have been closed before the server received
+the call."""
 
 
 class BadUrl(ValueError):
-    """It cannot be called."""
+    """The URL cannot be called."""
 
 
 class Broken(Exception):
-    """The connection did not come about, or ended before the answer did."""
+    """The connection was not established, or ended before the answer did."""
 
 
 class Heard(Protocol):
-    """Hears of one answer, in the loop, as it comes."""
+    """Receives one answer, in the loop, as it arrives."""
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """Status and headers are here; `at` by `time.perf_counter`."""
+        """Handle the status and headers; `at` by `time.perf_counter`."""
 
     def body(self, at: float, piece: bytes) -> None:
-        """The next bytes of the body."""
+        """Handle the next bytes of the body."""
 
     def again(self) -> None:
-        """The call is made once more: the kept connection had been closed."""
+        """Handle that the call is made once more because the kept connection had been closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and the path that stands before what is called there."""
+    """A server, and the prefix of the paths that are called there."""
 
     host: str
     port: int
@@ -52,7 +53,7 @@ class Target:
 
     @classmethod
     def of(cls, url: str) -> "Target":
-        """`http://host:8000`, perhaps with a path, `/v1` at its end being understood. Raises BadUrl."""
+        """Parse `http://host:8000`, perhaps with a path, of which a final `/v1` is dropped. Raises BadUrl."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -66,7 +67,7 @@ class Target:
 
 
 class Connections:
-    """Those to one server: an idle one is used again, the last one first."""
+    """The connections to one server; the idle one that was used last is used again first."""
 
     def __init__(self, target: Target, context: ssl.SSLContext | None = None) -> None:
         self.target = target
@@ -74,7 +75,8 @@ class Connections:
         self._idle: list[_Connection] = []
 
     async def call(self, method: bytes, path: str, headers: dict[bytes, bytes], body: bytes, heard: Heard) -> None:
-        """One call to its end; made again at most once, where a kept connection was closed as we wrote. Raises Broken."""
+        """Make one call and wait for its end; where a kept connection was closed while the call was written, make it again,
+        once. Raises Broken."""
         kept = self._kept()
         if kept is not None:
             try:
@@ -87,7 +89,7 @@ class Connections:
             raise Broken("the connection was closed") from None
 
     async def close(self) -> None:
-        """Those that are idle."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().transport.abort()
 
@@ -142,15 +144,15 @@ class _Connection(asyncio.Protocol):
         self._at = self._written_at = 0.0
         self._begun = False
         self._until_closed = False
-        """The answer has no end but the connection's."""
+        """The answer ends only when the connection is closed."""
 
     @property
     def usable(self) -> bool:
-        """For another call?"""
+        """Return whether it can carry another call."""
         return self._lost is None and self._heard is None
 
     async def exchange(self, request: bytes, heard: Heard) -> None:
-        """Send it and hear the answer."""
+        """Send the request and receive the answer."""
         assert self._heard is None
         self._heard, self._begun = heard, False
         self._ended = asyncio.get_running_loop().create_future()
@@ -186,16 +188,16 @@ class _Connection(asyncio.Protocol):
             self._fail(Broken(f"the answer is no HTTP: {error}"))
 
     def on_message_begin(self) -> None:
-        """From the parser, as all that follow."""
+        """Called by the parser, as are all methods below."""
         if self._heard is None:
             self._lost = "it spoke unasked"
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of the answer, or of what comes before it."""
+        """Take one header of the answer, or of an interim answer before it."""
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        """The answer has begun, unless it is an interim one."""
+        """Begin the answer, unless this is an interim one."""
         headers, self._headers = self._headers, {}
         if self._interim:
             return
@@ -204,12 +206,12 @@ class _Connection(asyncio.Protocol):
             self._heard.answered(self._at, self._parser.get_status_code(), headers)
 
     def on_body(self, piece: bytes) -> None:
-        """More of it."""
+        """Take more of the body."""
         if self._heard is not None:
             self._heard.body(self._at, piece)
 
     def on_message_complete(self) -> None:
-        """All of it. Whether the connection is kept is known by then; a parser is good for one answer after another."""
+        """End the answer. By now it is known whether the connection is kept; a parser reads one answer after another."""
         if self._interim:
             return
         self._until_closed, self._heard = False, None

@@ -1,7 +1,7 @@
 """Prompts of a trace's requests, made of its hash ids: equal ids give equal tokens, or equal text. PURE.
 
-A prompt is put together of its blocks as they are written in JSON, and a block is made once: to write twelve thousand ids anew
-for every request would hold up the streams that are measured meanwhile.
+A prompt is assembled from blocks that are already encoded as JSON, each encoded once: to encode twelve thousand ids for every
+request would delay the streams that are measured meanwhile.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 
 BLOCKS_KEPT = 8192
-"""Of the last blocks asked for: 20 MiB."""
+"""Encoded blocks that are kept, those used last: 20 MiB."""
 WORDS = (
     *("the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not",),
     *("what all were we when your can said there use an each which she do how their if will up other about out many then",),
@@ -30,13 +30,13 @@ _ODD, _MULTIPLIERS = np.uint64(0x9E3779B97F4A7C15), (np.uint64(0xBF58476D1CE4E5B
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptForm:
-    """How prompts are written: as ids from `first_id` up to `last_id`, or as words."""
+    """The form of prompts: ids from `first_id` up to `last_id`, or words."""
 
     text: bool = False
     first_id: int = 0
     last_id: int = 255
     block_tokens: int = TRACE_BLOCK_TOKENS
-    """What a hash id stands for here; prompts are shorter than the trace's in proportion."""
+    """Tokens that a hash id stands for here; prompts are shorter than the trace's in proportion."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= TRACE_BLOCK_TOKENS:
@@ -45,12 +45,12 @@ class PromptForm:
             raise ValueError(f"token ids from {self.first_id} to {self.last_id} are none")
 
     def length(self, arrival: Arrival) -> int:
-        """Tokens of its prompt, or words."""
+        """Return the number of tokens, or words, of a request's prompt."""
         return div_ceil(arrival.input_tokens * self.block_tokens, TRACE_BLOCK_TOKENS)
 
 
 def pieces(arrival: Arrival, form: PromptForm) -> Iterator[bytes]:
-    """The JSON of a prompt, block by block: a list of ids, or a string."""
+    """Yield the JSON of a prompt, block by block: a list of ids, or a string."""
     yield b'"' if form.text else b"["
     left, block = form.length(arrival), form.block_tokens
     for number, hash_id in enumerate(arrival.hash_ids):
@@ -74,7 +74,7 @@ def _written(hash_id: int, form: PromptForm, tokens: int) -> bytes:
 
 
 def _drawn(hash_id: int, count: int, kinds: int) -> NDArray[np.int64]:
-    """So many numbers below `kinds` that belong to this block alone: SplitMix64 of their places in the trace."""
+    """Return `count` numbers below `kinds` that depend only on this block: SplitMix64 of their places in the trace."""
     with np.errstate(over="ignore"):
         places = np.uint64(hash_id & ((1 << 64) - 1)) * np.uint64(TRACE_BLOCK_TOKENS) + np.arange(count, dtype=np.uint64)
         mixed = (places + np.uint64(1)) * _ODD

@@ -1,4 +1,4 @@
-"""What a replay against a server comes to: percentiles, goodput, errors by kind, and how late the client itself was."""
+"""Figures of a replay against a server: percentiles, goodput, errors by kind, and the lag of the client itself."""
 
 import json
 import sys
@@ -20,25 +20,25 @@ from mooncake_zmq.laboratory.metrics import Spread, spread
 from mooncake_zmq.laboratory.report import percent, written
 
 LATE_S = 0.02
-"""Lag of this client, at p99, from which on its times are in doubt."""
+"""The client's own p99 lag from which on its times are doubtful."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Seconds; None: no bound."""
+    """SLO bounds in seconds; None: no bound."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
 
     def met(self, seen: Seen) -> bool:
-        """Did it finish within both, with all its tokens?"""
+        """Return whether the request finished within both bounds, with all its tokens."""
         in_ttft = self.ttft_s is None or 0 <= seen.ttft_s <= self.ttft_s
         return seen.outcome == "finished" and not seen.short and in_ttft and (self.tbt_s is None or seen.tbt_s <= self.tbt_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One replay in figures. Shares from 0 to 1, times in seconds; None: there was nothing to measure."""
+    """The figures of one replay. Shares from 0 to 1, times in seconds; None: there was nothing to measure."""
 
     url: str
     model: str
@@ -48,58 +48,58 @@ class Result:
     rejected: int
     failed: int
     short: int
-    """Finished ones with fewer tokens than they were asked for; not counted where fewer are no fault."""
+    """Finished requests with fewer tokens than were asked for; not counted where an answer may end early."""
     repeated: int
-    """Calls that were made again, as the kept connection was closed while they were written."""
+    """Calls that were made again because the kept connection was closed while they were written."""
     errors: dict[str, int]
-    """Failed and rejected, by kind."""
+    """Failed and rejected requests, by kind."""
     examples: dict[str, str]
-    """What was said of each kind, once."""
+    """One error message of each kind."""
     within_slo: float
-    """Of all requests."""
+    """Share of all requests that met both bounds."""
     goodput_per_s: float
     requests_per_s: float
-    """Finished ones, from the first arrival to the last end."""
+    """Finished requests per second, from the first arrival to the last end."""
     output_tokens_per_s: float
     prompt_tokens: int
-    """By the server's account; of a server that gives none, as the trace has them."""
+    """Prompt tokens as the server reports them; if it reports none, as the trace has them."""
     output_tokens: int
     cached_tokens: int | None
-    """None: the server does not tell."""
+    """Prompt tokens that the server found in its cache; None: it does not report them."""
     ttft_s: Spread | None
     tbt_s: Spread | None
-    """A request's longest tenth of gaps."""
+    """The mean of a request's longest tenth of gaps."""
     gap_s: Spread | None
-    """Between a token and the next; 0 where several came together."""
+    """Gaps between a token and the next; 0 where several came together."""
     tpot_s: Spread | None
     e2e_s: Spread | None
     most_open: int
     held: int
     held_s: Spread | None
-    """Of those that had to wait for another to end."""
+    """Waits of the requests that had to wait for another one to end."""
     late_s: Spread | None
-    """How late this client sent."""
+    """How late this client sent its requests."""
     loop_lag_s: Spread | None
-    """How late it may have heard."""
+    """How late this client may have received bytes."""
     span_s: float
     client_cpu: float
-    """Share of a core that the client took."""
+    """Share of a core that the client used."""
 
     @property
     def doubtful(self) -> bool:
-        """Was the client itself too late to tell?"""
+        """Return whether the client's own lag puts its times in doubt."""
         return any(found is not None and found.p99 > LATE_S for found in (self.late_s, self.loop_lag_s))
 
 
 def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
-    """The figures of a replay."""
+    """Return the figures of a replay."""
     seen = heard.seen
     finished = [each for each in seen if each.outcome == "finished"]
     started = [each for each in seen if each.token_s]
     bad = [each for each in seen if each.outcome != "finished"]
     good = sum(map(bounds.met, seen))
     span_s = max((_sent_s(each) + max(each.ended_s, 0.0) for each in seen), default=0.0)
-    told = [each for each in finished if each.cached_tokens >= 0]
+    reporting = [each for each in finished if each.cached_tokens >= 0]
     return Result(
         url=url,
         model=heard.model,
@@ -118,7 +118,7 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
         output_tokens_per_s=_rate(sum(each.tokens for each in seen), span_s),
         prompt_tokens=sum(each.prompt_tokens if each.prompt_tokens >= 0 else each.input_tokens for each in finished),
         output_tokens=sum(each.tokens for each in seen),
-        cached_tokens=sum(each.cached_tokens for each in told) if told else None,
+        cached_tokens=sum(each.cached_tokens for each in reporting) if reporting else None,
         ttft_s=spread_of([each.ttft_s for each in started]),
         tbt_s=spread_of([each.tbt_s for each in finished if len(each.token_s) > 1]),
         gap_s=spread_of(np.concatenate([np.diff(each.token_s) for each in started]).tolist() if started else []),
@@ -135,12 +135,12 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
 
 
 def spread_of(values_s: Sequence[float]) -> Spread | None:
-    """Mean and percentiles, if there is anything."""
+    """Return mean and percentiles, or None without values."""
     return spread(values_s) if values_s else None
 
 
 def figures(found: Spread | None, scale: float) -> str:
-    """The same in words, times `scale`."""
+    """Return the figures as text, times `scale`."""
     return "-" if found is None else written(found, scale)
 
 
@@ -159,7 +159,7 @@ def _rate(count: float, span_s: float) -> float:
 
 
 def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool) -> int:
-    """Print to standard output; an exit code: 1 if no request was answered."""
+    """Print to standard output; return an exit code, 1 if no request was answered."""
     result = result_of(heard, url, bounds)
     if as_json:
         click.echo(json.dumps(as_dict(result)))
@@ -169,12 +169,12 @@ def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool) -> int:
 
 
 def as_dict(result: Result) -> dict[str, Any]:
-    """`{"bench": "client", "commit", "machine", and the fields of `Result`}`."""
+    """Return `{"bench": "client", "commit", "machine", and the fields of `Result`}`."""
     return {"bench": "client", "commit": commit(), "machine": machine(), **asdict(result)}
 
 
 def table(result: Result) -> Table:
-    """A row for each figure."""
+    """Return a table with a row for each figure."""
     shown = Table(title=f"bench client  {result.url}, {result.model}", title_justify="left", show_header=False)
     shown.add_column("what")
     shown.add_column("value", justify="right", no_wrap=True)
@@ -184,7 +184,7 @@ def table(result: Result) -> Table:
 
 
 def lines(result: Result) -> list[tuple[str, str]]:
-    """What a reader sees of it."""
+    """Return the (name, figure) pairs that are printed."""
     counts = f"{result.requests:,} ({result.finished:,}, {result.rejected:,}, {result.failed:,})"
     met = f"{result.goodput_per_s:.3f} ({percent(result.within_slo)})"
     cached = "not told" if result.cached_tokens is None else f"{result.cached_tokens:,} ({_share(result)})"

@@ -1,4 +1,4 @@
-"""One streamed answer of an OpenAI endpoint, as a client sees it: when its tokens came, what was told of it, why it failed."""
+"""One streamed answer of an OpenAI endpoint as a client receives it: the times of its tokens, its usage, its error."""
 
 import asyncio
 import time
@@ -14,82 +14,82 @@ from mooncake_zmq.bench.client_connection import Broken, Connections
 from mooncake_zmq.laboratory.gaps import longest_tenth_s
 
 MAX_EVENT_BYTES = 8 << 20
-"""Of one event or of an error's body; more is an error."""
+"""Size limit of one event or of an error's body; more is an error."""
 MAX_BEYOND = 64
-"""Tokens of an answer beyond those asked for; more is an error."""
+"""Tokens that an answer may have beyond those asked for; more is an error."""
 SHOWN_CHARS = 200
 NONSENSE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding raises on what is not the JSON that was expected."""
+"""Exceptions that decoding raises on input that is not the expected JSON."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What became of one request. Times in seconds: of the trace since its begin, of the answer since it was sent."""
+    """The record of one request. Times in seconds: `due_s` since the trace's begin, the answer's since the request was sent."""
 
     due_s: float = 0.0
-    """When the trace has it come."""
+    """The request's time in the trace."""
     input_tokens: int = 0
     output_tokens: int = 0
-    """As the trace has them."""
+    """Output tokens that the trace has."""
     exact: bool = False
-    """Was the server asked for no fewer than `output_tokens`?"""
+    """Whether the server was asked for no fewer than `output_tokens`."""
     held_s: float = 0.0
-    """How long it, or one before it that held it up, waited because the most streams were open that may be."""
+    """How long the request, or one before it that delayed it, waited because `max_open` streams were open."""
     late_s: float = 0.0
     """How long after its time and its wait it was sent: this client's own lag."""
     repeats: int = 0
-    """How often it was sent again: the kept connection was closed as it was written."""
+    """How often it was sent again because the kept connection was closed while it was written."""
     status: int = 0
-    """0: none came."""
+    """The answer's HTTP status; 0: no answer."""
     answered_s: float = -1.0
     retry_after: str = ""
     token_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """When each token came, where the server tells ids; else each event that brought text."""
+    """The time of each token, where the server sends ids; else of each event that brought text."""
     ended_s: float = -1.0
     finished: bool = False
-    """Did it say so itself?"""
+    """Whether the server sent a finish reason."""
     prompt_tokens: int = -1
-    """By its own account, as the next two; -1: it gave none."""
+    """The server's own usage count, as are the next two; -1: it sent none."""
     completion_tokens: int = -1
     cached_tokens: int = -1
     text_chars: int = 0
     error: str = ""
-    """Its kind; empty: none."""
+    """The kind of error; empty: none."""
     said: str = ""
-    """What it said of that, or of a refusal."""
+    """The message of an error or a refusal."""
 
     @property
     def outcome(self) -> str:
-        """As `laboratory` calls it: finished, rejected or failed."""
+        """The outcome by the laboratory's names: finished, rejected or failed."""
         if self.status == 429:
             return "rejected"
         return "failed" if self.error or not self.finished else "finished"
 
     @property
     def tokens(self) -> int:
-        """Of the answer: by the server's account, or as they came."""
+        """Tokens of the answer: by the server's usage, or as they were received."""
         return max(self.completion_tokens, 0) or len(self.token_s)
 
     @property
     def short(self) -> bool:
-        """Did it finish with fewer tokens than it had to?"""
+        """Whether the answer finished with fewer tokens than it had to."""
         return self.exact and self.outcome == "finished" and self.tokens < self.output_tokens
 
     @property
     def ttft_s(self) -> float:
-        """-1: no token came."""
+        """Time to the first token; -1: none came."""
         return self.token_s[0] if self.token_s else -1.0
 
     @property
     def tbt_s(self) -> float:
-        """Mean of the longest tenth of the gaps, as the laboratory and the gateway count."""
+        """Mean of the longest tenth of the gaps, counted as the laboratory and the gateway do."""
         return longest_tenth_s(np.diff(self.token_s))
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of a token but the first; 0 with fewer than two."""
+        """Mean time of a token after the first; 0 with fewer than two."""
         return (self.token_s[-1] - self.token_s[0]) / (self.tokens - 1) if self.tokens > 1 and len(self.token_s) > 1 else 0.0
 
 
@@ -138,7 +138,7 @@ _error_body = msgspec.json.Decoder(_ErrorBody)
 
 
 class Listener:
-    """Hears one answer into a `Seen`; see `client_connection.Heard`."""
+    """Writes one answer into a `Seen`; see `client_connection.Heard`."""
 
     def __init__(self, seen: Seen) -> None:
         self.seen = seen
@@ -172,7 +172,7 @@ class Listener:
         self.seen.repeats += 1
 
     def end(self, at: float) -> None:
-        """The answer is whole."""
+        """Handle the end of the answer."""
         seen = self.seen
         seen.ended_s = at - self.began_at
         if seen.error:
@@ -193,11 +193,11 @@ class Listener:
             self.fail("nonsense", str(error))
             return
         if event.error is not None:
-            self._told(event.error)
+            self._take_error(event.error)
         for choice in event.choices:
             self._choice(at - self.began_at, choice)
         if event.usage is not None:
-            self._account(event.usage)
+            self._take_usage(event.usage)
 
     def _choice(self, at_s: float, choice: _Choice) -> None:
         seen, delta = self.seen, choice.delta
@@ -213,7 +213,7 @@ class Listener:
         seen.token_s.extend([at_s] * came)
         seen.finished = seen.finished or choice.finish_reason is not None
 
-    def _account(self, usage: _Usage) -> None:
+    def _take_usage(self, usage: _Usage) -> None:
         seen, details = self.seen, usage.prompt_tokens_details
         seen.prompt_tokens = -1 if usage.prompt_tokens is None else usage.prompt_tokens
         seen.completion_tokens = -1 if usage.completion_tokens is None else usage.completion_tokens
@@ -222,31 +222,31 @@ class Listener:
 
     def _refused(self) -> None:
         try:
-            told = _error_body.decode(self._rest).error
+            error = _error_body.decode(self._rest).error
         except NONSENSE:
-            told = self._rest[:SHOWN_CHARS].decode(errors="replace")
-        code, said = _read(told)
+            error = self._rest[:SHOWN_CHARS].decode(errors="replace")
+        code, said = _read(error)
         self.fail(f"HTTP {self.seen.status}{f' {code}' if code else ''}", said)
 
-    def _told(self, told: _Error | str) -> None:
-        code, said = _read(told)
+    def _take_error(self, error: _Error | str) -> None:
+        code, said = _read(error)
         self.fail(f"in the stream: {code or 'error'}", said)
 
     def fail(self, kind: str, said: str) -> None:
-        """What comes from now on does not count, nor does a later failure."""
+        """Record an error; later bytes and later failures do not count."""
         self._broken = True
         if not self.seen.error:
             self.seen.error, self.seen.said = kind, said[:SHOWN_CHARS]
 
 
-def _read(told: _Error | str | None) -> tuple[str, str]:
-    if isinstance(told, _Error):
-        return str(told.code or told.type or "")[:SHOWN_CHARS], told.message or ""
-    return "", told or ""
+def _read(error: _Error | str | None) -> tuple[str, str]:
+    if isinstance(error, _Error):
+        return str(error.code or error.type or "")[:SHOWN_CHARS], error.message or ""
+    return "", error or ""
 
 
 async def ask(connections: Connections, path: str, headers: dict[bytes, bytes], body: bytes, seen: Seen, most_s: float) -> Seen:
-    """One request, to its end or for `most_s`; what becomes of it goes into `seen`."""
+    """Send one request and wait for its end, at most `most_s`; its record is `seen`."""
     listener = Listener(seen)
     try:
         async with asyncio.timeout(most_s):

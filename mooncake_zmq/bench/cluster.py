@@ -1,4 +1,4 @@
-"""A cluster of its own for a benchmark: started on a free port, measured over HTTP, stopped at the end."""
+"""A cluster for one benchmark: started on a free port, measured over HTTP, stopped at the end."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ START_TIMEOUT_S = 300.0
 STATE_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 300.0
 BUSY = ("puts", "fetches", "requests_", "writing_", "unacknowledged")
-"""Gauges that are zero at a node that does nothing."""
+"""Gauges that are zero at an idle node."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def served(self) -> dict[str, Any]:
-        """Which nodes served it and where its reused tokens came from."""
+        """The nodes that served the request and the sources of its reused tokens."""
         mooncake: dict[str, Any] = self.usage["mooncake"]
         return mooncake
 
@@ -55,7 +55,7 @@ class BenchCluster:
         self.url = url
         self._runtime_dir = runtime_dir
         self._nodes = nodes
-        # Kept connections: setting up a client takes tens of milliseconds, which are no part of an answer's time.
+        # Kept connections: setting up a client takes tens of milliseconds, which do not belong to an answer's time.
         self._client = httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S)
         self.model = str(self._client.get("/v1/models").json()["data"][0]["id"])
 
@@ -94,11 +94,11 @@ class BenchCluster:
         return answer
 
     def dumps(self, nodes: list[str]) -> dict[str, Any]:
-        """The state of these nodes, as `mooncake-zmq dump` tells it."""
+        """Return the state of these nodes, as `mooncake-zmq dump` prints it."""
         return collect_dumps(self._runtime_dir, nodes)
 
     def pid(self, node: str) -> int:
-        """Process id of a node, from its lock file."""
+        """Return the process id of a node, from its lock file."""
         return int((self._runtime_dir / f"{node}.lock").read_text().split()[0])
 
     @contextmanager
@@ -113,7 +113,7 @@ class BenchCluster:
             self._wait(lambda missing: node not in missing, f"{node} to be back")
 
     def settle(self) -> None:
-        """Wait until every node is idle: the blocks of what was asked so far are in the pool, and the conductor knows."""
+        """Wait until every node is idle: all blocks of the requests so far are in the pool, and the conductor knows them."""
         deadline = time.monotonic() + STATE_TIMEOUT_S
         while time.monotonic() < deadline:
             gauges = [dump["gauges"] for dump in collect_dumps(self._runtime_dir, self._nodes).values()]

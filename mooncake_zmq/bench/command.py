@@ -72,7 +72,7 @@ bench.add_command(zoo)
 @json_option
 @plot_option("the ratios")
 def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
-    """The cluster against the bare engine: cold and warm TTFT, decode throughput. Takes about 5 minutes on 2 cores.
+    """Measure the cluster against the bare engine: cold and warm TTFT, decode throughput. Takes about 5 minutes on 2 cores.
 
     \b
     Examples:
@@ -95,7 +95,7 @@ def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_js
 @json_option
 @plot_option("the ratios")
 def gpu(model: str, cache_dir: str, rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
-    """KV blocks between GPU, DRAM and a neighbour process, and the engine, beside what the GPU can do.
+    """Measure KV blocks between GPU, DRAM and a neighbour process, and the engine, beside what the GPU can do.
 
     Needs a GPU and CuPy (extras gpu-cu12, gpu-cu13), 12 GB of its memory and of disk for the default model. Two minutes.
 
@@ -130,7 +130,7 @@ def overload(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """The live cluster under more load than it can carry: who is admitted, how well it is served, how the others are told.
+    """Run a live cluster under more load than it can carry: who is admitted, how well it is served, how the others are refused.
 
     Engines are modelled, so it takes no GPU; everything else is real. About a minute.
 
@@ -174,7 +174,8 @@ def schedule(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """How fast the conductor decides, with announcements, reports and ends of requests in between. Takes about a minute.
+    """Measure how fast the conductor decides, with announcements, reports and ends of requests in between. Takes about a
+    minute.
 
     \b
     Examples:
@@ -223,7 +224,8 @@ def pool(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """The KV pool against memory, transport and disk, and against another store over the same values. Takes several minutes.
+    """Measure the KV pool against memory, transport and disk, and against another store over the same values. Takes several
+    minutes.
 
     Needs free memory of about ten times the working set when the other store takes part.
 
@@ -274,7 +276,7 @@ def engine(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """The engine against the machine's own rates, and against other engines with the same weights and threads.
+    """Measure the engine against the machine's own rates, and against other engines with the same weights and threads.
 
     Five rounds on 2 cores take about 3 minutes, 8 with vLLM. Nothing else should be running.
 
@@ -312,7 +314,8 @@ def engine(
 @json_option
 @plot_option("the ratios")
 def vllm(python: str, model: str, gpu: bool, rounds: int, lengths: tuple[int, ...], as_json: bool, plot: Path | None) -> None:
-    """The pool under vLLM against its own prefix cache and against MooncakeStoreConnector, in CPU seconds of the engine.
+    """Measure the pool under vLLM against its own prefix cache and against MooncakeStoreConnector, in CPU seconds of the
+    engine.
 
     Ten minutes and 8 GB of memory; with --gpu two minutes, and MODEL may be a directory that has a config.json and no weights.
 

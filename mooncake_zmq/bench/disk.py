@@ -1,7 +1,7 @@
-"""The SSD tier, as the executor's works use it, against bare direct I/O of the same block size and number at once.
+"""The SSD tier as the executor's works use it, beside bare direct I/O of the same block size and concurrency.
 
 Both sides move the same slots of shared memory, from and to files that were written once before, the tier in a cache-node's
-batches, two at once. The bare side is threads in pread and pwrite alone, a block a call: no header, checksum, index or sync.
+batches, two at once. The bare side is threads that only pread and pwrite, a block a call: no header, checksum, index or sync.
 """
 
 import itertools
@@ -52,9 +52,10 @@ def disk_rows(
     memory_directory: Path = Path("/dev/shm"),
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Write and read speed in GB/s of each block size; `depth` requests at once on both sides, medians of alternating rounds.
+    """Return the rows of write and read speed in GB/s of each block size; `depth` requests at once on both sides, medians of
+    alternating rounds.
 
-    Needs twice the working set in memory and on the disk; its files are gone in the end. Raises DiskError, SharedMemoryError
+    Needs twice the working set in memory and on the disk; its files are removed at the end. Raises DiskError, SharedMemoryError
     or OSError, and AssertionError if bytes read are not those written.
     """
     rows = []
@@ -71,7 +72,7 @@ def disk_rows(
 def _measure(
     directory: Path, memory: Path, layout: BlockLayout, blocks: int, depth: int, rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """GB/s of the tier and of bare I/O, per operation."""
+    """Return GB/s of the tier and of bare I/O, per operation."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         segment = stack.enter_context(
@@ -87,7 +88,7 @@ def _measure(
             speeds: list[tuple[float, ...]] = []
             for _ in range(1 + rounds):
                 speeds.append(tuple(blocks * layout.slot_bytes / _elapsed_s(side) / 1e9 for side in sides))
-            # The first round lays the files out and warms up.
+            # The first round allocates the files and warms up.
             value, reference = (statistics.median(side) for side in zip(*speeds[1:], strict=True))
             figures[operation] = (value, reference)
         tier.verify()
@@ -101,7 +102,7 @@ def _elapsed_s(act: Callable[[], None]) -> float:
 
 
 class _Tier:
-    """Blocks in the first half of a segment, demoted; and promoted into the second half."""
+    """Blocks in the first half of a segment, which are demoted, then promoted into the second half."""
 
     def __init__(self, segment: Segment, disk: Disk, runtime_dir: Path, blocks: int) -> None:
         self._segment = segment
@@ -135,7 +136,7 @@ class _Tier:
             assert None not in result.checksums, result.fault or "a block did not verify"
 
     def verify(self) -> None:
-        """Assert that what was read is what was written."""
+        """Assert that the bytes read are those written."""
         layers = self._segment.layout.layers
         for ref, grant in zip(self._refs, self._grants, strict=True):
             assert self._segment.layers_view(grant.slot, 0, layers) == self._segment.layers_view(ref.slot, 0, layers)
@@ -160,7 +161,7 @@ class _Tier:
 
 
 class _Bare:
-    """The same bytes from and to a plain file."""
+    """The same bytes, written to and read from a plain file."""
 
     def __init__(self, segment: Segment, path: Path, blocks: int, depth: int, *, direct: bool) -> None:
         self._segment = segment

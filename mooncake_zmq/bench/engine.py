@@ -1,9 +1,9 @@
-"""`bench engine`: our engine against other engines on the same CPU, and against what the machine can do.
+"""`bench engine`: our engine against other engines on the same CPU, and against the machine's own rates.
 
-Every side is a process of its own that holds the same weights and computes only when asked, so the sides of a row take
-turns, round by round, and only one of them ever computes. All hold them in float32, and vLLM once more in bfloat16, which
-rounds them; our compiled backend decodes from fewer bits wherever those give the very same numbers. See `engine_driver` for
-what exactly each of them does.
+Every side is a process of its own that holds the same weights and computes only when asked, so the sides of a row take turns,
+round by round, and only one of them ever computes. All hold them in float32, and vLLM once more in bfloat16, which rounds them;
+our compiled backend decodes from fewer bits wherever those give the very same numbers. `engine_driver` has the exact work of
+each.
 """
 
 import time
@@ -33,7 +33,7 @@ STEPS = 32
 GREEDY_TOKENS = 32
 GREEDY_TEXT = "The steam engine changed the world because it"
 QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.1, 0.015, 20.0
-"""A peer rests if it uses at most a tick of CPU time in this long."""
+"""Idle: a peer that uses at most a tick of CPU time in this long."""
 
 Progress = Callable[[str], None]
 
@@ -51,7 +51,7 @@ class Case:
 
     @property
     def per_call(self) -> int:
-        """Tokens that one timed call makes or takes."""
+        """Tokens that one timed call computes or generates."""
         return self.batch or self.tokens
 
 
@@ -63,7 +63,7 @@ CASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBench:
-    """What to run. `cases`: by part."""
+    """The parameters of a run; `cases`: by the name of the figure's group."""
 
     model: str = "default"
     cache_dir: str = ""
@@ -78,7 +78,8 @@ class EngineBench:
 
 
 def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress) -> Report:
-    """Run it all. Raises click.ClickException when a side cannot be started, dies or does not rest, or on a bad model."""
+    """Run all of it. Raises click.ClickException when a side cannot be started, dies or does not become idle, or on a bad
+    model."""
     cases = [case for part in parts for case in (bench.cases or CASES)[part]]
     with TemporaryDirectory(prefix="mczmq-bench-") as scratch, ExitStack() as stack:
         try:
@@ -105,24 +106,25 @@ def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress
 
 
 def layer_weights(spec: ModelSpec) -> int:
-    """Parameters of all layers' matrices: every token is multiplied with each of them once."""
+    """Return the number of parameters in all layers' matrices: every token is multiplied with each of them once."""
     attention = (2 * spec.heads + 2 * spec.kv_heads) * spec.head_dim * spec.hidden
     return spec.layers * (attention + 3 * spec.hidden * spec.ffn)
 
 
 def head_weights(spec: ModelSpec) -> int:
-    """Parameters of the head."""
+    """Return the number of parameters of the head."""
     return spec.vocab_size * spec.hidden
 
 
 def prefill_flops(spec: ModelSpec, tokens: int) -> float:
-    """2 x layer weights x n + 4 x d x layers x n^2 / 2, d the width of all query heads; the head for the last token only."""
+    """Return 2 x layer weights x n + 4 x d x layers x n^2 / 2, d the width of all query heads; the head for the last token
+    only."""
     width = spec.heads * spec.head_dim
     return 2.0 * layer_weights(spec) * tokens + 2.0 * width * spec.layers * tokens**2 + 2.0 * head_weights(spec)
 
 
 def step_bytes(spec: ModelSpec) -> int:
-    """What a decode step reads of the weights, as float32."""
+    """Return the bytes of weights that a decode step reads, as float32."""
     return 4 * (layer_weights(spec) + head_weights(spec))
 
 
@@ -141,7 +143,7 @@ def _start(
     stack: ExitStack,
     progress: Progress,
 ) -> dict[str, Peer]:
-    """A process for each side there is."""
+    """Start a process for each available side."""
     longest, batch = max(case.tokens for case in cases), max(case.batch for case in cases)
     vllm = {"model": str(directory), "max_context": longest, "eager": bench.vllm_eager}
     orders: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -168,7 +170,7 @@ def _start(
 def _rounds(
     bench: EngineBench, sides: Mapping[str, Peer], cases: Sequence[Case], spec: ModelSpec, progress: Progress
 ) -> dict[tuple[str, str], list[float]]:
-    """(side, case or figure) -> its value in each counted round; seconds, or FLOP/s."""
+    """Return (side, case or figure) -> its value in each counted round; seconds, or FLOP/s."""
     took: dict[tuple[str, str], list[float]] = {}
     for number in range(bench.rounds + 1):
         shown = f"round {number} of {bench.rounds}" if number else "warming up"
@@ -193,7 +195,7 @@ def _rounds(
 
 
 def _rest(sides: Mapping[str, Peer]) -> None:
-    """Wait until no side computes: BLAS and OpenMP threads spin for a while when they are done."""
+    """Wait until all sides are idle: BLAS and OpenMP threads spin for a while when they are done."""
     deadline = time.monotonic() + QUIET_TIMEOUT_S
     used = {name: cpu_s(side.pid) for name, side in sides.items()}
     while time.monotonic() < deadline:
@@ -206,7 +208,7 @@ def _rest(sides: Mapping[str, Peer]) -> None:
 
 
 def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: ModelSpec, unit: str) -> list[Row]:
-    """Tokens per second against each engine, and against what the machine's own rate would give."""
+    """Return the rows of tokens per second against each engine, and against the machine's own rate."""
     if case.batch:
         bound, bound_s = "sgemv of the weights", median(took[MACHINE, "gemv_s"])
     else:
@@ -226,7 +228,8 @@ def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: Mod
 
 
 def _compare_greedy(sides: Mapping[str, Peer], prompt: list[int], progress: Progress) -> list[str]:
-    """Whether the others continue a text as we do. They may part where two tokens are nearly equal, so it is but a note."""
+    """Note whether the others continue a text as ours does. They may differ where two tokens are nearly equal, so it is only a
+    note."""
     progress("comparing greedy tokens")
     answers = {
         name: side.ask("greedy", prompt=prompt, count=GREEDY_TOKENS)["tokens"]

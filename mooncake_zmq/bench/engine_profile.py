@@ -1,4 +1,4 @@
-"""`profile`: measures one engine over lengths, prefixes and batches, for the conductor's estimates. See `core.profile`."""
+"""`profile`: measure one engine over lengths, prefixes and batches, for the conductor's estimates. See `core.profile`."""
 
 import itertools
 import json
@@ -26,14 +26,14 @@ from mooncake_zmq.laboratory.drawing import new_figure
 
 WARM_UP_TOKENS = 64
 MEMORY_SHARE = 0.7
-"""Of what is available: a batch whose KV would take more is not begun."""
+"""Share of the available memory that a batch's KV may take; a larger batch is not begun."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilePlan:
-    """What to measure. `chunk_tokens`: as prefill nodes compute a prompt."""
+    """The measurements to make; `chunk_tokens`: the chunks in which prefill nodes compute a prompt."""
 
     model: str = "default"
     cache_dir: str = ""
@@ -49,7 +49,8 @@ class ProfilePlan:
 
 
 def measure(plan: ProfilePlan, progress: Progress) -> Profile:
-    """Medians of `rounds`. Raises click.ClickException on a bad model, or when the plan does not fit it or the memory."""
+    """Return medians of `rounds`. Raises click.ClickException on a bad model, or when the plan does not fit it or the
+    memory."""
     if min(len(set(plan.lengths)), len(set(plan.batches)), len(set(plan.contexts))) < 2:
         raise click.ClickException("two or more lengths, batches and contexts are needed to fit anything")
     try:
@@ -110,7 +111,7 @@ def _check_fits(plan: ProfilePlan, engine: Engine) -> None:
 
 
 def show(profile: Profile, *, as_json: bool) -> None:
-    """Measured beside fitted, and the costs, on standard output."""
+    """Print measured beside fitted times, and the costs, on standard output."""
     costs = fit(profile)
     if as_json:
         click.echo(json.dumps({"costs": structs.asdict(costs), "measurements": [line.as_dict() for line in lines(profile)]}))
@@ -127,7 +128,7 @@ def show(profile: Profile, *, as_json: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A measurement beside what the fit makes of it. `x`: where it stands in a plot."""
+    """A measurement beside the fitted value. `x`: its abscissa in a plot."""
 
     name: str
     kind: str
@@ -137,16 +138,16 @@ class Line:
 
     @property
     def error(self) -> float:
-        """Of the fit, as a share of the measurement."""
+        """The fit's error as a share of the measurement."""
         return self.fitted_s / self.seconds - 1
 
     def as_dict(self) -> dict[str, str | float]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {"name": self.name, "seconds": self.seconds, "fitted_s": self.fitted_s, "error": self.error}
 
 
 def lines(profile: Profile) -> list[Line]:
-    """All measurements. Raises ProfileError when they cannot be fitted."""
+    """Return all measurements. Raises ProfileError when they cannot be fitted."""
     costs = fit(profile).costs
     prefills = [
         Line(
@@ -172,7 +173,7 @@ def lines(profile: Profile) -> list[Line]:
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Measured (dots) and fitted (lines). Raises click.ClickException without matplotlib."""
+    """Plot measured values (dots) and fitted ones (lines). Raises click.ClickException without matplotlib."""
     figure = new_figure(10, 4)
     for position, (kind, unit) in enumerate((("prefill", "tokens"), ("decode step", "batch")), start=1):
         axes = figure.add_subplot(1, 2, position)

@@ -1,4 +1,5 @@
-"""One engine, timed: a prefill behind a prefix, and steps of a decode batch. Prompts are random tokens; sampling is greedy."""
+"""Timing of one engine: a prefill behind a prefix, and steps of a decode batch. Prompts are random tokens; sampling is
+greedy."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +17,12 @@ WARM_UP_STEPS = 2
 
 
 def random_prompt(random: np.random.Generator, tokens: int, vocab_size: int) -> NDArray[np.int32]:
-    """Ids [tokens], not of the low ones, which are special in many vocabularies."""
+    """Return ids [tokens], without the low ones, which are special in many vocabularies."""
     return random.integers(min(100, vocab_size // 2), vocab_size, tokens).astype(np.int32)
 
 
 def prefill(engine: Engine, sequence: SequenceKV, prompt: NDArray[np.int32], chunk_tokens: int = 0) -> int:
-    """Append `prompt`, in chunks unless that is 0; returns the next token."""
+    """Append `prompt`, in chunks unless that is 0; return the next token."""
     step = chunk_tokens or len(prompt)
     starts = range(0, len(prompt), step)
     for start in starts:
@@ -34,14 +35,14 @@ def prefill(engine: Engine, sequence: SequenceKV, prompt: NDArray[np.int32], chu
 def prefill_times_s(
     engine: Engine, random: np.random.Generator, lengths: Sequence[int], *, prefix: int, chunk_tokens: int
 ) -> list[float]:
-    """Time to the first token of a prompt of each length, behind `prefix` tokens whose KV is there."""
+    """Return the time to the first token of a prompt of each length, behind `prefix` tokens whose KV is there."""
     vocab_size, took_s = engine.spec.vocab_size, []
     with closing(engine.new_sequence(prefix + max(lengths))) as sequence:
         sequence.expect(sequence.capacity)
         if prefix:
             prefill(engine, sequence, random_prompt(random, prefix, vocab_size), chunk_tokens)
         for length in lengths:
-            sequence.set_length(prefix)  # what lies beyond is written again
+            sequence.set_length(prefix)  # The KV beyond the prefix is written again.
             prompt = random_prompt(random, length, vocab_size)
             began = time.perf_counter()
             prefill(engine, sequence, prompt, chunk_tokens)
@@ -52,7 +53,7 @@ def prefill_times_s(
 def decode_step_s(
     engine: Engine, prompts: Sequence[NDArray[np.int32]], *, steps: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Mean time of a step of a batch that goes on after `prompts`, all of one length; WARM_UP_STEPS do not count.
+    """Return the mean time of a step of a batch that continues `prompts`, all of one length; WARM_UP_STEPS do not count.
 
     The rows begin with tokens of their own but with the KV of the first: a prefill of each would only take longer.
     """
@@ -80,7 +81,7 @@ def decode_step_s(
 
 
 def greedy(engine: Engine, prompt: NDArray[np.int32], count: int) -> list[int]:
-    """The first `count` tokens after `prompt`."""
+    """Return the first `count` tokens after `prompt`."""
     with closing(engine.new_sequence(len(prompt) + count)) as sequence:
         tokens = [prefill(engine, sequence, prompt)]
         while len(tokens) < count:
@@ -90,7 +91,7 @@ def greedy(engine: Engine, prompt: NDArray[np.int32], count: int) -> list[int]:
 
 
 def _copy(spec: ModelSpec, source: SequenceKV, target: SequenceKV) -> None:
-    """The same KV in memory of its own: a second prefill would only take longer."""
+    """Copy the KV into memory of its own, which is quicker than a second prefill."""
     part: NDArray[np.float32] = np.empty((2, source.length, spec.kv_heads, spec.head_dim), np.float32)
     for layer in range(spec.layers):
         source.read_part(layer, 0, source.length, part)

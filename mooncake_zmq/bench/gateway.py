@@ -1,6 +1,5 @@
-"""`bench gateway`: what the way through the gateway costs, beside what is wanted of it. Engines do not count: the toy's takes
-no time to speak of, the modelled ones sleep, and CPU time is that of the gateway's process alone.
-"""
+"""`bench gateway`: the cost of the path through the gateway, beside its goals. Engines do not count: the toy's time is
+negligible, the modelled ones sleep, and CPU time is that of the gateway's process alone."""
 
 import asyncio
 import tempfile
@@ -32,16 +31,16 @@ Progress = Callable[[str], None]
 
 PROMPT_TOKENS = 16
 IDLE_REQUESTS = 200
-"""One after the other, for the time to a first token at idle."""
+"""Requests, one after the other, that measure the time to a first token at idle."""
 STREAMS = (64, 1)
 STREAM_TOKENS = {64: 160, 1: 320}
-"""Of each of so many streams."""
+"""Number of concurrent streams -> tokens of each."""
 OPEN_STREAMS, OPEN_TOKENS = 1000, 96
 OPEN_SHARE = 0.95
-"""Of those streams that must be open at once, for the row to be what it is called."""
+"""Share of the streams that must be open at once for the row to count."""
 RATE_PER_S, RATE_S, RATE_TOKENS = 200, 10, 8
 ADDED_MS, BATCHED_US, ALONE_US = 2.0, 25.0, 100.0
-"""Wanted."""
+"""Goals."""
 IDLE_S = 4.0
 LOOK_S = 0.005
 NODES = """
@@ -98,7 +97,7 @@ BACKEND = 'backend = "modelled:h800-llama3-70b"\n'
 
 
 def bench_gateway(rounds: int, parts: Sequence[str], progress: Progress) -> Report:
-    """Start clusters, drive them, stop them. Raises click.ClickException."""
+    """Start clusters, send them requests, stop them. Raises click.ClickException."""
     report = Report("gateway")
     if {"ttft", "rate"} & {*parts}:
         with _cluster(TOY + NODES.format(backend=""), progress) as cluster:
@@ -133,7 +132,7 @@ class _Run:
         self._report = report
         self._progress = progress
         self._pid = cluster.pid("gateway-0")
-        self._random = np.random.default_rng(time.time_ns())  # a prompt of an earlier run must not be warm
+        self._random = np.random.default_rng(time.time_ns())  # The pool must not hold a prompt of an earlier run.
         self._client = Client(
             url=cluster.url,
             model=cluster.model,
@@ -144,7 +143,7 @@ class _Run:
     # --- the time to a first token
 
     def ttft(self, rounds: int) -> None:
-        """Through the cluster, and by the engine alone in this process: prefill and the choice of a token."""
+        """Measure the time through the cluster, and by the engine alone in this process: prefill and the choice of a token."""
         ours, bare = [], []
         for number in range(rounds):
             self._progress(f"TTFT at idle, round {number + 1} of {rounds}")
@@ -180,7 +179,7 @@ class _Run:
     # --- CPU time of a token
 
     def relay(self, rounds: int) -> None:
-        """While all streams run, without what the gateway needs at idle."""
+        """Measure the CPU time while all streams run, less the gateway's at idle."""
         idle = asyncio.run(self._idle_share())
         self._progress(f"idle: {100 * idle:.2f} % of a core")
         found: dict[int, list[float]] = {streams: [] for streams in STREAMS}
@@ -228,10 +227,10 @@ class _Run:
         seen = seen or Seen(output_tokens=tokens)
         return await ask(connections, self._client.path, self._client.headers, msgspec.json.encode(body), seen, 300.0)
 
-    # --- many
+    # --- many streams
 
     def open(self) -> None:
-        """All at once, each answered to its end."""
+        """Open all streams at once, each answered to its end."""
         self._progress(f"{OPEN_STREAMS} streams at once")
         result, cpu_s = self._replayed([0.0] * OPEN_STREAMS, OPEN_TOKENS)
         _expect_open(result)
@@ -242,7 +241,7 @@ class _Run:
         self._note(f"{OPEN_STREAMS:,} streams", result, cpu_s)
 
     def rate(self) -> None:
-        """Of new requests, each with few tokens."""
+        """Measure the rate of new requests, each with few tokens."""
         count = RATE_PER_S * RATE_S
         self._progress(f"{RATE_PER_S} requests/s for {RATE_S} s")
         result, cpu_s = self._replayed([number / RATE_PER_S for number in range(count)], RATE_TOKENS)

@@ -1,8 +1,8 @@
-"""`bench gpu`: KV in GPU memory on its ways to DRAM, to a neighbour process and back, and the engine that computes it.
+"""`bench gpu`: copies of KV between GPU memory, DRAM and a neighbour process, and the engine that computes it.
 
-Every block way stands beside what the copy engines do at best with the same bytes: one copy of them between the GPU and pinned
-host memory, or within the GPU's. The engine stands beside the GPU's own float32 product and memory rates. Answers are compared
-with the CPU's and every block's bytes with those that were written before anything is timed.
+Every path of blocks stands beside the best that the copy engines do with the same bytes: one copy of them between the GPU and
+pinned host memory, or within the GPU's. The engine stands beside the GPU's own float32 product and memory rates. Answers are
+compared with the CPU's and every block's bytes with those that were written before anything is timed.
 """
 
 import os
@@ -47,14 +47,14 @@ DECODE_BATCHES, DECODE_CONTEXT, DECODE_STEPS = (1, 8, 32), 1024, 16
 CHECKED_TOKENS, LOGIT_ERROR = 130, 1e-2
 GEMM_SIZE, COPIES = 8192, 20
 NEIGHBOUR = Path(__file__).with_name("gpu_neighbour.py")
-NODE, LIFE = "bench", 1
+NODE, INCARNATION = "bench", 1
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBench:
-    """What to run."""
+    """The parameters of a run."""
 
     model: str = "dummy:1b"
     cache_dir: str = ""
@@ -62,7 +62,7 @@ class GpuBench:
 
 
 def bench_gpu(bench: GpuBench, *, parts: Sequence[str], progress: Progress) -> Report:
-    """Run it all. Raises click.ClickException where there is no GPU, no model, too little memory, or anything differs."""
+    """Run all of it. Raises click.ClickException where there is no GPU, no model, too little memory, or anything differs."""
     try:
         progress(f"preparing the model {bench.model}")
         path = prepare(bench.model, bench.cache_dir)
@@ -88,7 +88,7 @@ def bench_gpu(bench: GpuBench, *, parts: Sequence[str], progress: Progress) -> R
 
 @dataclass(slots=True, kw_only=True)
 class _Ways:
-    """A sequence of BLOCKS blocks and room for another, a prefill's slab, all on the GPU, and a cache-node's pool in DRAM."""
+    """A sequence of BLOCKS blocks with room for another, a prefill's slab, both on the GPU, and a cache-node's pool in DRAM."""
 
     cuda: Cuda
     layout: BlockLayout
@@ -98,7 +98,7 @@ class _Ways:
     pool: Segment
 
     def store(self) -> None:
-        """As a prefill does: a sequence's blocks into granted slots of its slab, one layer after the other."""
+        """Store a sequence's blocks into granted slots of its slab, one layer after the other, as a prefill does."""
         with ExitStack() as stack:
             for slot in range(BLOCKS):
                 stack.enter_context(_writing(self.slab, slot))
@@ -107,18 +107,18 @@ class _Ways:
                 store_parts(self.computed, self.slab, parts)
 
     def put(self) -> None:
-        """As a prefill's put into the cache-node's pool of its host."""
+        """Put the blocks into the cache-node's pool of the host, as a prefill does."""
         for block, source in enumerate(references(self.slab)):
             with _writing(self.pool, block) as grant:
                 if copy_block(self.slab, source, self.pool, grant) != source.checksum:
                     raise ValueError(f"block {block} arrived in the pool as something else")
 
     def load(self, segment: Segment, *, verify: bool) -> None:
-        """As a prefill loads a prefix, or a decode what was computed."""
+        """Load blocks as a prefill loads a prefix, or a decode a computed prompt."""
         load_all(self.room, segment, verify=verify)
 
     def check(self, what: str) -> None:
-        """What was loaded is what was computed, byte by byte."""
+        """Check that the loaded bytes are the computed ones."""
         parts = [np.empty(self.layout.part_shape, np.float32) for _ in range(2)]
         for start in range(0, BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS):
             for layer in range(self.layout.layers):
@@ -129,7 +129,7 @@ class _Ways:
 
 
 def _block_rows(cuda: Cuda, layout: BlockLayout, bench: GpuBench, progress: Progress) -> list[Row]:
-    """GB/s of the blocks' bytes; every way and every reference takes its turn in each round."""
+    """Return the rows of GB/s of the blocks' bytes; every path and every reference takes its turn in each round."""
     with ExitStack() as stack:
         ways = _open_ways(cuda, layout, stack)
         progress(f"{BLOCKS} blocks of {layout.block_bytes >> 10} KiB, in {layout.layers} parts: each way once, compared")
@@ -171,12 +171,12 @@ WAYS = (
 
 def _open_ways(cuda: Cuda, layout: BlockLayout, stack: ExitStack) -> _Ways:
     directory = stack.enter_context(TemporaryDirectory(prefix="mooncake-bench-", dir="/dev/shm"))
-    slab = DeviceSegment.allocate(cuda, directory, "bench", NODE, layout, BLOCKS, LIFE)
+    slab = DeviceSegment.allocate(cuda, directory, "bench", NODE, layout, BLOCKS, INCARNATION)
     stack.callback(slab.free)
     stack.callback(slab.close)
-    owner = Segment.create(directory, "bench", "pool", layout, BLOCKS, LIFE)
+    owner = Segment.create(directory, "bench", "pool", layout, BLOCKS, INCARNATION)
     stack.callback(owner.close)
-    pool = Segment.attach(owner.path, layout, LIFE, writable=True)
+    pool = Segment.attach(owner.path, layout, INCARNATION, writable=True)
     cuda.pin(pool)
     if cuda.counts["pin_failures"]:
         raise ValueError("the pool's memory cannot be pinned: allow more locked memory (ulimit -l unlimited)")
@@ -190,13 +190,13 @@ def _open_ways(cuda: Cuda, layout: BlockLayout, stack: ExitStack) -> _Ways:
 
 
 def new_sequence(cuda: Cuda, layout: BlockLayout) -> DeviceSequence:
-    """Room for every block."""
+    """Return a sequence with room for every block."""
     shape = {"layers": layout.layers, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim}
     return DeviceSequence(cuda, **shape, capacity_tokens=BLOCKS * BLOCK_TOKENS)
 
 
 def load_all(sequence: DeviceSequence, segment: Segment, *, verify: bool) -> None:
-    """All of a segment's blocks into a sequence. Raises ValueError where one is not what was stored."""
+    """Load all of a segment's blocks into a sequence. Raises ValueError where one is not what was stored."""
     layers = range(segment.layout.layers)
     loads = [
         (segment, BlockLoad(block, ref, layers.start, layers.stop, BLOCK_TOKENS), layers)
@@ -208,11 +208,11 @@ def load_all(sequence: DeviceSequence, segment: Segment, *, verify: bool) -> Non
 
 
 def references(segment: Segment) -> list[SlotRef]:
-    """Of every slot as it is now."""
+    """Return a reference to every slot's present content."""
     return [
         SlotRef(
             node=NODE,
-            incarnation=LIFE,
+            incarnation=INCARNATION,
             slot=slot,
             generation=segment.generation(slot),
             checksum=block_checksum(segment.parts(slot).tolist()),
@@ -223,16 +223,16 @@ def references(segment: Segment) -> list[SlotRef]:
 
 @contextmanager
 def _writing(segment: Segment, slot: int) -> Iterator[SlotGrant]:
-    """A grant of the slot, whose content is committed at the end."""
+    """Grant the slot for writing, and commit its content at the end."""
     generation = segment.generation(slot) + 1
     segment.set_generation(slot, generation)
-    yield SlotGrant(NODE, LIFE, slot, generation)
+    yield SlotGrant(NODE, INCARNATION, slot, generation)
     segment.set_generation(slot, generation + 1)
 
 
 @contextmanager
 def _neighbour(ways: _Ways, stack: ExitStack) -> Iterator[Peer]:
-    """Ended with the context; what serves it, with `stack`."""
+    """Run the neighbour process within the context; `stack` closes its data server."""
     slab, pool = ways.slab, ways.pool
     server = DataServer(slab, ANYWHERE, on_crash=fail)
     stack.callback(server.close)
@@ -250,7 +250,7 @@ def _neighbour(ways: _Ways, stack: ExitStack) -> Iterator[Peer]:
         "head_dim": slab.layout.head_dim,
     }
     roots = os.pathsep.join([str(NEIGHBOUR.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": roots, "PYTHONSAFEPATH": "1"}  # not this folder, whose modules would come first
+    environment = os.environ | {"PYTHONPATH": roots, "PYTHONSAFEPATH": "1"}  # not this folder: its modules would hide others
     what = "the neighbour process"
     with driver_process(
         NEIGHBOUR, order, python=sys.executable, what=what, timeout_s=120.0, environment=environment
@@ -259,7 +259,7 @@ def _neighbour(ways: _Ways, stack: ExitStack) -> Iterator[Peer]:
 
 
 def _bare_copies(cuda: Cuda, size_bytes: int) -> dict[str, Callable[[], float]]:
-    """One copy of so many bytes each way."""
+    """Return one copy of so many bytes in each direction."""
     xp, runtime = cuda.xp, cuda.xp.cuda.runtime
     device, other, host = xp.zeros(size_bytes, np.uint8), xp.zeros(size_bytes, np.uint8), cuda.pinned(size_bytes)
     host[:] = 1
@@ -285,7 +285,8 @@ def _bare_copies(cuda: Cuda, size_bytes: int) -> dict[str, Callable[[], float]]:
 
 
 def _engine_rows(cuda: Cuda, path: Path, spec: ModelSpec, bench: GpuBench, progress: Progress) -> list[Row]:
-    """Tokens per second beside the floor: operations over the GPU's float32 product rate, bytes over its memory's."""
+    """Return the rows of tokens per second beside the bound: operations over the GPU's float32 product rate, bytes over its
+    memory's."""
     progress("moving the weights to the GPU")
     engine = open_model(path, device="cuda", sequences=lambda **shape: DeviceSequence(cuda, **shape))
     progress(f"{CHECKED_TOKENS} tokens on the CPU and on the GPU")
@@ -319,7 +320,7 @@ def _engine_rows(cuda: Cuda, path: Path, spec: ModelSpec, bench: GpuBench, progr
 
 
 def _check_logits(cpu: Engine, gpu: Engine) -> None:
-    """Raises ValueError where the two engines differ by more than rounding."""
+    """Raise ValueError where the two engines differ by more than rounding."""
     prompt = random_prompt(np.random.default_rng(3), CHECKED_TOKENS, cpu.spec.vocab_size)
     logits = []
     for engine in (cpu, gpu):
@@ -333,7 +334,7 @@ def _check_logits(cpu: Engine, gpu: Engine) -> None:
 
 
 def _rates(cuda: Cuda) -> dict[str, Callable[[], float]]:
-    """A large float32 product, and a copy within the GPU, which reads and writes its bytes."""
+    """Return a large float32 product, and a copy within the GPU, which reads and writes its bytes."""
     xp = cuda.xp
     random = xp.asarray(np.random.default_rng(4).standard_normal((GEMM_SIZE, GEMM_SIZE), dtype=np.float32))
     out = xp.empty_like(random)
@@ -355,7 +356,7 @@ def _rates(cuda: Cuda) -> dict[str, Callable[[], float]]:
 
 
 def _rounds(sides: Mapping[str, Callable[[], float]], rounds: int, progress: Progress) -> dict[str, list[float]]:
-    """Seconds of every side in each counted round; the first is not."""
+    """Return the seconds of every side in each counted round; the first round is not counted."""
     took: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, side in sides.items():

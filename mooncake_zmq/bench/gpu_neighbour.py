@@ -1,8 +1,8 @@
-"""The other process of `bench gpu`: a decode's side, which opens a prefill's slab by its handle and loads its blocks, or
+"""The other process of `bench gpu`: the decode's side. It opens a prefill's slab by its handle and loads its blocks, or
 fetches them over a stream as if it were on another host.
 
-Its argument is a JSON object: where the slab is, and who serves it. It answers one line when ready, and one for each request;
-see `bench.others.peers`.
+Its argument is a JSON object: the slab's place and the data server's endpoint. It answers one line when ready, and one for each
+request; see `bench.others.peers`.
 """
 
 import json
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mooncake_zmq.bench.block_fetch import BareStream, BlockFetch
-from mooncake_zmq.bench.gpu import BLOCK_TOKENS, LIFE, NODE, load_all, new_sequence, references
+from mooncake_zmq.bench.gpu import BLOCK_TOKENS, INCARNATION, NODE, load_all, new_sequence, references
 from mooncake_zmq.bench.keys_driver import fail
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
@@ -23,9 +23,9 @@ def main(arguments: Sequence[str]) -> None:
     layout = BlockLayout(**shape, block_tokens=BLOCK_TOKENS)
     cuda = Cuda.open(layout)
     device, handle = bytes.fromhex(order["device"]), bytes.fromhex(order["handle"])
-    slab = DeviceSegment.open(cuda, order["path"], layout, LIFE, device, handle)
+    slab = DeviceSegment.open(cuda, order["path"], layout, INCARNATION, device, handle)
     sequence = new_sequence(cuda, layout)
-    fetch = BlockFetch(layout, slab.slots, (NODE, LIFE), order["data"], on_crash=fail)
+    fetch = BlockFetch(layout, slab.slots, (NODE, INCARNATION), order["data"], on_crash=fail)
     bare = BareStream(order["bare"])
 
     def load(*, verify: bool) -> float:
@@ -38,13 +38,13 @@ def main(arguments: Sequence[str]) -> None:
         "fetch": lambda: fetch.fetch_s(references(slab)),
         "receive": lambda: bare.fetch_s(fetch.memory),
     }
-    _tell({})
+    _answer({})
     for line in sys.stdin:
         asked = json.loads(line)
-        _tell({"s": ways[asked.pop("do")](**asked)})
+        _answer({"s": ways[asked.pop("do")](**asked)})
 
 
-def _tell(answer: dict[str, float]) -> None:
+def _answer(answer: dict[str, float]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

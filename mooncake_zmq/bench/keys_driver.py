@@ -1,8 +1,7 @@
-"""The far side of `bench pool --only keys`: a process that returns control frames, and serves blocks and values, over TCP.
+"""The remote side of `bench pool --only keys`: a process that returns control frames, and serves blocks and values, over TCP.
 
 Its argument is a JSON object with `keys`, a directory or "" for none, and `encrypt_bulk`. It answers one line when it serves,
-and ends with its input. Beside what is measured it sends the blocks' memory over a bare socket and as frames, to whoever asks
-for it.
+and ends with its input. As references it also sends the blocks' memory over a bare socket and as frames, on request.
 """
 
 import json
@@ -37,17 +36,17 @@ LAYOUT = BlockLayout(layers=8, block_tokens=32, kv_heads=4, head_dim=128)
 BLOCKS = 128
 BULK = Limits(max_message_bytes=2 << 20, send_hwm=16, receive_hwm=16)
 WANTED = b"!"
-"""What a frame begins with that is to be returned."""
+"""Prefix of the frames that are to be returned."""
 ANYWHERE = "tcp://127.0.0.1:*"
 
 
 def open_sockets(keys: str, name: str, *, encrypt_bulk: bool) -> Sockets:
-    """Those of one side, borrowed."""
+    """Return the sockets of one side, which the caller borrows."""
     return Sockets(key_files.load(Path(keys), name) if keys else None, encrypt_bulk=encrypt_bulk).borrow()
 
 
 def main() -> None:
-    """See the module."""
+    """Run the process that the module's docstring describes."""
     order = json.loads(sys.argv[1])
     with ExitStack() as stack:
         sockets = open_sockets(order["keys"], FAR, encrypt_bulk=order["encrypt_bulk"])
@@ -64,7 +63,7 @@ def main() -> None:
         views = [segment.layers_view(slot, 0, LAYOUT.layers) for slot in range(BLOCKS)]
         threading.Thread(target=send_bare, args=(bare, views), daemon=True).start()
         framing = sockets.listening(zmq.ROUTER, ANYWHERE, "data", BULK)
-        framing.router_mandatory = True  # it waits where it would drop
+        framing.router_mandatory = True  # Wait for the queue instead of dropping.
         framing.bind(ANYWHERE)
         threading.Thread(target=send_frames, args=(framing, segment), daemon=True).start()
         store = StoreServer(
@@ -89,11 +88,11 @@ def main() -> None:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
         sys.stdin.read()
-    os._exit(0)  # threads are in a receive
+    os._exit(0)  # The threads are blocked in a receive.
 
 
 def return_frames(router: "zmq.Socket[bytes]", keyed: bool) -> None:
-    """As a node takes frames: with keys, the name that the connection stands for is looked at for each."""
+    """Receive and return frames as a node does: with keys, it looks up the connection's name for each."""
     while True:
         sender = router.recv()
         frame: Any = router.recv(copy=False)
@@ -103,7 +102,7 @@ def return_frames(router: "zmq.Socket[bytes]", keyed: bool) -> None:
 
 
 def send_frames(router: "zmq.Socket[bytes]", segment: Segment) -> None:
-    """All blocks' bytes, a block a frame, not copied, for each message that comes."""
+    """Send all blocks' bytes, a block a frame, not copied, for each message that arrives."""
     while True:
         peer, _ = router.recv_multipart()
         for slot in range(BLOCKS):
@@ -111,7 +110,7 @@ def send_frames(router: "zmq.Socket[bytes]", segment: Segment) -> None:
 
 
 def fill(segment: Segment, slot: int) -> SlotRef:
-    """A committed block of noise."""
+    """Write and commit a block of random bytes."""
     noise = np.random.default_rng(slot)
     segment.set_generation(slot, 1)
     for layer in range(LAYOUT.layers):
@@ -123,7 +122,7 @@ def fill(segment: Segment, slot: int) -> SlotRef:
 
 
 def fail(error: BaseException) -> None:
-    """A thread's bug ends the process: nothing that it measured means anything."""
+    """End the process on a thread's bug: its measurements would mean nothing."""
     sys.stderr.write(f"{error!r}\n")
     os._exit(1)
 

@@ -84,11 +84,11 @@ def client(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Replay a trace against any OpenAI endpoint at URL, each request at its time, and tell how it was served.
+    """Replay a trace against any OpenAI endpoint at URL, each request at its time, and report how it was served.
 
     Prompts are made of the trace's hash ids. TTFT counts from sending, with the connection's time; TBT is the mean of a
-    request's longest tenth of gaps. How late this client itself was stands in the last rows. Where the server tells no token
-    ids (--plain, or it does not know them) a piece of text counts as a token where gaps are taken.
+    request's longest tenth of gaps. The lag of this client itself stands in the last rows. Where the server sends no token ids
+    (--plain, or it does not know them) a piece of text counts as a token where gaps are taken.
 
     The exit status is 0 if any request was answered to its end, else 1.
     """
@@ -131,7 +131,8 @@ def client(
 @json_option
 @plot_option("the ratios")
 def gateway(rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
-    """What the gateway adds: TTFT at idle, CPU time of its process per token, a thousand open streams, 200 requests a second.
+    """Measure what the gateway adds: TTFT at idle, CPU time of its process per token, a thousand open streams, 200 requests a
+    second.
 
     Engines are the toy's or modelled, so it takes no GPU; everything else is real. About two minutes on 2 cores.
     """

@@ -1,4 +1,4 @@
-"""What processes take of memory and of the CPU, as the kernel counts it."""
+"""Memory and CPU time of processes, as the kernel counts them."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ FIELDS = {"VmHWM": "peak_bytes", "RssAnon": "private_bytes", "RssFile": "file_by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Resident memory of one process: its peak, and what it is now made of."""
+    """Resident memory of one process: its peak, and its present composition."""
 
     name: str
     peak_bytes: int
     private_bytes: int
-    """Its own alone: heap, stacks, activations, a sequence's KV."""
+    """Private memory: heap, stacks, activations, a sequence's KV."""
     file_bytes: int
     """Mapped files: weights and libraries, in memory once for all that map them."""
     shared_bytes: int
@@ -24,7 +24,7 @@ class Footprint:
 
 
 def footprint(name: str, pid: int) -> Footprint:
-    """Of a running process. Raises ProcessLookupError when there is none."""
+    """Return the footprint of a running process. Raises ProcessLookupError when there is none."""
     sizes = dict.fromkeys(FIELDS.values(), 0)
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -38,7 +38,8 @@ def footprint(name: str, pid: int) -> Footprint:
 
 
 def shared_files(pid: int, directory: str = "/dev/shm") -> dict[str, int]:
-    """The files below a tmpfs that a process maps, and the memory each takes: all of it, touched by this process or not."""
+    """Return the files below a tmpfs that a process maps, and the memory each takes: all of it, touched by this process or
+    not."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     names = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return {
@@ -47,7 +48,7 @@ def shared_files(pid: int, directory: str = "/dev/shm") -> dict[str, int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time that a process and its descendants have used; 0 for one that is gone. Resolution: a clock tick."""
+    """Return the CPU time that a process and its descendants have used; 0 for one that has ended. Resolution: a clock tick."""
     used_s = 0.0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -59,6 +60,6 @@ def cpu_s(pid: int) -> float:
 
 
 def threads_cpu_s(pid: int) -> float:
-    """CPU time that the threads of a process have used which are there now, to the microsecond or better."""
+    """Return the CPU time of the process's threads that now exist, to the microsecond or better."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9

@@ -1,4 +1,4 @@
-"""What a bench needs to talk to one role's process over ZeroMQ: that process, and nodes of its own that stand opposite it."""
+"""Tools of a benchmark that talks to one role's process over ZeroMQ: that process, and stub nodes as its peers."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 
 
 class Opposite:
-    """An actor whose state nobody asks for; what it reacts to is the bench's."""
+    """A stub actor without gauges or state to dump; the benchmark defines how it handles events."""
 
     def __init__(self) -> None:
         self.counts = Tally()
@@ -42,7 +42,7 @@ class Opposite:
 def role_process(
     role: Role, name: str, path: Path, overrides: Mapping[str, str]
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
-    """The process of node `name` of the file at `path`, ended with the context, and the file that it writes its words to."""
+    """Run the process of node `name` of the file at `path`, until the context ends; yield it and the file of its output."""
     settings = [part for key, value in overrides.items() for part in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "mooncake_zmq", role, "--config", str(path), "--node", name, *settings]
     words = path.with_name(f"{role}.out")
@@ -56,7 +56,8 @@ def role_process(
 
 
 def runtime_of(actor: Actor, config: Config, name: str, *, peer: str) -> ZmqRuntime:
-    """`actor` as node `name` of the deployment, in conversation with node `peer` alone. To be run and closed."""
+    """Return a runtime of `actor` as node `name` of the deployment, whose only peer is `peer`. The caller runs and closes
+    it."""
     node, model = config.node(name), prepared(config)
     hello = Hello(
         protocol=PROTOCOL_VERSION,

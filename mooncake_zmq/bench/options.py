@@ -1,4 +1,4 @@
-"""Options that several `bench` commands have, and how they tell of their progress."""
+"""Options that several `bench` commands have, and their progress output."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,18 +21,18 @@ backend_option = click.option(
 
 
 def rounds_option(default: int) -> Option:
-    """How often each row is measured."""
+    """Return the option for how often each row is measured."""
     what = "Rounds per row; medians are shown."
     return click.option("--rounds", type=click.IntRange(min=1), default=default, show_default=True, help=what)
 
 
 def plot_option(what: str) -> Option:
-    """A file to draw `what` to."""
+    """Return the option for a file to draw `what` to."""
     return click.option("--plot", type=click.Path(path_type=Path), help=f"Draw {what} to this file.")
 
 
 def numbers_option(name: str, least: int, default: str, help: str) -> Option:
-    """An option of whole numbers with commas between them: a tuple, sorted, none twice."""
+    """Return an option of whole numbers with commas between them: a tuple, sorted, none twice."""
 
     def parse(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[int, ...]:
         try:
@@ -47,5 +47,5 @@ def numbers_option(name: str, least: int, default: str, help: str) -> Option:
 
 
 def tell(text: str) -> None:
-    """Progress."""
+    """Print progress."""
     click.echo(text, err=True)

@@ -1,7 +1,7 @@
 """`bench overload`: a live cluster of modelled engines at a multiple of what its prefills can compute, over HTTP, streaming.
 
-What it promises is held against what its clients saw: who is admitted gets its first token and its pace in time, everybody
-else is told at once, and when to come back.
+Its promises are compared with its clients' records: an admitted request gets its first token and its later ones in time, any
+other is refused at once, with a time to retry.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ Progress = Callable[[str], None]
 
 MODELLED = Path(__file__).parent.parent.parent / "configs/modelled.toml"
 SPREAD = 0.8
-"""Of the logarithm of prompt lengths."""
+"""Standard deviation of the logarithm of prompt lengths."""
 SHORTEST_TOKENS = 256
 ERROR_PROMISE, SLO_PROMISE, REFUSAL_MS = 0.15, 0.99, 50.0
-"""What the figures are held against: predicted TTFT's mean error over its mean, the share of the admitted in time, and the time
-of a refusal: no queue, just a decision, on a machine whose cores are all in use."""
+"""Goals of the figures: predicted TTFT's mean error over its mean, the share of the admitted in time, and the time of a
+refusal, which takes a decision but no queue, on a machine whose cores are all in use."""
 
 LATE_MS = 30.0
-"""A client that sends later than this has waited for a core, and so has everybody else."""
+"""A client that sends later than this has waited for a core, and so have all other processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def bench_overload(path: Path, wanted: Load, progress: Progress) -> Report:
 
 
 def modelled_costs(config: Config) -> Costs:
-    """What a prompt takes the cluster's prefills, which all model the same. Raises click.ClickException."""
+    """Return the costs of the cluster's prefills, which all model the same. Raises click.ClickException."""
     profiles = {node.modelled for node in config.of_role("prefill", "decode")}
     if len(profiles) != 1 or "" in profiles:
         raise click.ClickException("bench overload needs prefills and decodes of one backend modelled:PROFILE")
@@ -78,14 +78,14 @@ def modelled_costs(config: Config) -> Costs:
 
 
 def draw_lengths(wanted: Load, longest: int) -> NDArray[np.int64]:
-    """Prompt lengths to be taken in turn: a long tail, as in the traces of conversations."""
+    """Return prompt lengths, to be used in turn: a long tail, as in the traces of conversations."""
     random = np.random.default_rng(wanted.seed)
     drawn = random.lognormal(np.log(wanted.prompt_tokens) - SPREAD**2 / 2, SPREAD, size=4096)
     return np.clip(drawn, SHORTEST_TOKENS, longest).astype(np.int64)
 
 
 def draw_arrivals(wanted: Load, capacity_per_s: float) -> list[float]:
-    """Poisson arrivals, in seconds from the start."""
+    """Return Poisson arrivals, in seconds from the start."""
     random = np.random.default_rng(wanted.seed + 1)
     rate = wanted.multiple * capacity_per_s
     times = np.cumsum(random.exponential(1 / rate, size=int(2 * rate * wanted.duration_s) + 16))
@@ -93,7 +93,7 @@ def draw_arrivals(wanted: Load, capacity_per_s: float) -> list[float]:
 
 
 def requests(arrivals: Sequence[float], lengths: NDArray[np.int64], wanted: Load) -> list[Arrival]:
-    """Each has a prompt of its own: no block of it was computed before."""
+    """Return requests with a prompt of its own each: no block of it was computed before."""
     random = np.random.default_rng(wanted.seed + 2)
     sized = zip(arrivals, cycle(lengths.tolist()), strict=False)
     return [Arrival(at, tokens, wanted.output_tokens, _hash_ids(random, tokens)) for at, tokens in sized]
@@ -104,16 +104,17 @@ def _hash_ids(random: np.random.Generator, tokens: int) -> tuple[int, ...]:
 
 
 def predictions_of(cluster: BenchCluster, config: Config) -> dict[str, float]:
-    """Of TTFT, by the gateways' own books: how many, the mean, and the mean error in seconds. Empty if they keep none."""
+    """Return the predictions of TTFT as the gateways count them: how many, the mean, and the mean error in seconds. Empty if
+    they keep none."""
     dumps = cluster.dumps([node.name for node in config.of_role("gateway")])
-    told = [dump["actor"].get("predictions", {}).get("ttft", {}) for dump in dumps.values()]
-    made = sum(each.get("count", 0) for each in told)
+    predictions = [dump["actor"].get("predictions", {}).get("ttft", {}) for dump in dumps.values()]
+    made = sum(each.get("count", 0) for each in predictions)
     if not made:
         return {}
     return {
         "count": made,
-        "actual_s": sum(each["count"] * each["actual_s"] for each in told if each) / made,
-        "error_s": sum(each["count"] * each["absolute_error_s"] for each in told if each) / made,
+        "actual_s": sum(each["count"] * each["actual_s"] for each in predictions if each) / made,
+        "error_s": sum(each["count"] * each["absolute_error_s"] for each in predictions if each) / made,
     }
 
 
@@ -125,7 +126,7 @@ def as_report(
     capacity_per_s: float,
     predictions: dict[str, float],
 ) -> Report:
-    """Each figure beside what was promised."""
+    """Return each figure beside its goal."""
     conductor = config.conductor
     admitted = [each for each in seen if each.status == 200]
     refused = [each for each in seen if each.status == 429]
@@ -136,7 +137,7 @@ def as_report(
     def row(name: str, unit: str, value: float, reference: float, *, higher: bool = True) -> None:
         report.rows.append(Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=higher))
 
-    # What came in the time, and what may still be waiting at its end, one TTFT long.
+    # Requests that came in the time, and those that may still be waiting at its end, one TTFT long.
     served_s = wanted.duration_s + conductor.ttft_slo_s
     row("admitted", "share", len(admitted) / max(1, len(seen)), min(1.0, capacity_per_s * served_s / max(1, len(seen))))
     row("of these, to their end", "share", len(ended) / max(1, len(admitted)), 1.0)

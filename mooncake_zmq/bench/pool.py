@@ -1,6 +1,6 @@
 """`bench pool`: the KV pool against memory, transport and disk, and against other stores over the same values.
 
-Local and remote: values of one size, put and got in batches of 16, over a working set that no cache holds; each store's
+Local and remote: values of one size, put and got in batches of 16, over a working set larger than any cache; each store's
 owner and client are processes of their own (`others`). The sides of a row take turns round by round, the
 first round of each is not counted (its memory is written for the first time), and every byte got is compared.
 """
@@ -34,7 +34,7 @@ OURS, MOONCAKE, STREAM = "mooncake_zmq", "mooncake", "stream"
 """The driver's names of the stores."""
 CHECKED, UNCHECKED = "checksum on", "checksum off"
 LOCAL_SETTINGS = {CHECKED: {}, UNCHECKED: {"verify_local": False, "checksum_local": False}}
-"""The second where this machine's CPU lets a client do without."""
+"""Settings by name; the second is for machines whose CPU lets a client skip local verification."""
 WAYS = ("get", "put")
 
 Progress = Callable[[str], None]
@@ -42,7 +42,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolBench:
-    """What to run. Pythons: interpreters whose environments have the other stores; None leaves these out."""
+    """The parameters of a run. Pythons: interpreters whose environments have the other stores; None leaves these out."""
 
     rounds: int = 5
     working_set_bytes: int = 512 * MIB
@@ -52,7 +52,7 @@ class PoolBench:
 
 
 def bench_pool(bench: PoolBench, *, parts: Sequence[str], progress: Progress) -> Report:
-    """Run `parts` of it. Raises click.ClickException when a process of it dies."""
+    """Run the chosen groups of rows. Raises click.ClickException when one of its processes dies."""
     report = Report("pool")
     for part in parts:
         report.rows += PARTS[part](bench, progress)
@@ -60,7 +60,7 @@ def bench_pool(bench: PoolBench, *, parts: Sequence[str], progress: Progress) ->
 
 
 def local_rows(bench: PoolBench, progress: Progress) -> list[Row]:
-    """Through shared memory, beside a plain copy from source to target by one thread in the same process and round."""
+    """Measure shared memory, beside a plain copy from source to target by one thread in the same process and round."""
     with ExitStack() as stack:
         pool = stack.enter_context(_owner(bench, OURS, segment_bytes=_segment_bytes(bench)))
         sides = {
@@ -84,7 +84,7 @@ def local_rows(bench: PoolBench, progress: Progress) -> list[Row]:
 
 
 def remote_rows(bench: PoolBench, progress: Progress) -> list[Row]:
-    """Over TCP loopback, checksums on, beside a bare zero-copy stream of the same bytes and beside the other stores."""
+    """Measure TCP loopback, checksums on, beside a bare zero-copy stream of the same bytes and beside the other stores."""
     with ExitStack() as stack:
         streams = {f"stream {n}": _stream(bench, stack, connections=n) for n in (1, 2)}
         stores = _remote_stores(bench, stack)
@@ -105,7 +105,7 @@ def remote_rows(bench: PoolBench, progress: Progress) -> list[Row]:
 
 
 def exist_rows(bench: PoolBench, progress: Progress) -> list[Row]:
-    """Batched existence from another process, half of the keys missing, several calls in flight."""
+    """Measure batched existence from another process, half of the keys missing, several calls in flight."""
     with ExitStack() as stack:
         stores = _remote_stores(bench, stack)
         arguments = {"resident": RESIDENT_KEYS, "keys_per_call": KEYS_PER_CALL, "in_flight": IN_FLIGHT, "calls": EXIST_CALLS}
@@ -118,7 +118,7 @@ def exist_rows(bench: PoolBench, progress: Progress) -> list[Row]:
 
 
 def lease_rows(bench: PoolBench, progress: Progress) -> list[Row]:
-    """A lease of 32 blocks and its release, at a cache-node process of this host."""
+    """Measure a lease of 32 blocks and its release, at a cache-node process of this host."""
     medians = []
     for number in range(bench.rounds):
         progress(f"leases, round {number + 1} of {bench.rounds}")
@@ -127,15 +127,15 @@ def lease_rows(bench: PoolBench, progress: Progress) -> list[Row]:
 
 
 def index_rows(bench: PoolBench, progress: Progress) -> list[Row]:
-    """Memory of the index, a block being in DRAM and on SSD."""
+    """Measure the memory of the index, each block being in DRAM and on SSD."""
     progress(f"index of {INDEX_BLOCKS:,} blocks")
     grown = index_bytes_per_block(INDEX_BLOCKS)
     return [_cost("index, each block in DRAM and SSD / 256 wanted", "bytes/block", [grown], [WANTED_INDEX_BYTES])]
 
 
 def keys_rows(bench: PoolBench, progress: Progress) -> list[Row]:
-    """Control frames, blocks and values over TCP with keys, beside the same without, and blocks beside a bare stream; see
-    `bench.pool_keys`."""
+    """Measure control frames, blocks and values over TCP with keys, beside the same without, and blocks beside a bare stream;
+    see `bench.pool_keys`."""
     took = cost_of_keys(bench.rounds, progress)
     on, off = "encrypted", "clear"
     rows = [
@@ -153,7 +153,7 @@ def keys_rows(bench: PoolBench, progress: Progress) -> list[Row]:
 
 
 def ssd_rows(bench: PoolBench, progress: Progress) -> list[Row]:
-    """Demotion and promotion, checksums on, against bare direct I/O; see `bench.disk`."""
+    """Measure demotion and promotion, checksums on, against bare direct I/O; see `bench.disk`."""
     return disk_rows(bench.disk_directory, rounds=bench.rounds, working_set_bytes=bench.working_set_bytes, progress=progress)
 
 
@@ -169,12 +169,12 @@ PARTS: dict[str, Callable[[PoolBench, Progress], list[Row]]] = {
 
 
 def _segment_bytes(bench: PoolBench) -> int:
-    """Room for a round's values whatever an allocator rounds them up to; evicting is not what is measured."""
+    """Return room for a round's values however an allocator rounds them up; evicting is not measured here."""
     return bench.working_set_bytes * 3 // 2 + 64 * MIB
 
 
 def _remote_stores(bench: PoolBench, stack: ExitStack) -> dict[str, Peer]:
-    """A client of each store there is, none of which can map its owner's memory."""
+    """Return a client of each available store, none of which can map its owner's memory."""
     owned = {"segment_bytes": _segment_bytes(bench)}
     clients = {OURS: _client(bench, OURS, stack.enter_context(_owner(bench, OURS, **owned)), client={"share_memory": False})}
     if bench.mooncake_python:
@@ -205,7 +205,7 @@ def _peer(bench: PoolBench, store: str, **settings: Any) -> AbstractContextManag
 def _rounds(
     bench: PoolBench, progress: Progress, what: str, sides: Mapping[str, Peer], method: str, **arguments: Any
 ) -> dict[tuple[str, str], list[float]]:
-    """Have every side do a round in its turn: (side, figure's name) -> the figure of each counted round."""
+    """Let every side do a round in its turn: (side, figure's name) -> the figure of each counted round."""
     took: dict[tuple[str, str], list[float]] = {}
     for number in range(bench.rounds + 1):
         progress(f"{what}, round {number} of {bench.rounds}" if number else f"{what}, warming up")

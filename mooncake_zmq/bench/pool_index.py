@@ -1,4 +1,4 @@
-"""Bytes of memory that the pool's index takes per block: the growth of a fresh process, this module run as one."""
+"""Bytes of memory that the pool's index takes per block: the growth of a new process that runs this module."""
 
 import hashlib
 import subprocess
@@ -8,7 +8,7 @@ import click
 
 
 def index_bytes_per_block(blocks: int) -> float:
-    """Resident bytes per block of `blocks` blocks that are each in DRAM and on SSD, in a process of its own."""
+    """Return the resident bytes per block of `blocks` blocks that are each in DRAM and on SSD, in a process of its own."""
     run = subprocess.run([sys.executable, "-m", __name__, str(blocks)], capture_output=True, text=True)
     if run.returncode:
         raise click.ClickException(f"measuring the index failed:\n{run.stderr}")
@@ -16,7 +16,7 @@ def index_bytes_per_block(blocks: int) -> float:
 
 
 def _grow(blocks: int) -> float:
-    """Fill a tier's slots in the way of each tier: DRAM by puts, SSD by what a recovery finds."""
+    """Fill each tier's slots as the live pool does: DRAM by puts, SSD by the blocks that a recovery finds."""
     import psutil
 
     from mooncake_zmq.kv.slots import Slots, SlotState

@@ -1,6 +1,5 @@
-"""What keys cost: control frames, blocks and values over TCP loopback between two processes, in turns: without keys, with them,
-and with them but what is in bulk in clear. Beside each, the same blocks over a bare socket, and as frames of ZeroMQ.
-"""
+"""The cost of keys: control frames, blocks and values over TCP loopback between two processes, in turns: without keys, with
+them, and with them but bulk data in clear. Beside each, the same blocks over a bare socket, and as frames of ZeroMQ."""
 
 import sys
 import time
@@ -28,26 +27,26 @@ ROUND_TRIPS, FRAMES = 2_000, 50_000
 TIMEOUT_S = 60.0
 FIGURES = ("round trip", "frames", "blocks", "values", "bare", "framed")
 SIDES = {"clear": (False, True), "attached": (True, False), "encrypted": (True, True)}
-"""Name -> (with keys, encrypting what is in bulk)."""
+"""Name -> (with keys, encrypting bulk data)."""
 VALUES_PER_CALL = 16
 
 
 class Near:
-    """Our side of one far process."""
+    """Our side of one remote process."""
 
-    def __init__(self, keys: str, encrypt_bulk: bool, told: dict[str, Any]) -> None:
+    def __init__(self, keys: str, encrypt_bulk: bool, remote: dict[str, Any]) -> None:
         self._sockets = open_sockets(keys, NEAR, encrypt_bulk=encrypt_bulk)
-        self._socket, _ = self._sockets.connecting(zmq.DEALER, told["control"], "control", LIMITS, server=FAR)
+        self._socket, _ = self._sockets.connecting(zmq.DEALER, remote["control"], "control", LIMITS, server=FAR)
         self._socket.rcvtimeo = self._socket.sndtimeo = int(TIMEOUT_S * 1000)
-        self._socket.connect(told["control"])
-        self._blocks = [SlotRef(FAR, 1, slot, 2, checksum) for slot, checksum in enumerate(told["checksums"])]
-        self._fetch = BlockFetch(LAYOUT, BLOCKS, (FAR, 1), told["data"], on_crash=fail, sockets=self._sockets)
+        self._socket.connect(remote["control"])
+        self._blocks = [SlotRef(FAR, 1, slot, 2, checksum) for slot, checksum in enumerate(remote["checksums"])]
+        self._fetch = BlockFetch(LAYOUT, BLOCKS, (FAR, 1), remote["data"], on_crash=fail, sockets=self._sockets)
         self._memory = self._fetch.memory
-        self._bare = BareStream(told["bare"])
-        self._framed, _ = self._sockets.connecting(zmq.DEALER, told["framed"], "data", BULK, server=FAR)
-        self._framed.connect(told["framed"])
+        self._bare = BareStream(remote["bare"])
+        self._framed, _ = self._sockets.connecting(zmq.DEALER, remote["framed"], "data", BULK, server=FAR)
+        self._framed.connect(remote["framed"])
         self._store = MooncakeDistributedStore()
-        place = told["store"].removeprefix("tcp://")
+        place = remote["store"].removeprefix("tcp://")
         config: dict[str, Any] = {"local_hostname": "near", "share_memory": False}
         config |= (
             {"master_server_addr": f"{FAR}@{place}", "keys": keys, "key_name": NEAR} if keys else {"master_server_addr": place}
@@ -66,7 +65,7 @@ class Near:
         self._sockets.give_back()
 
     def measure(self) -> dict[str, float]:
-        """By name of FIGURES: us, frames/s, GB/s."""
+        """Return by name of FIGURES: us, frames/s, GB/s."""
         measures = (self._round_trip_us, self._frames_per_s, self._blocks_gb_per_s, self._values_gb_per_s, self._bare_gb_per_s)
         return {figure: measured() for figure, measured in zip(FIGURES, (*measures, self._framed_gb_per_s), strict=True)}
 
@@ -117,7 +116,8 @@ class Near:
 
 
 def cost_of_keys(rounds: int, progress: Callable[[str], None]) -> dict[tuple[str, str], list[float]]:
-    """(one of SIDES, one of FIGURES) -> the figure of each round. Raises click.ClickException when the far side dies."""
+    """Return (one of SIDES, one of FIGURES) -> the figure of each round. Raises click.ClickException when the remote side
+    dies."""
     took: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
         keys = _keys_in(stack.enter_context(TemporaryDirectory()))
@@ -129,7 +129,7 @@ def cost_of_keys(rounds: int, progress: Callable[[str], None]) -> dict[tuple[str
             progress(f"keys off and on, round {number} of {rounds}")
             for how, near in nears.items():
                 for figure, value in near.measure().items():
-                    if number:  # the first time memory is written and connections are made
+                    if number:  # The first round writes memory for the first time and connects.
                         took.setdefault((how, figure), []).append(value)
     return took
 

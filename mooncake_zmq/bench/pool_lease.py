@@ -1,4 +1,5 @@
-"""Lease and release of blocks at a live cache-node on this host: what a scheduler step pays before it can read a prefix."""
+"""Lease and release of blocks at a live cache-node on this host: the time a scheduler step spends before it can read a
+prefix."""
 
 import subprocess
 import tempfile
@@ -42,7 +43,8 @@ host = "host-a"
 
 
 class LeaseClient(Opposite):
-    """Puts a chain of blocks once, then leases and releases it, over and over; `took_s` of each, release included.
+    """Puts a chain of blocks once, then leases and releases it, again and again; `took_s` has the time of each, release
+    included.
 
     The cache-node handles a conversation in order: it answers the next lease only after the release sent before it.
     """
@@ -64,7 +66,7 @@ class LeaseClient(Opposite):
             case PeerUp():
                 return [Send(CACHE, ReserveSlots(put_id=1, keys=self._keys, ttl_s=TTL_S))]
             case Received(_, SlotsReserved(grants=grants)):
-                # Leases are of the control plane: the bytes behind them are not looked at here.
+                # Leases belong to the control plane: the bytes behind them are not read here.
                 commit = CommitSlots(put_id=1, checksums=tuple((grant.index, 1) for grant in grants))
                 return [Send(CACHE, commit), self._lease(now)]
             case Received(_, BlocksLeased(sources=sources)) if len(sources) == BLOCKS:
@@ -84,7 +86,8 @@ class LeaseClient(Opposite):
 
 
 def lease_times_s(cycles: int) -> list[float]:
-    """Seconds of each lease and release of 32 blocks, one after another. Raises click.ClickException if it breaks off."""
+    """Return the seconds of each lease and release of 32 blocks, one after another. Raises click.ClickException if it breaks
+    off."""
     with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
         path = Path(directory) / "lease.toml"
         path.write_text(CONFIG)

@@ -1,4 +1,4 @@
-"""The one shape of every benchmark's result: a table, one JSON object, a plot."""
+"""The one form of every benchmark's result: a table, one JSON object, a plot."""
 
 import json
 import logging
@@ -33,14 +33,14 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How many times better than the reference."""
+        """The factor by which the value is better than the reference."""
         better, worse = (self.value, self.reference) if self.higher_is_better else (self.reference, self.value)
         return better / worse if worse else float("inf")
 
 
 @dataclass(slots=True)
 class Report:
-    """All rows of one benchmark run, what its processes took of memory, and what a reader must know beside them."""
+    """All rows of one benchmark run, its processes' memory, and notes that a reader must know beside them."""
 
     bench: str
     rows: list[Row] = field(default_factory=list)
@@ -48,7 +48,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """`{"bench", "commit", "machine", "rows": [{"name", "unit", "value", "reference", "ratio"}], "memory", "notes"}`.
+        """Return `{"bench", "commit", "machine", "rows": [{"name", "unit", "value", "reference", "ratio"}], "memory",
+        "notes"}`.
 
         `memory`: [{"name", and Footprint's fields in bytes}]; `notes`: texts.
         """
@@ -113,7 +114,7 @@ class Report:
 
 @contextmanager
 def warnings_only() -> Iterator[None]:
-    """Log lines below that are not written, and these go to standard error: standard output is the report's."""
+    """Drop log lines below warnings and send warnings to standard error: standard output is the report's."""
     before = structlog.get_config()
     warnings = structlog.make_filtering_bound_logger(logging.WARNING)
     structlog.configure(wrapper_class=warnings, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
@@ -124,7 +125,7 @@ def warnings_only() -> Iterator[None]:
 
 
 def commit() -> str:
-    """Short hash of the checkout this package runs from, with + if it was changed; "unknown" outside one."""
+    """Return the short hash of the checkout this package runs from, with + if it was changed; "unknown" outside one."""
     here = Path(__file__).parent
     try:
         run = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True, timeout=10)
@@ -134,7 +135,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Processor and core count, as a reader of the figures needs them."""
+    """Return processor and core count."""
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,9 +1,8 @@
-"""`bench schedule`: how fast the conductor decides, alone on one core, on clusters of several sizes that live through one
-trace.
+"""`bench schedule`: how fast the conductor decides, alone on one core, on clusters of several sizes that serve one trace.
 
 Timed is `handle`, from a decoded message to its effects, as CPU time of the thread. Decisions per second are those of the
 `Schedule`s alone, the collector's pauses in them included; announcements, load reports and ends of requests happen
-in between and are shown apart, and so are the collector's pauses. Hashing prompts is the gateway's work.
+in between and are shown separately, and so are the collector's pauses. Hashing prompts is the gateway's work.
 """
 
 import gc
@@ -41,7 +40,7 @@ COSTS = HARDWARE["a800-llama3-70b"]
 LAYOUT = BlockLayout(layers=80, kv_heads=8, head_dim=128, block_tokens=BLOCK_TOKENS)
 GENERATED_REQUESTS = 6_000
 GOALS = ((16, 20_000.0), (1 << 30, 12_000.0))
-"""Decisions per second asked for, up to so many hosts."""
+"""Goals: decisions per second, up to so many hosts."""
 GOAL_UPDATES_PER_S = 2e6
 GOAL_ZMQ_PER_S, GOAL_ZMQ_MS = 3_000.0, 10.0
 UPDATE_NODES = 256
@@ -65,15 +64,15 @@ class Timings:
     by_kind: dict[str, list[float]] = field(default_factory=dict)
     updated: int = 0
     collecting_s: dict[str, float] = field(default_factory=dict)
-    """What the collector took during events of a kind; that is not in `by_kind`."""
+    """Time of the garbage collector during events of a kind; not in `by_kind`."""
 
     def add(self, kind: str, seconds: float) -> None:
-        """One event."""
+        """Add one event."""
         self.by_kind.setdefault(kind, []).append(seconds)
 
     @property
     def decisions_per_s(self) -> float:
-        """`Schedule`s alone."""
+        """Decisions per second of the `Schedule`s alone."""
         each = self.by_kind["Schedule"]
         return len(each) / (sum(each) + self.collecting_s.get("Schedule", 0.0))
 
@@ -84,7 +83,7 @@ class Timings:
         return self.updated / (seconds + self.collecting_s.get("BlocksAnnounced", 0.0))
 
     def rows(self) -> list[tuple[str, int, float, float, float, float]]:
-        """(kind, events, mean, median, 99th percentile, longest), in microseconds."""
+        """Return (kind, events, mean, median, 99th percentile, longest), in microseconds."""
         table: list[tuple[str, int, float, float, float, float]] = []
         for kind, each in sorted(self.by_kind.items()):
             us = 1e6 * np.array(each)
@@ -94,7 +93,7 @@ class Timings:
 
 
 class Collector:
-    """How long the collector took since it was asked last."""
+    """Measures the garbage collector's time between two calls."""
 
     def __init__(self) -> None:
         self._begun = 0.0
@@ -107,25 +106,25 @@ class Collector:
             self._lately_s += time.thread_time() - self._begun
 
     def lately_s(self) -> float:
-        """Its pauses since the last call."""
+        """Return the collector's pauses since the last call."""
         lately_s, self._lately_s = self._lately_s, 0.0
         return lately_s
 
 
 @dataclass(slots=True)
 class ScheduleReport(Report):
-    """Also keeps what each kind of event took, by number of hosts."""
+    """A report that also has the time of each kind of event, by number of hosts."""
 
     timings: dict[int, Timings] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Adds `events`: {hosts: [{kind, events, and microseconds}]}."""
+        """Return the report with `events`: {hosts: [{kind, events, and microseconds}]}."""
         columns = ("kind", "events", "mean_us", "p50_us", "p99_us", "max_us")
         events = {str(h): [dict(zip(columns, row, strict=True)) for row in t.rows()] for h, t in self.timings.items()}
         return Report.as_json(self) | {"events": events}
 
     def show(self, *, as_json: bool, plot: Path | None) -> None:
-        """As every report, and a table of the events."""
+        """Print the report and a table of the events."""
         Report.show(self, as_json=as_json, plot=plot)
         if not as_json:
             table = Table(title="microseconds of CPU per event")
@@ -160,8 +159,8 @@ def bench_schedule(
     requests: int = 0,
     zmq_per_s: float | None = None,
 ) -> ScheduleReport:
-    """Replay `trace`, or a generated one, on each number of hosts; only its first `requests` if not 0. `zmq_per_s`: also ask
-    a conductor process so often. Raises click.ClickException for a trace that cannot be read."""
+    """Replay `trace`, or a generated one, on each number of hosts; only its first `requests` if not 0. `zmq_per_s`: also send a
+    conductor process so many requests. Raises click.ClickException for a trace that cannot be read."""
     asked = read_trace(trace) if trace is not None else generated(GENERATED_REQUESTS)
     asked = asked[:requests] if requests else asked
     report = ScheduleReport("schedule")
@@ -186,7 +185,7 @@ def bench_schedule(
 
 
 def replay(asked: Sequence[Asked], hosts: int) -> Timings:
-    """One conductor's life through the trace."""
+    """Run one conductor through the trace."""
     load = ClusterLoad(asked, hosts=hosts, costs=COSTS)
     settings = ConductorSettings(tbt_slo_s=0.1)
     conductor = Conductor(name="k", host="h", incarnation=1, settings=settings, layout=LAYOUT, costs=COSTS)
@@ -195,7 +194,7 @@ def replay(asked: Sequence[Asked], hosts: int) -> Timings:
     timings = Timings()
     collector = Collector()
     gc.collect()
-    gc.freeze()  # the trace is not the conductor's
+    gc.freeze()  # The trace does not belong to the conductor.
     gc.callbacks.append(collector)
     try:
         _live(conductor, load, timings, collector)
@@ -223,7 +222,7 @@ def _live(conductor: Conductor, load: ClusterLoad, timings: Timings, collector: 
 
 
 def read_trace(path: Path) -> list[Asked]:
-    """The requests of a JSONL file in Mooncake's format."""
+    """Return the requests of a JSONL file in Mooncake's format."""
     decoder = msgspec.json.Decoder(_Line)
     asked: list[Asked] = []
     try:
@@ -243,7 +242,7 @@ def read_trace(path: Path) -> list[Asked]:
 
 
 def generated(requests: int) -> list[Asked]:
-    """Chats that share system prompts, with outputs of 343 tokens in the mean, as in the public trace."""
+    """Return chats that share system prompts, with outputs of 343 tokens in the mean, as in the public trace."""
     random = Random(0)
     return [
         Asked(keys, len(keys) * BLOCK_TOKENS + random.randrange(1, BLOCK_TOKENS), 1 + int(random.expovariate(1 / 342)))
@@ -252,7 +251,8 @@ def generated(requests: int) -> list[Asked]:
 
 
 def updates_per_s(batch: int) -> float:
-    """Keys stored and removed in a second of an index of many nodes: each chain is held by two of them for a while."""
+    """Return the keys stored and removed per second in an index of many nodes: each chain is held by two of them for a
+    while."""
     random, index = Random(0), PrefixIndex(max_keys=2_000_000)
     nodes = [f"c{number:04}" for number in range(UPDATE_NODES)]
     chains = [tuple([random.randbytes(KEY_BYTES) for _ in range(batch)]) for _ in range(UPDATED_KEYS // batch)]
@@ -268,7 +268,7 @@ def updates_per_s(batch: int) -> float:
 
 
 def hashed_per_s() -> float:
-    """Blocks of a prompt that one core gives keys in a second."""
+    """Return the blocks of a prompt that one core hashes per second."""
     tokens = np.arange(128 * BLOCK_TOKENS, dtype=np.int32).tobytes()
     root = bytes(KEY_BYTES)
     begun = time.thread_time()
@@ -278,7 +278,7 @@ def hashed_per_s() -> float:
 
 
 def router_choices(asked: Sequence[Asked], hosts: int, python: str) -> dict[str, Any]:
-    """What ai-dynamo-runtime's RadixTree takes for the same requests, in the Python that has it."""
+    """Return the times of ai-dynamo-runtime's RadixTree for the same requests, in the Python that has it."""
     order = {
         "workers": hosts,
         "pool_blocks": POOL_BLOCKS,

@@ -1,5 +1,5 @@
-"""What `bench schedule` puts to a conductor: a cluster of any size that lives through a trace, seen from the conductor alone.
-PURE but for nothing: the same events for the same trace, so that two runs time the same work.
+"""The events that `bench schedule` gives a conductor: a cluster of any size that serves a trace, seen from the conductor alone.
+PURE: the same events for the same trace, so that two runs time the same work.
 
 Every host has a prefill, a decode and a cache-node. A placed request is queued at its prefill, its blocks are announced from
 there when it is computed, it decodes, and it ends; pools evict the oldest. Loads are reported every quarter second by every
@@ -34,14 +34,14 @@ from mooncake_zmq.prefill.settings import PrefillSettings
 
 REPORT_S = 0.25
 POOL_BLOCKS = 6_000
-"""Of one host: three million tokens in the traces' blocks."""
+"""Blocks of one host's pool: three million tokens in the traces' blocks."""
 CAPACITY_TOKENS = 2_000_000
 MAX_BATCH = 64
 DEFAULTS = PrefillSettings()
 ORDER = Order(DEFAULTS.overtake, DEFAULTS.priority_s)
-"""The prefills' rule as they come."""
+"""The prefills' default order."""
 HEADROOM = 0.8
-"""Share of the prefills' time that the trace's work takes: it is replayed as fast as the cluster can serve it."""
+"""Share of the prefills' time that the trace's work takes: the replay's speed follows from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Host:
 
 
 class ClusterLoad:
-    """Feeds events in the order of virtual time; `answer` tells it what the conductor placed."""
+    """Yields events in the order of virtual time; `answer` takes the conductor's placements."""
 
     def __init__(self, asked: Sequence[Asked], *, hosts: int, costs: Costs) -> None:
         self._asked = asked
@@ -88,7 +88,7 @@ class ClusterLoad:
         self._gap_s = mean_s / hosts / HEADROOM
 
     def joins(self) -> Iterator[Event]:
-        """The nodes come up."""
+        """Yield the events with which the nodes join."""
         for name, host in {"gateway": None, **self._names}.items():
             role = {"g": "gateway", "p": "prefill", "d": "decode", "c": "cache-node"}[name[0]]
             place = f"host{0 if host is None else host.number:04}"
@@ -96,7 +96,7 @@ class ClusterLoad:
             yield PeerUp(name, 1, hello)
 
     def events(self) -> Iterator[tuple[float, Event]]:
-        """Everything that happens, in order; ask for the next only after `answer` has had the effects of the last."""
+        """Yield all later events, in order; take the next only after `answer` has had the effects of the last."""
         for number in range(len(self._hosts)):
             self._later(REPORT_S * (1 + number / len(self._hosts)), "report", number)
         for number, asked in enumerate(self._asked):
@@ -111,7 +111,7 @@ class ClusterLoad:
             yield at, Received("gateway", schedule)
 
     def answer(self, now: float, number: int, placed: Placed) -> None:
-        """The conductor placed the request of this number."""
+        """Take the conductor's placement of the request of this number."""
         asked, host = self._asked[number], self._names[placed.prefill]
         prefix = placed.reuse_blocks * (asked.tokens // max(1, len(asked.keys)))
         work_s = self._costs.compute_s(asked.tokens, min(prefix, asked.tokens - 1))
@@ -158,7 +158,7 @@ class ClusterLoad:
     def _keep(self, host: _Host, keys: Sequence[Key]) -> BlocksAnnounced | None:
         pool = host.pool
         stored = tuple([key for key in keys if key not in pool])
-        for key in reversed(keys):  # the last blocks of a prompt go first: no block outlives those before it
+        for key in reversed(keys):  # the last blocks of a prompt are removed first: no block remains without those before it
             pool[key] = None
             pool.move_to_end(key)
         removed = tuple([pool.popitem(last=False)[0] for _ in range(len(pool) - POOL_BLOCKS)])

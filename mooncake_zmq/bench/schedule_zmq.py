@@ -1,7 +1,8 @@
-"""`bench schedule --zmq`: decisions through a real conductor process, asked over ZeroMQ by four gateways of another process.
+"""`bench schedule --zmq`: decisions through a real conductor process, requested over ZeroMQ by four gateways of another
+process.
 
-Every node is a session of its own: the gateways ask at a steady rate, prefills, decodes and cache-nodes are there and silent.
-A time counts from when the request was due, so that a late sender hides nothing. Both sides share one machine.
+Every node is a session of its own: the gateways send requests at a steady rate, prefills, decodes and cache-nodes are connected
+and silent. A time counts from when the request was due, so that a late sender hides nothing. Both sides share one machine.
 """
 
 import tempfile
@@ -25,16 +26,16 @@ CONDUCTOR = "conductor-0"
 GATEWAYS = 4
 HOSTS = 4
 SETTLE_S = 1.0
-"""Between the last node's greeting and the first request."""
+"""Seconds between the last node's greeting and the first request."""
 TIMEOUT_S = 60.0
-PACE_S = 0.002
+TICK_S = 0.002
 WATCH_S = 0.2
-PACE = ("pace",)
+TICK = ("tick",)
 ROLES = {"gateway": GATEWAYS, "prefill": HOSTS, "decode": HOSTS, "cache-node": HOSTS}
 
 
 class Silent(Opposite):
-    """A node that is there and says nothing."""
+    """A node that is connected and sends nothing."""
 
     def __init__(self, greeted: threading.Semaphore) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Silent(Opposite):
 
 
 class Asking(Silent):
-    """A gateway that asks for placements, `per_s` of them, and gives each back as soon as it is answered."""
+    """A gateway that requests placements, `per_s` of them, and gives each back as soon as it is answered."""
 
     def __init__(self, greeted: threading.Semaphore, asked: Sequence[Asked], per_s: float) -> None:
         super().__init__(greeted)
@@ -64,7 +65,7 @@ class Asking(Silent):
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
         match event:
-            case TimerFired(key) if key == PACE:
+            case TimerFired(key) if key == TICK:
                 return self._ask(now)
             case Received(_, Placed() | Rejected() as answer):
                 return self._answered(now, answer)
@@ -84,7 +85,7 @@ class Asking(Silent):
                 )
             )
             self._sent += 1
-        return [*effects, SetTimer(PACE, PACE_S)] if self._sent < len(self._asked) else effects
+        return [*effects, SetTimer(TICK, TICK_S)] if self._sent < len(self._asked) else effects
 
     def _answered(self, now: float, answer: Placed | Rejected) -> list[Effect]:
         self.took_s.append(now - self._due_at(int(answer.request_id)))
@@ -99,13 +100,13 @@ class Asking(Silent):
 
     @property
     def answered_per_s(self) -> float:
-        """From the first request to the last answer."""
+        """Answers per second, from the first request to the last answer."""
         return len(self.took_s) / (self.ended_at - self._begun_at)
 
 
 def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], float]:
-    """Seconds of each decision at `per_s` of all gateways together, and the answers per second. Raises click.ClickException if
-    it breaks off."""
+    """Return the seconds of each decision at `per_s` of all gateways together, and the answers per second. Raises
+    click.ClickException if it breaks off."""
     with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
         path = Path(directory) / "schedule.toml"
         path.write_text(_config())
@@ -123,7 +124,7 @@ def times_over_zmq(asked: Sequence[Asked], per_s: float) -> tuple[list[float], f
                     raise click.ClickException(f"the conductor does not greet everybody:\n{words.read_text()}")
             time.sleep(SETTLE_S)
             for runtime in runtimes:
-                runtime.post(TimerFired(PACE))
+                runtime.post(TimerFired(TICK))
             for gateway in gateways:
                 while not gateway.done.wait(WATCH_S):
                     if process.poll() is not None or time.monotonic() > deadline:
@@ -144,7 +145,7 @@ def _config() -> str:
 
 @contextmanager
 def _nodes(config: Config, gateways: Sequence[Asking], greeted: threading.Semaphore) -> Iterator[list[ZmqRuntime]]:
-    """Every node but the conductor, each in a thread; yields the gateways'."""
+    """Run every node but the conductor, each in a thread; yield the gateways."""
     runtimes: list[ZmqRuntime] = []
     threads: list[threading.Thread] = []
     try:

@@ -1,9 +1,9 @@
 """`bench serve`: the cluster against the bare engine with the same threads, both in one run, other nodes idle.
 
-Cold: TTFT of a prompt nobody has seen, against the engine's own prefill of as many tokens. Warm: the same prefix again with a
-new tail, served by the pool (the prefill's own reuse is off), from this host or from the other, against cold. Decode: tokens
-per second of one decode node, against the engine's own batched loop. Gap: between the first two tokens of a prompt whose prefix
-is in a pool, against the median gap of the same answer. The two sides of a row alternate round by round.
+Cold: TTFT of a prompt that no node has computed, against the engine's own prefill of as many tokens. Warm: the same prefix
+again with a new tail, served by the pool (the prefill's own reuse is off), from this host or from the other, against cold.
+Decode: tokens per second of one decode node, against the engine's own batched loop. Gap: between the first two tokens of a
+prompt whose prefix is in a pool, against the median gap of the same answer. The two sides of a row alternate round by round.
 """
 
 import time
@@ -41,7 +41,7 @@ Progress = Callable[[str], None]
 
 
 def bench_serve(config: Path, *, rounds: int, threads: int, parts: Sequence[str], progress: Progress) -> Report:
-    """Run it all. Raises click.ClickException when the cluster cannot be started or answers an error."""
+    """Run all of it. Raises click.ClickException when the cluster cannot be started or answers an error."""
     settings = load(config).config
     progress("opening the bare engine")
     path = prepare(settings.model.path, settings.model.cache_dir, backend=settings.backend)
@@ -82,10 +82,10 @@ class _Run:
         self._cluster = cluster
         self._rounds = rounds
         self._progress = progress
-        self._random = np.random.default_rng(time.time_ns())  # a prompt of an earlier run must not be warm
+        self._random = np.random.default_rng(time.time_ns())  # The pool must not hold a prompt of an earlier run.
 
     def warm_up(self) -> None:
-        """First use of every page of weights, of every code path, on every node: a few unmeasured requests."""
+        """Send a few unmeasured requests, so that every page of weights and every code path is used on every node."""
         self._progress("warming up")
         for _ in range(3):
             self._cluster.complete(self._prompt(96), max_tokens=4)
@@ -129,8 +129,8 @@ class _Run:
 
     @contextmanager
     def _only(self, host: str, engines: list[tuple[str, str]]) -> Iterator[None]:
-        """Pause the engines of other hosts: where the conductor would place a prompt is not the question here, and a decode on
-        another host brings its blocks into the pool there."""
+        """Pause the engines of other hosts, as the conductor's choice is not measured here, and a decode on another host would
+        bring its blocks into the pool there."""
         with ExitStack() as paused:
             for name, where in engines:
                 if where != host:
@@ -202,7 +202,7 @@ class _Run:
             return self._batch_tokens_per_s(batch)
 
     def _batch_tokens_per_s(self, batch: int) -> float:
-        """Tokens per second while all of the batch are decoding, from arrival times at the clients."""
+        """Return tokens per second while all of the batch are decoding, from arrival times at the clients."""
         tokens = DECODE_TOKENS + 48  # the first ones run while the last prompts are still being prefilled
         epoch = time.perf_counter()
 
@@ -219,7 +219,7 @@ class _Run:
 
 
 def _expect(answer: Answer, source: str) -> None:
-    """A warm figure counts only if the prefix really came from there."""
+    """Raise unless the prefix came from `source`: else a warm figure does not count."""
     reused = answer.served[source]
     assert reused >= PREFIX_TOKENS - 64, f"{source} is {reused}, so this run measured something else: {answer.served}"
 

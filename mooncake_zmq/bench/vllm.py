@@ -1,4 +1,5 @@
-"""`bench vllm`: what the pool under vLLM saves, and what saving costs, against vLLM's own prefix cache and another connector.
+"""`bench vllm`: the time that the pool under vLLM saves, and the cost of saving, against vLLM's own prefix cache and another
+connector.
 
 Three engines hold the same model in processes of their own: vLLM alone, with our connector, and with vLLM's own for Mooncake
 over our pool by its shim. Each computes only when asked, on one thread, and only one of them ever computes; rounds are
@@ -34,14 +35,14 @@ DRIVER = Path(__file__).parent / "others/vllm_driver.py"
 PLAIN, OURS, THEIRS = "vLLM", "mooncake_zmq", "MooncakeStoreConnector"
 LENGTHS = (2048, 3840)
 BEYOND_BLOCKS = 9
-"""Tokens of a prompt beyond complete blocks, which even its own cache computes."""
+"""Tokens of a prompt beyond complete blocks, which are computed even with vLLM's own cache."""
 STREAMED = 160
 """Tokens of an answer when its engine is killed: more than a block."""
 KILLED_SEED = 1 << 20
 OBJECT_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
 ANSWER_TIMEOUT_S = 1200.0
 QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S = 0.2, 0.03, 60.0
-"""An engine rests if it uses less CPU time in this long."""
+"""Idle: an engine that uses less CPU time in this long."""
 
 Progress = Callable[[str], None]
 Start = Callable[[str], Peer]
@@ -52,7 +53,7 @@ where the warm token was not the cold one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmBench:
-    """What to run."""
+    """The parameters of a run."""
 
     python: str
     model: str = "default"
@@ -62,12 +63,13 @@ class VllmBench:
 
     @property
     def device(self) -> str:
-        """What vLLM computes on."""
+        """The device that vLLM computes on."""
         return "cuda" if self.gpu else "cpu"
 
 
 def bench_vllm(bench: VllmBench, *, progress: Progress) -> Report:
-    """Run it all. Raises click.ClickException when a side cannot be started, dies, or says other tokens than the others."""
+    """Run all of it. Raises click.ClickException when a side cannot be started, dies, or generates other tokens than the
+    others."""
     with TemporaryDirectory(prefix="mczmq-bench-") as scratch, ExitStack() as stack:
         try:
             directory = hugging_face_directory(bench.model, Path(scratch))
@@ -129,15 +131,15 @@ def _starter(bench: VllmBench, model: Path, stores: str, scratch: Path, stack: E
 def _round(
     bench: VllmBench, sides: Mapping[str, Peer], number: int, tokens: int, vocab_size: int, took: Took, progress: Progress
 ) -> None:
-    """Each side computes the same new prompt, then answers it from what it kept; on a GPU ours may see that computing is
-    sooner. Round 0 does not count."""
-    told = []
+    """Each side computes the same new prompt, then answers it from its cache; on a GPU ours may decide that computing is
+    quicker. Round 0 does not count."""
+    chosen = []
     length = tokens + BEYOND_BLOCKS
     for name, side in sides.items():
         arguments = {"tokens": length, "vocab_size": vocab_size, "seed": 1000 * number + tokens}
         for what in ("cold", "warm"):
             used, answer = _first(bench, name, side, arguments)
-            told.append(answer["token"])
+            chosen.append(answer["token"])
             computed = length - answer["cached"]
             own = side.ask("connector")["s"]
             progress(f"round {number}: {tokens:,} {name} {what} {used:.3f} s, {own:.3f} of the connector, {computed} computed")
@@ -149,18 +151,18 @@ def _round(
                     took.setdefault((name, "saving", tokens), []).append(own)
                 else:
                     took.setdefault((name, "loaded", tokens), []).append(answer["cached"])
-                    took.setdefault((name, "changed", tokens), []).append(told[-1] != told[-2])
+                    took.setdefault((name, "changed", tokens), []).append(chosen[-1] != chosen[-2])
             if what == "cold" and name != PLAIN:
                 side.ask("forget")
-    if len(set(told)) > 1 and not bench.gpu:
-        raise click.ClickException(f"the sides say different tokens: {sorted(set(told))}")
+    if len(set(chosen)) > 1 and not bench.gpu:
+        raise click.ClickException(f"the sides say different tokens: {sorted(set(chosen))}")
 
 
 def _kill_and_resume(
     bench: VllmBench, sides: dict[str, Peer], start: Start, number: int, vocab_size: int, took: Took, progress: Progress
 ) -> None:
-    """Ours is killed while it answers a prompt of each length. Its next life, which has computed something else before, goes on
-    with them; vLLM alone computes the same tokens cold."""
+    """Ours is killed while it answers a prompt of each length. Its next incarnation, which has computed something else before,
+    continues them; vLLM alone computes the same tokens cold."""
     prompts = [
         {"tokens": tokens + BEYOND_BLOCKS, "vocab_size": vocab_size, "seed": KILLED_SEED + 1000 * number + tokens}
         for tokens in bench.lengths
@@ -170,20 +172,20 @@ def _kill_and_resume(
     sides[OURS] = start(OURS)
     _first(bench, OURS, sides[OURS], prompts[0] | {"seed": -number - 1})
     for tokens, prompt, so_far in zip(bench.lengths, prompts, answers, strict=True):
-        told = []
+        chosen = []
         for name, there in ((PLAIN, 0), (OURS, 0 if bench.gpu else tokens)):
             used, answer = _first(bench, name, sides[name], prompt | {"answer": so_far})
             progress(f"kill {number}: {tokens:,} {name} {used:.3f} s, {answer['cached']} tokens were there")
             if answer["cached"] < there:
                 raise click.ClickException(f"{name}, resumed: {answer['cached']} of {there} tokens were there")
             took.setdefault((name, "resumed", tokens), []).append(used)
-            told.append(answer["token"])
-        if len(set(told)) > 1 and not bench.gpu:
-            raise click.ClickException(f"{OURS}, resumed: token {told[1]}, {PLAIN} says {told[0]}")
+            chosen.append(answer["token"])
+        if len(set(chosen)) > 1 and not bench.gpu:
+            raise click.ClickException(f"{OURS}, resumed: token {chosen[1]}, {PLAIN} says {chosen[0]}")
 
 
 def _first(bench: VllmBench, name: str, side: Peer, arguments: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """(seconds until its first token, the answer)."""
+    """Return (seconds until the first token, the answer)."""
     began = cpu_s(side.pid)
     answer = side.ask("first", **{"answer": [], **arguments})
     used = answer["s"] if bench.gpu else cpu_s(side.pid) - began
@@ -192,7 +194,7 @@ def _first(bench: VllmBench, name: str, side: Peer, arguments: Mapping[str, Any]
 
 
 def _rest(name: str, side: Peer) -> None:
-    """Wait until it does: what it saves goes on after the first token."""
+    """Wait until the side is idle: it goes on saving after the first token."""
     deadline = time.monotonic() + QUIET_TIMEOUT_S
     used = cpu_s(side.pid)
     while time.monotonic() < deadline:
@@ -204,7 +206,7 @@ def _rest(name: str, side: Peer) -> None:
 
 
 def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:
-    """Medians, each beside what it is to be compared with."""
+    """Return medians, each beside its reference."""
     unit = "s" if bench.gpu else "CPU s"
 
     def row(name: str, value: tuple[str, str], reference: tuple[str, str]) -> Row:
@@ -218,7 +220,7 @@ def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:
         row("resumed after kill -9 in mid-stream / cold", (OURS, "resumed"), (PLAIN, "resumed")),
         row("cold while saving / cold", (OURS, "cold"), (PLAIN, "cold")),
     ]
-    if not bench.gpu:  # there a cold is no CPU time
+    if not bench.gpu:  # Without saving, a cold prompt on a GPU has no CPU time.
         found.append(row("CPU that saving takes / cold", (OURS, "saving"), (PLAIN, "cold")))
     return found
 

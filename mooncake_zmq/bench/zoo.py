@@ -1,4 +1,5 @@
-"""`bench zoo`: every workload of the laboratory's zoo under every policy, in virtual time, each beside what was possible."""
+"""`bench zoo`: every workload of the laboratory's zoo under every policy, in virtual time, each beside the clairvoyant's
+optimum."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from mooncake_zmq.laboratory.runs import DISAGGREGATED, POLICIES, check
 from mooncake_zmq.laboratory.study import Setup
 
 SMALL_REQUESTS = 200
-"""Of each workload in a quick run."""
+"""Requests of each workload in a quick run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +90,13 @@ def bench_zoo(
 
 
 def source_of(kind: str, seed: int, *, small: bool) -> Source:
-    """A workload of its usual size, or of few requests. Raises StudyError."""
+    """Return a workload of its usual size, or of few requests. Raises StudyError."""
     requests = f",requests={SMALL_REQUESTS}" if small else ""
     return Source(workload=zoo.parse_workload(f"{kind}:seed={seed}{requests}"))
 
 
 def row_of(kind: str, policy: str, summary: Summary) -> ZooRow:
-    """A run's figures."""
+    """Return a run's figures."""
     errors = {name: error.percent / 100 for name, error in summary.errors.items()}
     return ZooRow(
         workload=kind,
@@ -116,7 +117,7 @@ def row_of(kind: str, policy: str, summary: Summary) -> ZooRow:
 
 
 def names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """`A,B`, each one of `known` and once; all of them if there is no text. Raises click.UsageError."""
+    """Parse `A,B`, each one of `known` and once; all of them if there is no text. Raises click.UsageError."""
     if not text:
         return tuple(known)
     chosen = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
@@ -127,5 +128,5 @@ def names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def policies_of(text: str) -> tuple[str, ...]:
-    """The policies that `--policy` names; without it those of our conductor. Raises click.UsageError."""
+    """Return the policies that `--policy` names; without it those of our conductor. Raises click.UsageError."""
     return names("--policy", text, POLICIES) if text else DISAGGREGATED

@@ -45,10 +45,10 @@ def zoo(
     config: Path,
     as_json: bool,
 ) -> None:
-    """Every workload of the zoo under every policy, each beside what was possible, in virtual time.
+    """Every workload of the zoo under every policy, each beside the clairvoyant's optimum, in virtual time.
 
     Tokens computed over the least that a clairvoyant with endless memory would compute (regret), mean TTFT, the gap after the
-    first token, who keeps the TBT, and how far predictions were off. A minute and a half of CPU, with --small half a minute.
+    first token, the share within the TBT, and the error of predictions. A minute and a half of CPU, with --small half a minute.
     """
     from mooncake_zmq.bench.zoo import bench_zoo, names, policies_of
     from mooncake_zmq.laboratory.command import bars

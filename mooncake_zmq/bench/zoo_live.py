@@ -1,6 +1,6 @@
 """`bench zoo --live`: the zoo at toy size against a cluster of real processes, over HTTP, by token ids.
 
-What was computed is by each answer's own account, and stands over the least that a clairvoyant would have computed. Requests
+Computed tokens are those that each answer reports, over the least that a clairvoyant would have computed. Requests
 come at their times, but for the turns of chats: each is sent when its predecessor's answer has ended.
 """
 
@@ -28,14 +28,15 @@ from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival, RequestRe
 Progress = Callable[[str], None]
 
 SMALL_BLOCK = 64
-"""Tokens that a hash id stands for, but for bursts: prompts are an eighth as long as in the laboratory."""
+"""Tokens that a hash id stands for, except in bursts: prompts are an eighth as long as in the laboratory."""
 BURSTS = 3
-"""One after the other, each when the cluster is idle."""
+"""Bursts, one after the other, each when the cluster is idle."""
 CHATS = 10
 TOY_PACE = 0.05
-"""Of estimated ends of requests, where engines are not modelled: they are not an A800's, and their prompts are shorter."""
-IDS_APART = 1 << 32
-"""Between the hash ids of two parts, which are to share nothing."""
+"""Factor of estimated ends of requests, where engines are not modelled: they are not an A800's, and their prompts are
+shorter."""
+IDS_PER_GROUP = 1 << 32
+"""Distance between the hash ids of two groups of chats, which are to share nothing."""
 SPECS: dict[str, str] = {
     "bursts": "requests=8,size=8,gap=0.05,prefix=1024,own=20,output=8",
     "agents": "requests=60,rate=1,steps=6,every=3,subagents=3,substeps=2,tool=0.05,output=8",
@@ -92,7 +93,8 @@ class LiveRow:
 
 
 def bench_zoo_live(path: Path, *, kinds: Sequence[str], seed: int, progress: Progress) -> ZooReport:
-    """Start the cluster of `path`, refusing nobody, send it each of `kinds`, stop it. Raises click.ClickException."""
+    """Start the cluster of `path` so that it refuses no request, send it each of `kinds`, stop it. Raises
+    click.ClickException."""
     config = load(path).config
     block_tokens = config.model.block_tokens
     if TRACE_BLOCK_TOKENS % block_tokens:
@@ -115,7 +117,7 @@ class _Run:
         self._pace = 1.0 if any(node.modelled for node in config.nodes) else TOY_PACE
 
     def row(self, kind: str) -> LiveRow:
-        """Send a workload and see what it came to."""
+        """Send a workload and return its figures."""
         form = PromptForm(block_tokens=self._id_tokens(kind))
         before = self._books()
         pairs: list[tuple[Arrival, Seen]] = []
@@ -133,7 +135,7 @@ class _Run:
         return SMALL_BLOCK if fits and kind != "bursts" else TRACE_BLOCK_TOKENS
 
     async def _send(self, chats: Sequence[Sequence[Arrival]], form: PromptForm) -> list[Seen]:
-        """Chats at a time, each request of one when the one before has ended."""
+        """Run the chats side by side, each request of one when the one before has ended."""
         client = Client(url=self._cluster.url, model=self._cluster.model, form=form, timeout_s=REQUEST_TIMEOUT_S)
 
         async def send(chat: Sequence[Arrival]) -> list[Seen]:
@@ -146,11 +148,11 @@ class _Run:
         return list(chain(*await asyncio.gather(*map(send, chats))))
 
     def _books(self) -> dict[str, tuple[float, float]]:
-        """By what was predicted: the sums of the errors and of what came true so far, by the gateways' own accounts."""
+        """Return, by the kind of prediction, the sums of errors and of actual values so far, as the gateways count them."""
         dumps = self._cluster.dumps([node.name for node in self._config.of_role("gateway")])
         sums: dict[str, tuple[float, float]] = {}
-        for told in (dump["actor"].get("predictions", {}) for dump in dumps.values()):
-            for name, each in told.items():
+        for predictions in (dump["actor"].get("predictions", {}) for dump in dumps.values()):
+            for name, each in predictions.items():
                 count, (error_s, actual_s) = each.get("count", 0), sums.get(name, (0.0, 0.0))
                 if count:
                     sums[name] = (error_s + count * each["absolute_error_s"], actual_s + count * each["actual_s"])
@@ -158,8 +160,8 @@ class _Run:
 
 
 def parts_of(kind: str, seed: int, pace: float) -> list[list[list[Arrival]]]:
-    """Chats of requests that are sent together, part after part; most chats are of one request. No part shares a prompt's begin
-    with another one, of this kind or another."""
+    """Return groups of chats, sent one group after the other; most chats are of one request. No prompt of a group begins like
+    one of another group, of this kind or another."""
     count = BURSTS if kind == "bursts" else 1
     spec = f"{kind}:{SPECS[kind]}" + (f",pace={pace}" if "pace" in zoo.KINDS[kind].defaults else "")
     workloads = [zoo.parse_workload(f"{spec},seed={seed + at}") for at in range(count)]
@@ -168,15 +170,15 @@ def parts_of(kind: str, seed: int, pace: float) -> list[list[list[Arrival]]]:
     else:
         parts = [[[each] for each in zoo.arrivals_of(workload)] for workload in workloads]
     first = BURSTS * list(SPECS).index(kind)
-    return [[[_apart(each, first + at) for each in chat] for chat in part] for at, part in enumerate(parts)]
+    return [[[_in_own_range(each, first + at) for each in chat] for chat in part] for at, part in enumerate(parts)]
 
 
-def _apart(arrival: Arrival, part: int) -> Arrival:
-    return replace(arrival, hash_ids=tuple(IDS_APART * part + each for each in arrival.hash_ids))
+def _in_own_range(arrival: Arrival, part: int) -> Arrival:
+    return replace(arrival, hash_ids=tuple(IDS_PER_GROUP * part + each for each in arrival.hash_ids))
 
 
 def least_tokens(arrivals: Sequence[Arrival], seen: Sequence[Seen], form: PromptForm, block_tokens: int) -> int:
-    """The least prompt tokens to compute for those that finished, by blocks of the model's."""
+    """Return the least prompt tokens to compute for those that finished, by blocks of the model's."""
     scale = TRACE_BLOCK_TOKENS // form.block_tokens
     scaled = [replace(each, input_tokens=scale * form.length(each)) for each in arrivals]
     records = [RequestRecord(0.0, each.input_tokens, each.output_tokens) for each in scaled]
@@ -188,7 +190,7 @@ def least_tokens(arrivals: Sequence[Arrival], seen: Sequence[Seen], form: Prompt
 
 
 def row_of(kind: str, seen: Sequence[Seen], least: int, errors: Mapping[str, float]) -> LiveRow:
-    """What the clients saw, in figures."""
+    """Return the figures of the clients' records."""
     finished = [each for each in seen if each.outcome == "finished"]
     computed = sum(each.prompt_tokens - max(0, each.cached_tokens) for each in finished)
     gaps = [np.diff(each.token_s) for each in finished if len(each.token_s) > 1]
@@ -214,7 +216,8 @@ def _percentile(values: Sequence[float], percent: float) -> float:
 
 
 def errors_between(before: Mapping[str, tuple[float, float]], after: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """By what was predicted: the mean error over the mean, of what was predicted between two looks at the books."""
+    """Return, by the kind of prediction, the mean error over the mean of the predictions between two readings of the
+    counters."""
     found: dict[str, float] = {}
     for name, (error_s, actual_s) in after.items():
         error_before_s, actual_before_s = before.get(name, (0.0, 0.0))

@@ -1,4 +1,4 @@
-"""What `bench zoo` prints, of either half: a row for each workload, as a table or as one JSON object."""
+"""The output of `bench zoo`, replayed or live: a row for each workload, as a table or as one JSON object."""
 
 import json
 import sys
@@ -21,22 +21,22 @@ class ZooLine(Protocol):
 
     @property
     def group(self) -> str:
-        """A line is drawn where it changes."""
+        """The group of the row; a line is drawn where it changes."""
 
     def cells(self) -> Iterable[str]:
-        """A text for each column."""
+        """Return a text for each column."""
 
 
 @dataclass(slots=True)
 class ZooReport:
-    """What a run of the zoo comes to, and what a reader must know beside it."""
+    """The result of a run of the zoo, and notes that a reader must know beside it."""
 
     title: str
     rows: Sequence[ZooLine]
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """`{"bench", "commit", "machine", "title", "rows": [the row's fields], "notes"}`."""
+        """Return `{"bench", "commit", "machine", "title", "rows": [the row's fields], "notes"}`."""
         stamp = {"bench": "zoo", "commit": commit(), "machine": machine(), "title": self.title}
         return stamp | {"rows": [asdict(row) for row in self.rows], "notes": self.notes}
 

@@ -1,8 +1,10 @@
-"""Whether prefills or decodes have too much to do, and which node changes sides; never where a request goes. PURE.
+"""Decides when prefills or decodes are overloaded and which node changes its role; it never decides where a request goes.
+PURE.
 
-A role's load is how near it is to a bound: of prefills the predicted time to a first token, of decodes the gap between tokens
-or the places and KV in use, of which refusals hide the shortage from times. A node changes only after the load was lopsided for
-long, one at a time, and then nothing happens for longer still: each change costs a drain, a start and what its memory held.
+A role's load is how close it is to its bound: for prefills the predicted time to a first token, for decodes the gap between
+tokens, or the batch places and KV in use (while requests are refused, the gap alone hides the shortage). A node changes only
+after the load was unbalanced for long, one node at a time, with a longer pause afterwards: each change costs a drain, a start
+and the contents of the node's memory.
 """
 
 import math
@@ -25,26 +27,26 @@ from mooncake_zmq.core.shell import Tally
 
 BALANCE = ("balance",)
 SAMPLES = 10
-"""Looks at the loads in `role_change_after_s`; one weighs `WEIGHT` in their mean, the earlier ones together the rest."""
+"""Samples of the loads taken in `role_change_after_s`; a new sample has `WEIGHT` in their running mean."""
 WEIGHT = 0.3
 ACTING = 3
-"""Looks without a request since, after which another conductor is taken to be asked."""
+"""Samples without any request, after which another conductor is assumed to receive the requests."""
 BUSY = 0.8
-"""A role with a smaller load is in no need, however idle the other one is."""
+"""The load below which a role needs no further node, however idle the other role is."""
 QUIET = 2
-"""After a change nothing happens for this many times `role_change_after_s`."""
+"""The pause after a change, as a multiple of `role_change_after_s`."""
 PATIENCE = 10
-"""A change that has not come about after this many times `role_change_after_s` is forgotten."""
-OPERATORS_PATIENCE_S = 600.0
-"""Likewise, where no change is made but by the operator."""
+"""The time limit of a change, as a multiple of `role_change_after_s`; after it the change is forgotten."""
+OPERATORS_LIMIT_S = 600.0
+"""The time limit of a change when only operators ask for changes."""
 TYPICAL_WEIGHT = 0.02
-"""Of one request in what is typical: the last fifty or so count."""
+"""The weight of one request in the typical request: about the last fifty count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Loads of the roles, 1 being their bound, and how many nodes bear each. `busy`: share of the prefills that compute; one
-    that does so without a break is no reason to have more of them, but none to have fewer either."""
+    """Holds the load of each role, 1 being its bound, and its number of nodes. `busy` is the share of prefills that compute:
+    prefills that compute without a break need no further node, but none of them is taken away either."""
 
     prefill: float
     busy: float = 0.0
@@ -53,7 +55,7 @@ class Loads:
     decodes: int
 
     def short(self, ratio: float) -> Role | None:
-        """The role that needs a node more than the other would with one fewer; None if there is none."""
+        """Return the role that needs a node more than the other role would with one fewer, if any."""
         sides: tuple[tuple[Role, float, float, int], ...] = (
             ("prefill", self.prefill, self.decode, self.decodes),
             ("decode", self.decode, max(self.prefill, self.busy), self.prefills),
@@ -65,7 +67,7 @@ class Loads:
 
 
 class Lopsided:
-    """Which role has been short of nodes, and since when."""
+    """Tracks which role has been short of nodes, and since when."""
 
     def __init__(self, after_s: float, ratio: float) -> None:
         self._after_s = after_s
@@ -74,24 +76,24 @@ class Lopsided:
         self._since = 0.0
 
     def see(self, now: float, loads: Loads) -> Role | None:
-        """The role that is short, once it has been for long enough."""
+        """Record the loads and return the role that is short, once it has been for long enough."""
         role = loads.short(self._ratio)
         if role != self._role:
             self._role, self._since = role, now
         return role if role is not None and now - self._since >= self._after_s else None
 
     def reset(self) -> None:
-        """What was seen counts no more."""
+        """Forget what was recorded."""
         self._role = None
 
     def dump(self, now: float) -> dict[str, object]:
-        """JSON-able state."""
+        """Return the state, ready for JSON."""
         return {"short": self._role, "for_s": now - self._since if self._role else 0.0}
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One that is under way. `incarnation`: of the life that was asked."""
+    """Holds a role change under way; `incarnation` is that of the node when the change was requested."""
 
     node: str
     role: Role
@@ -100,7 +102,7 @@ class _Change:
 
 
 class Balance:
-    """Looks at the loads while requests are asked for here, and knows of the change that is under way."""
+    """Samples the loads while requests arrive at this conductor, and tracks the change under way."""
 
     def __init__(
         self,
@@ -121,36 +123,37 @@ class Balance:
         self._batches = batches
         self._outputs = outputs
         self._after_s = after_s = settings.role_change_after_s
-        self._every_s = after_s / SAMPLES if after_s else OPERATORS_PATIENCE_S / SAMPLES
-        self._patience_s = PATIENCE * after_s if after_s else OPERATORS_PATIENCE_S
+        self._every_s = after_s / SAMPLES if after_s else OPERATORS_LIMIT_S / SAMPLES
+        self._limit_s = PATIENCE * after_s if after_s else OPERATORS_LIMIT_S
         self._lopsided = Lopsided(after_s, settings.role_change_ratio)
         self._change: _Change | None = None
         self._quiet_until = -math.inf
         self._asked_at = -math.inf
         self._armed = False
         self._typical: tuple[float, float] = (0.0, 0.0)
-        """Seconds of prefill and tokens of KV of a request."""
+        """The prefill seconds and KV tokens of a typical request."""
         self._mean: list[float] = []
-        """Smoothed: wait for a first token and busy engines; gap between tokens and KV in use. Empty: nobody looks."""
+        """Running means of the prefills' wait and busy share and of the decodes' gap and KV in use; empty while nothing is
+        sampled."""
 
     # --- what happens
 
     def asked(self, now: float) -> list[Effect]:
-        """A request is to be placed: this conductor is the one that acts."""
+        """Note that this conductor was asked to place a request: the conductor that receives requests is the one that acts."""
         self._asked_at = now
         return self._arm() if self._after_s else []
 
     def placed(self, work_s: float, tokens: int) -> None:
-        """So much work went to a prefill, so much KV to a decode."""
+        """Take the work and KV of a placed request into the typical request."""
         before_s, before = self._typical
         weight = TYPICAL_WEIGHT if before else 1.0
         self._typical = before_s + weight * (work_s - before_s), before + weight * (tokens - before)
 
     def on_timer(self, now: float) -> list[Effect]:
-        """It is time to look again."""
+        """Sample the loads, and forget a change that exceeded its time limit."""
         self._armed = False
         change, effects = self._change, list[Effect]()
-        if change is not None and now - change.begun_at > self._patience_s:
+        if change is not None and now - change.begun_at > self._limit_s:
             self._end(now, "forgotten")
         if self._is_acting(now):
             effects += self._look(now)
@@ -160,30 +163,30 @@ class Balance:
         return effects + self._arm() if self._change is not None or self._mean else effects
 
     def joined(self, now: float, member: Member) -> list[Effect]:
-        """A conversation began, perhaps with the node that was asked to change."""
+        """Finish, abandon or repeat the pending change if it is the node of that change that connected."""
         change = self._change
         if change is None or member.name != change.node:
             return []
         if member.role == change.role:
             self._end(now, "done")
-        elif member.incarnation == change.incarnation:  # what we told it may be lost
-            return self._tell(change)
+        elif member.incarnation == change.incarnation:  # the request may have been lost
+            return self._request_change(change)
         else:
             self._end(now, "undone")
         return []
 
     def prefill_load(self, sender: str, load: PrefillLoad) -> PrefillLoad:
-        """As if the node knew already what it was asked."""
+        """Return the report marked as draining if the sender has been asked to change its role but has not drained yet."""
         leaves = self._change is not None and sender == self._change.node and not load.draining
         return msgspec.structs.replace(load, draining=True) if leaves else load
 
     def decode_load(self, sender: str, load: DecodeLoad) -> DecodeLoad:
-        """The same of a decode."""
+        """Return the report marked as draining if the sender has been asked to change its role but has not drained yet."""
         leaves = self._change is not None and sender == self._change.node and not load.draining
         return msgspec.structs.replace(load, draining=True) if leaves else load
 
     def wish(self, now: float, node: str, role: Role) -> tuple[Answer, list[Effect]]:
-        """The operator wants a node to become something. The answer tells what happens."""
+        """Handle an operator's request that `node` changes its role; return the answer to the operator and the effects."""
         member, change = self._members.get(node), self._change
         if member is None:
             return {"error": f"{node} is not there"}, []
@@ -201,7 +204,7 @@ class Balance:
         happens = f"finishes {self._left(member)} requests, takes no new ones, then becomes a {role}"
         return {"node": node, "role": member.role, "happens": happens}, effects + self._arm()
 
-    # --- what is told
+    # --- state
 
     def check(self, now: float) -> None:
         """Assert the invariants."""
@@ -211,13 +214,13 @@ class Balance:
             assert change is None or node.name != change.node, f"{node.name} leaves and takes requests"
 
     def gauges(self, now: float) -> dict[str, float]:
-        """Levels for metrics; loads are 0 while nobody looks."""
+        """Return gauges for metrics; loads are 0 while nothing is sampled."""
         loads = self._loads()
         bounded = [min(load, 1e9) for load in (loads.prefill, loads.decode)] if self._mean else [0.0, 0.0]
         return {"prefill_load": bounded[0], "decode_load": bounded[1], "role_changes": float(self._change is not None)}
 
     def dump(self, now: float) -> dict[str, object]:
-        """JSON-able state."""
+        """Return the state, ready for JSON."""
         change = self._change
         under_way = change and {"node": change.node, "role": change.role, "for_s": now - change.begun_at}
         quiet_s = max(0.0, self._quiet_until - now)
@@ -243,7 +246,7 @@ class Balance:
         return self._begin(now, giver, role) if role is not None and giver is not None else []
 
     def _sample(self, now: float) -> list[float]:
-        """As a typical request would find them now: see `_loads`."""
+        """Return wait, busy share, gap and KV in use as a typical request would find them now."""
         settings, (work_s, tokens) = self._settings, self._typical
         queued_s = [node.queued_s(now) for node in self._prefills.nodes if not (node.draining or node.vllm)]
         waits = [(fmean(queued_s) + work_s) / settings.ttft_slo_s, fmean(map(bool, queued_s))] if queued_s else []
@@ -259,7 +262,7 @@ class Balance:
         return [*(waits or [0.0, 0.0]), gap, used]
 
     def _loads(self) -> Loads:
-        """A role without any node has more to do than it can."""
+        """Return the loads; a role without any node has an infinite one."""
         wait, busy, gap, used = self._mean or [0.0] * 4
         prefills, decodes = len(self._working("prefill")), len(self._working("decode"))
         return Loads(
@@ -271,7 +274,7 @@ class Balance:
         )
 
     def _idlest(self, now: float, role: Role) -> Member | None:
-        """Of those that may become `role` the one with the least to finish."""
+        """Return the node with the least work to finish among those that may become `role`."""
         able = [member for member in self._members.of_role(BECOMES[role]) if member.may_become == role]
         if role == "decode":
             able.sort(key=lambda member: self._prefills.by_name[member.name].queued_s(now))
@@ -280,7 +283,7 @@ class Balance:
         return able[0] if able else None
 
     def _left(self, member: Member) -> int:
-        """Requests that it has to finish, as far as is known."""
+        """Return how many requests a node has to finish, as far as is known."""
         if member.role == "prefill":
             return len(self._prefills.by_name[member.name].ends)
         decode = self._decodes.by_name[member.name]
@@ -296,10 +299,10 @@ class Balance:
     def _begin(self, now: float, member: Member, role: Role) -> list[Effect]:
         self._counts.add(f"role_changes[to={role}]")
         self._change = _Change(member.name, role, member.incarnation, now)
-        return self._tell(self._change)
+        return self._request_change(self._change)
 
-    def _tell(self, change: _Change) -> list[Effect]:
-        """Nothing is placed there from here on."""
+    def _request_change(self, change: _Change) -> list[Effect]:
+        """Close the node for new requests and send it the request to change."""
         if change.role == "decode":
             self._prefills.close(self._prefills.by_name[change.node])
         else:
@@ -320,6 +323,6 @@ class Balance:
 
 
 def _in_use(load: DecodeLoad) -> float:
-    """Share of the batch's places or of the KV, whichever is scarcer. What is reserved for requests that a slow prefill keeps
-    waiting is no load of the decode's."""
+    """Return the share of the batch's places or of the KV in use, whichever is larger. Reservations for requests whose prefill
+    is slow are no load of the decode."""
     return max(load.running / max(1, load.max_batch), load.context_tokens / max(1, load.capacity_tokens))

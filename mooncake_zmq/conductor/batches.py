@@ -1,7 +1,7 @@
-"""Which decode a request joins: of those with room the one with the smallest predicted gap between tokens. PURE.
+"""Chooses the decode that a request joins: of those with room the one with the smallest predicted gap between tokens. PURE.
 
-Not every decode is looked at: they go by in the order of the step they reported, until none that has not come by can be better
-even if as many have left its batch as may have. Who is chosen is who would be if all were looked at.
+Not every decode is evaluated. Decodes are visited in the order of their reported step time until no unvisited one can be
+better, even if as many requests as possible have left its batch. The choice is the same as if all were evaluated.
 """
 
 import math
@@ -16,30 +16,31 @@ from mooncake_zmq.core import gaps
 from mooncake_zmq.core.costs import Costs
 
 STALE_S: Final = 1.0
-"""What was reported longer ago says little of a batch now: such decodes are all looked at."""
+"""The age from which a report says little about a batch; such decodes are all evaluated."""
 
 ROUNDING: Final = 1 + 1e-9
-"""A bound and the gap that it stands for are not the same sum."""
+"""The tolerance in comparing a bound with a gap: the two are summed in a different order."""
 MOST_TIES: Final = 2
-"""Of two the one with more KV to spare: that keeps decodes about even, and more of them hardly evener."""
+"""The number of tied decodes of which the one with the most free KV is taken: two suffice to keep decodes about even."""
 NO_ROOM: Final = math.inf
-"""The gap with a decode that cannot take the request."""
+"""The gap of a decode that cannot take the request."""
 
 
 class Joining:
-    """One request that will join a batch at time `at`, as so many `choices`, with `own_tokens` of KV, and needs `need_tokens`
-    in all. `wait_s`: until its prefill begins. `stay_tokens`: how long a request stays. `handover_s`: what any decode takes for
-    its KV between first and second token; `handover`: what one takes for the blocks that are reused, if any are."""
+    """One request that will join a batch at time `at`, as `choices` sequences, with `own_tokens` of KV, and that needs
+    `need_tokens` in all. `wait_s` is the time until its prefill begins and `stay_tokens` how long a request stays in a batch.
+    `handover_s` is the time that any decode needs to get its KV between the first and second token; `handover` gives it per
+    decode for reused blocks, if there are any."""
 
     slack: float = 0.0
-    """Seconds of step that a batch may have lost at most, those apart that are `STALE_S` old."""
+    """The most seconds of step time that a batch may have lost since its report, for reports younger than `STALE_S`."""
     alone_s: float = 0.0
-    """A step with nobody else, as the cost model has it."""
+    """The step time of this request alone, by the cost model."""
     base_s: float = 0.0
-    """No step is shorter, and the request lengthens none by less than `own_s`."""
+    """The lower bound of any step time; `own_s` is the least that the request adds to one."""
     own_s: float = 0.0
     late_s: float = 0.0
-    """What its KV adds to the gap with decodes that were not looked at for the blocks their hosts hold, at least."""
+    """The least delay that its KV adds to the gap of decodes not yet evaluated for the blocks on their hosts."""
 
     def __init__(
         self,
@@ -64,11 +65,11 @@ class Joining:
         self.expected_tokens = expected_tokens
         self.stay_tokens = stay_tokens
         self.looked_at: dict[DecodeNode, float] = {}
-        """The gap with each decode looked at, inf where it has no room."""
+        """The gap with each evaluated decode, inf where it has no room."""
 
 
 class Batches:
-    """Predicts gaps between tokens, and chooses."""
+    """Predicts gaps between tokens and chooses a decode by them."""
 
     def __init__(self, settings: ConductorSettings, costs: Costs, decodes: Decodes) -> None:
         self._tie = 1 + settings.tie_ratio
@@ -77,25 +78,29 @@ class Batches:
         self._request_s = costs.decode_request_s
         self._context_s = costs.decode_context_s
 
-    def choose(self, now: float, joining: Joining, crowd: Crowd, host: str, exclude: Collection[str]) -> DecodeChoice | None:
-        """Of the crowd. Among ties a decode on `host`, where the handoff is a read of shared memory; else of the lightest ties,
-        `MOST_TIES` or a few more, the one with the most free tokens, then the name. Those in `exclude` only if no other has
-        room."""
-        self._look_at_stale(now, joining, crowd)
-        self._look_at_holders(joining, crowd)
-        node = self._least(joining, crowd, host, exclude)
+    def choose(
+        self, now: float, joining: Joining, candidates: Crowd, host: str, exclude: Collection[str]
+    ) -> DecodeChoice | None:
+        """Return the choice among the candidates. Of tied decodes one on `host` is preferred, where the handoff is a read of
+        shared memory; otherwise, among the `MOST_TIES` (or a few more) with the lightest load, the one with the most free
+        tokens, then by name. Decodes in `exclude` are taken only if no other has room."""
+        self._look_at_stale(now, joining, candidates)
+        self._look_at_holders(joining, candidates)
+        node = self._least(joining, candidates, host, exclude)
         if node is None and exclude:
-            node = self._least(joining, crowd, host, ())
+            node = self._least(joining, candidates, host, ())
         return None if node is None else self.promise(joining, node)
 
     def stay(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
-        """With the node that prefills it: what does not fit there at once waits in its engine."""
+        """Return the choice of the node that also prefills the request; what does not fit there at once waits in its
+        engine."""
         self.weigh(joining)
         joining.looked_at[node] = self.gap_s(joining, node)
         return self.promise(joining, node)
 
     def promise(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
-        """What the request is told: by the gap when it joins, what becomes of it while it runs."""
+        """Return the choice of `node` with the predicted TBT: from the gap when the request joins, and its growth while the
+        request runs."""
         batch, expected = self.batch(joining, node), joining.expected_tokens
         late_s = self._late_s(joining, node)
         load_s = late_s
@@ -109,12 +114,12 @@ class Batches:
         return DecodeChoice(node, tbt_s=tbt_s, batch=batch, alone_s=alone_s + load_s, moving_s=moving_s)
 
     def weigh(self, joining: Joining) -> None:
-        """Before `gap_s`: what the request adds to any step."""
+        """Set what the request adds to any step; must precede `gap_s`."""
         joining.alone_s = self._step_s + joining.choices * self._request_s + self._context_s * joining.own_tokens
 
     def gap_s(self, joining: Joining, node: DecodeNode) -> float:
-        """The predicted gap between tokens when the request joins; a wait for a place is spread over the longest tenth, as it
-        is counted afterwards."""
+        """Return the predicted gap between tokens when the request joins. A wait for a place in the batch is spread over the
+        longest tenth of the gaps, as TBT counts it."""
         at = joining.at
         stay_s = joining.stay_tokens * node.step_s
         step_s = joining.alone_s
@@ -134,7 +139,7 @@ class Batches:
         return self._waiting_s(joining, node, gap_s, over) if over > 0 else gap_s
 
     def batch(self, joining: Joining, node: DecodeNode) -> float:
-        """Requests that it will find there."""
+        """Return how many requests are expected in the batch when the request joins."""
         at, stay_s = joining.at, joining.stay_tokens * node.step_s
         staying = max(0.0, 1.0 - (at - node.reported_at) / stay_s)
         come = 0
@@ -149,19 +154,20 @@ class Batches:
         return node.scale * self._context_s * gaps.growth_tokens(batch, expected_tokens)
 
     def _alone_s(self, joining: Joining, node: DecodeNode) -> float:
-        """The gap with nobody else there. A request's choices beyond the batch wait for each other even then."""
+        """Return the gap without other requests; even then the request's choices beyond the batch size wait for each other."""
         gap_s, over = node.scale * joining.alone_s, joining.choices - node.max_batch
         return self._waiting_s(joining, node, gap_s, over) if over > 0 else gap_s
 
     def _waiting_s(self, joining: Joining, node: DecodeNode, gap_s: float, over: float) -> float:
-        """The same where the batch has no place: its step is that of a full one, and `over` leave one after the other first."""
+        """Return the gap where the batch is full: the step of a full batch, and the wait until `over` requests have left one
+        after another."""
         base_s = node.scale * self._step_s
         full_s = base_s + (gap_s - base_s) * node.max_batch / (node.max_batch + over)
         stay_s = joining.stay_tokens * node.step_s / gaps.longest_gaps(int(joining.expected_tokens) - 1)
         return full_s + over * stay_s / node.max_batch
 
     def _look_at(self, joining: Joining, node: DecodeNode) -> float:
-        """Its gap, inf if it has no room."""
+        """Return the gap with a decode, inf if it has no room, and remember it."""
         gap_s = joining.looked_at.get(node)
         if gap_s is None:
             roomy = node.free >= joining.need_tokens and node.places >= joining.choices
@@ -172,42 +178,42 @@ class Batches:
         return gap_s
 
     def _late_s(self, joining: Joining, node: DecodeNode) -> float:
-        """What waiting for reused blocks adds to its gap, as TBT counts it."""
+        """Return what waiting for reused blocks adds to the gap with a decode, as TBT counts it."""
         handover = joining.handover
         if handover is None or not handover.latest_s:
             return 0.0
         late_s = handover.late_s(handover.held(node))
         return late_s / gaps.longest_gaps(int(joining.expected_tokens) - 1) if late_s else 0.0
 
-    def _look_at_holders(self, joining: Joining, crowd: Crowd) -> None:
-        """Look at those whose hosts hold most of what is reused; note how late all others are at least."""
+    def _look_at_holders(self, joining: Joining, candidates: Crowd) -> None:
+        """Evaluate the decodes whose hosts hold the most reused blocks, and set the least delay of all others."""
         if joining.handover is None:
             return
-        holders, late_s = joining.handover.holders(crowd.by_host)
+        holders, late_s = joining.handover.holders(candidates.by_host)
         for node in holders:
             if not node.draining:
                 self._look_at(joining, node)
         joining.late_s = late_s / gaps.longest_gaps(int(joining.expected_tokens) - 1)
 
-    def _look_at_stale(self, now: float, joining: Joining, crowd: Crowd) -> None:
-        """Those that reported long ago; what can be said of all others."""
+    def _look_at_stale(self, now: float, joining: Joining, candidates: Crowd) -> None:
+        """Evaluate the decodes whose reports are old, and set the bounds that hold for all others."""
         least = self._decodes.least_scale
         self.weigh(joining)
         joining.base_s, joining.own_s = least * self._step_s, least * (joining.alone_s - self._step_s)
-        for node in crowd.reported:
+        for node in candidates.reported:
             if now - node.reported_at <= STALE_S:
                 joining.slack = (joining.at - node.reported_at) / joining.stay_tokens
                 break
             if not node.draining:
                 self._look_at(joining, node)
 
-    def _least(self, joining: Joining, crowd: Crowd, host: str, exclude: Collection[str]) -> DecodeNode | None:
-        entries = crowd.lightest.entries
-        least, place = self._search(joining, crowd, exclude)
+    def _least(self, joining: Joining, candidates: Crowd, host: str, exclude: Collection[str]) -> DecodeNode | None:
+        entries = candidates.lightest.entries
+        least, place = self._search(joining, candidates, exclude)
         if least == NO_ROOM:
             return None
         limit = least * self._tie
-        at_home = self._at_home(joining, crowd.by_host.get(host, ()), exclude, limit)
+        at_home = self._at_home(joining, candidates.by_host.get(host, ()), exclude, limit)
         if at_home is not None:
             return at_home
         ties = self._ties(joining, exclude, limit)
@@ -218,13 +224,13 @@ class Batches:
                 ties.append(node)
         return _nearest(joining, ties) or _roomiest(ties)
 
-    def _search(self, joining: Joining, crowd: Crowd, exclude: Collection[str]) -> tuple[float, int]:
-        """The smallest gap, and how many of the lightest had to be gone through for it."""
+    def _search(self, joining: Joining, candidates: Crowd, exclude: Collection[str]) -> tuple[float, int]:
+        """Return the smallest gap, and how many of the lightest decodes were visited to find it."""
         least, place = NO_ROOM, 0
         for node, gap_s in joining.looked_at.items():
             if gap_s < least and node.name not in exclude:
                 least = gap_s
-        for step_s, name, node in crowd.lightest.entries:
+        for step_s, name, node in candidates.lightest.entries:
             if self._bound_s(joining, step_s) * ROUNDING >= least:
                 break
             place += 1
@@ -234,7 +240,8 @@ class Batches:
         return least, place
 
     def _bound_s(self, joining: Joining, step_s: float) -> float:
-        """No decode whose step was this or longer has a smaller gap, those apart that reported long ago."""
+        """Return a lower bound of the gap with any decode of this step time or longer, except for those whose reports are
+        old."""
         slack, base_s = joining.slack, joining.base_s
         return joining.late_s + joining.own_s + (base_s if slack >= step_s else step_s - (step_s - base_s) * slack / step_s)
 
@@ -252,7 +259,7 @@ class Batches:
 
 
 def _nearest(joining: Joining, nodes: Sequence[DecodeNode]) -> DecodeNode | None:
-    """The one whose host holds the most of what is reused, if there is one."""
+    """Return the decode whose host holds the most reused blocks, if any."""
     handover = joining.handover
     if handover is None or len(nodes) < 2:
         return None

@@ -1,40 +1,40 @@
-"""One placement, for as long as the conductor remembers it. PURE."""
+"""The record of one placement, kept for as long as the conductor remembers it. PURE."""
 
 from msgspec import Struct
 
 from mooncake_zmq.core.messages import Placed
 
 BookingKey = tuple[str, str]
-"""Gateway and request id."""
+"""Identifies a booking by gateway and request id."""
 
 
 class Booking(Struct, eq=False, gc=False):
-    """One placement: the answer given, kept to answer a repeated `Schedule` alike, and what it was predicted from."""
+    """One placement: the answer that was sent, which a repeated `Schedule` receives again, and what it was predicted from."""
 
     key: BookingKey
     at: float
     placed: Placed
     due: float
-    """When its prefill should be over; the prefill's reports move it."""
+    """The time at which its prefill should end; reports of the prefill update it."""
     deadline: float
-    """When it should have its first token at the latest, by its SLO; inf without one."""
+    """The time at which its first token is due by its SLO; inf without one."""
     need_tokens: int
-    """KV that the decode must have for it, with all its choices."""
+    """The KV tokens that the decode must have free for all its choices."""
     load_s: float
-    """What it adds to each step of its decode, as the cost model has it, with the KV it holds on average."""
+    """The seconds that it adds to each step of its decode by the cost model, with the KV that it holds on average."""
     choices: int
-    """Requests that it will be there."""
+    """The number of sequences that it will run on its decode."""
     expected_tokens: float
     ttft_s: float
-    """As it was predicted, likewise its TBT: before `Hindsight` corrects it."""
+    """The predicted TTFT, and next the predicted TBT, before `Hindsight` corrects them."""
     tbt_s: float
     idle: bool
-    """Its prefill had nothing to do before it, and it waits for no blocks."""
+    """Whether its prefill had an empty queue and it waits for no blocks."""
     alone: bool
-    """Its decode was expected to have no other request."""
+    """Whether its decode was expected to have no other request."""
     earliest: float = 0.0
-    """While its prefill waits for blocks: when it should be over at the earliest, whatever that prefill has to do."""
+    """The earliest end of its prefill while that waits for blocks, whatever its queue."""
     coming: bool = False
-    """It is on its way to its decode, whose reports do not count it as there yet."""
+    """Whether it has yet to appear in the reports of its decode."""
     reserved: bool = False
-    """The decode named it: it holds KV there."""
+    """Whether the decode reported it: it holds KV there."""

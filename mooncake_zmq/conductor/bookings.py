@@ -1,4 +1,4 @@
-"""What was placed and has not ended, as far as this conductor knows. PURE."""
+"""The placements that have not ended, as far as this conductor knows. PURE."""
 
 import hashlib
 import math
@@ -6,11 +6,12 @@ import math
 from mooncake_zmq.conductor.booking import Booking, BookingKey
 
 COUNTER_BITS = 28
-"""A quarter of a billion placements before a number comes again; the 20 bits above tell conductors and their lives apart."""
+"""The bits of the counter in a booking number: it repeats after a quarter of a billion placements. The 20 bits above it
+identify the conductor and its incarnation."""
 
 
 class Bookings:
-    """In the order they were made, which is the order they expire in."""
+    """Holds bookings in the order in which they were made, which is also the order in which they expire."""
 
     def __init__(self, name: str, incarnation: int, *, limit: int) -> None:
         self._limit = limit
@@ -20,48 +21,48 @@ class Bookings:
         self._prefix = (int.from_bytes(digest[:4], "big") >> 12) << COUNTER_BITS
         self._count = 0
         self._since = math.inf
-        """No booking is older than this."""
+        """A lower bound of the time at which the oldest booking was made."""
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def next_number(self) -> int:
-        """A number for a placement: never 0, and no other conductor's."""
+        """Return a new number for a placement: never 0, and different from those of other conductors."""
         self._count = self._count % ((1 << COUNTER_BITS) - 1) + 1
         return self._prefix | self._count
 
     def add(self, booking: Booking) -> None:
-        """Remember it."""
+        """Add a booking."""
         if not self._by_key:
             self._since = booking.at
         self._by_key[booking.key] = booking
         self._by_number[booking.placed.booking] = booking
 
     def remove(self, booking: Booking) -> None:
-        """Forget it."""
+        """Remove a booking."""
         del self._by_key[booking.key]
         del self._by_number[booking.placed.booking]
 
     def get(self, key: BookingKey) -> Booking | None:
-        """What is booked for a request."""
+        """Return the booking of a request, if there is one."""
         return self._by_key.get(key)
 
     def numbered(self, number: int) -> Booking | None:
-        """The one with this number, if it is ours and has not ended."""
+        """Return the booking with this number, if this conductor made it and it has not ended."""
         return self._by_number.get(number)
 
     @property
     def is_full(self) -> bool:
-        """Whether another one costs the oldest its place."""
+        """Whether the limit is reached, so that a further booking needs the oldest removed."""
         return len(self._by_key) >= self._limit
 
     @property
     def oldest(self) -> Booking | None:
-        """The one that expires next."""
+        """The oldest booking, which expires next."""
         return next(iter(self._by_key.values()), None)
 
     def is_due(self, now: float, ttl_s: float) -> bool:
-        """Whether the oldest is as old as this."""
+        """Return whether the oldest booking has reached this age."""
         if now - self._since < ttl_s:
             return False
         oldest = self.oldest
@@ -69,7 +70,7 @@ class Bookings:
         return now - self._since >= ttl_s
 
     def all(self) -> list[Booking]:
-        """Oldest first."""
+        """Return all bookings, the oldest first."""
         return list(self._by_key.values())
 
     def check(self) -> None:

@@ -8,8 +8,8 @@ from mooncake_zmq.kv.block_hash import Key
 
 
 class Waiter:
-    """A placement that waits until a pool, or its prefill's slab, holds `key`, its block number `blocks`. `first`: blocks that
-    were held when it was placed."""
+    """A placement that waits until a pool, or its prefill's slab, holds `key`, which is block number `blocks` of its prompt.
+    `first` is the number of blocks that were held when it was placed."""
 
     __slots__ = ("blocks", "booking", "first", "key", "links", "node", "until")
 
@@ -22,14 +22,14 @@ class Waiter:
         self.first = first
         self.blocks = blocks
         self.links = links
-        """What makes its blocks and is not over."""
+        """The chains that compute its blocks and have not ended."""
         self.until = math.inf
-        """When it is released at the latest: set once its blocks stand in a slab and are only on their way into the pool."""
+        """The time at which it is released at the latest; set once its blocks are computed and only have to reach the pool."""
 
 
 class Chain:
-    """What one placement computes: the blocks of `keys` from `first` on, of a prompt of `tokens`, on `node`. `starts`: the key
-    that each of its chunks begins with."""
+    """The blocks that one placement computes on `node`: those of `keys` from `first` on, of a prompt of `tokens`. `starts`
+    holds the first key of each of its chunks."""
 
     __slots__ = ("booking", "first", "keys", "node", "pooled", "starts", "tokens", "waiters")
 
@@ -43,9 +43,9 @@ class Chain:
         self.tokens = tokens
         self.starts = starts
         self.waiters: dict[int, Waiter] = {}
-        """By the number of their booking."""
+        """The placements that wait for this one, by booking number."""
         self.pooled = first
-        """Leading blocks that are announced by a pool."""
+        """The number of leading blocks that a pool has announced."""
 
 
 Link = tuple[Chain, int]
@@ -53,7 +53,8 @@ Link = tuple[Chain, int]
 
 
 class Found:
-    """What is coming of one prompt behind its first `held` blocks: up to `blocks`, at time `at` by the last of `links`."""
+    """Blocks of one prompt that other placements compute behind its first `held` blocks: up to `blocks`, ready at time `at`
+    when the last of `links` has computed them."""
 
     __slots__ = ("at", "blocks", "held", "links")
 
@@ -65,12 +66,12 @@ class Found:
 
     @property
     def chains(self) -> list[Chain]:
-        """The chains alone."""
+        """The chains without their numbers of blocks."""
         return [chain for chain, _ in self.links]
 
 
 class Ended:
-    """A wait that is over: the blocks are at `sources`, or will not come."""
+    """A wait that ended: the blocks are at `sources`, or will not come if that is empty."""
 
     __slots__ = ("booking", "prefill", "sources")
 
@@ -81,7 +82,8 @@ class Ended:
 
 
 class Ahead:
-    """Blocks that came and are wanted at another host: its pool, by its bit, is to fetch them before the wait ends."""
+    """Computed blocks that a waiting placement needs on another host: that host's pool, given by its bit, fetches them before
+    the wait ends."""
 
     __slots__ = ("keys", "pool", "source")
 

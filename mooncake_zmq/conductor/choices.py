@@ -1,4 +1,4 @@
-"""What was chosen for a request, within which limits, before it is booked. PURE."""
+"""The choice of nodes for a request and its limits, before it is booked. PURE."""
 
 import math
 from typing import Final
@@ -12,11 +12,13 @@ NO_LIMIT: Final = math.inf
 
 
 class Limits:
-    """What holds for one request: when its first token is due after it was first asked for, of which it has `waited_s`, and how
-    far apart the later ones may be; inf: at any time. `may_refuse`: whether it may be refused for anybody's SLO.
+    """The limits of one request. `ttft_s`: when its first token is due after it was first asked for, of which it has waited
+    `waited_s`; `tbt_s`: the longest gap between later tokens; inf means no limit. `may_refuse`: whether it may be refused for
+    an SLO, its own or that of another request.
 
-    Others are refused, or wait, for what it was promised: that is never stricter than the deployment's own SLO, `others_ttft_s`
-    and `others_tbt_s`, whatever it asks for itself."""
+    Other requests may be refused or delayed to keep what this one was promised. That promise is never stricter than the
+    deployment's own SLO, `others_ttft_s` and `others_tbt_s`, whatever the request asks for.
+    """
 
     __slots__ = ("may_refuse", "others_tbt_s", "others_ttft_s", "tbt_s", "ttft_s", "waited_s")
 
@@ -39,19 +41,19 @@ class Limits:
 
     @property
     def promised_tbt_s(self) -> float:
-        """What the decode holds its step against when the prefill is done; 0: it does not."""
+        """The gap that the decode compares its step with once the prefill is done; 0 for no check."""
         promised_s = max(self.tbt_s, self.others_tbt_s)
         return promised_s if promised_s < NO_LIMIT else 0.0
 
     def deadline(self, now: float) -> float:
-        """Until when others that come before it may not delay the first token; inf: at any time."""
+        """Return the time until which the first token must come if other requests go ahead of this one; inf for no limit."""
         return now + max(self.ttft_s, self.others_ttft_s) - self.waited_s
 
 
 class PrefillChoice:
-    """`work_s`: fetch, load and compute. `sources`: the bits of the cache-nodes to fetch from
-    what the host misses of `reuse_blocks`, none to fetch nothing; `stores`: names of those whose stores have it for a vLLM;
-    `fetch_s`: of `work_s`, what moves between hosts."""
+    """The prefill chosen for a request. `work_s`: seconds to fetch, load and compute; `fetch_s`: the part of it that moves
+    between hosts. `sources`: bits of the cache-nodes that provide what the host lacks of `reuse_blocks`, empty to fetch
+    nothing; `stores`: names of those whose stores provide it to a vLLM."""
 
     __slots__ = (
         "coming",
@@ -83,7 +85,7 @@ class PrefillChoice:
     ) -> None:
         self.node = node
         self.whole = node.stays
-        """The node decodes as well what it prefills."""
+        """Whether the node also decodes what it prefills."""
         self.reuse_blocks = reuse_blocks
         self.sources = sources
         self.stores = stores
@@ -91,31 +93,32 @@ class PrefillChoice:
         self.work_s = work_s
         self.fetch_s = fetch_s
         self.stages: tuple[PrefillNode, ...] = ()
-        """Those that compute the later layers, see `pipeline`."""
+        """The prefills that compute the later layers, see `pipeline`."""
         self.share_s = 0.0
-        """What each of them and `node` compute, if there are any."""
+        """The seconds that each stage computes, `node` included, if there are stages."""
         self.coming: Found | None = None
-        """What makes the reused blocks up to `coming_blocks`, which `node` waits for, for `coming_s` at most."""
+        """The chains that compute the reused blocks up to `coming_blocks`; `node` waits for them for at most `coming_s`."""
         self.coming_s = 0.0
         self.priority = 0
         """The priority by which the prefill queues it: the request's own, or `least_priority` if that is later."""
         self.least_priority = -MAX_PRIORITY
-        """It goes ahead of others as one of this priority at the earliest."""
+        """The lowest priority at which it may go ahead of other jobs."""
 
     @property
     def ttft_s(self) -> float:
-        """Predicted time to the first token."""
+        """The predicted time to the first token."""
         return self.queue_s + self.work_s
 
     @property
     def coming_blocks(self) -> int:
-        """Leading blocks up to which something is waited for; 0: nothing is."""
+        """The number of leading blocks up to which it waits for others to compute them; 0 if it waits for none."""
         return 0 if self.coming is None else self.coming.blocks
 
 
 class DecodeChoice:
-    """One decode when the request would join it: its `batch` then without the request, and its predicted TBT with it, see
-    `core.gaps`. `alone_s`: the same if nobody else were there; `moving_s`: what the link of the prefill's host has to carry."""
+    """The decode chosen for a request: its expected `batch` without the request when that joins, and the predicted TBT with
+    it, see `core.gaps`. `alone_s`: the TBT without other requests; `moving_s`: the seconds that the link of the prefill's host
+    carries its KV."""
 
     __slots__ = ("alone_s", "batch", "moving_s", "node", "tbt_s")
 
@@ -128,8 +131,8 @@ class DecodeChoice:
 
 
 class Decision:
-    """Where a request goes, with so many `choices`. `ttft_s`: predicted time to its first token; `expected`: tokens each is
-    taken to produce; `need_tokens`: KV that the decode must have for all."""
+    """The nodes that a request goes to, with its number of `choices`. `ttft_s`: predicted time to its first token; `expected`:
+    tokens that each choice is expected to produce; `need_tokens`: KV that the decode must have for all."""
 
     __slots__ = ("choices", "decode", "expected", "limits", "need_tokens", "prefill", "ttft_s")
 

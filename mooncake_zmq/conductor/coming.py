@@ -1,8 +1,8 @@
-"""The blocks that placed prompts will have computed, with their times, and the placements that wait for them. PURE.
+"""Tracks the blocks that placed prompts will have computed, with their times, and the placements that wait for them. PURE.
 
-A placement's chain is found by the key of each chunk's first block: what another prompt finds held mostly ends where a chunk
-begins, since a prefill announces chunk by chunk. How far the two prompts agree from there on is a binary search, as a key
-covers all before it. A chain goes with its booking, and its waiters are released at once.
+A placement's chain is found by the key of each chunk's first block, since what another prompt finds held mostly ends where a
+chunk begins: a prefill announces chunk by chunk. A key covers all blocks before it, so a binary search finds how far two
+prompts agree from there on. A chain is removed with its booking, and its waiters are released at once.
 """
 
 import math
@@ -20,33 +20,34 @@ from mooncake_zmq.kv.block_hash import Key
 
 TOO_SLOW: Final = 2.0
 TOO_SLOW_S: Final = 0.5
-"""Waiting has no use any more when it will take so many times what computing the blocks takes, and this."""
+"""A wait is ended when it will take this many times as long as computing the blocks would, and this many seconds more."""
 MAX_LINKS: Final = 16
-"""Chains that one prompt waits for at most."""
+"""The most chains that one prompt waits for."""
 PUT_GRACE_S: Final = 2.0
-"""Blocks that no pool holds so long after they should have been computed are not counted on any more."""
+"""The time after which computed blocks that no pool holds are no longer expected."""
 
 
 class Coming:
-    """All chains and waiters of one conductor; at most one chain and one waiter for each booking."""
+    """Holds all chains and waiters of one conductor; each booking has at most one of each."""
 
     def __init__(self, costs: Costs, block_tokens: int, index: PrefixIndex) -> None:
         self._costs = costs
         self._block_tokens = block_tokens
         self._index = index
         self._starts: dict[Key, Chain] = {}
-        """By the first key of each chunk; of several chains that compute it the one placed first."""
+        """Chains by the first key of each chunk; of several chains that compute a chunk, the one placed first."""
         self._chains: dict[int, Chain] = {}
         self._waiters: dict[int, Waiter] = {}
         self._wanted: dict[Key, list[Waiter]] = {}
         self._waited: dict[PrefillNode, dict[int, Chain]] = {}
-        """The chains that something waits for, by the prefill that computes them."""
+        """The chains that have waiters, by the prefill that computes them."""
         self._settling: dict[int, Waiter] = {}
-        """Waiters whose blocks are only to be put, in order of `until`."""
+        """Waiters whose blocks only have to reach the pool, in the order of `until`."""
         self._watched: dict[Key, Chain] = {}
-        """The first key of each chunk of the chains that something waits for."""
+        """The chains that have waiters, by the first key of each chunk."""
         self.ended: list[Ended] = []
-        """Waits that ended since the owner last looked; it clears the list, and that of `ahead`."""
+        """The waits that ended and the pools' fetches (`ahead`) since the owner last read these lists; the owner clears
+        both."""
         self.ahead: list[Ahead] = []
 
     def __len__(self) -> int:
@@ -54,7 +55,7 @@ class Coming:
 
     @property
     def waiting(self) -> int:
-        """Placements that wait."""
+        """The number of placements that wait."""
         return len(self._waiters)
 
     # --- placements
@@ -79,8 +80,8 @@ class Coming:
             self._watched |= dict.fromkeys(chain.starts, chain)
 
     def remove(self, now: float, number: int, *, lost: bool = False) -> None:
-        """Forget a placement that ended. What waits for it is released, unless the blocks stand in the slab and so will soon be
-        put into the pool; `lost`: the prefill is gone, and its slab."""
+        """Forget a placement that ended. Its waiters are released, unless the blocks are in the slab and so will reach the
+        pool soon; `lost` means that the prefill is down and its slab with it."""
         if (waiter := self._waiters.get(number)) is not None:
             self._drop(waiter)
         chain = self._chains.pop(number, None)
@@ -104,7 +105,8 @@ class Coming:
         self._unwatch(chain)
 
     def pool_left(self) -> None:
-        """Release what waits without a pool to wait for, on its own host or on that of a prefill that computes for it."""
+        """Release placements that can no longer get their blocks because their own host, or that of a prefill that computes
+        for them, has no pool."""
         for waiter in list(self._waiters.values()):
             elsewhere = [chain for chain, _ in waiter.links if chain.node is not waiter.node]
             if elsewhere and (waiter.node.home < 0 or any(chain.node.home < 0 for chain in elsewhere)):
@@ -113,8 +115,8 @@ class Coming:
     # --- what is found
 
     def find(self, now: float, keys: Sequence[Key], held: int, limit: int) -> Found | None:
-        """Return what is coming of the first `limit` of `keys` behind the first `held`, which something holds; None if nothing
-        is."""
+        """Return which of the first `limit` of `keys` behind the first `held`, which are held already, are being computed;
+        None if none is."""
         if not self._starts:
             return None
         links: list[Link] = []
@@ -128,7 +130,7 @@ class Coming:
         return Found(held, blocks, at, tuple(links)) if links else None
 
     def ready_at(self, chain: Chain, blocks: int) -> float:
-        """Return when the chunk that makes the last of so many blocks ends, if its prompt is computed when it is due."""
+        """Return when the chunk with the last of `blocks` blocks ends, if its prompt is computed when it is due."""
         chunk = chain.node.chunk_tokens
         if not chunk:
             return chain.booking.due
@@ -140,7 +142,8 @@ class Coming:
     # --- what comes
 
     def stored(self, holder: str, keys: Sequence[Key]) -> None:
-        """A pool holds these now: what waits for the last of them is released, what waits for more may fetch them."""
+        """Take in that a pool holds these keys: release those that wait for the last of them, and let the pools of those that
+        wait for more fetch them."""
         if not self._waiters:
             return
         if not self._wanted.keys().isdisjoint(keys):
@@ -152,8 +155,8 @@ class Coming:
                 self._advance(chain, holder)
 
     def review(self, now: float, node: PrefillNode) -> None:
-        """Release what waits for a prefill that reported, where computing the blocks is much sooner by now or they should have
-        been put long ago; and what has waited for a put for too long."""
+        """Release placements that wait for a prefill that reported, where computing the blocks themselves is much sooner or
+        the blocks are overdue, and those whose blocks did not reach the pool in time."""
         while self._settling and (first := next(iter(self._settling.values()))).until <= now:
             self._release(first, ())
         for chain in list(self._waited.get(node, {}).values()):
@@ -165,7 +168,7 @@ class Coming:
                     self._release(waiter, ())
 
     def check(self, bookings: Bookings) -> None:
-        """Assert the invariants: whatever is coming, or waits, is booked."""
+        """Assert the invariants; every chain and every waiter has a booking."""
         for number, chain in self._chains.items():
             assert bookings.numbered(number) is chain.booking, f"{number} is not booked, and its blocks are coming"
             assert all(self._waiters.get(each) is waiter for each, waiter in chain.waiters.items())
@@ -186,7 +189,7 @@ class Coming:
     # --- leaves
 
     def _advance(self, chain: Chain, holder: str) -> None:
-        """Have the pools of waiters fetch what this pool has of the chain by now."""
+        """Request that the pools of waiters fetch what this pool now holds of the chain."""
         begin = stop = chain.pooled
         while stop < len(chain.keys) and self._index.holds(holder, chain.keys[stop]):
             stop += 1
@@ -198,23 +201,24 @@ class Coming:
         self.ahead += [Ahead(pool, keys, holder) for pool in pools if pool not in (-1, source)]
 
     def _starts_of(self, node: PrefillNode, keys: tuple[Key, ...], first: int, stop: int) -> tuple[Key, ...]:
-        """Return the key that each chunk of blocks `first` to `stop`, at least one, begins with; of a vLLM the first alone."""
+        """Return the first key of each chunk of blocks `first` to `stop`, of which there is at least one; for a vLLM only that
+        of the first block."""
         return keys[first : stop : node.chunk_tokens // self._block_tokens or len(keys)]
 
     def _enter(self, chain: Chain, at: float) -> None:
-        """Have a chain found by its chunks, unless one that was placed sooner computes them, and is not overdue."""
+        """Register a chain by its chunks, except for chunks that an earlier chain computes and that are not overdue."""
         for key in chain.starts:
             known = self._starts.setdefault(key, chain)
             if known is not chain and known.booking.due + PUT_GRACE_S < at:
                 self._starts[key] = chain
 
     def _stands(self, chain: Chain, stop: int) -> bool:
-        """Return whether the chain's blocks up to `stop` stand in its prefill's slab or in a pool."""
+        """Return whether the chain's blocks up to `stop` are in its prefill's slab or in a pool."""
         key = chain.keys[stop - 1]
         return self._index.holds(chain.node.name, key) or self._index.copies(key) > 0
 
     def _release(self, waiter: Waiter, sources: tuple[str, ...]) -> None:
-        """End a wait. Without `sources` its prompt computes the blocks itself, for others too."""
+        """End a wait. Without `sources` its prompt computes the blocks itself, and others may wait for these."""
         self._drop(waiter)
         booking = waiter.booking
         booking.earliest = 0.0
@@ -238,7 +242,7 @@ class Coming:
             self._unwatch(chain)
 
     def _unwatch(self, chain: Chain) -> None:
-        """Stop watching a chain that nothing waits for any more."""
+        """Stop watching a chain that has no waiters left."""
         if chain.waiters:
             return
         of_node = self._waited.get(chain.node, {})
@@ -251,7 +255,7 @@ class Coming:
 
 
 def _common(one: Sequence[Key], other: Sequence[Key], held: int) -> int:
-    """Return how many leading keys two chains share that agree at index `held`: a key covers all before it."""
+    """Return how many leading keys two chains share that agree at index `held`: a key covers all keys before it."""
     low, high = held + 1, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) >> 1

@@ -1,7 +1,7 @@
-"""The conductor actor: places requests by where their KV is and who has time for them. Owns soft state only. PURE.
+"""The conductor actor: places requests by where their KV is and which nodes have capacity. It owns soft state only. PURE.
 
-Everything it knows it was told since the conversations began: membership, block announcements, load reports. It remembers
-what it placed until reports show it, so that many requests between two reports do not all go to the same idle node.
+All it knows was sent to it since its connections began: membership, block announcements, load reports. It remembers its
+placements until reports include them, so that many requests between two reports do not all go to the same idle node.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ Load = TypeVar("Load", PrefillLoad, DecodeLoad)
 
 EXPIRY = ("bookings",)
 EXPIRY_MIN_DELAY_S = 0.01
-"""Rounding may wake the timer a hair early; it must not spin."""
+"""The shortest delay of the timer: rounding may fire it slightly early, and it must not spin."""
 
 
 class Conductor:
@@ -123,7 +123,7 @@ class Conductor:
             batches=self._placement.batches,
             outputs=self._outputs,
         )
-        self._picture = Picture(
+        self._snapshot = Picture(
             settings,
             self._members,
             self._prefills,
@@ -136,7 +136,7 @@ class Conductor:
         self._handlers = self._handlers_by_sender()
 
     def _handlers_by_sender(self) -> dict[tuple[str | None, type], Callable[[float, str, Any], list[Effect]]]:
-        """Return what each message leads to, by the sender's role."""
+        """Return the handler of each message, by the sender's role."""
         return {
             ("gateway", Schedule): self._on_schedule,
             ("gateway", RequestEnded): self._on_ended,
@@ -151,14 +151,14 @@ class Conductor:
         }
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """React to one event."""
+        """Handle one event."""
         effects = self._dispatch(now, event)
         if self._coming.ended or self._coming.ahead:
             effects += self._end_waits()
         return effects
 
     def _end_waits(self) -> list[Effect]:
-        """Tell prefills which waits are over, and pools what to fetch for those that are not."""
+        """Send to prefills which of their waits ended, and to pools which blocks to fetch for the others."""
         effects: list[Effect] = [
             Send(self._inventory.index.name_of(each.pool), ChangeReplica(keys=each.keys, sources=(each.source,)))
             for each in self._coming.ahead
@@ -219,15 +219,15 @@ class Conductor:
         self._check_bookings()
 
     def gauges(self, now: float) -> dict[str, float]:
-        """Levels for metrics."""
-        return self._picture.gauges(now)
+        """Return gauges for metrics."""
+        return self._snapshot.gauges(now)
 
     def dump(self, now: float) -> dict[str, object]:
-        """JSON-able state; the first bookings only."""
+        """Return the state, ready for JSON, with the first bookings only."""
         about = {"name": self.name, "host": self.host, "incarnation": self.incarnation}
-        return about | self._picture.dump(now) | {"predictions": self._accuracy.table()}
+        return about | self._snapshot.dump(now) | {"predictions": self._accuracy.table()}
 
-    # --- who is there
+    # --- membership
 
     def _on_peer_up(self, now: float, member: Member) -> list[Effect]:
         effects = self._forget(now, member.name)
@@ -247,14 +247,15 @@ class Conductor:
         return effects + self._roll_call.changed() + self._balance.joined(now, member)
 
     def _join_vllm(self, member: Member) -> None:
-        """Add a vLLM to both kinds: one that has a part is a spare of the other."""
+        """Add a vLLM as both a prefill and a decode; one that has only one of these parts is a spare for the other."""
         name, host, whole = member.name, member.host, member.part == "both"
         vllm = self._prefills.join(name, host, vllm=True, stays=whole, spare=member.part == "decode")
         self._inventory.join_reader(vllm)
         self._decodes.join(name, host, vllm=True, stays=whole, spare=member.part == "prefill")
 
     def _forget(self, now: float, peer: str) -> list[Effect]:
-        """Nothing said by or placed on this peer counts any more; a cache-node announces its whole set when it is back."""
+        """Forget what this peer reported and all bookings on it; a cache-node announces its whole set again when it is
+        back."""
         role = self._members.role_of(peer)
         if role is None:
             return []
@@ -281,7 +282,7 @@ class Conductor:
                 self._coming.pool_left()
         return self._roll_call.left(peer) + self._inventory.arm_sweep()
 
-    # --- what they tell
+    # --- messages
 
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
         react = self._handlers.get((self._members.role_of(sender), type(message)))
@@ -290,7 +291,7 @@ class Conductor:
         return react(now, sender, message)
 
     def _unexpected(self, message: Message) -> list[Effect]:
-        """Nobody who has that part says such a thing."""
+        """Count a message that no sender with this role should send."""
         self.counts.add(f"unexpected[message={type(message).__name__}]")
         return []
 
@@ -315,7 +316,7 @@ class Conductor:
         return self._roll_call.takes(sender, closed=load.draining)
 
     def _unless_silent(self, now: float, sender: str, load: Load) -> Load:
-        """Return a report as if the node drained, if requests there end in silence."""
+        """Return the report marked as draining if requests on this node end without an answer."""
         return replace(load, draining=True) if self._suspects and self._suspects.shuts(now, sender) else load
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
@@ -338,7 +339,7 @@ class Conductor:
         return self._roll_call.announced(sender) if blocks.complete else []
 
     def _on_own_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
-        """Take in what a prefill's slab holds, or a vLLM's prefix cache."""
+        """Take in the keys that a prefill's slab or a vLLM's prefix cache holds."""
         if sender not in self._prefills.by_name:
             return self._unexpected(blocks)
         self._inventory.announced(sender, blocks)
@@ -374,7 +375,7 @@ class Conductor:
     def _place(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan) -> Placed | Rejected:
         if self._bookings.is_full and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_dropped")
-            self._unbook(now, oldest)  # before anything is found to wait for it
+            self._unbook(now, oldest)  # before another request is made to wait for it
         decided = self._placement.decide(now, schedule, plan)
         if isinstance(decided, tuple):
             self.counts.add(_REJECTED[decided[0]])
@@ -408,7 +409,7 @@ class Conductor:
         return []
 
     def _judge(self, now: float, placed: Placed, ended: RequestEnded) -> None:
-        """Suspect the nodes of an attempt that ended in silence, and clear those that tokens came through."""
+        """Suspect the nodes of an attempt that ended without an answer, and clear those that produced tokens."""
         if ended.outcome is not None:
             self._suspects.answered(placed, ended.outcome.output_tokens)
         if ended.stalled:
@@ -418,7 +419,7 @@ class Conductor:
     # --- bookings
 
     def _unbook(self, now: float, booking: Booking, gone: str = "") -> None:
-        """Forget a booking; `gone`: the node that it was on is down."""
+        """Forget a booking; `gone` names the node of it that is down."""
         self._bookings.remove(booking)
         placed = booking.placed
         number, prefill = placed.booking, placed.prefill
@@ -429,7 +430,7 @@ class Conductor:
         self._decodes.unbook(self._decodes.by_name[placed.decode], booking)
 
     def _on_expiry(self, now: float) -> list[Effect]:
-        """Drop what is too old, and come back when the next one is."""
+        """Drop expired bookings, and set the timer for the next one."""
         while self._bookings.is_due(now, self._booking_ttl_s) and (oldest := self._bookings.oldest) is not None:
             self.counts.add("bookings_expired")
             self._unbook(now, oldest)
@@ -467,7 +468,7 @@ _REJECTED = {reason: f"rejected[reason={reason.value}]" for reason in RejectReas
 
 
 def _way(prefill: PrefillChoice) -> str:
-    """Return the counter of how a placement comes to its prefix."""
+    """Return the counter for the way in which a placement gets its prefix."""
     if prefill.coming:
         return _COMING
     return _FETCHED if prefill.sources or prefill.stores else _LOCAL if prefill.reuse_blocks else _NOTHING

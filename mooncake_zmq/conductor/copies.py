@@ -1,4 +1,4 @@
-"""Copies of prefixes that an operator asks for: which chains can be named, and what is sent to whom. PURE."""
+"""Copies of prefixes that an operator requests: which chains can be named, and what is sent to which nodes. PURE."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,11 +12,11 @@ from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 
 RECENT_BLOCKS: Final = 512
-"""Leading blocks of a prompt that an operator can have copied: 16,000 tokens in blocks of 32."""
+"""The most leading blocks of a prompt that an operator can have copied: 16,000 tokens in blocks of 32."""
 
 
 class Copies:
-    """The chains that requests found held; `Replication` decides who is asked for a copy of one."""
+    """Holds the chains that requests found held; `Replication` decides which nodes are asked for copies."""
 
     def __init__(self, inventory: Inventory, prefills: Prefills, counts: Tally) -> None:
         self.replication = Replication(inventory.index, counts)
@@ -30,14 +30,14 @@ class Copies:
             self.recent.add(keys, held)
 
     def change(self, now: float, keys: tuple[Key, ...], copies: int) -> list[Effect]:
-        """Have `copies` hosts hold the chain `keys` (from its first block on, not empty): ask for the missing copies, or name
-        those that go first. At least one copy stays; what was asked already is not asked again."""
+        """Return the messages that make `copies` hosts hold the chain `keys` (from its first block on, not empty): requests
+        for missing copies, or the copies to evict first. At least one copy remains, and nothing is requested twice."""
         readers = {node.host for node in self._prefills.nodes if not node.draining and (node.vllm or node.home >= 0)}
         changes = self.replication.change(now, keys, copies, hosts=self._inventory.hosts, readers=readers)
         return [Send(node, message) for node, message in changes]
 
     def on_wanted(self, now: float, ask_id: str, key: Key, copies: int) -> list[Effect]:
-        """Have as many copies as an operator wants of the chain that ends with `key`."""
+        """Handle an operator's request for a number of copies of the chain that ends with `key`."""
         keys = self.recent.get(key)
         if keys is None:
             return [Answered(ask_id, {"error": "that prefix is not known: see recent in this conductor's dump"})]

@@ -1,7 +1,7 @@
-"""How far the cost model is off, learnt from what nodes report, and how far each kind of prediction was off. PURE.
+"""Corrections of the cost model, learnt from what nodes report, and the errors of each kind of prediction. PURE.
 
-A correction is a factor for one kind of work on one node. One measurement is little evidence and an old one is none: the factor
-is drawn towards 1 by both. So a node whose first work was slow, because everything was cold, is given another try.
+A correction is a factor for one kind of work on one node. One measurement is little evidence and an old one is none, so the
+factor is drawn towards 1 by both: a node whose first work was slow because its caches were cold is tried again.
 """
 
 import math
@@ -13,27 +13,28 @@ from mooncake_zmq.core.messages import Measured, Outcome
 from mooncake_zmq.core.shell import Tally
 
 PRIOR_REPORTS = 0.5
-"""How many reports the cost model itself counts as. One measurement has two thirds of the say, sixteen have 97 %."""
+"""The number of reports that the cost model itself counts as. One measurement has a weight of two thirds, sixteen have 97
+%."""
 MOST_REPORTS = 16.0
-"""More evidence than this is not kept: four seconds of reports, after which a change has shown."""
+"""The most evidence kept, in reports: about four seconds of them, after which a change has taken effect."""
 MOST_CHANGE = 4.0
-"""One report counts as at most this many times off what was known: a single stall says little, however long it was."""
+"""The largest ratio to the known factor that one report counts as: a single stall is little evidence, however long it was."""
 MOST_FACTOR = 1e6
-"""No node is so slow, or so quick; a report that says so must not carry the estimates off to infinity, or to nothing."""
+"""The bounds of a factor (this and its inverse), so that an absurd report cannot make estimates infinite or zero."""
 RECENT_OUTCOMES = 128.0
-"""Requests that lateness and bias are means of."""
+"""The number of requests over which lateness and bias are averaged."""
 SPARE = 3.0
-"""Of the mean lateness, which is that of the later half spread over all: about what one in a hundred exceeds."""
+"""The multiple of the mean lateness that is held in reserve: about one request in a hundred is later."""
 MOST_SPARE = 0.25
 MOST_BIAS = 2.0
 OVERHEAD_OUTCOMES = 64
-"""Requests that the overhead is the median of."""
+"""The number of requests that the overhead is the median of."""
 MOST_OVERHEAD_S = 0.05
 PRIOR_OUTPUTS = 8.0
 MOST_OUTPUTS = 256.0
 MILLION = 1_000_000
 KINDS = ("compute", "load", "transfer", "step", "output", "ttft", "tbt")
-"""What is predicted: seconds, but for output, in tokens."""
+"""The kinds of predictions: in seconds, and for output in tokens."""
 COUNTERS = {
     kind: (
         f"predictions[kind={kind}]",
@@ -45,27 +46,28 @@ COUNTERS = {
 
 
 def factor_of(own_s: float, our_s: float, corrected: float) -> float:
-    """How much slower a node is than our costs say: its own to ours, where it tells them, times what corrects those."""
+    """Return how much slower a node is than the configured costs: the ratio of its own cost to the configured one, where it
+    reports it, times the correction."""
     own = min(MOST_FACTOR, max(1 / MOST_FACTOR, own_s / our_s)) if own_s else 1.0
     return min(own * corrected, MOST_FACTOR)
 
 
 class Accuracy:
-    """How far predictions were off, by kind, in the actor's counters: how many, the sum of absolute errors and the sum of what
-    came true, the sums in millionths of a second or of a token."""
+    """Counts prediction errors in the actor's counters, by kind: the number of predictions, the sum of absolute errors and the
+    sum of actual values, the sums in millionths of a second or of a token."""
 
     def __init__(self, counts: Tally) -> None:
         self._counts = counts
 
     def add(self, kind: str, actual: float, predicted: float) -> None:
-        """One prediction came true, or did not."""
+        """Count one prediction and its actual value."""
         count, error, came_true = COUNTERS[kind]
-        self._counts.add(count)  # not by a name for `add`, which machine code calls through the interpreter
+        self._counts.add(count)  # not through an alias of `add`, which compiled code would call by the interpreter
         self._counts.add(error, int(MILLION * abs(actual - predicted)))
         self._counts.add(came_true, int(MILLION * actual))
 
     def table(self) -> dict[str, tuple[int, float, float]]:
-        """By kind: how many, mean absolute error, mean of what came true."""
+        """Return by kind the number of predictions, the mean absolute error and the mean actual value."""
         rows: dict[str, tuple[int, float, float]] = {}
         for kind, names in COUNTERS.items():
             count, error, actual = (self._counts.get(name, 0) for name in names)
@@ -74,7 +76,8 @@ class Accuracy:
         return rows
 
     def outcome(self, outcome: Outcome, expected_tokens: float | None) -> None:
-        """A request brought at least its first token; `expected_tokens`: None if it is forgotten what was expected."""
+        """Count the predictions of a request that produced at least one token; `expected_tokens` is None if its booking is
+        gone."""
         self.add("ttft", outcome.ttft_s, outcome.predicted_ttft_s)
         if outcome.output_tokens > 1:
             self.add("tbt", outcome.tbt_s, outcome.predicted_tbt_s)
@@ -83,7 +86,7 @@ class Accuracy:
 
 
 class RecentRatio:
-    """The ratio of two sums over what came lately."""
+    """The ratio of two sums over recent values."""
 
     __slots__ = ("_part", "_whole")
 
@@ -91,17 +94,17 @@ class RecentRatio:
         self._part = self._whole = 0.0
 
     def add(self, part: float, whole: float) -> None:
-        """Both are 0 or more."""
+        """Add one value, of 0 or more, to each sum."""
         self._part += part - self._part / RECENT_OUTCOMES
         self._whole += whole - self._whole / RECENT_OUTCOMES
 
     def value(self, unknown: float) -> float:
-        """The ratio; `unknown` while nothing came."""
+        """Return the ratio, or `unknown` while there are no values."""
         return self._part / self._whole if self._whole else unknown
 
 
 class Lateness:
-    """How much later than promised first tokens came lately: a promise that is to be kept needs more time than that."""
+    """Measures how much later than promised recent first tokens came; a promise needs this much reserve to be kept."""
 
     __slots__ = ("_late",)
 
@@ -109,21 +112,23 @@ class Lateness:
         self._late = RecentRatio()
 
     def add(self, actual_s: float, promised_s: float) -> None:
-        """A first token came. One that took more than twice as long says something of its node, not of promises."""
+        """Record one first token. If it took more than twice the promised time, that is a property of its node, so it counts
+        as twice."""
         self._late.add(min(max(0.0, actual_s - promised_s), promised_s), promised_s)
 
     @property
     def factor(self) -> float:
-        """What a promise is multiplied with before it is held against its bound."""
+        """The factor for a promised time before it is compared with its bound."""
         return 1 + min(MOST_SPARE, SPARE * self._late.value(0.0))
 
 
 class Bias:
-    """What TBTs came to lately, of what was told: the factor that predictions are multiplied with before they are told. A step
-    that is predicted well is still shorter than the longest tenth of a request's gaps, which TBT is the mean of.
+    """The ratio of recent TBTs to their predictions: the factor by which reported predictions are multiplied. Even where a
+    step is predicted well, TBT is the mean of the longest tenth of a request's gaps.
 
-    Requests are admitted without it: in doubt they may come, as their decode looks again when the prefill is done. Refusing by
-    it costs 4 % of the goodput on 12P+4D at three times the public trace's rate."""
+    Admission does not use it: in doubt a request is admitted, as its decode checks again when the prefill is done. Refusing by
+    it costs 4 % of the goodput on 12P+4D at three times the public trace's rate.
+    """
 
     __slots__ = ("_ratio",)
 
@@ -131,18 +136,19 @@ class Bias:
         self._ratio = RecentRatio()
 
     def add(self, actual_s: float, predicted_s: float) -> None:
-        """A request ended; `predicted_s`: before any bias. One that was off by more than a factor of two counts as that."""
+        """Record a request that ended; `predicted_s` is the prediction before any bias. An error beyond a factor of two counts
+        as two."""
         self._ratio.add(min(max(actual_s, predicted_s / MOST_BIAS), predicted_s * MOST_BIAS), predicted_s)
 
     @property
     def factor(self) -> float:
-        """What a prediction is multiplied with. Of what is next to nothing the half may be nothing."""
+        """The factor for a prediction, bounded since half of a tiny time may be noise."""
         return min(max(self._ratio.value(1.0), 1 / MOST_BIAS), MOST_BIAS)
 
 
 class Overhead:
-    """The time to a first token that no work explains, messages and their processes: the median, over recent requests whose
-    prefill was idle, of the time it took less the time that was predicted."""
+    """The time to a first token that no work explains, such as messages and process switches: the median, over recent requests
+    with an idle prefill, of the actual time minus the predicted one."""
 
     __slots__ = ("_recent", "_sorted", "seconds")
 
@@ -162,7 +168,7 @@ class Overhead:
 
 
 class Hindsight:
-    """Corrects predictions of TTFT and TBT by how those of recent requests came true."""
+    """Corrects predictions of TTFT and TBT by the errors of recent requests."""
 
     __slots__ = ("_alone", "_crowded", "_overhead", "lateness")
 
@@ -170,14 +176,15 @@ class Hindsight:
         self.lateness = Lateness()
         self._overhead = Overhead()
         self._alone, self._crowded = Bias(), Bias()
-        """Apart: an idle decode begins a step at once, another one ends the step that runs first."""
+        """Biases for idle and for busy decodes: an idle decode begins a step at once, a busy one first ends its current
+        step."""
 
     def ttft_s(self, predicted_s: float) -> float:
         """Return the corrected time to a first token."""
         return predicted_s + self._overhead.seconds
 
     def tbt_s(self, predicted_s: float, *, alone: bool) -> float:
-        """Return the corrected TBT of a request that will probably be `alone` in its batch, or not."""
+        """Return the corrected TBT of a request that will probably be `alone` in its batch, or share it."""
         return predicted_s * (self._alone if alone else self._crowded).factor
 
     def outcome(self, outcome: Outcome, booking: Booking | None) -> None:
@@ -205,8 +212,8 @@ class Correction:
         self._last = (0.0, 0.0)
 
     def report(self, now: float, measured: Measured) -> bool:
-        """Take in what the node says of its recent work. Returns whether it is news: what a node measured fades in its reports
-        (see `core.pace`), so of the same predicted seconds only a larger difference is."""
+        """Take in a node's report of its recent work, and return whether it is new information. A node's measurement fades
+        from report to report (see `core.pace`), so for the same predicted seconds only a larger difference is new."""
         seconds, predicted_s = measured.seconds, measured.predicted_s
         if not self._reports and predicted_s <= 0:
             return False
@@ -225,26 +232,26 @@ class Correction:
 
 
 class OutputLengths:
-    """How long outputs become, by the magnitude of what was allowed them: the mean of those that ended by themselves."""
+    """Predicts output lengths, by the magnitude of `max_tokens`: the mean of the outputs that ended by themselves."""
 
     def __init__(self, expected_tokens: int) -> None:
         self._expected = float(expected_tokens)
         self.typical = self._expected
-        """Tokens that the requests placed lately were taken to have."""
+        """The mean of the output tokens expected of recently placed requests."""
         self._means: dict[int, tuple[float, float]] = {}
-        """By bits of `max_tokens`: (mean, outputs it counts as)."""
+        """By the bit length of `max_tokens`: the mean, and the number of outputs that it counts as."""
 
     def expected(self, max_tokens: int) -> float:
-        """Tokens that an output allowed `max_tokens` is taken to have."""
+        """Return the expected tokens of an output that is allowed `max_tokens`."""
         known = self._means.get(max_tokens.bit_length())
         return min(float(max_tokens), known[0] if known else self._expected)
 
     def placed(self, expected: float) -> None:
-        """A request was placed."""
+        """Take the expected output of a placed request into the mean."""
         self.typical += (expected - self.typical) / 64
 
     def ended(self, max_tokens: int, output_tokens: int) -> None:
-        """An output ended by itself."""
+        """Take in the length of an output that ended by itself."""
         mean, outputs = self._means.get(max_tokens.bit_length(), (self._expected, PRIOR_OUTPUTS))
         outputs = min(outputs + 1, MOST_OUTPUTS)
         self._means[max_tokens.bit_length()] = mean + (output_tokens - mean) / outputs, outputs

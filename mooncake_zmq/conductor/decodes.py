@@ -1,9 +1,10 @@
-"""The decodes' batches: what each reported last, thinned out as its requests leave, and the placements that are on their way
-there. PURE.
+"""The decodes' batches: what each decode last reported, less the requests expected to have left since, and the placements that
+have not reached it yet. PURE.
 
-A request joins the batch when its prefill is done, so that is the time its decode is judged at. Those that run began evenly
-spread and so leave evenly, over as long as a request stays; one on its way leaves that long after it came. Who finds the batch
-full waits for a place, and that wait stands in its gap between the first two tokens.
+A request joins the batch when its prefill is done, so that is the time at which its decode is judged. Running requests are
+taken to have begun evenly spread, and so leave evenly over the time that a request stays; one that has yet to join leaves that
+long after it joined. A request that finds the batch full waits for a place, and that wait is its gap between the first two
+tokens.
 """
 
 from bisect import insort
@@ -19,7 +20,7 @@ UNLIMITED = 1 << 40
 
 
 class DecodeNode:
-    """One decode."""
+    """The state of one decode."""
 
     __slots__ = (
         "coming",
@@ -51,52 +52,53 @@ class DecodeNode:
         self.host = host
         self.vllm = vllm
         self.spare = spare
-        """A vLLM that prefills for others: it decodes too what it prefills while no other vLLM is open for that."""
+        """Whether it is a vLLM that prefills for others; it also decodes what it prefilled while no other vLLM is open for
+        prompts."""
         self.crowd = crowd
-        """Among whom it is searched; None: it takes what it prefilled itself, and nothing else."""
+        """The group in which a search finds it; None if it only takes what it prefilled itself."""
         self.draining = False
         self.load: DecodeLoad | None = None
         self.reported_at = 0.0
         self.step = Correction(half_life_s)
         self.scale = 1.0
-        """Of its steps: of its own costs, corrected, to ours."""
+        """The ratio of its own step costs, corrected, to the configured costs."""
         self.step_s = step_s
-        """The step as it is now, corrected."""
+        """The current step time, corrected."""
         self.there = 0
-        """Requests that run or will at once."""
+        """The number of requests that run or will at once."""
         self.context = 0
-        """Their KV."""
+        """The KV tokens of those requests."""
         self.load_s = 0.0
-        """What they add to a step, as the cost model has it."""
+        """The seconds that those requests add to a step, by the cost model."""
         self.max_batch = UNLIMITED
         self.free = UNLIMITED
-        """KV less what is on its way and not reserved yet."""
+        """The free KV tokens, less those of requests that have yet to reserve theirs."""
         self.places = UNLIMITED
-        """Likewise."""
+        """The free places in the batch, less those of requests that have yet to reserve theirs."""
         self.held = 0
-        """All KV in use."""
+        """The KV tokens in use."""
         self.coming: list[Booking] = []
         self.coming_requests = 0
-        """With all choices."""
+        """The sequences of the requests in `coming`, with all choices."""
 
     def will_have_room(self, need_tokens: int, choices: int, wait_s: float, stay_tokens: float) -> bool:
-        """Whether it has KV and a place for each choice of a request when its prefill begins, in `wait_s`."""
+        """Return whether it has KV and a place for each choice of a request when its prefill begins, in `wait_s`."""
         gone = min(wait_s / (stay_tokens * self.step_s), 1.0)
         return self.free + self.held * gone >= need_tokens and self.places + self.there * gone >= choices
 
 
 class Crowd:
-    """Those that can go on with what the same prefills begin, by host and in the order that a search goes through."""
+    """The decodes that can continue what the same prefills begin, by host and in the order in which they are searched."""
 
     def __init__(self) -> None:
         self.by_host: dict[str, list[DecodeNode]] = {}
         self.lightest: Ranking[DecodeNode] = Ranking()
-        """Those that do not drain, by the step of their batch as reported."""
+        """The decodes that do not drain, by the step time of their batch as reported."""
         self.reported: dict[DecodeNode, None] = {}
-        """Those that reported, the longest ago first."""
+        """The decodes that reported, the longest ago first."""
 
     def leave(self, node: DecodeNode) -> None:
-        """A conversation ended."""
+        """Remove a decode."""
         self.reported.pop(node, None)
         self.lightest.remove(node)
         mine = self.by_host[node.host]
@@ -105,7 +107,7 @@ class Crowd:
             del self.by_host[node.host]
 
     def check(self, members: list[DecodeNode]) -> None:
-        """The order tells what these do, all of the crowd."""
+        """Assert that the orders match the state of `members`, which are all nodes of this group."""
         self.lightest.check()
         assert {name for _, name, _ in self.lightest.entries} == {node.name for node in members if not node.draining}
         times = [node.reported_at for node in self.reported]
@@ -115,24 +117,24 @@ class Crowd:
 
 
 class Decodes:
-    """All decodes by name, and those that a search may come by in their crowds: a vLLM cannot read our own engine's KV, nor
-    the other way round."""
+    """All decodes by name, and in two groups those that a search may find: a vLLM cannot read the KV of the project's own
+    engine, nor the reverse."""
 
     def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
         self.nodes: list[DecodeNode] = []
-        """In name order."""
+        """All decodes, in name order."""
         self.by_name: dict[str, DecodeNode] = {}
         self.own = Crowd()
         self.vllms = Crowd()
         self.least_scale = 1.0
-        """No correction is below this."""
+        """A lower bound of all corrections."""
         self._unchecked = 0
         self._settings = settings
         self._costs = costs
         self._accuracy = accuracy
 
     def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False, spare: bool = False) -> None:
-        """A conversation began."""
+        """Add a decode."""
         step_s = self._costs.step_s(1, 0)
         crowd = None if stays or spare else self.vllms if vllm else self.own
         half_life_s = self._settings.correction_half_life_s
@@ -145,16 +147,17 @@ class Decodes:
         self._rank(node)
 
     def leave(self, node: DecodeNode) -> None:
-        """A conversation ended."""
+        """Remove a decode."""
         self.nodes.remove(node)
         del self.by_name[node.name]
         if node.crowd is not None:
             node.crowd.leave(node)
 
-    # --- what is told
+    # --- reports
 
     def report(self, now: float, node: DecodeNode, load: DecodeLoad) -> None:
-        """The node's own figures; who it names has KV there, and who it named before and no more has left."""
+        """Take in a node's report: requests that it names have KV there, and those that it named before but does not name now
+        have left."""
         node.load, node.draining = load, load.draining
         reserved = load.reserved
         if node.coming:
@@ -175,7 +178,7 @@ class Decodes:
         self._rank(node)
 
     def book(self, node: DecodeNode, booking: Booking) -> None:
-        """A request was placed there."""
+        """Add a placed request."""
         booking.coming = True
         node.coming.append(booking)
         node.coming_requests += booking.choices
@@ -185,7 +188,7 @@ class Decodes:
         self._rank(node)
 
     def unbook(self, node: DecodeNode, booking: Booking) -> None:
-        """A request ended, or will never come."""
+        """Remove a request that ended or will never arrive."""
         if booking.coming:
             booking.coming = False
             node.coming.remove(booking)
@@ -194,12 +197,12 @@ class Decodes:
             self._rank(node)
 
     def close(self, node: DecodeNode) -> None:
-        """It was asked to leave: it takes nothing new."""
+        """Close a node for new requests because it was asked to drain."""
         node.draining = True
         self._rank(node)
 
     def check(self, now: float) -> None:
-        """The order tells what the nodes do."""
+        """Assert that the orders match the state of the nodes."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
         for crowd in (self.own, self.vllms):
             crowd.check([node for node in self.nodes if node.crowd is crowd])
@@ -249,7 +252,7 @@ class Decodes:
         if not node.there:
             step_s = node.scale * costs.decode_step_s
         elif node.there + node.coming_requests >= node.max_batch:
-            # Those it has no place for may leave with their KV: that counts for nothing.
+            # Requests that wait for a place may leave with their KV, so it must not count in a lower bound.
             step_s = node.scale * costs.step_s(min(node.there, node.max_batch), 0)
         crowd.lightest.set(node, step_s)
 

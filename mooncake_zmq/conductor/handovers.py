@@ -1,7 +1,9 @@
-"""How much later than the first token a decode has the blocks that a prompt reuses: a wait between the first two tokens. PURE.
+"""Predicts how much later than the first token a decode has the blocks that a prompt reuses, which is a wait between the first
+two tokens. PURE.
 
-A decode loads reused blocks from its own host's pool, beside the prefill. What that pool lacks it gets from the pool of the
-prefill's host; where that fetches too, after it. What the prefill computes comes layer by layer, and counts for nothing here.
+A decode loads reused blocks from its own host's pool while the prefill runs. Blocks that this pool lacks come from the pool of
+the prefill's host, after that has fetched them if it has to. What the prefill computes arrives layer by layer and is not
+counted here.
 """
 
 from typing import Final
@@ -15,11 +17,11 @@ from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.costs import Costs
 
 HOLDERS: Final = 4
-"""Decodes beside pools that hold a run of the prompt are all looked at, those with the longest first, while they are as few."""
+"""The most decodes that are evaluated first because their host's pool holds a run of the prompt, the longest run first."""
 
 
 class Handover:
-    """One request, once its prefill is chosen and reuses some blocks."""
+    """The handover of one request whose prefill is chosen and reuses some blocks."""
 
     def __init__(
         self, plan: Plan, prefill: PrefillChoice, sources: Sources, transfers: Transfers, costs: Costs, block_tokens: int
@@ -30,25 +32,25 @@ class Handover:
         self._sources = sources
         self._groups: list[Group] = plan.groups
         self._there = min(self.reused, self._run(prefill.node.homes))
-        """Blocks that the prefill's host need not fetch."""
+        """The blocks that the prefill's host need not fetch."""
         self._fetch_s = prefill.fetch_s
         self._work_s = prefill.work_s
         self._load_s = costs.load_s(self.reused * block_tokens)
         self._block_s = transfers.rates(home).least_s if home >= 0 else transfers.model_s
         self._behind_s = max(0.0, transfers.out_at(home) - plan.now) if home >= 0 else 0.0
         self._held: dict[str, int] = {self.host: self.reused}
-        """By host, for those asked for."""
+        """The blocks held by host, for hosts already looked up."""
         self.latest_s = self.late_s(0)
-        """No decode is later."""
+        """The delay of a decode whose host holds none of the blocks, which is the largest."""
 
     def holders(self, by_host: dict[str, list[DecodeNode]]) -> tuple[list[DecodeNode], float]:
-        """Decodes to look at first, and what all others are late at least."""
+        """Return the decodes to evaluate first, and the least delay of all others."""
         home = by_host.get(self.host)
         if home is not None and not self.latest_s:
             return home, 0.0
         found = [] if home is None else home.copy()
         for mask, blocks, _, _ in self._groups:
-            while mask:  # mostly left early, so that no list of all bits is made
+            while mask:  # mostly left early, so no list of all bits is made
                 bit = lowest_bit(mask)
                 mask &= mask - 1
                 if (host := self._sources.host_of(bit)) != self.host:
@@ -56,18 +58,18 @@ class Handover:
                     if len(found) > HOLDERS:
                         return found[:HOLDERS], self.late_s(blocks) if self.latest_s else 0.0
             if not self.latest_s:
-                break  # where none is late, nearest is good enough
+                break  # where none is late, the nearest suffices
         return found, self.latest_s
 
     def held(self, node: DecodeNode) -> int:
-        """Blocks that a decode need not get from another host."""
+        """Return how many of the reused blocks a decode has on its own host."""
         held = self._held.get(node.host)
         if held is None:
             held = self._held[node.host] = min(self.reused, self._run(self._sources.pools(node.host)))
         return held
 
     def late_s(self, held: int) -> float:
-        """From the first token until a decode beside a pool that holds so many has all of them."""
+        """Return the seconds from the first token until a decode has all blocks, if its host's pool holds `held` of them."""
         lacking = self.reused - held
         if lacking <= 0:
             return 0.0
@@ -77,7 +79,7 @@ class Handover:
         return max(0.0, max(moved_s, self._load_s) - self._work_s)
 
     def moving_s(self, node: DecodeNode) -> float:
-        """What the link of the prefill's host carries for it."""
+        """Return the seconds for which the link of the prefill's host carries blocks to a decode."""
         return (self.reused - self.held(node)) * self._block_s
 
     def _run(self, homes: int) -> int:

@@ -12,11 +12,11 @@ from mooncake_zmq.core.shell import Tally
 SWEEP = ("sweep",)
 SWEEP_S: Final = 0.01
 SWEPT_KEYS: Final = 2048
-"""Keys swept at once: about half a millisecond, every hundredth of a second while there is something to sweep."""
+"""The keys swept at a time: about half a millisecond of work, every hundredth of a second while any are left."""
 
 
 class Inventory:
-    """Keeps the index and the sources in step: a node that joins or leaves does so in both."""
+    """Keeps the index and the sources consistent: a node joins or leaves both."""
 
     def __init__(self, max_keys: int, prefills: Prefills, counts: Tally) -> None:
         self.index = PrefixIndex(max_keys=max_keys)
@@ -32,7 +32,7 @@ class Inventory:
         self.sources.join(self.index.join(name), name, host)
 
     def leave_pool(self, name: str) -> int:
-        """Remove a cache-node with its store; return its bit, which may come to mean another node."""
+        """Remove a cache-node with its store; return its bit, which a later node may get."""
         self.leave_reader(name + SHELF)
         bit = self.index.join(name)
         self.index.drop(name)
@@ -41,17 +41,17 @@ class Inventory:
         return bit
 
     def join_reader(self, node: PrefillNode) -> None:
-        """Add a prefill or vLLM, which alone can read what it holds itself."""
+        """Add a prefill or vLLM; only that node can read the blocks that it holds itself."""
         self.sources.join_own(self.index.join(node.name, pool=False), node)
 
     def leave_reader(self, holder: str) -> None:
-        """Remove what one prefill or vLLM alone could read, or the vLLMs of one host."""
+        """Remove a holder whose blocks only one prefill or vLLM, or the vLLMs of one host, could read."""
         if holder in self.index.counts:
             self.sources.leave_apart(self.index.join(holder))
             self.index.drop(holder)
 
     def announced_by_pool(self, name: str, blocks: BlocksAnnounced) -> None:
-        """Enter what a cache-node has in its pool, or in its store for vLLMs."""
+        """Enter the blocks that a cache-node has in its pool, or in its store for vLLMs."""
         if not blocks.shelf:
             self.announced(name, blocks)
             return
@@ -60,7 +60,7 @@ class Inventory:
         self.announced(store, blocks)
 
     def announced(self, holder: str, blocks: BlocksAnnounced) -> None:
-        """Enter in the index what was stored, removed, or kept on SSD alone."""
+        """Enter in the index the keys that a holder stored, removed, or keeps on SSD alone."""
         before = self.index.evicted
         if blocks.removed:
             self.index.removed(holder, blocks.removed)
@@ -71,13 +71,13 @@ class Inventory:
         self._counts.add("keys_evicted", self.index.evicted - before)
 
     def on_timer(self) -> list[Effect]:
-        """Sweep one piece of what is left of nodes that are gone."""
+        """Sweep one piece of the index of nodes that left."""
         self._sweep_armed = False
         self.index.sweep(SWEPT_KEYS)
         return self.arm_sweep()
 
     def arm_sweep(self) -> list[Effect]:
-        """Sweep soon, if a node that is gone left anything."""
+        """Set the timer for the next sweep, if nodes that left have any keys in the index."""
         if self._sweep_armed or not self.index.is_sweeping:
             return []
         self._sweep_armed = True

@@ -1,4 +1,4 @@
-"""Who is there: the nodes the conductor is in conversation with, by role and host. PURE."""
+"""The nodes that the conductor is connected to, by role and host. PURE."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from mooncake_zmq.core.messages import Part
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One life of a node."""
+    """One incarnation of a node."""
 
     name: str
     role: str
@@ -25,24 +25,24 @@ class Membership:
         self._roles: dict[str, str] = {}
 
     def join(self, member: Member) -> None:
-        """A conversation began."""
+        """Add a member."""
         self._members[member.name] = member
         self._roles[member.name] = member.role
         self._members = dict(sorted(self._members.items()))
 
     def leave(self, name: str) -> None:
-        """A conversation ended."""
+        """Remove a member."""
         self._members.pop(name, None)
         self._roles.pop(name, None)
 
     def get(self, name: str) -> Member | None:
-        """The member of that name, if it is up."""
+        """Return the member of that name, if it is up."""
         return self._members.get(name)
 
     def role_of(self, name: str) -> str | None:
-        """Its role, or None if it is not up."""
+        """Return the role of a node, or None if it is not up."""
         return self._roles.get(name)
 
     def of_role(self, role: str) -> list[Member]:
-        """All members of a role, draining ones too."""
+        """Return all members of a role, including those that drain."""
         return [member for member in self._members.values() if member.role == role]

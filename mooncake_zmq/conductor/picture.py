@@ -1,4 +1,4 @@
-"""What metrics and dumps tell of a conductor's state; it changes nothing. PURE."""
+"""The state of a conductor for metrics and dumps; this changes nothing. PURE."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ DUMPED_CHAINS = 50
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Looks at the parts of one conductor."""
+    """Reads the components of one conductor."""
 
     settings: ConductorSettings
     members: Membership
@@ -30,7 +30,7 @@ class Picture:
     balance: Balance
 
     def gauges(self, now: float) -> dict[str, float]:
-        """Levels for metrics."""
+        """Return gauges for metrics."""
         coming = sum(booking.choices for node in self.decodes.nodes for booking in node.coming if not booking.reserved)
         known = [node.load for node in self.decodes.nodes if node.load is not None]
         return {
@@ -47,7 +47,7 @@ class Picture:
         }
 
     def dump(self, now: float) -> dict[str, object]:
-        """JSON-able state; the first bookings only."""
+        """Return the state, ready for JSON, with the first bookings only."""
         return {
             "members": [
                 {"name": m.name, "role": m.role, "host": m.host, "incarnation": m.incarnation}

@@ -1,7 +1,8 @@
-"""Which prefills compute a long prompt together, each some of the layers, if that is sooner. PURE functions.
+"""Chooses prefills that compute a long prompt together, each some of the layers, if that is sooner. PURE functions.
 
-With X stages of equal speed each chunk takes a stage an X-th of what it takes a node. The last chunk has left the first stage
-once all chunks took their time there, and then passes the X - 1 others. It is the longest, as it sees the most keys.
+With X stages of equal speed a stage takes an X-th of the time that one node would take for a chunk. The last chunk has left
+the first stage once all chunks were computed there, and then passes the X - 1 other stages. It takes the longest, as it
+attends to the most keys.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,8 @@ from mooncake_zmq.core.costs import Costs
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One prefill: seconds until it would begin, its measured multiple of the cost model's compute, blocks it could reuse."""
+    """One prefill: the seconds until it could begin, its measured multiple of the cost model's compute time, and the blocks
+    that it could reuse."""
 
     name: str
     queue_s: float
@@ -23,8 +25,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """`stages`: the later ones, in order. `queue_s`: until the last of all can begin. `work_s`: from there to the first token,
-    of which each of them computes `share_s`."""
+    """A pipeline. `stages`: the names of the later stages, in order; `queue_s`: seconds until all stages can begin; `work_s`:
+    seconds from then to the first token, of which each stage computes `share_s`."""
 
     stages: tuple[str, ...]
     queue_s: float
@@ -33,7 +35,7 @@ class Pipeline:
 
     @property
     def ttft_s(self) -> float:
-        """Predicted time to the first token."""
+        """The predicted time to the first token."""
         return self.queue_s + self.work_s
 
 
@@ -47,8 +49,8 @@ def form_pipeline(
     settings: ConductorSettings,
     costs: Costs,
 ) -> Pipeline | None:
-    """The best pipeline behind `first`, of up to `pipeline_stages` prefills, the ones soonest free; None if the prompt is short
-    or `first` alone is predicted to be as quick (`ttft_s`)."""
+    """Return the best pipeline with `first` in front, of up to `pipeline_stages` prefills, those that are free soonest; None
+    if the prompt is short or `first` alone is predicted to be as quick (`ttft_s`)."""
     if settings.pipeline_stages < 2 or tokens - first.reuse_blocks * block_tokens < settings.pipeline_min_tokens:
         return None
     idlest = sorted((other for other in others if other.name != first.name), key=lambda other: (other.queue_s, other.name))
@@ -63,7 +65,7 @@ def form_pipeline(
 def _predict(
     first: Candidate, later: list[Candidate], tokens: int, block_tokens: int, settings: ConductorSettings, costs: Costs
 ) -> Pipeline:
-    """All reuse what every one of them can, and the slowest sets the pace."""
+    """Predict a pipeline in which all stages reuse the prefix that every one of them can, at the speed of the slowest."""
     members = [first, *later]
     prefix = min(member.reuse_blocks for member in members) * block_tokens
     slowness = max(member.slowness for member in members)

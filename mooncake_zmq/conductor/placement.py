@@ -1,4 +1,4 @@
-"""One decision: which prefill and which decode take a request, what they promise, or why it is refused. Owns no bookings.
+"""Decides which prefill and which decode take a request and what they promise, or why it is refused; it owns no bookings.
 PURE."""
 
 from bisect import bisect_right
@@ -29,20 +29,20 @@ from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
 from mooncake_zmq.core.order import Order
 
 MAX_PREDICTION_S: Final = 1e7
-"""The most a message may say."""
+"""The largest prediction that a message may carry."""
 NO_DECODE: Final = (RejectReason.NO_DECODE, RejectReason.NO_ROOM)
 ALONE_BELOW: Final = 0.5
-"""Requests expected in a batch below which one that comes is probably alone."""
+"""The expected batch size below which a request that joins is probably alone."""
 TRIES: Final = 3
-"""Prefills tried for a request that would push others past their bounds."""
+"""The number of prefills tried for a request that would make others miss their bounds."""
 
 
 Refused = tuple[RejectReason, float, float]
-"""The reason, when to try again, and the TTFT or TBT that was predicted; 0: it was for something else."""
+"""A refusal: the reason, the seconds until a retry, and the predicted TTFT or TBT (0 for other reasons)."""
 
 
 class Placement:
-    """Decides; what it decided is booked by `commit`."""
+    """Decides where requests go, and books decisions by `commit`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Placement:
         self._settings = settings
         self._pipelines = settings.pipeline_stages > 1
         self._at_once = settings.admission in ("baseline", "early")
-        """Whether a decode is judged by what it is like now."""
+        """Whether a decode is judged by its present state, not by its predicted one."""
         self._admission = Admission(settings)
         self._costs = costs
         self._block_tokens = block_tokens
@@ -91,7 +91,7 @@ class Placement:
         self.hindsight = Hindsight()
 
     def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
-        """Where it goes, or the refusal."""
+        """Return the decision for a request, or its refusal."""
         limits = self._admission.limits(schedule)
         prefill = self._choose_prefill(now, schedule, plan, limits, ())
         if isinstance(prefill, tuple):
@@ -99,10 +99,10 @@ class Placement:
         decided = self._go_on(now, schedule, plan, limits, prefill)
         if not prefill.node.vllm or prefill.whole or _has_decode(decided, schedule):
             return decided
-        # No vLLM can go on with what this one would prefill: one that does both may, or else this one does, unless it has to
-        # wait for room alone.
-        apart = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
-        other = self._choose_prefill(now, schedule, plan, limits, apart)
+        # No vLLM can decode what this one would prefill. A vLLM that does both may take it; otherwise this one does, unless it
+        # only has to wait for room.
+        separate = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
+        other = self._choose_prefill(now, schedule, plan, limits, separate)
         if not isinstance(other, tuple):
             instead = self._go_on(now, schedule, plan, limits, other)
             if isinstance(instead, Decision):
@@ -114,7 +114,7 @@ class Placement:
         return whole if isinstance(whole, Decision) else decided
 
     def _go_on(self, now: float, schedule: Schedule, plan: Plan, limits: Limits, prefill: PrefillChoice) -> Decision | Refused:
-        """From the prefill on."""
+        """Return the decision for a chosen prefill, or the refusal."""
         if self._pipelines and not (prefill.node.vllm or prefill.coming):
             prefill = self._in_pipeline(schedule, plan, prefill)
         ttft_s = prefill.ttft_s + self._passed_over_s(now, prefill)
@@ -130,7 +130,7 @@ class Placement:
             joining = self._joining(at, prefill, plan, expected, 1)
             decode = self._choose_decode(now, joining, prefill, schedule)
         if decode is None:
-            return self._no_decode(self._crowd(prefill.node), joining.stay_tokens)
+            return self._no_decode(self._candidates(prefill.node), joining.stay_tokens)
         slow_s = self._admission.slow_decode_s(limits, decode, expected)
         if slow_s:
             return RejectReason.TBT, slow_s, decode.tbt_s
@@ -145,7 +145,7 @@ class Placement:
         )
 
     def commit(self, now: float, key: BookingKey, schedule: Schedule, plan: Plan, decision: Decision) -> Booking:
-        """Book what was decided: queue, batch, link and turn know of it at once."""
+        """Book a decision: prefill queue, decode batch, links and turns include it at once."""
         prefill, decode, ttft_s, expected = decision.prefill, decision.decode, decision.ttft_s, decision.expected
         alone = decode.batch < ALONE_BELOW
         number = self._bookings.next_number()
@@ -202,7 +202,7 @@ class Placement:
         return booking
 
     def _book_handover(self, now: float, decision: Decision) -> None:
-        """What the decode gets from the prefill's host goes over both their links."""
+        """Book the transfer from the prefill's host to the decode's host on the links of both."""
         pool = lowest_bit(self._sources.pools(decision.decode.node.host))
         if pool >= 0 and decision.prefill.node.home >= 0:
             self._transfers.book(now, decision.prefill.node.home, pool, decision.decode.moving_s)
@@ -210,14 +210,15 @@ class Placement:
     # --- leaves
 
     def _named(self, prefill: PrefillChoice) -> tuple[str, ...]:
-        """The cache-nodes to name: where a vLLM decodes what another one prefills, first the one whose store that writes to."""
+        """Return the cache-nodes to name in the answer; if one vLLM prefills and another decodes, the first is the one to
+        whose store the prefilling vLLM writes."""
         if not prefill.node.vllm:
             return tuple([self._index.name_of(bit) for bit in prefill.sources]) if prefill.sources else ()
         first = () if prefill.whole else self._sources.store_of(prefill.node.host)
         return (*first, *prefill.stores)
 
-    def _crowd(self, prefill: PrefillNode) -> Crowd:
-        """Those that can go on with what it begins."""
+    def _candidates(self, prefill: PrefillNode) -> Crowd:
+        """Return the decodes that can continue what this prefill begins."""
         return self._decodes.vllms if prefill.vllm else self._decodes.own
 
     def _joining(self, at: float, prefill: PrefillChoice, plan: Plan, expected: float, choices: int) -> Joining:
@@ -240,16 +241,17 @@ class Placement:
     def _choose_decode(self, now: float, joining: Joining, prefill: PrefillChoice, schedule: Schedule) -> DecodeChoice | None:
         if prefill.whole:
             return self.batches.stay(joining, self._decodes.by_name[prefill.node.name])
-        return self.batches.choose(now, joining, self._crowd(prefill.node), prefill.node.host, schedule.exclude)
+        return self.batches.choose(now, joining, self._candidates(prefill.node), prefill.node.host, schedule.exclude)
 
     def _need_tokens(self, tokens: int, expected: float) -> int:
-        """KV a decode must have free: whole blocks for prompt and one token, on which it insists, and the expected output."""
+        """Return the KV tokens that a decode must have free: whole blocks for the prompt and one token, which it requires, or
+        the prompt and its expected output."""
         return max((tokens // self._block_tokens + 1) * self._block_tokens, tokens + int(expected))
 
     def _choose_prefill(
         self, now: float, schedule: Schedule, plan: Plan, limits: Limits, without: Sequence[str]
     ) -> PrefillChoice | Refused:
-        """None of `without`, and of those that the request excludes only if there is no other."""
+        """Choose a prefill, never one of `without`, and one that the request excludes only if there is no other."""
         barred = (*schedule.exclude, *without)
         pushed_s = 0.0
         for _ in range(TRIES):
@@ -258,7 +260,7 @@ class Placement:
                 break
             if self._coming is not None:
                 waiting = self._waits.better(plan, schedule.keys, choice, barred)
-                if waiting is not choice and not self._is_late(limits, waiting):  # rather more engine time than a refusal
+                if waiting is not choice and not self._is_late(limits, waiting):  # rather use more engine time than refuse
                     choice = waiting
             self._give_way(now, plan, choice)
             if not self._pushes_others(now, plan, limits, choice):
@@ -281,7 +283,7 @@ class Placement:
         return self._admission.late_prefill_s(limits, waiting, waiting.ttft_s * self.hindsight.lateness.factor) > 0
 
     def _in_pipeline(self, schedule: Schedule, plan: Plan, choice: PrefillChoice) -> PrefillChoice:
-        """With others that compute a long prompt together with it, if that is sooner."""
+        """Turn the choice into a pipeline with other prefills, if that is sooner."""
 
         def candidate(node: PrefillNode) -> Candidate:
             weighed = self.planner.weigh(plan, node)
@@ -305,8 +307,8 @@ class Placement:
         return choice
 
     def _give_way(self, now: float, plan: Plan, choice: PrefillChoice) -> None:
-        """Set its priority: the request's own, or a later one if that would take it before a job that is late already against
-        what it was promised."""
+        """Set the priority of a choice: the request's own, or a lower one if its own would take it before a job that is
+        already later than was promised."""
         node = choice.node
         choice.priority = plan.priority
         if plan.priority >= 0:
@@ -318,13 +320,13 @@ class Placement:
             if booking is not None and booking.deadline < node.ends[place]:
                 order = Order(node.overtake, node.priority_s)
                 least = min(0, order.priority_behind(node.ranks[place], now, choice.work_s))
-                choice.priority = choice.least_priority = least  # later than its own, as it ranked before that job
+                choice.priority = choice.least_priority = least  # lower than its own, as it ranked before that job
                 rank = node.rank(now, choice.work_s, least)
                 choice.queue_s = max(choice.queue_s, node.wait_s(now, rank))
                 return
 
     def _pushes_others(self, now: float, plan: Plan, limits: Limits, choice: PrefillChoice) -> bool:
-        """Whether it would go before a job that was promised a time and would then miss it."""
+        """Return whether it would go before a job that would then miss the time it was promised."""
         node = choice.node
         if not (node.overtake or plan.priority) or not limits.may_refuse:
             return False
@@ -338,8 +340,8 @@ class Placement:
         return False
 
     def _passed_over_s(self, now: float, choice: PrefillChoice) -> float:
-        """What comes before the job though it is not ahead of it yet: the rest of a chunk in flight, and later arrivals that
-        are shorter."""
+        """Return the seconds of work that runs before the job without being ahead of it in the queue: the rest of a chunk in
+        flight, and later arrivals that are shorter."""
         node = choice.node
         if not node.overtake:
             return 0.0
@@ -349,23 +351,24 @@ class Placement:
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )
 
-    def _no_decode(self, crowd: Crowd, stay_tokens: float) -> Refused:
-        """None has room: until the first request leaves one; without any decode, until one may be back."""
-        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for _, _, node in crowd.lightest.entries]
+    def _no_decode(self, candidates: Crowd, stay_tokens: float) -> Refused:
+        """Return the refusal when no decode has room: the retry is after the first request should have left one, or, without
+        any decode, after one may be back."""
+        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for _, _, node in candidates.lightest.entries]
         if not leave_s:
             return RejectReason.NO_DECODE, NO_NODE_RETRY_S, 0.0
         return RejectReason.NO_ROOM, bounded(min(leave_s)), 0.0
 
 
 def _has_decode(decided: Decision | Refused, schedule: Schedule) -> bool:
-    """Return whether a decode was found, and not only one that has let the request down already, or none was looked for."""
+    """Return whether a decode was found that the request does not exclude, or none was searched for."""
     if isinstance(decided, Decision):
         return decided.decode.node.name not in schedule.exclude
     return decided[0] not in NO_DECODE
 
 
 def rejected(schedule: Schedule, refused: Refused) -> Rejected:
-    """The answer to one that is not placed."""
+    """Return the message for a refused request."""
     reason, retry_after_s, predicted_s = refused
     return Rejected(
         request_id=schedule.request_id,

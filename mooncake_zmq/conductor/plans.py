@@ -1,7 +1,7 @@
-"""What one prefill, or any that was not looked at yet, would take for one prompt. PURE.
+"""Predicts what one prefill, or any that was not evaluated, would take for one prompt. PURE.
 
-Computing and loading overlap, so the longer of the two counts. Where another host holds more of the prompt, fetching what is
-missing is weighed against computing it.
+Computing and loading overlap, so the longer of the two counts. Where another host holds more of the prompt, fetching the
+missing blocks is weighed against computing them.
 """
 
 import math
@@ -18,47 +18,50 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Schedule
 
 LOOKED_AT: Final = 8
-"""Prefills that hold a run of the prompt are looked at first, while they are as few; larger crowds go by in order."""
+"""The number of prefills up to which those that hold a run of the prompt are evaluated first; more of them are visited in
+order."""
 RARE: Final = 16
 MOST_RARE: Final = 32
-"""And while they are one of so many, up to so many: in the orders they would be long in coming."""
+"""That number is higher in a large cluster: one `RARE`th of the prefills, up to `MOST_RARE`, because rare holders come late in
+the orders."""
 NO_TIME: Final = math.inf
 
 Group = tuple[int, int, float, int]
-"""Mask of cache-nodes; the blocks they hold; seconds to compute the rest, not corrected; tokens in those blocks."""
+"""Mask of cache-nodes; the number of blocks that they hold; seconds to compute the other blocks, not corrected; tokens in the
+held blocks."""
 
 
 class Plan:
-    """One prompt and what was found out for it: `times` to its first token by prefill. From `weighed` on the fields are of the
-    prefill that was weighed last."""
+    """One prompt and what is known about it; `times` holds the time to its first token by prefill. The fields from `local` on
+    describe the prefill weighed last."""
 
     reusable: int = 0
-    """Blocks that may be reused at most."""
+    """The most blocks that may be reused."""
     longest: int = 0
-    """Blocks of the longest run that anything holds."""
+    """The blocks of the longest run that any node holds."""
     best: int = 0
-    """Blocks of the longest run that a pool holds, and so any prefill can have."""
+    """The blocks of the longest run that a pool holds, which any prefill can therefore have."""
     coming: int = 0
-    """Leading blocks that something holds or another prompt's computation makes; 0: none of them is being made."""
+    """The number of leading blocks that a node holds or another prompt's prefill computes; 0 if none is being computed."""
     best_s: float = 0.0
-    """To compute all but these."""
+    """The seconds to compute all other blocks."""
     best_prefix: int = 0
     crowd: int = 0
-    """The marks of those not looked at yet that hold anything."""
+    """The marks of prefills not evaluated yet that hold any of the prompt."""
     source: int = -1
-    """The bit that all would fetch from; -1: nobody fetches."""
-    shelved: Group | None = None
+    """The bit of the cache-node that all prefills would fetch from; -1 if none fetches."""
+    stored: Group | None = None
     """The longest run that a store holds for vLLMs."""
     out_at: float = 0.0
     moved_s: float = 0.0
-    """What those not looked at yet at least must wait for a fetch."""
-    rest_load_s: float = 0.0
-    """What they at least must load of their own."""
+    """The least wait for a fetch by prefills that were not evaluated."""
+    unseen_load_s: float = 0.0
+    """The least time in which those prefills load their own blocks."""
     best_load_s: float = 0.0
-    """And with what they fetched."""
+    """The least time in which they load own and fetched blocks."""
     local: int = 0
     reused: int = 0
-    """With what is fetched."""
+    """The blocks reused, fetched ones included."""
     fetches: bool = False
     queue_s: float = 0.0
     work_s: float = 0.0
@@ -69,20 +72,20 @@ class Plan:
         self.tokens = tokens
         self.priority = priority
         self.runs = runs
-        """Shortest first."""
-        self.whole_s = self.rest_s = whole_s
-        """To compute, not corrected: the whole prompt; what those not looked at yet at least must."""
+        """The runs held, the shortest first."""
+        self.whole_s = self.unseen_s = whole_s
+        """Uncorrected compute seconds of the whole prompt, and of what prefills not evaluated must compute at least."""
         self.groups: list[Group] = []
-        """Longest first."""
+        """The runs as groups, the longest first."""
         self.rates: Rates | None = None
         self.disk: Sequence[int] = ()
-        """By block, who has it on SSD alone."""
+        """By block, the mask of nodes that hold it on SSD alone."""
         self.times: dict[PrefillNode, float] = {}
         self.weighed: PrefillNode | None = None
 
 
 class Planner:
-    """Weighs prefills."""
+    """Predicts times for plans."""
 
     def __init__(
         self,
@@ -105,10 +108,10 @@ class Planner:
         threshold = settings.kvcache_balancing_threshold
         self._threshold = 0.0 if threshold == "auto" else threshold
         self.orders = prefills.quickest.entries, prefills.freest.entries
-        """The same prefills twice, those first that may be better than others."""
+        """The open prefills in two orders, by speed and by when they are free; in each the most promising come first."""
 
     def plan(self, now: float, schedule: Schedule) -> Plan:
-        """What can be said of the prompt for all prefills at once."""
+        """Return a plan with what holds for all prefills."""
         tokens = schedule.tokens
         keys = schedule.keys
         limit = reusable_blocks(tokens=tokens, keys=len(keys), block_tokens=self._block_tokens)
@@ -128,12 +131,12 @@ class Planner:
         return plan
 
     def weigh(self, plan: Plan, node: PrefillNode) -> Plan:
-        """The plan, its fields about this prefill."""
+        """Return the plan with its fields set for this prefill."""
         self.ttft_s(plan, node)
         return plan
 
     def ttft_s(self, plan: Plan, node: PrefillNode) -> float:
-        """Time to the first token on this prefill."""
+        """Return the time to the first token on this prefill."""
         homes, local, unit_s, prefix = node.homes, 0, plan.whole_s, 0
         for mask, blocks, seconds, held in plan.groups:
             if homes & mask:
@@ -148,8 +151,8 @@ class Planner:
         plan.fetches, plan.fetch_s = False, 0.0
         if plan.source >= 0 and local < plan.best and node.home >= 0:
             work_s = self._fetched_s(plan, node, local, work_s)
-        elif node.vllm and plan.shelved is not None and local < plan.shelved[1]:
-            work_s = self._from_store_s(plan, plan.shelved, node, work_s)
+        elif node.vllm and plan.stored is not None and local < plan.stored[1]:
+            work_s = self._from_store_s(plan, plan.stored, node, work_s)
         plan.weighed, plan.work_s = node, work_s
         now, ends, wait_s = plan.now, node.ends, 0.0
         if ends and ends[-1] > now:
@@ -160,7 +163,8 @@ class Planner:
         return wait_s + work_s
 
     def bound_s(self, plan: Plan, place: int) -> float:
-        """No prefill that is at `place` or later in both orders, and was not looked at, has its first token sooner."""
+        """Return a lower bound of the time to the first token for prefills at `place` or later in both orders that were not
+        evaluated."""
         if place >= len(self.orders[0]):
             return NO_TIME
         lead_s = self.orders[1][place][0] - plan.now
@@ -168,13 +172,13 @@ class Planner:
         return work_s + lead_s if lead_s > 0 and plan.priority >= 0 else work_s
 
     def least_work_s(self, plan: Plan, place: int = 0) -> float:
-        """No such prefill has less to do for it."""
+        """Return a lower bound of the work of such prefills."""
         factor = self.orders[0][place][0]
-        work_s = max(factor * plan.rest_s, plan.rest_load_s)
+        work_s = max(factor * plan.unseen_s, plan.unseen_load_s)
         return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.moved_s) if plan.source >= 0 else work_s
 
     def least_cold_s(self, plan: Plan) -> float:
-        """No prefill that holds nothing of the prompt has less to do for it."""
+        """Return a lower bound of the work of prefills that hold nothing of the prompt."""
         if not self.orders[0]:
             return NO_TIME
         factor = self.orders[0][0][0]
@@ -187,7 +191,7 @@ class Planner:
     # --- leaves
 
     def _group(self, plan: Plan) -> None:
-        """Take the runs apart, and look at those few that hold the most."""
+        """Group the runs, and evaluate the prefills that hold the most if they are few."""
         for blocks, mask in reversed(plan.runs):
             prefix = blocks * self._block_tokens
             plan.groups.append((mask, blocks, plan.whole_s - (self._a + self._b * prefix) * prefix, prefix))
@@ -197,9 +201,9 @@ class Planner:
         if self._fetches:
             if pooled is not None:
                 self._name_source(plan, pooled[0])
-            self._find_shelved(plan)
+            self._find_stored(plan)
         left = max(LOOKED_AT, min(len(self.orders[0]) // RARE, MOST_RARE))
-        rest, plan.rest_s = 0, plan.whole_s
+        rest, plan.unseen_s = 0, plan.whole_s
         for mask, blocks, unit_s, _ in plan.groups:
             left -= mask.bit_count()
             if left >= 0:
@@ -208,9 +212,9 @@ class Planner:
                         plan.times[node] = self.ttft_s(plan, node)
                 continue
             if not plan.crowd:
-                rest, plan.rest_s = blocks, unit_s
+                rest, plan.unseen_s = blocks, unit_s
             plan.crowd |= mask << 1
-        plan.rest_load_s = self._prefills.least_load_s * rest * self._block_tokens
+        plan.unseen_load_s = self._prefills.least_load_s * rest * self._block_tokens
         if plan.rates is not None:
             plan.best_load_s = self._prefills.least_load_s * plan.best_prefix
             plan.moved_s = (plan.best - rest) * plan.rates.least_s + max(0.0, plan.out_at - plan.now)
@@ -220,8 +224,8 @@ class Planner:
         plan.rates, plan.out_at = self._transfers.rates(source), self._transfers.out_at(source)
 
     def _fetched_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float) -> float:
-        """The work if it is quicker so. Beyond Algorithm 1: where even the estimate says that computing is, nothing is
-        fetched."""
+        """Return the work with fetching, where that is quicker. Unlike in Algorithm 1, nothing is fetched where even the
+        estimate says that computing is quicker."""
         if self._threshold and (local if self._threshold == NO_TIME else local * self._threshold > plan.best):
             return work_s
         assert plan.rates is not None
@@ -234,29 +238,30 @@ class Planner:
         plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, plan.best
         return fetched_s
 
-    def _find_shelved(self, plan: Plan) -> None:
-        """All vLLMs are looked at if one may load from another host: no bound of those that are not counts on that."""
-        plan.shelved = next((group for group in plan.groups if self._sources.on_shelves(group[0])), None)
-        for node in self._sources.vllms if plan.shelved is not None else ():
+    def _find_stored(self, plan: Plan) -> None:
+        """Find the longest run in a store for vLLMs; if there is one, evaluate all vLLMs, since no bound covers loads from
+        another host's store."""
+        plan.stored = next((group for group in plan.groups if self._sources.on_shelves(group[0])), None)
+        for node in self._sources.vllms if plan.stored is not None else ():
             if not node.closed:
                 plan.times[node] = self.ttft_s(plan, node)
 
-    def _from_store_s(self, plan: Plan, shelved: Group, node: PrefillNode, work_s: float) -> float:
-        """The work of a vLLM if it loads from the store of another host what is missing, where that is quicker. Nobody measures
-        such a load by itself: the node's own factor does, with all that it computes."""
-        _, blocks, rest_s, prefix = shelved
+    def _from_store_s(self, plan: Plan, stored: Group, node: PrefillNode, work_s: float) -> float:
+        """Return the work of a vLLM that loads missing blocks from the store of another host, where that is quicker. Such a
+        load is not measured by itself; the node's own factor covers it together with its computing."""
+        _, blocks, missing_s, prefix = stored
         local = plan.local
         if self._threshold and (local if self._threshold == NO_TIME else local * self._threshold > blocks):
             return work_s
         fetch_s = (blocks - local) * self._transfers.model_s
-        fetched_s = max(node.factor * rest_s, node.load_token_s * prefix) + fetch_s
+        fetched_s = max(node.factor * missing_s, node.load_token_s * prefix) + fetch_s
         if fetched_s >= work_s:
             return work_s
         plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, blocks
         return fetched_s
 
     def _promote_s(self, plan: Plan, homes: int) -> float:
-        """What the blocks that the host has on SSD alone take."""
+        """Return the seconds to read the blocks that the host has on SSD alone."""
         seconds = 0.0
         for bit in bits_of(homes):
             blocks = sum([mask >> bit & 1 for mask in plan.disk])
@@ -266,5 +271,5 @@ class Planner:
 
 
 def reusable_blocks(*, tokens: int, keys: int, block_tokens: int) -> int:
-    """Blocks that may be reused at most: complete ones, leaving at least one token to compute."""
+    """Return how many blocks may be reused at most: complete ones, leaving at least one token to compute."""
     return max(0, min(keys, (tokens - 1) // block_tokens))

@@ -1,11 +1,11 @@
-"""The prefills' queues: what each reported last, worked off as time passes, and what was sent there that it cannot know yet.
-PURE.
+"""The prefills' queues: what each prefill last reported, less the work done since, and the jobs sent to it since that it may
+not have received yet. PURE.
 
-A booking's number says exactly which of our placements a report counts: one that it names is the report's from then on; one it
-named before and no more is computed; one it never named is kept apart until it is older than the way there takes.
+A booking's number identifies the placements that a report includes. One that the report names is updated by reports from then
+on; one named before and no longer is computed; one never named is kept until it is older than the way to the node takes.
 
-A queue is kept as the times at which its jobs will be done. They stay what they are while time passes, so that nothing needs
-to be done for the nodes that nothing happened to.
+A queue is kept as the times at which its jobs will be done. These do not change as time passes, so nodes without news need no
+work.
 """
 
 import math
@@ -19,12 +19,13 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad
 
 Job = tuple[float, float, int]
-"""Rank, as a time; seconds of work left; number of the booking, 0 if it is not known."""
+"""Rank, as a time; seconds of work left; number of the booking, 0 if unknown."""
 NO_LIMIT: Final = 1 << 40
 EVERYONE: Final = 1
 """The mark that every prefill has."""
 GRAINS: Final = 64
-"""Factors are ranked in steps of one of so many parts, rounded down: fading corrections need not move at each report."""
+"""Factors are ranked in steps of 1 / GRAINS, rounded down, so that slowly fading corrections do not change the order at each
+report."""
 
 
 class PrefillNode:
@@ -65,61 +66,62 @@ class PrefillNode:
         self.host = host
         self.vllm = vllm
         self.stays = stays
-        """It decodes as well what it prefills, and nothing else: a vLLM may."""
+        """Whether it decodes what it prefills, and only that; vLLMs may."""
         self.spare = spare
-        """A vLLM that decodes what others prefill: it prefills too while no other vLLM is open for that."""
+        """Whether it is a vLLM that decodes what others prefill; it also prefills while no other vLLM is open for that."""
         self.ranks: list[float] = []
         self.ends: list[float] = []
         self.numbers: list[int] = []
         self.unseen: dict[int, tuple[float, float, float]] = {}
-        """Bookings that no report has named yet: when each was made, rank and work."""
+        """Bookings that no report has named yet, with the time each was made, its rank and its work."""
         self.named: dict[int, None] = {}
-        """Bookings that the last report named."""
+        """The bookings that the last report named."""
         self.overtake = 0.0
         self.priority_s = 0.0
         self.chunk_tokens = 0
         self.room = NO_LIMIT
         self.draining = False
         self.closed = False
-        """It takes nothing new, could not queue it, or is a spare that is not needed."""
+        """Whether it receives no new jobs: it drains, its queue is full, or it is a spare that is not needed."""
         self.compute = Correction(half_life_s)
         self.load = Correction(half_life_s)
         self.factor = 1.0
-        """Of computing: of the node's own costs, corrected, to ours."""
+        """The ratio of the node's compute costs, corrected, to the configured costs."""
         self.floor_at = 0.0
-        """Before this it is not free for a job of no negative priority: whose rank is later than those in the past already."""
+        """The earliest time at which it is free for a job without negative priority: jobs with a rank in the past are ahead of
+        such a job."""
         self.load_token_s = load_token_s
-        """Corrected."""
+        """Seconds to load a token, corrected."""
         self.last = 0
-        """The turn it was chosen in."""
+        """The number of the turn in which it was last chosen."""
         self.home = -1
-        """The bit of the cache-node on its host, the first by name; -1 if it has none."""
+        """The bit of the cache-node on its host, the first by name; -1 if there is none."""
         self.homes = 0
-        """The mask of all of them; of a vLLM, its own bit and those of its host's stores."""
+        """The mask of all cache-nodes on its host; for a vLLM, of its own bit and those of its host's stores."""
         self.marks = EVERYONE
-        """The same, one bit further, and `EVERYONE`."""
+        """`homes` shifted by one bit, with `EVERYONE`."""
 
     def queued_s(self, now: float) -> float:
-        """All work that is there."""
+        """Return the seconds of all queued work."""
         return max(0.0, self.ends[-1] - now) if self.ends else 0.0
 
     def wait_s(self, now: float, rank: float) -> float:
-        """Work that a job of this rank finds ahead of it."""
+        """Return the seconds of work ahead of a job of this rank."""
         ahead = bisect_right(self.ranks, rank)
         return max(0.0, self.ends[ahead - 1] - now) if ahead else 0.0
 
     def rank(self, now: float, work_s: float, priority: int) -> float:
-        """The node's rule of order, see `core.order`."""
+        """Return the rank of a job by the node's queue order, see `core.order`."""
         return now + self.overtake * work_s + self.priority_s * priority
 
     def settle(self, now: float) -> None:
-        """Take off the queue what is done."""
+        """Remove finished jobs from the queue."""
         if self.ends and self.ends[0] <= now:
             done = bisect_right(self.ends, now)
             del self.ranks[:done], self.ends[:done], self.numbers[:done]
 
     def behind_s(self, now: float, rank: float) -> float:
-        """The longest of the jobs that a job of this rank goes before; 0: none."""
+        """Return the seconds of the longest job that a job of this rank would go before; 0 if there is none."""
         ends, longest = self.ends, 0.0
         for place in range(bisect_right(self.ranks, rank), len(ends)):
             begins = max(now, ends[place - 1]) if place else now
@@ -128,23 +130,23 @@ class PrefillNode:
 
 
 class Prefills:
-    """All prefills, by name, by host, and in the orders that a search goes through."""
+    """All prefills, by name, by host, and in the orders that a search follows."""
 
     def __init__(self, settings: ConductorSettings, costs: Costs, accuracy: Accuracy) -> None:
         self.nodes: list[PrefillNode] = []
-        """In name order."""
+        """All prefills, in name order."""
         self.by_name: dict[str, PrefillNode] = {}
         self.by_host: dict[str, list[PrefillNode]] = {}
         self.quickest: Ranking[PrefillNode] = Ranking()
-        """Those that are not closed, by factor, rounded down."""
+        """The open prefills by their factor, rounded down."""
         self.freest: Ranking[PrefillNode] = Ranking()
-        """The same nodes by `floor_at`."""
+        """The open prefills by `floor_at`."""
         self._spares_needed = True
-        """No vLLM prefills but the spares, as far as they are there."""
+        """Whether no vLLM other than spares is open for prompts."""
         self.turns: dict[PrefillNode, None] = {}
-        """All, the one chosen longest ago first, of equals in name order."""
+        """All prefills, the one chosen longest ago first, and equals in name order."""
         self.least_load_s = costs.load_s(1)
-        """No prefill loads a token in less."""
+        """A lower bound of the seconds in which any prefill loads a token."""
         self._unchecked = 0
         self._turn = 0
         self._half_life_s = settings.correction_half_life_s
@@ -154,7 +156,7 @@ class Prefills:
         self._accuracy = accuracy
 
     def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False, spare: bool = False) -> PrefillNode:
-        """A conversation began."""
+        """Add a prefill."""
         node = PrefillNode(
             name,
             host,
@@ -176,7 +178,7 @@ class Prefills:
         return node
 
     def leave(self, node: PrefillNode) -> None:
-        """A conversation ended."""
+        """Remove a prefill."""
         self.nodes.remove(node)
         del self.by_name[node.name], self.turns[node]
         mine = self.by_host[node.host]
@@ -187,11 +189,11 @@ class Prefills:
         self.freest.remove(node)
         self._call_spares()
 
-    # --- what is told
+    # --- reports
 
     def report(self, now: float, node: PrefillNode, load: PrefillLoad) -> list[tuple[int, float]]:
-        """The node's own figures. Returns the bookings that it names, with when each will be computed, and with `now` those
-        that are computed by now."""
+        """Take in a node's report. Return the bookings that it names with the time at which each will be computed, and with
+        `now` those that have been computed."""
         self._correct(now, node, load)
         node.room, node.draining = load.room, load.draining
         node.overtake, node.priority_s, node.chunk_tokens = load.overtake, load.priority_s, load.chunk_tokens
@@ -220,7 +222,7 @@ class Prefills:
         return dues
 
     def book(self, now: float, node: PrefillNode, work_s: float, priority: int, number: int) -> None:
-        """A job was sent there."""
+        """Add a job that was sent to a prefill."""
         rank = node.rank(now, work_s, priority)
         node.settle(now)
         ends, place = node.ends, bisect_right(node.ranks, rank)
@@ -233,7 +235,7 @@ class Prefills:
         self._retell(now, node)
 
     def unbook(self, now: float, node: PrefillNode, number: int) -> None:
-        """A job ended, or will never come; one that a report named is left to the reports."""
+        """Remove a job that ended or will never arrive; one that a report named is left to the reports."""
         if node.unseen.pop(number, None) is None:
             return
         node.settle(now)
@@ -247,25 +249,25 @@ class Prefills:
         self._retell(now, node)
 
     def chosen(self, node: PrefillNode) -> None:
-        """Its turn was this one."""
+        """Note that a prefill was chosen: it goes to the end of the turns."""
         self._turn += 1
         node.last = self._turn
         del self.turns[node]
         self.turns[node] = None
 
     def close(self, node: PrefillNode) -> None:
-        """It was asked to leave: it takes nothing new."""
+        """Close a node for new jobs because it was asked to drain."""
         node.draining = True
         self._open_or_close(node)
 
-    # --- what is asked
+    # --- queries
 
     def shortest_queue_s(self, now: float) -> float:
-        """Of all of them."""
+        """Return the seconds of the shortest queue."""
         return min([node.queued_s(now) for node in self.nodes], default=0.0)
 
     def check(self, now: float) -> None:
-        """The orders tell what the nodes do."""
+        """Assert that the orders match the state of the nodes."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
         assert list(self.turns) == sorted(self.nodes, key=lambda node: (node.last, node.name))
         self.quickest.check()
@@ -316,7 +318,7 @@ class Prefills:
             self.freest.set(node, node.floor_at)
 
     def _call_spares(self) -> None:
-        """Open the spares once no other vLLM is open for prompts, and close them once one is."""
+        """Open the spares when no other vLLM is open for prompts, and close them when one is."""
         needed = not any(node.vllm and not (node.spare or node.draining) for node in self.nodes)
         if needed != self._spares_needed:
             self._spares_needed = needed

@@ -1,10 +1,11 @@
-"""Which cache-nodes hold which block keys, and whether on SSD alone, as announced. A stale entry costs a miss, never a wrong
-answer. PURE.
+"""Records which nodes hold which block keys, and whether on SSD alone, as they announced it. A stale entry costs a miss, never
+a wrong answer. PURE.
 
-A table from key to a bit mask of nodes, so that matching all nodes at once costs one lookup per key. At `max_keys` keys those
-neither announced nor asked for longest go, as a clock has it: what was asked for since it came is passed over once. A node
-that leaves is masked out at once and its bits are swept out piece by piece, since a pass over millions of keys takes too long.
-The table is many small dicts, by the key's first byte: a dict that grows moves all it holds, a tenth of a second for millions.
+It is a table from key to a bit mask of nodes, so that matching all nodes at once costs one lookup per key. At `max_keys` keys
+the ones not announced or looked up for longest are evicted by the clock algorithm: a key that was looked up since it was added
+is passed over once. A node that leaves is masked out at once and its bits are swept out piece by piece, since a pass over
+millions of keys takes too long. The table is many small dicts, by the key's first byte: a dict that grows moves all it holds,
+which takes a tenth of a second for millions.
 """
 
 from collections import Counter, deque
@@ -14,13 +15,13 @@ from itertools import chain
 from mooncake_zmq.kv.block_hash import Key
 
 Run = tuple[int, int]
-"""Blocks, and the mask of the nodes that have so many."""
+"""A number of blocks, and the mask of the nodes that hold so many."""
 SHARDS = 256
-"""With two million keys a dict that grows then takes half a millisecond."""
+"""The number of dicts: with two million keys, one that grows then takes half a millisecond."""
 PIECE_KEYS = 512
-"""Keys that the clock handles at a time."""
+"""The keys that the clock handles at a time."""
 SWEPT_AT_ONCE = 2048
-"""Keys swept when a node leaves, about 0.5 ms; the others piece by piece."""
+"""The keys swept when a node leaves, about 0.5 ms of work; the others follow piece by piece."""
 
 
 def bits_of(mask: int) -> list[int]:
@@ -39,44 +40,45 @@ def lowest_bit(mask: int) -> int:
 
 
 class PrefixIndex:
-    """Nodes have bits, the lowest free one each; `runs` speaks of them by bit, the rest by name."""
+    """The index. Each node has the lowest bit that was free; `runs` returns nodes as bits, other methods by name."""
 
     def __init__(self, *, max_keys: int) -> None:
         self.max_keys = max_keys
         self.evicted = 0
-        """Keys forgotten at the limit."""
+        """The number of keys evicted at the limit."""
         self._holders: list[dict[Key, int]] = [{} for _ in range(SHARDS)]
-        """By first byte. A mask of 0 is a ghost: nobody holds the key any more, and the log still has it."""
+        """The masks of holders, by the first byte of the key. A mask of 0 is a ghost: no node holds the key any more, and the
+        log still has it."""
         self._count = 0
-        """Keys that anybody holds."""
+        """The number of keys that any node holds."""
         self._disk: list[dict[Key, int]] = [{} for _ in range(SHARDS)]
-        """Those of the holders that have it on SSD alone."""
+        """The masks of holders that have a key on SSD alone."""
         self._tiered = False
-        """Whether anything ever was on SSD alone."""
+        """Whether any key was ever on SSD alone."""
         self._bits: dict[str, int] = {}
         """The number of each node's bit."""
         self._names: list[str] = []
-        """By number of the bit; empty if it is free or swept out."""
+        """The node names by bit; empty if the bit is free or being swept out."""
         self._held: list[int] = []
-        """Keys held, likewise."""
+        """The number of keys held, by bit."""
         self._live = 0
-        self._apart = 0
-        """Bits of those that are no pools."""
+        self._private = 0
+        """The bits of holders that are no pools."""
         self._dead = 0
         self._sweeping = 0
         self._sweep_left = 0
         self._log: deque[tuple[Key, ...]] = deque()
-        """Every key of the index and every ghost, each once, in pieces: the oldest first."""
+        """Every key of the index and every ghost, each once, in pieces, the oldest first."""
         self._logged = 0
         self._asked: list[set[Key]] = [set() for _ in range(SHARDS)]
-        """Keys asked for since the clock last passed them; kept only while the index is more than half full."""
+        """Keys looked up since the clock last passed them; kept only while the index is more than half full."""
 
     def __len__(self) -> int:
         return self._count
 
     @property
     def counts(self) -> dict[str, int]:
-        """Keys held, by node."""
+        """The number of keys held, by node."""
         return {name: self._held[bit] for name, bit in sorted(self._bits.items())}
 
     @property
@@ -85,8 +87,8 @@ class PrefixIndex:
         return bool(self._dead)
 
     def join(self, node: str, *, pool: bool = True) -> int:
-        """The number of the node's bit; a new node gets the lowest free one. `pool`: whether others can fetch from it, and have
-        copies made there; what an engine holds for itself alone counts in `runs` and nowhere else."""
+        """Return the number of the node's bit; a new node gets the lowest free one. `pool`: whether others can fetch from it
+        and copies can be made there; keys that an engine holds only for itself count in `runs` alone."""
         bit = self._bits.get(node)
         if bit is None:
             bit = lowest_bit(~(self._live | self._dead))
@@ -95,21 +97,21 @@ class PrefixIndex:
                 self._held.append(0)
             self._bits[node], self._names[bit] = bit, node
             self._live |= 1 << bit
-            self._apart = self._apart & ~(1 << bit) | (not pool) << bit
+            self._private = self._private & ~(1 << bit) | (not pool) << bit
         return bit
 
     def name_of(self, bit: int) -> str:
-        """The node that has this bit."""
+        """Return the node that has this bit."""
         return self._names[bit]
 
     def stored(self, node: str, keys: Sequence[Key]) -> None:
-        """`node` holds `keys` in DRAM now."""
+        """Record that `node` now holds `keys` in DRAM."""
         self._take(node, keys)
         if self._tiered:
             self._forget_disk(~(1 << self._bits[node]), keys)
 
     def on_disk(self, node: str, keys: Sequence[Key]) -> None:
-        """`node` holds `keys` on SSD alone now."""
+        """Record that `node` now holds `keys` on SSD alone."""
         self._take(node, keys)
         bit = 1 << self._bits[node]
         self._tiered = True
@@ -119,7 +121,7 @@ class PrefixIndex:
                 disk[key] = disk.get(key, 0) | bit
 
     def removed(self, node: str, keys: Sequence[Key]) -> None:
-        """`node` no longer holds `keys`; those never taken in are ignored."""
+        """Record that `node` no longer holds `keys`; unknown ones are ignored."""
         number = self._bits.get(node)
         if number is None or not keys:
             return
@@ -138,7 +140,7 @@ class PrefixIndex:
             self._forget_disk(~bit, keys)
 
     def drop(self, node: str) -> None:
-        """Forget everything of `node`: at once for all who ask, and bit by bit in `sweep`."""
+        """Remove everything of `node`: at once from all answers, and from memory in `sweep`."""
         number = self._bits.pop(node, None)
         if number is None:
             return
@@ -149,7 +151,7 @@ class PrefixIndex:
             self.sweep(SWEPT_AT_ONCE)
 
     def sweep(self, keys: int) -> None:
-        """Take the bits of nodes that left out of about so many keys."""
+        """Clear the bits of nodes that left in about so many keys."""
         if self._dead and not self._sweeping:
             self._sweeping, self._sweep_left = self._dead, self._logged
         while self._sweeping and keys > 0 and self._sweep_left > 0:
@@ -161,8 +163,8 @@ class PrefixIndex:
             self._sweeping = 0
 
     def runs(self, keys: Sequence[Key]) -> list[Run]:
-        """How long a leading run of `keys` each node holds: (blocks, the mask of the nodes whose run ends there), the shortest
-        first; nodes without the first key are left out."""
+        """Return how long a leading run of `keys` each node holds: (blocks, the mask of the nodes whose run ends there), the
+        shortest first; nodes without the first key are left out."""
         tables = self._holders
         alive = tables[keys[0][0]].get(keys[0], 0) & self._live if keys else 0
         if not alive:
@@ -181,27 +183,29 @@ class PrefixIndex:
         return found
 
     def on_disk_alone(self, keys: Sequence[Key]) -> Sequence[int]:
-        """For each of `keys` the mask of the nodes that have it on SSD alone; nothing if nobody has any there."""
+        """Return for each of `keys` the mask of the nodes that have it on SSD alone; empty if no node has any of them
+        there."""
         if not self._tiered:
             return ()
         masks = [self._disk[key[0]].get(key, 0) & self._live for key in keys]
         return masks if any(masks) else ()
 
     def match(self, keys: Sequence[Key]) -> dict[str, int]:
-        """Length of the leading run of `keys` each node holds, in name order; nodes without the first key are left out."""
+        """Return the length of the leading run of `keys` that each node holds, in name order; nodes without the first key are
+        left out."""
         by_bit = {bit: blocks for blocks, mask in self.runs(keys) for bit in bits_of(mask)}
         return {node: by_bit[bit] for node, bit in sorted(self._bits.items()) if bit in by_bit}
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """`keys` were asked for: they stay longer."""
+        """Note that `keys` were looked up, so that they are evicted later."""
         if 2 * self._count > self.max_keys:
             for key in keys:
                 if self._mask(key):
                     self._asked[key[0]].add(key)
 
     def holders(self, keys: Sequence[Key]) -> list[str]:
-        """Pools that hold every one of `keys`, in name order; at least one key."""
-        held = self._mask(keys[-1]) & self._live & ~self._apart
+        """Return the pools that hold every one of `keys`, of which there is at least one, in name order."""
+        held = self._mask(keys[-1]) & self._live & ~self._private
         for key in keys:
             if not held:
                 return []
@@ -209,21 +213,21 @@ class PrefixIndex:
         return sorted([self._names[bit] for bit in bits_of(held)])
 
     def holds(self, node: str, key: Key) -> bool:
-        """Whether this node holds this block."""
+        """Return whether this node holds this block."""
         number = self._bits.get(node)
         return number is not None and bool(self._mask(key) >> number & 1)
 
     def held_by(self, node: str) -> int:
-        """How many keys this node holds."""
+        """Return how many keys this node holds."""
         number = self._bits.get(node)
         return 0 if number is None else self._held[number]
 
     def copies(self, key: Key) -> int:
-        """How many pools hold this block."""
-        return (self._mask(key) & self._live & ~self._apart).bit_count()
+        """Return how many pools hold this block."""
+        return (self._mask(key) & self._live & ~self._private).bit_count()
 
     def check(self) -> None:
-        """Counts, masks and log agree, and every mask names known nodes only."""
+        """Assert that counts, masks and log agree, and that every mask contains known nodes only."""
         assert self._count <= self.max_keys
         assert not self._live & self._dead
         assert self._live == sum(1 << bit for bit in self._bits.values())
@@ -266,7 +270,7 @@ class PrefixIndex:
             elif not held & bit:
                 table[key] = held | bit
                 added += 1
-                if not held:  # a ghost: as good as just asked for
+                if not held:  # a ghost counts as just looked up
                     came += 1
                     self._asked[key[0]].add(key)
         self._held[number] += added + len(new)
@@ -292,11 +296,11 @@ class PrefixIndex:
                     del disk[key]
 
     def _make_room(self, came: int) -> None:
-        """Evict what is over the limit, and drop from the log what is gone; work bounded by what came."""
+        """Evict keys beyond the limit, and drop from the log keys that are gone; the work is bounded by `came`."""
         spared = 2 * came + PIECE_KEYS
         while (over := self._count - self.max_keys) > 0:
             piece = self._pop()
-            if len(piece) > over:  # the rest keeps its place, and it is as many as there are too many, ghosts apart
+            if len(piece) > over:  # the others keep their place; without ghosts, this evicts exactly the excess
                 self._log.appendleft(piece[over:])
                 self._logged += len(piece) - over
                 self._sweep_left += len(piece) - over
@@ -323,14 +327,14 @@ class PrefixIndex:
         return piece
 
     def _push(self, keys: Iterable[Key]) -> None:
-        """Back into the log as its newest, without ghosts; a sweep that is under way need not come by again."""
+        """Append keys to the log as its newest, without ghosts; a sweep under way need not visit them again."""
         kept = tuple([key for key in keys if self._keep(key, ~self._sweeping)])
         if kept:
             self._log.append(kept)
             self._logged += len(kept)
 
     def _keep(self, key: Key, others: int) -> bool:
-        """Take all but `others` out of the key's mask; forget it if nobody is left."""
+        """Clear all bits but `others` in the key's mask, and remove the key if none is left; return whether it stays."""
         table = self._holders[key[0]]
         held = table[key]
         left = held & others

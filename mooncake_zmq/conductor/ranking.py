@@ -1,10 +1,11 @@
-"""Nodes in the order of one figure that changes now and then, so that a search meets the most promising first. PURE."""
+"""Keeps nodes in the order of one figure that changes from time to time, so that a search visits the most promising first.
+PURE."""
 
 from typing import Generic, Protocol, TypeVar
 
 
 class Named(Protocol):
-    """Whatever has a name of its own."""
+    """Any object with a name of its own."""
 
     name: str
 
@@ -13,15 +14,15 @@ N = TypeVar("N", bound=Named)
 
 
 class Ranking(Generic[N]):
-    """The smallest figure first, of equals in name order."""
+    """Orders nodes by their figure, the smallest first, and equals by name."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[float, str, N]] = []
-        """To be read only."""
+        """The order; callers only read it."""
         self._by_name: dict[str, tuple[float, str, N]] = {}
 
     def set(self, node: N, figure: float) -> None:
-        """The node's figure is this now."""
+        """Set the node's figure."""
         name = node.name
         known = self._by_name.get(name)
         if known is not None:
@@ -32,7 +33,7 @@ class Ranking(Generic[N]):
         self.entries.insert(self._place(figure, name), entry)
 
     def remove(self, node: N) -> None:
-        """The node is not to be found any more."""
+        """Remove a node."""
         known = self._by_name.pop(node.name, None)
         if known is not None:
             del self.entries[self._place(known[0], node.name)]
@@ -43,7 +44,7 @@ class Ranking(Generic[N]):
         assert all(entry[1] == entry[2].name == name for name, entry in self._by_name.items())
 
     def _place(self, figure: float, name: str) -> int:
-        """Where it is, or belongs. `bisect` would compare whole entries, which takes longer than anything else here."""
+        """Return the index where an entry is, or belongs. `bisect` would compare whole entries, which is far slower."""
         entries = self.entries
         low, high = 0, len(entries)
         while low < high:

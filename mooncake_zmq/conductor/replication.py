@@ -1,6 +1,6 @@
-"""Copies of a prefix that an operator asks for, and those that go first. PURE.
+"""Copies of a prefix that an operator requests, and copies that are to be evicted first. PURE.
 
-A *chain* is a leading run of blocks, named by its last key: that digest covers all before it.
+A *chain* is a leading run of blocks, named by its last key: that digest covers all blocks before it.
 """
 
 from collections import deque
@@ -14,19 +14,21 @@ from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 
 WISH_S = 30.0
-"""A copy not announced after this does not come: the node had no room or no time. The node gives up after as long."""
+"""The time after which a copy that was not announced is given up: the node had no room or no time. The node itself gives up
+after as long."""
 ASK_AGAIN_S = 120.0
-"""A node is not asked the same again for this long, whatever became of it: one that evicts its copies need not fetch them over
-and over, and one that lets go does so when it needs the room."""
+"""The time for which the same request is not sent to a node again, whatever its result: a node that evicts its copies need not
+fetch them repeatedly, and a node evicts on request only when it needs the room."""
 WISHES_PER_NODE = 4
-"""Copies under way to one node, which works on a few at a time and leaves the rest."""
+"""The most copies under way to one node, which works on a few at a time and drops the others."""
 MAX_WISHES = 256
-"""Wishes remembered; at the limit nothing is asked. Wishes to let go take half of them at most."""
+"""The most requests remembered; at the limit none is sent. Requests to evict take at most half of them."""
 
 
 @dataclass(slots=True, eq=False)
-class Wish:
-    """What `node` was asked at time `at`: to hold a copy of these keys, or, if not `more`, to let its own of them go first."""
+class CopyRequest:
+    """A request to `node` at time `at`: to hold a copy of these keys, or, if not `more`, to evict its own copy of them
+    first."""
 
     node: str
     keys: tuple[Key, ...]
@@ -35,27 +37,28 @@ class Wish:
 
 
 class Replication:
-    """Has chains copied and let go, and remembers what was asked, so that nothing is asked twice."""
+    """Requests and reduces copies of chains, and remembers its requests so that none is sent twice."""
 
     def __init__(self, index: PrefixIndex, counts: Tally) -> None:
-        """`index`: what is held, kept up to date by the conductor; `counts`: its counters."""
+        """Create it with the index of what is held, which the conductor keeps up to date, and the conductor's counters."""
         self._index = index
         self._counts = counts
-        self._wishes: deque[Wish] = deque()
-        """In the order of asking."""
-        self._asked: dict[str, dict[Key, Wish]] = {}
-        """By node and block, what was asked last."""
+        self._requests: deque[CopyRequest] = deque()
+        """All remembered requests, in the order in which they were sent."""
+        self._asked: dict[str, dict[Key, CopyRequest]] = {}
+        """The last request by node and block."""
 
     def under_way(self, now: float) -> int:
-        """Copies asked for that neither are there nor were given up."""
-        return sum(self._is_under_way(now, wish) for wish in self._wishes)
+        """Return the number of requested copies that have neither arrived nor been given up."""
+        return sum(self._is_under_way(now, request) for request in self._requests)
 
     def change(
         self, now: float, keys: tuple[Key, ...], copies: int, *, hosts: Mapping[str, str], readers: Collection[str]
     ) -> list[tuple[str, ChangeReplica]]:
-        """What to ask of whom so that `copies` hosts, at least one, hold `keys`. Nothing where it was asked already.
+        """Return the requests to send, by node, so that `copies` hosts, at least one, hold `keys`; requests already sent are
+        left out.
 
-        `hosts`: the host of each cache-node. `readers`: hosts with a prefill: only they are given copies.
+        `hosts`: the host of each cache-node. `readers`: hosts with a prefill, which alone are given copies.
         """
         self._forget_old(now)
         kept, coming = self._standing(now, keys, hosts)
@@ -67,46 +70,48 @@ class Replication:
         return []
 
     def forget(self, node: str) -> None:
-        """Nothing asked of this node counts any more."""
+        """Forget all requests to this node."""
         self._asked.pop(node, None)
-        self._wishes = deque(wish for wish in self._wishes if wish.node != node)
+        self._requests = deque(request for request in self._requests if request.node != node)
 
     def check(self, now: float) -> None:
         """Assert the invariants."""
-        assert len(self._wishes) <= MAX_WISHES
-        remembered = {id(wish) for wish in self._wishes}
+        assert len(self._requests) <= MAX_WISHES
+        remembered = {id(request) for request in self._requests}
         for node, asked in self._asked.items():
-            assert all(wish.node == node and id(wish) in remembered for wish in asked.values())
+            assert all(request.node == node and id(request) in remembered for request in asked.values())
 
-    def _is_under_way(self, now: float, wish: Wish) -> bool:
-        return wish.more and now - wish.at < WISH_S and not self._index.holds(wish.node, wish.keys[-1])
+    def _is_under_way(self, now: float, request: CopyRequest) -> bool:
+        return request.more and now - request.at < WISH_S and not self._index.holds(request.node, request.keys[-1])
 
     def _standing(self, now: float, keys: tuple[Key, ...], hosts: Mapping[str, str]) -> tuple[set[str], set[str]]:
-        """(hosts that hold all of `keys` and were not asked to let go, further hosts that were asked for a copy)."""
+        """Return the hosts that hold all of `keys` and were not asked to evict them, and further hosts that were asked for a
+        copy."""
         kept = {hosts[node] for node in self._kept_by(keys)}
-        last = {node: wish for node in self._asked if (wish := self._last(node, keys))}
-        coming = {hosts[node] for node, wish in last.items() if self._is_under_way(now, wish)}
+        last = {node: request for node in self._asked if (request := self._last(node, keys))}
+        coming = {hosts[node] for node, request in last.items() if self._is_under_way(now, request)}
         return kept, coming - kept
 
     def _kept_by(self, keys: tuple[Key, ...]) -> list[str]:
         return [node for node in self._index.holders(keys) if not self._is_going(node, keys)]
 
     def _is_going(self, node: str, keys: tuple[Key, ...]) -> bool:
-        """Whether `node` was asked to let any of `keys` go."""
+        """Return whether `node` was asked to evict any of `keys` first."""
         asked = self._asked.get(node)
-        return asked is not None and any(not wish.more for key in keys if (wish := asked.get(key)))
+        return asked is not None and any(not request.more for key in keys if (request := asked.get(key)))
 
-    def _last(self, node: str, keys: Sequence[Key]) -> Wish | None:
-        """What was asked last of `node` about the chain `keys`, be it as part of a longer one."""
+    def _last(self, node: str, keys: Sequence[Key]) -> CopyRequest | None:
+        """Return the last request to `node` about the chain `keys`, possibly as part of a longer chain."""
         return self._asked.get(node, {}).get(keys[-1])
 
     def _under_way_to(self, now: float, node: str) -> int:
-        return sum(wish.node == node and self._is_under_way(now, wish) for wish in self._wishes)
+        return sum(request.node == node and self._is_under_way(now, request) for request in self._requests)
 
     def _ask_for(
         self, now: float, keys: tuple[Key, ...], count: int, hosts: Mapping[str, str], free: set[str]
     ) -> list[tuple[str, ChangeReplica]]:
-        """Copies on `count` of the hosts in `free`: first what a node was to let go, then where the pool holds the least."""
+        """Return requests for copies on `count` of the hosts in `free`: first on nodes that were asked to evict theirs, then
+        on those whose pool holds the least."""
         holders = self._index.holders(keys)
         if not holders:
             return []
@@ -119,42 +124,43 @@ class Replication:
             last = self._last(node, keys)
             if last is not None and last.more and node not in going:
                 continue
-            if len(self._wishes) >= MAX_WISHES or self._under_way_to(now, node) >= WISHES_PER_NODE:
+            if len(self._requests) >= MAX_WISHES or self._under_way_to(now, node) >= WISHES_PER_NODE:
                 self._counts.add("replica_wishes_deferred")
                 continue
             sources = [holder for holder in holders if hosts[holder] != host]
             if not sources:
                 continue
             free.discard(host)
-            self._remember(Wish(node, keys, now, more=True))
+            self._remember(CopyRequest(node, keys, now, more=True))
             asked.append((node, ChangeReplica(keys=keys, sources=tuple(sources[:MAX_SOURCES]))))
         return asked
 
     def _let_go(
         self, now: float, keys: tuple[Key, ...], count: int, hosts: Mapping[str, str], readers: Collection[str]
     ) -> list[tuple[str, ChangeReplica]]:
-        """`count` copies fewer: first where nobody reads them at home, then where the pool holds the most."""
+        """Return requests to evict `count` copies: first on hosts without a reader, then on those whose pool holds the
+        most."""
         spare = sorted(self._kept_by(keys), key=lambda node: (hosts[node] in readers, -self._index.held_by(node), node))
         asked: list[tuple[str, ChangeReplica]] = []
         for node in spare[:count]:
-            if len(self._wishes) >= MAX_WISHES // 2:
+            if len(self._requests) >= MAX_WISHES // 2:
                 self._counts.add("replica_wishes_deferred")
                 break
-            self._remember(Wish(node, keys, now, more=False))
+            self._remember(CopyRequest(node, keys, now, more=False))
             asked.append((node, ChangeReplica(keys=keys, sources=())))
         return asked
 
-    def _remember(self, wish: Wish) -> None:
-        self._wishes.append(wish)
-        asked = self._asked.setdefault(wish.node, {})
-        for key in wish.keys:
-            asked[key] = wish
-        self._counts.add(f"replica_wishes[change={'more' if wish.more else 'fewer'}]")
+    def _remember(self, request: CopyRequest) -> None:
+        self._requests.append(request)
+        asked = self._asked.setdefault(request.node, {})
+        for key in request.keys:
+            asked[key] = request
+        self._counts.add(f"replica_wishes[change={'more' if request.more else 'fewer'}]")
 
     def _forget_old(self, now: float) -> None:
-        while self._wishes and now - self._wishes[0].at >= ASK_AGAIN_S:
-            wish = self._wishes.popleft()
-            asked = self._asked[wish.node]
-            for key in wish.keys:
-                if asked.get(key) is wish:
+        while self._requests and now - self._requests[0].at >= ASK_AGAIN_S:
+            request = self._requests.popleft()
+            asked = self._asked[request.node]
+            for key in request.keys:
+                if asked.get(key) is request:
                     del asked[key]

@@ -1,11 +1,12 @@
-"""Algorithm 1 of the Mooncake paper: who computes, which blocks are reused, where from. PURE.
+"""Algorithm 1 of the Mooncake paper: which prefill computes, which blocks it reuses, and where they come from. PURE.
 
-For a prefill the time to the first token is predicted: the work queued ahead, then computing what is not reused while the rest
-is loaded. Where another host holds more of the prompt, fetching that is weighed against computing it. The smallest wins; of
-near ties the one chosen longest ago, so that load and blocks spread. The other policies are what the paper compares with.
+The time to the first token is predicted for a prefill: the queued work ahead, then computing what is not reused while the
+other blocks are loaded. Where another host holds more of the prompt, fetching that is weighed against computing it. The
+shortest time wins; of near ties the prefill chosen longest ago, so that load and blocks spread. The other policies are those
+that the paper compares with.
 
-Not every prefill is looked at. Those that hold most are; all others go by in two orders, by how quick they are and by when they
-are free, until no prefill that has not come by can be better. What wins is what would win if all were looked at.
+Not every prefill is evaluated. Those that hold the most are; all others are visited in two orders, by speed and by when they
+are free, until no unvisited one can be better. The choice is the same as if all were evaluated.
 """
 
 import math
@@ -22,12 +23,12 @@ from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.core.messages import Schedule
 
 ROUNDING: Final = 1 + 1e-9
-"""A bound and the time that it stands for are not the same sum."""
+"""The tolerance in comparing a bound with a time: the two are summed in a different order."""
 NO_TIME: Final = math.inf
 
 
 class Router:
-    """Chooses the prefill."""
+    """Chooses the prefill of a request."""
 
     def __init__(self, settings: ConductorSettings, *, planner: Planner, prefills: Prefills, sources: Sources) -> None:
         self._settings = settings
@@ -38,7 +39,7 @@ class Router:
         self._quickest = settings.policy in ("coming", "global", "local")
 
     def choose(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillChoice | None:
-        """By the policy; prefills in `barred` never."""
+        """Return the choice by the policy, never a prefill in `barred`; None if there is none."""
         node = self._least_ttft(plan, barred) if self._quickest else self._least_score(now, schedule, plan, barred)
         if node is None:
             return None
@@ -57,18 +58,18 @@ class Router:
     # --- leaves
 
     def _least_ttft(self, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
-        """The prefills that may be tied with the best come by in two ways, side by side: as the promising ones, and in turn.
-        Whichever ends first has found the one whose turn it is."""
+        """Return the prefill of the best time, of ties the one whose turn is first. The candidates for a tie are visited in
+        two ways alternately, the most promising first and by turn; the way that ends first has found the answer."""
         times = plan.times
         least, place, bound_s = self._search(plan, barred)
         if least == NO_TIME:
             return None
         limit = least * self._tie
         if bound_s <= limit:
-            crowd = self._crowd(plan, limit)
+            candidates = self._candidates(plan, limit)
             too_late = plan.now + limit - self._planner.least_work_s(plan) if plan.priority >= 0 else NO_TIME
             for node in self._prefills.turns:
-                if (node.floor_at > too_late or not node.marks & crowd) and node not in times:
+                if (node.floor_at > too_late or not node.marks & candidates) and node not in times:
                     continue
                 if node.closed or node.name in barred:
                     continue
@@ -77,7 +78,7 @@ class Router:
                     time_s = times[node] = self._planner.ttft_s(plan, node)
                 if time_s <= limit:
                     return node
-                self._look_at(plan, place, crowd, barred)
+                self._look_at(plan, place, candidates, barred)
                 place += 1
                 if self._planner.bound_s(plan, place) > limit:
                     break
@@ -85,16 +86,17 @@ class Router:
         return tied[0] if len(tied) == 1 else min(tied, key=_turn)
 
     def _search(self, plan: Plan, barred: Collection[str]) -> tuple[float, int, float]:
-        """The smallest time, how far the orders had to be gone through for it, and the bound of those that follow."""
+        """Return the smallest time, how many places of the orders were visited to find it, and the bound for those that
+        follow."""
         least, place, bound_s = self._least(plan, barred), 0, self._planner.bound_s(plan, 0)
         if bound_s * ROUNDING < least:
             least = min(least, self._first_free(plan, EVERYONE, barred))
         if plan.crowd and bound_s * ROUNDING < least:
             least = min(least, self._first_free(plan, plan.crowd, barred))
         if bound_s * ROUNDING < least:
-            crowd = self._crowd(plan, least * self._tie)
+            candidates = self._candidates(plan, least * self._tie)
             while bound_s * ROUNDING < least:
-                least = min(least, self._look_at(plan, place, crowd, barred))
+                least = min(least, self._look_at(plan, place, candidates, barred))
                 place += 1
                 bound_s = self._planner.bound_s(plan, place)
         return least, place, bound_s
@@ -106,19 +108,19 @@ class Router:
                 least = time_s
         return least
 
-    def _look_at(self, plan: Plan, place: int, crowd: int, barred: Collection[str]) -> float:
-        """The smaller time of the two at this place in the orders, if they are of the crowd."""
+    def _look_at(self, plan: Plan, place: int, candidates: int, barred: Collection[str]) -> float:
+        """Evaluate the two prefills at this place of the orders, if they are candidates; return the smaller time."""
         times, least = plan.times, NO_TIME
         for order in self._planner.orders:
             node = order[place][2]
-            if node.marks & crowd and node not in times:
+            if node.marks & candidates and node not in times:
                 times[node] = time_s = self._planner.ttft_s(plan, node)
                 if time_s < least and node.name not in barred:
                     least = time_s
         return least
 
     def _first_free(self, plan: Plan, marks: int, barred: Collection[str]) -> float:
-        """The time of the one whose turn it is, of those that are free: it is mostly as good as any."""
+        """Return the time on the free prefill whose turn is first, which is mostly as good as any."""
         for node in self._prefills.turns:
             if node.floor_at <= plan.now and node.marks & marks and not node.closed and node.name not in barred:
                 time_s = plan.times.get(node)
@@ -127,12 +129,13 @@ class Router:
                 return time_s
         return NO_TIME
 
-    def _crowd(self, plan: Plan, limit: float) -> int:
-        """The marks of the prefills that may be within the limit: all, or those that hold something of the prompt."""
+    def _candidates(self, plan: Plan, limit: float) -> int:
+        """Return the marks of the candidates that may be within the limit: all prefills, or only those that hold a part of the
+        prompt."""
         return EVERYONE if self._planner.least_cold_s(plan) <= limit else plan.crowd
 
     def _least_score(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
-        """Policies that do not ask for the time: all are looked at."""
+        """Return the prefill with the best score by a policy that does not use predicted times; all are evaluated."""
         scores: list[tuple[float, PrefillNode]] = []
         shift = xxhash.xxh3_64_intdigest(schedule.request_id.encode()) if self._settings.policy == "random" else 0
         for place, node in enumerate(self._prefills.nodes):
@@ -144,7 +147,7 @@ class Router:
         return min([node for score, node in scores if score <= limit], key=_turn)
 
     def _score(self, plan: Plan, node: PrefillNode, shifted: int) -> float:
-        """The smallest is chosen."""
+        """Return the score of a prefill; the smallest is chosen."""
         match self._settings.policy:
             case "match":
                 return -self._planner.weigh(plan, node).local

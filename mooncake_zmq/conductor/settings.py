@@ -1,11 +1,11 @@
-"""The conductor's settings: its SLOs, its rules, its limits. PURE."""
+"""The conductor's settings: SLOs, policies and limits. PURE."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 MAX_PIPELINE_STAGES = 17
-"""The first, and those that a message names."""
+"""The most stages: the first, and those that one message can name."""
 Admission = Literal["none", "baseline", "early", "prediction"]
 Policy = Literal["coming", "global", "local", "match", "load", "round-robin", "random"]
 
@@ -32,66 +32,72 @@ NOT_NEGATIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConductorSettings:
-    """Times in seconds. What things cost stands in `core.costs`."""
+    """Holds the settings; times are in seconds. Costs are settings of `core.costs`."""
 
     members: tuple[str, ...] = ()
-    """Nodes whose coming gateways wait for before they say that they are ready. Empty: the prefills, decodes and cache-nodes of
-    the file."""
+    """Nodes that gateways wait for before they report ready. Empty: the prefills, decodes and cache-nodes of the file."""
     ttft_slo_s: float = 30.0
-    """Longest predicted time to the first token that is still admitted; 0 or inf admits all. The paper's bound end to end."""
+    """The longest predicted time to the first token that is still admitted; 0 or inf admits all. It is the paper's bound end
+    to end."""
     tbt_slo_s: float = 1.0
-    """Longest predicted gap between tokens that is still admitted; 0 or inf admits all. Far above a healthy step even on a
-    CPU, so that by default only an overfull or stalled decode rejects; a GPU deployment sets 0.1 to 0.3 as the paper does."""
+    """The longest predicted gap between tokens that is still admitted; 0 or inf admits all. The default is far above a healthy
+    step even on a CPU, so that only an overfull or stalled decode rejects; a GPU deployment sets 0.1 to 0.3 as the paper
+    does."""
     admission: Admission = "prediction"
-    """When a request is refused, as the paper has it. none: never. baseline: at arrival if its prefill would be late, by the
-    decode once the prefill is done. early: at arrival, by what both are like now. prediction: at arrival, by what the decode
-    will be like when the prefill is done."""
+    """The policy by which requests are refused, as in the paper. none: never. baseline: at arrival by its prefill, and by its
+    decode once the prefill is done. early: at arrival, by the present state of both. prediction: at arrival, by the predicted
+    state of the decode when the prefill is done."""
     policy: Policy = "coming"
-    """Who prefills. coming: as global, and KV that is being computed counts too: a prompt may wait for it. global: Algorithm 1
-    of the paper, over what the pools of all hosts hold. local: the same without fetching between hosts. match: the
+    """Which prefill takes a request. coming: like global, but KV that is being computed counts too: a prompt may wait for it.
+    global: Algorithm 1 of the paper, over the pools of all hosts. local: the same without fetching between hosts. match: the
     longest prefix. load: the shortest queue. round-robin: in turn. random: by a digest of the request id."""
     kvcache_balancing_threshold: float | Literal["auto"] = "auto"
-    """Algorithm 1: a prefill fetches from another host only if the best match is at least this many times its own match
-    (1 or more, a ratio). At a match of 0 the ratio counts as infinite if anyone holds anything, and as 1 if nobody does.
-    "auto": whenever it is predicted to be quicker. Recomputed blocks enter the pool just as fetched ones do, so that nothing
-    but time is to be weighed, and that the conductor predicts for each node; a slower fetch is left out at any threshold."""
+    """Algorithm 1: a prefill fetches from another host only if the best match is at least this many times its own match (1 or
+    more, a ratio). At a match of 0 the ratio is infinite if any node holds a block, and 1 if none does. "auto": whenever
+    fetching is predicted to be quicker. Recomputed blocks enter the pool just as fetched ones do, so only time is to be
+    weighed, which the conductor predicts for each node; a slower fetch is left out at any threshold."""
     engine_price: float = 0.25
-    """Seconds of a prompt's own time to its first token that a second of prefill engine time is worth: waiting for KV that is
-    being computed costs the one and saves the other, which is everybody's once engines are busy."""
+    """The seconds of a prompt's own time to its first token that one second of prefill engine time is worth. Waiting for KV
+    that is being computed costs the former and saves the latter, which all requests share once engines are busy."""
     patience: float = 0.25
     """A request that would miss its SLO on an idle cluster too is refused only if it would wait for more than this share of
-    its own work (of its own step): waiting does not make it shorter."""
+    its own work (of its own step): waiting cannot make that shorter."""
     correction_half_life_s: float = 10.0
-    """What a node measured counts half as much after this, so that an idle node is taken at the cost model's word again."""
+    """The half-life of a node's measurements: an idle node's predictions return to the cost model."""
     tie_ratio: float = 0.05
-    """Predictions within this share of the best are ties, and ties rotate. The estimates err by more than this, and
-    one shared leading block of a long prompt must not outweigh spreading."""
+    """Predictions within this share of the best are ties, and ties rotate. The estimates err by more than this, and one shared
+    leading block of a long prompt must not outweigh spreading."""
     expected_output_tokens: int = 512
-    """Output tokens a request is taken to produce: how long it stays, and, up to its own max_tokens, the room its decode must
-    have besides the prompt. The paper's mean is 343; a decode that runs short preempts, so asking for more leaves KV unused."""
+    """The output tokens that a request is expected to produce. They determine how long it stays, and, up to its own
+    max_tokens, the room that its decode must have besides the prompt. The paper's mean is 343; a decode that runs short
+    preempts, so a larger value leaves KV unused."""
     booking_ttl_s: float = 120.0
-    """A booking nobody ends is dropped after this: long after its prefill, by when reports have taken its place."""
+    """A booking that no gateway ends is dropped after this: long after its prefill, when reports have taken its place."""
     report_grace_s: float = 0.25
-    """A request that no load report names this long after it was placed is not there: the way from here over the gateway to the
-    node. One that a report names is the report's at once."""
+    """A placed request that no load report names after this is taken to be gone. It covers the way from the conductor over the
+    gateway to the node. A request that a report names is counted by reports from then on."""
     max_keys: int = 2_000_000
-    """Keys in the prefix index; past it those not asked for longest go, and are counted. At 145 bytes per key: 290 MB."""
+    """The most keys in the prefix index; beyond it the ones not looked up for longest are evicted and counted. At 145 bytes
+    per key: 290 MB."""
     max_bookings: int = 65_536
-    """Bookings held; past it the oldest is dropped and counted. 500 requests per second for a whole booking_ttl_s."""
+    """The most bookings; beyond it the oldest is dropped and counted. It allows 500 requests per second for a whole
+    booking_ttl_s."""
     role_change_after_s: float = 0.0
-    """A node that `may_become` the other of prefill and decode is asked to once the load was lopsided for this long, one node
-    at a time, and after a change none for twice as long. 0: never but when the operator asks. To drain and to start anew
-    takes a node away for half a minute or more and empties its memory: a twentieth of the time for which a load stays as it is
-    gains, a tenth loses. Needs both SLOs: they say what a role's load is a share of."""
+    """The time for which the load must be unbalanced before a node that `may_become` the other of prefill and decode is asked
+    to change, one node at a time, with a pause of twice as long after each change. 0: only when the operator asks. Draining
+    and restarting takes a node away for half a minute or more and empties its memory: this is a gain if it takes a twentieth
+    of the time for which a load stays as it is, and a loss at a tenth. Needs both SLOs, which loads are shares of."""
     role_change_ratio: float = 1.5
-    """Lopsided: a role has this many times the load that the other one would have with one node fewer (1 or more)."""
+    """The load is unbalanced if a role has this many times the load that the other one would have with one node fewer (1 or
+    more)."""
     pipeline_stages: int = 1
-    """Prefills that may compute one long prompt together, each some of the layers (chunked pipeline parallelism); 1: none do.
-    Above 1 prefills keep conversations among themselves, and need room in their slabs for the whole prompt each."""
+    """The most prefills that compute one long prompt together, each some of the layers (chunked pipeline parallelism); 1 for
+    none. Above 1 prefills connect to each other, and each needs room in its slab for the whole prompt."""
     pipeline_min_tokens: int = 8192
-    """Prompts with fewer tokens to compute are left to one prefill. Where filling the pipeline is still a small part."""
+    """Prompts with fewer tokens to compute are left to one prefill. From about this size filling the pipeline is a small part
+    of the time."""
     pipeline_chunk_tokens: int = 512
-    """The prefills' chunk_tokens, from which the conductor predicts what filling and draining a pipeline takes."""
+    """The prefills' chunk_tokens, from which the conductor predicts the time to fill and drain a pipeline."""
 
     def __post_init__(self) -> None:
         for name in POSITIVE + NOT_NEGATIVE:

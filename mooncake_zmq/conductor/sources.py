@@ -1,5 +1,5 @@
-"""Which cache-nodes are on which hosts, and whose turn it is to be fetched from; what each prefill or vLLM holds itself, in its
-slab or its prefix cache; and the stores that vLLMs of a host can read. PURE."""
+"""Tracks which cache-nodes are on which hosts and which one is next to be fetched from; what each prefill or vLLM holds
+itself, in its slab or its prefix cache; and the stores that vLLMs of a host can read. PURE."""
 
 from collections.abc import Iterable
 
@@ -7,40 +7,41 @@ from mooncake_zmq.conductor.prefills import EVERYONE, PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import Run, bits_of
 
 SHELF = "/store"
-"""Behind a cache-node's name: what its store holds of vLLMs' blocks, which are not of the pool's kind."""
+"""The suffix of a cache-node's name for its store of vLLMs' blocks, which are of another kind than the pool's."""
 MAX_SOURCES = 4
-"""Cache-nodes named in one plan: the one to fetch from, and three more should it be gone or have evicted."""
+"""The most cache-nodes named in one plan: the one to fetch from, and three more in case it is down or has evicted the
+blocks."""
 FEW = 16
-"""Of so many it is quicker to look at each than to go through all in turn."""
+"""The number of cache-nodes up to which sorting them is quicker than visiting all in turn."""
 
 
 class Sources:
-    """The cache-nodes, named by their bits in the index."""
+    """The cache-nodes, identified by their bits in the index."""
 
     def __init__(self, prefills: Prefills) -> None:
         self._prefills = prefills
         self._names: dict[int, str] = {}
         self._hosts: dict[int, str] = {}
         self._pools: dict[str, list[int]] = {}
-        """By host, in name order."""
+        """The cache-nodes of each host, in name order."""
         self._masks: dict[str, int] = {}
-        """Of those that serve, by host."""
+        """The mask of the cache-nodes that serve, by host."""
         self._named: dict[int, int] = {}
-        """The turn in which each was last named first."""
+        """The turn in which each cache-node was last named first."""
         self._turns: dict[int, None] = {}
-        """The one named longest ago first, of equals in name order."""
-        self._resting: set[int] = set()
-        """Those that serve nobody: nobody's home."""
+        """The cache-nodes in the order of their turns: the one named longest ago first, and equals in name order."""
+        self._cordoned: set[int] = set()
+        """The cordoned cache-nodes: none is the home of a prefill."""
         self._turn = 0
         self._pool_bits = 0
-        self._shelves: dict[int, tuple[str, str]] = {}
-        """Cache-node and host of each store that holds blocks of vLLMs."""
-        self._shelf_bits = 0
+        self._stores: dict[int, tuple[str, str]] = {}
+        """The cache-node and host of each store that holds blocks of vLLMs."""
+        self._store_bits = 0
         self._own: dict[int, PrefillNode] = {}
-        """By the bit of what it holds itself: nobody else can read that."""
+        """Prefills and vLLMs by the bit of what they hold themselves, which no other node can read."""
 
     def join(self, bit: int, name: str, host: str) -> None:
-        """A cache-node came."""
+        """Add a cache-node."""
         self._names[bit], self._hosts[bit], self._named[bit] = name, host, 0
         self._pool_bits |= 1 << bit
         pool = self._pools.setdefault(host, [])
@@ -51,10 +52,10 @@ class Sources:
         self.settle(self._prefills.by_host.get(host, ()))
 
     def leave(self, bit: int) -> None:
-        """A cache-node left."""
+        """Remove a cache-node."""
         host = self._hosts.pop(bit)
         del self._names[bit], self._named[bit], self._turns[bit]
-        self._resting.discard(bit)
+        self._cordoned.discard(bit)
         self._pool_bits &= ~(1 << bit)
         self._pools[host].remove(bit)
         if not self._pools[host]:
@@ -62,73 +63,73 @@ class Sources:
         self._mark(host)
         self.settle(self._prefills.by_host.get(host, ()))
 
-    def rest(self, bit: int, resting: bool) -> None:
-        """A cache-node serves nobody, or serves again."""
-        if resting != (bit in self._resting):
-            self._resting ^= {bit}
+    def rest(self, bit: int, cordoned: bool) -> None:
+        """Cordon a cache-node, or use it again."""
+        if cordoned != (bit in self._cordoned):
+            self._cordoned ^= {bit}
             self._mark(self._hosts[bit])
             self.settle(self._prefills.by_host.get(self._hosts[bit], ()))
 
     def join_own(self, bit: int, node: PrefillNode) -> None:
-        """Add a prefill or vLLM; `bit`: of what it holds itself."""
+        """Add a prefill or vLLM; `bit` is that of what it holds itself."""
         self._own[bit] = node
         self.settle([node])
 
     def join_shelf(self, bit: int, name: str, host: str) -> None:
-        """The store of this cache-node has blocks of vLLMs, which those on its host can read at once."""
-        self._shelves[bit] = name, host
-        self._shelf_bits |= 1 << bit
+        """Add the store of this cache-node, whose blocks the vLLMs on its host can read at once."""
+        self._stores[bit] = name, host
+        self._store_bits |= 1 << bit
         self.settle(self._prefills.by_host.get(host, ()))
 
     def leave_apart(self, bit: int) -> None:
-        """Remove what a prefill or vLLM held itself, or a store."""
+        """Remove a store, or what a prefill or vLLM held itself."""
         self._own.pop(bit, None)
-        _, host = self._shelves.pop(bit, ("", ""))
-        self._shelf_bits &= ~(1 << bit)
+        _, host = self._stores.pop(bit, ("", ""))
+        self._store_bits &= ~(1 << bit)
         if host:
             self.settle(self._prefills.by_host.get(host, ()))
 
     def settle(self, nodes: Iterable[PrefillNode]) -> None:
-        """Tell these prefills which cache-nodes are theirs."""
+        """Set on these prefills which cache-nodes they use."""
         for node in nodes:
             pool = [] if node.vllm else self._serving(node.host)
             node.home = pool[0] if pool else -1
-            node.homes = self._apart(node) if node.vllm else self.pools(node.host) | self._apart(node)
+            node.homes = self._private_bits(node) if node.vllm else self.pools(node.host) | self._private_bits(node)
             node.marks = node.homes << 1 | EVERYONE
 
     def host_of(self, bit: int) -> str:
-        """The host of a cache-node; empty: it is none."""
+        """Return the host of a cache-node; empty if it is none."""
         return self._hosts.get(bit, "")
 
     def pools(self, host: str) -> int:
-        """The mask of the cache-nodes of a host that serve."""
+        """Return the mask of the cache-nodes of a host that serve."""
         return self._masks.get(host, 0)
 
     def readers(self, mask: int) -> list[PrefillNode]:
-        """The prefills on the hosts of these cache-nodes; a few of them."""
+        """Return the prefills that can read from these holders, of which there are few."""
         by_host, hosts = self._prefills.by_host, self._hosts
         pools = mask & self._pool_bits
         found = [node for bit in bits_of(pools) for node in by_host.get(hosts[bit], ())]
         if pools != mask:
             for bit in bits_of(mask & ~pools):
                 own = self._own.get(bit)
-                found += by_host.get(self._shelves[bit][1], ()) if own is None else (own,)
+                found += by_host.get(self._stores[bit][1], ()) if own is None else (own,)
         return found
 
     def first(self, mask: int) -> int:
-        """Of these cache-nodes, the one named longest ago; -1 if none of them can be fetched from."""
+        """Return the one of these cache-nodes named longest ago; -1 if none of them can be fetched from."""
         mask &= self._pool_bits
         if not mask:
             return -1
         if not mask & (mask - 1):
             return mask.bit_length() - 1
         count = mask.bit_count()
-        if count * count <= len(self._turns):  # in turn one of so many comes by before long
+        if count * count <= len(self._turns):  # of so many, one comes early in the turns
             return min(bits_of(mask), key=self._rank)
         return next(bit for bit in self._turns if mask >> bit & 1)
 
     def order(self, first: int, runs: Iterable[Run], homes: int, blocks: int) -> tuple[int, ...]:
-        """`first`, then others of other hosts that hold more than so many blocks: the longest first."""
+        """Return `first`, then cache-nodes of other hosts that hold more than so many blocks, the longest runs first."""
         sources = [first]
         without = homes | 1 << first | ~self._pool_bits
         for longer, mask in reversed(list(runs)):
@@ -143,8 +144,8 @@ class Sources:
         return tuple(sources)
 
     def on_shelves(self, mask: int) -> bool:
-        """Is any of these a store that vLLMs can read?"""
-        return bool(mask & self._shelf_bits)
+        """Return whether any of these is a store that vLLMs can read."""
+        return bool(mask & self._store_bits)
 
     def pooled(self, mask: int) -> bool:
         """Return whether any of these is a pool, from which other hosts can fetch."""
@@ -156,22 +157,23 @@ class Sources:
         return [node for node in self._own.values() if node.vllm]
 
     def stores(self, runs: Iterable[Run], host: str, blocks: int) -> tuple[str, ...]:
-        """The cache-nodes of other hosts whose stores hold more than so many blocks of vLLMs: the longest first."""
+        """Return the cache-nodes of other hosts whose stores hold more than so many blocks of vLLMs, the longest runs
+        first."""
         found: dict[str, None] = {}
         for longer, mask in reversed(list(runs)):
-            for bit in bits_of(mask & self._shelf_bits) if longer > blocks else ():
-                name, there = self._shelves[bit]
+            for bit in bits_of(mask & self._store_bits) if longer > blocks else ():
+                name, there = self._stores[bit]
                 if there != host:
                     found[name] = None
         return tuple(found)[:MAX_SOURCES]
 
     def store_of(self, host: str) -> tuple[str, ...]:
-        """The cache-node of this host whose store its vLLMs write to: the first by name, also if it has no store, where readers
-        then find nothing. None if there is none."""
+        """Return the cache-node to whose store the vLLMs of this host write: the first by name, even if it has no store, where
+        readers then find nothing. Empty if there is none."""
         return tuple(self._names[bit] for bit in self._pools.get(host, ())[:1])
 
     def chosen(self, bit: int) -> None:
-        """It was named first."""
+        """Note that a cache-node was named first: it goes to the end of the turns."""
         self._turn += 1
         self._named[bit] = self._turn
         del self._turns[bit]
@@ -186,7 +188,7 @@ class Sources:
         assert self._masks == {host: mask for host, mask in serving.items() if mask}
         for node in self._prefills.nodes:
             pool = [] if node.vllm else self._serving(node.host)
-            assert node.homes == sum(1 << bit for bit in pool) | self._apart(node)
+            assert node.homes == sum(1 << bit for bit in pool) | self._private_bits(node)
             assert node.home == (pool[0] if pool else -1)
 
     def _mark(self, host: str) -> None:
@@ -195,14 +197,14 @@ class Sources:
             self._masks[host] = sum([1 << bit for bit in pool])
 
     def _serving(self, host: str) -> list[int]:
-        return [bit for bit in self._pools.get(host, ()) if bit not in self._resting]
+        return [bit for bit in self._pools.get(host, ()) if bit not in self._cordoned]
 
-    def _apart(self, reader: PrefillNode) -> int:
-        """The bits of what only `reader` holds, and of the stores that it can read."""
+    def _private_bits(self, reader: PrefillNode) -> int:
+        """Return the bits of what only `reader` holds, and of the stores that it can read."""
         own = sum([1 << bit for bit, node in self._own.items() if node is reader])
         if not reader.vllm:
             return own
-        return own | sum([1 << bit for bit, (_, host) in self._shelves.items() if host == reader.host])
+        return own | sum([1 << bit for bit, (_, host) in self._stores.items() if host == reader.host])
 
     def _rank(self, bit: int) -> tuple[int, str]:
         return self._named[bit], self._names[bit]

@@ -1,7 +1,7 @@
-"""Nodes that took requests, report, and gave nothing back: they are closed for a time, which doubles. PURE.
+"""Nodes that accept requests and report but return no tokens are closed for a time, which doubles. PURE.
 
-After a wait for the first token in vain it is not known whether prefill or decode is at fault, so both are suspected. Any token
-that comes through a node clears it.
+When no first token comes it is not known whether the prefill or the decode is at fault, so both are suspected. Any token from
+a node clears it.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from typing import Final
 from mooncake_zmq.core.messages import Placed
 
 STRIKES: Final = 2
-"""Attempts in a row that ended in silence, with which a node is closed first."""
+"""The number of attempts in a row without an answer after which a node is first closed."""
 FIRST_S: Final = 2.0
 LONGEST_S: Final = 60.0
 
@@ -24,7 +24,7 @@ class _Suspect:
 
 
 class Suspects:
-    """Those among the nodes that are known; `forget` the others."""
+    """Tracks suspected nodes among the connected ones; `forget` removes those that left."""
 
     def __init__(self) -> None:
         self._suspects: dict[str, _Suspect] = {}
@@ -33,7 +33,7 @@ class Suspects:
         return len(self._suspects)
 
     def stalled(self, now: float, placed: Placed, *, told: bool) -> None:
-        """Note that an attempt ended in silence; `told`: its first token had come, so its prefill is not at fault."""
+        """Note that an attempt ended without an answer; `told`: its first token had come, so its prefill is not at fault."""
         for node in (placed.decode,) if told else _nodes(placed):
             suspect = self._suspects.setdefault(node, _Suspect())
             suspect.strikes += 1
@@ -41,22 +41,22 @@ class Suspects:
                 suspect.until = now + min(LONGEST_S, FIRST_S * 2.0 ** min(suspect.strikes - STRIKES, 10))
 
     def answered(self, placed: Placed, tokens: int) -> None:
-        """Clear the nodes that so many tokens came through: the first is the prefill's, the others are the decode's."""
+        """Clear the nodes that produced so many tokens: the first comes from the prefill, the others from the decode."""
         if self._suspects:
             for node in _nodes(placed):
                 if tokens > 1 or node != placed.decode:
                     self._suspects.pop(node, None)
 
     def shuts(self, now: float, node: str) -> bool:
-        """Return whether nothing new is to be sent to a node."""
+        """Return whether no new request is to be sent to a node."""
         suspect = self._suspects.get(node)
         return suspect is not None and now < suspect.until
 
     def forget(self, node: str) -> None:
-        """Drop what is known of a node that left: its next life is another."""
+        """Forget a node that left: its next incarnation starts anew."""
         self._suspects.pop(node, None)
 
 
 def _nodes(placed: Placed) -> Iterable[str]:
-    """Each once."""
+    """Return the nodes of a placement, each once."""
     return dict.fromkeys((placed.prefill, *placed.stages, placed.decode))

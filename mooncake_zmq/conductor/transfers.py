@@ -1,5 +1,5 @@
-"""What fetching blocks takes: measured by the cache-nodes for each source and destination, else by the cost model, behind
-what is on its way there already. PURE. Nodes are named by their bit in the index."""
+"""Predicts how long fetching blocks takes: by the cache-nodes' measurements for each source and destination, otherwise by the
+cost model, behind what is already on its way. PURE. Nodes are identified by their bits in the index."""
 
 import math
 
@@ -8,7 +8,8 @@ from mooncake_zmq.core.messages import SourceRate
 
 
 class Rates:
-    """Seconds a block took from one source, by destination; fades towards the cost model's as time passes without news."""
+    """The seconds that a block took from one source, by destination; they fade towards the cost model as time passes without
+    news."""
 
     __slots__ = ("_half_life_s", "_known", "_model_s", "least_s")
 
@@ -16,46 +17,47 @@ class Rates:
         self._model_s = block_s
         self._half_life_s = half_life_s
         self._known: dict[int, tuple[float, float]] = {}
-        """By destination: what was measured, and when."""
+        """By destination, the measurement and its time."""
         self.least_s = block_s
-        """No destination's is below this."""
+        """A lower bound for all destinations."""
 
     def report(self, now: float, destination: int, block_s: float) -> None:
-        """What was measured there."""
+        """Record a measurement at a destination."""
         self._known[destination] = block_s, now
         self.least_s = min(self.least_s, block_s)
 
     def block_s(self, now: float, destination: int) -> float:
-        """Seconds per block."""
+        """Return the seconds per block."""
         known = self._known.get(destination)
         if known is None:
             return self._model_s
         return self._model_s + math.exp2((known[1] - now) / self._half_life_s) * (known[0] - self._model_s)
 
     def forget(self, destination: int) -> None:
-        """This cache-node left."""
+        """Forget a cache-node that left."""
         self._known.pop(destination, None)
 
 
 class Transfers:
-    """All that moves between hosts, and from SSD."""
+    """Tracks all transfers between hosts and from SSD."""
 
     def __init__(self, *, block_s: float, disk_block_s: float, half_life_s: float, accuracy: Accuracy) -> None:
-        """`block_s`, `disk_block_s`: what the cost model says of a block from another host, and from SSD."""
+        """Create it; `block_s` and `disk_block_s` are the cost model's seconds for a block from another host and from SSD."""
         self.model_s = block_s
-        """What the cost model says of a block."""
+        """The cost model's seconds for a block from another host."""
         self._half_life_s = half_life_s
         self._accuracy = accuracy
         self._rates: dict[int, Rates] = {}
         self._unmeasured = Rates(block_s, half_life_s)
         self.disk = Rates(disk_block_s, half_life_s)
         self._in_at: dict[int, float] = {}
-        """When a destination will have what is on its way to it."""
+        """The time at which each destination will have all that is on its way to it."""
         self._out_at: dict[int, float] = {}
-        """When a source will have sent what was asked of it, as far as we placed it."""
+        """The time at which each source will have sent all that this conductor's placements fetch from it."""
 
     def report(self, now: float, destination: int, source: int | None, rate: SourceRate) -> float:
-        """What one cache-node says of one source; None: its own SSD. Returns the seconds that are still on their way."""
+        """Take in a cache-node's report about one source; None is its own SSD. Return the seconds of blocks still on their
+        way."""
         rates = self.disk if source is None else self._rates.setdefault(source, Rates(self.model_s, self._half_life_s))
         if rate.block_s > 0:
             before_s = rates.block_s(now, destination)
@@ -65,16 +67,16 @@ class Transfers:
         return rate.pending_blocks * rates.block_s(now, destination) if rate.pending_blocks else 0.0
 
     def arriving(self, now: float, destination: int, pending_s: float) -> None:
-        """All that a cache-node waits for takes so long still."""
+        """Set for how long a cache-node still waits for blocks."""
         self._in_at[destination] = now + pending_s
 
     def book(self, now: float, source: int, destination: int, seconds: float) -> None:
-        """A fetch was placed, which takes so long by itself."""
+        """Book a fetch that takes so many seconds by itself."""
         self._in_at[destination] = max(now, self._in_at.get(destination, 0.0)) + seconds
         self._out_at[source] = max(now, self._out_at.get(source, 0.0)) + seconds
 
     def forget(self, bit: int) -> None:
-        """This cache-node left; its bit may come to mean another."""
+        """Forget a cache-node that left; its bit may be given to another."""
         self._rates.pop(bit, None)
         for rates in (self.disk, *self._rates.values()):
             rates.forget(bit)
@@ -82,13 +84,13 @@ class Transfers:
         self._out_at.pop(bit, None)
 
     def rates(self, source: int) -> Rates:
-        """What blocks from this source take."""
+        """Return the rates of a source."""
         return self._rates.get(source, self._unmeasured)
 
     def in_at(self, destination: int) -> float:
-        """When what is on its way there will be there; 0 if nothing ever was."""
+        """Return when all that is on its way to a destination will be there; 0 if nothing ever was."""
         return self._in_at.get(destination, 0.0)
 
     def out_at(self, source: int) -> float:
-        """When it will have sent what was asked of it; 0 if nothing ever was."""
+        """Return when a source will have sent what was requested of it; 0 if nothing ever was."""
         return self._out_at.get(source, 0.0)

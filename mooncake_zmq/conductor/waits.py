@@ -1,9 +1,10 @@
-"""The fourth way of a prompt beside computing, loading and fetching: to wait for blocks that another prompt makes, on the same
-prefill or on another. PURE.
+"""The fourth way for a prompt beside computing, loading and fetching: waiting for blocks that another prompt computes, on the
+same prefill or on another. PURE.
 
-Each way costs its time to the first token, and the engine time that it takes from everybody behind it, at a stated price
-(`ConductorSettings.engine_price`). A prefill that makes the blocks has them when their chunk ends; any other when they are put
-into the pool of that host as well, and the last chunk of them is fetched from there: those before it are fetched meanwhile.
+Each way costs its time to the first token and engine time, which delays all requests behind it, at a stated price
+(`ConductorSettings.engine_price`). The prefill that computes the blocks has them when their chunk ends. Any other prefill has
+them once they are also in the pool of the first one's host and their last chunk has been fetched from there; earlier chunks
+are fetched meanwhile.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -22,13 +23,14 @@ from mooncake_zmq.kv.block_hash import Key
 
 PATIENCE: Final = 4.0
 PATIENCE_S: Final = 2.0
-"""A wait ends by itself after so many times what it should take, and this: the conductor ends it sooner whenever it can."""
+"""A wait times out after this multiple of its expected time, and this many seconds more; the conductor ends it sooner whenever
+it can."""
 LOOKED_AT: Final = 16
-"""Prefills looked at, in turn, for one that is free when the blocks come."""
+"""The number of prefills visited in turn to find one that is free when the blocks come."""
 
 
 class Waits:
-    """Weighs waiting against the way that was chosen without it."""
+    """Compares waiting with the way that was chosen without it."""
 
     def __init__(
         self,
@@ -71,7 +73,8 @@ class Waits:
         return choice.ttft_s + self._price * choice.node.factor * self._costs.compute_s(plan.tokens, prefix)
 
     def _candidates(self, found: Found, chosen: PrefillNode, barred: Collection[str]) -> Iterator[PrefillNode]:
-        """The prefill that makes the last blocks, the one chosen without them, and the first in turn that is free then."""
+        """Yield the prefill that computes the last blocks, the one chosen without waiting, and the first in turn that is free
+        by then."""
         maker = found.chains[-1].node
         free = self._free_at(found.at, maker, barred)
         for node in dict.fromkeys((maker, chosen) if free is None else (maker, chosen, free)):
@@ -87,7 +90,7 @@ class Waits:
         return None
 
     def _waiting(self, plan: Plan, found: Found, node: PrefillNode) -> PrefillChoice | None:
-        """Return the way on one prefill; None if it cannot have the blocks."""
+        """Return the choice with waiting on one prefill; None if it cannot get the blocks."""
         at = found.at
         joins = all(chain.node is node for chain in found.chains)
         if not joins:
@@ -105,18 +108,19 @@ class Waits:
             work_s=work_s,
             fetch_s=0.0,
         )
-        if not node.vllm:  # a vLLM shares what it computes among its requests itself
+        if not node.vllm:  # a vLLM itself shares computed blocks among its requests
             choice.coming = found
             choice.coming_s = PATIENCE * (at - plan.now) + PATIENCE_S
         return choice
 
     def _homes(self, found: Found, node: PrefillNode) -> tuple[int, ...]:
-        """Return the pools of other hosts into which the blocks are put, the last ones' first."""
+        """Return the pools of other hosts that receive the blocks, those of the last blocks first."""
         homes = dict.fromkeys(chain.node.home for chain in reversed(found.chains) if chain.node.home != node.home)
         return tuple(homes)[:MAX_SOURCES]
 
     def _arrives_s(self, plan: Plan, found: Found, node: PrefillNode) -> float | None:
-        """Return the seconds from the end of the last chunk until its blocks are in this prefill's pool; None: never."""
+        """Return the seconds from the end of the last chunk until its blocks are in this prefill's pool; None if they never
+        will be."""
         maker = found.chains[-1].node
         if node.vllm or node.home < 0 or any(chain.node.home < 0 for chain in found.chains):
             return None

@@ -1,1 +1,1 @@
-"""Settings of a deployment: their records, how a file is read, and what is checked and warned of."""
+"""Settings of a deployment: their records, how a file is read, checks and warnings."""

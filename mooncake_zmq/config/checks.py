@@ -12,7 +12,7 @@ from mooncake_zmq.transfer.sockets import is_loopback
 
 
 def check_devices(nodes: Iterable[NodeSettings]) -> None:
-    """Raise ConfigError where a node computes on a device that this machine does not have, or lacks the library for."""
+    """Raise ConfigError if a node computes on a device that this machine does not have, or lacks the library for."""
     for node in nodes:
         try:
             array_namespace(node.device)
@@ -21,7 +21,7 @@ def check_devices(nodes: Iterable[NodeSettings]) -> None:
 
 
 def check_local_reads(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
-    """Raise ConfigError where a node leaves out checksums that reads of shared memory need on this machine."""
+    """Raise ConfigError if a node leaves out checksums that reads of shared memory need on this machine."""
     for node in nodes:
         for role in node.roles:
             if role not in ENGINE_ROLES or loaded.section(node.in_role(role)).pool.verify_local:
@@ -31,8 +31,8 @@ def check_local_reads(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
 
 
 def check_open(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
-    """Raise ConfigError if one of these would serve whoever reaches it, a gateway its answers or a node its metrics, and no
-    setting says that this is meant."""
+    """Raise ConfigError if a node would serve any caller without authentication, a gateway its answers or a node its metrics,
+    and no setting allows it."""
     for node in nodes:
         if has_far_metrics(node) and not loaded.config.security.allow_open_metrics:
             raise ConfigError(
@@ -48,5 +48,5 @@ def check_open(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
 
 
 def has_far_metrics(node: NodeSettings) -> bool:
-    """Whether a node serves its metrics beyond loopback."""
+    """Return whether a node serves its metrics beyond loopback."""
     return bool(node.metrics_port) and not is_loopback(f"tcp://{node.metrics_host}:0")

@@ -1,4 +1,4 @@
-"""One TOML file per deployment, read once into nested frozen dataclasses; every error names the file and the path in it.
+"""Reads the one TOML file of a deployment into nested frozen dataclasses; every error names the file and the path in it.
 
 Precedence: command line, environment (`MOONCAKE_ZMQ_SECTION__KEY`), file, the profile of the costs, default. Unknown keys are
 errors.
@@ -24,7 +24,7 @@ ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A config and where each value that is no default came from, by dotted path."""
+    """A config, and the source of each value that is not the default, by dotted path."""
 
     path: str
     config: Config
@@ -32,7 +32,7 @@ class Loaded:
     raw: Mapping[str, Any]
 
     def section(self, node: NodeSettings) -> Any:
-        """The section of `node`'s role with its own `settings` laid over it."""
+        """Return the section of `node`'s role, with the node's own `settings` applied."""
         name = node.role.replace("-", "_")
         if not node.settings:
             return getattr(self.config, name)
@@ -43,8 +43,8 @@ class Loaded:
         return _convert(merged, kind, self.path, self.sources, under=where)
 
     def check_addresses(self) -> None:
-        """Raise ConfigError where gateways of a host listen at one address and not all of them share it, or a vLLM would where
-        a node does."""
+        """Raise ConfigError if gateways of a host listen on one address and not all of them share it, or if a vLLM would
+        listen where a node does."""
         taken: dict[tuple[str, str, int], str] = {}
         for node in self.config.of_role("gateway"):
             section = self.section(node)
@@ -62,14 +62,15 @@ class Loaded:
                 raise ConfigError(f"{self.path}: {node.name}: its vLLM would publish at {events}, where {own[events]} listens")
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
-        """Tokens of prompt and output together: what the model takes, and the roomiest decode holds in whole blocks."""
+        """Return the most tokens of prompt and output together: the model's limit, or what the largest decode holds in whole
+        blocks."""
         nodes = [self.section(node) for node in self.config.of_role("decode", "vllm")]
         blocks = [each.capacity_tokens // block_tokens for each in nodes if getattr(each, "part", "both") != "prefill"]
         return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
-    """Read `path`, lay environment and command line (`overrides`, by dotted path) over it, check everything."""
+    """Read `path`, apply the environment and the command line (`overrides`, by dotted path), and check all of it."""
     shown = str(path)
     raw = _read(Path(path), shown)
     _check_keys(raw, Config, shown, "")
@@ -83,7 +84,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
         _override(raw, sources, dotted, value, "command line")
     profiled = _profiled(raw.get("costs"), shown, "costs.profile")
     sources |= {f"costs.{key}": f"profile {raw['costs']['profile']}" for key in profiled}
-    every_cost = asdict(Costs()) | profiled  # msgspec finds no defaults in a class of machine code
+    every_cost = asdict(Costs()) | profiled  # msgspec finds no defaults in a compiled class
     config: Config = _convert(_merge({"costs": every_cost}, raw), Config, shown, sources)
     loaded = Loaded(shown, config, sources, raw)
     for position, node in enumerate(config.nodes):
@@ -91,7 +92,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
             costs_of(node.modelled, f"{shown}: nodes[{position}].backend")
         section = loaded.section(node)
         try:
-            replace(config, **{node.role.replace("-", "_"): section})  # what holds for all must hold with its own settings too
+            replace(config, **{node.role.replace("-", "_"): section})  # all checks must hold with its own settings too
         except ValueError as error:
             raise ConfigError(f"{shown}: nodes[{position}].settings: {error}") from None
     loaded.check_addresses()
@@ -99,7 +100,7 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
 
 
 def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
-    """Every setting as (dotted path, value, source)."""
+    """Yield every setting as (dotted path, value, source)."""
 
     def walk(record: Any, under: str) -> Iterator[tuple[str, Any, str]]:
         for known in fields(record):
@@ -116,7 +117,7 @@ def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
 
 
 def read_profile(path: str) -> Profile:
-    """Raises ProfileError."""
+    """Read a profile from a file. Raises ProfileError."""
     try:
         return decode(Path(path).expanduser().read_bytes())
     except OSError as error:
@@ -124,14 +125,14 @@ def read_profile(path: str) -> Profile:
 
 
 def costs_of(profile: str, where: str) -> Costs:
-    """What a profile says that things cost: that in a file, or named hardware. Raises ConfigError."""
-    return Costs(**_told(profile, where))
+    """Return the costs of a profile: a file, or the name of known hardware. Raises ConfigError."""
+    return Costs(**_costs_from(profile, where))
 
 
-def _told(path: str, where: str) -> dict[str, Any]:
+def _costs_from(path: str, where: str) -> dict[str, Any]:
     if path in HARDWARE:
         found = asdict(HARDWARE[path]) | {"profile": path}
-        del found["kv_bytes_per_token"]  # the model's here, not the one that was served there
+        del found["kv_bytes_per_token"]  # it belongs to the deployment's model, not to the one measured there
         return found
     try:
         profile = read_profile(path)
@@ -141,11 +142,11 @@ def _told(path: str, where: str) -> dict[str, Any]:
 
 
 def _profiled(costs: Any, shown: str, where: str) -> dict[str, Any]:
-    """What the profile that the costs' section names says of the costs that the section leaves open."""
+    """Return the costs from the profile that the costs section names, for costs that the section leaves out."""
     path = costs.get("profile") if isinstance(costs, Mapping) else None
     if not path or not isinstance(path, str):
-        return {}  # a value of another type is refused with the others
-    return {key: value for key, value in _told(path, f"{shown}: {where}").items() if key not in costs}
+        return {}  # a value of another type is refused by the conversion
+    return {key: value for key, value in _costs_from(path, f"{shown}: {where}").items() if key not in costs}
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _read(path: Path, shown: str) -> dict[str, Any]:
 
 
 def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str) -> None:
-    """Raise on a key that `kind` does not know. Values of the wrong shape are left to the conversion."""
+    """Raise ConfigError for a key that `kind` does not have. Values of the wrong type are left to the conversion."""
     hints = get_type_hints(kind)
     for key, value in raw.items():
         path = f"{under}{key}"
@@ -184,7 +185,7 @@ def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str)
 
 
 def _record_of(kind: Any) -> type[Any] | None:
-    """What a list of tables has in it, if `kind` is one."""
+    """Return the record class of a list of tables, if `kind` is one."""
     found = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
     return found if isinstance(found, type) and is_dataclass(found) else None
 
@@ -208,7 +209,7 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
     for section in sections:
         kind = get_type_hints(kind).get(section) if is_dataclass(kind) else None
         below = inner.get(section)
-        # Copied on the way down: the caller's tables stay as they were read.
+        # Tables on the path are copied: the caller's stay as they were read.
         inner[section] = inner = dict(below) if isinstance(below, Mapping) else {}
     hints = get_type_hints(kind) if is_dataclass(kind) else {}
     if key not in hints or is_dataclass(hints[key]) or dotted == "nodes":
@@ -226,7 +227,7 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
 
 
 def _words(kind: Any) -> tuple[str, ...]:
-    """The words that a setting of this type may be."""
+    """Return the words that a setting of this type accepts."""
     if get_origin(kind) is Literal:
         return tuple(each for each in get_args(kind) if isinstance(each, str))
     return tuple(word for part in get_args(kind) for word in _words(part))

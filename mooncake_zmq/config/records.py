@@ -23,17 +23,18 @@ from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
-"""Of a page, as browsers write it."""
+"""The origin of a page, as browsers write it."""
 ENDPOINT = re.compile(r"https?://[^/?#\s]+")
-"""Of a collector of spans."""
+"""The URL of a collector of spans."""
 
 
 class ConfigError(Exception):
-    """The operator's mistake, in one line that names where it is."""
+    """A mistake in the configuration, in one line that names where it is."""
 
 
 def default_runtime_dir() -> str:
-    """Short, private to the user, and gone at reboot: it holds locks, sockets and logs. A systemd unit says which it is."""
+    """Return the default runtime directory: short, private to the user, and removed at reboot; it holds locks, sockets and
+    logs. A systemd unit sets another one."""
     if given := os.environ.get("RUNTIME_DIRECTORY"):
         return given.partition(":")[0]
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -42,13 +43,13 @@ def default_runtime_dir() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """The deployment as a whole."""
+    """Settings of the deployment as a whole."""
 
     name: str = "local"
     runtime_dir: str = field(default_factory=default_runtime_dir)
-    """Locks, ipc sockets, logs and state dumps. ipc paths must stay below 107 bytes, so keep it short."""
+    """The directory of locks, ipc sockets, logs and state dumps. ipc paths must stay below 107 bytes, so keep it short."""
     shm_dir: str = "/dev/shm"
-    """Where segments of KV blocks are made: a tmpfs."""
+    """The tmpfs in which segments of KV blocks are created."""
     drain_timeout_s: float = 30.0
     """A process that was asked to stop ends after this even if requests still run; prefills and decodes then hand theirs over,
     which takes a second at most. systemd waits 90 s."""
@@ -68,24 +69,25 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """The one model of the cluster."""
+    """Settings of the one model of the cluster."""
 
     path: str = "default"
-    """"default", "toy", "dummy:CONFIG", a GGUF file or a Hugging Face directory."""
+    """The model: "default", "toy", "dummy:CONFIG", a GGUF file or a Hugging Face directory."""
     engine: Literal["own", "vllm"] = "own"
-    """"vllm": vLLM alone computes. Only config.json, tokenizer and chat template are read, of any model that vLLM knows, from
-    the Hugging Face directory `path`, which every host needs without its weights."""
+    """Which engine computes. "vllm": only vLLM does. Then only config.json, tokenizer and chat template are read, of any model
+    that vLLM supports, from the Hugging Face directory `path`, which every host needs without its weights."""
     cache_dir: str = ""
-    """Where converted weights are kept; empty: the user's cache directory."""
+    """The directory of converted weights; empty: the user's cache directory."""
     card: str = ""
-    """What `mooncake-zmq model card MODEL` printed where the model is. From it conductors, cache-nodes and gateways learn shape
-    and fingerprints on hosts without the model; a gateway needs the tokenizer beside it (`--to DIR` writes both). Prefills and
-    decodes do not read it. Empty: the others read what an engine of their host has prepared, and wait for that."""
+    """The output of `mooncake-zmq model card MODEL` on a host with the model. From it conductors, cache-nodes and gateways get
+    shape and fingerprints on hosts without the model; a gateway needs the tokenizer beside it (`--to DIR` writes both).
+    Prefills and decodes do not read it. Empty: the other nodes read what an engine of their host has prepared, and wait for
+    that."""
     block_tokens: int = 32
-    """Tokens in a block. 32 of the default model are 1.41 MiB, exactly 360 pages, so a slot wastes nothing; a request computes
-    half a block again on average, while keys, index and messages stay small."""
+    """The tokens in a block. 32 of the default model are 1.41 MiB, exactly 360 pages, so a slot wastes nothing; a request
+    computes half a block again on average, while keys, index and messages stay small."""
     max_model_len: int = 8192
-    """Most tokens of a request, prompt and output; the model's own limit if that is lower."""
+    """The most tokens of a request, prompt and output; the model's own limit if that is lower."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= 4096:
@@ -101,46 +103,51 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """One process. `settings` replace keys of its role's section for this node alone."""
+    """Settings of one node. `settings` replaces keys of its role's section for this node only."""
 
     name: str
     role: Role
     host: str = "localhost"
-    """Nodes with the same host share memory; those on different ones use the network, even on one machine."""
+    """The host of the node. Nodes with the same host share memory; those on different ones use the network, even on one
+    machine."""
     endpoint: str = ""
-    """Control plane: "tcp://ADDRESS:PORT" or "ipc://PATH". The node listens there and the others connect to the same text, so
-    ADDRESS is an IPv4 address of its machine, no name and no wildcard. Empty: an ipc socket in runtime_dir. That serves nodes
-    of different `host`s too, while all run on one machine, which nothing here can tell; across machines, give addresses."""
+    """The address of the control plane: "tcp://ADDRESS:PORT" or "ipc://PATH". The node listens there and other nodes connect
+    to the same text, so ADDRESS is an IPv4 address of its machine, no name and no wildcard. Empty: an ipc socket in
+    runtime_dir. That also serves nodes of different `host`s while all run on one machine, which cannot be checked here; across
+    machines, set addresses."""
     data_endpoint: str = ""
-    """Data plane; likewise."""
+    """The address of the data plane, in the same form."""
     data_stream_port: int = 0
-    """TCP port for the bytes of blocks, at the address of `data_endpoint`. 0: any free one; set it where a firewall has to let
-    it through."""
+    """The TCP port for the bytes of blocks, at the address of `data_endpoint`. 0: any free one; set it where a firewall must
+    allow it."""
     store_endpoint: str = ""
-    """Cache-nodes: where store clients (`mooncake_zmq.store`) connect; likewise. Empty: no store, and no memory for it."""
+    """The address to which store clients (`mooncake_zmq.store`) of a cache-node connect, in the same form. Empty: no store,
+    and no memory for it."""
     store_stream_port: int = 0
-    """TCP port for the bytes of stored values, at the address of `store_endpoint`. 0: any free one; set it where a firewall
-    has to let it through."""
+    """The TCP port for the bytes of stored values, at the address of `store_endpoint`. 0: any free one; set it where a
+    firewall must allow it."""
     threads: int = 1
-    """Threads that compute; with the backend "numpy", decode uses more than one for its largest products alone."""
+    """The number of threads that compute; with the backend "numpy", decode uses more than one for its largest products
+    only."""
     backend: str = "auto"
-    """What a prefill or decode computes with. "compiled" is machine code made for this CPU: decode is several times faster; it
-    needs the extra of that name. "numpy" needs nothing. "auto" is "compiled" where that can be had, else "numpy".
-    "modelled:PROFILE" computes nothing, but takes the time that other hardware would, with KV of the model's layout: to try a
-    deployment under load. PROFILE: a file that `mooncake-zmq profile` wrote there, or a name as a800-llama3-70b."""
+    """The backend of a prefill or decode. "compiled" is machine code made for this CPU: decode is several times faster; it
+    needs the extra of that name. "numpy" needs nothing. "auto" is "compiled" where that is available, otherwise "numpy".
+    "modelled:PROFILE" computes nothing, but takes the time that other hardware would, with KV of the model's layout, to try a
+    deployment under load. PROFILE is a file that `mooncake-zmq profile` wrote there, or a name such as a800-llama3-70b."""
     device: Device = "cpu"
-    """Where a prefill or decode computes and keeps its KV, a prefill its slab too. "cuda" is the first GPU that the process
-    sees (CUDA_VISIBLE_DEVICES) and needs the extra gpu-cu12 or gpu-cu13. Written without a GPU at hand, not yet run on one."""
+    """The device on which a prefill or decode computes and keeps its KV, and a prefill its slab. "cuda" is the first GPU that
+    the process sees (CUDA_VISIBLE_DEVICES) and needs the extra gpu-cu12 or gpu-cu13. Written without a GPU at hand, not yet
+    run on one."""
     metrics_host: str = "127.0.0.1"
-    """IPv4 address where Prometheus finds the node. One beyond loopback needs `security.allow_open_metrics`, and a network or
-    firewall that lets only Prometheus through: nothing asks who calls there."""
+    """The IPv4 address at which the node serves metrics to Prometheus. One beyond loopback needs
+    `security.allow_open_metrics`, and a network or firewall that lets only Prometheus through: callers are not
+    authenticated."""
     metrics_port: int = 0
-    """Prometheus finds /metrics on `metrics_host` at this port; 0: none. A gateway shows its metrics at its own /metrics in any
-    case."""
+    """The port of /metrics on `metrics_host`; 0: none. A gateway always serves its metrics at its own /metrics too."""
     may_become: Role | Literal[""] = ""
-    """The other role of a prefill ("decode") or of a decode ("prefill"): a conductor may then ask it to finish what it has and
-    come back as that, and back again; see `conductor.role_change_after_s` and `mooncake-zmq role`. A process that starts, after
-    a crash too, has `role`. As the other it has that role's section as it stands, without `settings`."""
+    """The other role of a prefill ("decode") or of a decode ("prefill"): a conductor may then ask it to finish its requests
+    and restart in that role, and back again; see `conductor.role_change_after_s` and `mooncake-zmq role`. A process that
+    starts, after a crash too, has `role`. In the other role it has that role's section without `settings`."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -173,29 +180,29 @@ class NodeSettings:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """All that it may be in turn."""
+        """The roles that it may have, one at a time."""
         return (self.role, self.may_become) if self.may_become else (self.role,)
 
     def in_role(self, role: Role) -> "NodeSettings":
-        """The node as it is in one of its roles."""
+        """Return the settings of the node in one of its roles."""
         return self if role == self.role else replace(self, role=role, may_become=self.role, settings={})
 
     @property
     def modelled(self) -> str:
-        """The profile by which it models an engine; empty: it computes."""
+        """The profile by which it models an engine; empty if it computes."""
         kind, _, profile = self.backend.partition(":")
         return profile if kind == "modelled" else ""
 
     @property
     def prepared_for(self) -> Backend:
-        """The form in which it needs the model's weights."""
+        """The backend for which it needs the model's weights."""
         if self.modelled or self.device != "cpu" or self.role not in ENGINE_ROLES:
             return "numpy"
         return cast(Backend, self.backend)
 
     @property
     def computes(self) -> bool:
-        """Does it hold the model's weights?"""
+        """Whether it holds the model's weights."""
         return self.role in ENGINE_ROLES and not self.modelled
 
     def _check_device(self) -> None:
@@ -209,53 +216,60 @@ class NodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecuritySettings:
-    """Who may talk over TCP. `ipc://` sockets lie in `cluster.runtime_dir`, which is this user's alone, and need no keys."""
+    """Settings of who may connect over TCP. `ipc://` sockets are in `cluster.runtime_dir`, which only this user can enter, and
+    need no keys."""
 
     keys: str = ""
-    """Directory of `mooncake-zmq keys make`: `public_keys` and the node's NAME.secret, unless the unit's credential `node.key`
-    is that. Empty: none, or the unit's credential `public_keys`. With keys every ZeroMQ socket over TCP is encrypted and lets
-    in whom they name, loopback's too. The streams of blocks and values let in whom those sockets gave a ticket."""
+    """The directory that `mooncake-zmq keys make` wrote: `public_keys` and the node's NAME.secret, unless the unit's
+    credential `node.key` is that. Empty: no keys, or the unit's credential `public_keys`. With keys every ZeroMQ socket over
+    TCP is encrypted and admits only peers named in them, on loopback too. The streams of blocks and values admit holders of a
+    ticket from those sockets."""
     allow_plain_tcp: bool = False
-    """Without keys, TCP beyond loopback is refused, unless this says that nobody else is on the network."""
+    """Whether TCP beyond loopback is allowed without keys, because no one else is on the network."""
     allow_open_metrics: bool = False
-    """Nothing asks who calls at a node's `metrics_port`. A node whose `metrics_host` is beyond loopback does not start, unless
-    this says that whoever reaches it may read its metrics, names of tenants among them."""
+    """Whether a node may serve metrics beyond loopback. Callers at `metrics_port` are not authenticated, so this allows anyone
+    who can connect to read the node's metrics, which include names of tenants."""
     encrypt_bulk: bool = True
-    """With keys, blocks and values that this node serves over TCP are encrypted (AES-256-GCM). False: only who attaches a
-    stream is asked for his ticket; whoever can listen on the network reads what passes, and who can change it under way may put
-    something else in its place. Faster where encrypting is what bounds it (`mooncake-zmq bench pool --only keys`)."""
+    """Whether blocks and values that this node serves over TCP are encrypted (AES-256-GCM), if there are keys. Without it only
+    the opening of a stream is authenticated, by a ticket: anyone who can read the network's traffic can read them, and anyone
+    who can alter it can replace them. That is faster where encryption is the bottleneck (`mooncake-zmq bench pool --only
+    keys`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """A gateway's parts: where it serves HTTP, the limits of connections and of calls, its requests."""
+    """Settings of a gateway: its HTTP address, the limits of connections and calls, its requests."""
 
     http_host: str = "127.0.0.1"
     http_port: int = 8000
     reuse_port: bool = False
-    """Gateways of one host and user may listen at one address: the kernel deals new connections out among those that run, and
-    one that drains leaves first. To tell them apart, `/health` names who answers, and `metrics_port` is each one's own."""
+    """Whether gateways of one host and user may listen on one address: the kernel distributes new connections among those that
+    run, and a gateway that drains stops listening first. To distinguish them, `/health` names the gateway, and each has its
+    own `metrics_port`."""
     api_keys: str = ""
-    """File of `mooncake-zmq keys api`: who may call, how often, and how much. Read anew when it changes. Empty: the unit's
-    credential `api_keys`. Without one a gateway is for its own machine: it listens on loopback, and is called by that name."""
+    """The file that `mooncake-zmq keys api` wrote: which callers are allowed, how often, and how much. It is read again when
+    it changes. Empty: the unit's credential `api_keys`. Without one a gateway serves its own machine only: it listens on
+    loopback and accepts only that name."""
     allow_open: bool = False
-    """Without `api_keys`: whoever reaches it may call it, from other machines and by any name (of a proxy, say), and see its
-    metrics. `/cluster` and `/trace` then answer its own machine alone, and what was reused is told for a `cache_salt` alone, as
-    both tell what others have asked. Beyond loopback a gateway without keys does not start unless this says so."""
+    """Whether anyone who can connect may call a gateway without `api_keys`, from other machines and by any host name (that of
+    a proxy, say), and read its metrics. `/cluster` and `/trace` then answer its own machine only, and the number of reused
+    tokens is reported only for calls with a `cache_salt`, as both reveal what other clients asked. A gateway without keys does
+    not start beyond loopback unless this is set."""
     tls_certificate: str = ""
-    """PEM file of the certificate and its chain: HTTPS, of TLS 1.2 and newer, in place of HTTP. Both files are read anew when
-    they change. Empty: the unit's credentials `tls.crt` and `tls.key`; without them it is HTTP."""
+    """The PEM file of the certificate and its chain, for HTTPS (TLS 1.2 and newer) in place of HTTP. Both files are read again
+    when they change. Empty: the unit's credentials `tls.crt` and `tls.key`; without them it serves HTTP."""
     tls_key: str = ""
-    """PEM file of its private key, unencrypted, which not everybody may read."""
+    """The PEM file of its private key, unencrypted, which must not be readable by everyone."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages in a browser may call this gateway and read what it answers: "https://chat.example.org", or "*" for
+    """The origins whose pages in a browser may call this gateway and read its answers: "https://chat.example.org", or "*" for
     all. A call that needs an API key needs it from there too. Empty: none."""
     otlp_endpoint: str = ""
-    """Where spans of requests go as OTLP over HTTP: a collector, "http://HOST:4318". Needs the extra `otel`. Empty: nowhere."""
+    """The collector that receives spans of requests as OTLP over HTTP: "http://HOST:4318". Needs the extra `otel`. Empty:
+    none."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
-    """`conductors` empty: those of this file, in its order."""
+    """The settings of requests; if `conductors` is empty, it is those of this file, in its order."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.http_port < 65536:
@@ -273,7 +287,7 @@ class GatewaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole deployment. An actor is handed its own section only."""
+    """Settings of a whole deployment. An actor receives its own section only."""
 
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -312,7 +326,7 @@ class Config:
         self._check_ladder()
 
     def _check_ladder(self) -> None:
-        """heartbeat_s * 3 <= peer_timeout_s (asserted in SessionSettings) < lease_ttl_s <= max_lease_s."""
+        """Check that heartbeat_s * 3 <= peer_timeout_s (asserted in SessionSettings) < lease_ttl_s <= max_lease_s."""
         for role, client in (("prefill", self.prefill.pool), ("decode", self.decode.pool)):
             if not self.session.peer_timeout_s < client.lease_ttl_s:
                 raise ValueError(f"{role}.pool.lease_ttl_s must be above session.peer_timeout_s")
@@ -320,32 +334,33 @@ class Config:
                 raise ValueError(f"{role}.pool.lease_ttl_s must be at most cache_node.max_lease_s")
 
     def node(self, name: str) -> NodeSettings:
-        """The node called `name`; raises ConfigError with the names there are."""
+        """Return the node called `name`; raises ConfigError with the names that exist."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise ConfigError(f"there is no node {name!r}; there are {', '.join(node.name for node in self.nodes) or 'none'}")
 
     def of_role(self, *roles: Role) -> list[NodeSettings]:
-        """The nodes with one of `roles`, in the file's order: the order in which gateways try conductors."""
+        """Return the nodes with one of `roles`, in the file's order: the order in which gateways try conductors."""
         return [node for node in self.nodes if node.role in roles]
 
     @property
     def backend(self) -> Backend:
-        """What the model is to be prepared for: "compiled" if any node computes with that, else "auto" if one does."""
+        """The backend for which the model must be prepared: "compiled" if any node computes with it, otherwise "auto" if one
+        does."""
         wanted = {node.prepared_for for node in self.nodes}
         return "compiled" if "compiled" in wanted else "auto" if "auto" in wanted else "numpy"
 
     def endpoint(self, node: NodeSettings) -> str:
-        """Where `node` listens for messages."""
+        """Return the address on which `node` listens for messages."""
         return node.endpoint or f"ipc://{self.cluster.runtime_dir}/{node.name}.ipc"
 
     def listens(self, node: NodeSettings) -> list[str]:
-        """All places where `node` listens by ZeroMQ."""
+        """Return all ZeroMQ addresses on which `node` listens."""
         return [self.endpoint(node), self.data_endpoint(node), *([node.store_endpoint] if node.store_endpoint else [])]
 
     def data_endpoint(self, node: NodeSettings) -> str:
-        """Where `node` serves its blocks to other hosts."""
+        """Return the address at which `node` serves its blocks to other hosts."""
         return node.data_endpoint or f"ipc://{self.cluster.runtime_dir}/{node.name}.data.ipc"
 
 

@@ -10,7 +10,7 @@ from mooncake_zmq.gateway.http.api_keys import api_keys_of
 
 
 def summary(loaded: Loaded) -> Iterator[str]:
-    """What the deployment uses, line by line. Sizes of KV are exact once the model is prepared."""
+    """Yield the lines that describe a deployment and the memory it uses. Sizes of KV are exact once the model is prepared."""
     config, mib = loaded.config, 1 << 20
     totals = {"cpu": 0, "cuda": 0}
     yield f"cluster {config.cluster.name}: model {config.model.path}, blocks of {config.model.block_tokens} tokens"

@@ -1,4 +1,4 @@
-"""Warnings of settings that work, but not well."""
+"""Warnings about settings that work, but not well."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from mooncake_zmq.transfer.sockets import is_loopback
 
 
 def warnings(loaded: Loaded) -> Iterator[str]:
-    """What works, but not well."""
+    """Yield a warning for each setting that works, but not well."""
     config = loaded.config
     threads = sum(node.threads for node in config.nodes if node.computes)
     cores = len(os.sched_getaffinity(0))
@@ -43,14 +43,14 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for role in ROLES:
         if role not in spared and not config.of_role(role):
             yield f"there is no {role}"
-    yield from _apart_warnings(loaded)
+    yield from _part_warnings(loaded)
     for node in config.of_role("decode", "vllm"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
 
 
 def is_tls(section: GatewaySettings) -> bool:
-    """Does this gateway speak HTTPS here? Raises ConfigError."""
+    """Return whether this gateway serves HTTPS on this machine. Raises ConfigError."""
     try:
         return tls_files_of(section.tls_certificate, section.tls_key) is not None
     except KeysError as error:
@@ -58,14 +58,14 @@ def is_tls(section: GatewaySettings) -> bool:
 
 
 def gateway_warnings(section: GatewaySettings) -> Iterator[str]:
-    """Who may call this gateway, and who listens in, where that is not well."""
+    """Yield warnings about access to this gateway and eavesdropping."""
     yield from (judgement.found for judgement in exposure_of(section) if judgement.level != "ok")
     if "*" in section.cors_origins and api_keys_of(section.api_keys) is None:
         yield "cors_origins is * and there are no API keys: any page that a browser which reaches it opens may call it"
 
 
 def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:
-    """What it shows, and to whom."""
+    """Yield judgements of what a gateway exposes, and to which callers."""
     return judged(
         http_host=section.http_host,
         api_keys=section.api_keys,
@@ -76,7 +76,7 @@ def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:
 
 
 def _quota_warnings(loaded: Loaded) -> Iterator[str]:
-    """Quotas of a store's disk that are more than can be kept free of others."""
+    """Warn of disk quotas of a store that exceed what can be protected from other tenants."""
     for node in loaded.config.of_role("cache-node"):
         objects = loaded.section(node).objects
         quotas, promised = sum(each.ssd_bytes for each in objects.tenants), objects.ssd.promised_bytes(objects.slab_bytes)
@@ -88,7 +88,7 @@ def _quota_warnings(loaded: Loaded) -> Iterator[str]:
 
 
 def _plain_warnings(loaded: Loaded) -> Iterator[str]:
-    """What of the deployment others on its networks can read, or will not start so that they cannot."""
+    """Warn of data that other users of the networks can read, and of nodes that will not start for this reason."""
     config, security = loaded.config, loaded.config.security
     keyed = directory_of(security.keys) is not None
     for node in config.nodes:
@@ -107,8 +107,8 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
             yield f"{node.name}: values of its store go in clear to other hosts (security.keys, security.encrypt_bulk)"
 
 
-def _apart_warnings(loaded: Loaded) -> Iterator[str]:
-    """Warn of vLLMs that do a part of the work where none does the other."""
+def _part_warnings(loaded: Loaded) -> Iterator[str]:
+    """Warn of vLLMs that do a part of the work if none does the other part."""
     parts = {loaded.section(node).part for node in loaded.config.of_role("vllm")}
     for part, other in (("prefill", "decode"), ("decode", "prefill")):
         if part in parts and other not in parts:
@@ -119,7 +119,8 @@ def _apart_warnings(loaded: Loaded) -> Iterator[str]:
 
 
 def _profile_warnings(loaded: Loaded) -> Iterator[str]:
-    """Whether profiles measured what runs here. The weights themselves are compared when the conductor starts."""
+    """Warn of profiles that measured something else than what runs here. The weights themselves are compared when the
+    conductor starts."""
     model = loaded.config.model.path
     threads = sorted({node.threads for node in loaded.config.nodes if node.computes})
     backends = sorted({chosen(node.prepared_for) for node in loaded.config.nodes if node.computes})

@@ -1,1 +1,1 @@
-"""What every actor stands on: events and effects, messages, long works, conversations. PURE."""
+"""The basis of every actor: events and effects, messages, long works, conversations. PURE."""

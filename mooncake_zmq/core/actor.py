@@ -1,4 +1,4 @@
-"""What an actor can learn (events) and ask for (effects). PURE: no socket, clock, thread, GPU or `random`.
+"""Events that an actor handles and effects that it returns. PURE: no socket, clock, thread, GPU or `random`.
 
 `handle(now, event) -> list[Effect]` runs to completion; the runtime carries the effects out in their order. Long work is
 `Start`ed with an id and a deadline, and its outcome returns as `WorkDone` on every path, failure included.
@@ -19,7 +19,7 @@ TimerKey = tuple[str | int, ...]
 
 
 class PeerUp(Struct, frozen=True):
-    """A fresh conversation with `peer` began: nothing said before it counts any more."""
+    """A new conversation with `peer` began: messages before it no longer count."""
 
     peer: str
     incarnation: int
@@ -57,39 +57,40 @@ class WorkDone(Struct, frozen=True):
 
 
 class Started(Struct, frozen=True):
-    """The first event of an actor's life."""
+    """The first event of an actor."""
 
 
 class DrainWanted(Struct, frozen=True):
-    """The operator wants this process gone: accept nothing new, finish the rest."""
+    """Request of the operator to end this process: accept nothing new and finish what is running."""
 
 
 class RestWanted(Struct, frozen=True):
-    """The operator wants this process to accept nothing new, finish the rest and stay; or, not `resting`, to accept again."""
+    """Request of the operator to cordon this process: accept nothing new, finish what is running and stay; or, if not
+    `resting`, to accept again."""
 
     resting: bool
 
 
 class DrainTimedOut(Struct, frozen=True):
-    """The time that a drain may take is over: hand over what is left, now. The process ends as soon as that is heard."""
+    """The drain's timeout has passed: hand over what is left now. The process ends as soon as that is acknowledged."""
 
 
 class ShelfTold(Struct, frozen=True):
-    """Cache-node only: its store came to hold blocks of vLLMs, and to hold some no more."""
+    """Cache-node only: blocks of vLLMs that its store has stored and removed."""
 
     stored: tuple[Key, ...]
     removed: tuple[Key, ...]
 
 
 class FromClient(Struct, frozen=True):
-    """Gateway only: something from the client's connection at the HTTP edge; the types are in `gateway.requests.requests`."""
+    """Gateway only: input from the client's HTTP connection; the types are in `gateway.requests.requests`."""
 
     request_id: str
     input: Any
 
 
 class Asked(Struct, frozen=True):
-    """The operator of this machine wants something of this node; exactly one `Answered` with the same id goes back."""
+    """A request of this machine's operator to this node; exactly one `Answered` with the same id answers it."""
 
     ask_id: str
     ask: Ask
@@ -113,7 +114,7 @@ Event = (
 
 
 class Send(Struct, frozen=True):
-    """Send to a peer. To a peer that is down it is dropped and counted. `lossy`: may be dropped, never retransmitted."""
+    """Send to a peer; a message to a peer that is down is dropped and counted. `lossy`: may be lost, never retransmitted."""
 
     to: str
     message: Message
@@ -132,7 +133,7 @@ class CancelTimer(Struct, frozen=True):
 
 
 class Start(Struct, frozen=True):
-    """Begin long work. Ids are the actor's own, never reused in its life."""
+    """Begin long work. The actor chooses the ids and never reuses one."""
 
     work_id: int
     work: Work
@@ -140,8 +141,8 @@ class Start(Struct, frozen=True):
 
 
 class CancelWork(Struct, frozen=True):
-    """Ask a work to stop early. It still ends with a `WorkDone`: bytes in flight cannot be unsent. A `DecodeStep` ends at its
-    next border, and that is no failure."""
+    """Stop a work early. It still ends with a `WorkDone`: bytes in flight cannot be unsent. A `DecodeStep` ends before its
+    next step, and that is no failure."""
 
     work_id: int
 
@@ -153,8 +154,8 @@ class Fence(Struct, frozen=True):
 
 
 class OpenSequence(Struct, frozen=True):
-    """Allocate the KV of a running sequence. `past`: what `sampling` reads of the tokens before those that are fed singly.
-    `filled_tokens`: that come at once, of the capacity. `tenant`: whose it is."""
+    """Allocate the KV of a running sequence. `past`: the part of the tokens before those fed singly that `sampling` reads.
+    `filled_tokens`: the part of the capacity that is filled at once. `tenant`: its owner."""
 
     sequence: int
     capacity_tokens: int
@@ -171,27 +172,27 @@ class CloseSequence(Struct, frozen=True):
 
 
 class ToClient(Struct, frozen=True):
-    """Gateway only: something for the client's connection at the HTTP edge; the types are in `gateway.requests.requests`."""
+    """Gateway only: output for the client's HTTP connection; the types are in `gateway.requests.requests`."""
 
     request_id: str
     output: Any
 
 
 class Publish(Struct, frozen=True):
-    """Cache-node only: one batch of KV events for whoever subscribed, in the order they happened."""
+    """Cache-node only: one batch of KV events for the subscribers, in the order they happened."""
 
     events: tuple[KvEvent, ...]
 
 
 class Answered(Struct, frozen=True):
-    """What came of an `Asked`."""
+    """The answer to an `Asked`."""
 
     ask_id: str
     answer: Answer
 
 
 class Drained(Struct, frozen=True):
-    """Nothing is left to finish: the process may exit. `become`: the role in which it then begins its next life, if any."""
+    """Nothing is left to finish: the process may exit. `become`: the role of its next incarnation, if it changes its role."""
 
     become: str = ""
 
@@ -213,14 +214,14 @@ Effect = (
 
 
 class Transmit(Struct, frozen=True):
-    """Put one frame on the wire to `to`; losing it is allowed. No actor asks for it: it is what becomes of its `Send`s."""
+    """Put one frame on the wire to `to`; it may be lost. No actor returns it: the session makes it from `Send`s."""
 
     to: str
     frame: bytes
 
 
 Outer = Transmit | Effect
-"""What a runtime carries out: everything an actor asks for but `Send`, which the session has turned into `Transmit`."""
+"""Effects that a runtime carries out: all of an actor's but `Send`, which the session has turned into `Transmit`."""
 
 
 class Actor(Protocol):
@@ -230,13 +231,13 @@ class Actor(Protocol):
     """Monotonic counters, exported as `mooncake_<name>_total`; a label goes in brackets: `misses[reason=evicted]`."""
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """React to one event at time `now` (seconds of a monotonic clock)."""
+        """Handle one event at time `now` (seconds of a monotonic clock)."""
 
     def check(self, now: float) -> None:
-        """Assert the actor's own invariants; raises AssertionError."""
+        """Check the actor's own invariants. Raises AssertionError."""
 
     def gauges(self, now: float) -> dict[str, float]:
-        """Current levels for metrics; all zero when idle unless named `capacity_*` or `cached_*`."""
+        """Return the current levels for metrics; all are zero when idle unless named `capacity_*` or `cached_*`."""
 
     def dump(self, now: float) -> dict[str, Any]:
-        """JSON-able picture of the whole state, for debugging."""
+        """Return the whole state, JSON-able, for debugging."""

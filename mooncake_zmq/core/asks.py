@@ -1,4 +1,4 @@
-"""What an operator may ask of a running node, from the node's own machine. PURE: `operate` and `runtime.asking` carry them."""
+"""Requests that an operator may send to a running node on the same machine. PURE: `operate` and `runtime.asking` carry them."""
 
 from typing import Annotated, Any
 
@@ -11,18 +11,18 @@ MAX_ASK_BYTES = 64 << 10
 
 
 class AskError(Exception):
-    """What was asked makes no sense; in one line."""
+    """An invalid request; the message is one line."""
 
 
 class SetCopies(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Conductor: have `copies` hosts hold the prefix whose last block has this key (hexadecimal)."""
+    """Request to a conductor: have `copies` hosts hold the prefix whose last block has this key (hexadecimal)."""
 
     key: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
     copies: Annotated[int, Meta(ge=1, le=1024)]
 
 
 class SetRole(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Conductor: have `node` become a `role`."""
+    """Request to a conductor: change the role of `node` to `role`."""
 
     node: Annotated[str, Meta(min_length=1, max_length=64)]
     role: Role
@@ -33,12 +33,12 @@ _decoder: msgspec.json.Decoder[Ask] = msgspec.json.Decoder(Ask)
 
 
 def encode(ask: Ask) -> bytes:
-    """As JSON."""
+    """Return a request as JSON."""
     return msgspec.json.encode(ask)
 
 
 def decode(content: bytes) -> Ask:
-    """Raises AskError."""
+    """Return the request in `content`. Raises AskError."""
     if len(content) > MAX_ASK_BYTES:
         raise AskError(f"more than {MAX_ASK_BYTES} bytes")
     try:
@@ -48,4 +48,4 @@ def decode(content: bytes) -> Ask:
 
 
 Answer = dict[str, Any]
-"""JSON-able; with a key "error" where the node could not do it."""
+"""A JSON-able answer; with a key "error" if the node could not do it."""

@@ -1,5 +1,4 @@
-"""How long things take: the one cost model, for the conductor's estimates, the nodes' own reports, the modelled engine and the
-laboratory. PURE.
+"""The cost model of all estimates: the conductor's, the nodes' load reports, the modelled engine and the laboratory. PURE.
 
 Prefill is the paper's polynomial: t(n) = a n + b n^2 for n tokens, and t(n) - t(p) behind a prefix of p whose KV is there.
 Loading that prefix overlaps with computing, layer by layer, so the longer of the two counts. A decode step is a fixed part
@@ -23,31 +22,31 @@ LEAST_S = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds and bytes per second of one node. The defaults are the default model's on one CPU core; what nodes measure
-    rescales them, each kind of work apart from the others."""
+    """Seconds and bytes per second of one node. The defaults are the default model's on one CPU core. Measurements of the nodes
+    rescale them, each kind of work separately."""
 
     prefill_token_s: float = 2.2e-3
-    """Seconds per prompt token: a. The paper's 70B model on 8 A800: 1.147e-4."""
+    """Seconds per prompt token, the coefficient a. The paper's 70B model on 8 A800: 1.147e-4."""
     prefill_square_s: float = 4.1e-7
-    """Seconds per squared token: b, attention's share. The paper's: 7.181e-10."""
+    """Seconds per squared token, the coefficient b: attention's share. The paper's: 7.181e-10."""
     decode_step_s: float = 0.0232
     """Fixed part of a decode step."""
     decode_request_s: float = 0.0018
     """Part of a step for each request of the batch."""
     decode_context_s: float = 0.0
-    """Part of a step for each token of KV that its requests hold together; 0: not known."""
+    """Part of a step for each token of KV that its requests hold together; 0 if not known."""
     kv_bytes_per_token: int = 46_080
-    """KV bytes of one token, all layers. A running process takes its model's, whatever the file says."""
+    """KV bytes of one token, all layers. A running process uses its model's value, whatever the file says."""
     load_bytes_per_s: float = 4e9
-    """Host pool to engine: one core copying cold shared memory."""
+    """Rate from host pool to engine: one core that copies cold shared memory."""
     disk_bytes_per_s: float = 1e9
-    """SSD to host pool."""
+    """Rate from SSD to host pool."""
     transfer_bytes_per_s: float = 1e9
-    """Between hosts: a 10 Gbit link, or loopback TCP with cold buffers."""
+    """Rate between hosts: a 10 Gbit link, or loopback TCP with cold buffers."""
 
     profile: str = ""
     """A file that `mooncake-zmq profile` wrote, or one of `core.hardware`'s names: costs not set otherwise are taken from it.
-    Empty: the defaults. A relative path counts from where the process is started, as model.path does."""
+    Empty: the defaults. A relative path starts at the working directory of the process, as model.path does."""
     profiled_model: str = ""
     """Fingerprint of the model that the profile measured, taken from it. A conductor of another model does not start."""
 
@@ -68,36 +67,36 @@ class Costs:
 
     @property
     def are_nobodys(self) -> bool:
-        """Has nobody said what computing costs here? Then they are those of one model on one core."""
+        """Return whether the computing costs are the defaults, which hold for one model on one core."""
         defaults = Costs()
         return all(getattr(self, name) == getattr(defaults, name) for name in COMPUTING)
 
     def computing_as(self, other: "Costs") -> "Costs":
-        """These, but for what computing takes."""
+        """Return these costs with the computing costs of `other`."""
         return replace(self, **{name: getattr(other, name) for name in COMPUTING})
 
     def scaled(self, *, prefill: float, decode: float) -> "Costs":
-        """So many times these, in computing prompts and in decode steps."""
+        """Return these costs with the prompt costs and the decode costs multiplied by the factors."""
         factors = dict.fromkeys(COMPUTING[:2], prefill) | dict.fromkeys(COMPUTING[2:], decode)
         scaled = {name: factor * getattr(self, name) for name, factor in factors.items()}
         return replace(self, **{name: max(LEAST_S, value) if name in POSITIVE else value for name, value in scaled.items()})
 
     def compute_s(self, tokens: int, prefix: int) -> float:
-        """Time to compute tokens `prefix` to `tokens`, the KV of the first `prefix` being there: t(tokens) - t(prefix)."""
+        """Return the time to compute tokens `prefix` to `tokens` if the first `prefix` have KV: t(tokens) - t(prefix)."""
         return self.prefill_token_s * (tokens - prefix) + self.prefill_square_s * (tokens * tokens - prefix * prefix)
 
     def load_s(self, tokens: float) -> float:
-        """Time to bring `tokens` tokens' KV from the host's pool into the engine."""
+        """Return the time to load the KV of `tokens` tokens from the host's pool into the engine."""
         return tokens * self.kv_bytes_per_token / self.load_bytes_per_s
 
     def disk_s(self, tokens: float) -> float:
-        """Time to bring `tokens` tokens' KV from the host's SSD into its pool."""
+        """Return the time to load the KV of `tokens` tokens from the host's SSD into its pool."""
         return tokens * self.kv_bytes_per_token / self.disk_bytes_per_s
 
     def transfer_s(self, tokens: float) -> float:
-        """Time to bring `tokens` tokens' KV from another host into this one's pool."""
+        """Return the time to fetch the KV of `tokens` tokens from another host into this one's pool."""
         return tokens * self.kv_bytes_per_token / self.transfer_bytes_per_s
 
     def step_s(self, batch: float, context_tokens: float) -> float:
-        """Time of a decode step of `batch` requests that hold `context_tokens` tokens of KV together."""
+        """Return the time of a decode step of `batch` requests that hold `context_tokens` tokens of KV together."""
         return self.decode_step_s + self.decode_request_s * batch + self.decode_context_s * context_tokens

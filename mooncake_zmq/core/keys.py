@@ -1,7 +1,8 @@
-"""Whose public key is whose, and where each key lets its holder in. PURE: files and sockets are `transfer`'s.
+"""The cluster's public keys: their names, and the sockets to which each key gives access. PURE: `transfer` does files and
+sockets.
 
-A `public_keys` file is text, one key a line: NAME KINDS DATE KEY; empty lines and those that begin with # tell nothing. A name
-may have two keys, the newer one last: while a key is rotated both are good, so that nobody has to wait for anybody.
+A `public_keys` file is text, one key a line: NAME KINDS DATE KEY; empty lines and those that begin with # are ignored. A name
+may have two keys, the newer one last: while a key is rotated both are valid, so no process has to wait for another.
 """
 
 import hashlib
@@ -12,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar, get_args
 
 Plane = Literal["control", "data", "store", "events"]
-"""What a listening socket serves: messages between actors, reads of blocks, store clients, subscribers of KV events."""
+"""Use of a listening socket: messages between actors, reads of blocks, store clients, subscribers of KV events."""
 PLANES: tuple[Plane, ...] = get_args(Plane)
 ReadT = TypeVar("ReadT")
 Kind = Literal["node", "store", "events"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LETS_IN: Mapping[Plane, Kind] = {"control": "node", "data": "node", "store": "store", "events": "events"}
-"""The kind that a key must be of, by plane. Which message a node may then say, `roles.SAYS` tells."""
+"""Kind of key that a plane requires. The messages that a node may then send stand in `talk.SAYS`."""
 MAX_KEYS_OF_ONE = 2
 MAX_KEYS = 4096
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-"""Of a node, a host, a client."""
+"""Name of a node, a host or a client."""
 _KEY_PATTERN = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _DATE_PATTERN = re.compile(r"\d{4}-\d\d-\d\d")
 _HEADER = (
@@ -31,12 +32,12 @@ _HEADER = (
 
 
 class KeysError(ValueError):
-    """The operator's mistake about keys, in one line."""
+    """A mistake in the keys' files or settings; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """`key`: 40 characters of Z85. `made`: YYYY-MM-DD, for people alone."""
+    """One public key. `key`: 40 characters of Z85. `made`: YYYY-MM-DD, for information only."""
 
     name: str
     kinds: tuple[Kind, ...]
@@ -45,7 +46,7 @@ class PublicKey:
 
     @property
     def fingerprint(self) -> str:
-        """Short enough to be compared by eye."""
+        """A digest short enough to compare by eye."""
         return hashlib.sha256(self.key.encode()).hexdigest()[:16]
 
 
@@ -67,42 +68,42 @@ class KeyBook:
                 raise KeysError(f"{each.name} has more than {MAX_KEYS_OF_ONE} keys: drop the old ones")
 
     def of(self, name: str) -> tuple[str, ...]:
-        """The keys of `name`, the newest first."""
+        """Return the keys of `name`, the newest first."""
         return tuple(each.key for each in reversed(self.keys) if each.name == name)
 
     def admitted(self, plane: str, key: str) -> str | None:
-        """The name by which the holder of `key` may speak on a plane; None: he may not."""
+        """Return the name of the holder of `key` if the key gives access to the plane; else None."""
         known = self._by_key.get(key)
         return known.name if known is not None and LETS_IN.get(plane) in known.kinds else None  # type: ignore[call-overload]
 
     def with_key(self, added: PublicKey) -> "KeyBook":
-        """With one more. Raises KeysError."""
+        """Return the book with one more key. Raises KeysError."""
         return KeyBook((*self.keys, added))
 
     def with_newest_only(self, name: str) -> "KeyBook":
-        """Without the former keys of `name`."""
+        """Return the book without the older keys of `name`."""
         newest = self.of(name)[:1]
         return KeyBook(tuple(each for each in self.keys if each.name != name or each.key in newest))
 
     def still_in(self, text: str, own: str) -> "KeyBook":
-        """Those that a text which is no book, or not ours, has yet, and the key `own`: what is taken away
-        is taken away whatever else is wrong with it."""
+        """Return the book without the keys that a text lacks, but for the key `own`. The text may be no valid book: a key that
+        was removed from it is removed whatever else is wrong with it."""
         left = {(each.name, each.kinds, each.key) for each in each_readable(text, lambda line: _entries([line]))}
         return KeyBook(tuple(each for each in self.keys if each.key == own or (each.name, each.kinds, each.key) in left))
 
     def encoded(self) -> str:
-        """As in a file."""
+        """Return the file's text."""
         lines = (f"{each.name} {','.join(each.kinds)} {each.made} {each.key}\n" for each in self.keys)
         return _HEADER + "".join(lines)
 
 
 def parse(text: str) -> KeyBook:
-    """Raises KeysError with the line."""
+    """Return the book in a file's text. Raises KeysError with the line's number."""
     return KeyBook(tuple(_entries(text.splitlines())))
 
 
 def each_readable(text: str, read: Callable[[str], Iterable[ReadT]]) -> Iterator[ReadT]:
-    """What the lines of a text tell, each read by itself: one of which `read` raises ValueError tells nothing."""
+    """Return what `read` makes of each line by itself, without the lines for which it raises ValueError."""
     for line in text.splitlines():
         with suppress(ValueError):
             yield from tuple(read(line))

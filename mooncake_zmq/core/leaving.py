@@ -1,4 +1,4 @@
-"""Whether a node takes nothing new, whether it ends once it is idle, and what its process then becomes. PURE."""
+"""Draining state of a node: whether it accepts work, whether it ends once idle, and the role that it changes to. PURE."""
 
 from collections.abc import Mapping
 
@@ -8,31 +8,31 @@ from mooncake_zmq.core.shell import Tally
 
 
 class Leaving:
-    """`may_become`: the role that a conductor may ask for, if any, of a node that takes requests. An operator who wants the
-    node gone outranks that, and one who wants it to rest."""
+    """Draining state. `may_become`: the role that a conductor may request, if any. An operator's drain or cordon
+    takes precedence over a change of role."""
 
     def __init__(self, may_become: str, counts: Tally) -> None:
         self.draining = False
-        """It takes nothing new, whether it leaves or rests."""
+        """Whether the node accepts nothing new, because it leaves or is cordoned."""
         self.resting = False
         self.leaves = False
-        """Its process ends, or becomes something else, once it is idle."""
+        """Whether the process ends, or changes its role, once it is idle."""
         self._may_become = may_become
         self._become = ""
         self._counts = counts
 
     def drain(self) -> None:
-        """The operator wants the process gone."""
+        """Begin to drain for the end of the process, as the operator wants."""
         self.draining = self.leaves = True
         self._become = ""
 
     def rest(self, resting: bool) -> None:
-        """The operator wants the process to stay and take nothing new, or to take again."""
+        """Cordon the node, or accept again if not `resting`, as the operator wants."""
         self.resting = resting
         self.draining = self.leaves or resting
 
     def change(self, sender: str, message: ChangeRole, peers: Mapping[str, Hello]) -> bool:
-        """Whether the node begins to drain for another role."""
+        """Begin to drain for another role if that is allowed; return whether it does."""
         if self.draining and self._become == message.role:
             return False
         allowed = message.role == self._may_become and not self.draining
@@ -45,5 +45,5 @@ class Leaving:
         return True
 
     def drained(self, *, idle: bool) -> list[Effect]:
-        """What an actor says after every event."""
+        """Return `Drained` once a leaving node is idle; actors call this after every event."""
         return [Drained(self._become)] if self.leaves and idle else []

@@ -1,4 +1,4 @@
-"""How much KV a node has moved, by kind and peer, told by the works that it starts and by how they end. PURE."""
+"""Counts the KV bytes that a node has moved, by kind and peer, from the works that it starts and their results. PURE."""
 
 from collections.abc import Iterable
 
@@ -22,13 +22,13 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.kv.layout import BlockLayout
 
 OTHERS = "others"
-"""Of more peers than a table has room for."""
+"""Peer under which the bytes of all peers beyond the table's limit are counted."""
 MOVES: frozenset[type] = frozenset((ComputeChunk, ComputeStage, CopyBlocks, PullBlocks, WriteToDisk))
-"""Works that move KV which stood somewhere before."""
+"""Works that move KV that already existed."""
 
 
 class Moves:
-    """Counts in bytes, from a node's start; `pending` is bounded by the works in flight."""
+    """Byte counts since the node's start. `pending` is bounded by the works in flight."""
 
     def __init__(self, node: str, layout: BlockLayout) -> None:
         self._node = node
@@ -40,11 +40,11 @@ class Moves:
         return len(self._pending)
 
     def begin(self, work_id: int, work: Work) -> None:
-        """A work of `MOVES` is started."""
+        """Note that a work of `MOVES` has started."""
         self._pending[work_id] = work
 
     def end(self, work_id: int, result: Result) -> None:
-        """Any work has ended."""
+        """Count what a work of any kind has moved, now that it has ended."""
         work = self._pending.pop(work_id, None)
         match work, result:
             case ComputeChunk(), ChunkComputed():
@@ -63,7 +63,7 @@ class Moves:
                 self._add("demote", "", sum(result.written) * self._layout.block_bytes)
 
     def told(self) -> tuple[Moved, ...]:
-        """All that was moved."""
+        """Return all that was moved."""
         return tuple([Moved(kind=kind, peer=peer, bytes=moved) for (kind, peer), moved in self._bytes.items()])
 
     def _loaded(self, prefix: Iterable[BlockLoad], failed: Iterable[int]) -> None:
@@ -91,5 +91,5 @@ class Moves:
 
 
 KINDS = ("reuse", "load", "handoff", "put", "fetch", "promote", "demote")
-"""From the own slab; from another's memory into the engine; from a prefill to a decode; into a pool; from a pool of another
-host; from and to the own SSD."""
+"""Kinds of moves: from the own slab; from another's memory into the engine; from a prefill to a decode; into a pool; from a
+pool of another host; from and to the own SSD."""

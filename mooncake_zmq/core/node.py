@@ -1,7 +1,7 @@
 """One process's pure core: an actor behind its session. PURE; the ZeroMQ runtime and the simulation both drive this.
 
 The runtime feeds frames, ticks, timers and finished works in, and carries out the effects that come back, in their order.
-Whoever watches this process is answered here, as every event and effect passes: actors know nothing of it.
+Watchers of this process are answered here, where every event and effect passes: actors know nothing of them.
 """
 
 import json
@@ -32,13 +32,13 @@ from mooncake_zmq.core.watch import Looking, Watchers, report
 from mooncake_zmq.kv.layout import BlockLayout
 
 Facts = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
-"""Counts and gauges of a whole process, as its metrics tell them."""
+"""Counts and gauges of a whole process, as in its metrics."""
 Dump = Callable[[], dict[str, Any]]
 Observe = Callable[[float, Event, list[Effect]], None]
 WATCHING: frozenset[type] = frozenset((Watch, Report, AskState, StateTold, SetResting))
-"""Messages that no actor hears."""
+"""Messages that reach no actor."""
 UNSEEN: frozenset[type] = frozenset((CloseSequence, SetTimer, CancelTimer))
-"""Effects that no peer can tell from those not carried out yet."""
+"""Effects that no peer can observe."""
 
 
 class Node:
@@ -55,17 +55,17 @@ class Node:
         observe: Observe | None = None,
         on_state: Callable[[str, StateTold], None] | None = None,
     ) -> None:
-        """`layout`: by which KV that is moved is counted; None: it is not. `facts`, `state`: of the whole process, where there
-        is more to it than the actor. `observe` is given every event that the actor has handled, and its effects; `on_state`
-        the sender and the answer to each `ask_state`."""
+        """Make a node. `layout`: the KV layout for counting moved bytes; None: they are not counted. `facts`, `state`: those of
+        the whole process, where it is more than the actor. `observe` gets every event that the actor has handled, and its
+        effects; `on_state` gets the sender and the answer of each `ask_state`."""
         self.actor = actor
         self.session = session
         self.looking = Looking()
         self.draining = False
         self.resting = False
-        """It takes nothing new, as an operator wants, until he says otherwise or this life ends."""
+        """Whether the node is cordoned by an operator: it accepts nothing new until he undoes it or the process ends."""
         self.rest_wanted = False
-        """He does want it; it may not be so yet."""
+        """Whether an operator wants the node cordoned; it may not be so yet."""
         self._defers_cordon = False
         self.watchers = Watchers(session.counts)
         self.moves = None if layout is None else Moves(session.me, layout)
@@ -82,18 +82,18 @@ class Node:
         return self.handle(now, event)
 
     def receive(self, now: float, frame: bytes, key_of: str | None = None) -> list[Outer]:
-        """A frame arrived, on a connection by the key of the node `key_of`; None: on one that needs no key."""
+        """Handle a frame from a connection with the key of the node `key_of`; None: from one that needs no key."""
         return self._run(now, self.session.receive(now, frame, key_of))
 
     def tick(self, now: float) -> list[Outer]:
-        """`session.tick_s` have passed."""
+        """Run the session's timers; called every `session.tick_s`."""
         events = self.session.tick(now)
         events += self._ask(now)
         events += self._tell(now)
         return self._run(now, events)
 
     def handle(self, now: float, event: Event) -> list[Outer]:
-        """A timer fired, a work progressed or ended, a client spoke."""
+        """Handle a timer, a work's progress or end, or a client's input."""
         kind = type(event)
         if kind is WorkDone and self.moves is not None:
             assert isinstance(event, WorkDone)
@@ -108,26 +108,26 @@ class Node:
     # --- watching
 
     def look(self, now: float, for_s: float) -> list[Outer]:
-        """Somebody looks at the peers by this node, and perhaps for so long: see `looking.heard`."""
+        """Watch the peers for `for_s` seconds; their reports stand in `looking.heard`."""
         self.looking.look(now, for_s)
         return self._run(now, self._ask(now))
 
     def ask_state(self, now: float, peer: str, ask_id: int) -> list[Outer]:
-        """Have a peer tell all its state: `on_state` hears it, if it comes."""
+        """Request a peer's whole state: `on_state` gets it, if it comes."""
         return self._run(now, self.session.send(now, peer, AskState(ask_id=ask_id)))
 
     def rest(self, now: float, peer: str, resting: bool) -> list[Outer]:
-        """Have a peer, or this node itself, take nothing new, or take again: its reports tell once it does."""
+        """Cordon a peer or this node itself, or undo it: its reports show when it is done."""
         order = SetResting(resting=resting)
         own = peer == self.session.me
         return self._run(now, [Received(peer, order)] if own else self.session.send(now, peer, order))
 
     def defer_cordon(self) -> None:
-        """From here on the process has something to do before the actor takes nothing new, and itself hands in `RestWanted`."""
+        """Leave it to the process to hand in `RestWanted`: it has something to do before the actor accepts nothing new."""
         self._defers_cordon = True
 
     def report(self, now: float) -> Report:
-        """How this process is."""
+        """Return this process's report."""
         counts, gauges = self._facts() if self._facts is not None else (self.actor.counts, self.actor.gauges(now))
         return report(
             uptime_s=now - self._began_at,
@@ -144,7 +144,7 @@ class Node:
         return [event for peer, watch in asks for event in self.session.send(now, peer, watch)]
 
     def _tell(self, now: float) -> list[SessionEvent]:
-        """A report may be lost: the next one says it all again."""
+        """Send the reports that are due. One may be lost: the next one repeats everything."""
         due = self.watchers.due(now)
         told = self.report(now) if due else None
         return [event for peer in due if told for event in self.session.send(now, peer, told, lossy=True)]
@@ -172,7 +172,7 @@ class Node:
         return [RestWanted(resting)]
 
     def state(self, now: float) -> bytes:
-        """All of it, as JSON."""
+        """Return the process's whole state as JSON."""
         return json.dumps(self._state() if self._state is not None else self.dump(now), default=printable).encode()
 
     def _state_for(self, now: float, ask_id: int) -> StateTold:
@@ -182,7 +182,7 @@ class Node:
         return StateTold(ask_id=ask_id, state=state)
 
     def dump(self, now: float) -> dict[str, Any]:
-        """JSON-able state of session and actor."""
+        """Return the state of session and actor, JSON-able."""
         return {"session": self.session.dump(), "counts": dict(self.actor.counts), "actor": self.actor.dump(now)}
 
     def _run(self, now: float, events: Sequence[Event]) -> list[Outer]:
@@ -210,8 +210,8 @@ class Node:
         return outer
 
     def _transmit(self, outer: list[Outer]) -> None:
-        """What peers wait for leaves before memory is given back, which takes the kernel its time; behind whatever they might
-        look for once they have it."""
+        """Move the frames before the effects that no peer can observe, as freeing memory takes the kernel time, and behind all
+        effects that peers might look for once they have the frames."""
         position = len(outer)
         while position and type(outer[position - 1]) in UNSEEN:
             position -= 1
@@ -220,7 +220,7 @@ class Node:
 
 
 def printable(value: object) -> object:
-    """For JSON, what a dump may hold beside its own kinds."""
+    """Return a JSON value for a type that JSON lacks, of those in a dump."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, set | frozenset | tuple):

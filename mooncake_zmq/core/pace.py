@@ -1,8 +1,8 @@
-"""How fast one node does work of one kind, beside what the cost model says: what it measures, and how that is forgotten. PURE.
+"""Speed of one node at one kind of work, as a measured multiple of the cost model that fades with time. PURE.
 
 Each piece of work counts by its size, so that many small ones with their overhead do not hide the large ones. A measurement
-also fades with the time in which nothing is measured, towards the cost model: an idle node that measured slow once is not given
-work, so it would never measure again. The same holds the first one down: it is measured beside work that went as predicted.
+also fades towards the cost model while nothing is measured: an idle node that once measured slow would get no work and never
+measure again. For the same reason the first measurement is averaged with work that went as predicted.
 """
 
 import math
@@ -10,16 +10,16 @@ import math
 from mooncake_zmq.core.messages import Measured
 
 MAX_SECONDS = 1e7
-"""The most a message may say."""
+"""Upper limit of the value in a message."""
 COMPUTE_MEMORY_S = 8.0
-"""Of computing prompts: a few long chunks of one core, a hundred of a GPU."""
+"""Memory for computing prompts: a few long chunks of one core, a hundred of a GPU."""
 STEP_MEMORY_S = 4.0
-"""Of decoding: a hundred or two steps."""
+"""Memory for decoding: one or two hundred steps."""
 
 
 class Pace:
-    """Recent work of one kind. `memory_s`: predicted seconds of work after which what came before counts half; an eighth of
-    that stands at the beginning, as predicted. `half_life_s`: without work, a difference from 1 is halved in this time."""
+    """Recent work of one kind. `memory_s`: predicted seconds of work after which earlier work counts half; it starts with an
+    eighth of that, as predicted. `half_life_s`: without work, a difference from 1 is halved in this time."""
 
     def __init__(self, *, memory_s: float, half_life_s: float) -> None:
         self._memory_s = memory_s
@@ -28,10 +28,10 @@ class Pace:
         self._measured_at: float | None = None
 
     def add(self, now: float, seconds: float, predicted_s: float) -> None:
-        """Work that took `seconds`, for which the cost model says `predicted_s`, has just ended."""
+        """Add work that has just ended after `seconds`; the cost model predicted `predicted_s`."""
         if predicted_s <= 0:
             return
-        kept_s = self._faded_s(now - seconds)  # what was at work all the time has not faded
+        kept_s = self._faded_s(now - seconds)  # nothing fades while the node is working
         keep = math.pow(0.5, predicted_s / self._memory_s)
         self._seconds = keep * kept_s + seconds
         self._predicted_s = keep * self._predicted_s + predicted_s
@@ -39,15 +39,15 @@ class Pace:
 
     @property
     def known(self) -> bool:
-        """Was anything measured yet?"""
+        """Return whether anything was measured yet."""
         return self._measured_at is not None
 
     def ratio(self, now: float) -> float:
-        """What such work takes, as a multiple of what the cost model says; 1 if nothing was measured yet."""
+        """Return the time of such work as a multiple of the cost model's; 1 if nothing was measured yet."""
         return self._faded_s(now) / self._predicted_s
 
     def measured(self, now: float) -> Measured:
-        """For a load report."""
+        """Return the measurement for a load report."""
         if self._measured_at is None:
             return Measured()
         return Measured(seconds=min(self._faded_s(now), MAX_SECONDS), predicted_s=min(self._predicted_s, MAX_SECONDS))

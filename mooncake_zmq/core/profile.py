@@ -1,8 +1,8 @@
-"""What was measured of an engine, and the costs that the estimates take from it, by least squares. PURE.
+"""Measurements of an engine, and the costs that are fitted to them by least squares. PURE.
 
 Prefill of n tokens behind a prefix of p: a n' + b ((p + n)^2 - p^2), n' the tokens computed: the paper's polynomial. A decode
 step: fixed + request * batch + context * tokens, tokens those of all its sequences together. Relative errors are
-minimized: a short prompt's milliseconds count as much as a long one's seconds. Costs below 0 make no sense and are taken as 0.
+minimized: a short prompt's milliseconds count as much as a long one's seconds. Costs are never below 0.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ Rows = Meta(min_length=2, max_length=4096)
 
 
 class ProfileError(Exception):
-    """A profile cannot be read, or no costs come out of it; in one line."""
+    """A profile that cannot be read or fitted; the message is one line."""
 
 
 class PrefillTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tokens` prefilled behind `prefix` tokens whose KV was there."""
+    """Duration of the prefill of `tokens` tokens behind a cached prefix of `prefix` tokens."""
 
     tokens: Count
     prefix: Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -34,7 +34,7 @@ class PrefillTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A decode step of `batch` sequences of `context` tokens each."""
+    """Duration of a decode step of `batch` sequences of `context` tokens each."""
 
     batch: Count
     context: Count
@@ -46,19 +46,19 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     format: int = FORMAT
     model: str
-    """As given to --model."""
+    """The value of --model."""
     fingerprint: str
-    """Of the model's shape and weights: costs of one model say nothing about another."""
+    """Fingerprint of the model's shape and weights: costs of one model do not hold for another."""
     threads: Count
     backend: str
-    """As given to --backend."""
+    """The value of --backend."""
     machine: str
     prefill: Annotated[tuple[PrefillTime, ...], Rows]
     decode: Annotated[tuple[StepTime, ...], Rows]
 
 
 class _Written(msgspec.Struct):
-    """What every version's profile has."""
+    """The field that profiles of every version have."""
 
     format: int
 
@@ -74,17 +74,17 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def costs(self) -> Costs:
-        """With the defaults of all others."""
+        """These costs, with the defaults of all others."""
         return Costs(**structs.asdict(self))
 
 
 def encode(profile: Profile) -> bytes:
-    """As JSON, a line for each measurement or so: to be read by people too."""
+    """Return a profile as indented JSON, to be read by people too."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n"
 
 
 def decode(content: bytes) -> Profile:
-    """Raises ProfileError."""
+    """Return the profile in a file's content. Raises ProfileError."""
     try:
         written = msgspec.json.decode(content, type=_Written).format
         if written != FORMAT:
@@ -95,7 +95,7 @@ def decode(content: bytes) -> Profile:
 
 
 def fit(profile: Profile) -> Fitted:
-    """Raises ProfileError when the measurements cannot tell the costs apart, or contradict them."""
+    """Return the costs that fit a profile best. Raises ProfileError if the measurements do not determine them."""
     prefill = [(t.tokens, (t.prefix + t.tokens) ** 2 - t.prefix**2) for t in profile.prefill]
     token_s, square_s = _least_squares(prefill, [t.seconds for t in profile.prefill])
     decode = [(1, t.batch, t.batch * t.context) for t in profile.decode]
@@ -114,13 +114,13 @@ def fit(profile: Profile) -> Fitted:
 
 
 def _least_squares(terms: Sequence[Sequence[int]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients >= 0 that minimize the sum of squared relative errors. Raises ProfileError when they are not determined.
+    """Return the coefficients >= 0 with the least sum of squared relative errors. Raises ProfileError if not determined.
 
     The most negative coefficient is dropped until none is: with two or three of them that finds the constrained optimum in
     all but contrived cases.
     """
     relative: NDArray[np.float64] = np.array(terms, np.float64) / np.array(seconds)[:, None]
-    scale = np.abs(relative).max(axis=0)  # squared tokens beside ones: unscaled, rounding would eat the smaller
+    scale = np.abs(relative).max(axis=0)  # unscaled, squared tokens would lose the smaller terms to rounding
     relative /= scale
     if np.linalg.matrix_rank(relative) < len(scale):
         raise ProfileError("too few measurements to fit: give two or more lengths, batches and contexts")

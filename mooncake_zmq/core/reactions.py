@@ -1,4 +1,4 @@
-"""How an actor finds what a message leads to. PURE."""
+"""Dispatch of an actor's messages to its handlers. PURE."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from mooncake_zmq.core.shell import Tally
 
 
 class Reactions:
-    """What each message leads to, by its type. Patterns over the frequent ones would take longer than all that is done with
-    some of them. `may_say`: whether this sender may say that; what may not be said, or leads to nothing, is counted."""
+    """Handlers of messages by type: a `match` would take longer than some of the frequent handlers. `may_say`: whether this
+    sender may send that. A message that is not allowed, or has no handler, is dropped and counted."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Reactions:
         self._counts, self._reactions, self._may_say = counts, reactions, may_say
 
     def to(self, now: float, sender: str, message: Message) -> list[Effect]:
-        """The effects of a message."""
+        """Return the effects of a message."""
         react = self._reactions.get(type(message))
         if react is None or (self._may_say is not None and not self._may_say(sender, message)):
             self._counts.add(f"unexpected_messages[type={type(message).__name__}]")

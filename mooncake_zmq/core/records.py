@@ -1,4 +1,4 @@
-"""Flat MessagePack records in frames whose length somebody else bounds: `encode`, and what reads them. PURE."""
+"""Encoder and decoders of flat MessagePack records; the caller bounds the frame's length. PURE."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,11 +11,11 @@ _NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionEr
 
 
 class NotAMessage(Exception):
-    """Bytes that are no message of ours: the peer's fault."""
+    """Bytes from a peer that are not a valid message."""
 
 
 def decoder(kind: type[KindT]) -> Callable[[bytes | memoryview], KindT]:
-    """What reads messages of a kind; it raises NotAMessage, and nothing else, on any other bytes."""
+    """Return a decoder of messages of one kind; it raises NotAMessage, and nothing else, on any other bytes."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def read(raw: bytes | memoryview) -> KindT:

@@ -1,25 +1,25 @@
-"""When a node tells its load to the conductors. PURE."""
+"""Timing of a node's load reports to the conductors. PURE."""
 
 from mooncake_zmq.core.actor import Effect, PeerUp, Send, SetTimer
 from mooncake_zmq.core.messages import Message, QueuedJob
 
 REPORT = ("report",)
 SOONER = 4
-"""A change is told after this part of the interval at the earliest."""
+"""A change is reported after 1/SOONER of the interval at the earliest."""
 
 
 MAX_LEFT_S = 1e7
 MAX_RANK_S = 1e9
-"""The most a message may say."""
+"""Upper limit of the rank in a message."""
 
 
 def queued_job(now: float, *, booking: int, rank: float, left_s: float) -> QueuedJob:
-    """What is told of a job that ranks so and has so much to do."""
+    """Return the report of one job."""
     return QueuedJob(booking=booking, rank_s=min(MAX_RANK_S, max(-MAX_RANK_S, rank - now)), left_s=min(MAX_LEFT_S, left_s))
 
 
 class Reports:
-    """Every `interval_s`, and sooner if something ended: what a conductor predicted is then off, and it cannot know. One timer,
+    """Load reports every `interval_s`, and sooner if something ended, as a conductor's prediction is then off. One timer is
     brought forward once, so that there are never more than `SOONER` reports in an interval."""
 
     def __init__(self, interval_s: float) -> None:
@@ -27,16 +27,16 @@ class Reports:
         self._sent_at = -interval_s
         self._hurried = False
         self.conductors: list[str] = []
-        """Those that are up, the one met last at the end."""
+        """Conductors that are up, the latest one last."""
 
     def peer_up(self, up: PeerUp) -> None:
-        """Somebody appeared."""
+        """Note a peer that came up."""
         self.peer_down(up.peer)
         if up.hello.role == "conductor":
             self.conductors.append(up.peer)
 
     def peer_down(self, peer: str) -> None:
-        """Somebody is gone."""
+        """Note a peer that went down."""
         if peer in self.conductors:
             self.conductors.remove(peer)
 
@@ -45,14 +45,14 @@ class Reports:
         return SetTimer(REPORT, self._interval_s)
 
     def hurry(self, now: float) -> list[Effect]:
-        """Something ended."""
+        """Bring the next report forward, as something ended."""
         if self._hurried:
             return []
         self._hurried = True
         return [SetTimer(REPORT, max(0.0, self._sent_at + self._interval_s / SOONER - now))]
 
     def send(self, now: float, *messages: Message) -> list[Effect]:
-        """Tell every conductor, and arm the timer again. A report may be lost: the next one says it all again."""
+        """Send to every conductor, and arm the timer again. A report may be lost: the next one repeats everything."""
         self._sent_at, self._hurried = now, False
         told = [Send(name, message, lossy=True) for message in messages for name in self.conductors]
         return [*told, SetTimer(REPORT, self._interval_s)]

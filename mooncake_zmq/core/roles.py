@@ -6,9 +6,9 @@ from typing import Literal, get_args
 Role = Literal["conductor", "prefill", "decode", "cache-node", "vllm", "gateway"]
 ROLES: tuple[Role, ...] = get_args(Role)
 ENGINE_ROLES: tuple[Role, ...] = ("prefill", "decode")
-"""Those that hold the model's weights."""
+"""Roles whose processes hold the model's weights."""
 BECOMES: Mapping[str, Role] = {"prefill": "decode", "decode": "prefill"}
-"""What a node of a role may become where its settings allow it."""
+"""Role that a node of a role may change to where its settings allow it."""
 SUMMARIES: dict[Role, str] = {
     "conductor": "Choose prefill and decode for each request; hold the block index.",
     "prefill": "Compute the KV of prompts and the first token.",

@@ -2,44 +2,45 @@
 
 Messages between actors are repeated here and nowhere else. ZeroMQ loses what was queued when a connection breaks; a session
 numbers its messages, resends them until acknowledged and drops duplicates. When a peer restarts, falls silent or stops
-acknowledging, the whole *conversation* ends: the actor learns `PeerDown`, then `PeerUp` when a fresh one begins, and may rely
-on nothing said before.
+acknowledging, the whole *conversation* ends: the actor gets `PeerDown`, then `PeerUp` when a new one begins, and may rely on
+no message sent before.
 
-Each direction of a conversation is an *epoch* of its sender. Rules, for an envelope from peer P to us:
-- P's epoch older than known or than our floor: what P itself has given up; dropped, counted.
-- P's incarnation not the known one: another life. It is dropped and counted, as an old one's frame that was long under way or
-  a stranger's who only says that he is P, until the known life has been silent: for `SECOND_LIFE_BEATS` heartbeats if it is
-  newer (P was restarted), for the peer timeout if it is older (its clock went back and it lost its lock file, or the known
-  one was never P's). So nobody cuts P off by a number, and P cuts itself off for the peer timeout at most.
-- P's incarnation other, and heard, or its epoch newer than known: P began anew; our side of the old conversation ends.
-- `floor` above our epoch: P gave up on our epoch; we begin a new one at `floor`.
-- Epochs that leap by more than `MAX_LEAP`: nobody's who counts them; dropped, counted.
-- `to_incarnation` neither 0 nor ours: meant for our former life; dropped, counted.
-- P began anew while we were up, yet demands no new epoch of ours (its greeting to our former life reached us late): we
-  give up too, or it would take what we said before as said after.
-The first message of an epoch is `Hello`, sent once; a peer is up once its Hello arrived in its current epoch, and says what
-the configuration says of it. From then on it may say what `roles.SAYS` lets its role say to ours, and nothing else.
+Each direction of a conversation is an *epoch* of its sender. Rules, for an envelope from peer P to this process:
+- P's epoch is older than known or than our floor: P itself has given it up. The envelope is dropped and counted.
+- P's incarnation is not the known one: the envelope may be an old incarnation's, long under way, or of a stranger that claims
+  to be P. It is dropped and counted until the known incarnation has been silent: for `SECOND_LIFE_BEATS` heartbeats if the
+  other one is newer (P was restarted), for the peer timeout if it is older (its clock went back and it lost its lock file,
+  or the known one was never P's). So no stranger cuts P off by a number, and P cuts itself off for the peer timeout at most.
+- P's incarnation is another one, and accepted, or its epoch is newer than known: P began anew, and our side of the old
+  conversation ends.
+- `floor` is above our epoch: P gave up on our epoch, and we begin a new one at `floor`.
+- An epoch leaps by more than `MAX_LEAP`: no peer that counts its epochs sends that. Dropped and counted.
+- `to_incarnation` is neither 0 nor ours: it was meant for our former incarnation. Dropped and counted.
+- P began anew while we were up, yet demands no new epoch of ours (its greeting to our former incarnation reached us late): we
+  give up too, or P would take our earlier messages as later ones.
+The first message of an epoch is `Hello`, sent once. A peer is up once its Hello arrived in its current epoch and agrees with
+the configuration. From then on it may send what `talk.SAYS` allows its role to send to ours, and nothing else.
 
-An old life O is not heard after a newer one N, unless its frame was under way for longer than the peer timeout: O had ended
-when N began, so at the frame's arrival N, to be found silent, must have been so for that long, and the frame is older than
-what was heard of N. (Where the clock went back in between, O's number is the larger one, and the bound is two heartbeats.) One
-that was under way for longer (a host cut off while its kernel still held O's last bytes, and N dead
-too meanwhile) begins a conversation with nobody, whole from its Hello on or not at all, which ends by the peer timeout.
+A frame of an old incarnation O is not accepted after one of a newer incarnation N, unless it was under way for longer than the
+peer timeout: O had ended when N began, so N must have been silent for that long when the frame arrives, and the frame is older
+than the last one of N. (If the clock went back in between, O's number is the larger one, and the bound is two heartbeats.) A
+frame that was under way for longer (a host cut off while its kernel still held O's last bytes, and N dead too meanwhile)
+begins a conversation without a partner, whole from its Hello on or not at all, which ends by the peer timeout.
 
-Where connections need keys, a frame counts only if its sender is the one whose key it came with: who has a node's key speaks
-as that node, and nobody else does.
+Where connections need keys, a frame counts only if its sender is the node whose key its connection has: the holder of a node's
+key can send as that node, and no other process can.
 
-What one peer can make us keep is bounded in bytes too: `GAP_BYTES` behind a gap.
+The memory that one peer can make this process hold is bounded in bytes too: `GAP_BYTES` behind a gap.
 
-**Lateness.** A process that gets no CPU is silent and deaf, and not dead. A silence and a lack of acknowledgements therefore
-count only while we could have received and the peer could have sent:
-- The time by which our own ticks came late does not count, for another life to be heard neither: what our peers sent lay
-  unread in our sockets.
-- Every envelope says how late its sender's loop was recently. `LATE_BEATS` times as much of its silence does not count.
-- A peer of which the kernel of this machine shows that it waits for a CPU is not given up.
-Of one silence all this together excuses at most `MOST_EXCUSED` peer timeouts. A dead peer is down after one peer timeout if
-nobody was late, and after `1 + MOST_EXCUSED` at the first tick in any case. To judge later is safe: leases end by the clocks of
-holder and granter, whether or not their conversation stands, and another life is heard later, never earlier, so the bounds
+**Lateness.** A process that gets no CPU neither sends nor receives, yet is not dead. A silence or a lack of acknowledgements
+therefore counts only while we could have received and the peer could have sent:
+- The time by which our own ticks came late does not count, nor for accepting another incarnation: the peers' frames lay unread
+  in our sockets.
+- Every envelope holds the recent lateness of its sender's loop. `LATE_BEATS` times as much of the silence does not count.
+- A peer that waits for a CPU, as the kernel of this machine shows, is not given up.
+Together these excuse at most `MOST_EXCUSED` peer timeouts of one silence. A dead peer is down after one peer timeout if no loop
+was late, and at the first tick after `1 + MOST_EXCUSED` in any case. To decide later is safe: leases end by the clocks of
+holder and granter, with or without a conversation, and another incarnation is accepted later, never earlier, so the bounds
 above hold with more room.
 """
 
@@ -73,14 +74,14 @@ class SessionSettings:
     """Liveness and retransmission. Times in seconds."""
 
     heartbeat_s: float = 0.5
-    """Every peer hears from us at least this often."""
+    """Longest interval between two frames to a peer."""
     peer_timeout_s: float = 3.0
-    """A peer silent, or acknowledging nothing, for this long is down, and up to four times as long where either side's loop was
-    late. Three heartbeats at least, and longer than a busy core may keep one waiting."""
+    """A peer that is silent, or acknowledges nothing, for this long is down; up to four times as long if either side's loop was
+    late. At least three heartbeats, and longer than a process may wait for a busy core."""
     retransmit_s: float = 0.4
     """An unacknowledged message is resent after this; well above a heartbeat's acknowledgement on a busy machine."""
     window_messages: int = 8192
-    """Unacknowledged messages per peer; one more ends the conversation, as a peer this far behind is not serving."""
+    """Unacknowledged messages per peer; one more ends the conversation, as such a peer is too far behind to serve."""
 
     def __post_init__(self) -> None:
         if not 0 < self.heartbeat_s * 3 <= self.peer_timeout_s:
@@ -92,27 +93,27 @@ class SessionSettings:
 
 
 REORDER_LIMIT = 256
-"""Messages from a gap on that are kept, and that a retransmission repeats; those further ahead come again later."""
+"""Messages from a gap on that are kept, and that a retransmission repeats; later ones are sent again later."""
 GAP_BYTES = MAX_MESSAGE_BYTES
-"""The same in bytes: at least one message."""
+"""`REORDER_LIMIT` in bytes: at least one message."""
 SECOND_LIFE_BEATS = 2
-"""Heartbeats that a peer's known life must have missed before a newer one is heard."""
+"""Heartbeats that a peer's known incarnation must have missed before a newer one is accepted."""
 MAX_LEAP = 1 << 20
-"""Epochs that a peer may begin, or ask of us, at once: more would use up their numbers, and then nobody could begin anew."""
+"""Epochs that a peer may begin, or demand of us, at once: more would use up the numbers, so that no epoch could follow."""
 MOST_EXCUSED = 3
 """Peer timeouts by which lateness may lengthen the one after which a silent peer is down."""
 LATE_BEATS = 2
-"""A peer that was late by so much may be late by so many times as much, or one of its frames be lost."""
+"""Multiple of a peer's lateness that is excused: it may be late again by more, or one of its frames be lost."""
 LATE_HALF_LIFE_S = 10.0
-"""What is said of a loop's lateness is halved in this time."""
+"""Time in which the reported lateness of a loop is halved."""
 FRAME_BYTES = 256 << 10
-"""Messages are put into one frame up to this size; a longer one has a frame of its own."""
+"""Messages share a frame up to this size; a longer one has a frame of its own."""
 ACK_EVERY = 32
 """Received messages after which an acknowledgement is sent without waiting for the tick."""
 
 
 Starved = Callable[[str, int], bool]
-"""Whether this life of this peer, which is silent, is known to wait for a CPU."""
+"""Returns whether this incarnation of this silent peer is known to wait for a CPU."""
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class _Unacked:
 
 @dataclass(slots=True)
 class _Moment:
-    """When something happened, and how late our own loop had been until then, all in all."""
+    """The time of something, and the sum of our own loop's lateness until then."""
 
     at: float
     late_s: float
@@ -132,7 +133,7 @@ class _Moment:
 
 @dataclass(slots=True)
 class _Peer:
-    """Our view of one peer. `epoch` is ours towards it, `remote_epoch` its own towards us."""
+    """State of one peer. `epoch` is ours towards it, `remote_epoch` its own towards us."""
 
     name: str
     member: Member
@@ -143,24 +144,25 @@ class _Peer:
     floor: int = 1
     hello: Hello | None = None
     says: Kinds = frozenset()
-    """What its role may say to ours."""
+    """Types of the messages that its role may send to ours."""
     next_sequence: int = 1
     unacked: deque[_Unacked] = field(default_factory=deque)
     unsent: list[bytes] = field(default_factory=list)
-    """The last of `unacked`, not transmitted yet."""
+    """The last messages of `unacked`, not transmitted yet."""
     unsent_bytes: int = 0
     expected: int = 1
     early: dict[int, bytes] = field(default_factory=dict)
-    """What arrived behind a gap, by sequence."""
+    """Messages that arrived behind a gap, by sequence."""
     early_bytes: int = 0
     unreported: int = 0
     sent_at: float = float("-inf")
     acked: "_Moment" = field(default_factory=lambda: _Moment(0.0, 0.0))
-    """When the peer came up, last acknowledged, or was sent a first message: one that we hear may not hear us."""
+    """The last time that the peer came up, acknowledged, or was sent a first unacknowledged message: we may receive from a peer
+    that receives nothing from us."""
     late_s: float = 0.0
-    """How late its loop was recently, as it says."""
+    """Recent lateness of its loop, as it reports."""
     spared: bool = False
-    """This silence of it would have ended the conversation, had nobody been late."""
+    """Whether its present silence would have ended the conversation, had no loop been late."""
 
     @property
     def up(self) -> bool:
@@ -170,7 +172,7 @@ class _Peer:
 class Session:
     """All conversations of one process. `outgoing` collects (peer, frame) pairs for the runtime to transmit.
 
-    What one event says to one peer travels in one frame: call `flush` after the event, before looking at `outgoing`.
+    All messages of one event to one peer share a frame: call `flush` after the event, before reading `outgoing`.
     """
 
     def __init__(
@@ -189,48 +191,48 @@ class Session:
         self.outgoing: list[tuple[str, bytes]] = []
         self.counts = Tally()
         self.refusals: dict[str, str] = {}
-        """Why a peer's Hello was refused, by peer: for the log and the state dump."""
+        """Reason why a peer's Hello was refused, by peer, for the log and the state dump."""
         self._hello = hello
         self._settings = settings
         self._waiting: list[_Peer] = []
-        """Peers with something unsent, perhaps."""
+        """Peers that may have unsent messages."""
         self._starved = starved
         self._tick_s = min(settings.heartbeat_s, settings.retransmit_s) / 2
         self._ticked_at = now
         self._late_s = 0.0
-        """By how much all ticks together came late."""
+        """Sum of the lateness of all ticks."""
         self.recent_late_s = 0.0
-        """How late the loop was recently: what peers are told."""
+        """Recent lateness of the loop, as reported to peers."""
         self._peers = {name: _Peer(name, peers[name], self._moment(now)) for name in sorted(peers) if name != me}
 
     @property
     def tick_s(self) -> float:
-        """How often the runtime calls `tick`."""
+        """Interval in which the runtime calls `tick`."""
         return self._tick_s
 
     @property
     def up_peers(self) -> Mapping[str, Hello]:
-        """The peers we are in conversation with."""
+        """Peers with a conversation, with their Hellos."""
         return {name: peer.hello for name, peer in self._peers.items() if peer.hello is not None}
 
     @property
     def lives(self) -> Mapping[str, int]:
-        """The incarnations of these."""
+        """Incarnations of the peers with a conversation."""
         return {name: peer.incarnation for name, peer in self._peers.items() if peer.hello is not None}
 
     @property
     def unacknowledged(self) -> int:
-        """Messages to peers that are up and not acknowledged yet: what a draining process waits for."""
+        """Number of unacknowledged messages to peers that are up; a draining process waits until it is 0."""
         return sum(len(peer.unacked) for peer in self._peers.values() if peer.up)
 
     @property
     def lateness_s(self) -> float:
-        """How late this loop or that of a peer in conversation was recently: what to wait for may come later by so much."""
+        """Recent lateness of this loop or of a peer's, the larger one: an awaited message may come later by so much."""
         worst_s = max((peer.late_s for peer in self._peers.values() if peer.up), default=0.0)
         return min(max(self.recent_late_s, worst_s), MOST_EXCUSED * self._settings.peer_timeout_s)
 
     def silent_s(self, now: float, name: str) -> float:
-        """For how long a peer has not been heard."""
+        """Return the time since the last frame from a peer."""
         return now - self._peers[name].heard.at
 
     def start(self, now: float) -> None:
@@ -240,7 +242,7 @@ class Session:
             self._begin_epoch(now, peer, peer.epoch)
 
     def send(self, now: float, to: str, message: Message, *, lossy: bool = False) -> list[SessionEvent]:
-        """Queue a message. A peer that does not acknowledge a whole window is given up, which is why events may come back."""
+        """Queue a message. Returns events, as a peer that leaves a whole window unacknowledged is given up."""
         peer = self._peers.get(to)
         if peer is None or not peer.up:
             self.counts.add("dropped[reason=peer_down]")
@@ -255,7 +257,7 @@ class Session:
         return []
 
     def receive(self, now: float, frame: bytes, key_of: str | None = None) -> list[SessionEvent]:
-        """Take one frame off the wire, where the one who sent it has shown the key of `key_of`; None: he needed none."""
+        """Handle one frame. `key_of`: the node whose key its connection has shown; None: the connection needs no key."""
         try:
             envelope = decode_envelope(frame)
         except ProtocolError:
@@ -285,7 +287,7 @@ class Session:
         return events
 
     def tick(self, now: float) -> list[SessionEvent]:
-        """Heartbeats, retransmissions and timeouts; call every `tick_s`."""
+        """Send heartbeats and retransmissions, and apply timeouts; call every `tick_s`."""
         late_s = self._note_lateness(now)
         events: list[SessionEvent] = []
         for peer in self._peers.values():
@@ -302,7 +304,7 @@ class Session:
         return events
 
     def _note_lateness(self, now: float) -> float:
-        """By how much this tick comes late."""
+        """Return the lateness of this tick, and count it."""
         since_s = now - self._ticked_at
         late_s = max(0.0, since_s - self.tick_s)
         self._ticked_at = now
@@ -312,15 +314,15 @@ class Session:
         return late_s
 
     def _resend_after_s(self, peer: _Peer) -> float:
-        """A late peer acknowledges late, and what is sent to it again makes it later."""
+        """Return the time until a message is resent: longer for a late peer, which retransmissions would make later still."""
         return self._settings.retransmit_s + min(peer.late_s, self._settings.peer_timeout_s / 3)
 
     def _moment(self, now: float) -> _Moment:
-        """Now, and how late this loop was until now, that of the tick which is overdue included."""
+        """Return the present moment; its lateness includes that of an overdue tick."""
         return _Moment(now, self._late_s + max(0.0, now - self._ticked_at - self._tick_s))
 
     def _lasts(self, now: float, peer: _Peer, since: _Moment) -> bool:
-        """Has what began then, a silence of this peer, lasted for the peer timeout, beside what lateness excuses?"""
+        """Return whether a silence of this peer since `since` has lasted for the peer timeout and what lateness excuses."""
         timeout_s = self._settings.peer_timeout_s
         if now - since.at <= timeout_s:
             return False
@@ -333,18 +335,18 @@ class Session:
         return False
 
     def _counted_s(self, now: float, since: _Moment, excused_s: float = 0.0) -> float:
-        """How long ago that was, without the time by which this loop was late, and without `excused_s`, within the limit."""
+        """Return the time since `since` less this loop's lateness and `excused_s`, which are limited together."""
         excused_s += self._moment(now).late_s - since.late_s
         return now - since.at - min(excused_s, MOST_EXCUSED * self._settings.peer_timeout_s)
 
     def flush(self, now: float) -> None:
-        """Put what was said since the last call into `outgoing`."""
+        """Put the messages since the last call into `outgoing`."""
         for peer in self._waiting:
             self._flush(now, peer)
         self._waiting.clear()
 
     def dump(self) -> dict[str, object]:
-        """JSON-able picture for debugging."""
+        """Return the state, JSON-able, for debugging."""
         return {
             "me": self.me,
             "incarnation": self.incarnation,
@@ -379,13 +381,13 @@ class Session:
         return "leap" if envelope.epoch - known > MAX_LEAP or envelope.floor - peer.epoch > 2 * MAX_LEAP else None
 
     def _silence_s(self, peer: _Peer, envelope: Envelope) -> float:
-        """How long the known life must have been silent for another one to be heard."""
+        """Return how long the known incarnation must have been silent for another one to be accepted."""
         settings = self._settings
         newer = envelope.incarnation > peer.incarnation
         return SECOND_LIFE_BEATS * settings.heartbeat_s if newer else settings.peer_timeout_s
 
     def _follow(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
-        """Follow the peer into its current life and epoch, and into a new epoch of ours if it gave up on the old one."""
+        """Follow the peer into its current incarnation and epoch, and into a new epoch of ours if it gave up on the old one."""
         events: list[SessionEvent] = []
         reborn = envelope.incarnation != peer.incarnation
         began_anew = reborn or envelope.epoch > peer.remote_epoch
@@ -542,5 +544,5 @@ class Session:
 
 
 def _is_by(sender: str, key_of: str | None) -> bool:
-    """May who has the key of `key_of` speak as `sender`?"""
+    """Return whether the holder of the key of `key_of` may send as `sender`."""
     return key_of is None or key_of == sender

@@ -1,4 +1,4 @@
-"""What every actor counts, numbers and moves: the shell that none of them writes again. PURE."""
+"""Counters, ids and state tables that all actors share. PURE."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -9,26 +9,26 @@ class Tally(dict[str, int]):
     """Monotonic counters by name; a label goes in brackets: `misses[reason=evicted]`."""
 
     def add(self, name: str, amount: int = 1) -> None:
-        """Count; a name that was never counted does not stand there."""
+        """Add to a counter; a name that was never counted has no entry."""
         if amount:
-            self[name] = self[name] + amount if name in self else amount  # `get` of a dict's subclass is slow as machine code
+            self[name] = self[name] + amount if name in self else amount  # `get` of a subclass of dict is slow as machine code
 
 
 class Ids:
-    """Numbers that are never used again in one life, from 2 on."""
+    """Numbers from 2 on, each given once in an incarnation."""
 
     def __init__(self) -> None:
         self._last = 1
 
     def new(self) -> int:
-        """The next one."""
+        """Return the next number."""
         self._last += 1
         return self._last
 
 
 class Named(Enum):
     """States and events of a `Lifecycle`. A member is equal to itself alone, so it may hash by identity: `Enum` hashes the name
-    in Python, which took most of a move."""
+    in Python, which took most of a transition's time."""
 
     __hash__ = object.__hash__
 
@@ -38,9 +38,9 @@ E = TypeVar("E", bound=Enum)
 
 
 class Lifecycle(Generic[S, E]):
-    """The life of things of one kind as a table: state and event give the next state, and a missing entry is our bug.
+    """A life cycle as a table: state and event give the next state, and a missing entry is a bug.
 
-    The table is all there is to know of what may follow what; `taken` counts the moves, for coverage.
+    The table holds all allowed transitions; `taken` counts those made, for coverage.
     """
 
     def __init__(self, what: str, table: Mapping[tuple[S, E], S], taken: Tally) -> None:
@@ -50,7 +50,7 @@ class Lifecycle(Generic[S, E]):
         self._taken = taken
 
     def after(self, state: S, event: E) -> S:
-        """The next state. Raises KeyError if nothing like that may happen."""
+        """Return the next state. Raises KeyError if the table has no such transition."""
         following, name = self._moves[state, event]
         taken = self._taken
         taken[name] = taken.get(name, 0) + 1
@@ -58,5 +58,5 @@ class Lifecycle(Generic[S, E]):
 
 
 def move_name(what: str, before: Enum, after: Enum) -> str:
-    """How a move is counted."""
+    """Return the name under which a transition is counted."""
     return f"{what} {before.value} -> {after.value}"

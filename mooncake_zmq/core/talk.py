@@ -1,6 +1,6 @@
-"""Who says what to whom: one table for the live mesh and the simulated one. PURE.
+"""The messages that each role may send to each other role, for the live mesh and the simulated one. PURE.
 
-Whoever has something to say to another keeps a conversation with it, so the table of messages is the table of links too.
+Two processes keep a conversation if either may send the other a message, so the table of messages is the table of links too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ from mooncake_zmq.core.roles import ROLES, Role
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What the configuration says of a node: the role it has, the one it may become, and its host."""
+    """A node in the configuration: its role, the role that it may change to, and its host."""
 
     roles: tuple[str, ...]
     host: str
@@ -92,8 +92,8 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("prefill", "prefill"): frozenset((StartStage, StageReady, StageChunk, StageDone, StageFailed, EndStage)),
     ("prefill", "cache-node"): _TO_POOL,
     ("cache-node", "prefill"): _FROM_POOL,
-    # Across hosts they say nothing, but a handoff may name blocks in the pool of the prefill's host, and one can read only
-    # where a peer's Hello told one to.
+    # Across hosts they send nothing, but a handoff may name blocks in the pool of the prefill's host, and a decode can read
+    # only at a place that a peer's Hello named.
     ("decode", "cache-node"): _TO_POOL,
     ("cache-node", "decode"): _FROM_POOL,
     ("cache-node", "cache-node"): frozenset((LeaseBlocks, ReleaseLease, BlocksLeased, ReportCorrupt)),
@@ -103,7 +103,7 @@ _SHOWS: Kinds = frozenset((Report, StateTold))
 
 
 def _with_watching(says: Mapping[tuple[str, str], Kinds]) -> dict[tuple[str, str], Kinds]:
-    """Gateways may look at everybody, one another too, and have anybody rest; nobody else may."""
+    """Add watching and cordoning: gateways alone may do both, to every node, other gateways included."""
     whole = dict(says)
     for role in ROLES:
         for pair, kinds in ((("gateway", role), _LOOKS), ((role, "gateway"), _SHOWS)):
@@ -112,10 +112,10 @@ def _with_watching(says: Mapping[tuple[str, str], Kinds]) -> dict[tuple[str, str
 
 
 SAYS: Mapping[tuple[str, str], Kinds] = _with_watching(_SAYS)
-"""By the roles of speaker and listener, all messages that it may say to it; other pairs have nothing to say."""
+"""Types of all messages that a role may send to another, by (sender, receiver); other pairs exchange nothing."""
 
 _TO_WATCH = (("gateway", "gateway"), ("gateway", "cache-node"), ("cache-node", "gateway"))
-"""Those that have nothing else to say."""
+"""Pairs of roles that exchange nothing but watching."""
 _ON_ONE_HOST = (("prefill", "cache-node"), ("cache-node", "prefill"))
 _IN_PIPELINES = (("prefill", "prefill"),)
 _APART = (("vllm", "vllm"),)
@@ -131,9 +131,9 @@ def talks(
     watched: bool = False,
     apart: bool = False,
 ) -> bool:
-    """Do two processes of these roles and hosts keep a conversation? Each pair that does costs both a heartbeat, so prefills do
-    among themselves only in a deployment with `pipelines`, vLLMs only where some prefill and some decode `apart`, and those
-    that gateways only look at where that is `watched`."""
+    """Return whether two processes of these roles and hosts keep a conversation. Each costs both sides a heartbeat, so two
+    prefills keep one only in a deployment with `pipelines`, two vLLMs only where some prefill and some decode (`apart`), and
+    `_TO_WATCH` only where nodes are `watched`."""
     pair = (role, other_role)
     if pair in _TO_WATCH:
         return watched
@@ -156,6 +156,6 @@ def may_talk(
     watched: bool = False,
     apart: bool = False,
 ) -> bool:
-    """The same of processes that may have any of these roles in turn: a link stands through a change of either's role."""
+    """Return whether two processes need a link if either may change among its roles: a link outlasts a change of role."""
     pairs = [(role, other) for role in roles for other in other_roles]
     return any(talks(one, host, other, other_host, pipelines=pipelines, watched=watched, apart=apart) for one, other in pairs)

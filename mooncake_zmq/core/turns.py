@@ -1,12 +1,11 @@
-"""Fair turns by time: the one that has used the least of a worker's time goes next. PURE.
+"""Fair turns by time: the key that has used the least of a worker's time goes next. PURE.
 
-One that comes, or comes back, counts as having used its share of the time so far: turns cannot be saved up, and a stream of
-new ones cannot keep another one waiting for ever. (Fair queueing with a virtual time, as start-time fair queueing has it.)
+A key that comes, or comes back, counts as having used its share of the time so far: turns cannot be saved up, and a stream of
+new keys cannot keep another one waiting for ever. (Fair queueing with a virtual time, as start-time fair queueing has it.)
 """
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
@@ -16,18 +15,17 @@ WorkT = TypeVar("WorkT")
 
 
 class Shares(Generic[KeyT]):
-    """The time that each of several has used of one worker. Each call takes the logarithm of their number at most, by and
-    large."""
+    """The time that each key has used of one worker. Each call takes amortized logarithmic time in the number of keys."""
 
     def __init__(self) -> None:
         self._share_s = 0.0
-        """The time that one has used that was here from the beginning."""
+        """The time that a key has used that was here from the beginning."""
         self._used_s: dict[KeyT, float] = {}
         self._waiting: dict[KeyT, None] = {}
         self._heap: list[tuple[float, int, KeyT]] = []
-        """Those that wait, by the time that each had used when it was put here; by now it may be more."""
+        """Keys that wait, by the time that each had used when it was put here; by now it may be more."""
         self._debtors: list[tuple[float, int, KeyT]] = []
-        """Those that rest and may have used more than their share: likewise, and each once."""
+        """Keys that do not wait and may have used more than their share, each once, likewise by time."""
         self._listed: set[KeyT] = set()
         """Keys in `_debtors`."""
         self._numbers = count()
@@ -43,12 +41,12 @@ class Shares(Generic[KeyT]):
             heappush(self._heap, (self._used_s[key], next(self._numbers), key))
 
     def rest(self, key: KeyT) -> None:
-        """Wait no more. The time used counts until it is no more than the share."""
+        """Stop waiting. The time used counts until it is no more than the share."""
         if self._waiting.pop(key, self) is None:
             if key not in self._listed:
                 self._listed.add(key)
                 heappush(self._debtors, (self._used_s[key], next(self._numbers), key))
-            if len(self._heap) > 2 * len(self._waiting) + 8:  # of those that are gone something is left there
+            if len(self._heap) > 2 * len(self._waiting) + 8:  # the heap holds many stale entries
                 self._heap = sorted((self._used_s[each], next(self._numbers), each) for each in self._waiting)
 
     def forget(self, key: KeyT) -> None:
@@ -57,11 +55,11 @@ class Shares(Generic[KeyT]):
         self._used_s.pop(key, None)
 
     def used_s(self, key: KeyT) -> float:
-        """Return the time that it has used, for comparing it with others'."""
+        """Return the time that a key has used, for comparison with others."""
         return self._used_s.get(key, self._share_s)
 
     def first(self) -> KeyT | None:
-        """Return the one that has used the least of those that wait; None: none waits."""
+        """Return the waiting key that has used the least time; None if none waits."""
         while self._heap:
             used_s, number, key = self._heap[0]
             if key in self._waiting and self._used_s[key] == used_s:
@@ -72,7 +70,7 @@ class Shares(Generic[KeyT]):
         return None
 
     def charge(self, key: KeyT, seconds: float) -> None:
-        """Count the seconds that the worker spent on it."""
+        """Count the seconds that the worker spent on a key."""
         others = len(self._waiting) - (key in self._waiting)
         self._share_s += seconds / (1 + others)
         if key in self._used_s:
@@ -80,7 +78,7 @@ class Shares(Generic[KeyT]):
         self._forgive()
 
     def _forgive(self) -> None:
-        """Forget those that rest and have used no more than their share."""
+        """Forget the keys that do not wait and have used no more than their share."""
         while self._debtors and self._debtors[0][0] <= self._share_s:
             _, number, key = heappop(self._debtors)
             if key not in self._waiting and self._used_s.get(key, 0.0) > self._share_s:
@@ -88,13 +86,15 @@ class Shares(Generic[KeyT]):
                 continue
             self._listed.remove(key)
             if key not in self._waiting:
-                self._used_s.pop(key, None)  # as if it had never been here
+                self._used_s.pop(key, None)  # as for a key that never used any time
 
 
-@dataclass(slots=True)
 class _Tenant(Generic[WorkT]):
-    shares: Shares[int] = field(default_factory=Shares)
-    flows: dict[int, deque[WorkT]] = field(default_factory=dict)
+    __slots__ = ("flows", "shares")
+
+    def __init__(self) -> None:
+        self.shares: Shares[int] = Shares()
+        self.flows: dict[int, deque[WorkT]] = {}
 
 
 class Turns(Generic[WorkT]):
@@ -104,7 +104,7 @@ class Turns(Generic[WorkT]):
     def __init__(self) -> None:
         self._shares: Shares[str] = Shares()
         self._tenants: dict[str, _Tenant[WorkT]] = {}
-        """Those that have flows."""
+        """Tenants that have flows."""
 
     def put(self, tenant: str, flow: int, work: WorkT) -> None:
         """Add a work behind the others of the same flow."""

@@ -1,4 +1,4 @@
-"""Who looks at a node, and what a gateway that looks has heard of others: bookkeeping alone; `core.node` says it. PURE."""
+"""Bookkeeping of watching: a node's watchers, and a gateway's reports from its peers. `core.node` sends the messages. PURE."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from mooncake_zmq.core.messages import MAX_LEVEL, MAX_LEVELS, MAX_REFUSALS, Move
 from mooncake_zmq.core.shell import Tally
 
 EVERY_S = 1.0
-"""Between two reports to one watcher."""
+"""Interval of reports to one watcher."""
 MAX_WATCHERS = 16
-"""Gateways that one node reports to; a further one is not heard until one of them looks no more."""
+"""Gateways that one node reports to; a further one is ignored until one of them stops watching."""
 WATCH_S = 10.0
-"""For how long a gateway asks at a time, and twice as often: a node whose watcher is gone soon tells nobody."""
+"""Duration of one `Watch`, repeated after half of it: a node soon stops reporting to a watcher that is gone."""
 STALE_S = 5.0
-"""A report that is older says nothing of how the node is now."""
+"""Age from which a report no longer shows the node's present state."""
 MAX_LABEL = 160
 EPSILON_S = 1e-6
 
 
 class Watchers:
-    """Who asked a node to report, and until when: bounded in number and in time."""
+    """The watchers of a node and when each one's watch ends: bounded in number and in time."""
 
     def __init__(self, counts: Tally) -> None:
         self._counts = counts
@@ -30,7 +30,7 @@ class Watchers:
         return len(self._until)
 
     def ask(self, now: float, watcher: str, for_s: float) -> None:
-        """One wants to be told from now on for a while; it is due at once unless it was told within a second."""
+        """Add a watcher, or extend its watch. Its report is due at once unless it got one within a second."""
         self._expire(now)
         if watcher not in self._until and len(self._until) >= MAX_WATCHERS:
             self._counts.add("watches_refused")
@@ -38,7 +38,7 @@ class Watchers:
             self._until[watcher] = now + for_s
 
     def due(self, now: float) -> list[str]:
-        """Those to be told now, who count as told."""
+        """Return the watchers whose report is due now, and count it as sent."""
         self._expire(now)
         due = [watcher for watcher in self._until if now - self._told_at.get(watcher, -EVERY_S) >= EVERY_S - EPSILON_S]
         self._told_at.update(dict.fromkeys(due, now))
@@ -52,7 +52,7 @@ class Watchers:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The last report of a node, in the life `incarnation`."""
+    """The last report of the incarnation `incarnation` of a node."""
 
     at: float
     incarnation: int
@@ -60,20 +60,20 @@ class Heard:
 
 
 class Looking:
-    """What a gateway hears of its peers while somebody looks. `heard` holds one report a peer, as long as that is there."""
+    """Reports that a gateway gets from its peers while it watches. `heard` holds the last one of each peer that is up."""
 
     def __init__(self) -> None:
         self.until = float("-inf")
         self.heard: dict[str, Heard] = {}
         self._asked: dict[str, tuple[int, float]] = {}
-        """By peer: its life, and when it was asked."""
+        """Incarnation and time of the last `Watch`, by peer."""
 
     def look(self, now: float, for_s: float) -> None:
-        """Somebody looks, and perhaps for so long."""
+        """Watch the peers for `for_s` seconds from now on."""
         self.until = max(self.until, now + for_s)
 
     def to_ask(self, now: float, lives: Mapping[str, int]) -> list[tuple[str, Watch]]:
-        """Whom to ask now, of the peers that are up, by their lives, while somebody looks."""
+        """Return a `Watch` for each peer that needs one now. `lives`: the incarnations of the peers that are up."""
         for gone in [peer for peer in self._asked if peer not in lives]:
             del self._asked[gone]
             self.heard.pop(gone, None)
@@ -87,12 +87,12 @@ class Looking:
         return asks
 
     def hear(self, now: float, peer: str, report: Report) -> None:
-        """A peer reports; nothing is kept that nobody asked for."""
+        """Keep a peer's report if it was requested."""
         if peer in self._asked:
             self.heard[peer] = Heard(now, self._asked[peer][0], report)
 
     def awaits(self, lives: Mapping[str, int]) -> bool:
-        """Has somebody who is up never reported in this life?"""
+        """Return whether a peer that is up has not reported in its present incarnation."""
         return any(peer not in self.heard or self.heard[peer].incarnation != life for peer, life in lives.items())
 
 
@@ -106,7 +106,7 @@ def report(
     moved: Iterable[Moved],
     refused: Mapping[str, str],
 ) -> Report:
-    """What fits into one: gauges first, then counters by name; the rest is counted."""
+    """Return a report of what fits: gauges first, then counters by name; the others are only counted in `left_off`."""
     levels, totals = _levels(gauges)[:MAX_LEVELS], _levels(counts)
     totals = totals[: MAX_LEVELS - len(levels)]
     told = sorted(refused.items())[:MAX_REFUSALS]
@@ -123,9 +123,9 @@ def report(
 
 
 def _levels(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Those that a message may say, by name."""
+    """Return the levels that a message may hold, by name."""
     return [
-        (name, float(value))  # a truth value would be sent as one, and its message dropped unread
+        (name, float(value))  # a bool would be sent as one, and the receiver would drop the message
         for name, value in sorted(values.items())
         if len(name) <= MAX_LABEL and -MAX_LEVEL <= value <= MAX_LEVEL
     ]

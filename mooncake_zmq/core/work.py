@@ -1,8 +1,8 @@
-"""Every long work an actor can ask for, and how it may end. PURE data: an executor (live or simulated) carries it out.
+"""All long works that an actor can start, and their results. PURE data: an executor (live or simulated) carries them out.
 
-Those of our own engine move or make KV bytes. A failed read never raises in the actor: it is reported per block and is a
-miss. Only a `corrupt` one says something about the copy that was read: its bytes are there and are not what its reader was
-told. The others did not come in time, from where they were said to be, or no longer existed.
+Works of our own engine move or compute KV bytes. A failed read never raises in the actor: it is reported per block and is a
+miss. Only a `corrupt` one means that the copy is bad: its bytes exist and are not what they should be. The others did not
+arrive in time, were not where they should be, or no longer existed.
 """
 
 import math
@@ -24,7 +24,7 @@ class SlotGrant(Struct, frozen=True, gc=False):
 
 
 class BlockLoad(Struct, frozen=True, gc=False):
-    """Copy layers `[first_layer, stop_layer)` of `source` into block `block` of a sequence; its first `tokens` tokens count.
+    """Copy of layers `[first_layer, stop_layer)` of `source` into block `block` of a sequence; its first `tokens` tokens count.
 
     A source with checksum 0 is still being written: verify the parts against the segment's part checksums alone, and
     accept its granted (odd) generation or the next (committed) one. Otherwise the generation must be equal and the part
@@ -39,7 +39,7 @@ class BlockLoad(Struct, frozen=True, gc=False):
 
 
 class ComputeChunk(Struct, frozen=True):
-    """Prefill: run `tokens` (int32 bytes) at position `start` of `sequence`, whose blocks are `block_tokens` long.
+    """Work of a prefill: run `tokens` (int32 bytes) at position `start` of `sequence`, whose blocks are `block_tokens` long.
 
     `prefix` are blocks to load just in time, layer by layer, before layer l first reads them. Each layer's new KV is copied to
     `outputs`, the slots of the blocks from `start` on, the last perhaps partial (`start` is a multiple of the block size).
@@ -53,67 +53,69 @@ class ComputeChunk(Struct, frozen=True):
     outputs: tuple[SlotGrant, ...]
     sampling: Sampling | None
     prefix_s: float = math.inf
-    """What of the prefix is not loaded so long after the start has failed: the lease on it may be over."""
+    """Time after the start when prefix blocks that are not loaded count as failed, as the lease on them may be over."""
     seeds: tuple[int, ...] = ()
-    """Sample as often more, by each of these in place of the seed of `sampling`."""
+    """Seeds of further samples, each used in place of the seed of `sampling`."""
     prompt_logprobs: int | None = None
-    """Tell the probability of each token but the first, and of the one in `following`, and so many of the likeliest ones'."""
+    """Number of likeliest tokens whose logprobs are returned beside those of each token but the first, and of `following`."""
     following: bytes = b""
-    """The token after these (int32 bytes); empty where the prompt ends."""
+    """The token after the chunk (int32 bytes); empty if the prompt ends."""
 
     @property
     def samplings(self) -> tuple[Sampling, ...]:
-        """Of each choice whose next token is sampled; none while more chunks follow."""
+        """Sampling parameters of each choice; empty while more chunks follow."""
         if self.sampling is None:
             return ()
         return (self.sampling, *(structs.replace(self.sampling, seed=seed) for seed in self.seeds))
 
 
 TOLD_EVERY_S = 0.02
-"""A chunk's layers are told of at most this often, and those of a shorter one with its result: each time takes the
+"""Least interval of a chunk's progress reports; a shorter chunk reports its layers with its result. Each report takes the
 interpreter's lock from the computation for a moment."""
 
 
 class LayersComputed(Struct, frozen=True, gc=False):
-    """Progress of `ComputeChunk`: layers below `stop_layer` of every output slot are written, their part checksums set. Once it
-    has ended all are, whether that was told before or not."""
+    """Progress of `ComputeChunk`: layers below `stop_layer` of every output slot are written, with their part checksums.
+    Once the chunk has ended all are, whether that was reported or not."""
 
     stop_layer: int
 
 
 class ChunkComputed(Struct, frozen=True):
-    """`checksums`: one per output block. `failed`: prefix blocks that were not loaded; then nothing else is valid."""
+    """Result of `ComputeChunk`. `checksums`: one per output block. `failed`: prefix blocks that were not loaded; then nothing
+    else is valid."""
 
     checksums: tuple[int, ...]
     token: int | None
-    """None while more chunks follow, and where it is not known in time what may come next: `SampleTokens` samples it then."""
+    """The sampled token. None while more chunks follow, and if its constraint's mask is not ready in time: then `SampleTokens`
+    samples it."""
     elapsed_s: float
     failed: tuple[int, ...] = ()
     corrupt: tuple[int, ...] = ()
-    """Those of `failed` whose bytes did not verify."""
+    """Blocks of `failed` whose bytes did not verify."""
     loaded_s: float = 0.0
-    """How long after the start the last of the prefix was loaded, if the engine knows."""
+    """Time from the start until the last block of the prefix was loaded, if the engine knows."""
     waited_s: float = 0.0
-    """Part of `elapsed_s` in which computing stood still for it."""
+    """Part of `elapsed_s` in which computing waited for the prefix."""
     logprob: TokenLogprob | None = None
     others: tuple[Sampled, ...] = ()
-    """By the other seeds."""
+    """Tokens sampled with the other seeds."""
     scored: tuple[TokenLogprob, ...] = ()
-    """Of the prompt, from the chunk's second token on."""
+    """Logprobs of the prompt's tokens, from the chunk's second token on."""
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
-    """The layers that stage `stage` of `stages` computes: all in order, numbers as equal as can be."""
+    """Return the layers that stage `stage` of `stages` computes: in order, in numbers as equal as possible."""
     return range(layers * stage // stages, layers * (stage + 1) // stages)
 
 
 class ComputeStage(Struct, frozen=True):
-    """Prefill in a pipeline: run layers `[first_layer, stop_layer)` of a chunk of `count` tokens, whose KV alone is read,
-    stored and copied to the chunk's `outputs`.
+    """Work of a prefill in a pipeline: run layers `[first_layer, stop_layer)` of a chunk of `count` tokens. Only the KV of
+    these layers is read, stored and copied to the chunk's `outputs`.
 
-    `chunk.tokens` enter the first stage and are empty in the others: there the hidden states enter that stand in the slots
-    `entering`, one row after the other, as opaque bytes under the part checksums of their slots. What leaves is written to
-    `leaving` alike; the last stage has none, and samples.
+    `chunk.tokens` enter the first stage and are empty in the others: these take the hidden states from the slots `entering`,
+    one row after the other, as opaque bytes under the part checksums of their slots. The stage's own hidden states are written
+    to `leaving` alike; the last stage writes none, and samples.
     """
 
     chunk: ComputeChunk
@@ -125,18 +127,18 @@ class ComputeStage(Struct, frozen=True):
 
     @property
     def sequence(self) -> int:
-        """Whose KV this is."""
+        """The sequence that the KV belongs to."""
         return self.chunk.sequence
 
     @property
     def layers(self) -> range:
-        """Those computed here."""
+        """The layers computed here."""
         return range(self.first_layer, self.stop_layer)
 
 
 class StageComputed(Struct, frozen=True):
-    """`parts`: the part checksums of the stage's layers, one output block after the other. The rest as of
-    `ChunkComputed`, what was waited for the hidden states being part of `waited_s`."""
+    """Result of `ComputeStage`. `parts`: the part checksums of the stage's layers, one output block after the other. The other
+    fields are as in `ChunkComputed`; `waited_s` includes the wait for the hidden states."""
 
     parts: tuple[int, ...]
     token: int | None
@@ -150,23 +152,25 @@ class StageComputed(Struct, frozen=True):
 
 
 class PullBlocks(Struct, frozen=True):
-    """Decode: copy blocks, or single layers of them, into a sequence's KV, from shared memory or over the network."""
+    """Work of a decode: copy blocks, or single layers of them, into a sequence's KV, from shared memory or over the network."""
 
     sequence: int
     loads: tuple[BlockLoad, ...]
 
 
 class BlocksPulled(Struct, frozen=True):
-    """`parts`: (block, layer, part checksum) of all that arrived and verified. `failed`: blocks that did not."""
+    """Result of `PullBlocks`. `parts`: (block, layer, part checksum) of all that arrived and verified. `failed`: the other
+    blocks."""
 
     parts: tuple[tuple[int, int, int], ...]
     failed: tuple[int, ...]
     corrupt: tuple[int, ...] = ()
-    """Those of `failed` whose bytes did not verify."""
+    """Blocks of `failed` whose bytes did not verify."""
 
 
 class ForkSequence(Struct, frozen=True):
-    """Decode: copy the KV of the first `tokens` tokens of a sequence into others, which may be fed meanwhile behind them."""
+    """Work of a decode: copy the KV of a sequence's first `tokens` tokens into others, which may be fed later tokens
+    meanwhile."""
 
     source: int
     targets: tuple[int, ...]
@@ -174,27 +178,27 @@ class ForkSequence(Struct, frozen=True):
 
 
 class SequenceForked(Struct, frozen=True):
-    """All of them hold it, but for those `without_memory`."""
+    """Result of `ForkSequence`: all of them hold the KV, except those `without_memory`."""
 
     without_memory: tuple[int, ...] = ()
 
 
 class SampleTokens(Struct, frozen=True):
-    """Sample from what the last work on the sequence `logits_of` computed and did not sample, as soon as it is known what may
-    come next. The sequence may be closed meanwhile: its KV is not needed."""
+    """Work that samples from the logits that the last work on the sequence `logits_of` left unsampled, as soon as the
+    constraint's mask is ready. The sequence may be closed meanwhile, as its KV is not needed."""
 
     logits_of: int
 
 
 class TokensSampled(Struct, frozen=True):
-    """A token by each of the seeds of that work."""
+    """Result of `SampleTokens`: one token for each seed of the earlier work."""
 
     sampled: tuple[Sampled, ...]
 
 
 class StepEntry(Struct, frozen=True, gc=False):
-    """Feed `token` at `position`; sample the one for `position + 1`. The step waits for what may come there for at most
-    `mask_s`, counted from when all else is computed."""
+    """Entry of a step: feed `token` at `position` and sample the one for `position + 1`. The step waits for its constraint's
+    mask for at most `mask_s` after everything else is computed."""
 
     sequence: int
     token: int
@@ -204,10 +208,10 @@ class StepEntry(Struct, frozen=True, gc=False):
 
 
 class DecodeStep(Struct, frozen=True):
-    """Up to `steps` steps of the continuous batch, with the same members: each feeds what the one before it sampled.
+    """Up to `steps` steps of the continuous batch, with the same members: each feeds the tokens that the one before it sampled.
 
-    More than one is for engines whose steps nobody watches token by token. `CancelWork` ends it at the next border between two
-    steps, with what it has, so that a request that became ready need not wait.
+    More than one step is for engines whose tokens are not observed one by one. `CancelWork` ends it before its next step, with
+    the tokens so far, so that a request that became ready need not wait.
     """
 
     entries: tuple[StepEntry, ...]
@@ -215,18 +219,18 @@ class DecodeStep(Struct, frozen=True):
 
 
 class StepDecoded(Struct, frozen=True):
-    """The sampled tokens: for each step made, at least one, a token per entry, in order. `elapsed_s`: of all the steps."""
+    """Result of `DecodeStep`: for each step made, at least one, a token per entry, in order. `elapsed_s`: time of all steps."""
 
     tokens: tuple[tuple[int, ...], ...]
     elapsed_s: float
     logprobs: tuple[tuple[TokenLogprob | None, ...], ...] = ()
-    """Alike; empty where no entry asks."""
+    """Logprobs in the same order; empty if no entry requests them."""
     failed: tuple[tuple[int, "WorkFailed"], ...] = ()
-    """Entries, by their places, whose answers cannot follow their constraints, and why: their tokens of the last step are
-    none."""
+    """Entries, by their indices, whose answers cannot follow their constraints, and why: they have no valid token of the last
+    step."""
     sat_out: tuple[int, ...] = ()
-    """Entries for which it was not known in time what may come next. Their tokens of the last step are none either:
-    `SampleTokens` samples them."""
+    """Indices of entries whose constraint's mask was not ready in time. They have no valid token of the last step either:
+    `SampleTokens` samples it."""
 
 
 class SequenceBlock(Struct, frozen=True, gc=False):
@@ -237,63 +241,63 @@ class SequenceBlock(Struct, frozen=True, gc=False):
 
 
 class DiskBlock(Struct, frozen=True, gc=False):
-    """The copy of block `key` in slot `slot` of this node's own SSD tier: what must be found there, or be written there."""
+    """The copy of block `key` in slot `slot` of this node's own SSD tier, to be read or written."""
 
     slot: int
     key: Key
     checksum: int
     parent: Key | None = None
     tokens: bytes = b""
-    """What is known of the block when it is written, and after a restart; nothing depends on it but KV events."""
+    """Tokens of the block if known, also after a restart; only KV events depend on them."""
     tenant: str = ""
-    """Whose it is, after a restart too."""
+    """Tenant that owns the block, also after a restart."""
 
 
 class CopyBlocks(Struct, frozen=True):
     """Copy whole blocks into granted slots: pool puts (from a sequence or the own slab), fetches from another host, and
     promotions from the own SSD tier.
 
-    Checked before and after: the source as `BlockLoad` tells; the target's generation must still be the granted one. What
-    is read from disk must bear the key and fold to the checksum of its `DiskBlock`.
+    Checked before and after: the source as in `BlockLoad`; the target's generation must still be the granted one. A block
+    that is read from disk must have the key and fold to the checksum of its `DiskBlock`.
     """
 
     copies: tuple[tuple[SlotRef | SequenceBlock | DiskBlock, SlotGrant], ...]
 
 
 class BlocksCopied(Struct, frozen=True):
-    """Per copy: the checksum of what now stands in the target, or None if it failed."""
+    """Result of `CopyBlocks`: the checksum of each target's content, or None if its copy failed."""
 
     checksums: tuple[int | None, ...]
     corrupt: tuple[int, ...] = ()
     """Indices of the failed copies whose bytes did not verify. A disk copy that did not is not found again after a restart."""
     fault: str = ""
-    """Why the disk cannot be trusted with reads any more; empty while it works."""
+    """Reason why the disk is no longer used for reads; empty while it works."""
 
 
 class WriteToDisk(Struct, frozen=True):
     """Demote: write committed blocks of the own segment to the SSD tier, each with its key and checksum, and index them so
-    that they are found again after a restart. What a target slot held before is gone from the moment this starts. The
-    sources need no pin: one that is evicted meanwhile, told by its generation, is not written. `is_probe`: the disk failed,
-    and if nothing of this does, it works again."""
+    that they are found again after a restart. The former content of a target slot is lost as soon as this starts. The sources
+    need no pin: one that is evicted meanwhile, as its generation shows, is not written. `is_probe`: the disk has failed, and
+    works again if all of this succeeds."""
 
     blocks: tuple[tuple[SlotRef, DiskBlock], ...]
     is_probe: bool = False
 
 
 class DiskWritten(Struct, frozen=True):
-    """Per block of `WriteToDisk`: does it stand on disk, indexed?"""
+    """Result of `WriteToDisk`: whether each block is on disk and indexed."""
 
     written: tuple[bool, ...]
     fault: str = ""
-    """Why nothing more can be written (full, read-only, failing); empty while it works."""
+    """Reason why nothing more can be written (full, read-only, failing); empty while it works."""
     corrupt: tuple[int, ...] = ()
     """Indices of blocks whose bytes in memory did not verify."""
 
 
 class Generate(Struct, frozen=True):
-    """Have the engine beside this node go on from `tokens` (int32 bytes) until `stop` ends it, `count` output tokens being
-    among them. Its cache is shared by requests of the same `root` alone. What it reuses may stand at `sources`, cache-nodes;
-    the KV of `coming_tokens` does, or will in a moment. No token for `quiet_s`: it has failed."""
+    """Work of the engine beside this node: continue from `tokens` (int32 bytes), of which the last `count` are output, until
+    `stop` ends it. Only requests of the same `root` share its cache. Reused KV may be at the cache-nodes `sources`; that of
+    `coming_tokens` is there, or will soon be. Without a token for `quiet_s` it has failed."""
 
     tokens: bytes
     count: int
@@ -312,37 +316,39 @@ class TokensGenerated(Struct, frozen=True, gc=False):
 
 
 class Generated(Struct, frozen=True):
-    """It ended by itself, with these last tokens, at least one. `reused`: tokens at the front whose KV was not computed."""
+    """Result of `Generate`: it ended by itself, with these last tokens, at least one. `reused`: leading tokens whose KV was not
+    computed."""
 
     tokens: tuple[int, ...]
     reused: int = 0
 
 
 class WatchEngine(Struct, frozen=True):
-    """Tell which blocks the engine beside this node comes to hold and lets go, until cancelled."""
+    """Work that reports, until cancelled, which blocks the engine beside this node stores and removes."""
 
 
 class EngineTold(Struct, frozen=True):
-    """Progress of `WatchEngine`: in the order in which it happened there."""
+    """Progress of `WatchEngine`: the engine's events in their order."""
 
     events: tuple[EngineEvent, ...]
 
 
 class ProbeEngine(Struct, frozen=True):
-    """Does the engine beside this node answer? `generate`: by a token, which takes more than being there."""
+    """Work that checks whether the engine beside this node answers; with `generate`, whether it generates a token."""
 
     generate: bool = False
 
 
 class EngineProbed(Struct, frozen=True):
-    """`reason`: why not."""
+    """Result of `ProbeEngine`. `reason`: why it is not ready."""
 
     ready: bool
     reason: str = ""
 
 
 class ProbeProcess(Struct, frozen=True):
-    """Is the life `incarnation` of `node`, on this host, over? Answered by its lock: dropped by the kernel at death only."""
+    """Work that checks whether `incarnation` of `node`, on this host, has ended, by its lock: the kernel drops that only
+    then."""
 
     node: str
     incarnation: int
@@ -353,8 +359,8 @@ class ProcessProbed(Struct, frozen=True):
 
 
 class WorkFailed(Struct, frozen=True):
-    """The work as a whole did not happen, or not in time. `stuck`: the answer cannot follow its constraint, nor could it
-    anywhere else."""
+    """Result of a work that failed as a whole or missed its deadline. `stuck`: the answer cannot follow its constraint on any
+    node."""
 
     reason: str
     stuck: bool = False

@@ -1,1 +1,1 @@
-"""Produces the later tokens in a continuous batch. Pure."""
+"""Decode nodes, which produce the tokens after the first in a continuous batch. Pure."""

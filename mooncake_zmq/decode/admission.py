@@ -1,4 +1,4 @@
-"""Which requests a decode takes, and the KV that it reserves for them. PURE."""
+"""Admission of requests to a decode, and the KV reserved for them. PURE."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ NEWER = "a newer attempt is here"
 
 
 class Admission:
-    """The conditions of one decode."""
+    """Decide which requests one decode accepts."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class Admission:
         return effects + self._handoff.begin(now, request)
 
     def _reserve_sibling(self, now: float, leader: Request, sibling: Sibling, budget: int) -> list[Effect]:
-        """Room for a further choice, which waits for the handoff of the first. Without room it is placed by itself."""
+        """Reserve KV for a further choice, which waits for the handoff of the first one. Without room it is placed by
+        itself."""
         current, message = self._requests.live.get(sibling.request_id), leader.request
         if current is not None and (current is leader or current.request.attempt >= sibling.attempt):
             return []
@@ -83,11 +84,11 @@ class Admission:
         return effects
 
     def _replace(self, now: float, current: Request | None) -> list[Effect]:
-        """A newer attempt of a request has come."""
+        """End the current attempt of a request for which a newer one arrived."""
         return [] if current is None else self._ends.drop(now, current, NEWER)
 
     def _admit(self, now: float, prefill: str, message: ReserveDecode, budget: int, effects: list[Effect]) -> Request:
-        """There is room for it."""
+        """Reserve the KV of a request for which there is room."""
         self._budget.take(budget)
         full = message.tokens // self._layout.block_tokens
         request = Request(
@@ -104,7 +105,7 @@ class Admission:
         )
         self._requests.add(request)
         remaining = message.stop.max_tokens - message.first_index
-        # What a request asks for is no reason to have more than the budget can ever give it.
+        # A request that asks for many tokens must not get more than the budget can ever give it.
         capacity = min(message.tokens + max(1, remaining), self._budget.capacity_tokens)
         tokens, tenant = message.tokens, message.tenant
         effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past, tokens, tenant))
@@ -112,7 +113,7 @@ class Admission:
         return request
 
     def _lack(self, budget: int) -> str | None:
-        """Return what is missing for now: such an attempt counts as one that found no room."""
+        """Return what is missing for now, or None. An attempt denied for this counts as one that found no room."""
         if self._drain.draining:
             return "decode is draining"
         if len(self._requests) >= self._settings.max_requests:
@@ -120,7 +121,7 @@ class Admission:
         return "no KV left" if self._budget.free_tokens < budget <= self._budget.capacity_tokens else None
 
     def _refusal(self, sender: str, message: ReserveDecode, budget: int) -> str | None:
-        """Return what is wrong with a request here, which is tried a few times at most."""
+        """Return why this decode can never take the request, or None. Such an attempt is repeated a few times at most."""
         for peer in (message.gateway, sender):
             if peer not in self._peers:
                 return f"{peer} is not reachable from {self._name}"

@@ -1,4 +1,4 @@
-"""The KV that a decode may give to its requests, in tokens, whole blocks at a time. PURE."""
+"""The KV that a decode can give to its requests, in tokens of whole blocks. PURE."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from mooncake_zmq.decode.request import Request
 from mooncake_zmq.kv.layout import BlockLayout
 
 RUN_SHARE = 4
-"""A work of several steps takes at most this part of the free KV ahead, so that there is some left for new requests."""
+"""A work of several steps takes at most this share of the free KV in advance, so that new requests find some."""
 
 
 class Budget:
-    """The capacity in whole blocks and what is free of it. Each request holds `budget_tokens`."""
+    """Hold the capacity in whole blocks and what of it is free. Each request holds its `budget_tokens`."""
 
     def __init__(self, layout: BlockLayout, capacity_tokens: int) -> None:
         self._layout = layout
@@ -18,7 +18,7 @@ class Budget:
         self.free_tokens = self.capacity_tokens
 
     def take(self, tokens: int) -> None:
-        """Reserve KV of which there is enough."""
+        """Reserve KV; the caller has checked that enough is free."""
         self.free_tokens -= tokens
 
     def give_back(self, request: Request) -> None:
@@ -26,12 +26,12 @@ class Budget:
         self.free_tokens += request.budget_tokens
 
     def growth(self, request: Request, steps: int) -> int:
-        """Return the KV that the tokens fed in so many steps need beside what is reserved."""
+        """Return how much KV so many steps need beyond what is reserved."""
         needed = request.position + steps - request.budget_tokens
         return self._layout.blocks_for(needed) * self._layout.block_tokens if needed > 0 else 0
 
     def grow(self, request: Request) -> bool:
-        """Make sure there is KV for the token to be fed; False if none is left."""
+        """Reserve KV for the next token; return False if none is left."""
         more = self.growth(request, 1)
         if not more:
             return True
@@ -42,7 +42,7 @@ class Budget:
         return True
 
     def grow_for_run(self, members: Sequence[Request], steps: int) -> bool:
-        """Reserve KV for a run of so many steps, unless that takes too much of what is free."""
+        """Reserve KV for a run of so many steps; return False if that takes too much of what is free."""
         growth = [self.growth(request, steps) for request in members]
         if sum(growth) * RUN_SHARE > self.free_tokens:
             return False
@@ -52,7 +52,7 @@ class Budget:
         return True
 
     def shrink(self, request: Request) -> None:
-        """Free what a run that ended early did not need."""
+        """Free the KV that a run which ended early did not need."""
         needed, size = request.position + 1, self._layout.block_tokens
         if request.budget_tokens - needed >= size:
             kept = self._layout.blocks_for(needed) * size

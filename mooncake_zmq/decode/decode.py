@@ -1,7 +1,7 @@
 """The actor that produces the later tokens: reservation, verified handoff, continuous batch, preemption, puts. PURE.
 
 It owns its running batch and the KV budget behind it. A request that cannot go on here ends with `AttemptFailed` to the
-gateway, which resumes it elsewhere from prompt and tokens so far.
+gateway, which resumes it on another decode from the prompt and the tokens so far.
 """
 
 from collections.abc import Callable
@@ -60,11 +60,11 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient
 
 PIECE_TOKENS = 2048
-"""KV of so many tokens is copied at a time, into a sequence or out of it."""
+"""Tokens whose KV is copied at a time, into a sequence or out of it."""
 
 PULLED, DECODED, COPIED = (BlocksPulled, WorkFailed), (StepDecoded, WorkFailed), (BlocksCopied, WorkFailed)
 FORKED, SAMPLED = (SequenceForked, WorkFailed), (TokensSampled, WorkFailed)
-"""How its works end."""
+"""Result types of the works of a decode."""
 LOADING, RUNNING = RequestState.LOADING, (RequestState.READY, RequestState.STEPPING, RequestState.SITTING_OUT)
 OVER = (RequestState.CLOSING, RequestState.ENDED)
 
@@ -98,7 +98,7 @@ class Decode:
         self._flight = Flight()
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
-        self._leaving = Leaving(may_become, self.counts)
+        self._drain = Leaving(may_become, self.counts)
         pool, requests, budget, flight = self._pool, self.requests, self._budget, self._flight
         self._ends = Ends(pool=pool, requests=requests, budget=budget, flight=flight, reports=self._reports, counts=self.counts)
         piece_blocks = max(1, PIECE_TOKENS // layout.block_tokens)
@@ -106,10 +106,10 @@ class Decode:
             settings=settings, layout=layout, piece_blocks=piece_blocks, pool=pool, ends=self._ends, ids=self._ids
         )
         self._make_parts(piece_blocks * layout.layers)
-        self._reactions = Reactions(self.counts, self._handlers(), self._pool.may_say)
+        self._handler_table = Reactions(self.counts, self._handlers(), self._pool.may_say)
 
     def _make_parts(self, piece_parts: int) -> None:
-        """Make the parts that a request goes through. Copies take `piece_parts` layers of blocks at a time."""
+        """Create the components that a request passes through. Copies take `piece_parts` layers of blocks at a time."""
         settings, layout, requests, ids, counts = self._settings, self._layout, self.requests, self._ids, self.counts
         ends, offers, flight = self._ends, self._offers, self._flight
         self._steps = steps = Steps(
@@ -148,7 +148,7 @@ class Decode:
             budget=self._budget,
             handoff=self._handoff,
             ends=ends,
-            drain=self._leaving,
+            drain=self._drain,
             ids=ids,
             counts=counts,
         )
@@ -173,12 +173,12 @@ class Decode:
         effects = self._dispatch(now, event)
         if self._flight.step is None and self.requests.live:
             effects += self._steps.begin(now)
-        return effects + self._drained() if self._leaving.draining else effects
+        return effects + self._drained() if self._drain.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
-        # As with messages, the frequent ones first: see `Reactions`.
+        # Frequent events come first, see `Reactions`.
         if type(event) is Received:
-            return self._reactions.to(now, event.sender, event.message)
+            return self._handler_table.to(now, event.sender, event.message)
         if type(event) is WorkDone:
             return self._on_work(now, event)
         if type(event) is TimerFired and event.key == REPORT:
@@ -202,13 +202,13 @@ class Decode:
             case Started():
                 return [self._reports.begin(), self._pool.renewal_timer()]
             case DrainWanted():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._report(now)
             case RestWanted(resting):
-                self._leaving.rest(resting)
+                self._drain.rest(resting)
                 return self._report(now)
             case DrainTimedOut():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._hand_over(now)
             case TimerFired() | WorkProgress():
                 return []
@@ -216,7 +216,7 @@ class Decode:
                 raise TypeError(event)
 
     def _on_work(self, now: float, event: WorkDone) -> list[Effect]:
-        """Ids of works are used once, so each shows which work ended."""
+        """Route the end of a work by its id; ids are used once, so each shows which work ended."""
         work_id, result = event.work_id, event.result
         if self._handoff.is_pulling(work_id):
             assert isinstance(result, PULLED)
@@ -237,7 +237,7 @@ class Decode:
         return []
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
-        return self._report(now) if self._leaving.change(sender, message, self._peers) else []
+        return self._report(now) if self._drain.change(sender, message, self._peers) else []
 
     def check(self, now: float) -> None:
         """See `core.actor`."""
@@ -266,11 +266,11 @@ class Decode:
             "gauges": self.gauges(now),
             "step_s": self._flight.step_s,
             "step": asdict(self._steps.measured(now)),
-            "draining": self._leaving.draining,
+            "draining": self._drain.draining,
             "requests": self.requests.dump(),
         }
 
-    # --- the end, of requests and of the node
+    # --- ends of requests and of the node
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         request = self.requests.live.get(message.request_id)
@@ -283,7 +283,7 @@ class Decode:
         return self._ends.drop(now, request, "cancelled")
 
     def _hand_over(self, now: float) -> list[Effect]:
-        """Have all requests go on elsewhere at once, as ones for which there is no room: nothing broke."""
+        """End all requests at once so that they continue on other nodes; they count as ones for which there is no room."""
         live = self.requests.live
         self.counts.add("requests_handed_over", len(live))
         effects: list[Effect] = []
@@ -298,7 +298,7 @@ class Decode:
         for request in list(self.requests.live.values()):
             unverified = request.state is LOADING and not request.forked
             if request.state in OVER:
-                continue  # with the one whose handoff it waited for
+                continue  # its leader, closed before, has ended it as well
             if request.request.gateway == peer:
                 effects += self._ends.drop(now, request, f"{peer} is down")
             elif request.prefill == peer and unverified:
@@ -322,10 +322,10 @@ class Decode:
             step_s=self._flight.step_s,
             step=self._steps.measured(now),
             bookings=tuple(bookings[:MAX_REPORTED]),
-            draining=self._leaving.draining,
+            draining=self._drain.draining,
             fixed_s=self._costs.decode_step_s,
         )
         return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
-        return self._leaving.drained(idle=not (len(self.requests) or self._pool.puts))
+        return self._drain.drained(idle=not (len(self.requests) or self._pool.puts))

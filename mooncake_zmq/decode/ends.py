@@ -1,4 +1,4 @@
-"""The ends of a decode's requests: gateway and prefill are notified, and all that is held for them is given back. PURE."""
+"""The ends of a decode's requests: gateway and prefill are notified, and everything held for them is freed. PURE."""
 
 from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, Send
 from mooncake_zmq.core.messages import AttemptFailed, HandoffFailed, clip
@@ -11,14 +11,14 @@ from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.pool.node.client import PoolClient
 
 DEADLINE = "deadline"
-"""Kind of the timers that end requests, with request and attempt."""
+"""Kind of the timers that end requests; they carry request and attempt."""
 HELD = "held"
-"""Kind of the timers that end the wait for a pool, with request and attempt."""
+"""Kind of the timers that end the wait for a pool; they carry request and attempt."""
 LOADING, STEPPING, SITTING_OUT = RequestState.LOADING, RequestState.STEPPING, RequestState.SITTING_OUT
 
 
 class Ends:
-    """The ends of one decode's requests."""
+    """End the requests of one decode."""
 
     def __init__(
         self, *, pool: PoolClient, requests: Requests, budget: Budget, flight: Flight, reports: Reports, counts: Tally
@@ -42,12 +42,12 @@ class Ends:
         return [Send(message.gateway, failed), *self.drop(now, request, reason)]
 
     def drop(self, now: float, request: Request, reason: str) -> list[Effect]:
-        """End a request that its gateway no longer wants: its prefill is notified if it still hands off."""
+        """End a request that its gateway cancelled; its prefill is notified if the handoff is still under way."""
         return [*_prefill_notified(request, reason), *self.close(now, request)]
 
     def close(self, now: float, request: Request, *, prefill_fails: bool = False) -> list[Effect]:
-        """Let go of a request. Those that wait for its handoff are placed by themselves; `prefill_fails`: their gateway knows
-        that from the prefill."""
+        """Free everything that a request holds. Those that wait for its handoff are placed by themselves, unless
+        `prefill_fails`: then their gateway learns it from the prefill."""
         message = request.request
         effects: list[Effect] = [CancelTimer((DEADLINE, message.request_id, message.attempt)), *self._reports.hurry(now)]
         if message.reuse_keys:
@@ -69,7 +69,7 @@ class Ends:
         return effects + self.try_end(request)
 
     def _part(self, now: float, request: Request, *, prefill_fails: bool) -> list[Effect]:
-        """Separate a request that is over from the one whose handoff it waits for, and from those that wait for its own."""
+        """Separate a request that ended from its leader, and from the siblings that wait for its handoff."""
         leader, request.leader = request.leader, None
         if leader is not None:
             leader.siblings.remove(request)
@@ -83,7 +83,7 @@ class Ends:
         return effects
 
     def try_end(self, request: Request) -> list[Effect]:
-        """Give back the sequence of a request that is over, unless a work still uses it."""
+        """Free the sequence of a request that ended, unless a work still uses it."""
         if request.in_flight:
             return []
         self._requests.end(request)

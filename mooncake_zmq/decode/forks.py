@@ -1,4 +1,4 @@
-"""Choices of one prompt at a decode: its KV is handed off once and copied for the others. PURE."""
+"""Choices of one prompt at a decode: its KV is handed off once and copied for the other choices. PURE."""
 
 from mooncake_zmq.core.actor import Effect, Start
 from mooncake_zmq.core.messages import HandoffDone
@@ -15,7 +15,7 @@ CLOSING = RequestState.CLOSING
 
 
 class Forks:
-    """The copies in flight of requests' KV into their siblings."""
+    """Hold the copies in flight from requests' KV to their siblings."""
 
     def __init__(
         self, *, settings: DecodeSettings, layout: BlockLayout, requests: Requests, steps: Steps, ends: Ends, ids: Ids
@@ -33,7 +33,7 @@ class Forks:
         return work_id in self._forks
 
     def begin(self, now: float, leader: Request, done: HandoffDone) -> list[Effect]:
-        """Its siblings begin with the same KV: those of which the prefill says nothing are cancelled."""
+        """Start a request's siblings with the same KV, and cancel those that the prefill does not name."""
         tokens, targets = dict(done.siblings), list[Request]()
         siblings, leader.siblings = leader.siblings, []
         effects: list[Effect] = []
@@ -57,7 +57,7 @@ class Forks:
         return [*effects, Start(work_id, fork, self._settings.pull_deadline_s)]
 
     def on_forked(self, now: float, work_id: int, result: SequenceForked | WorkFailed) -> list[Effect]:
-        """The copies of a request's KV ended."""
+        """Handle the end of the copies of a request's KV."""
         leader, targets = self._forks.pop(work_id)
         effects: list[Effect] = []
         for request in (leader, *targets):

@@ -1,4 +1,4 @@
-"""The handoff to a decode, from its prefill and from the pool of its host: announced, copied, verified. PURE."""
+"""The handoff to a decode, from its prefill and from its host's pool: blocks are announced, copied and verified. PURE."""
 
 from collections.abc import Sequence
 
@@ -30,18 +30,18 @@ from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.pool.node.client import PoolClient
 
 BORDER = "border"
-"""Kind of the timers that end a run of steps for a request whose KV comes."""
+"""Kind of the timers that end a run of steps for a request whose KV is about to arrive."""
 HELD_GRACE_S = 0.1
-"""So long after all is computed a request waits for its pool: its client sees that as a gap after the first token, and the
-prefill has what is lacking at hand."""
+"""How long a request waits for its pool after everything is computed: its client sees that as a gap after the first token,
+and the prefill has the missing blocks at hand."""
 MOST_SEGMENTS, LEAST_SEGMENT = 8, 16
-"""Blocks from the pool are leased in so many segments at most, of so many blocks at least, one after the other: one is
-loaded while the next is on its way."""
+"""Blocks from the pool are leased one segment after the other, in at most so many segments of at least so many blocks: one
+is loaded while the next is fetched."""
 LOADING, CLOSING = RequestState.LOADING, RequestState.CLOSING
 
 
 class Handoff:
-    """The handoffs of one decode's requests, and the copies that they take."""
+    """Carry out the handoffs of one decode's requests, and their copies."""
 
     def __init__(
         self,
@@ -72,18 +72,18 @@ class Handoff:
         self._ids = ids
         self._counts = counts
         self._pulls: dict[int, Request] = {}
-        """By the works that copy their blocks."""
+        """Requests by the works that copy their blocks."""
 
     # --- from the pool
 
     def begin(self, now: float, request: Request) -> list[Effect]:
-        """Report to the prefill that there is room, and ask the pool for the blocks that it is to have."""
+        """Notify the prefill that there is room, and ask the pool for the blocks that it is expected to have."""
         if self._pool.node is not None:
             request.held_blocks = len(request.request.reuse_keys)
         return [self._reserved(request), *self._lease_held(now, request)]
 
     def _lease_held(self, now: float, request: Request) -> list[Effect]:
-        """Ask the pool for the next segment of what it is to have."""
+        """Ask the pool for the next segment."""
         keys, message = request.request.reuse_keys, request.request
         size = max(LEAST_SEGMENT, div_ceil(len(keys), MOST_SEGMENTS))
         some = keys[request.leased_blocks : min(request.leased_blocks + size, request.held_blocks)]
@@ -94,18 +94,18 @@ class Handoff:
         return self._pool.lease(now, request.segment.lease_id, some, message.sources, fetch=True)
 
     def on_leased(self, now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
-        """The pool of our host has so many blocks of a segment."""
+        """Handle the pool's answer to the lease of a segment."""
         sources = self._pool.on_leased(message)
         if sources is None:
             return []
         for request in self._requests.live.values():
             segment = request.segment
             if segment is not None and segment.lease_id == message.lease_id:
-                return self._take_segment(now, request, segment, sources[: segment.blocks])  # no more than were asked for
+                return self._take_segment(now, request, segment, sources[: segment.blocks])  # no more than requested
         return self._pool.release(message.lease_id)
 
     def _take_segment(self, now: float, request: Request, segment: Segment, sources: Sequence[SlotRef]) -> list[Effect]:
-        """Load what the pool has of a segment. What comes after a block that it does not have is handed off."""
+        """Load what the pool has of a segment. From the first block that it lacks on, blocks are handed off."""
         request.segment = None
         request.want_held(segment, sources, self._layout.layers, self._layout.block_tokens)
         if len(sources) == segment.blocks:
@@ -123,7 +123,7 @@ class Handoff:
     # --- from the prefill
 
     def on_blocks(self, now: float, sender: str, message: HandoffBlocks) -> list[Effect]:
-        """The prefill announces blocks, which can be copied now or layer by layer."""
+        """Take note of blocks announced by the prefill, which can be copied now or layer by layer."""
         request = self._loading(sender, message.request_id, message.attempt)
         if request is None:
             return []
@@ -148,8 +148,8 @@ class Handoff:
         return self._pull(now, request)
 
     def _refuse(self, now: float, request: Request) -> list[Effect] | None:
-        """Refuse a request whose prefill is nearly done, if the steps would be too long with it in the batch; None if it may
-        come. A resumed request is not refused, nor one that will not take a step here."""
+        """Refuse a request whose prefill is nearly done, if steps would be too long with it in the batch; return None if it
+        may join. Neither a resumed request is refused, nor one that will not take a step here."""
         message = request.request
         if message.tbt_slo_s <= 0 or message.first_index or request.left <= 1:
             return None
@@ -168,7 +168,7 @@ class Handoff:
         return [Send(request.prefill, denied), *self._ends.close(now, request, prefill_fails=True)]
 
     def on_layers(self, now: float, sender: str, message: LayersReady) -> list[Effect]:
-        """Some layers of announced blocks can be copied."""
+        """Take note that some layers of announced blocks can be copied."""
         request = self._loading(sender, message.request_id, message.attempt)
         group = None if request is None else request.groups.get(message.first_block)
         if request is None or group is None or not group.wanted_layers < message.stop_layer <= self._layout.layers:
@@ -181,7 +181,8 @@ class Handoff:
         return self._pull(now, request) + self._expect(now, request, group)
 
     def _expect(self, now: float, request: Request, group: Group) -> list[Effect]:
-        """When the last layers of the last chunk will be there, by what the others took: a run of steps ends before."""
+        """Predict when the last layers of the last chunk arrive, from the times of the others; a run of steps ends before
+        that."""
         if group.stop_block < self._layout.blocks_for(request.request.tokens):
             return []
         layers_s = (now - group.announced_at) / group.wanted_layers
@@ -191,8 +192,8 @@ class Handoff:
         return [SetTimer((BORDER, request.sequence), max(0.0, request.due_at - now - self._flight.step_s))]
 
     def _pull(self, now: float, request: Request) -> list[Effect]:
-        """Copy what is ready, a piece at a time, so that no last layers wait for another request's whole prompt. One copy at
-        a time per request: what becomes ready meanwhile goes into the next one."""
+        """Copy what is ready, one piece at a time, so that no last layers wait for the whole prompt of another request. Each
+        request has one copy at a time: what becomes ready meanwhile goes into the next one."""
         if request.pulling or not request.wanted:
             return []
         reading_s = [self._pool.reading_time_s(now, lease_id) for lease_id in request.reading]
@@ -209,7 +210,7 @@ class Handoff:
         return [Start(work_id, PullBlocks(request.sequence, loads), deadline_s)]
 
     def on_pulled(self, now: float, work_id: int, result: BlocksPulled | WorkFailed) -> list[Effect]:
-        """A copy ended: its blocks are verified one by one, and then all together once they are there."""
+        """Handle the end of a copy: its blocks are verified one by one, and all together once everything arrived."""
         request = self._pulls.pop(work_id)
         request.in_flight -= 1
         request.pulling = False
@@ -227,7 +228,7 @@ class Handoff:
             self._counts.add("handoff_blocks_corrupt", len(refs))
             effects += self._pool.report_corrupt(refs)
             theirs = tuple(ref for ref in refs if ref.node != self._pool.node)
-            if theirs:  # else the prefill would reuse them for the next attempt, and fail again
+            if theirs:  # otherwise the prefill would reuse them in the next attempt, and fail again
                 effects.append(Send(request.prefill, ReportCorrupt(slots=theirs)))
             return effects + self._ends.fail(
                 now, request, f"a handed-off block {'did not verify' if result.corrupt else 'was not reached'}"
@@ -238,7 +239,7 @@ class Handoff:
         return effects + self._pull(now, request) + self._verify(now, request)
 
     def on_done(self, now: float, sender: str, message: HandoffDone) -> list[Effect]:
-        """The prefill has computed everything, and proves by a checksum what that is."""
+        """Take the prefill's checksum of everything that it computed."""
         request = self._loading(sender, message.request_id, message.attempt)
         if request is None or request.done is not None and message.blocks <= request.done.blocks:
             return []
@@ -250,25 +251,25 @@ class Handoff:
         return effects + self._flight.interrupt() if request.is_arriving(self._piece_parts) else effects
 
     def on_held_late(self, now: float, request_id: str, attempt: int) -> list[Effect]:
-        """All is computed, and the pool still waits for blocks that the prefill has."""
+        """Stop waiting for blocks from the pool once the grace period after the computation is over; the prefill has them."""
         request = self._requests.attempt(request_id, attempt)
         return [] if request is None else self.forgo_segment(now, request)
 
     def forgo_segment(self, now: float, request: Request) -> list[Effect]:
-        """Wait no longer for what the pool has not said that it has."""
+        """Stop waiting for the blocks of a segment that the pool has not confirmed."""
         segment = request.segment
         if segment is None:
             return []
         return self._pool.release(segment.lease_id) + self._take_segment(now, request, segment, ())
 
     def _verify(self, now: float, request: Request) -> list[Effect]:
-        """The handoff counts only once every layer of every block is here and folds to the announced checksum."""
+        """Accept the handoff once every layer of every block is here and folds to the announced checksum."""
         done, layers = request.done, self._layout.layers
         if done is None or request.pulling or request.wanted or request.segment or request.state is not LOADING:
             return []
         handed = self._layout.blocks_for(request.request.tokens) - request.held_blocks
         if done.layers == layers and done.blocks < handed:
-            return []  # it has not got the word yet that the pool had fewer
+            return []  # the message that the pool had fewer blocks is still on its way to the prefill
         if done.layers != layers or done.blocks != handed:
             return self._ends.fail(now, request, "handoff is incomplete")
         parts = request.parts
@@ -291,7 +292,7 @@ class Handoff:
         return effects + (self._steps.join(now, request, done.token) if wanted else self._ends.close(now, request))
 
     def on_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
-        """The prefill gave up, and reports that to the gateway."""
+        """End a request whose prefill gave up; the prefill itself notifies the gateway."""
         request = self._requests.live.get(message.request_id)
         current = request is not None and (request.request.attempt, request.prefill) == (message.attempt, sender)
         if request is None or not current or request.forked or request.state is not LOADING:

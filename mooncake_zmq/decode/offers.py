@@ -1,4 +1,4 @@
-"""Blocks that a decode offers to the pool of its host: prompts that were handed off to it, and its output. PURE."""
+"""Blocks that a decode offers to its host's pool: prompts that were handed off to it, and its output. PURE."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ CLOSING = RequestState.CLOSING
 
 
 class Offers:
-    """The puts of one decode. Each counts as a work that uses the request's sequence."""
+    """Carry out the puts of one decode. Each counts as a work that uses the request's sequence."""
 
     def __init__(
         self, *, settings: DecodeSettings, layout: BlockLayout, piece_blocks: int, pool: PoolClient, ends: Ends, ids: Ids
@@ -30,8 +30,8 @@ class Offers:
         self._ids = ids
 
     def prompt(self, now: float, request: Request, done: HandoffDone) -> list[Effect]:
-        """Offer the prompt's blocks. A pipeline's are whole here for the first time. So does the pool of another host than the
-        prefill's get them from here: the next turn of a chat finds them beside its decode."""
+        """Offer the prompt's blocks where the pool has them from nowhere else: those of a pipeline are complete here for the
+        first time, and those of a prefill on another host are put here for the next turn of the chat."""
         keys, size, complete = done.keys, self._layout.block_tokens, request.request.tokens // self._layout.block_tokens
         if not keys:
             return self._keep_prompt(now, request) if self._settings.store_prompts else []
@@ -41,7 +41,7 @@ class Offers:
         return self._put(now, request, keys, sources, done.parent, done.block_tokens)
 
     def _keep_prompt(self, now: float, request: Request) -> list[Effect]:
-        """Offer the blocks that were handed off: the others came from the pool."""
+        """Offer the blocks that were handed off; the others came from the pool."""
         message = request.request
         if not message.block_tokens:
             return []
@@ -49,7 +49,7 @@ class Offers:
         return self._keep_piece(now, request)
 
     def _keep_piece(self, now: float, request: Request) -> list[Effect]:
-        """Offer one piece after the other; the pieces left when the request ends are not kept."""
+        """Offer one piece after the other; pieces left when the request ends are not offered."""
         message, size = request.request, self._layout.block_tokens * 4
         piece, request.unkept = request.unkept[: self._piece_blocks], request.unkept[self._piece_blocks :]
         if not piece or request.state is CLOSING:
@@ -62,7 +62,7 @@ class Offers:
         return self._put(now, request, keys[piece.start : piece.stop], sources, parent, tokens, more=more)
 
     def output(self, now: float, request: Request, taken: Sequence[int]) -> list[Effect]:
-        """Take more output, and offer the blocks that it completes, so that the next turn of a chat hits them."""
+        """Append output tokens, and offer the blocks that they complete, so that the next turn of a chat hits them."""
         size = self._layout.block_tokens
         keys = request.take(taken, size)
         if not keys:
@@ -86,7 +86,7 @@ class Offers:
         *,
         more: bool = False,
     ) -> list[Effect]:
-        """Offer blocks of a sequence, which a copy then uses."""
+        """Offer blocks of a sequence, which a copy then reads."""
         put_id, tenant = self._ids.new(), request.request.tenant
         effects = self._pool.put(now, put_id, keys, sources, request, parent=parent, tokens=tokens, tenant=tenant, more=more)
         if effects is None:
@@ -95,11 +95,11 @@ class Offers:
         return effects
 
     def on_reserved(self, now: float, _sender: str, message: SlotsReserved) -> list[Effect]:
-        """Copy into the slots that the pool granted."""
+        """Copy blocks into the slots that the pool granted."""
         return self.ended(now, self._pool.on_reserved(now, message, self._ids.new()))
 
     def ended(self, now: float, ended: PutEnded) -> list[Effect]:
-        """Go on with the requests whose puts are over."""
+        """Continue with the requests whose puts ended."""
         effects = list(ended.effects)
         for token in ended.tokens:
             assert isinstance(token, Request)

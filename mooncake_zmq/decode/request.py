@@ -1,4 +1,4 @@
-"""One request at a decode and the table of its life. PURE."""
+"""One request at a decode, and the table of its states. PURE."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,22 +14,22 @@ MISSING = -1
 
 
 class RequestState(Named):
-    """Life of a request here."""
+    """States of a request at a decode."""
 
     LOADING = "loading"
     """KV is reserved, and being filled by the handoff and from the host's pool."""
     READY = "ready"
-    """Handoff verified; may join the batch."""
+    """The handoff is verified; the request may join the batch."""
     STEPPING = "stepping"
     SITTING_OUT = "sitting out"
-    """Its token is sampled once it is known what may come next there; others step meanwhile."""
+    """Its token is sampled once its grammar mask arrives; the batch goes on without it."""
     CLOSING = "closing"
-    """Over, but a copy or step in flight still uses the sequence."""
+    """The request ended, but a copy or step in flight still uses its sequence."""
     ENDED = "ended"
 
 
 class RequestEvent(Named):
-    """What moves it on."""
+    """Events that change the state of a request."""
 
     VERIFIED = "verified"
     STEP_BEGAN = "step"
@@ -56,7 +56,7 @@ NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 @dataclass(slots=True)
 class Group:
-    """Blocks up to `stop_block` of one chunk; layers below `wanted_layers` are being copied or were."""
+    """Blocks up to `stop_block` of one chunk; layers below `wanted_layers` have been copied or are being copied."""
 
     stop_block: int
     announced_at: float
@@ -65,7 +65,7 @@ class Group:
 
 @dataclass(slots=True)
 class Segment:
-    """Some of the blocks that a request loads from the pool of its host, under a lease that was asked for."""
+    """Some of the blocks that a request loads from its host's pool, under one lease."""
 
     lease_id: int
     first: int
@@ -81,44 +81,44 @@ class Request:
     order: int
     sequence: int
     budget_tokens: int
-    """KV reserved: whole blocks."""
+    """KV reserved, in whole blocks."""
     state: RequestState = RequestState.LOADING
     in_flight: int = 0
-    """Works that use the sequence."""
+    """Number of works that use the sequence."""
     held_blocks: int = 0
-    """Leading blocks that it is to load from the pool of its host."""
+    """Leading blocks to load from the host's pool."""
     leased_blocks: int = 0
-    """Of these, those that were asked for."""
+    """Number of these blocks for which a lease was requested."""
     segment: Segment | None = None
-    """The last of those, while the pool has not said how many it has."""
+    """The last requested segment, while the pool has not answered."""
     reading: list[int] = field(default_factory=list)
-    """Leases of the blocks that are wanted from the pool, or being copied from there."""
+    """Leases of the blocks that are waiting to be copied from the pool, or being copied."""
     passed_over: list[BlockLoad] = field(default_factory=list)
-    """What was handed off though it is to be loaded from the pool."""
+    """Announced blocks that are to be loaded from the pool instead."""
     sources: dict[int, SlotRef] = field(default_factory=dict)
     """Handed-off blocks announced so far."""
     held_sources: dict[int, SlotRef] = field(default_factory=dict)
-    """Blocks read from the pool of its host."""
+    """Blocks read from the host's pool."""
     groups: dict[int, Group] = field(default_factory=dict)
-    """By first block: blocks announced before their layers were ready."""
+    """Blocks announced before their layers were ready, by the first block."""
     wanted: list[BlockLoad] = field(default_factory=list)
-    """What can be copied now."""
+    """Blocks and layers that can be copied now."""
     wanted_parts: int = 0
-    """Layers of blocks that were ever wanted."""
+    """Layers of blocks that were ever queued for copying."""
     pulling: bool = False
     parts: list[int] = field(default_factory=list)
-    """Part checksums of all that arrived and verified, one block's layers after the other; `MISSING` where it has not."""
+    """Checksums of all layers of blocks that arrived and verified, block by block; `MISSING` where one has not arrived."""
     done: HandoffDone | None = None
     due_at: float = 0.0
     """When the last of its layers is expected."""
     unkept: range = range(0)
-    """Blocks of the prompt that are to be offered to the pool, after those that are being."""
+    """Blocks of the prompt still to be offered to the pool, after those being offered."""
     promised: bool = False
-    """Its last chunk is announced: it is about to join the batch, and was held against its SLO if it has one."""
+    """Its last chunk is announced: it is about to join the batch, and passed the check of its SLO."""
     made: int = 0
     """Output tokens of this attempt."""
     last: int = 0
-    """The last of them, whose KV is not computed yet."""
+    """The latest output token, whose KV is not computed yet."""
     tail: bytes = b""
     """Tokens after the last keyed block whose KV is computed."""
     parent: Key = b""
@@ -129,52 +129,52 @@ class Request:
     """When its first step began."""
     steps: int = 0
     was_late: bool = False
-    """What its last token may be was not known in time."""
+    """The mask of its previous token did not arrive in time."""
     sampling_id: int = 0
     """The work that samples its next token, while it sits out."""
     forked: bool = False
-    """It has no handoff of its own: it begins with a copy of another one's KV."""
+    """It has no handoff of its own: it begins with a copy of its leader's KV."""
     leader: "Request | None" = None
-    """That one, as long as its handoff goes on."""
+    """The request whose handoff it waits for, until that ends."""
     siblings: "list[Request]" = field(default_factory=list)
-    """Those that wait for its handoff."""
+    """Requests that wait for its handoff."""
     unwanted: bool = False
-    """Its gateway has cancelled it: its handoff goes on for its siblings alone."""
+    """Its gateway has cancelled it: the handoff goes on only for its siblings."""
 
     @property
     def tenant(self) -> str:
-        """Who asked; empty where nobody is known."""
+        """Return the tenant of the request; empty without tenants."""
         return self.request.tenant
 
     @property
     def position(self) -> int:
-        """Where the last token stands."""
+        """Return the position of the latest token."""
         return self.request.tokens + self.made - 1
 
     @property
     def context(self) -> int:
-        """Tokens of KV that its next step reads, or will when it begins."""
+        """Return the tokens of KV that its next step reads, or its first step will."""
         return self.request.tokens + max(1, self.made)
 
     @property
     def count(self) -> int:
-        """Output tokens of the whole request so far."""
+        """Return the output tokens of the whole request so far."""
         return self.request.first_index + self.made
 
     @property
     def left(self) -> int:
-        """Output tokens that may still come."""
+        """Return how many output tokens may still come."""
         message = self.request
         return message.stop.max_tokens - message.first_index - self.made
 
     @property
     def longest_step_s(self) -> float:
-        """The longest step at which it keeps what it was promised; inf: it was promised nothing."""
+        """Return the longest step that keeps its SLO; inf without one."""
         bound_s, message = self.request.tbt_slo_s, self.request
         return longest_step_s(bound_s, message.stop.max_tokens - message.first_index) if bound_s > 0 else math.inf
 
     def account(self, now: float) -> DecodeTimes:
-        """Where its time went, now that it is over."""
+        """Return where its time went, once it has ended."""
         return DecodeTimes(
             request_id=self.request.request_id,
             attempt=self.request.attempt,
@@ -186,18 +186,19 @@ class Request:
 
     @property
     def wants_twice(self) -> bool:
-        """Was something handed off again? Else each layer of each block is wanted once, and passed over once at most."""
+        """Return whether something was handed off twice. Otherwise each layer of each block is queued once, and passed over
+        at most once."""
         return max(self.wanted_parts, sum([load.stop_layer - load.first_layer for load in self.passed_over])) > len(self.parts)
 
     def want(self, blocks: range, first_layer: int, stop_layer: int, block_tokens: int) -> None:
-        """Some layers of blocks that were handed off can be copied, unless they are to come from the pool."""
+        """Queue layers of handed-off blocks for copying, except of blocks that come from the pool."""
         loads = self._loads(blocks, self.sources, first_layer, stop_layer, block_tokens)
         passed_over = max(0, min(blocks.stop, self.held_blocks) - blocks.start)
         self.passed_over += loads[:passed_over]
         self._want(loads[passed_over:])
 
     def want_held(self, segment: Segment, sources: Sequence[SlotRef], layers: int, block_tokens: int) -> None:
-        """What the pool has of a segment can be copied."""
+        """Queue what the pool has of a segment for copying."""
         blocks = range(segment.first, segment.first + len(sources))
         self.held_sources.update(zip(blocks, sources, strict=True))
         if sources:
@@ -205,18 +206,18 @@ class Request:
         self._want(self._loads(blocks, self.held_sources, 0, layers, block_tokens))
 
     def hold_fewer(self, blocks: int) -> None:
-        """From block `blocks` on nothing comes from the pool: what was passed over of it is wanted."""
+        """Load nothing from the pool from block `blocks` on: announced blocks passed over before are queued."""
         self.held_blocks = blocks
         self._want([load for load in self.passed_over if load.block >= blocks])
         self.passed_over = [load for load in self.passed_over if load.block < blocks]
 
     def is_arriving(self, most_parts: int) -> bool:
-        """Is all that it lacks being copied, but for one more piece at most?"""
+        """Return whether everything missing is being copied, except for at most one more piece."""
         last = self.done is not None and self.pulling and self.segment is None
         return last and self.piece(most_parts) == len(self.wanted)
 
     def piece(self, most_parts: int) -> int:
-        """How much of what is wanted goes into one copy: so many layers of blocks, one load at least."""
+        """Return how many queued loads go into one copy: at most so many layers of blocks, but at least one load."""
         parts = 0
         for count, load in enumerate(self.wanted):
             parts += load.stop_layer - load.first_layer
@@ -225,7 +226,7 @@ class Request:
         return len(self.wanted)
 
     def read_from(self, block: int) -> SlotRef:
-        """Where a block was copied from."""
+        """Return where a block was copied from."""
         return self.held_sources[block] if block < self.held_blocks else self.sources[block]
 
     def _loads(
@@ -242,9 +243,9 @@ class Request:
         self.wanted_parts += sum([load.stop_layer - load.first_layer for load in loads])
 
     def take(self, tokens: Sequence[int], block_tokens: int) -> list[Key]:
-        """More output: `tokens` were sampled, so the KV of the last one before them and of all but the last of them is there.
-        Returns the keys of the blocks that this completes."""
-        fed = self.last.to_bytes(4, "little")  # one token a step: the way that must be quick
+        """Append sampled tokens to the output. The KV of the previous last token and of all new ones but the last is
+        computed. Returns the keys of the blocks that this completes."""
+        fed = self.last.to_bytes(4, "little")  # one token per step is the common case, which must be quick
         self.tail += fed if len(tokens) == 1 else fed + pack_tokens(tokens[:-1])
         self.made += len(tokens)
         self.last = tokens[-1]

@@ -9,11 +9,11 @@ from mooncake_zmq.decode.request import MISSING, NEXT_STATE, Request, RequestEve
 
 
 class Requests:
-    """The live attempt of each request, and the requests that are over while a copy or step still uses their sequences."""
+    """Hold the live attempt of each request, and the ended requests whose sequences a copy or step still uses."""
 
     def __init__(self, transitions: Tally) -> None:
         self.live: OrderedDict[str, Request] = OrderedDict()
-        """By request id, in order of reservation."""
+        """Live requests by id, in order of reservation."""
         self.closing: list[Request] = []
         self._states = Lifecycle("decode request", NEXT_STATE, transitions)
 
@@ -37,13 +37,13 @@ class Requests:
         request.state = self._states.after(request.state, event)
 
     def close(self, request: Request) -> None:
-        """Count a request as over."""
+        """Move a request to the ended ones."""
         self.move(request, RequestEvent.CLOSE)
         del self.live[request.request.request_id]
         self.closing.append(request)
 
     def end(self, request: Request) -> None:
-        """Forget a request whose sequence is used no more."""
+        """Forget a request whose sequence is no longer used."""
         self.move(request, RequestEvent.END)
         self.closing.remove(request)
 
@@ -58,7 +58,7 @@ class Requests:
             assert all(each.leader is request and each.state is RequestState.LOADING for each in request.siblings)
 
     def dump(self) -> list[dict[str, Any]]:
-        """Return what there is to know of each request, for debugging."""
+        """Return the state of each request, for debugging."""
         return [
             {
                 "request": r.request.request_id,

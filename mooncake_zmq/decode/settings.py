@@ -1,4 +1,4 @@
-"""What an operator sets for a decode node."""
+"""Settings of a decode node."""
 
 from dataclasses import dataclass, field
 
@@ -8,29 +8,31 @@ from mooncake_zmq.pool.node.client import PoolClientSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSettings:
-    """One decode instance."""
+    """Settings of one decode instance."""
 
     capacity_tokens: int = 16_384
-    """KV budget in tokens; 46 kB each with the default model. At least one request of the full length."""
+    """KV budget in tokens, of 46 kB each with the default model. It has to hold at least one request of full length."""
     max_batch: int = 16
-    """Requests in one step."""
+    """Most requests in one step."""
     max_requests: int = 64
-    """Requests that hold KV, waiting ones included; a further one is denied."""
+    """Most requests that hold KV, waiting ones included; a further one is denied."""
     report_s: float = 0.25
-    """How often the load is told to the conductors."""
+    """Interval of the load reports to the conductors."""
     pull_deadline_s: float = 30.0
-    """A handoff's copy that takes longer fails the attempt."""
+    """Longest copy of a handoff; a longer one fails the attempt."""
     step_deadline_s: float = 60.0
-    """A work of one or more steps that takes longer fails its requests here."""
+    """Longest work of one or more steps; a longer one fails its requests here."""
     max_steps: int = 1
-    """Steps in one work. More is for engines whose steps nobody watches token by token: clients get their tokens in bursts."""
+    """Most steps in one work. More than 1 suits deployments where clients do not watch token by token: tokens come in
+    bursts."""
     store_output: bool = True
-    """Blocks that decoding completes go to the host's pool, for a chat's next turn. Off, their keys are not made either."""
+    """Offer blocks completed by decoding to the host's pool, for the next turn of a chat. Otherwise their keys are not
+    computed either."""
     store_prompts: bool = True
-    """Prompts that were prefilled on another host go to the own host's pool too, from where the next turn of a chat is loaded
-    without a link between hosts. Off, the pool gets only what decoding completes, and what was fetched."""
+    """Offer prompts prefilled on another host to the own host's pool too, from where the next turn of a chat is loaded
+    without a link between hosts. Otherwise the pool gets only what decoding completes, and what is fetched."""
     measured_half_life_s: float = 60.0
-    """As of prefill: without work, what was measured of this node's speed loses half of its weight in this time."""
+    """Time in which the measured speed of an idle node loses half of its weight, as for a prefill."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The continuous batch of a decode: its steps, their tokens, and the requests that join it or give way. PURE."""
+"""The continuous batch of a decode: its steps, their tokens, joining requests and preemption. PURE."""
 
 from collections.abc import Sequence
 
@@ -20,10 +20,10 @@ from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
 
 JOIN = ("join",)
-"""The timer that begins a step which was held back."""
+"""Key of the timer that begins a step which was held back."""
 LEAST_HOLD_S = 1e-4
 HOLD_SHARE = 0.3
-"""A step is held back for at most this part of one, for a request whose KV is nearly there."""
+"""A step is held back for at most this share of one, for a request whose KV has nearly arrived."""
 READY, STEPPING, CLOSING, SITTING_OUT = (
     RequestState.READY,
     RequestState.STEPPING,
@@ -31,14 +31,14 @@ READY, STEPPING, CLOSING, SITTING_OUT = (
     RequestState.SITTING_OUT,
 )
 STEP_BEGAN, STEPPED = RequestEvent.STEP_BEGAN, RequestEvent.STEPPED
-"""By name, as each step needs them for each request: an enum's class is ten times as slow to look into."""
+"""Local names, since each step needs them for each request and looking into an enum class is ten times as slow."""
 
 Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeTimes | None]
-"""The tokens of one request in a `TokensDecoded`, their probabilities, and an account if it ends."""
+"""The tokens of one request in a `TokensDecoded`, their probabilities, and its times if it ends."""
 
 
 class Steps:
-    """The batch of one decode, and the requests that sit out of it until their tokens are sampled."""
+    """Run the batch of one decode, and hold the requests that sit out of it until their tokens are sampled."""
 
     def __init__(
         self,
@@ -64,21 +64,21 @@ class Steps:
         self._ends = ends
         self._ids = ids
         self._counts = counts
-        self._pace = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._speed = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
         self._sitting_out: dict[int, Request] = {}
-        """By the works that sample their tokens."""
+        """Requests that sit out, by the works that sample their tokens."""
 
     def measured(self, now: float) -> Measured:
-        """Return how long steps have taken lately, compared with the cost model."""
-        return self._pace.measured(now)
+        """Return how long recent steps took, compared with the cost model."""
+        return self._speed.measured(now)
 
     def is_sampling(self, work_id: int) -> bool:
         """Return whether this work samples the token of a request that sits out."""
         return work_id in self._sitting_out
 
     def retry_after_s(self, now: float, request: Request) -> float | None:
-        """Return in how long a request may come whose steps would be too long now, for itself or by what others were promised;
-        None if it may come."""
+        """Return when a request may join for which steps would be too long now, by its own SLO or that of the others; None
+        if it may join now."""
         promised = [r for r in self._requests.live.values() if r.promised and r is not request]
         if not promised:
             return None
@@ -86,7 +86,7 @@ class Steps:
         batch = min(len(others) + 1, self._settings.max_batch)
         return retry_after_s(
             self._costs,
-            slowness=self._pace.ratio(now),
+            slowness=self._speed.ratio(now),
             slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
             max_batch=self._settings.max_batch,
             others=[Place(r.context, max(0, r.left)) for r in others],
@@ -105,13 +105,13 @@ class Steps:
         return []
 
     def begin(self, now: float) -> list[Effect]:
-        """Begin the next step of the batch, if there is one and no request is worth waiting for."""
+        """Begin the next step of the batch, unless there is none or it waits for a request."""
         effects: list[Effect] = []
         while True:
             ready = [r for r in self._requests.live.values() if r.state is READY]
             members = step_members(ready, self._settings.max_batch)
             short = [r for r in members if r.context > r.budget_tokens and not self._budget.grow(r)]
-            if not short or self._requests.closing:  # what is closing gives its KV back: wait for that rather than preempt more
+            if not short or self._requests.closing:  # closing requests free KV soon: wait for that
                 members = [r for r in members if r not in short] if short else members
                 break
             effects += self._preempt(now)
@@ -135,12 +135,12 @@ class Steps:
         return [*effects, Start(work_id, DecodeStep(tuple(entries), steps), self._settings.step_deadline_s)]
 
     def _hold_s(self, now: float) -> float:
-        """How much longer the next step waits for a request whose last blocks are being copied, or will be within that time: it
-        would have to wait for the whole step otherwise."""
+        """Return how much longer the next step waits for a request whose last blocks are copied now, or will be within that
+        time; otherwise the request would wait for the whole step."""
         hold_s, held_s = HOLD_SHARE * self._flight.step_s, now - self._flight.border_at
         if held_s >= hold_s:
             return 0.0
-        expected_s = hold_s / 2  # the rest is for its last layers
+        expected_s = hold_s / 2  # the other half is for its last layers
         for request in self._requests.live.values():
             if request.is_arriving(self._piece_parts):
                 return hold_s - held_s
@@ -149,7 +149,7 @@ class Steps:
         return 0.0
 
     def _run_length(self, members: Sequence[Request]) -> int:
-        """Steps to make in one work: until the first member ends, as far as there is KV for all of them."""
+        """Return the number of steps in one work: until the first member ends, as far as there is KV for all members."""
         steps = min(self._settings.max_steps, *[request.left for request in members]) if self._settings.max_steps > 1 else 1
         if all([request.position + steps <= request.budget_tokens for request in members]):
             return max(1, steps)
@@ -160,14 +160,14 @@ class Steps:
         return 1
 
     def _preempt(self, now: float) -> list[Effect]:
-        """The youngest request gives way. Its full blocks are in the pool already, so it resumes cheaply elsewhere."""
+        """Preempt the youngest request. Its full blocks are in the pool already, so it resumes cheaply on another node."""
         youngest = victim([r for r in self._requests.live.values() if r.state is not STEPPING])
         assert youngest is not None
         self._counts.add("preemptions")
         return self._ends.fail(now, youngest, "preempted", full=True)
 
     def on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:
-        """Give out the tokens of the work in flight, which ended."""
+        """Send the tokens of the work in flight, which ended."""
         step = self._flight.end(now)
         columns: Sequence[tuple[int, ...]] = [()] * len(step.members)
         scored: Sequence[tuple[TokenLogprob | None, ...]] = [()] * len(step.members)
@@ -209,7 +209,7 @@ class Steps:
         return [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
 
     def _sit_out(self, request: Request) -> Effect:
-        """Sample the next token of a request later: its constraint was not known in time."""
+        """Take a request whose mask is late out of the batch, and sample its next token later."""
         self._requests.move(request, RequestEvent.SAT_OUT)
         request.in_flight += 1
         request.sampling_id = self._ids.new()
@@ -217,7 +217,7 @@ class Steps:
         return Start(request.sampling_id, SampleTokens(request.sequence), self._settings.step_deadline_s)
 
     def on_sampled(self, now: float, work_id: int, result: TokensSampled | WorkFailed) -> list[Effect]:
-        """Give out the token of a request that sat out."""
+        """Send the token of a request that sat out."""
         request = self._sitting_out.pop(work_id)
         request.in_flight -= 1
         if request.state is CLOSING:
@@ -231,12 +231,12 @@ class Steps:
         return self._sent(batches) + effects
 
     def _measure(self, now: float, step: Step, result: StepDecoded) -> None:
-        """Each step of a run reads one more token of KV for each member than the one before it."""
+        """Record the time of a work; each step of a run reads one more token of KV for each member than the one before."""
         made, batch = len(result.tokens), len(step.members)
         self._counts.add("steps", made)
         self._flight.measure(result.elapsed_s, made)
         context = step.context + batch * (made - 1) / 2
-        self._pace.add(now, result.elapsed_s, made * self._costs.step_s(batch, context))
+        self._speed.add(now, result.elapsed_s, made * self._costs.step_s(batch, context))
 
     def _take_tokens(
         self,
@@ -246,7 +246,7 @@ class Steps:
         logprobs: tuple[TokenLogprob | None, ...],
         batches: dict[str, list[Entry]],
     ) -> list[Effect]:
-        """Take the tokens that one work sampled for one request, up to its end."""
+        """Append the tokens that one work sampled for one request, up to its end."""
         message, first = request.request, request.count
         stop, ended = message.stop.cut(tokens, first)
         taken = tokens[:stop]
@@ -271,7 +271,7 @@ class Steps:
         batches: dict[str, list[Entry]],
         failed: WorkFailed,
     ) -> list[Effect]:
-        """Take the tokens sampled before a step that failed for this request alone."""
+        """Append the tokens sampled before the step that failed for this request alone."""
         effects = self._take_tokens(now, request, tokens, logprobs, batches) if tokens else []
         if request.state is not READY:
             return effects
@@ -286,6 +286,6 @@ class Steps:
 
 
 def _decoded(entries: Sequence[Entry]) -> TokensDecoded:
-    tokens, logprobs, accounts = zip(*entries, strict=True)
-    over = tuple([account for account in accounts if account is not None])
+    tokens, logprobs, times = zip(*entries, strict=True)
+    over = tuple([each for each in times if each is not None])
     return TokensDecoded(entries=tokens, logprobs=logprobs if any(logprobs) else (), accounts=over)

@@ -1,1 +1,1 @@
-"""The model: weights, tokenizer, KV of running sequences, prefill, decode. Knows no roles, messages or sockets."""
+"""The model: weights, tokenizer, KV of running sequences, prefill, decode. It knows no roles, messages or sockets."""

@@ -10,14 +10,14 @@ from mooncake_zmq.engine.matrices.panels import SMALL_PRODUCT
 from mooncake_zmq.engine.rowwise import Rowwise
 from mooncake_zmq.engine.spec import ModelSpec
 
-MIXED_TOKENS = 16  # whose scores meet the values in one product; measured 8 to 32: equal
-SCORES_ITEMS = 64 * 1024  # of one product: heads are taken together while they are shorter, for fewer calls
-DEVICE_TILE_TOKENS = 256  # on a GPU large products are fast and launches dear: 10 to 30 us each
+MIXED_TOKENS = 16  # keys whose scores meet the values in one product; measured 8 to 32: equal
+SCORES_ITEMS = 64 * 1024  # scores of one product: heads are taken together while they are shorter, for fewer calls
+DEVICE_TILE_TOKENS = 256  # on a GPU large products are fast and launches cost 10 to 30 us each
 DEVICE_SCORES_ITEMS = 64 << 20  # 256 MiB of scratch: on a GPU, all heads of a tile over 8k tokens and more
 
 
 def tile_tokens(xp: Any, spec: ModelSpec) -> int:
-    """Queries that `Attention.many` takes at a time."""
+    """Return the queries that `Attention.many` takes at a time."""
     if xp is not np:
         return DEVICE_TILE_TOKENS
     fitting = SMALL_PRODUCT // (KEY_TILE * spec.head_dim * (spec.heads // spec.kv_heads))
@@ -25,7 +25,7 @@ def tile_tokens(xp: Any, spec: ModelSpec) -> int:
 
 
 class Attention:
-    """For one thread, with its scratch memory. Queries come scaled."""
+    """Attention for one thread, with its scratch memory. Queries come scaled."""
 
     def __init__(self, xp: Any, spec: ModelSpec, rowwise: Rowwise) -> None:
         self._xp = xp
@@ -40,8 +40,8 @@ class Attention:
         """Layers whose scores have been too large or too small for exponentials as they are."""
 
     def many(self, sequence: SequenceKV, index: int, queries: Any, start: int, count: int, out: Any) -> None:
-        """`count` new tokens, queries [kv_head, n, group, head_dim], at token `start`, each over all up to itself, in layer
-        `index`: a tile of queries and some heads at a time, into the first rows of `out` [rows, heads * head_dim].
+        """Compute `count` new tokens, queries [kv_head, n, group, head_dim], at token `start`, each over all up to itself, in
+        layer `index`: a tile of queries and some heads at a time, into the first rows of `out` [rows, heads * head_dim].
 
         Ordinary scores, within about +-60, need no shift to be exponentiated. Others show in their sums: they are computed
         again, and the layer's are shifted from then on. A GPU shifts always: it is idle while the host looks at sums.
@@ -56,8 +56,8 @@ class Attention:
         by_head /= totals
 
     def _mix_values(self, sequence: SequenceKV, index: int, queries: Any, start: int, out: Any, *, shift: bool) -> Any:
-        """Values weighted by exponentials of scores, into `out` [n, kv_head, group, head_dim]; returns the sums of the weights,
-        [n, kv_head, group, 1]."""
+        """Sum the values weighted by exponentials of scores into `out` [n, kv_head, group, head_dim]; returns the sums of the
+        weights, [n, kv_head, group, 1]."""
         xp, group, dim, count = self._xp, self._group, self._dim, len(out)
         totals = xp.empty((count, self._kv_heads, group, 1), dtype=xp.float32)
         self._scores(1, min(self._tile_tokens, count) * group, start + count + KEY_TILE)  # the largest first
@@ -80,9 +80,9 @@ class Attention:
         return totals
 
     def one(self, sequence: SequenceKV, index: int, queries: Any, visible: int) -> Any:
-        """One token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens.
+        """Compute one token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens.
 
-        On a GPU the weights meet all values in one product; it is for the few rows of a prefill whose logits are asked, as
+        On a GPU the weights meet all values in one product; it serves the few rows of a prefill whose logits are requested, as
         decode has kernels of its own there (`device`).
         """
         xp, (heads, group, dim) = self._xp, queries.shape
@@ -103,8 +103,8 @@ class Attention:
         return mixed.reshape(-1)
 
     def _mix(self, scores: Any, values: Any, visible: int) -> Any:
-        """scores [head, n * group, width] @ values [head, token, head_dim] over the first `visible`, in small products:
-        measured 105 GFLOP/s where one product reaches 97. On a GPU in one."""
+        """Multiply scores [head, n * group, width] by values [head, token, head_dim] over the first `visible`, in small
+        products: measured 105 GFLOP/s where one product reaches 97. On a GPU in one."""
         heads, height, width = scores.shape
         if self._on_device:
             return scores[:, None, :, :visible] @ values[:, None, :visible]
@@ -118,7 +118,7 @@ class Attention:
         return mixed
 
     def _scores(self, heads: int, height: int, width: int) -> Any:
-        """Scratch [head, height, width], of any content."""
+        """Return scratch [head, height, width], of any content."""
         size = heads * height * width
         if self._scratch.size < size:
             self._scratch = self._xp.empty(size, dtype=self._xp.float32)

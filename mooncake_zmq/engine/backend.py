@@ -1,4 +1,4 @@
-"""The array namespace behind one name. The only file of the engine that may import CuPy."""
+"""The array namespace behind one name. This is the only file of the engine that may import CuPy."""
 
 import functools
 import importlib
@@ -18,12 +18,12 @@ from mooncake_zmq.engine.cpu import Device
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 SMALL_BYTES = 64 << 10
-"""So little is the allocator's: to map it, and to tell the kernel how, takes longer than to write it."""
+"""Arrays up to this size come from the allocator: to map them, and to advise the kernel, takes longer than to write them."""
 MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it only in later versions
 
 
 def array_namespace(device: Device) -> ModuleType:
-    """NumPy for "cpu", CuPy for "cuda". Raises ValueError with one line that says what to do."""
+    """Return NumPy for "cpu", CuPy for "cuda". Raises ValueError with one line that says what to do."""
     if device == "cpu":
         return np
     try:
@@ -36,13 +36,13 @@ def array_namespace(device: Device) -> ModuleType:
 
 
 def keep_kernels_in(directory: Path) -> None:
-    """Where CuPy keeps the kernels that it compiles, unless the operator has said so. To be called before it is imported: that
-    fails where its own choice, the home directory, cannot be written."""
+    """Let CuPy keep the kernels that it compiles here, unless the operator has chosen a place. Call it before CuPy is imported:
+    the import fails where CuPy's own choice, the home directory, cannot be written."""
     os.environ.setdefault("CUPY_CACHE_DIR", str(directory / "cupy"))
 
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:
-    """The array in host memory: itself when it is NumPy's already, else one device-to-host copy."""
+    """Return the array in host memory: itself when it is NumPy's already, else one device-to-host copy."""
     if isinstance(array, np.ndarray):
         return array
     host: np.ndarray[Any, Any] = array.get()
@@ -50,21 +50,22 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
 
 
 def synchronize(xp: ModuleType) -> None:
-    """Return once the device has done all that this thread asked of it, so that other threads may read it. The CPU has."""
+    """Return once the device has completed all work of this thread, so that other threads may read the results. On the CPU it
+    always has."""
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
 
 
 def release_staging(xp: ModuleType) -> None:
-    """Give back the page-locked memory that arrays came to the device through; CuPy would keep as much as they all took."""
+    """Give back the page-locked memory through which arrays were copied to the device; CuPy would keep all of it."""
     if xp is not np:
         synchronize(xp)
         xp.get_default_pinned_memory_pool().free_all_blocks()
 
 
 def ended_on_error(step: Step) -> Step:
-    """For an engine's steps: when one raises, nothing that it asked of the device is still to be done. The caller is free to
-    give its sequences' memory to others, who use it from streams of their own."""
+    """Wrap an engine's step: when it raises, no work that it started on the device is pending. The caller may then give its
+    sequences' memory to others, who use it from streams of their own."""
 
     @functools.wraps(step)
     def ended(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -78,17 +79,17 @@ def ended_on_error(step: Step) -> Step:
 
 
 class Zeros(NamedTuple):
-    """A float32 array of zeros, and what becomes of its memory."""
+    """A float32 array of zeros, and how its memory is released and enlarged."""
 
     array: Any
     release: Callable[[], None]
-    """Give it back."""
+    """Give the memory back."""
     enlarge: Callable[[], None]
-    """Take it in pages as large as there are, each of which is committed whole; to be said before anything is written."""
+    """Take the memory in pages as large as there are, each of which is committed whole; call it before anything is written."""
 
 
 def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> Zeros:
-    """New memory.
+    """Allocate new memory.
 
     On the host the pages come from a private anonymous mapping: none is committed before its first write, and releasing
     returns them to the OS at once, even while some view of the array is still alive (it then reads zeros); of `SMALL_BYTES` or
@@ -109,6 +110,6 @@ def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> Zeros:
         with suppress(OSError):  # a kernel without large pages
             memory.madvise(how)
 
-    advise(mmap.MADV_NOHUGEPAGE)  # which some give unasked
+    advise(mmap.MADV_NOHUGEPAGE)  # some kernels return large pages unasked
     array = np.frombuffer(memory, dtype=np.float32, count=size_bytes // 4).reshape(shape)
     return Zeros(array, lambda: memory.madvise(mmap.MADV_DONTNEED), lambda: advise(mmap.MADV_HUGEPAGE))

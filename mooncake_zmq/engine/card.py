@@ -15,7 +15,8 @@ MAX_BYTES = 64 << 10
 
 
 class ModelCard(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`spec`: shape, KV dtype, longest context, and the weights' fingerprint. `tokenizer`: that of the tokenizer's files."""
+    """The shape and fingerprints of a model. `spec`: shape, KV dtype, longest context, and the weights' fingerprint.
+    `tokenizer`: the fingerprint of the tokenizer's files."""
 
     spec: ModelSpec
     tokenizer: str
@@ -23,12 +24,12 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def encode(card: ModelCard) -> bytes:
-    """The card's file."""
+    """Return the bytes of the card's file."""
     return msgspec.json.format(msgspec.json.encode(card), indent=1) + b"\n"
 
 
 def read(path: Path) -> ModelCard:
-    """Raises ModelError."""
+    """Read a card. Raises ModelError."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -46,8 +47,8 @@ def read(path: Path) -> ModelCard:
 
 
 def of_prepared(path: Path) -> ModelCard:
-    """That of a prepared directory, or of "toy". Raises ModelError."""
-    from mooncake_zmq.engine import tokenizer, toy, weights  # for who reads a card they would be nothing but a slow start
+    """Return the card of a prepared directory, or of "toy". Raises ModelError."""
+    from mooncake_zmq.engine import tokenizer, toy, weights  # a process that only reads a card would start slowly with them
 
     spec = toy.TOY_SPEC if str(path) == "toy" else weights.read_spec(path)
     return ModelCard(spec=spec, tokenizer=tokenizer.fingerprint(path))

@@ -1,8 +1,8 @@
-"""What may come next in an answer that follows a grammar, by llguidance. The table of the vocabulary is made once, where a
-constraint is first asked for. `gateway.openai.constraints` writes grammars, this reads them.
+"""Tokens that may come next in an answer that follows a grammar, by llguidance. The table of the vocabulary is made once, when
+a constraint is first used. `gateway.openai.constraints` writes grammars, this module reads them.
 
-A grammar may be written so that the library, which knows bounds for most of its work and not for all, never comes back: when it
-reads it, or many tokens later. So this runs in a process of its own alone, see `engine.grammars`.
+The library bounds most of its work but not all: on some grammars it never returns, when it reads them or many tokens later. So
+this runs only in a process of its own, see `engine.grammars`.
 """
 
 import hashlib
@@ -14,26 +14,27 @@ from msgspec import Struct
 
 from mooncake_zmq.core.grammar import links
 
-if TYPE_CHECKING:  # else where it is needed: gateways and engines load the rest of this too
+if TYPE_CHECKING:  # imported where it is needed: gateways and engines load this module too
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_COMPILED = 32
-"""Grammars kept ready, the last ones used: a copy of one takes 15 us, compiling it a millisecond or, at worst, a second."""
+"""Compiled grammars that are kept, the last ones used: a copy of one takes 15 us, compiling it a millisecond or, at worst, a
+second."""
 MAX_LINKS = 4000
-"""Of one grammar, see `core.grammar`. A gateway lets a quarter of it through."""
+"""Links of one grammar at most, see `core.grammar`. A gateway admits a quarter of it."""
 SHOWN_CHARS = 200
 
 
 class ConstraintError(Exception):
-    """A constraint that is none, or that cannot be followed within the limits: in one line."""
+    """A constraint that is invalid, or that cannot be followed within the limits: in one line."""
 
 
 class ConstraintNotReady(ConstraintError):
-    """It was not read in time, or is not wanted any more, which says nothing about it."""
+    """The constraint was not read in time, or is not wanted any more, which says nothing about it."""
 
 
 class Words(Protocol):
-    """What is needed of a tokenizer; `engine.tokenizer.Tokenizer` is one."""
+    """The methods of a tokenizer that a grammar needs; `engine.tokenizer.Tokenizer` has them."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -44,7 +45,8 @@ class Words(Protocol):
 
 
 class NamedWords(Struct, frozen=True):
-    """The tokens of a vocabulary that are no text, and how many there are in all: as another process is told."""
+    """The special tokens of a vocabulary, and the number of all its tokens: the form in which they are sent to another
+    process."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -53,14 +55,14 @@ class NamedWords(Struct, frozen=True):
 
     @classmethod
     def of(cls, words: Words, vocab_size: int) -> "NamedWords":
-        """`vocab_size`: ids that the engine gives logits for."""
+        """Read them from a tokenizer. `vocab_size`: ids that the engine gives logits for."""
         named = sorted(words.special_ids.union(words.eos_ids))
         return cls(vocab_size, words.eos_ids, words.special_ids, {token: words.piece(token) for token in named})
 
 
 class Bytes:
-    """A model's vocabulary with a token for each byte and its special ones, and no others: the table of it is made at once. A
-    grammar that has answers in the one has them in the other."""
+    """A model's vocabulary with a token for each byte and its special ones, and no others: its table is made quickly. A grammar
+    has an answer in this vocabulary if and only if it has one in the model's."""
 
     def __init__(self, named: NamedWords) -> None:
         self.vocab_size = named.vocab_size
@@ -78,7 +80,7 @@ class Bytes:
 
 
 class Matcher:
-    """One answer's place in its grammar."""
+    """The position of one answer in its grammar."""
 
     def __init__(self, matcher: "LLMatcher", eos_ids: Sequence[int], vocab_size: int) -> None:
         self._matcher = matcher
@@ -87,7 +89,7 @@ class Matcher:
         self._ended = False
 
     def feed(self, token: int) -> None:
-        """It stands there now. Behind the first end of sequence only further ones do. Raises ConstraintError."""
+        """Append a token to the answer; behind an end of sequence only further ones may follow. Raises ConstraintError."""
         if token in self._eos_ids:
             if not self._ended and not self._matcher.is_accepting():
                 raise ConstraintError("the answer ended where its grammar does not")
@@ -96,8 +98,8 @@ class Matcher:
             raise ConstraintError(_reason(self._matcher) or f"token {token} does not follow the grammar")
 
     def allowed(self) -> bytes:
-        """Which ids may come next, the lowest bit of each byte first. The end of sequence: exactly where the grammar accepts.
-        Raises ConstraintError."""
+        """Return a bit for each id, set if it may come next, the lowest bit of each byte first. The end of sequence may come
+        exactly where the grammar accepts. Raises ConstraintError."""
         bits = bytearray(-(-self._vocab_size // 8) if self._ended else self._matcher.compute_bitmask())
         if self._matcher.is_error():
             raise ConstraintError(_reason(self._matcher))
@@ -111,7 +113,7 @@ class Matcher:
 
 
 class Compiler:
-    """Matchers over one vocabulary. It goes deep: its thread needs a large stack."""
+    """Makes matchers over one vocabulary. It recurses deeply: its thread needs a large stack."""
 
     def __init__(self, words: Callable[[], Words], vocab_size: int) -> None:
         """`words`: opens the tokenizer. `vocab_size`: ids that the engine gives logits for."""
@@ -120,10 +122,10 @@ class Compiler:
         self._table: LLTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
         self._compiled: OrderedDict[bytes, LLMatcher | str] = OrderedDict()
-        """By digest; why it is refused, of those that are."""
+        """By digest: the compiled grammar, or the reason of its refusal."""
 
     def matcher(self, constraint: bytes, answer: Sequence[int] = ()) -> Matcher:
-        """Behind the answer so far. Raises ConstraintError."""
+        """Return a matcher behind the answer so far. Raises ConstraintError."""
         digest = digest_of(constraint)
         found = self._compiled.get(digest)
         if found is None:
@@ -168,12 +170,13 @@ class Compiler:
 
 
 def digest_of(constraint: bytes) -> bytes:
-    """What a grammar is known by."""
+    """Return the identity of a grammar."""
     return hashlib.blake2b(constraint, digest_size=16).digest()
 
 
 def _limits() -> "LLParserLimits":
-    """At most some 20 ms a token and 25 MB a grammar, measured with grammars written for that; plain ones need 1 % of it."""
+    """Return limits of at most some 20 ms a token and 25 MB a grammar, measured with adversarial grammars; plain ones need 1 %
+    of it."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -188,7 +191,7 @@ def _limits() -> "LLParserLimits":
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance's `TokenizerWrapper` takes it."""
+    """A tokenizer in the form that llguidance's `TokenizerWrapper` takes."""
 
     bos_token_id = None
 
@@ -204,7 +207,7 @@ class _Vocabulary:
         self._words = words
 
     def __call__(self, raw: bytes) -> list[int]:
-        """Text that a grammar leaves no choice about, as the model would write it; some tokenizers put a space before it."""
+        """Encode text that the grammar forces, as the model would write it; some tokenizers put a space before it."""
         text = raw.decode(errors="replace")
         ids = self._words.encode(text, special=False)
         same = max(ids, default=0) < len(self.tokens) and b"".join(self.tokens[token] for token in ids) == raw
@@ -212,5 +215,5 @@ class _Vocabulary:
 
 
 def _reason(matcher: "LLMatcher") -> str:
-    """The library's words, which may quote the grammar at any length."""
+    """Return the library's message, which may quote the grammar at any length."""
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:SHOWN_CHARS]

@@ -1,4 +1,4 @@
-"""From a source's tensors to the arrays that engines read: fused, reordered, in panels; and weights.bin of them."""
+"""Conversion of a source's tensors to the arrays that engines read: fused, reordered, in panels; and weights.bin of them."""
 
 import functools
 import hashlib
@@ -21,8 +21,8 @@ from mooncake_zmq.engine.weights import ALIGNMENT_BYTES, WEIGHTS_FILE, fused_mat
 _Item = TypeVar("_Item", bound=np.generic)
 
 
-def write_weights(source: Source, directory: Path, tell: Callable[[float], None]) -> None:
-    """Write weights.bin, then header.json, which makes the directory a model. `tell` hears the share that is done."""
+def write_weights(source: Source, directory: Path, progress: Callable[[float], None]) -> None:
+    """Write weights.bin, then header.json, which makes the directory a model. Call `progress` with the share that is done."""
     spec = source.spec
     hasher = hashlib.sha256(json.dumps(asdict(replace(spec, name="", fingerprint="")), sort_keys=True).encode())
     table: dict[str, Any] = {}
@@ -33,12 +33,12 @@ def write_weights(source: Source, directory: Path, tell: Callable[[float], None]
             content = tensor.data.cast("B")
             file.write(content)
             hasher.update(content)
-            tell(layer / spec.layers)
+            progress(layer / spec.layers)
     write_header(directory, replace(spec, fingerprint=hasher.hexdigest()[:32]), table)
 
 
 def _stored_tensors(source: Source) -> Iterator[tuple[int, str, NDArray[np.float32]]]:
-    """(layer, name, tensor) as the engine reads them: matrices that share an input fused, then cut into panels."""
+    """Yield (layer, name, tensor) as the engine reads them: matrices that share an input fused, then cut into panels."""
     spec, shapes = source.spec, expected_shapes(source.spec)
 
     def tensor(name: str) -> NDArray[np.float32]:
@@ -77,7 +77,7 @@ def _stored_tensors(source: Source) -> Iterator[tuple[int, str, NDArray[np.float
 
 
 def compact_matrices(source: Source) -> Iterator[tuple[str, Panels]]:
-    """The matrices of `_stored_tensors` that have a shorter exact form, under the same names."""
+    """Yield the matrices of `_stored_tensors` that have a shorter exact form, under the same names."""
     spec = source.spec
     heads = {"q": spec.heads, "k": spec.kv_heads}
 
@@ -102,7 +102,8 @@ def compact_matrices(source: Source) -> Iterator[tuple[str, Panels]]:
 
 
 def rotation_pairs(weights: NDArray[_Item], heads: int) -> NDArray[_Item]:
-    """Rows (0, 1, .. d-1) of each head to (0, d/2, 1, d/2+1, ..): what RoPE turns together lies side by side.
+    """Reorder rows (0, 1, .. d-1) of each head to (0, d/2, 1, d/2+1, ..): the two rows that RoPE rotates together lie side by
+    side.
 
     Scores do not change when Q and K are permuted alike; a rotation becomes one complex product. Biases and norms, of one
     axis, go the same way.

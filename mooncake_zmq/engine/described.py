@@ -1,6 +1,6 @@
-"""A model that another program computes: shape and identity from its config, and its tokenizer, without any weight.
+"""A model that another program computes: its shape and identity from its config, and its tokenizer, without any weight.
 
-Any architecture will do. What a config does not say of KV stands as one head: nothing but estimates depends on it.
+Any architecture is accepted. Where a config does not describe its KV, one head is assumed: only estimates depend on it.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from mooncake_zmq.engine.spec import ModelSpec, check_spec
 
 
 def describe(model: str, cache_dir: Path | str) -> tuple[Path, ModelCard]:
-    """Where `open_tokenizer` finds its files, and the card. Raises ModelError. The fingerprint is that of name and config:
-    weights are not looked at, so two trainings of one architecture must have directories of different names."""
+    """Return the directory of the tokenizer's files, and the card. Raises ModelError. The fingerprint is that of name and
+    config: weights are not read, so two trainings of one architecture must have directories of different names."""
     path = Path(model).expanduser()
     if not path.is_dir():
         raise ModelError(
@@ -37,7 +37,7 @@ def describe(model: str, cache_dir: Path | str) -> tuple[Path, ModelCard]:
 def _spec(directory: ModelDirectory) -> ModelSpec:
     name = directory.path.resolve().name
     whole = json.dumps([name, directory.config], sort_keys=True).encode()
-    nested = directory.config.get("text_config")  # of a model that sees or hears as well
+    nested = directory.config.get("text_config")  # of a model with image or audio input
     config: dict[str, Any] = directory.config | (nested if isinstance(nested, dict) else {})
     try:
         hidden, heads = config["hidden_size"], config.get("num_attention_heads") or 1
@@ -67,7 +67,7 @@ def _spec(directory: ModelDirectory) -> ModelSpec:
 
 
 def _write_texts(directory: ModelDirectory, spec: ModelSpec, cache_dir: Path) -> Path:
-    """The tokenizer in our own form, under a name that tells what is in it: who finds it there need not write it."""
+    """Write the tokenizer in our own form, under a name derived from its content: a process that finds it need not write it."""
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".described-", suffix=".tmp", dir=cache_dir))

@@ -1,7 +1,7 @@
 """The engine on a GPU: `Llama` whose products are whole matrices, and whose steps between them are kernels (device.cu).
 
-A decode step of every sequence together is some dozen launches a layer, whatever the batch: the host asks for the next one
-long before the last has ended, so that a step takes what the GPU needs to read its weights and KV.
+A decode step of all sequences is some dozen launches a layer, whatever the batch: the host launches the next one long before
+the last has ended, so that a step takes as long as the GPU needs to read its weights and KV.
 """
 
 import math
@@ -20,15 +20,16 @@ from mooncake_zmq.engine.spec import ModelSpec, check_batch
 
 SOURCE = Path(__file__).with_suffix(".cu")
 THREADS = 256
-"""Of a block, in every kernel that does not say otherwise: as in device.cu."""
+"""Threads of a block, in every kernel that does not say otherwise: as in device.cu."""
 BLOCKS_WANTED = 528
-"""Of `attend`: sequences are cut into splits until so many can run side by side, four on each of an H100's 132 processors."""
+"""Blocks of `attend`: sequences are cut into splits until so many can run side by side, four on each of an H100's 132
+processors."""
 LEAST_SPAN_TILES = THREADS // KEY_TILE
-"""A split is at least what one block takes at a time."""
+"""The least size of a split: the tiles that one block takes at a time."""
 
 
 class Kernels:
-    """device.cu's functions, compiled for a model's heads. Compiled code is kept where CuPy keeps it."""
+    """The functions of device.cu, compiled for a model's heads. Compiled code is kept where CuPy keeps it."""
 
     def __init__(self, xp: Any, spec: ModelSpec) -> None:
         group = spec.heads // spec.kv_heads
@@ -46,7 +47,7 @@ class Kernels:
 
 
 class DeviceRowwise:
-    """Implements `Rowwise`: each of its steps one launch. Arrays are float32, contiguous within a row."""
+    """Implements `Rowwise`: each of its steps is one launch. Arrays are float32, contiguous within a row."""
 
     def __init__(self, xp: Any, kernels: Kernels) -> None:
         self._xp = xp
@@ -72,7 +73,7 @@ class DeviceRowwise:
 
 
 class DeviceLlama(Llama):
-    """`Llama` on the GPU. Raises ValueError where there is none, and for heads it has no kernels for."""
+    """`Llama` on the GPU. Raises ValueError where there is no GPU, and for heads without kernels."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[str, NDArray[np.float32]], *, sequences: NewSequence | None = None
@@ -104,21 +105,21 @@ class DeviceLlama(Llama):
         return result
 
     def _caches(self, sequences: list[SequenceKV]) -> Any:
-        """Rows of device.cu's `caches`."""
+        """Return the rows of device.cu's `caches`."""
         rows = [
             (each.keys.data.ptr, each.values.data.ptr, each.keys.shape[2], each.capacity, each.length) for each in sequences
         ]
         return self._xp.asarray(np.array(rows, dtype=np.int64))
 
     def _cut(self, count: int, longest: int) -> tuple[int, int]:
-        """(tiles in a split, splits) of the longest sequence; the others' last splits may be empty."""
+        """Return (tiles in a split, splits) of the longest sequence; the others' last splits may be empty."""
         tiles = -(-longest // KEY_TILE)
         wanted = -(-BLOCKS_WANTED // (count * self.spec.kv_heads))
         span = max(LEAST_SPAN_TILES, -(-tiles // wanted))
         return span, -(-tiles // span)
 
     def _attend(self, work: Any, caches: Any, index: int, count: int, span: int, splits: int) -> None:
-        """From `work.qkv` to `work.attended`; the new tokens' KV is stored on the way."""
+        """Compute `work.attended` from `work.qkv`, and store the new tokens' KV."""
         spec, kernels, layer, kv_heads = self.spec, self._kernels, np.int32(index), np.int32(self.spec.kv_heads)
         size = count * spec.heads * splits * (spec.head_dim + 2)
         if self._partial.size < size:
@@ -147,7 +148,7 @@ class DeviceLlama(Llama):
 
 
 def _whole(xp: Any, tensor: NDArray[np.float32]) -> Any:
-    """A tensor on the device, panels [panel, in, 64] as one matrix [in, out]."""
+    """Return a tensor on the device, panels [panel, in, 64] as one matrix [in, out]."""
     array = xp.asarray(tensor)
     if array.ndim != 3:
         return array
@@ -158,22 +159,22 @@ def _whole(xp: Any, tensor: NDArray[np.float32]) -> Any:
 
 
 class _Products:
-    """cuBLAS's float32 product, called directly: CuPy's own way there takes the host longer than a small one takes the GPU."""
+    """cuBLAS's float32 product, called directly: CuPy's own call takes the host longer than a small product takes the GPU."""
 
     def __init__(self, xp: Any) -> None:
         self._library, self._handle = xp.cuda.cublas, xp.cuda.device.get_cublas_handle
         self._one, self._zero = (np.array(factor, dtype=np.float32) for factor in (1, 0))
 
     def __call__(self, xp: Any, x: Any, matrix: Any, out: Any, count: int) -> None:
-        """`panels.linear` with one matrix: out = x @ matrix for the first `count` rows."""
+        """Compute `panels.linear` with one matrix: out = x @ matrix for the first `count` rows."""
         self._sgemm(x, matrix, self._zero, out, count)
 
     def add(self, x: Any, matrix: Any, out: Any, count: int) -> None:
-        """out += x @ matrix for the first `count` rows and as many columns as `out` has."""
+        """Add to out: out += x @ matrix for the first `count` rows and as many columns as `out` has."""
         self._sgemm(x, matrix, self._one, out, count)
 
     def _sgemm(self, x: Any, matrix: Any, keep: NDArray[np.float32], out: Any, count: int) -> None:
-        """cuBLAS has columns where we have rows: out^T = matrix^T x^T."""
+        """Call cuBLAS, which has columns where we have rows: out^T = matrix^T x^T."""
         plain, (depth, stored) = self._library.CUBLAS_OP_N, matrix.shape
         columns, alpha, beta = min(stored, out.shape[1]), self._one.ctypes.data, keep.ctypes.data
         weights, rows, to = (matrix.data.ptr, stored), (x.data.ptr, x.shape[1]), (out.data.ptr, out.shape[1])
@@ -181,5 +182,5 @@ class _Products:
 
 
 def _stride(rows: Any) -> np.int64:
-    """In floats."""
+    """Return the stride in floats."""
     return np.int64(rows.strides[0] // 4)

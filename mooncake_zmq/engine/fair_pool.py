@@ -1,4 +1,4 @@
-"""Threads whose time tenants share: who asks for much waits for his own."""
+"""Threads whose time tenants share fairly: a tenant that submits much work delays only itself."""
 
 import threading
 import time
@@ -14,8 +14,9 @@ WorkT = TypeVar("WorkT")
 
 
 class FairPool:
-    """What waits is its callers' to bound: each work is of a call that has a slot, and is forgotten when that cancels it. A
-    tenant's works take turns by the order in which they came, those of one flow behind each other."""
+    """A pool of threads that tenants take turns to use. Its callers bound the queue: each work belongs to a call that has a
+    slot, and is dropped when the call cancels it. A tenant's works run in the order in which they came, those of one flow one
+    after another."""
 
     def __init__(self, name: str, threads: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -23,18 +24,18 @@ class FairPool:
         self._clock = clock
         self._numbers = count()
         self._lock = threading.Lock()
-        """Guards what follows."""
+        """Guards the fields below."""
         self._busy = 0
         self._closed = False
         self._turns: Turns[_Work] = Turns()
 
     def new_flow(self) -> int:
-        """A number for works of which each waits for the one before it; until it is dropped."""
+        """Return the number of a new flow, whose works run one after another; it exists until it is dropped."""
         return next(self._numbers)
 
     def submit(self, tenant: str, work: Callable[[], WorkT], flow: int | None = None) -> Future[WorkT]:
-        """Have it done by a thread, when it is the tenant's turn and its flow's; None: it is a flow by itself. Once the pool
-        is closed it is cancelled at once."""
+        """Let a thread do the work when it is its tenant's and its flow's turn; without `flow` it is a flow by itself. Once the
+        pool is closed it is cancelled at once."""
         done: Future[WorkT] = Future()
         number = self.new_flow() if flow is None else flow
         with self._lock:
@@ -50,14 +51,14 @@ class FairPool:
         return done
 
     def drop(self, tenant: str, flow: int) -> None:
-        """Forget a flow: what waits of it is cancelled."""
+        """Forget a flow, and cancel its waiting works."""
         with self._lock:
             left = self._turns.drop(tenant, flow)
         for each in left:
             each.done.cancel()
 
     def close(self, *, wait: bool = False) -> None:
-        """Begin nothing more. `wait`: for what has begun."""
+        """Begin no more works and cancel those that wait. `wait`: return only when running works have ended."""
         with self._lock:
             self._closed = True
             left = self._turns.clear()
@@ -72,9 +73,9 @@ class FairPool:
             began, result, error = self._clock(), None, None
             try:
                 result = work.does()
-            except BaseException as raised:  # the caller's to see
+            except BaseException as raised:  # the caller gets it
                 error = raised
-            with self._lock:  # before its caller may come again
+            with self._lock:  # before its caller may submit again
                 self._turns.charge(work.tenant, work.flow, self._clock() - began)
             if error is None:
                 work.done.set_result(result)

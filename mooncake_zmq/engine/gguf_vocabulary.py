@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.tokenizer import library_errors
 
-SPACE = "\u2581"  # SentencePiece writes a space as this
+SPACE = "\u2581"  # SentencePiece's form of a space
 
 
 class TokenKind(IntEnum):
@@ -28,7 +28,7 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Pre:
-    """How one kind of byte-level BPE cuts a text before it merges. Without a pattern: GPT-2's own."""
+    """The way one kind of byte-level BPE cuts a text before it merges. Without a pattern: GPT-2's own."""
 
     pattern: str | None = None
     single_digits: bool = False
@@ -70,14 +70,14 @@ def check(model: str, pre: str) -> None:
 
 
 def adds_bos(model: str, pre: str) -> bool:
-    """Whether a text begins with BOS where the file does not say."""
+    """Return whether a text begins with BOS where the file does not say."""
     return model == "llama" or _PRES[pre].adds_bos
 
 
 def byte_level_bpe(
     *, tokens: Sequence[str], merges: Iterable[tuple[str, str]], kinds: Sequence[int], pre: str
 ) -> tokenizers.Tokenizer:
-    """A tokenizer whose merges are listed in their order. `pre` names how a text is cut first."""
+    """Build a tokenizer whose merges are listed in their order. `pre` names how a text is cut first."""
     check("gpt2", pre)
     cut = _PRES[pre]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -105,7 +105,7 @@ def _pre_tokenizer(cut: _Pre) -> Any:
 def sentencepiece_bpe(
     *, tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int], space_prefix: bool
 ) -> tokenizers.Tokenizer:
-    """A tokenizer that merges the neighbours whose union scores highest, and writes what it does not know as bytes."""
+    """Build a tokenizer that merges the neighbours whose union scores highest, and writes unknown text as bytes."""
     if len(scores) != len(tokens):
         raise ModelError(f"the model's tokenizer is damaged: {len(tokens)} tokens with {len(scores)} scores")
     if not all(isinstance(score, int | float) and not math.isnan(score) for score in scores):
@@ -127,7 +127,8 @@ def sentencepiece_bpe(
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the best piece first; of one piece's ways, the longest left part first."""
+    """Return every way to make a piece of two others, the best piece first; of one piece's ways, the longest left part
+    first."""
     ways = [
         (-score, -cut, piece[:cut], piece[cut:])
         for piece, score in scores.items()
@@ -139,7 +140,8 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _add_special(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Control tokens are special: found whole in a text, and never shown. User-defined ones are found whole, and shown."""
+    """Add special tokens. Control tokens are found whole in a text, and never shown; user-defined ones are found whole, and
+    shown."""
     for wanted, special in (((TokenKind.CONTROL, TokenKind.UNKNOWN), True), ((TokenKind.USER_DEFINED,), False)):
         chosen = [token for token, kind in zip(tokens, kinds, strict=True) if kind in wanted]
         tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token in chosen])

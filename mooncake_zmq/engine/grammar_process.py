@@ -1,6 +1,5 @@
-"""The process in which grammars are followed, begun by `engine.grammars`: it does what it is asked over its one socket, one
-thing after the other, and ends where that takes more of the CPU or of memory than it may. All it owns can be made again.
-"""
+"""The process in which grammars are followed, started by `engine.grammars`: it serves one request after another over its one
+socket, and ends when one takes more CPU time or memory than it may. All its state can be made again."""
 
 import contextlib
 import resource
@@ -16,25 +15,27 @@ from msgspec import Struct
 from mooncake_zmq.engine.constraint import Bytes, Compiler, ConstraintError, Matcher, NamedWords, Words
 
 COMPILE_STACK_BYTES = 256 << 20
-"""The library goes one call deeper, of at most 6 KB, for each link of a chain, and ends the process where the stack does."""
+"""Stack for the compiler: the library recurses once, by at most 6 KB, for each link of a chain, and a full stack ends the
+process."""
 MEMORY_BYTES = 512 << 20
-"""Of all grammars, beside the vocabulary's table: a batch of the largest that are followed needs half of it."""
+"""Memory of all grammars, beside the vocabulary's table: a batch of the largest that are followed needs half of it."""
 DATA_PAGES = 5
-"""Where /proc/PID/statm has those that RLIMIT_DATA counts."""
+"""The field of /proc/PID/statm that RLIMIT_DATA counts."""
 LENGTH_BYTES = 4
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """The first thing said: whose words these are. `words`: a model's path as `open_tokenizer` takes it, or single bytes."""
+    """The first message: the vocabulary. `words`: a model's path as `open_tokenizer` takes it, or single bytes."""
 
     words: str | NamedWords
     vocab_size: int
 
 
 class Ask(Struct, frozen=True, tag=True):
-    """What may come behind these tokens of an answer? They go on from those said before; with `grammar` the answer begins here.
+    """A request for the tokens that may come behind `tokens` of an answer. They continue those sent before; with `grammar` the
+    answer begins here.
 
-    `cpu_s`: what the process may use up for it, or ends. `drop`: answers that nobody follows any more."""
+    `cpu_s`: CPU time after which the process ends. `drop`: answers that are not followed any more."""
 
     answer: int
     tokens: Sequence[int]
@@ -44,20 +45,20 @@ class Ask(Struct, frozen=True, tag=True):
 
 
 class Told(Struct, frozen=True, tag=True):
-    """As `Matcher.allowed` says it, or why nothing can; the first thing told is that of a process that is ready."""
+    """The result of `Matcher.allowed`, or why there is none; the first one says that the process is ready."""
 
     allowed: bytes = b""
     refused: str = ""
 
 
 def send(connection: socket.socket, message: Begin | Ask | Told) -> None:
-    """Raises OSError."""
+    """Send one message. Raises OSError."""
     body = msgspec.msgpack.encode(message)
     connection.sendall(len(body).to_bytes(LENGTH_BYTES, "big") + body)
 
 
 def receive(connection: socket.socket) -> bytes:
-    """One message's bytes. Raises EOFError where nothing more comes, and OSError."""
+    """Return one message's bytes. Raises EOFError at the end of the connection, and OSError."""
     return _exactly(connection, int.from_bytes(_exactly(connection, LENGTH_BYTES), "big"))
 
 
@@ -72,7 +73,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def main() -> None:
-    """Over the socket that is file 0, until the other end is closed, with whoever held it."""
+    """Serve the socket that is file 0, until its other end is closed, such as by the end of the process that held it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPROF,))
@@ -86,30 +87,30 @@ def _serve(connection: socket.socket) -> None:
     with contextlib.suppress(EOFError, OSError):
         begin = msgspec.msgpack.decode(receive(connection), type=Begin)
         compiler = Compiler(lambda: _words(begin.words), begin.vocab_size)
-        asks = msgspec.msgpack.Decoder(Ask)
+        decoder = msgspec.msgpack.Decoder(Ask)
         followed: dict[int, Matcher] = {}
-        with contextlib.suppress(ConstraintError):  # each who asks hears of it
+        with contextlib.suppress(ConstraintError):  # each request gets this error
             compiler.prepare()
         _bound_memory()
         send(connection, Told())
         while True:
-            ask = asks.decode(receive(connection))
+            ask = decoder.decode(receive(connection))
             for answer in ask.drop:
                 followed.pop(answer, None)
-            signal.setitimer(signal.ITIMER_PROF, ask.cpu_s)  # the signal ends the process, whatever it is in
-            told = _told(compiler, followed, ask)
+            signal.setitimer(signal.ITIMER_PROF, ask.cpu_s)  # the signal ends the process at any point
+            reply = _answer_to(compiler, followed, ask)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            send(connection, told)
+            send(connection, reply)
 
 
 def _bound_memory() -> None:
-    """To so much more than it has."""
+    """Limit the data memory to the present size and MEMORY_BYTES more."""
     pages = int(Path("/proc/self/statm").read_text().split()[DATA_PAGES])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _told(compiler: Compiler, followed: dict[int, Matcher], ask: Ask) -> Told:
+def _answer_to(compiler: Compiler, followed: dict[int, Matcher], ask: Ask) -> Told:
     try:
         if ask.grammar is not None:
             followed[ask.answer] = compiler.matcher(ask.grammar)

@@ -1,8 +1,8 @@
-"""Answers that follow grammars, for gateways, which ask whether one can begin, and for engines.
+"""Answers that follow grammars, for gateways, which check that an answer can begin, and for engines.
 
-Grammars are strangers' input to a library that may take all time and memory for one: `engine.grammar_process` ends then, and is
-begun anew when it is needed. What was followed there goes on from the grammar and the answer so far, which are kept here. The
-grammar that did it is refused from then on.
+Grammars are untrusted input to a library that may take unbounded time and memory for one: `engine.grammar_process` then ends,
+and is started again when it is needed. Its other answers continue from their grammars and tokens, which are kept here. The
+grammar at fault is refused from then on.
 """
 
 import contextlib
@@ -28,32 +28,34 @@ from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammar_process import MEMORY_BYTES, Ask, Begin, Told, receive, send
 
 MAX_COMPILE_S = 8.0
-"""Of the CPU's time, for one grammar and the answer so far: far beyond what a gateway lets through, so that no engine refuses
-that."""
+"""CPU seconds for one grammar and the answer so far: far beyond the grammars that a gateway admits, so that no engine refuses
+one of these."""
 MAX_TOKEN_S = 0.5
-"""Likewise for one more token: the worst that the library has bounds for take a twentieth."""
+"""CPU seconds for one more token: the worst case that the library bounds takes a twentieth."""
 MAX_WAIT_S = 20.0
-"""An answer waits for what may come next; and for the process, which by then gets no CPU."""
+"""Seconds that an answer waits for its allowed tokens, and a request for the process, which by then gets no CPU time."""
 START_S = 60.0
-"""Until it has read the vocabulary: a second, as a rule."""
+"""Seconds until the process has read the vocabulary: usually one."""
 END_S = 1.0
-"""Until a process that is asked nothing has ended."""
+"""Seconds until an idle process has ended."""
 MAX_REFUSED = 1024
 """Grammars that ended a process and are remembered, the last ones."""
 TRIES = 2
-"""Of a grammar that ends a process not by its CPU's time: what others hold there may be what was too much."""
+"""Attempts with a grammar that ends a process for another reason than CPU time: other grammars' memory there may be the
+cause."""
 SIMPLER = "write it with fewer and simpler patterns that hold together"
 CPU, CRASH, KILLED, LATE = "cpu", "crash", "killed", "late"
-"""Why a process ended: by its CPU's time, by itself, by somebody else, by us because it did not answer."""
+"""Why a process ended: by its CPU limit, by a crash, by a signal from outside, by us because it did not answer."""
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mooncake_zmq.engine.grammar_process import main; main()"
 PASSED_ON = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
-"""Of the environment, which may hold secrets. One thread follows all: the tokenizer's are not begun."""
+"""Environment variables for the process; others may hold secrets. One thread computes all: the tokenizer's threads are not
+started."""
 
-_told = msgspec.msgpack.Decoder(Told)
+_decoder = msgspec.msgpack.Decoder(Told)
 
 
 class Following:
-    """One answer and its grammar. Used by one thread at a time."""
+    """One answer and its grammar, used by one thread at a time."""
 
     def __init__(self, grammars: "Grammars", constraint: bytes, answer: Sequence[int], tenant: str) -> None:
         self.number = grammars.new_flow()
@@ -62,24 +64,24 @@ class Following:
         self.digest = digest_of(constraint)
         self.answer = list(answer)
         self.held: tuple[int, int] | None = None
-        """By which process, and how much of the answer. The thread's that asks."""
+        """The process that holds the answer, and the number of its tokens there. Only the pool's thread uses it."""
         self._grammars = grammars
         self._allowed = grammars.ask(self)
         self._asked_at = time.monotonic()
 
     def feed(self, token: int) -> None:
-        """It stands there now: what may come behind it is looked for meanwhile."""
+        """Append a token to the answer; the tokens that may follow it are computed meanwhile."""
         self.answer.append(token)
         if self._allowed.cancel() or not (self._allowed.done() and self._allowed.exception()):
             self._allowed = self._grammars.ask(self)
             self._asked_at = time.monotonic()
 
     def awaited(self) -> Future[bytes] | None:
-        """What `allowed` would wait for."""
+        """The result for which `allowed` would wait."""
         return None if self._allowed.done() or self.left_s() == 0.0 else self._allowed
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which ids may come next. Waits for it, though not for long. Raises ConstraintError."""
+        """Return which ids may come next; wait for it, for a limited time. Raises ConstraintError."""
         try:
             packed = self._allowed.result(self.left_s())
         except TimeoutError:
@@ -90,18 +92,18 @@ class Following:
         return bits.view(np.bool_)
 
     def left_s(self) -> float:
-        """How long `allowed` would wait at most."""
+        """Return how long `allowed` would wait at most."""
         return max(0.0, self._asked_at + MAX_WAIT_S - time.monotonic())
 
     def drop(self) -> None:
-        """Nobody wants it any more."""
+        """Stop following the answer."""
         self._allowed.cancel()
         self._grammars.drop(self)
 
 
 class Grammars:
-    """The process over one vocabulary, which is asked by a thread of its own, for one answer after the other: tenants, and a
-    tenant's answers, have the same shares of its time. Safe to share between threads."""
+    """The process over one vocabulary, and the thread that sends its requests, for one answer after the other: tenants, and a
+    tenant's answers, have equal shares of its time. Safe to share between threads."""
 
     def __init__(
         self,
@@ -115,28 +117,28 @@ class Grammars:
         logits for."""
         self.vocab_size = vocab_size
         self.counts: dict[str, float] = {}
-        """Processes begun, and those that ended, by why."""
+        """Processes started, and processes ended, by reason."""
         self._begin = Begin(words, vocab_size)
         self._max_compile_s = max_compile_s
         self._max_token_s = max_token_s
-        self._life = 0
+        self._incarnation = 0
         self._process: _Process | None = None
         self._end_of_process: Callable[[], object] = int
         self._closed = False
         self._refused: OrderedDict[bytes, str] = OrderedDict()
-        """Why, by digest."""
+        """Why each grammar is refused, by digest."""
         self._dropped: list[int] = []
         self._lock = threading.Lock()
-        """Guards `_dropped`. All else is the thread's."""
+        """Guards `_dropped`. Only the thread uses all other fields."""
         self._thread = FairPool("grammars")
         self.new_flow = self._thread.new_flow
 
     def begin(self, constraint: bytes, answer: Sequence[int] = (), tenant: str = "") -> Following:
-        """Behind the answer so far. Does not wait for it. `tenant`: whose answer it is."""
+        """Follow an answer from its tokens so far, without waiting. `tenant`: the owner of the answer."""
         return Following(self, constraint, answer, tenant)
 
     def check(self, constraint: bytes) -> None:
-        """Raises ConstraintError unless an answer can begin."""
+        """Raise ConstraintError unless an answer can begin."""
         following = self.begin(constraint)
         try:
             following.allowed()
@@ -144,7 +146,7 @@ class Grammars:
             following.drop()
 
     def close(self) -> None:
-        """Begin nothing more, and end the process. May be called twice."""
+        """Begin no more answers, and end the process. May be called twice."""
         self._closed = True
         self._thread.close()
         if (process := self._process) is not None:
@@ -152,10 +154,10 @@ class Grammars:
         self._thread.close(wait=True)
         self._end_of_process()
 
-    # --- for those that follow
+    # --- called by `Following`
 
     def ask(self, following: Following) -> Future[bytes]:
-        """What may come behind the answer so far."""
+        """Request the tokens that may come behind the answer so far."""
         tokens = len(following.answer)
         return self._thread.submit(following.tenant, lambda: self._ask(following, tokens), following.number)
 
@@ -164,37 +166,37 @@ class Grammars:
             self._dropped.append(following.number)
         self._thread.drop(following.tenant, following.number)
 
-    # --- the thread's
+    # --- called by the pool's thread
 
     def _ask(self, following: Following, tokens: int) -> bytes:
-        """Behind so many of the answer. Raises ConstraintError."""
+        """Request the tokens that may come behind the first `tokens` of the answer. Raises ConstraintError."""
         for _ in range(TRIES):
             if why := self._refused.get(following.digest):
                 raise ConstraintError(why)
             process = self._running()
             ask = self._ask_of(process, following, tokens)
             try:
-                told = process.ask(ask)
+                reply = process.ask(ask)
             except (EOFError, OSError):
                 why = self._ended(process)
                 if why == CPU:
                     self._refuse(following, f"it takes more than {ask.cpu_s:g} s to follow: {SIMPLER}")
                 continue
-            following.held = None if told.refused else (process.life, tokens)
-            if told.refused:
-                raise ConstraintError(told.refused)
-            return told.allowed
+            following.held = None if reply.refused else (process.incarnation, tokens)
+            if reply.refused:
+                raise ConstraintError(reply.refused)
+            return reply.allowed
         if why != CRASH:
             raise ConstraintNotReady("what follows its grammar was stopped")
         self._refuse(following, f"it takes more than {MEMORY_BYTES >> 20} MiB to follow: {SIMPLER}")
         raise ConstraintError(self._refused[following.digest])
 
     def _ask_of(self, process: "_Process", following: Following, tokens: int) -> Ask:
-        life, known = following.held or (-1, 0)
-        with self._lock:  # this one may have been dropped since its turn came: it goes with the next message
+        incarnation, known = following.held or (-1, 0)
+        with self._lock:  # this answer may have been dropped while it waited for its turn: the next message says so
             dropped = [number for number in self._dropped if number != following.number]
             self._dropped = [number for number in self._dropped if number == following.number]
-        if life != process.life:
+        if incarnation != process.incarnation:
             return Ask(following.number, following.answer[:tokens], self._max_compile_s, following.constraint, tuple(dropped))
         new = following.answer[known:tokens]
         return Ask(following.number, new, self._max_token_s * max(1, len(new)), drop=tuple(dropped))
@@ -203,9 +205,9 @@ class Grammars:
         if self._closed:
             raise ConstraintNotReady("its grammar is no longer wanted")
         if self._process is None:
-            self._life += 1
+            self._incarnation += 1
             self._count("begun")
-            self._process = _Process(self._begin, self._life)
+            self._process = _Process(self._begin, self._incarnation)
             self._end_of_process = weakref.finalize(self, self._process.end)
             try:
                 self._process.begun()
@@ -215,7 +217,7 @@ class Grammars:
         return self._process
 
     def _ended(self, process: "_Process") -> str:
-        """It did not answer: why not."""
+        """Clean up after a process that did not answer, and return the reason."""
         self._end_of_process()
         self._process = None
         why = LATE if process.was_late else {-signal.SIGPROF: CPU, -signal.SIGKILL: KILLED}.get(process.code, CRASH)
@@ -233,10 +235,10 @@ class Grammars:
 
 
 class _Process:
-    """One life of it. It has nothing of ours but one end of a socket, and ends where the other is closed."""
+    """One incarnation of the process. It shares only one end of a socket with us, and ends when the other end is closed."""
 
-    def __init__(self, begin: Begin, life: int) -> None:
-        self.life = life
+    def __init__(self, begin: Begin, incarnation: int) -> None:
+        self.incarnation = incarnation
         self.was_late = False
         self._begin = begin
         self._ours, theirs = socket.socketpair()
@@ -256,7 +258,7 @@ class _Process:
 
     @property
     def code(self) -> int:
-        """How it ended."""
+        """The exit code."""
         return self._popen.wait()
 
     def begun(self) -> None:
@@ -264,16 +266,16 @@ class _Process:
         self._exchange(self._begin, START_S)
 
     def ask(self, ask: Ask) -> Told:
-        """Raises EOFError or OSError."""
+        """Send a request and return the answer. Raises EOFError or OSError."""
         return self._exchange(ask, MAX_WAIT_S)
 
     def stop(self) -> None:
-        """Any thread may: who waits for an answer gets none."""
+        """Close the connection, so that a waiting caller gets no answer. Any thread may call it."""
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> None:
-        """Nobody asks any more: by itself, where it has ended, is ending or is asked nothing, and else by force."""
+        """End the process, by force unless it ends by itself in time."""
         self.stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(0 if self.was_late else END_S)
@@ -285,7 +287,7 @@ class _Process:
         self._ours.settimeout(wait_s)
         try:
             send(self._ours, message)
-            return _told.decode(receive(self._ours))
+            return _decoder.decode(receive(self._ours))
         except TimeoutError:
             self.was_late = True
             raise

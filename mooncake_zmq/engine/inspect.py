@@ -1,4 +1,4 @@
-"""What a model is, what it needs and whether it runs on this host. Reads headers; allocates, converts and writes nothing."""
+"""A model, its needs, and whether it runs on this host. This reads headers only; it allocates, converts and writes nothing."""
 
 import math
 import shutil
@@ -17,14 +17,14 @@ from mooncake_zmq.engine.sources import DUMMY_SHAPES, Source, expected_shapes
 from mooncake_zmq.engine.spec import ModelSpec, check_spec
 from mooncake_zmq.engine.toy import TOY_SPEC
 
-WORKING_TOKENS = 1024  # a model whose weights fit but not the KV of so short a conversation does not run
+WORKING_TOKENS = 1024  # the model does not run if the KV of so short a conversation does not fit beside the weights
 _CGROUP = Path("/sys/fs/cgroup")
 _DEFAULT_SPEC = replace(DUMMY_SHAPES["135m"], name=DEFAULT_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What this machine has to give."""
+    """The resources of this machine."""
 
     memory_available_bytes: int
     disk_free_bytes: int | None
@@ -33,7 +33,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """One model on one host. It runs if there are no `problems`; `notes` are what else its user should know."""
+    """One model on one host. It runs if there are no `problems`; `notes` are other facts that its user should know."""
 
     model: str
     origin: str
@@ -45,7 +45,7 @@ class Inspection:
     chat_template: bool
     prepared: Path | None
     prepared_bytes: int
-    """On disk, and once in the page cache for all processes of the host."""
+    """Bytes on disk, and once in the page cache for all processes of the host."""
     host: Host
     notes: tuple[str, ...]
     problems: tuple[str, ...]
@@ -83,7 +83,7 @@ class Inspection:
 
 
 def inspect(model: str, cache_dir: Path | str = "", host: Host | None = None) -> Inspection:
-    """Describe `model`, anything that `prepare` takes or a prepared directory. Raises ModelError: it is not supported."""
+    """Describe `model`, anything that `prepare` takes or a prepared directory. Raises ModelError if it is not supported."""
     cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
     host = host or measure_host(cache_dir)
     if model == "toy":
@@ -106,7 +106,7 @@ def inspect(model: str, cache_dir: Path | str = "", host: Host | None = None) ->
 
 
 def measure_host(cache_dir: Path) -> Host:
-    """Available memory, within this process's control group, and the free space where models are prepared."""
+    """Return available memory, within this process's control group, and the free space where models are prepared."""
     there = next((path for path in (cache_dir, *cache_dir.absolute().parents) if path.is_dir()), None)
     try:
         free = shutil.disk_usage(there).free if there else None

@@ -1,4 +1,4 @@
-"""`model inspect` for people: one table, then what stands in the way."""
+"""The printed form of `model inspect`: one table, then the problems."""
 
 from rich.console import Console
 from rich.filesize import decimal

@@ -1,4 +1,4 @@
-"""The KV of one running sequence, contiguous. Blocks exist only at its seam: `write_part` and `read_part`.
+"""The KV of one running sequence, contiguous. Blocks exist only at its interface: `write_part` and `read_part`.
 
 Layout, by measurement (OpenBLAS, one thread, 3 KV heads of 64, 4,096 tokens, per layer of a decode step): scores against
 keys kept as blocks keep them, [token, kv_head, dim], take 0.87 ms; against transposed tiles of 64 tokens, 0.11 ms. Each
@@ -21,7 +21,7 @@ from mooncake_zmq.engine.backend import Zeros, allocate_zeros
 KEY_TILE = 64  # tokens in one transposed tile of keys
 
 Part = tuple[int, int, int, Any]
-"""(layer, start, tokens, one layer's part of a block, [k/v, block_tokens, kv_head, head_dim], of which `tokens` count)."""
+"""One layer of a block, as (layer, start, tokens, array [k/v, block_tokens, kv_head, head_dim], of which `tokens` count)."""
 
 
 class SequenceKV:
@@ -34,7 +34,8 @@ class SequenceKV:
     __slots__ = ("_memory", "capacity", "keys", "length", "values")
 
     parts_at_once = 1
-    """Of `write_parts` and `read_parts`, at most. Here the caller has each in the CPU's cache still when it hashes it."""
+    """The most layers of blocks in one call of `write_parts` or `read_parts`. The caller then still has each in the CPU's cache
+    when it hashes it."""
 
     def __init__(self, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int, xp: ModuleType = np) -> None:
         if capacity_tokens < 1:
@@ -50,8 +51,9 @@ class SequenceKV:
         self.length = 0
 
     def expect(self, tokens: int) -> None:
-        """So many will come at once, and nothing was written yet. Where they are most of the room, it is taken in large pages:
-        a decode step reads all of it, measured a tenth to a quarter sooner. Else these would commit room that stays empty."""
+        """Prepare for so many tokens at once, before any is written. If they fill most of the capacity, it is allocated in
+        large pages: a decode step then reads it a tenth to a quarter faster (measured). Else large pages would commit memory
+        that stays empty."""
         if 2 * tokens >= self.capacity:
             for memory in self._memory:
                 memory.enlarge()
@@ -64,13 +66,13 @@ class SequenceKV:
         self.store(layer, start, part[0], part[1])
 
     def write_parts(self, parts: Sequence[Part]) -> None:
-        """`write_part` for the first `tokens` of each."""
+        """Call `write_part` for the first `tokens` of each."""
         for layer, start, tokens, part in parts:
             self.write_part(layer, start, part[:, :tokens])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
-        """Copy tokens start..start + tokens of a layer into the beginning of each; of the rest nothing is said. Those in host
-        memory are there on return."""
+        """Copy tokens start..start + tokens of a layer into the beginning of each; the content behind them is undefined. Those
+        in host memory are there on return."""
         for layer, start, tokens, part in parts:
             self.read_part(layer, start, start + tokens, part[:, :tokens])
 
@@ -133,7 +135,7 @@ class SequenceKV:
 
 
 class NewSequence(Protocol):
-    """Makes sequences of a model's shape."""
+    """A function that makes sequences of a model's shape."""
 
     def __call__(self, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int) -> SequenceKV: ...
 

@@ -1,8 +1,8 @@
 """The decoder of Llama, Mistral and Qwen2/3: chunked prefill over a cached prefix, batched decode. float32, one namespace.
 
 Prefill gives each thread of a team some of the rows; a thread waits for another only to see the KV of earlier rows. Decode
-shares out its large products alone: measured with two threads, sharing the rest too, or the rows, was slower than one thread,
-as its many short steps are bound by the interpreter's lock.
+distributes only its large products over threads: measured with two threads, to distribute the remaining work too, or the rows,
+was slower than one thread, as its many short steps are bound by the interpreter's lock.
 """
 
 import functools
@@ -32,9 +32,9 @@ from mooncake_zmq.engine.spec import (
 from mooncake_zmq.engine.team import Team
 
 _Rest = tuple[NDArray[np.int64], Any, Any]
-"""Which of the rows asked for one thread computed, in order, their hidden states [n, hidden] and queries [kv_head, n, group,
+"""The requested rows that one thread computed, in order, with their hidden states [n, hidden] and queries [kv_head, n, group,
 head_dim]."""
-ROWS_TOGETHER = 16  # a thread's rows are a multiple of it: heights that divide it waste nothing
+ROWS_TOGETHER = 16  # a thread's rows are a multiple of it: product heights that divide it waste nothing
 
 
 class Llama:
@@ -64,7 +64,7 @@ class Llama:
         self._product: Product = functools.partial(shared_linear, self._team)
         self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(xp, spec))
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
-        release_staging(xp)  # weights that do not fit show here
+        release_staging(xp)  # weights that do not fit fail here
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
         spec = self.spec
@@ -108,8 +108,8 @@ class Llama:
         check_entering(self.spec, entering, layers)
         is_last = layers.stop == self.spec.layers
         asked = np.array([len(entering) - 1]) if logits and is_last else None
-        leaving, result = self._pass(sequence, entering, layers, before_layer, after_layer, asked)
-        return result if is_last else leaving
+        outgoing, result = self._pass(sequence, entering, layers, before_layer, after_layer, asked)
+        return result if is_last else outgoing
 
     def _pass(
         self,
@@ -121,11 +121,11 @@ class Llama:
         asked: NDArray[np.int64] | None,
         on_logits: LogitsCallback | None = None,
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-        """Run `layers` over tokens [n] or hidden states [n, hidden]: the hidden states that leave them, unless they are the
-        last ones, and the logits at `asked`."""
+        """Run `layers` over tokens [n] or hidden states [n, hidden]; return the hidden states that leave them, unless they are
+        the last ones, and the logits at `asked`."""
         count, start, last = len(entering), sequence.length, self.spec.layers - 1
-        leaving = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
-        rests: dict[int, _Rest] = {}
+        outgoing = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
+        results: dict[int, _Rest] = {}
         bounds = self._split_rows(start, count)
         xp, team, last_rank = self._xp, self._team, self._team.size - 1
 
@@ -134,7 +134,7 @@ class Llama:
             rows = self._rows_of(rank, sequence, start + first, entering[first:end])
             for index in layers:
                 rows.project(index)
-                if before_layer and rank == 0:  # the others hear of rank 0 before they read
+                if before_layer and rank == 0:  # the other threads wait for rank 0 before they read
                     before_layer(index)
                 rows.store(index)
                 if rank > 0:
@@ -142,36 +142,37 @@ class Llama:
                 if rank < last_rank:
                     team.tell(rank, to=rank + 1)
                 elif after_layer:
-                    synchronize(xp)  # the layer is only then stored for whoever copies it
+                    synchronize(xp)  # only then is the layer stored for a thread that copies it
                     after_layer(index)
                 if index < last and first < end:
                     rows.finish(index)
-            if leaving is not None:
-                leaving[first:end] = to_host(rows.hidden)
-            # The last layer's output is needed only where logits are asked: 1/30 of the work of SmolLM2-135M.
+            if outgoing is not None:
+                outgoing[first:end] = to_host(rows.hidden)
+            # The last layer's output is needed only where logits are requested: 1/30 of the work of SmolLM2-135M.
             if asked is not None:
                 mine = np.flatnonzero((asked >= first) & (asked < end))
                 few = xp.asarray(asked[mine] - first)
-                rests[rank] = mine, rows.hidden[few], rows.queries[:, few]
+                results[rank] = mine, rows.hidden[few], rows.queries[:, few]
 
         team.run(compute)
         synchronize(xp)
         sequence.length = start + count
         if asked is None:
-            return leaving, None
+            return outgoing, None
         if on_logits is None:
-            return leaving, self._last_rows(sequence, start + asked, list(rests.values()))
+            return outgoing, self._last_rows(sequence, start + asked, list(results.values()))
         for begin in range(0, len(asked), LOGIT_ROWS):
-            some = [_between(rest, begin, begin + LOGIT_ROWS) for rest in rests.values()]
+            some = [_between(rest, begin, begin + LOGIT_ROWS) for rest in results.values()]
             on_logits(self._last_rows(sequence, start + asked[begin : begin + LOGIT_ROWS], some))
-        return leaving, None
+        return outgoing, None
 
     def _rows_of(self, rank: int, sequence: SequenceKV, start: int, entering: NDArray[Any]) -> "Rows":
         return ArrayRows(self, self._seats[rank], sequence, start, entering)
 
     def _split_rows(self, start: int, count: int) -> list[int]:
-        """Bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add of attention
-        costs 1.4 of a product with weights. Bounds are such that products need no padding, unless there are few rows."""
+        """Return the bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add
+        of attention costs 1.4 of a product with weights. Bounds are such that products need no padding, unless there are few
+        rows."""
         spec, size = self.spec, self._team.size
         products = spec.hidden * 2 * (spec.heads + spec.kv_heads) * spec.head_dim + 3 * spec.hidden * spec.ffn
         work = np.cumsum(products / (1.4 * 2 * self._query_width) + np.arange(start, start + count))
@@ -180,12 +181,12 @@ class Llama:
             cuts = (cuts + ROWS_TOGETHER // 2) // ROWS_TOGETHER * ROWS_TOGETHER
         return [0, *cuts.tolist(), count]
 
-    def _last_rows(self, sequence: SequenceKV, positions: NDArray[np.int64], rests: "list[_Rest]") -> NDArray[np.float32]:
-        """Finish the last layer for the tokens at `positions` and return their logits. `rests`: which of them each thread
+    def _last_rows(self, sequence: SequenceKV, positions: NDArray[np.int64], results: "list[_Rest]") -> NDArray[np.float32]:
+        """Finish the last layer for the tokens at `positions` and return their logits. `results`: the rows that each thread
         computed, their hidden states [n, hidden] and queries [kv_head, n, group, head_dim]."""
         last, attention = self.spec.layers - 1, self._seats[0].attention
         few = Activations(self._xp, self.spec, len(positions))
-        for rows, hidden, queries in rests:
+        for rows, hidden, queries in results:
             few.hidden[self._xp.asarray(rows)] = hidden
             for at, row in enumerate(rows.tolist()):
                 few.attended[row] = attention.one(sequence, last, queries[:, at], int(positions[row]) + 1)
@@ -216,7 +217,7 @@ class Llama:
             sequence.length += 1
         return result
 
-    # -------------------------------------------------------------------------------------------- what both are made of
+    # -------------------------------------------------------------------------------------------- steps of both
 
     def _enter(self, entering: NDArray[Any]) -> Any:
         return self._embed(entering) if entering.ndim == 1 else self._xp.asarray(entering)
@@ -232,7 +233,7 @@ class Llama:
         return len(matrix) * PANEL_COLUMNS
 
     def _rope_tables(self, positions: NDArray[np.int64]) -> tuple[Any, Any]:
-        """exp(i * angle), [n, 1, head_dim / 2], for queries (which it also scales) and keys.
+        """Return exp(i * angle), [n, 1, head_dim / 2], for queries (which it also scales) and keys.
 
         Angles in float32 steps, as the reference computes them.
         """
@@ -250,14 +251,14 @@ class Llama:
             self._normalize_heads(work.qkv[:count, : layer.qk_norm.size], layer.qk_norm)
 
     def _normalize_heads(self, queries_and_keys: Any, weight: Any) -> None:
-        """RMSNorm of each head by itself, in place; `weight` is [heads + kv_heads, head_dim]."""
+        """Apply RMSNorm to each head by itself, in place; `weight` is [heads + kv_heads, head_dim]."""
         heads = queries_and_keys.reshape(len(queries_and_keys), *weight.shape)
         mean_square = self._xp.einsum("nhd,nhd->nh", heads, heads) * np.float32(1.0 / self.spec.head_dim)
         heads *= (np.float32(1.0) / self._xp.sqrt(mean_square + np.float32(self.spec.norm_eps)))[:, :, None]
         heads *= weight
 
     def _rotate(self, work: "Activations", rope: tuple[Any, Any], count: int) -> tuple[Any, Any, Any]:
-        """(queries [kv_head, n, group, head_dim], keys, values [n, kv_head, head_dim]), rotated; queries also scaled.
+        """Return (queries [kv_head, n, group, head_dim], keys, values [n, kv_head, head_dim]), rotated; queries also scaled.
 
         `weights` stores the rows of Q and K as rotation pairs side by side, so that a rotation is a complex product.
         """
@@ -274,7 +275,7 @@ class Llama:
         return queries.view(xp.float32), keys.view(xp.float32), values
 
     def _finish_layer(self, product: Product, work: "Activations", layer: "Layer", count: int) -> None:
-        """Output projection and feed-forward, each added to the hidden state."""
+        """Compute the output projection and feed-forward, each added to the hidden state."""
         xp, ffn, hidden = self._xp, self.spec.ffn, self.spec.hidden
         product(xp, work.attended, layer.out, work.delta, count)
         work.hidden[:count] += work.delta[:count, :hidden]
@@ -298,7 +299,7 @@ class Llama:
 
 
 def _between(rest: "_Rest", begin: int, end: int) -> "_Rest":
-    """Of what one thread computed, what belongs to the rows from `begin` to `end`, counted from there."""
+    """Return one thread's results for the rows from `begin` to `end`, counted from there."""
     rows, hidden, queries = rest
     first, stop = np.searchsorted(rows, (begin, end)).tolist()
     return rows[first:stop] - begin, hidden[first:stop], queries[:, first:stop]
@@ -308,22 +309,22 @@ class Rows(Protocol):
     """One thread's rows of a prefill, which go through its layers one after another."""
 
     hidden: Any
-    """[n, hidden]: what has left the last layer that was finished."""
+    """The hidden states [n, hidden] that left the last finished layer."""
     queries: Any
-    """[kv_head, n, group, head_dim] of the last layer that was stored; scaled."""
+    """The queries [kv_head, n, group, head_dim] of the last layer that was stored; scaled."""
 
     def project(self, layer: int) -> None:
-        """Queries, keys and values of a layer."""
+        """Compute the queries, keys and values of a layer."""
 
     def store(self, layer: int) -> None:
-        """Those keys and values into the sequence."""
+        """Store those keys and values into the sequence."""
 
     def finish(self, layer: int) -> None:
-        """The rest of the layer, once the keys and values of all earlier tokens are in the sequence."""
+        """Finish the layer, once the keys and values of all earlier tokens are in the sequence."""
 
 
 class ArrayRows:
-    """In whole-array operations."""
+    """Rows computed by whole-array operations."""
 
     def __init__(self, engine: Llama, seat: "_Seat", sequence: SequenceKV, start: int, entering: NDArray[Any]) -> None:
         self._engine, self._seat, self._sequence, self._start = engine, seat, sequence, start
@@ -365,7 +366,7 @@ class Layer:
 
 
 class _Seat:
-    """What one thread works with, kept from step to step; as large as its largest step, so the caller's chunks bound it."""
+    """The buffers of one thread, kept from step to step; as large as its largest step, so the caller's chunks bound them."""
 
     def __init__(self, xp: Any, spec: ModelSpec, rowwise: Rowwise) -> None:
         self.attention = Attention(xp, spec, rowwise)
@@ -374,14 +375,15 @@ class _Seat:
         self._kept = Activations(xp, spec, 1)
 
     def activations(self, count: int) -> "Activations":
-        """Room for `count` rows; it holds what the last step left."""
+        """Return room for `count` rows; it holds the data of the last step."""
         if self._kept.rows < count:
             self._kept = Activations(self._xp, self._spec, count)
         return self._kept
 
 
 class Activations:
-    """The activations of one step, reused by all its layers. Products also read, and mean nothing by, rows that fill chunks."""
+    """The activations of one step, reused by all its layers. Products also read the padding rows of chunks, whose content is
+    undefined."""
 
     def __init__(self, xp: Any, spec: ModelSpec, count: int) -> None:
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

@@ -1,4 +1,4 @@
-"""An engine that takes the time which a cost model states, and sleeps it: real KV in real memory, no weights, hardly any CPU.
+"""An engine that sleeps for the time which a cost model states: real KV in real memory, no weights, hardly any CPU.
 
 KV is a running sum over the tokens so far, a chain of its own for each layer, so a block's bytes and the next token are a pure
 function of the tokens (and of the seed, in sampling), however they are chunked, batched, stored or moved. A wrong last token's
@@ -31,8 +31,8 @@ MASK = (1 << 20) - 1
 
 
 class ModelledEngine:
-    """A prefill chunk takes `costs.compute_s`, in equal shares by layer; a step `costs.step_s`. Waiting for a layer of a prefix
-    comes on top, as it does where loading is slower than computing."""
+    """An engine over a cost model. A prefill chunk takes `costs.compute_s`, in equal shares by layer; a step `costs.step_s`.
+    The wait for a layer of a prefix is added, as it does where loading is slower than computing."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ModelledEngine:
         self._now, self._sleep = now, sleep
         numbers = np.arange(2 * spec.layers, dtype=np.int64).reshape(spec.layers, 2)
         self._multipliers = (numbers * 40503 + 10007) | 1
-        """[layer, k/v], odd, so that no two sums are alike."""
+        """[layer, k/v], odd, so that no two sums are alike"""
         self._scores = np.random.Generator(np.random.Philox(key=1)).random(spec.vocab_size, dtype=np.float32)
 
     def new_sequence(self, capacity_tokens: int) -> SequenceKV:
@@ -106,7 +106,7 @@ class ModelledEngine:
         before_layer: LayerCallback | None,
         after_layer: LayerCallback | None,
     ) -> None:
-        """Some layers of a chunk, each in its share of the time that the costs state for it."""
+        """Compute some layers of a chunk, each in its share of the time that the costs state for it."""
         layer_s = self.costs.compute_s(start + len(steps), start) / self.spec.layers
         due = self._now()
         for layer in layers:
@@ -137,7 +137,7 @@ class ModelledEngine:
             self._sleep(left_s)
 
     def _append(self, sequence: SequenceKV, layer: int, start: int, steps: NDArray[np.int64]) -> None:
-        """KV of one layer for the tokens of `steps`: the sums go on from the token before."""
+        """Append KV of one layer for the tokens of `steps`: the sums continue from the token before."""
         sums = np.cumsum((steps[:, None] * self._multipliers[layer]) & MASK, axis=0)
         if start:
             sums += self._sums_at(sequence, start - 1)[layer]
@@ -147,7 +147,7 @@ class ModelledEngine:
         sequence.store(layer, start, keys, values)
 
     def _append_one(self, sequence: SequenceKV, token: int) -> None:
-        """KV of all layers for one token."""
+        """Append KV of all layers for one token."""
         at = sequence.length
         step = _steps(np.array([token], dtype=np.int64), np.array([at], dtype=np.int64))
         sums = (step * self._multipliers) & MASK
@@ -160,24 +160,25 @@ class ModelledEngine:
         sequence.length = at + 1
 
     def _sums_at(self, sequence: SequenceKV, at: int) -> Any:
-        """[layer, k/v] of the token at position `at`."""
+        """Return [layer, k/v] of the token at position `at`."""
         tile, column = divmod(at, KEY_TILE)
         pair = (sequence.keys[:, 0, tile, 0, column], sequence.values[:, 0, at, 0])
         return np.stack(pair, axis=1).astype(np.int64)
 
     def _mixed(self, sequence: SequenceKV, at: int, layers: range | None = None) -> int:
-        """What the KV of the token at `at` says in these layers, or all: a sum, so that stages can go on with it."""
+        """Return the sum of the KV of the token at `at` over these layers, or all: a sum, so that stages can continue it."""
         of = slice(None) if layers is None else slice(layers.start, layers.stop)
         return int((self._sums_at(sequence, at)[of] * self._multipliers[of]).sum())
 
     def _logits(self, mixed: int) -> NDArray[np.float32]:
-        """One row of scores for all, turned by what the KV of the last token says."""
+        """Return one row of scores for all tokens, rotated by the sum over the last token's KV."""
         shift = xxhash.xxh3_64_intdigest(mixed.to_bytes(8, "little")) % self.spec.vocab_size
         return np.concatenate((self._scores[shift:], self._scores[:shift]))
 
 
 def _packed(tokens: NDArray[np.int32], mixed: int, width: int) -> NDArray[np.float32]:
-    """Hidden states: a token, and in the last row what the layers so far say, in three numbers that float32 holds exactly."""
+    """Return hidden states: a token, and in the last row the sum over the layers so far, in three numbers that float32 holds
+    exactly."""
     if width < 4:
         raise NotImplementedError(f"hidden states of {width} numbers hold too little to compute this model in stages")
     hidden = np.zeros((len(tokens), width), dtype=np.float32)

@@ -1,5 +1,5 @@
-"""What an engine takes here, measured while its process starts, where nobody has said what things cost. It never runs beside
-requests."""
+"""The costs of an engine on this machine, measured while its process starts, where the configuration states none. The
+measurement never runs beside requests."""
 
 import time
 from collections.abc import Callable
@@ -11,29 +11,31 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.engine.spec import Engine
 
 FEW_TOKENS, TOKENS = 8, 128
-"""The weights are read once a chunk, which few tokens pay for dearly: they only tell whether more would take too long."""
+"""Tokens of the first and of the later measurements. The weights are read once a chunk, which dominates for few tokens: they
+only show whether more would take too long."""
 MOST_S = 4.0
-"""A prefill that may take longer is not tried."""
+"""Seconds; a prefill that may take longer is not tried."""
 ENOUGH_S = 0.1
-"""A prefill this long is measured well enough; of an engine that is quicker, longer ones are."""
+"""Seconds of a prefill that is measured well enough; a quicker engine is measured with longer ones."""
 STEPS = 4
 SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 def unhindered_s() -> float:
-    """A clock that stands while this thread has something to do and no core: other processes of a host start beside it."""
+    """Return a clock that stops while this thread is ready to run but has no core: other processes of a host start beside
+    it."""
     try:
-        with open(SCHEDSTAT) as told:
-            waited_s = int(told.read().split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):  # a kernel that does not tell
+        with open(SCHEDSTAT) as file:
+            waited_s = int(file.read().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):  # a kernel without these statistics
         waited_s = 0.0
     return time.perf_counter() - waited_s
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """`passed`: by which a work is timed. `computed`: the least it can have taken, as waits are told late, and may be longer
-    than a short work was."""
+    """The two clocks of a measurement. `passed` times a work. `computed` is a lower bound: the kernel reports waits late, so a
+    reported wait may be longer than a short work."""
 
     passed: Callable[[], float] = unhindered_s
     computed: Callable[[], float] = time.thread_time
@@ -45,8 +47,8 @@ class Clocks:
 
 
 def measured(engine: Engine, costs: Costs, *, most_tokens: int, clocks: Clocks | None = None) -> Costs:
-    """`costs`, with prefill and decode each as much slower or quicker as this engine is. `most_tokens`: of a chunk. Of equal
-    works the quickest counts."""
+    """Return `costs`, with prefill and decode each scaled to this engine's speed. `most_tokens`: of a chunk. Of equal works the
+    quickest counts."""
     timed_s = (clocks or Clocks()).timed_s
     most_tokens = max(1, min(most_tokens, engine.spec.max_positions - STEPS - 1))
     sequence = engine.new_sequence(most_tokens + STEPS + 1)
@@ -57,7 +59,7 @@ def measured(engine: Engine, costs: Costs, *, most_tokens: int, clocks: Clocks |
 
     try:
         tokens = min(FEW_TOKENS, most_tokens)
-        prefill_s(tokens)  # the first one finds everything cold
+        prefill_s(tokens)  # the first one runs with cold caches
         took_s = prefill_s(tokens)
         if took_s * TOKENS < MOST_S * tokens:
             tokens = min(TOKENS, most_tokens)

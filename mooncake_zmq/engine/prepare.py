@@ -1,6 +1,7 @@
-"""From a model's name to its prepared directory in the cache: found, or built there; and those of former versions removed.
+"""The prepared directory of a model in the cache: found by the model's name, or built; directories of former versions are
+removed.
 
-It is built once under a file lock in a temporary directory and renamed, so under its final name it is always whole.
+It is built once under a file lock in a temporary directory and renamed, so under its final name it is always complete.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ log = structlog.get_logger()
 
 
 def default_cache_dir() -> Path:
-    """Where prepared models live unless the operator says otherwise: mooncake_zmq in the user's cache directory."""
+    """Return the default directory of prepared models: mooncake_zmq in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mooncake_zmq"
 
@@ -44,12 +45,12 @@ def prepare(
     backend: Backend = "numpy",
     kernels: bool = True,
 ) -> Path:
-    """The prepared directory of `model`, made if needed. Raises ModelError.
+    """Return the prepared directory of `model`, made if needed. Raises ModelError.
 
-    `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare).
-    `cache_dir`: as in the setting `model.cache_dir`; empty: the default one.
-    `backend`: "compiled" has its compact.bin added, from the model's source once more if that is another day, and, with
-    `kernels`, the machine code made. "auto" that is this goes without compact.bin where the source cannot be had once more.
+    `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare). `cache_dir`: as
+    in the setting `model.cache_dir`; empty: the default one. `backend`: "compiled" adds compact.bin, for which a model prepared
+    earlier needs its source again, and, with `kernels`, the machine code. Where "auto" means "compiled" and the source is not
+    available again, compact.bin is left out.
     """
     if model == "toy":
         return Path("toy")
@@ -73,16 +74,16 @@ def prepare(
 
 
 def _make_kernels(cache_dir: Path, progress: Progress) -> None:
-    """The machine code, kept beside the models, so that no engine makes it when it is asked for something."""
+    """Make the machine code and keep it beside the models, so that no engine makes it during a request."""
     try:
         from mooncake_zmq.engine.machine_code import object_code
-    except ImportError:  # whoever loads the engine says so
+    except ImportError:  # the process that loads the engine reports it
         return
     if object_code.is_kept(cache_dir):
         return
     waiting = "waiting for another process that compiles the kernels"
     with contextlib.suppress(OSError), _locked(cache_dir / f".{object_code.DIRECTORY}.lock", progress, waiting):
-        # Where nothing can be kept, each engine makes its own as it is loaded.
+        # Where no code can be kept, each engine makes its own as it is loaded.
         if not object_code.is_kept(cache_dir):
             progress("compiling the kernels for this CPU: half a minute, once", 0.0)
             object_code.keep(cache_dir)
@@ -93,7 +94,7 @@ def _prepared(model: str, cache_dir: Path, progress: Progress, *, compacted: boo
     if is_prepared(target, compacted=compacted):
         return target
     if compacted:
-        compiled_engine()  # a library that is missing is told now, not after a download
+        compiled_engine()  # a missing library is reported now, not after a download
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{target.name}.lock", progress):
@@ -108,7 +109,7 @@ def _prepared(model: str, cache_dir: Path, progress: Progress, *, compacted: boo
 
 
 def locate(model: str, cache_dir: Path) -> Path:
-    """Where `prepare` puts `model`, whether or not it is there already."""
+    """Return where `prepare` puts `model`, whether or not it is there already."""
     try:
         label, key = _identify(model)
     except (OSError, ValueError) as error:
@@ -117,12 +118,12 @@ def locate(model: str, cache_dir: Path) -> Path:
 
 
 def located(model: str, cache_dir: Path | str) -> Path:
-    """`locate` where `prepare` is given the same; nothing is made."""
+    """Return `locate` for the arguments of `prepare`; nothing is made."""
     return locate(model, Path(cache_dir) if cache_dir else default_cache_dir())
 
 
 def open_source(model: str) -> tuple[Source, str]:
-    """The source of any model but "default", and what it is in words. Raises ModelError: not supported, damaged."""
+    """Return the source of any model but "default", and a description of it. Raises ModelError: not supported, damaged."""
     if model.startswith("dummy:"):
         return DummySource(model.removeprefix("dummy:")), "random weights"
     path = Path(model).expanduser()
@@ -132,8 +133,9 @@ def open_source(model: str) -> tuple[Source, str]:
 
 
 def remove_former(prepared: Path) -> list[Path]:
-    """Remove what earlier versions prepared of models of this name and no process of this version has open; returns what was
-    removed. An older one's process, which held no lock, keeps its mapping; started again it would prepare the model again.
+    """Remove the directories that earlier versions prepared of models of this name and no process of this version has open;
+    return those removed. A process of an older version, which held no lock, keeps its mapping; started again it would prepare
+    the model again.
 
     Beside `prepared`, under the same name but for the key, of an older format: this version would not read it.
     """
@@ -155,16 +157,16 @@ def _is_former(directory: Path) -> bool:
 
 
 def _remove(former: Path) -> None:
-    """Raises BlockingIOError while a process prepares it or maps its weights."""
+    """Remove a directory. Raises BlockingIOError while a process prepares it or maps its weights."""
     with former.with_name(f".{former.name}.lock").open("a") as lock, (former / WEIGHTS_FILE).open("rb") as opened:
         for file in (lock, opened):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        leftover = former.rename(former.with_name(f".{former.name}.tmp"))  # never half a model under a model's name
+        leftover = former.rename(former.with_name(f".{former.name}.tmp"))  # a model's name never stands for half a model
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _identify(model: str) -> tuple[str, str]:
-    """A label and a key that changes whenever the converted result could."""
+    """Return a label and a key that changes whenever the converted result could."""
     if model == "default":
         return DEFAULT_NAME, _digest(DEFAULT_SHA256)
     if model.startswith("dummy:"):
@@ -198,14 +200,14 @@ def _locked(
 
 
 def is_prepared(target: Path, *, compacted: bool = False) -> bool:
-    """Is there a whole model, with its compact form if that is asked for?"""
+    """Return whether there is a complete model, with its compact form if requested."""
     return (target / HEADER_FILE).exists() and (not compacted or compact.exists(target))
 
 
 def _build(model: str, target: Path, progress: Progress, *, compacted: bool) -> None:
     """Convert into a temporary neighbour, then rename. We hold the lock, so a leftover neighbour is a dead process's.
 
-    A directory that lacks but its compact form gets that.
+    A directory that lacks only its compact form gets it.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     known = (target / HEADER_FILE).exists()
@@ -239,7 +241,7 @@ def _build(model: str, target: Path, progress: Progress, *, compacted: bool) -> 
 
 
 def _default_source(scratch: Path, progress: Progress, *, again: bool) -> Source:
-    """Downloaded; `again`: for the sake of the integers that a conversion to float32 did not keep."""
+    """Download the source; `again`: for the integers that a conversion to float32 did not keep."""
     why = "once more: backend 'compiled' packs the file's own integers" if again else ""
     try:
         source = GgufSource(obtain_default(scratch, progress, why=why))

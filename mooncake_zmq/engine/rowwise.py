@@ -1,4 +1,4 @@
-"""What stands between the products of a prefill: norms, the activation, softmax. Each row by itself, in NumPy or CuPy."""
+"""Operations between the products of a prefill: norms, the activation, softmax. Each row by itself, in NumPy or CuPy."""
 
 from typing import Any, Protocol
 
@@ -8,24 +8,24 @@ from mooncake_zmq.engine.kv_cache import KEY_TILE
 
 
 class Rowwise(Protocol):
-    """Called by several threads at once, each with arrays of its own."""
+    """Row operations, called by several threads at once, each with arrays of its own."""
 
     def normalize(self, x: Any, weight: Any, eps: float, out: Any) -> None:
-        """RMSNorm of `x` [n, width] into `out` [n, width]."""
+        """Write the RMSNorm of `x` [n, width] into `out` [n, width]."""
 
     def activate(self, gate: Any, up: Any, out: Any) -> None:
-        """silu(gate) * up into `out`, each [n, width]; `gate` is scratch afterwards."""
+        """Write silu(gate) * up into `out`, each [n, width]; `gate` is scratch afterwards."""
 
     def exponentiate(self, scores: Any, visible: int, *, shift: bool) -> Any:
-        """exp of `scores` [head, n, group, width] in place, where token i of the n sees the first `visible` + i keys; 0 for
-        the rest of the first `visible` + n - 1, anything beyond. Returns the sums of the rows, [head, n, group, 1].
+        """Exponentiate `scores` [head, n, group, width] in place, where token i of the n sees the first `visible` + i keys; 0
+        for the rest of the first `visible` + n - 1, anything beyond. Returns the sums of the rows, [head, n, group, 1].
 
-        `shift`: take off each row's maximum first, or whatever else keeps sums finite; without, it may.
+        `shift`: subtract each row's maximum first, or another value that keeps sums finite; without, it may.
         """
 
 
 class ArrayRowwise:
-    """In whole-array operations. `tile_tokens`: the most tokens that `exponentiate` is given."""
+    """Row operations by whole arrays. `tile_tokens`: the most tokens in a call of `exponentiate`."""
 
     def __init__(self, xp: Any, tile_tokens: int) -> None:
         self._xp = xp

@@ -1,4 +1,4 @@
-"""Choosing the next token. The random numbers depend on (seed, position) alone, so a resumed request repeats itself."""
+"""The choice of the next token. The random numbers depend on (seed, position) alone, so a resumed request repeats itself."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from mooncake_zmq.core.messages import LEAST_LOGPROB, Sampling, TokenLogprob
 from mooncake_zmq.engine.grammars import Following, Grammars
 
 TIE_MARGIN = 0.01  # I3: a choice whose score leads by less may differ between batch shapes
-CUTOFF_MARGIN = 1e-3  # I3: so may one with a top-k or top-p cutoff this near
+CUTOFF_MARGIN = 1e-3  # I3: so may a choice with a top-k or top-p cutoff this near
 NUCLEUS_TRY = 1024
 
 
@@ -19,7 +19,7 @@ class Past:
     """The tokens before the next one, as far as penalties and constraints read them."""
 
     def __init__(self, sampling: Sampling, tokens: bytes, grammars: Grammars | None = None, tenant: str = "") -> None:
-        """`tokens`: see `Sampling.past`. `grammars`: where there is a constraint. `tenant`: whose answer it is."""
+        """`tokens`: see `Sampling.past`. `grammars`: used if there is a constraint. `tenant`: the owner of the answer."""
         ids = np.frombuffer(tokens, "<i4")
         answer = max(0, sampling.prompt_tokens - sampling.past_from)
         self._next = sampling.past_from + len(ids)
@@ -32,20 +32,21 @@ class Past:
             self._following = grammars.begin(sampling.constraint, ids[answer:].tolist(), tenant)
 
     def awaited(self) -> Future[bytes] | None:
-        """What is not known yet and a choice needs."""
+        """The pending result that a choice needs."""
         return None if self._following is None else self._following.awaited()
 
     def left_s(self) -> float:
-        """How much longer it may be awaited."""
+        """Return how much longer the choice may wait for it."""
         return 0.0 if self._following is None else self._following.left_s()
 
     def close(self) -> None:
-        """No further choice is made."""
+        """Make no further choice."""
         if self._following is not None:
             self._following.drop()
 
     def feed(self, token: int, position: int) -> None:
-        """It stands there, which may be said once more. Raises ValueError where another one would come next."""
+        """Append a token at `position`; the same token may be appended there once more. Raises ValueError where another one
+        would come next."""
         if (token, position) == (self._last, self._next - 1):
             return
         if position != self._next:
@@ -57,12 +58,12 @@ class Past:
             self._following.feed(token)
 
     def forbid(self, logits: NDArray[np.float32]) -> None:
-        """In place, what the constraint does not allow next. Raises ConstraintError."""
+        """Forbid, in place, tokens that the constraint does not allow next. Raises ConstraintError."""
         if self._following is not None:
             logits[~self._following.allowed()] = -np.inf
 
     def penalize(self, logits: NDArray[np.float32], sampling: Sampling) -> None:
-        """In place. The order is vLLM's."""
+        """Apply the penalties in place, in vLLM's order."""
         if not sampling.penalizes:
             return
         if sampling.repetition_penalty != 1.0:
@@ -78,20 +79,22 @@ class Past:
 def choose(
     logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None
 ) -> tuple[int, TokenLogprob | None]:
-    """The token at `position`, and its probability if that is asked for."""
+    """Return the token at `position`, and its probability if requested."""
     token = sample(logits, sampling, position, past)
     return token, None if sampling.logprobs is None else logprob(logits, token, sampling.logprobs)
 
 
 def sample(logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None) -> int:
-    """The id of the token at `position` (index in the whole sequence, prompt included). `past`: where penalties need it."""
+    """Return the id of the token at `position` (index in the whole sequence, prompt included). `past`: where penalties need
+    it."""
     if sampling.temperature == 0.0:
         return int(_adjusted(logits, sampling, past).argmax())
     return int(scores(logits, sampling, position, past).argmax())
 
 
 def logprob(logits: NDArray[np.float32], token: int, likeliest: int) -> TokenLogprob:
-    """Of the model's own distribution: before bias, penalties and temperature, as vLLM tells it. Equal ones by id."""
+    """Return the probability in the model's own distribution: before bias, penalties and temperature, as vLLM does. Equal ones
+    are ordered by id."""
     best = logits.max()
     total = float(best) + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
     count = min(likeliest, len(logits))
@@ -101,7 +104,7 @@ def logprob(logits: NDArray[np.float32], token: int, likeliest: int) -> TokenLog
 
 
 def scores(logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None) -> NDArray[np.float64]:
-    """What `sample` maximizes, one score per id, minus infinity where min-p, top-k or top-p cuts.
+    """Return the scores that `sample` maximizes, one per id, minus infinity where min-p, top-k or top-p cuts.
 
     Gumbel-max: the largest of (logit / temperature + Gumbel noise) is distributed as softmax. Unlike an inverse CDF, a
     change of 1e-6 in the logits then matters only where two scores lie that close, which is what I3 measures.
@@ -118,7 +121,7 @@ def scores(logits: NDArray[np.float32], sampling: Sampling, position: int, past:
 
 
 def near_tie(logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None) -> bool:
-    """Whether I3 lets the choice differ: two best scores within 0.01, or a cutoff within 1e-3 of a logit."""
+    """Return whether I3 lets the choice differ: two best scores within 0.01, or a cutoff within 1e-3 of a logit."""
     logits = _adjusted(logits, sampling, past)
     plain = Sampling(
         temperature=sampling.temperature,
@@ -140,7 +143,7 @@ def near_tie(logits: NDArray[np.float32], sampling: Sampling, position: int, pas
 
 
 def _adjusted(logits: NDArray[np.float32], sampling: Sampling, past: Past | None) -> NDArray[np.float32]:
-    """With bias, penalties and constraint."""
+    """Return the logits with bias, penalties and constraint."""
     if not (sampling.logit_bias or sampling.reads_past):
         return logits
     adjusted = logits.copy()
@@ -154,7 +157,7 @@ def _adjusted(logits: NDArray[np.float32], sampling: Sampling, past: Past | None
 
 
 def _at_most_0(value: float) -> float:
-    """A probability is no more than 1, however it was rounded."""
+    """Return a log-probability between LEAST_LOGPROB and 0, however it was rounded."""
     return max(LEAST_LOGPROB, min(0.0, value))
 
 
@@ -163,7 +166,8 @@ def _cuts(sampling: Sampling) -> bool:
 
 
 def _scaled(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float64]:
-    """(logit - best) / temperature: however cold, the best stays 0 and nothing becomes infinite but the hopeless."""
+    """Return (logit - best) / temperature: at any low temperature the best stays 0, and only negligible ones become
+    infinite."""
     scaled = logits.astype(np.float64)
     scaled -= scaled.max()
     with np.errstate(over="ignore"):
@@ -172,7 +176,7 @@ def _scaled(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float
 
 
 def _cutoff(scaled: NDArray[np.float64], sampling: Sampling) -> float:
-    """The smallest score that survives min-p, then top-k, then top-p of what these left. Ties with it survive too."""
+    """Return the smallest score that survives min-p, then top-k, then top-p of the remaining ones. Ties with it survive too."""
     threshold = -np.inf
     if sampling.min_p > 0.0:
         threshold = math.log(sampling.min_p)
@@ -186,9 +190,9 @@ def _cutoff(scaled: NDArray[np.float64], sampling: Sampling) -> float:
 
 
 def _nucleus_edge(scaled: NDArray[np.float64], top_p: float) -> float:
-    """The score at which the falling cumulative probability first reaches `top_p`."""
+    """Return the score at which the falling cumulative probability first reaches `top_p`."""
     target = top_p * float(np.exp(scaled).sum())
-    # Sorting a whole vocabulary costs ten times the rest; the few best nearly always hold the nucleus.
+    # Sorting a whole vocabulary costs ten times all else; the few best nearly always hold the nucleus.
     for count in (NUCLEUS_TRY, len(scaled)):
         head = np.partition(scaled, -count)[-count:] if count < len(scaled) else scaled
         falling = np.sort(head)[::-1]
@@ -199,7 +203,7 @@ def _nucleus_edge(scaled: NDArray[np.float64], top_p: float) -> float:
 
 
 def _gumbel(seed: int, position: int, count: int) -> NDArray[np.float64]:
-    """Gumbel noise for ids 0..count. Philox is counter-based and NumPy promises its raw stream never changes."""
+    """Return Gumbel noise for ids 0..count. Philox is counter-based and NumPy promises that its raw stream never changes."""
     bits = np.random.Philox(key=seed % 2**128, counter=(position % 2**64) << 64).random_raw(count)
     # In place, because every temporary of this size is fresh memory from the OS: measured 0.3 ms instead of 1.0.
     bits >>= np.uint64(12)

@@ -1,4 +1,4 @@
-"""What a model says of a prompt: the probability of each token behind those before it, from logits that come in slices."""
+"""The model's probabilities of a prompt: of each token behind those before it, from logits that come in slices."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,11 +10,12 @@ from mooncake_zmq.engine.sampling import logprob
 
 
 class PromptScores:
-    """Takes the logits at some positions of a prompt, row after row, and remembers of each what it says of the token that
-    follows there."""
+    """Takes the logits at some positions of a prompt, row after row, and keeps of each the probability of the token that
+    follows."""
 
     def __init__(self, following: Sequence[int], likeliest: int) -> None:
-        """`following`: that token, by position; one less where the last has none. `likeliest`: so many more are told."""
+        """`following`: that token, by position; one less where the last has none. `likeliest`: the number of likeliest tokens
+        that are returned as well."""
         self.scored: list[TokenLogprob] = []
         self.last: NDArray[np.float32] | None = None
         """The last row, [1, vocab_size]."""

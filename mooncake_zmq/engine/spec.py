@@ -1,4 +1,4 @@
-"""What a model is to the rest of the system: its shape and identity, and the methods every engine has."""
+"""The interface of a model for all other modules: its shape and identity, and the methods every engine has."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
 
-LAYERS_MAX = 1024  # both bound what a file that lies about its shape can make us do
+LAYERS_MAX = 1024  # both bound the work that a file with a false shape can cause
 SIZE_MAX = 1 << 24
 KV_ITEM_BYTES = {"float32": 4}
 
@@ -20,7 +20,7 @@ LayerCallback = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family has beyond RMSNorm, RoPE, grouped-query attention and SwiGLU."""
+    """The features of a model family beyond RMSNorm, RoPE, grouped-query attention and SwiGLU."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -64,7 +64,7 @@ class ModelSpec:
 LogitsCallback = Callable[[NDArray[np.float32]], None]
 """Takes some rows of logits, [n, vocab_size]."""
 LOGIT_ROWS = 64
-"""12 MB with a vocabulary of 49 thousand ids."""
+"""Rows of logits in one call: 12 MB with a vocabulary of 49 thousand ids."""
 
 
 class Engine(Protocol):
@@ -85,11 +85,11 @@ class Engine(Protocol):
         logits_at: Sequence[int] | None = (-1,),
         on_logits: LogitsCallback | None = None,
     ) -> NDArray[np.float32] | None:
-        """Append `tokens` at `sequence.length`; return the logits at the asked indices into `tokens`. With `on_logits` it is
-        given them instead, in order, `LOGIT_ROWS` at a time: those of a whole chunk may not fit into memory.
+        """Append `tokens` at `sequence.length`; return the logits at the asked indices into `tokens`. With `on_logits` that
+        function is called with them instead, in order, `LOGIT_ROWS` at a time: those of a whole chunk may not fit into memory.
 
         `before_layer(l)` runs before layer l first reads earlier KV, `after_layer(l)` once layer l's KV of these tokens
-        is stored, each in the order of the layers; they may come from two threads. What they raise propagates, and
+        is stored, each in the order of the layers; they may come from two threads. Their exceptions propagate, and
         `sequence.length` stays as it was.
         """
         ...
@@ -104,17 +104,17 @@ class Engine(Protocol):
         after_layer: LayerCallback | None = None,
         logits: bool = False,
     ) -> NDArray[np.float32] | None:
-        """One stage of a pipeline: `prefill` for some of the layers, whose KV alone is read and stored.
+        """Compute one stage of a pipeline: `prefill` for some of the layers, whose KV alone is read and stored.
 
         `entering`: the tokens [n], int32, for the first layer, else the hidden states [n, hidden], float32, that left the layer
-        before. Returns the hidden states that leave; behind the last layer the logits [1, vocab_size] after the last token, or
+        before. Return the hidden states that leave; behind the last layer the logits [1, vocab_size] after the last token, or
         None without `logits`. Stages over the same chunks give what `prefill` gives, bit for bit on one kind of engine. An
         engine that cannot be cut raises NotImplementedError.
         """
         ...
 
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-        """One token for each sequence; returns logits [len(sequences), vocab_size]."""
+        """Compute one token for each sequence; return logits [len(sequences), vocab_size]."""
         ...
 
 
@@ -175,7 +175,7 @@ def check_tokens(tokens: NDArray[Any], vocab_size: int) -> None:
 
 
 def row_by_row(rows: Iterable[NDArray[np.float32]], on_logits: LogitsCallback | None) -> NDArray[np.float32] | None:
-    """What `Engine.prefill` answers with these rows of logits, [vocab_size] each, made as they are asked for."""
+    """Return the result of `Engine.prefill` for these rows of logits, [vocab_size] each, each made when it is needed."""
     if on_logits is None:
         return np.stack(list(rows))
     for row in rows:

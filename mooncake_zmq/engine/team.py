@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 Share = Callable[[int], None]
-"""Called with the thread's rank, 0 .. size - 1."""
+"""A function that is called with the thread's rank, 0 .. size - 1."""
 
 
 class Team:
@@ -25,7 +25,7 @@ class Team:
         self.size = size
         self._ranks = range(size)
         self._notes: list[list[SimpleQueue[bool]]] = [[SimpleQueue() for _ in self._ranks] for _ in self._ranks]
-        """From a rank (first) to a rank (second): true for `tell`, false when the teller has failed."""
+        """Queues from a rank (first) to a rank (second): true from `tell`, false when the sender has failed."""
         self._tasks: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(size - 1)]
         self._ended: SimpleQueue[None] = SimpleQueue()
         self._errors: list[BaseException] = []
@@ -34,7 +34,7 @@ class Team:
             weakref.finalize(self, tasks.put, None)
 
     def run(self, share: Share) -> None:
-        """Call `share(rank)` in every thread. Raises what the first that failed raised, once all have ended."""
+        """Call `share(rank)` in every thread. Raises the first error of any thread, once all have ended."""
         if self.size == 1:
             share(0)
             return
@@ -52,13 +52,13 @@ class Team:
             raise error
 
     def tell(self, rank: int, to: int) -> None:
-        """Let `to` go on, now or later, at a `hear` of its own. Ends this share if another has failed."""
+        """Let thread `to` pass one of its `hear` calls, now or later. Ends this share if another has failed."""
         if self._errors:
             raise _Abandoned
         self._notes[rank][to].put(True)
 
     def hear(self, rank: int, of: int) -> None:
-        """Wait for one `tell` of `of`."""
+        """Wait for one `tell` of thread `of`."""
         if not self._notes[of][rank].get():
             raise _Abandoned
 
@@ -81,4 +81,4 @@ class _Abandoned(Exception):
 def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
     while task := tasks.get():
         task()
-        del task  # or the team would live on in it
+        del task  # else it would keep the team alive

@@ -28,13 +28,14 @@ PENDING_TOKENS_MAX = 16  # a character has at most 4 bytes, so 16 tokens that en
 
 
 WORD_BEGINS = "\u2581"
-"""How SentencePiece writes a space."""
+"""SentencePiece's form of a space."""
 BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
-"""And a byte for which it has no token."""
+"""SentencePiece's form of a byte for which it has no token."""
 
 
 def _byte_of() -> dict[str, int]:
-    """GPT-2's way of writing bytes as printable characters: those that are, as themselves, the others from U+0100 on."""
+    """Return GPT-2's names of bytes, all printable characters: a printable byte is itself, the others are those from U+0100
+    on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
@@ -49,7 +50,7 @@ class TemplateFailed(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """How a model's conversations are written: what a tokenizer needs beside the vocabulary."""
+    """The form of a model's conversations: all that a tokenizer needs beside the vocabulary."""
 
     template: str | None
     eos_ids: tuple[int, ...]
@@ -60,28 +61,28 @@ class Conversation:
 
 
 class Vocabulary(Protocol):
-    """Text and ids, nothing else."""
+    """The mapping between text and ids."""
 
     @property
     def size(self) -> int: ...
     @property
     def longest_token(self) -> int:
-        """Characters of a text that one id stands for at most."""
+        """The most characters of a text that one id stands for."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """`special`: with the names of special tokens."""
+        """Return the text of `ids`; `special`: with the names of special tokens."""
 
     def piece(self, token: int) -> bytes:
-        """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
+        """Return the bytes of a token, perhaps a part of a character. A special token's are those of its name."""
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that stand for no text."""
+        """The tokens that stand for no text."""
 
     @property
     def joins_bytes(self) -> bool:
-        """Is a text nothing but the bytes of its tokens one after the other?"""
+        """Whether a text is exactly the bytes of its tokens one after the other."""
 
 
 class Tokenizer:
@@ -99,28 +100,29 @@ class Tokenizer:
         self.takes_tools = bool(re.search(r"\btools\b", self.chat_template))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of `text`; with `special`, after what the model puts before a text (its BOS, if it wants one)."""
+        """Return the ids of `text`; with `special`, after the prefix that the model puts before a text (its BOS, if it has
+        one)."""
         ids = self._vocabulary.encode(_encodable(text))
         if special and self._conversation.add_bos and self._conversation.bos_id is not None:
             return [self._conversation.bos_id, *ids]
         return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of `ids`, without special tokens unless `special`."""
+        """Return the text of `ids`, without special tokens unless `special`."""
         return self._vocabulary.decode(ids, special=special)
 
     def piece(self, token: int) -> bytes:
-        """The bytes that it stands for: perhaps a part of a character. A special token's are those of its name."""
+        """Return the bytes of a token, perhaps a part of a character. A special token's are those of its name."""
         return self._vocabulary.piece(token)
 
     def stream(self, *, special: bool = False) -> "TokenStream":
-        """`special`: with the names of special tokens."""
+        """Return a new stream; `special`: with the names of special tokens."""
         return TokenStream(self._vocabulary, special=special)
 
     def chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        """The ids of a conversation, as the model's template writes it. Raises TemplateFailed."""
+        """Return the ids of a conversation, as the model's template writes it. Raises TemplateFailed."""
         return self._vocabulary.encode(_encodable(self.chat_text(messages, add_generation_prompt, tools)))
 
     def chat_text(
@@ -141,11 +143,11 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Incremental text of a growing sequence: what is pushed out never ends inside a character.
+    """Incremental text of a growing sequence: the emitted text never ends inside a character.
 
     The text of token n can depend on its left neighbour (a space may be dropped at the start), so `_ids` begins with the
-    last emitted piece, which ends at `_read`; each step decodes both it and the whole, and emits what the whole has more.
-    Where a text is nothing but the bytes of its tokens nothing depends on what was emitted, and none of it is kept.
+    last emitted piece, which ends at `_read`; each step decodes both it and the whole, and emits what the whole adds.
+    Where a text is exactly the bytes of its tokens, nothing depends on the emitted text, and none of it is kept.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, special: bool = False) -> None:
@@ -154,21 +156,21 @@ class TokenStream:
         self._ids: list[int] = []
         self._read = 0
         self._emitted = ""
-        """The text of what ends at `_read`."""
+        """The text of the ids that end at `_read`."""
 
     def push(self, token: int) -> str:
         self._ids.append(token)
         return self._emit(whole=len(self._ids) - self._read > PENDING_TOKENS_MAX)
 
     def flush(self) -> str:
-        """What is still held back, complete or not."""
+        """Return the text that is still held back, complete or not."""
         return self._emit(whole=True)
 
     def _emit(self, *, whole: bool) -> str:
         emitted = self._emitted
         text = self._decode(self._ids)
         if len(text) <= len(emitted) or (text.endswith(REPLACEMENT) and not whole):
-            if whole:  # special tokens, say: to keep them would make each further one cost more
+            if whole:  # e.g. special tokens: to keep them would make each further one cost more
                 del self._ids[self._read :]
             return ""
         if self._joins_bytes:
@@ -192,10 +194,10 @@ class BpeVocabulary:
         self.joins_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
         self._added = frozenset(added)
-        self.special_ids = frozenset(token for token, told in added.items() if told.special)
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
 
     def encode(self, text: str) -> list[int]:
-        # A batch, even of one: it lets go of the interpreter while it works, and `encode` does not.
+        # A batch, even of one: it releases the interpreter's lock while it works, and `encode` does not.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
@@ -216,7 +218,8 @@ class BpeVocabulary:
 
 
 class ByteVocabulary:
-    """ids 0..255 are bytes, then a few special tokens; ids beyond have no text of their own and read as <id>."""
+    """A vocabulary whose ids 0..255 are bytes, then a few special tokens; ids beyond have no text of their own and read as
+    <id>."""
 
     SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
     END_ID = 256
@@ -260,12 +263,12 @@ BYTE_CONVERSATION = Conversation(template=BYTE_TEMPLATE, eos_ids=(ByteVocabulary
 
 
 def byte_tokenizer(vocab_size: int = 512) -> Tokenizer:
-    """For "toy" and "dummy:*": one id per byte of UTF-8."""
+    """Return the tokenizer of "toy" and "dummy:*": one id per byte of UTF-8."""
     return Tokenizer(ByteVocabulary(vocab_size), BYTE_CONVERSATION)
 
 
 def open_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer of a prepared model directory, or of "toy"."""
+    """Return the tokenizer of a prepared model directory, or of "toy"."""
     if str(path) == "toy":
         return byte_tokenizer()
     directory = Path(path)
@@ -276,7 +279,7 @@ def open_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def read_conversation(directory: Path) -> Conversation:
-    """That of a prepared model: BYTE_CONVERSATION itself where ids are bytes."""
+    """Return the conversation of a prepared model: BYTE_CONVERSATION itself where ids are bytes."""
     return _read_conversation(directory)[0]
 
 
@@ -296,7 +299,8 @@ def _read_conversation(directory: Path) -> tuple[Conversation, dict[str, Any]]:
 
 
 def fingerprint(path: Path | str) -> str:
-    """Of the files that `open_tokenizer` reads: most roles have no other use for a tokenizer, which takes time to open."""
+    """Return a fingerprint of the files that `open_tokenizer` reads: most roles need nothing else of a tokenizer, which takes
+    time to open."""
     digest = hashlib.sha256(b"toy" if str(path) == "toy" else b"")
     for name in (VOCABULARY_FILE, CONVERSATION_FILE):
         file = Path(path) / name
@@ -306,14 +310,14 @@ def fingerprint(path: Path | str) -> str:
 
 
 def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json."""
+    """Read a tokenizer.json."""
     with library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
         return tokenizers.Tokenizer.from_file(str(path))
 
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """The tokenizers library raises bare `Exception`, which is caught here and nowhere else."""
+    """Turn errors of the tokenizers library, which raises bare `Exception`, into ours; it is caught here and nowhere else."""
     try:
         yield
     except Exception as error:
@@ -322,7 +326,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """What a source of weights brings: `kind` says in words what it is; without a vocabulary, ids are bytes."""
+    """The tokenizer that a source of weights has: `kind` describes it in words; without a vocabulary, ids are bytes."""
 
     kind: str
     vocabulary: tokenizers.Tokenizer | None
@@ -334,7 +338,7 @@ def byte_parts() -> TokenizerParts:
 
 
 def write_parts(directory: Path, parts: TokenizerParts, vocab_size: int) -> None:
-    """Write what `open_tokenizer` reads. Raises ModelError if the chat template does not parse."""
+    """Write the files that `open_tokenizer` reads. Raises ModelError if the chat template does not parse."""
     if parts.conversation.template:
         check_template(parts.conversation.template)
     if parts.vocabulary is None:
@@ -353,12 +357,12 @@ def write_byte_conversation(directory: Path, vocab_size: int) -> None:
 
 
 def _encodable(text: str) -> str:
-    """`text` with lone surrogates, which JSON can carry and UTF-8 cannot, replaced."""
+    """Return `text` with lone surrogates, which JSON can carry and UTF-8 cannot, replaced."""
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
 
 
 def _compile(template: str) -> jinja2.Template:
-    """As Hugging Face compiles it, so that templates written for it give the same text here."""
+    """Compile a template as Hugging Face does, so that templates written for it give the same text here."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
@@ -372,7 +376,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Templates for training mark what the assistant says; the mark changes no text."""
+    """The tag with which templates for training mark the assistant's text; it changes no text."""
 
     tags = {"generation"}
 
@@ -382,7 +386,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def check_template(template: str) -> None:
-    """Raise ModelError unless it parses."""
+    """Raise ModelError unless the template parses."""
     _compile(template)
 
 

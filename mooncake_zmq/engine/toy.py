@@ -45,7 +45,8 @@ _CELL_MULTIPLIER = (np.arange(3 * 2 * 2, dtype=np.int64).reshape(3, 2, 1, 1, 2) 
 
 
 class ToyEngine:
-    """KV of token i = KV of token i-1 (read from the cache) + f(token, i, cell), modulo 2**20; logits hash all KV.
+    """A tiny exact engine: KV of token i = KV of token i-1 (read from the cache) + f(token, i, cell), modulo 2**20; logits hash
+    all KV.
 
     Between two layers a token's hidden state is its id, and in a chunk's last row also the hash of the KV of all layers before.
     Bitwise the same however a prompt is chunked or batched. `delay_s_per_token` sleeps, to stand for compute.
@@ -73,7 +74,7 @@ class ToyEngine:
         check_room(sequence, len(tokens))
         check_tokens(tokens, self.spec.vocab_size)
         start, stop = sequence.length, sequence.length + len(tokens)
-        # All layers go in one step where that is the same to whoever waits: a simulation runs thousands of decode steps, and at
+        # All layers are one step where no caller waits between them: a simulation runs thousands of decode steps, and at
         # the beginning of a sequence no layer has anything to read.
         at_beginning = start == 0 and not self._delay_s_per_token
         whole = at_beginning or (before_layer is None and after_layer is None)
@@ -152,7 +153,7 @@ class ToyEngine:
             time.sleep(self._delay_s_per_token * len(tokens) * len(cells) / self.spec.layers)
 
     def _hash(self, sequence: SequenceKV, layers: range, length: int, before: int = 0) -> int:
-        """64 bits of all KV of these layers, after those that hash to `before`."""
+        """Return 64 bits of all KV of these layers, after those that hash to `before`."""
         tile, column = divmod(length, KEY_TILE)
         for layer in layers:
             digest = xxhash.xxh3_64(seed=before)
@@ -169,7 +170,7 @@ class ToyEngine:
 
 
 def _packed(tokens: NDArray[np.int32], digest: int) -> NDArray[np.float32]:
-    """Hidden states [n, 4]: a token, and the digest in three numbers that float32 holds exactly."""
+    """Return hidden states [n, 4]: a token, and the digest in three numbers that float32 holds exactly."""
     hidden = np.zeros((len(tokens), 4), dtype=np.float32)
     hidden[:, 0] = tokens
     hidden[-1, 1:] = [digest >> shift & 0xFFFFFF for shift in (0, 24, 48)]

@@ -1,7 +1,7 @@
-"""Prepared models: what lies in their files, how large it is, and engines over it. One copy on a host serves all processes.
+"""Prepared models: the content and size of their files, and engines over them. One copy on a host serves all processes.
 
 A prepared model is a directory: header.json (spec, tensor table), weights.bin (float32, matrices as `panels`), the
-tokenizer's files, and for decode in machine code compact.bin. `prepare` makes it; here it is only mapped.
+tokenizer's files, and for decode in machine code compact.bin. `prepare` makes it; this module only maps it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from mooncake_zmq.engine.toy import ToyEngine
 if TYPE_CHECKING:
     from mooncake_zmq.engine.machine_code.compiled import CompiledLlama
 
-FORMAT = 3  # of the prepared directory: a change here converts every model again
+FORMAT = 3  # version of the prepared directory: a change here converts every model again
 ALIGNMENT_BYTES = 4096
 ITEM_BYTES = 4  # float32
 HEADER_FILE = "header.json"
@@ -47,7 +47,7 @@ def load_engine(
     backend: Backend = "numpy",
     sequences: NewSequence | None = None,
 ) -> Engine:
-    """The engine of a directory prepared for `backend`, or of "toy". `sequences`: what makes those of a device."""
+    """Return the engine of a directory prepared for `backend`, or of "toy". `sequences`: makes the sequences of a device."""
     if str(model) == "toy":
         return ToyEngine()
     if chosen(backend) == "compiled":
@@ -64,8 +64,8 @@ def open_model(path: Path, *, device: Device = "cpu", threads: int = 1, sequence
 
 
 def open_compiled(path: Path, *, threads: int = 1, compacted: bool = True) -> "CompiledLlama":
-    """As `open_model`, in machine code; seconds where no process on this machine has made that yet. `compacted`: the model
-    must have its compact form; else, where it has none, decode reads float32."""
+    """Map a prepared model as `open_model` does, for machine code; takes seconds where no process on this machine has made that
+    yet. `compacted`: the model must have its compact form; else, where it has none, decode reads float32."""
     engine = compiled_engine()
     spec, tensors = _map_tensors(path)
     panels = compact.read(path, _matrix_shapes(spec)) if compacted or compact.exists(path) else {}
@@ -73,7 +73,7 @@ def open_compiled(path: Path, *, threads: int = 1, compacted: bool = True) -> "C
 
 
 def compiled_engine() -> "type[CompiledLlama]":
-    """The engine of backend "compiled". Raises ModelError where its library is missing."""
+    """Return the engine of backend "compiled". Raises ModelError where its library is missing."""
     try:
         from mooncake_zmq.engine.machine_code.compiled import CompiledLlama
     except ImportError as error:
@@ -85,8 +85,8 @@ def _map_tensors(path: Path) -> tuple[ModelSpec, dict[str, NDArray[np.float32]]]
     spec, table = _read_header(path)
     try:
         with (path / WEIGHTS_FILE).open("rb") as file:
-            with contextlib.suppress(OSError):  # a file system without locks: then only `remove_former` knows less
-                fcntl.flock(file, fcntl.LOCK_SH)  # the mapping's own descriptor holds it for as long as it lives
+            with contextlib.suppress(OSError):  # a file system without locks: then only `remove_former` cannot see this process
+                fcntl.flock(file, fcntl.LOCK_SH)  # the mapping's own descriptor holds it as long as the mapping exists
             data: NDArray[np.uint8] = np.memmap(file, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:
         raise ModelError(f"{path / WEIGHTS_FILE} cannot be mapped: {error}") from error
@@ -100,7 +100,7 @@ def _map_tensors(path: Path) -> tuple[ModelSpec, dict[str, NDArray[np.float32]]]
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """The spec of a prepared directory, without mapping its weights."""
+    """Return the spec of a prepared directory, without mapping its weights."""
     return _read_header(path)[0]
 
 
@@ -122,13 +122,13 @@ def _read_header(path: Path) -> tuple[ModelSpec, dict[str, tuple[int, tuple[int,
 
 
 def write_header(directory: Path, spec: ModelSpec, tensors: Mapping[str, Any]) -> None:
-    """`tensors`: offset and shape in weights.bin by name, in the order of `stored_shapes`."""
+    """Write the header. `tensors`: offset and shape in weights.bin by name, in the order of `stored_shapes`."""
     header = {"format": FORMAT, "spec": asdict(spec), "tensors": tensors}
     (directory / HEADER_FILE).write_text(json.dumps(header, indent=1))
 
 
 def stored_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The tensors of weights.bin and their shapes, in float32: what `convert` writes, without a source."""
+    """Return the tensors of weights.bin and their shapes, in float32: the output of `convert`, without a source."""
     query, kv, family = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, FAMILIES[spec.family]
 
     def panels(rows: int, columns: int) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def stored_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def prepared_bytes(spec: ModelSpec) -> int:
-    """The size of weights.bin: on disk once, and in the page cache once however many processes map it."""
+    """Return the size of weights.bin: on disk once, and in the page cache once however many processes map it."""
     end = 0
     for shape in stored_shapes(spec).values():
         end += -end % ALIGNMENT_BYTES + ITEM_BYTES * math.prod(shape)
@@ -157,12 +157,13 @@ def prepared_bytes(spec: ModelSpec) -> int:
 
 
 def preparing_bytes(spec: ModelSpec) -> int:
-    """What a conversion allocates at its peak: the largest tensor as it is read, fused, padded and cut into panels."""
+    """Return the peak allocation of a conversion: the largest tensor as it is read, fused, padded and cut into panels."""
     return 4 * ITEM_BYTES * max(math.prod(shape) for shape in stored_shapes(spec).values())
 
 
 def fused_matrices(spec: ModelSpec) -> dict[str, list[str]]:
-    """The matrices that a step multiplies with, each with the source's tensors that it is made of, one below the other."""
+    """Return the matrices that a step multiplies with, each with the source's tensors that it is made of, one below the
+    other."""
     layers = {
         f"{layer}.{name}": [f"{layer}.{part}" for part in parts]
         for layer in range(spec.layers)
@@ -172,6 +173,6 @@ def fused_matrices(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def _matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """[out, in] of every one of `fused_matrices`, unpadded."""
+    """Return [out, in] of every one of `fused_matrices`, unpadded."""
     shapes = expected_shapes(spec)
     return {name: (sum(shapes[part][0] for part in parts), shapes[parts[0]][1]) for name, parts in fused_matrices(spec).items()}

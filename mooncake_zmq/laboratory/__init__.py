@@ -1,1 +1,1 @@
-"""Replays traces through the cluster's own actors in virtual time, and compares policies and sizes."""
+"""Replay of traces through the cluster's own actors in virtual time, and comparison of policies and sizes."""

@@ -4,7 +4,7 @@ from mooncake_zmq.native import mypyc_code
 
 
 def main() -> None:
-    """Do a job, by machine code where there is any."""
+    """Do a job, in machine code if available."""
     mypyc_code.use(mypyc_code.LABORATORY)
     from mooncake_zmq.laboratory.jobs import work
 

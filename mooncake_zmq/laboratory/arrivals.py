@@ -1,7 +1,7 @@
-"""The gateway of a replayed trace: asks for a placement when a request comes, sends it on, tries again, writes its record.
+"""The gateway of a replayed trace: it requests a placement when a request comes, sends it on, tries again, writes its record.
 
-It does what `gateway.requests.requests` does, in runs of tokens instead of tokens, and with nobody who could hang up.
-A conductor that rejects a request whose client has no token yet ends it.
+It does what `gateway.requests.requests` does, in runs of tokens instead of single tokens, and with clients that never
+disconnect. A request that the conductor rejects ends if its client has no token yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,8 +49,8 @@ from mooncake_zmq.laboratory.study import Arrival, RequestRecord
 NEXT = ("next",)
 GREEDY = Sampling()
 FAR_S = 1e6
-"""Deadline of a request: a replay lets every one end."""
-NOBODY = (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
+"""Deadline of a request: it lies beyond the end of every replay."""
+NO_NODE = (RejectReason.NO_PREFILL, RejectReason.NO_DECODE)
 
 
 @dataclass(slots=True)
@@ -67,22 +67,22 @@ class _Request:
     attempt: int = 0
     broken: int = 0
     waiting: bool = True
-    """For the pause before its next attempt."""
+    """Whether it waits for the pause before its next attempt."""
     asked_at: float = 0.0
     prefill: str = ""
     decode: str = ""
     exclude: tuple[str, ...] = ()
     tokens: int = 0
-    """Output tokens so far, and before this attempt."""
+    """Output tokens so far; the next field counts those before this attempt."""
     resumed_at: int = 0
     paid_s: float = 0.0
     """Engine time behind the first token of this attempt."""
     times: list[NDArray[np.float64]] = field(default_factory=list)
-    """When its tokens came, in pieces as they were told."""
+    """The times of its tokens, in arrays as they were received."""
 
 
 class Arrivals:
-    """One gateway that serves a trace. `arrivals` in order of time, from `begin_s` on; `ended` gets each record."""
+    """A gateway that serves a trace. `arrivals` in order of time, from `begin_s` on; `ended` is called with each record."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Arrivals:
     ) -> None:
         self.counts = Tally()
         self.placed: Callable[[Placed], None] = lambda placed: None
-        """Hears of every placement."""
+        """Called with every placement."""
         self.exhausted = False
         self.open: dict[str, _Request] = {}
         self.name = name
@@ -206,7 +206,8 @@ class Arrivals:
         return [Send(conductor, schedule)]
 
     def _keys(self, request: _Request) -> tuple[Key, ...]:
-        """Of the complete blocks of prompt and tokens so far; those that the output completed as a decode makes them."""
+        """Return the keys of the complete blocks of prompt and tokens so far; those that the output completed as a decode makes
+        them."""
         if not request.tokens:
             return request.keys
         parent = request.keys[-1] if request.keys else ROOT
@@ -214,7 +215,7 @@ class Arrivals:
         return (*request.keys, *extend_keys(parent, rest, self._block_tokens))
 
     def _tokens(self, request: _Request) -> bytes:
-        """As bytes where they are encoded; else what only yields the parts that are read."""
+        """Return the token ids as bytes where messages are encoded; else an object that makes only the parts that are read."""
         prompt = Prompt(request.arrival.input_tokens, self._block_tokens, request.number, request.tokens)
         return prompt[:] if self._encoded else cast(bytes, prompt)
 
@@ -240,7 +241,7 @@ class Arrivals:
             return []
         self.placed(message)
         for role, node in (("prefill", message.prefill), ("decode", message.decode)):
-            if self._peers.get(node) != role:  # it died just now, or has become something else
+            if self._peers.get(node) != role:  # the node died just now, or has changed its role
                 return self._retry(now, request, exclude=node)
         request.prefill, request.decode = message.prefill, message.decode
         record = request.record
@@ -274,7 +275,7 @@ class Arrivals:
         if request is None or request.prefill:
             return []
         request.exclude = ()
-        if request.tokens or message.reason in NOBODY:
+        if request.tokens or message.reason in NO_NODE:
             return self._retry(now, request)
         return self._reject(now, request, message.reason.value)
 
@@ -340,7 +341,7 @@ class Arrivals:
         if request is None or sender not in (request.prefill, request.decode):
             return []
         self.counts.add(f"attempts_failed[by={self._peers.get(sender, '')}]")
-        if message.refused and request.tokens <= 1:  # the one that its prefill sent is not worth keeping
+        if message.refused and request.tokens <= 1:  # the token that its prefill sent is not kept
             request.record.wasted_prefill_s += request.paid_s
             return self._cancel(request) + self._reject(now, request, "refused by the decode")
         request.broken += not message.full
@@ -362,7 +363,7 @@ class Arrivals:
         if exclude:
             request.exclude = (*[node for node in request.exclude if node != exclude], exclude)[-4:]
         pause_s = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(request.attempt - 1, 16))
-        ended = self._tell_end(request, None)
+        ended = self._send_end(request, None)
         return [*effects, *ended, SetTimer(("attempt", request.name), pause_s)]
 
     def _cancel(self, request: _Request) -> list[Effect]:
@@ -375,20 +376,20 @@ class Arrivals:
         return self._end(request, "rejected", reason, None)
 
     def _waste(self, request: _Request) -> None:
-        """What was computed for it since its last token was for nothing."""
+        """Count as wasted the engine time of the request since its last token."""
         request.record.wasted_prefill_s += self._recorder.engine_s[request.name]
         self._recorder.engine_s[request.name] = 0.0
 
-    def _end(self, request: _Request, outcome: str, reason: str, told: Outcome | None) -> list[Effect]:
+    def _end(self, request: _Request, outcome: str, reason: str, result: Outcome | None) -> list[Effect]:
         record = request.record
         record.outcome, record.reason, record.attempts = outcome, reason, request.attempt
         del self.open[request.name], self._recorder.engine_s[request.name]
         self._recorder.from_disk.pop(request.name, None)
         self._ended(request.number, record)
         timers: list[Effect] = [CancelTimer(("placement", request.name)), CancelTimer(("attempt", request.name))]
-        return timers + self._tell_end(request, told)
+        return timers + self._send_end(request, result)
 
-    def _tell_end(self, request: _Request, outcome: Outcome | None) -> list[Effect]:
+    def _send_end(self, request: _Request, outcome: Outcome | None) -> list[Effect]:
         ended = RequestEnded(request_id=request.name, attempt=request.attempt, outcome=outcome)
         return [Send(name, ended) for name in self._settings.conductors[:1] if name in self._peers]
 

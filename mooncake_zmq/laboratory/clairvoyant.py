@@ -1,7 +1,7 @@
-"""What a clairvoyant with endless memory would compute of a trace, to hold a run against. PURE.
+"""The tokens that a clairvoyant with endless memory would compute of a trace, as a reference of a run. PURE.
 
 It computes a complete block once, for the first request that has it, and of every prompt at least the last token, from which
-the answer starts. A prompt that no prefill was given, such as a refused one's, adds nothing to what is found.
+the answer starts. A prompt that no prefill received, such as a refused one, adds no blocks.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from mooncake_zmq.laboratory.study import Arrival, RequestRecord
 
 
 def foresee(arrivals: Sequence[Arrival], records: Sequence[RequestRecord], block_tokens: int) -> None:
-    """Write into each record what was possible. `records` are of the first of `arrivals`, in the same order."""
+    """Write the clairvoyant's hits into each record. `records` are of the first of `arrivals`, in the same order."""
     computed: set[Key] = set()
     for arrival, record in zip(arrivals, records, strict=False):
         if not record.prefill:
@@ -25,12 +25,12 @@ def foresee(arrivals: Sequence[Arrival], records: Sequence[RequestRecord], block
 
 
 def least_ttft_s(record: RequestRecord, costs: Costs) -> float:
-    """The time to the first token on an idle machine that has all that was possible in its host's pool."""
+    """Return the time to the first token on an idle machine whose host's pool has all blocks that the clairvoyant has."""
     return max(costs.load_s(record.possible), costs.compute_s(record.input_tokens, record.possible))
 
 
 def computed_tokens(record: RequestRecord) -> int:
-    """Tokens that were computed for a request that was prefilled. An attempt may find what an earlier one of the same request
-    had computed, so of a request with several no more than was possible counts as found."""
+    """Return the tokens that were computed for a prefilled request. An attempt may find blocks that an earlier one of the same
+    request had computed, so for a request with several attempts the hits are limited to the clairvoyant's."""
     found = record.hit_own + record.hit_dram + record.hit_disk + record.hit_remote
     return record.input_tokens - (min(found, record.possible) if record.attempts > 1 else found)

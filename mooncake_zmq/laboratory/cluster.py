@@ -1,9 +1,9 @@
-"""The modelled cluster of a `Setup`: its processes, their settings, who talks to whom.
+"""The modelled cluster of a `Setup`: its processes, their settings, their peers.
 
-Each prefill and each decode has a host of its own with a cache-node, whose pool is the host's DRAM, decodes unless
-`laboratory.decode_pools` is unset: there go the prompts whose KV a decode was handed, from where it loads them for the next
-turn. The blocks that a decode completes are in no trace. A prefill reuses what its engine's memory still holds, as the live one
-does; in the paper it does not (`prefill.own_reuse=false`).
+Each prefill and each decode has a host of its own with a cache-node, whose pool is the host's DRAM; decodes have one unless
+`laboratory.decode_pools` is unset. It receives the prompts whose KV was handed to the decode, which loads them from there for
+the next turn. The blocks that a decode completes are in no trace. A prefill reuses what its engine's memory still holds, as the
+live one does; in the paper it does not (`prefill.own_reuse=false`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,42 +31,43 @@ from mooncake_zmq.simulation.world import ProcessSpec
 
 CONDUCTOR, GATEWAY = "conductor-1", "gateway-1"
 OWN_HOST = "front"
-"""Of conductor and gateway."""
+"""The host of conductor and gateway."""
 CHUNK_TOKENS = 2048
-"""Assumed, as vLLM's default: a quarter of a second on the paper's nodes, in which a short prompt waits for a long one's chunk,
-and others for the blocks of it."""
+"""Assumed, as vLLM's default: a quarter of a second on the paper's nodes, for which a short prompt waits for a long one's
+chunk, and others for its blocks."""
 REPORT_S = 1.0
-"""Assumed: nodes tell their loads this often, as what a conductor placed meanwhile it knows itself. 0.25 s gives the same
-decisions for a third more events."""
+"""Assumed: nodes report their loads this often, since the conductor itself counts its placements in between. 0.25 s gives the
+same decisions for a third more events."""
 MAX_STEPS = 64
 """Decode steps in one work, which ends early when a request is ready to join."""
 FETCH_TOKENS = 1024
-"""What a cache-node asks of another one at a time: links serve by bytes and in order, so nobody's last layers shall wait for
-much of another one's prefix."""
+"""Tokens that a cache-node requests from another one at a time: links serve by bytes and in order, so that the last layers of a
+request would otherwise wait for most of another one's prefix."""
 ORDERS = {"fcfs": 0.0, "shortest": 1.0}
 """`prefill.overtake` by name."""
 QUEUED = 1 << 16
-"""Jobs that a prefill queues: whoever replays a trace wants to see them wait."""
+"""Jobs that a prefill queues: a replay is to show them waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabSettings:
-    """What of a run is neither hardware nor an actor's setting."""
+    """The settings of a run that are neither hardware nor an actor's."""
 
     decode_pools: bool = True
     """Whether the hosts of decodes have a cache-node too."""
     message_s: float = 0.0005
-    """From one process to another."""
+    """Seconds that a message takes between processes."""
     change_roles: bool = False
     """Whether every prefill may become a decode and every decode a prefill, see `conductor.role_change_after_s`. Each then has
-    a cache-node beside it: without one a prefill could reuse nothing."""
+    a cache-node beside it: without one a prefill would have nothing to reuse."""
     change_s: float = 20.0
-    """Assumed: from the end of a drained process to its first request in the other role, most of it to load the weights."""
+    """Assumed: seconds from the end of a drained process to its first request in the other role, most of them to load the
+    weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All that the processes of a run are made from."""
+    """All inputs from which the processes of a run are made."""
 
     lab: LabSettings
     conductor: ConductorSettings
@@ -79,7 +80,7 @@ class Cluster:
 
 
 def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
-    """Settings for a setup; raises ValueError for an override that names nothing or a value that cannot be."""
+    """Return the settings of a setup. Raises ValueError for an override of an unknown name or with an impossible value."""
     if setup.order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, not {setup.order!r}")
     layout, node = lab_layout(check_block_tokens(setup.block_tokens)), setup.hardware
@@ -123,7 +124,7 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
 
 
 def _override(settings: Any, path: list[str], value: object, name: str) -> Any:
-    """`settings` with one of theirs changed, or of those within them."""
+    """Return `settings` with one value changed, of theirs or of those within them."""
     head = {"cache-node": "cache_node", "laboratory": "lab"}.get(path[0], path[0])
     inner = getattr(settings, head, None)
     if head not in {field.name for field in fields(settings)} or (is_dataclass(inner) != (len(path) > 1)):
@@ -137,7 +138,7 @@ def _override(settings: Any, path: list[str], value: object, name: str) -> Any:
 
 
 def places(setup: Setup, lab: LabSettings) -> dict[str, tuple[Role, str]]:
-    """Role and host of every process."""
+    """Return the role and host of every process."""
     named: dict[str, tuple[Role, str]] = {CONDUCTOR: ("conductor", OWN_HOST), GATEWAY: ("gateway", OWN_HOST)}
     decode_pools = lab.decode_pools or lab.change_roles
     for role, count, pools in (("prefill", setup.prefill, True), ("decode", setup.decode, decode_pools)):
@@ -150,17 +151,19 @@ def places(setup: Setup, lab: LabSettings) -> dict[str, tuple[Role, str]]:
 
 
 def specs(setup: Setup, cluster: Cluster, gateway: Callable[[], Actor]) -> list[ProcessSpec]:
-    """The processes, with `gateway` in the gateway's place."""
+    """Return the processes, with `gateway` in the gateway's place."""
     named = places(setup, cluster.lab)
     roles = {name: roles_of(role, cluster.lab) for name, (role, _) in named.items()}
-    talk = partial(may_talk, pipelines=cluster.conductor.pipeline_stages > 1)
+    are_peers = partial(may_talk, pipelines=cluster.conductor.pipeline_stages > 1)
     return [
         ProcessSpec(
             name=name,
             role=role,
             host=host,
             peers=tuple(
-                other for other, (_, there) in named.items() if other != name and talk(roles[name], host, roles[other], there)
+                other
+                for other, (_, there) in named.items()
+                if other != name and are_peers(roles[name], host, roles[other], there)
             ),
             make=partial(_make, setup, cluster, gateway, name, role, host),
             disk_slots=cluster.disk_blocks if role == "cache-node" else 0,
@@ -172,7 +175,7 @@ def specs(setup: Setup, cluster: Cluster, gateway: Callable[[], Actor]) -> list[
 
 
 def roles_of(role: Role, lab: LabSettings) -> tuple[Role, ...]:
-    """All that a process may be in turn, what it begins as first."""
+    """Return all roles that a process may have in turn, its first one first."""
     return (role, BECOMES[role]) if lab.change_roles and role in BECOMES else (role,)
 
 

@@ -41,7 +41,7 @@ Examples:
 
 
 def one_line(command: Callable[..., None]) -> Callable[..., None]:
-    """What the user can mend ends in one line and exit code 2."""
+    """Turn errors that the user can correct into one line and exit code 2."""
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
@@ -58,14 +58,14 @@ def one_line(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def fail(message: str) -> NoReturn:
-    """Say it and go."""
+    """Print an error and exit."""
     click.echo(f"mooncake-zmq: {message}", err=True)
     sys.exit(2)
 
 
 @contextmanager
 def bars(names: Sequence[str]) -> Iterator[Progress]:
-    """A bar for all the runs on standard error."""
+    """Show a bar for all the runs on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     done: dict[int, float] = {}
     console = Console(stderr=True)
@@ -109,7 +109,7 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write it as a page to look at.")
 @one_line
 def sim(trace: Path | None, generate: str | None, like: Path | None, **options: Any) -> None:
-    """Replay TRACE through the cluster's own actors in virtual time, and say how it went.
+    """Replay TRACE through the cluster's own actors in virtual time, and print its figures.
 
     TRACE is Mooncake's JSON lines, an Azure LLM inference CSV or a BurstGPT CSV, plain or .gz. The CSVs name no blocks: none of
     their prompts is taken to begin as another. The vllm policies are a model of coupled instances, on prefill + decode nodes.
@@ -118,7 +118,7 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     base = _base(options)
     runs = sweep(base, axes_of(options["sweeps"]))
     if options["plot"] is not None:
-        new_figure(1, 1)  # says at once that there is no matplotlib
+        new_figure(1, 1)  # fails at once if there is no matplotlib
     jobs = [Job(source, setup, _page(options, len(runs))) for _, setup in runs]
     with bars(["sim" for _ in runs]) as progress:
         if options["dask"]:
@@ -131,7 +131,7 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
 
 
 def _page(options: dict[str, Any], runs: int) -> str:
-    """Where the one run is written to; empty: nowhere."""
+    """Return the file that the one run is written to; empty: none."""
     page: Path | None = options["page"]
     if page is None:
         return ""
@@ -143,7 +143,7 @@ def _page(options: dict[str, Any], runs: int) -> str:
 
 
 def source_of(trace: Path | None, generate: str | None, like: Path | None, first: int | None) -> Source:
-    """Where the arrivals come from, as the options say. Raises StudyError."""
+    """Return the source of the arrivals, as the options say. Raises StudyError."""
     if (trace is None) == (generate is None and like is None):
         raise StudyError("give a TRACE, or --generate SPEC, or --like FILE")
     if trace is not None:

@@ -32,7 +32,8 @@ def run(setup: Setup, arrivals: Sequence[Arrival], progress: Callable[[float], N
 
 
 def read_settings(setup: Setup) -> CoupledSettings:
-    """Defaults for the policy and hardware, and the overrides of `coupled.*`; those of the actors mean nothing here."""
+    """Return the defaults for the policy and hardware, changed by the overrides of `coupled.*`; those of the actors mean
+    nothing here."""
     known = {each.name for each in fields(CoupledSettings)}
     given: dict[str, float | int | str | bool] = {"max_requests": setup.hardware.max_batch}
     if setup.policy in PREFIX_CACHE:
@@ -96,7 +97,7 @@ class _Cluster:
         )
 
     def _until(self, now: float) -> None:
-        """All that ends before or at `now`."""
+        """Handle all that ends before or at `now`."""
         while self._ends and self._ends[0][0] <= now:
             at_s, index = heappop(self._ends)
             instance = self._instances[index]
@@ -137,7 +138,7 @@ class _Cluster:
         return -hit, instance.unfinished, instance.assigned
 
     def _sample(self, now: float) -> None:
-        """The load up to `now`, as shares of the SLOs, whenever another SAMPLE_S has passed."""
+        """Sample the load up to `now`, as shares of the SLOs, whenever another SAMPLE_S has passed."""
         due_s = (len(self._loads) + 1) * SAMPLE_S
         while due_s <= now:
             count, costs = len(self._instances), self._setup.hardware.costs

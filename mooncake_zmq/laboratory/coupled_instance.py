@@ -1,6 +1,6 @@
 """One coupled instance: prefill and decode of the same requests on one engine, as vLLM v0.5.1 schedules them. PURE.
 
-Prompts go first: a step of prefill stalls what decodes. With chunked prefill a step takes one token of every request that
+Prompts go first: a step of prefill stalls the decodes. With chunked prefill a step takes one token of every request that
 decodes and fills its budget with prompt tokens. Decode steps between two events are one run, computed at once; an arrival ends
 a run at its next border. Out of KV memory, the youngest request is preempted and its KV recomputed later.
 """
@@ -25,7 +25,7 @@ TOO_LONG = "longer than the KV memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoupledSettings:
-    """What vLLM leaves to its operator, and what a model must assume of it."""
+    """The settings that vLLM leaves to its operator, and the assumptions of a model of it."""
 
     token_budget: int = 512
     """Tokens of a step with chunked prefill: the default of v0.5.1."""
@@ -36,7 +36,7 @@ class CoupledSettings:
     mixed: Mixed = "overlap"
     """A step with chunks and decodes takes the longer of the chunks' compute and of reading the weights, or both added up."""
     routing: Literal["least", "match"] = "least"
-    """To the instance with the fewest unfinished requests, or to the longest match among those nearly as idle."""
+    """Routing: to the instance with the fewest unfinished requests, or to the longest match among those nearly as idle."""
     match_slack: int = 2
     """Requests above the fewest that an instance may have and still be routed to for its match."""
 
@@ -66,14 +66,14 @@ class Job:
     """Output tokens, up to its last prefill."""
     since: int = 0
     lead_s: float = 0.0
-    """How much later than the instance's last token its own came: less of a gap for it."""
+    """How much later than the instance's last token its own came: its next gap is shorter by this."""
     last_s: float = 0.0
     pieces: list[NDArray[np.float64]] = field(default_factory=list)
     """Its gaps before it was preempted."""
 
 
 class GapLog:
-    """The gaps between an instance's decode steps, by step; forgets those before the oldest that runs."""
+    """The gaps between an instance's decode steps, by step; those before the oldest running request are dropped."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -81,7 +81,7 @@ class GapLog:
         self._gaps: NDArray[np.float64] = np.empty(4096)
 
     def extend(self, count: int, first_s: float, next_s: float, slope_s: float, oldest: int) -> None:
-        """Add `count` gaps: first_s, next_s + slope_s, next_s + 2 slope_s, ... None before step `oldest` is asked for again."""
+        """Add `count` gaps: first_s, next_s + slope_s, next_s + 2 slope_s, ... No gap before step `oldest` is read again."""
         at = self.steps - self._first
         if at + count > len(self._gaps):
             kept = self._gaps[oldest - self._first : at].copy()
@@ -94,13 +94,13 @@ class GapLog:
         self.steps += count
 
     def since(self, step: int) -> NDArray[np.float64]:
-        """A copy of the gaps from `step` on."""
+        """Return a copy of the gaps from `step` on."""
         return self._gaps[step - self._first : self.steps - self._first].copy()
 
 
 @dataclass(slots=True)
 class _Run:
-    """Decode steps of base_s, base_s + slope_s, ... from began_s on."""
+    """A run of decode steps of base_s, base_s + slope_s, ... from began_s on."""
 
     began_s: float
     count: int
@@ -122,7 +122,7 @@ class _Run:
 
 
 class Instance:
-    """Takes requests, and is told when what it does ends: `ends_s`, infinite while it has nothing to do."""
+    """An instance: it takes requests, and at `ends_s`, which is infinite while it is idle, its caller calls `end`."""
 
     def __init__(self, name: str, costs: Costs, memory: KvMemory, settings: CoupledSettings, *, chunked: bool) -> None:
         self.name = name
@@ -148,17 +148,17 @@ class Instance:
 
     @property
     def step_s(self) -> float:
-        """What a decode step would take now."""
+        """The time that a decode step would take now."""
         return self._costs.step_s(len(self._batch), self._context) if self._batch else 0.0
 
     def check_idle(self) -> None:
-        """Nothing is left behind once all has ended; raises AssertionError."""
+        """Assert that no request and no memory is left after all have ended."""
         self.memory.check()
         assert self.unfinished == 0 == len(self._batch) == len(self._partial) == len(self.waiting)
         assert self._context == 0 == self.memory.used
 
     def add(self, now: float, job: Job) -> None:
-        """Take a request; what runs goes on to its next border."""
+        """Take a request; the present run continues to its next border."""
         self.unfinished += 1
         self.assigned += 1
         self.waiting.append(job)
@@ -169,7 +169,7 @@ class Instance:
             self.ends_s = self._run.until(self._run.count)
 
     def end(self, now: float) -> None:
-        """What was begun has ended; begin the next."""
+        """End the present step or run, and begin the next."""
         if self._run is not None:
             self._end_run(now, self._run)
         else:
@@ -215,7 +215,7 @@ class Instance:
         return chosen
 
     def _admissible(self, admitted: int) -> Job | None:
-        """The head of the queue, if it may run beside what does: vLLM lets none overtake it."""
+        """Return the head of the queue, if it may run beside the running requests: vLLM lets none overtake it."""
         if not self.waiting or len(self._batch) + admitted >= self._settings.max_requests:
             return None
         job = self.waiting[0]
@@ -264,7 +264,7 @@ class Instance:
         self._chunks = []
 
     def _join(self, now: float, job: Job) -> None:
-        """Its prefill made its next token."""
+        """Let a request whose prefill made its next token join the decodes."""
         self.memory.mark_computed(job.ids)
         if job.made:
             job.pieces.append(np.array([now - job.last_s]))
@@ -323,7 +323,7 @@ class Instance:
             self.waiting.appendleft(job)
 
     def _leave(self, job: Job) -> None:
-        """It no longer decodes: its gaps are its own now."""
+        """Take a request out of the decodes: its gaps are its own now."""
         gaps = self._log.since(job.since)
         if len(gaps):
             gaps[0] -= job.lead_s

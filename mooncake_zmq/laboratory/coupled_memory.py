@@ -1,6 +1,7 @@
-"""The KV memory of a coupled instance: what its requests hold and, with a prefix cache, blocks nobody holds any more. PURE.
+"""The KV memory of a coupled instance: the blocks that its requests hold and, with a prefix cache, evictable blocks, which no
+request holds. PURE.
 
-Counted in tokens; a block that several requests share counts once. Blocks nobody holds are evicted least recently used first,
+Counted in tokens; a block that several requests share counts once. Evictable blocks are evicted least recently used first,
 and of one prompt the last block first, as vLLM's evictor does.
 """
 
@@ -8,11 +9,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 WATERMARK = 0.01
-"""Share of the memory that an admission leaves free, so that what runs can grow: vLLM's default."""
+"""Share of the memory that an admission leaves free, so that running requests can grow: vLLM's default."""
 
 
 class KvMemory:
-    """`capacity` tokens in blocks of `block_tokens`. `caching`: keep computed blocks for prompts that begin alike."""
+    """The KV memory of `capacity` tokens in blocks of `block_tokens`. `caching`: keep computed blocks for prompts that begin
+    alike."""
 
     def __init__(self, capacity: int, block_tokens: int, *, caching: bool) -> None:
         self.capacity = capacity
@@ -25,15 +27,16 @@ class KvMemory:
 
     @property
     def room(self) -> int:
-        """Tokens that what runs can still grow by."""
+        """Tokens by which the running requests can still grow."""
         return self.capacity - self.used
 
     def shared(self, ids: Sequence[int], tokens: int) -> Sequence[int]:
-        """The blocks of a prompt of `tokens` that the cache names: the full ones."""
+        """Return the blocks of a prompt of `tokens` that the cache identifies: the full ones."""
         return ids[: tokens // self._block_tokens] if self._caching else ()
 
     def hit(self, ids: Sequence[int], tokens: int) -> int:
-        """Leading tokens of a prompt whose KV is there. Its last token is always computed: the answer starts from it."""
+        """Return the leading tokens of a prompt whose KV is there. Its last token is always computed: the answer starts from
+        it."""
         if not self._caching:
             return 0
         most = (tokens - 1) // self._block_tokens
@@ -41,7 +44,7 @@ class KvMemory:
         return found * self._block_tokens
 
     def fits(self, ids: Sequence[int], tokens: int) -> bool:
-        """Whether a request of `tokens` with the full blocks `ids` may be taken."""
+        """Return whether a request of `tokens` with the full blocks `ids` may be taken."""
         held = sum(1 for each in ids if each in self._holders)
         return self.used + tokens - held * self._block_tokens <= self.capacity * (1 - WATERMARK)
 
@@ -56,17 +59,17 @@ class KvMemory:
         self.grow(tokens - len(ids) * self._block_tokens)
 
     def grow(self, tokens: int) -> None:
-        """Hold `tokens` more, outside of the shared blocks; blocks nobody holds make room."""
+        """Hold `tokens` more, outside of the shared blocks; evictable blocks make room."""
         self.used += tokens
         while self._idle and self.used + len(self._idle) * self._block_tokens > self.capacity:
             self._computed.discard(self._idle.popitem(last=False)[0])
 
     def mark_computed(self, ids: Sequence[int]) -> None:
-        """The KV of these blocks, all held, is there from now on."""
+        """Record that the KV of these blocks, all held, is there from now on."""
         self._computed.update(ids)
 
     def release(self, ids: Sequence[int], tokens: int) -> None:
-        """The opposite of take, with what the request grew to."""
+        """Release the tokens that `take` and `grow` hold."""
         self.used -= tokens - len(ids) * self._block_tokens
         for each in reversed(ids):
             self._holders[each] -= 1
@@ -77,7 +80,7 @@ class KvMemory:
                     self._idle[each] = None
 
     def check(self) -> None:
-        """Its invariants; raises AssertionError."""
+        """Assert its invariants."""
         assert 0 <= self.used <= self.capacity
         assert self.used + len(self._idle) * self._block_tokens <= self.capacity
         assert self._holders.keys().isdisjoint(self._idle)

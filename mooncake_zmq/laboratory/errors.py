@@ -1,4 +1,4 @@
-"""The one error of the laboratory that its user can mend."""
+"""The one error of the laboratory that its user can correct."""
 
 
 class StudyError(Exception):

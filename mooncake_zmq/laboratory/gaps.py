@@ -7,7 +7,8 @@ from mooncake_zmq.core.gaps import longest_gaps
 
 
 def longest_tenth_s(gaps: NDArray[np.float64]) -> float:
-    """Mean of the longest tenth, of one at least, of the gaps between a request's tokens; 0 without any. The gateway's rule."""
+    """Return the mean of the longest tenth, of one at least, of the gaps between a request's tokens; 0 without any. The gateway
+    computes the same."""
     if not len(gaps):
         return 0.0
     count = longest_gaps(len(gaps))

@@ -1,4 +1,4 @@
-"""Makes traces that look like others by their statistics: arrivals, lengths, and how prompts extend earlier ones. Seeded.
+"""Generation of traces that have the statistics of others: arrivals, lengths, and how prompts extend earlier ones. Seeded.
 
 A request either opens a chat, behind a system prompt that it shares, or goes on from a recent chat of about the length that
 such a turn reuses. Lengths are drawn stratified, so that a trace's mean is the one asked for.
@@ -20,11 +20,11 @@ from mooncake_zmq.laboratory.specs import split_spec
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 
 OPEN_CHATS = 1_000
-"""Chats that a turn may extend, the last ones: what is older is over."""
+"""Chats that a turn may extend, the last ones: older ones have ended."""
 MAX_REQUESTS = 2_000_000
 POINTS = 201
 SHARED_BY = 0.02
-"""Share of all prompts that have a block in common that is then a system prompt's, not a chat's."""
+"""Share of all prompts from which on a block that they have in common belongs to a system prompt, not to a chat."""
 
 Quantiles = tuple[float, ...]
 """A distribution by its quantiles, at equal distances from the least to the most."""
@@ -32,20 +32,20 @@ Quantiles = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a generated trace looks like."""
+    """The parameters of a generated trace."""
 
     requests: int = 12_031
     rate: float = 3.3
     """Arrivals a second: a Poisson process."""
     seed: int = 0
     quantum_s: float = 0.0
-    """Arrival times are rounded down to multiples of this; 0: not."""
+    """Seconds to whose multiples arrival times are rounded down; 0: not rounded."""
     input: Quantiles
     output: Quantiles
     follow: float = 0.0
     """Share of the requests that extend an earlier one, weighed by their lengths."""
     share: Quantiles = (0.0,)
-    """What of such a prompt is in the earlier one, likewise."""
+    """Share of such a prompt that is in the earlier one, weighed likewise."""
     systems: int = 1
     system_blocks: int = 0
     """Blocks that every chat begins with, one of `systems` such prompts."""
@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A spec's defaults: lengths as lognormal by mean and sigma within bounds, sigma 0: all alike."""
+    """The defaults of a spec: lengths as lognormal by mean and sigma within bounds, sigma 0: all alike."""
 
     input: float
     output: float
@@ -105,7 +105,7 @@ NUMBERS = ("requests", "rate", "seed", "quantum_s", "follow", "systems", "system
 
 
 def parse_spec(text: str, like: Shape | None = None) -> Shape:
-    """`KIND:key=value,...`; KIND `like` changes the shape `like`. Raises StudyError."""
+    """Parse `KIND:key=value,...`; KIND `like` changes the shape `like`. Raises StudyError."""
     name, values = split_spec(text)
     if name == LIKE and like is not None:
         return _shaped(text, like, values, LENGTHS[:0])
@@ -137,7 +137,8 @@ def _shaped(text: str, shape: Shape, values: dict[str, float], also: Sequence[st
 
 
 def lognormal(mean: float, sigma: float, most: int) -> Quantiles:
-    """Quantiles of a lognormal distribution cut to 1 .. most, its median such that the mean after the cut is `mean`."""
+    """Return the quantiles of a lognormal distribution cut to 1 .. most, its median such that the mean after the cut is
+    `mean`."""
     if not 1 <= mean <= most or sigma < 0:
         raise ValueError(f"lengths of mean {mean:g} and sigma {sigma:g} do not fit 1 to {most}")
     if sigma == 0 or mean == most:
@@ -156,12 +157,12 @@ def _cut(steps: Sequence[float], median: float, most: int) -> Quantiles:
 
 
 def _mean(quantiles: Quantiles) -> float:
-    """Of what is drawn from them: between two, all values are as likely."""
+    """Return the mean of values drawn from these quantiles: between two, all values are as likely."""
     return (sum(quantiles) - (quantiles[0] + quantiles[-1]) / 2) / (len(quantiles) - 1)
 
 
 def fit(arrivals: Sequence[Arrival]) -> Shape:
-    """The shape of a trace: rate, quantiles of lengths, what prompts reuse of earlier ones, shared beginnings."""
+    """Return the shape of a trace: rate, quantiles of lengths, the reuse of earlier prompts, shared beginnings."""
     times = sorted({each.at_s for each in arrivals})
     span_s = times[-1] - times[0]
     first_seen: dict[int, int] = {}
@@ -177,7 +178,7 @@ def fit(arrivals: Sequence[Arrival]) -> Shape:
     shared = [next((at for at, each in enumerate(a.hash_ids) if used[each] < common), len(a.hash_ids)) for a in arrivals]
     with_system = [each for each in shared if each]
     system_blocks = round(sum(with_system) / len(with_system)) if 2 * len(with_system) > len(arrivals) else 0
-    # Longer prompts reuse more: weighed by blocks, the hit ratio comes out although generated lengths tell nothing of shares.
+    # Longer prompts reuse more: weighed by blocks, the hit ratio comes out although generated lengths do not depend on shares.
     turns = [(s, len(a.hash_ids)) for s, a in zip(shares, arrivals, strict=True) if s * len(a.hash_ids) > system_blocks + 0.5]
     turn_blocks = sum(blocks for _, blocks in turns)
     quantum_s = span_s / (len(times) - 1) if len(times) > 1 and len(times) < len(arrivals) / 2 else 0.0
@@ -212,7 +213,7 @@ def _weighed_quantiles(weighed: Sequence[tuple[float, int]]) -> Quantiles:
 
 
 def generate(shape: Shape) -> list[Arrival]:
-    """The arrivals of a shape: the same for the same seed."""
+    """Return the arrivals of a shape: the same for the same seed."""
     random = Random(shape.seed)
     inputs = _draw(random, shape.input, shape.requests)
     outputs = _draw(random, shape.output, shape.requests)
@@ -229,7 +230,7 @@ def generate(shape: Shape) -> list[Arrival]:
 
 
 def _draw(random: Random, quantiles: Quantiles, number: int) -> list[float]:
-    """One value from each of `number` equal parts of the distribution, in random order."""
+    """Return one value from each of `number` equal parts of the distribution, in random order."""
     last = len(quantiles) - 1
     drawn: list[float] = []
     for part in range(number):
@@ -242,7 +243,7 @@ def _draw(random: Random, quantiles: Quantiles, number: int) -> list[float]:
 
 
 class _Chats:
-    """The chats that may go on, by the length of their last prompt in blocks."""
+    """The chats that may continue, by the length of their last prompt in blocks."""
 
     def __init__(self, random: Random, shape: Shape) -> None:
         self._random = random
@@ -255,19 +256,20 @@ class _Chats:
         self._names = count()
 
     def prompt(self, tokens: int, share: float) -> tuple[int, ...]:
-        """The blocks of the next prompt, of which `share` are an earlier one's if it goes on from one."""
+        """Return the blocks of the next prompt, of which `share` are an earlier one's if it continues one."""
         blocks = div_ceil(tokens, TRACE_BLOCK_TOKENS)
         if self._sizes and self._random.random() < self._follow:
             known = self._take(share * blocks)[:blocks]
         else:
             known = self._systems[self._random.randrange(len(self._systems))][:blocks]
         made = known + tuple(islice(self._fresh, blocks - len(known)))
-        # The begun block of a prompt is not the next one's: more tokens come to stand in it.
+        # The next prompt does not share the begun block of this one: it puts more tokens into it.
         self._keep(made[: tokens // TRACE_BLOCK_TOKENS])
         return made
 
     def _take(self, wanted: float) -> tuple[int, ...]:
-        """As much of a chat: of the shortest that has it, which may so go on twice, else of the longest."""
+        """Take so many blocks of a chat: of the shortest that has them, which may thereby continue twice, else of the
+        longest."""
         at = min(bisect_left(self._sizes, (round(wanted), -1)), len(self._sizes) - 1)
         return self._prompts[self._sizes[at][1]][: round(wanted)]
 

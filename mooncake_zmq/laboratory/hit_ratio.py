@@ -10,7 +10,8 @@ Trace = Sequence[tuple[Key, ...]]
 
 
 def hit_ratio(trace: Trace, slots: Slots) -> float:
-    """Share of the trace's blocks that `slots` holds, with all blocks before them in their prompt, when they are asked for."""
+    """Return the share of the trace's blocks that `slots` holds, with all blocks before them in their prompt, when they are
+    needed."""
     hits = asked = 0
     for keys in trace:
         asked += len(keys)
@@ -22,7 +23,7 @@ def hit_ratio(trace: Trace, slots: Slots) -> float:
 
 
 def infinite_hit_ratio(trace: Trace) -> float:
-    """Share of the trace's blocks that a pool which never evicts would hold when they are asked for."""
+    """Return the share of the trace's blocks that a pool which never evicts would hold when they are needed."""
     seen: set[Key] = set()
     hits = asked = 0
     for keys in trace:
@@ -33,7 +34,7 @@ def infinite_hit_ratio(trace: Trace) -> float:
 
 
 def hold(slots: Slots, keys: Iterable[Key]) -> list[int]:
-    """Pin those of `keys` that are there, then write and pin others while there is room. Returns slots by the keys' order."""
+    """Pin those of `keys` that are there, then write and pin others while there is room. Return slots by the keys' order."""
     held = {key: slot for key in keys if (slot := slots.committed(key)) is not None}
     slots.pin(list(held.values()))
     for key in keys:

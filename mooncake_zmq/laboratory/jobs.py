@@ -1,7 +1,7 @@
-"""Runs of the laboratory in processes of their own, here or on a Dask cluster. What goes there and comes back is JSON.
+"""Runs of the laboratory in processes of their own, here or on a Dask cluster. Jobs and results are JSON.
 
-A worker is `python -m mooncake_zmq.laboratory`: one job on its standard input; lines on its standard output, first how far it
-is, last the result or the error.
+A worker is `python -m mooncake_zmq.laboratory`: one job on its standard input; lines on its standard output, first its
+progress, last the result or the error.
 """
 
 import gc
@@ -27,23 +27,23 @@ from mooncake_zmq.laboratory.traces import read_trace
 
 KIB = 1024
 FEW_COLLECTIONS = 200_000
-"""Objects made, less those gone, before the collector looks for cycles: the actors make none that last, and looking for them
-took an eighth of a replay."""
+"""Objects made, less those gone, before the collector looks for cycles: the actors make none that last, and the search took an
+eighth of a replay."""
 Found = TypeVar("Found")
 Progress = Callable[[int, float], None]
-"""Called with a job's number and the share of its requests that have ended. From any thread."""
+"""Called with a job's number and the share of its requests that have ended. Any thread may call it."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the arrivals come from: a file, which a worker elsewhere must find too, or a shape or workload to generate."""
+    """The source of the arrivals: a file, which a worker elsewhere must find too, or a shape or workload to generate."""
 
     path: str = ""
     shape: Shape | None = None
     workload: zoo.Workload | None = None
     first: int | None = None
-    """Only the first requests."""
+    """Number of requests, the first ones; None: all."""
     output_tokens: int | None = None
-    """What every request makes, whatever the trace says."""
+    """Output tokens of every request, whatever the trace says."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -52,11 +52,11 @@ class Job(msgspec.Struct, frozen=True):
     source: Source
     setup: Setup
     page: str = ""
-    """Where the replay is written to, to be looked at; empty: nowhere."""
+    """The file into which the replay is written for viewing; empty: none."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker says."""
+    """A line that a worker prints."""
 
     share: float = 0.0
     error: str = ""
@@ -64,7 +64,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def load(source: Source) -> list[Arrival]:
-    """The arrivals. Raises StudyError."""
+    """Return the arrivals. Raises StudyError."""
     arrivals = _arrivals(source)[: source.first]
     if source.output_tokens is None:
         return arrivals
@@ -88,7 +88,7 @@ def run_job(job: Job, progress: Callable[[float], None]) -> RunResult:
 
 
 def run_text(job: str) -> str:
-    """A job and its last line, both as JSON text: what a Dask worker is given."""
+    """Run a job and return its last line, both as JSON text: the function that a Dask worker calls."""
     try:
         line = Line(result=run_job(msgspec.json.decode(job, type=Job), lambda share: None))
     except StudyError as error:
@@ -97,7 +97,7 @@ def run_text(job: str) -> str:
 
 
 def work() -> None:
-    """The worker process."""
+    """Run the worker process."""
     gc.freeze()
     gc.set_threshold(FEW_COLLECTIONS)
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
@@ -116,11 +116,11 @@ def _say(line: Line) -> None:
 
 
 def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Found], progress: Progress) -> list[Found]:
-    """What `keep` takes of each result, in the order of the jobs; at most `processes` at a time. Raises StudyError of the first
-    job that fails, and then ends the others."""
+    """Return the result of `keep` for each run, in the order of the jobs; at most `processes` run at a time. Raises StudyError
+    of the first job that fails, and then ends the others."""
     stop = Event()
     with ThreadPoolExecutor(max(1, min(processes, len(jobs)))) as pool:
-        futures = [pool.submit(_run_apart, job, number, keep, progress, stop) for number, job in enumerate(jobs)]
+        futures = [pool.submit(_run_in_process, job, number, keep, progress, stop) for number, job in enumerate(jobs)]
         try:
             return [each.result() for each in futures]
         finally:
@@ -129,7 +129,7 @@ def run_jobs(jobs: Sequence[Job], processes: int, keep: Callable[[RunResult], Fo
                 each.cancel()
 
 
-def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
+def _run_in_process(job: Job, number: int, keep: Callable[[RunResult], Found], progress: Progress, stop: Event) -> Found:
     command = [sys.executable, "-m", "mooncake_zmq.laboratory"]
     # No array is large enough for threads: they would only wait, and spend time on it.
     environment = {"OPENBLAS_NUM_THREADS": "1"} | os.environ
@@ -151,7 +151,8 @@ def _run_apart(job: Job, number: int, keep: Callable[[RunResult], Found], progre
 
 
 def run_on_dask(address: str, jobs: Sequence[Job], keep: Callable[[RunResult], Found], progress: Progress) -> list[Found]:
-    """The same on the workers of a Dask cluster, which have this package, and the trace at the same path. Raises StudyError."""
+    """Run the jobs on the workers of a Dask cluster, which have this package, and the trace at the same path. Raises
+    StudyError."""
     try:
         from distributed import Client
     except ImportError:

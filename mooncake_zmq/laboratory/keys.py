@@ -20,7 +20,7 @@ def check_block_tokens(block_tokens: int) -> int:
 
 
 def block_keys(hash_ids: Sequence[int], input_tokens: int, block_tokens: int) -> tuple[Key, ...]:
-    """Keys of a prompt's complete blocks: a chain, so that equal ids after different ones are different blocks.
+    """Return the keys of a prompt's complete blocks: a chain, so that equal ids after different ones are different blocks.
 
     An id stands for `TRACE_BLOCK_TOKENS` tokens; with smaller blocks each of its parts has a key. The last id may be of a block
     that is not complete, of which some parts may be.
@@ -39,10 +39,11 @@ def block_keys(hash_ids: Sequence[int], input_tokens: int, block_tokens: int) ->
 
 
 class Prompt:
-    """Token ids (as of int32 bytes) of a prompt and the output so far, made as they are read: thousands may be queued.
+    """Token ids (as of int32 bytes) of a prompt and the output so far, made when they are read: thousands of requests may be
+    queued.
 
-    All are 0 but those after the last complete block of the prompt, which belong to request `number` alone: so blocks that its
-    output completes are nobody else's.
+    All are 0 but those after the last complete block of the prompt, which belong to request `number` alone: so no other request
+    has the blocks that its output completes.
     """
 
     __slots__ = ("_own", "_prompt_tokens", "_shared", "_tokens")
@@ -67,5 +68,5 @@ class Prompt:
 
 @lru_cache(64)
 def _zeros(size: int) -> bytes:
-    """A chunk's worth, or a put's, again and again: to write them anew takes longer than all else that is done with them."""
+    """Return zeros for a chunk or a put, cached: to write them anew takes longer than all their other uses."""
     return bytes(size)

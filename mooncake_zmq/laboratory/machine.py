@@ -1,7 +1,7 @@
-"""The modelled machine: carries out `core.work` by what it costs, without a byte. Never decides what an actor decides.
+"""The modelled machine: it carries out `core.work` by its costs, without any bytes. It makes no decision of an actor.
 
 An engine does one thing at a time. Copies share their hosts' NICs, buses and disks, so that they slow each other down. Every
-work ends exactly once: when it is through, at its deadline, or when it was cancelled. Nothing fails by itself, and every
+work ends exactly once: when it is finished, at its deadline, or when it was cancelled. No work fails by itself, and every
 checksum is the same.
 """
 
@@ -43,21 +43,24 @@ from mooncake_zmq.laboratory.resources import Host, Shared, through
 from mooncake_zmq.simulation.world import World
 
 LAYERS = 4
-"""Groups of layers that a chunk's KV comes in. The paper's model has 80 layers, each of which a decode could have by itself."""
+"""Groups of layers that a chunk's KV comes in. The paper's model has 80 layers, each of which a decode could receive by
+itself."""
 TOLD_LAYERS = (LAYERS // 2, LAYERS - 1)
-"""When so many are computed a decode begins to read them: half of what is left each time, as a copy may be half as quick."""
+"""Layer groups at whose completion a decode begins to read: each time half of the remaining ones, as a copy may be half as
+fast."""
 PART = 1
-"""Checksum of every part."""
+"""The checksum of every layer's share of a block."""
 BLOCK = block_checksum((PART,) * LAYERS)
 OF_ENGINES = frozenset((ComputeChunk, ComputeStage, DecodeStep))
 """Works that keep an engine busy."""
 PROBE_S = 1e-3
 HIDDEN_BYTES = 2
-"""A hidden state is taken for a sixteenth of a token's KV: a twentieth with the paper's model, a twentieth with the default."""
+"""A hidden state is assumed to have a sixteenth of a token's KV: a twentieth with the paper's model, a twentieth with the
+default."""
 
 
 def lab_layout(block_tokens: int) -> BlockLayout:
-    """Blocks that take no memory, as nobody stores their bytes."""
+    """Return a layout of blocks without memory, as their bytes are not stored."""
     return BlockLayout(layers=LAYERS, kv_heads=1, head_dim=1, block_tokens=block_tokens, hidden_bytes=HIDDEN_BYTES)
 
 
@@ -70,7 +73,7 @@ class StepRun(Struct, frozen=True, gc=False):
     steps: int
 
     def end_s(self, steps: int) -> float:
-        """When so many of its steps are done."""
+        """Return the time at which so many of its steps are done."""
         return self.begin_s + steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
 
@@ -85,7 +88,7 @@ class _Running(Struct, eq=False):
 
 
 class ModelledMachine:
-    """One life of one process. `hosts`: the resources of every host; `host_of`: where a process runs."""
+    """One incarnation of one process. `hosts`: the resources of every host; `host_of`: the host of a process."""
 
     def __init__(
         self,
@@ -146,7 +149,7 @@ class ModelledMachine:
         self._later(running.end_s, self._end, work_id, running.end_s)
 
     def cancel(self, work_id: int) -> None:
-        """A chunk stops now; steps at their next border; a copy goes on, as its bytes are on their way."""
+        """Cancel a work. A chunk stops now; steps at their next border; a copy continues, as its bytes are in transit."""
         running = self.running.get(work_id)
         if running is None:
             return
@@ -178,7 +181,7 @@ class ModelledMachine:
             self._progressed(work_id, LayersComputed(layers))
 
     def _end(self, work_id: int, end_s: float) -> None:
-        """Not if it was given another end meanwhile."""
+        """End the work, unless it was given another end meanwhile."""
         running = self.running.get(work_id)
         if running is None or running.end_s != end_s:
             return
@@ -210,10 +213,10 @@ class ModelledMachine:
             case ProbeProcess(node=node, incarnation=incarnation):
                 return _Running(work, now, now + PROBE_S, ProcessProbed(self._world.alive(node, incarnation)))
             case _:
-                raise TypeError(work)  # no trace is replayed on foreign engines, or asks for several choices
+                raise TypeError(work)  # no trace has foreign engines or several choices
 
     def _plan_steps(self, now: float, work: DecodeStep) -> _Running:
-        """Costs grow by the same with each step, as every member's context grows by a token."""
+        """Plan decode steps: their costs grow by the same amount with each step, as every member's context grows by a token."""
         batch = len(work.entries)
         context = sum([entry.position for entry in work.entries]) + batch
         begin = max(now, self._engine_free_at)
@@ -224,7 +227,7 @@ class ModelledMachine:
         return _Running(work, begin, end_s, result, run)
 
     def _plan_chunk(self, now: float, work: ComputeChunk) -> _Running:
-        """Loading the prefix overlaps with computing, layer by layer: the longer of the two counts."""
+        """Plan a chunk: loading the prefix overlaps with computing, layer by layer, so the longer of the two counts."""
         begin = max(now, self._engine_free_at)
         loaded_s = self._load_end(now, work.prefix)
         if loaded_s > now + work.prefix_s:
@@ -242,7 +245,7 @@ class ModelledMachine:
         return _Running(work, begin, end_s, result)
 
     def _plan_stage(self, now: float, work: ComputeStage) -> _Running:
-        """Its layers' share of the chunk's time, once the hidden states are here."""
+        """Plan a stage: its layers' share of the chunk's time, once the hidden states are here."""
         chunk, share = work.chunk, len(work.layers) / LAYERS
         begin = max(now, self._engine_free_at)
         if work.entering:
@@ -264,8 +267,8 @@ class ModelledMachine:
     # --- copies
 
     def _load_end(self, now: float, loads: Iterable[BlockLoad]) -> float:
-        """Into the engine: what stands in the own slab is there; the rest comes over the bus, and from elsewhere over both
-        NICs as well."""
+        """Return when loads into the engine end: blocks in its own slab are there, others come over the bus, and those of other
+        hosts over both NICs as well."""
         parts: dict[str, int] = {}
         """Tokens of one layer group, by source."""
         for load in loads:
@@ -278,7 +281,8 @@ class ModelledMachine:
         return end
 
     def _copy_end(self, now: float, copies: Sequence[tuple[SlotRef | SequenceBlock | DiskBlock, SlotGrant]]) -> float:
-        """Into the own host's pool: from disk, from an engine over the bus, or from another host's pool over both NICs."""
+        """Return when copies into the own host's pool end: from disk, from an engine over the bus, or from another host's pool
+        over both NICs."""
         blocks: dict[str, int] = {}
         for source, _ in copies:
             place = source.node if type(source) is SlotRef else "disk" if type(source) is DiskBlock else self._name
@@ -290,7 +294,7 @@ class ModelledMachine:
         return end
 
     def _way_from(self, node: str) -> tuple[Shared, ...]:
-        """Between two hosts; nothing on the same."""
+        """Return the resources between two hosts; none on the same host."""
         host = self._host_of(node)
         return () if host == self._home else (self._hosts[host].outgoing, self._here.incoming)
 

@@ -1,7 +1,7 @@
-"""What a run comes to: shares, percentiles, hits, errors. PURE.
+"""The figures of a run: shares, percentiles, hits, errors. PURE.
 
-Shares count every request that arrived: one that was rejected or failed misses its SLOs. Percentiles count those that got
-there: TTFT of requests with a first token, TBT of finished ones with two tokens or more.
+Shares count every request that arrived: one that was rejected or failed misses its SLOs. Percentiles count the requests that
+have the figure: TTFT of requests with a first token, TBT of finished ones with two tokens or more.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ from mooncake_zmq.laboratory.clairvoyant import computed_tokens, least_ttft_s
 from mooncake_zmq.laboratory.study import RequestRecord, RunResult
 
 TARGET = 0.9
-"""Share of the requests within their SLOs that a cluster is held to."""
+"""The attainment target: share of the requests that must meet their SLOs."""
 TIERS = ("own", "dram", "disk", "remote")
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds; 0 of nothing."""
+    """Mean and percentiles in seconds; 0 if there are no values."""
 
     mean: float
     p50: float
@@ -30,7 +30,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class PredictionError:
-    """`percent`: the mean absolute error as a percentage of the mean of what came true."""
+    """The error of predictions. `percent`: the mean absolute error as a percentage of the mean of the actual values."""
 
     count: int
     mean_absolute: float
@@ -47,11 +47,11 @@ class Summary:
     rejected: int
     failed: int
     within_slo: float
-    """Of all requests: finished, TTFT and TBT within their bounds."""
+    """Share of all requests that finished with TTFT and TBT within their bounds."""
     within_ttft: float
     within_tbt: float
     admitted_within_slo: float
-    """Of those that were not rejected."""
+    """Share of the requests that were not rejected."""
     goodput_per_s: float
     """Requests a second, from the first arrival to the last end, that met both."""
     target: float
@@ -62,17 +62,18 @@ class Summary:
     first_gap_s: Spread
     """Between the first and the second token of those that finished with two or more."""
     hits: dict[str, float]
-    """By tier, as a share of all prompt tokens of requests that were prefilled."""
+    """Hits by tier, as a share of all prompt tokens of requests that were prefilled."""
     hit_ratio: float
     possible_ratio: float
-    """What a clairvoyant with endless memory would have found, as a share likewise; see `clairvoyant`."""
+    """Hits of a clairvoyant with endless memory, as the same share; see `clairvoyant`."""
     hits_of_possible: float
-    """1 where nothing was possible."""
+    """Hits as a share of the clairvoyant's; 1 if these are 0."""
     computed_tokens: int
-    """Prompt tokens computed for requests that were prefilled, and the least that the clairvoyant would compute for these."""
+    """Prompt tokens computed for requests that were prefilled; the next field has the least, which the clairvoyant would
+    compute for these."""
     least_tokens: int
     regret: float
-    """Their ratio."""
+    """The ratio of the two."""
     least_ttft_s: float
     """Mean TTFT that the clairvoyant would have on machines that are idle whenever a request comes."""
     prefill_gpu_s: float
@@ -92,7 +93,7 @@ class Summary:
 
 
 def summarize(result: RunResult) -> Summary:
-    """The figures of a run."""
+    """Return the figures of a run."""
     requests, setup = result.requests, result.setup
     started = [each for each in requests if each.ttft_s >= 0]
     finished = [each for each in requests if each.outcome == "finished"]
@@ -142,13 +143,13 @@ def summarize(result: RunResult) -> Summary:
 
 
 def share_within(result: RunResult, ttft_s: float, tbt_s: float) -> float:
-    """Of all requests, how many finished within both bounds: others than the run's own may be asked for."""
+    """Return the share of all requests that finished within both bounds, which may differ from the run's own."""
     good = sum(1 for r in result.requests if r.outcome == "finished" and r.ttft_s <= ttft_s and r.tbt_s <= tbt_s)
     return _ratio(good, len(result.requests))
 
 
 def spread(values_s: Sequence[float]) -> Spread:
-    """Mean and percentiles."""
+    """Return mean and percentiles."""
     if not values_s:
         return Spread(0.0, 0.0, 0.0, 0.0)
     values = np.array(values_s)
@@ -162,11 +163,12 @@ def _hits(prefilled: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 def _errors(result: RunResult) -> dict[str, PredictionError]:
-    """Those that the run kept, and, if not among them, TTFT and TBT of the requests that were predicted and came true."""
+    """Return the errors that the run kept, and, if not among them, those of TTFT and TBT, of the predicted requests that have
+    the actual value."""
     kept = {name: _error(*figures) for name, figures in result.errors.items()}
     for name in ("ttft", "tbt"):
         pairs = [(getattr(each, f"predicted_{name}_s"), getattr(each, f"{name}_s")) for each in result.requests]
-        known = [(told, came) for told, came in pairs if told >= 0 and came >= 0]
+        known = [(predicted, came) for predicted, came in pairs if predicted >= 0 and came >= 0]
         if known and f"{name}_s" not in kept:
             count = len(known)
             kept[f"{name}_s"] = _error(count, sum(abs(a - b) for a, b in known) / count, sum(b for _, b in known) / count)

@@ -1,5 +1,5 @@
-"""The nodes that the laboratory models, each figure with its source; their costs are those of `core.hardware`. Reads a
-`mooncake-zmq profile` file; never measures."""
+"""The nodes that the laboratory models, each figure with its source; their costs are those of `core.hardware`. It reads a
+`mooncake-zmq profile` file and never measures."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ Source = Literal["paper", "measured", "assumed"]
 
 
 def _node(name: str, costs: Costs, *, dram_tokens: int, decode_tokens: int, max_batch: int) -> NodeProfile:
-    """Its links are as quick as its costs say, and it has no SSD."""
+    """Return a node whose links are as fast as its costs say, without an SSD."""
     return NodeProfile(
         name=name,
         costs=costs,
@@ -58,7 +58,7 @@ SOURCES: dict[str, tuple[tuple[str, Source, str], ...]] = {
         ("SSD", "assumed", "6 GB/s, and none by default"),
     ),
 }
-"""What, whence, and why, for every figure of a profile."""
+"""The value, source and reason of every figure of a profile."""
 
 MEASURED: tuple[tuple[str, Source, str], ...] = (
     ("prefill, decode step", "measured", "fitted to the file"),
@@ -69,7 +69,7 @@ MEASURED: tuple[tuple[str, Source, str], ...] = (
 
 
 def find_profile(name: str) -> NodeProfile:
-    """By name, or `measured:FILE`. Raises StudyError."""
+    """Return a profile by name, or `measured:FILE`. Raises StudyError."""
     kind, _, path = name.partition(":")
     if kind == "measured" and path:
         return _measured(name, Path(path))
@@ -79,7 +79,7 @@ def find_profile(name: str) -> NodeProfile:
 
 
 def sources(profile: NodeProfile) -> tuple[tuple[str, Source, str], ...]:
-    """(figure, "paper", "measured" or "assumed", why) for each of `profile`'s."""
+    """Return (figure, "paper", "measured" or "assumed", why) for each of `profile`'s."""
     return SOURCES.get(profile.name, MEASURED)
 
 

@@ -1,7 +1,7 @@
-"""Looks on at the nodes of a run and writes down what no message tells: the time of every decode step, which engine time served
-which request, the loads that nodes report. Never changes what happens.
+"""An observer of the nodes of a run, which records facts that no message has: the time of every decode step, the engine time of
+each request, the loads that nodes report. It never changes the run.
 
-The times of one work's steps are made once for all its members, who keep them as long as they are open.
+The times of one work's steps are made once for all its members, which keep them as long as they are open.
 """
 
 from collections import deque
@@ -28,45 +28,45 @@ from mooncake_zmq.simulation.world import Observe, Process
 
 @lru_cache(256)
 def _made(steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Steps made after each of so many, and how often each was longer than the first."""
+    """Return the number of steps made after each step, and how often the growth was added until then."""
     made = np.arange(1.0, steps + 1)
     return made, made * (made - 1) / 2
 
 
 def step_times(run: StepRun) -> NDArray[np.float64]:
-    """When the tokens of these steps were sampled."""
+    """Return the times at which the tokens of these steps were sampled."""
     made, growths = _made(run.steps)
     times: NDArray[np.float64] = run.begin_s + made * run.first_s + run.growth_s * growths
     return times
 
 
 def longest_tenth_s(times: NDArray[np.float64]) -> float:
-    """TBT of a request by its tokens' times: counted as the gateway does, and as for the baselines."""
+    """Return the TBT of a request by its tokens' times: counted as the gateway does, and as for the baselines."""
     return gaps.longest_tenth_s(times[1:] - times[:-1])
 
 
 class Recorder:
-    """Of one run. `ttft_slo_s`, `tbt_slo_s`: what loads are shares of; `delay_s`: of a message."""
+    """The observer of one run. `ttft_slo_s`, `tbt_slo_s`: the SLOs of which loads are shares; `delay_s`: of a message."""
 
     def __init__(self, *, ttft_slo_s: float, tbt_slo_s: float, with_disk: bool, delay_s: float) -> None:
         self.told: dict[str, deque[NDArray[np.float64]]] = {}
-        """By decode, in order: when the tokens of steps, told to the gateway, would be there if each were told at once."""
+        """The arrival times of tokens at the gateway if each step were reported at once, in order, by decode."""
         self.engine_s: dict[str, float] = {}
-        """By open request: engine time of prefills since its last first token."""
+        """Engine time of prefills since its last first token, by open request."""
         self.from_disk: dict[str, int] = {}
-        """By open request: blocks that its host's pool had to read from its SSD."""
+        """Blocks that its host's pool had to read from its SSD, by open request."""
         self._with_disk = with_disk
         self._delay_s = delay_s
         self._slo_s = {"prefill": ttft_slo_s, "decode": tbt_slo_s}
         self._loads: dict[str, dict[str, PrefillLoad | DecodeLoad]] = {"prefill": {}, "decode": {}}
         self._chunks: dict[tuple[str, int], str] = {}
         self._leases: dict[tuple[str, int], str] = {}
-        """By prefill and lease: the request that waits for its answer."""
+        """The request that waits for the answer, by prefill and lease."""
         self._disk_blocks: dict[str, int] = {}
-        """By cache-node: what it had read from its SSD for leases so far."""
+        """Blocks read from its SSD for leases so far, by cache-node."""
 
     def watch(self, process: Process[ModelledMachine]) -> Observe | None:
-        """Who looks on at a process, from the beginning of each of its lives."""
+        """Return the observer of a process, from the beginning of each of its incarnations."""
         for loads in self._loads.values():
             loads.pop(process.name, None)
         if process.spec.role == "decode":
@@ -77,9 +77,9 @@ class Recorder:
         return partial(self._prefill_did, process.name) if process.spec.role == "prefill" else None
 
     def mean_load(self, role: str) -> float:
-        """Of all nodes of a role, as they last told, as a share of its SLO."""
+        """Return the mean of the last reported loads of all nodes of a role, as a share of its SLO."""
         loads, slo_s = self._loads[role].values(), self._slo_s[role]
-        return sum([_load_s(told) / slo_s for told in loads]) / len(loads) if loads else 0.0
+        return sum([_load_s(load) / slo_s for load in loads]) / len(loads) if loads else 0.0
 
     def _decode_did(self, process: Process[ModelledMachine], event: Event, effects: list[Effect]) -> None:
         if type(event) is WorkDone:
@@ -113,9 +113,9 @@ class Recorder:
                 if type(message) is PrefillLoad:
                     self._loads["prefill"][name] = message
                 elif type(message) is HandoffBlocks:
-                    request = message.request_id  # of the chunk that is begun next
+                    request = message.request_id  # the request of the chunk that is begun next
                 elif type(message) is LeaseBlocks:
-                    lease_id = message.lease_id  # for the request that asks its decode for room next
+                    lease_id = message.lease_id  # the lease of the request that reserves memory in its decode next
                 elif type(message) is ReserveDecode:
                     if lease_id and self._with_disk:
                         self._leases[name, lease_id] = message.request_id
@@ -124,7 +124,7 @@ class Recorder:
                 self._chunks[name, effect.work_id] = request
 
     def _pool_did(self, process: Process[ModelledMachine], event: Event, effects: list[Effect]) -> None:
-        """A pool counts what it read from its SSD when it answers a lease."""
+        """Count the blocks that a pool read from its SSD for a lease, when it answers the lease."""
         for effect in effects:
             if type(effect) is Send and type(effect.message) is BlocksLeased:
                 assert process.life is not None
@@ -136,5 +136,5 @@ class Recorder:
                     self.from_disk[request] = blocks
 
 
-def _load_s(told: PrefillLoad | DecodeLoad) -> float:
-    return sum([job.left_s for job in told.jobs]) if isinstance(told, PrefillLoad) else told.step_s
+def _load_s(load: PrefillLoad | DecodeLoad) -> float:
+    return sum([job.left_s for job in load.jobs]) if isinstance(load, PrefillLoad) else load.step_s

@@ -1,6 +1,6 @@
-"""Runs a trace through the live conductor, prefills, decodes and cache-nodes on modelled hardware, in virtual time.
+"""Replay of a trace through the live conductor, prefills, decodes and cache-nodes on modelled hardware, in virtual time.
 
-Nothing here decides: it builds a world, lets time pass until every request has ended, and samples what is to be seen.
+This module makes no decision: it builds a world, advances time until every request has ended, and samples the state.
 """
 
 import resource
@@ -29,13 +29,13 @@ from mooncake_zmq.simulation.links import Direct, HelloOf, Sessions, Wires
 from mooncake_zmq.simulation.world import Link, Process, ProcessSpec, World
 
 BEGIN_S = 1.0
-"""The trace begins here: everybody has met by then, and told its load."""
+"""Virtual time at which the trace begins: by then all nodes have connected and reported their loads."""
 SAMPLE_S = 10.0
 COPIES_EVERY = 3
 """Samples of loads for one of copies: Figure 11 has one every 30 s."""
 RANKS = (10, 100, 1000, 10_000)
-PATIENCE_S = 86_400.0
-"""Virtual time without an end after which what is still open has failed."""
+TIMEOUT_S = 86_400.0
+"""Virtual time without an end of a request, after which all open ones have failed."""
 
 
 def run(
@@ -44,8 +44,8 @@ def run(
     progress: Callable[[float], None] = lambda share: None,
     write: Callable[[bytes], None] | None = None,
 ) -> RunResult:
-    """Replay `arrivals`, which come in order of time, on the cluster of `setup`; `progress` hears the share that has ended, and
-    `write`, if anybody, what `tape` has written down of it."""
+    """Replay `arrivals`, which come in order of time, on the cluster of `setup`; `progress` is called with the share that has
+    ended, and `write`, if given, with the recording that `tape` made."""
     began_wall_s, began_cpu_s = time.perf_counter(), time.process_time()
     replay = Replay(setup, arrivals, taped=write is not None)
     result = replay.run(progress)
@@ -58,11 +58,11 @@ def run(
 
 class Replay:
     """One run. `link`: "direct", or "sessions" to have every message encoded, sent and acknowledged as in the live cluster.
-    `taped`: it is written down."""
+    `taped`: the run is recorded."""
 
     def __init__(self, setup: Setup, arrivals: Sequence[Arrival], *, link: str = "direct", taped: bool = False) -> None:
         self.placed: list[Placed] | None = None
-        """Every placement, if somebody wants them: set it to a list."""
+        """Every placement, if a caller needs them: it sets this to a list."""
         self.cluster = cluster_of(setup, arrivals)
         self._setup = setup
         self._arrivals = arrivals
@@ -76,7 +76,7 @@ class Replay:
             delay_s=self.cluster.lab.message_s,
         )
         self._engines: list[tuple[str, str, ModelledMachine]] = []
-        """Name, role and machine of every life with an engine."""
+        """Name, role and machine of every incarnation with an engine."""
         last_s = arrivals[-1].at_s / setup.speed if arrivals else 0.0
         self.tape = Tape(setup, self.cluster.layout, last_s=last_s, own=self.recorder.watch) if taped else None
         self.gateway = self._gateway(encoded=link != "direct")
@@ -98,7 +98,7 @@ class Replay:
         self._ranked = _ranked_keys(arrivals, setup.block_tokens)
 
     def run(self, progress: Callable[[float], None]) -> RunResult:
-        """To the end of every request."""
+        """Run to the end of every request."""
         gateway, world, samples = self.gateway, self.world, 0
         self._let_pass(BEGIN_S)
         while gateway.open or not gateway.exhausted:
@@ -106,7 +106,7 @@ class Replay:
             samples += 1
             self._let_pass(world.now + SAMPLE_S)
             progress(len(self._records) / max(1, len(self._arrivals)))
-            if gateway.open and world.now - self._ended_at > PATIENCE_S:
+            if gateway.open and world.now - self._ended_at > TIMEOUT_S:
                 break
         self._give_up()
         if self.tape is not None:
@@ -165,7 +165,7 @@ class Replay:
             if process.spec.role == role and process.life is not None:
                 yield process.life.actor
 
-    # --- what becomes of it
+    # --- the result
 
     def _on_ended(self, number: int, record: RequestRecord) -> None:
         self._records[number] = record
@@ -201,7 +201,8 @@ class Replay:
 
 
 def _errors(pairs: Iterable[tuple[float, float]]) -> tuple[int, float, float]:
-    """How many were predicted and came true, the mean absolute error, the mean of what came true."""
+    """Return how many values were predicted and have an actual value, the mean absolute error, the mean of the actual
+    values."""
     true = [(predicted, actual) for predicted, actual in pairs if predicted >= 0 and actual >= 0]
     count = max(1, len(true))
     return len(true), sum(abs(p - a) for p, a in true) / count, sum(a for _, a in true) / count
@@ -232,7 +233,7 @@ def _hello_of(cluster: Cluster) -> HelloOf:
 
 
 def _ranked_keys(arrivals: Sequence[Arrival], block_tokens: int) -> dict[str, Key]:
-    """The keys ranked 10th, 100th, ... by how many requests ask for them; of equals the one that comes first."""
+    """Return the keys ranked 10th, 100th, ... by how many requests have them; of equals the one that comes first."""
     counts: Counter[int] = Counter()
     for arrival in arrivals:
         counts.update(arrival.hash_ids)

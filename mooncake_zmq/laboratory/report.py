@@ -1,4 +1,4 @@
-"""What a user sees of runs: tables, one JSON object, plots."""
+"""The output of runs for a user: tables, one JSON object, plots."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ CURVE_POINTS = 201
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is kept of a run: its figures, the curves that are drawn, not its requests. `ttft_s`: quantiles."""
+    """The kept results of a run: its figures, the curves that are drawn, not its requests. `ttft_s`: quantiles."""
 
     setup: Setup
     summary: Summary
@@ -27,14 +27,14 @@ class Outcome:
 
 
 def outcome_of(result: RunResult) -> Outcome:
-    """The figures and curves of a run."""
+    """Return the figures and curves of a run."""
     started = [each.ttft_s for each in result.requests if each.ttft_s >= 0]
     curve = np.quantile(np.array(started), np.linspace(0, 1, CURVE_POINTS)).tolist() if started else []
     return Outcome(result.setup, summarize(result), tuple(curve), tuple(result.loads), tuple(result.copies))
 
 
 def as_json(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """`{"runs": [{"swept", "setup", "summary", "ttft_quantiles_s", "loads", "copies"}]}`, in the order of the sweep."""
+    """Return `{"runs": [{"swept", "setup", "summary", "ttft_quantiles_s", "loads", "copies"}]}`, in the order of the sweep."""
     runs = [
         {
             "swept": dict(swept),
@@ -50,7 +50,7 @@ def as_json(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) ->
 
 
 def run_table(outcome: Outcome) -> Table:
-    """One run, a row for each figure."""
+    """Return the table of one run, a row for each figure."""
     setup, summary = outcome.setup, outcome.summary
     title = f"{setup.policy}, {setup.prefill}P+{setup.decode}D of {setup.hardware.name}, {setup.speed:g}x"
     table = Table(title=title, title_justify="left", show_header=False)
@@ -96,7 +96,7 @@ TIER_NAMES = {"own": "the engine's own memory", "dram": "the host's pool", "disk
 
 
 def percent(share: float) -> str:
-    """With one decimal."""
+    """Return a percentage with one decimal."""
     return f"{100 * share:.1f} %"
 
 
@@ -109,12 +109,12 @@ def _met(summary: Summary) -> str:
 
 
 def written(found: Spread, scale: float) -> str:
-    """Mean and percentiles, times `scale`."""
+    """Return mean and percentiles as text, times `scale`."""
     return ", ".join(f"{scale * each:.4g}" for each in (found.mean, found.p50, found.p90, found.p99))
 
 
 def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> Table:
-    """A row for each run."""
+    """Return a table with a row for each run."""
     table = Table(title=f"{len(outcomes)} runs; times in seconds, TBT in ms", title_justify="left")
     for key in chosen[0]:
         table.add_column(key)
@@ -154,7 +154,7 @@ def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]
 
 
 def plot(directory: Path, chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> list[Path]:
-    """Draw what there is: ttft.png, load.png, copies.png, sweep.png. Raises click.ClickException without matplotlib."""
+    """Draw the available curves: ttft.png, load.png, copies.png, sweep.png. Raises click.ClickException without matplotlib."""
     directory.mkdir(parents=True, exist_ok=True)
     names = [", ".join(f"{key} {value}" for key, value in each.items()) or outcomes[0].setup.policy for each in chosen]
     drawn = [_plot_ttft(directory, names, outcomes), _plot_loads(directory, names, outcomes)]
@@ -210,7 +210,7 @@ def _plot_copies(directory: Path, names: Sequence[str], outcomes: Sequence[Outco
 
 
 def _plot_sweep(directory: Path, chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> Path:
-    """The share within the SLOs over the last key, a line for each combination of the others."""
+    """Plot the share within the SLOs over the last key, a line for each combination of the others."""
     *others, last = chosen[0]
     lines: dict[str, list[tuple[str, float]]] = {}
     for swept, outcome in zip(chosen, outcomes, strict=True):

@@ -1,16 +1,16 @@
-"""What the works of one host share: its NIC, the bus to its engines, its SSD. PURE.
+"""The resources that the works of one host share: its NIC, the bus to its engines, its SSD. PURE.
 
 First come, first served by bytes, not processor sharing: k transfers together take exactly as long either way, and only the
-order in which they end differs. In return a transfer's end is known when it begins, so it is one event, and nothing has to be
-planned anew when another one comes. It is also how the live system moves blocks: by one copying thread, and in order.
+order in which they end differs. In return a transfer's end is known when it begins, so it is one event, and need not be planned
+again when another one comes. The live system moves blocks in the same way: by one copying thread, and in order.
 """
 
 from collections.abc import Iterable
 
 
 class Shared:
-    """One resource of `bytes_per_s`. A transfer over several ends when the last of them is through with its bytes: each works
-    on without waiting for the others, as with buffers in between."""
+    """One resource of `bytes_per_s`. A transfer over several ends when the last of them has finished its bytes: each continues
+    without waiting for the others, as with buffers in between."""
 
     __slots__ = ("busy_s", "bytes_per_s", "free_at")
 
@@ -20,7 +20,7 @@ class Shared:
         self.busy_s = 0.0
 
     def take(self, now: float, size_bytes: float) -> float:
-        """When bytes that come now are through."""
+        """Return when bytes that come now are finished."""
         took_s = size_bytes / self.bytes_per_s
         self.busy_s += took_s
         self.free_at = (now if now > self.free_at else self.free_at) + took_s
@@ -28,7 +28,7 @@ class Shared:
 
 
 def through(now: float, size_bytes: float, resources: Iterable[Shared]) -> float:
-    """When bytes that come now are through all of these; now, if there are none."""
+    """Return when bytes that come now are finished by all of these; now, if there are none."""
     end = now
     for resource in resources:
         end = max(end, resource.take(now, size_bytes)) if size_bytes else end

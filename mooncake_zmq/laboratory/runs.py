@@ -1,4 +1,4 @@
-"""One run of the laboratory, whatever the policy: the only door from the commands to the engines of the replay."""
+"""One run of the laboratory, whatever the policy: the only entry from the commands to the engines of the replay."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def run_one(setup: Setup, arrivals: Sequence[Arrival], progress: Progress, page:
 
 
 def _replayed(setup: Setup, arrivals: Sequence[Arrival], progress: Progress, page: Path | None) -> RunResult:
-    """Through our own actors, which know nothing of the coupled model's settings."""
+    """Replay through our own actors, which know nothing of the coupled model's settings."""
     from mooncake_zmq.laboratory import cluster, replay
 
     own = {name: value for name, value in setup.overrides.items() if not name.startswith(COUPLED_SECTION)}

@@ -1,5 +1,5 @@
-"""From text to a Setup: its fields and dotted settings by name, one at a time or as a sweep's cross product. PURE but for files
-that a profile names."""
+"""Parsing of a Setup from text: its fields and dotted settings by name, one at a time or as a sweep's cross product. PURE but
+for files that a profile names."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ from mooncake_zmq.laboratory.study import COUPLED_SECTION, NodeProfile, Setup
 from mooncake_zmq.roles import PARTS
 
 MAX_RUNS = 1_000
-"""Of one sweep."""
+"""Runs of one sweep at most."""
 
 Record = TypeVar("Record", Setup, NodeProfile, Costs)
 Value = float | int | str | bool
 SECTIONS = {name.replace("-", "_"): {each.name for each in fields(parts.settings)} for name, parts in PARTS.items()}
 UNLISTED = ("laboratory.", COUPLED_SECTION)
-"""Sections whose engine says itself what they have."""
+"""Sections whose settings their own engine checks."""
 NUMBERS: Mapping[str, Callable[[str], float]] = {
     "prefill": int,
     "decode": int,
@@ -37,7 +37,7 @@ SHORT = {"ttft_slo": "ttft_slo_s", "tbt_slo": "tbt_slo_s"}
 
 
 def assigned(setup: Setup, key: str, text: str) -> Setup:
-    """`setup` with one field or dotted setting changed. Raises StudyError."""
+    """Return `setup` with one field or dotted setting changed. Raises StudyError."""
     key = key.strip().replace("-", "_")
     name = SHORT.get(key, key)
     if name == "hardware":
@@ -104,8 +104,8 @@ def _value(text: str) -> Value:
 
 
 def sweep(base: Setup, axes: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[dict[str, str], Setup]]:
-    """Every combination of the axes' values, the last axis fastest, and its setup. Raises StudyError for what
-    cannot run."""
+    """Return every combination of the axes' values, the last axis fastest, and its setup. Raises StudyError for one that cannot
+    run."""
     count = math.prod(len(values) for _, values in axes)
     if count > MAX_RUNS:
         raise StudyError(f"the sweep has {count:,} runs; at most {MAX_RUNS:,}")
@@ -121,7 +121,7 @@ def sweep(base: Setup, axes: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[
 
 
 def split_assignment(option: str, text: str) -> tuple[str, str]:
-    """`KEY=VALUE`. Raises StudyError."""
+    """Split `KEY=VALUE`. Raises StudyError."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip() or not value.strip():
         raise StudyError(f"{option} {text}: write KEY=VALUE")
@@ -129,7 +129,7 @@ def split_assignment(option: str, text: str) -> tuple[str, str]:
 
 
 def axes_of(texts: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """`KEY=A,B` each, every key once. Raises StudyError."""
+    """Parse `KEY=A,B` each, every key once. Raises StudyError."""
     axes: dict[str, list[str]] = {}
     for text in texts:
         key, values = split_assignment("--sweep", text)

@@ -1,4 +1,4 @@
-"""Splits what `--generate` is given, `KIND:key=number,...`, into its parts. PURE."""
+"""Parsing of the argument of `--generate`, `KIND:key=number,...`. PURE."""
 
 import math
 
@@ -6,7 +6,7 @@ from mooncake_zmq.laboratory.errors import StudyError
 
 
 def split_spec(text: str) -> tuple[str, dict[str, float]]:
-    """The kind, and a number for each key. Raises StudyError."""
+    """Return the kind, and a number for each key. Raises StudyError."""
     kind, _, rest = text.partition(":")
     values: dict[str, float] = {}
     for assignment in filter(None, (each.strip() for each in rest.split(","))):

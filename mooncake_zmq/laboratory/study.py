@@ -1,4 +1,4 @@
-"""What a run of the laboratory is asked and what it answers: plain data, so that runs travel between processes as JSON."""
+"""The input and output of a run of the laboratory: plain data, so that runs travel between processes as JSON."""
 
 from dataclasses import dataclass, field
 
@@ -28,22 +28,22 @@ class NodeProfile:
     name: str
     costs: Costs
     network_bytes_per_s: float
-    """Each direction of the node's NIC."""
+    """Bandwidth of each direction of the node's NIC."""
     bus_bytes_per_s: float
-    """Between host memory and the engine."""
+    """Bandwidth between host memory and the engine."""
     disk_bytes_per_s: float
     dram_tokens: int
-    """KV that the host's pool holds."""
+    """Tokens of KV that the host's pool holds."""
     disk_tokens: int
-    """KV that its SSD holds; 0: none."""
+    """Tokens of KV that its SSD holds; 0: none."""
     decode_tokens: int
-    """KV that a decode instance holds."""
+    """Tokens of KV that a decode instance holds."""
     max_batch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One run: a cluster, its rules and the bounds that requests are held to."""
+    """One run: a cluster, its rules and the bounds that its requests must meet."""
 
     prefill: int
     decode: int
@@ -54,7 +54,7 @@ class Setup:
     ttft_slo_s: float = 30.0
     tbt_slo_s: float = 0.1
     speed: float = 1.0
-    """Arrivals come this many times as fast."""
+    """Factor by which arrivals come faster."""
     seed: int = 0
     block_tokens: int = TRACE_BLOCK_TOKENS
     overrides: dict[str, float | int | str | bool] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Setup:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request. Times in virtual seconds, counted from its arrival; -1: it did not get that far."""
+    """The record of one request. Times in virtual seconds, counted from its arrival; -1: it did not get that far."""
 
     at_s: float
     input_tokens: int
@@ -75,29 +75,29 @@ class RequestRecord:
     tbt_s: float = -1.0
     """Mean of the longest tenth of the gaps between its tokens, as the paper counts; 0 with fewer than two tokens."""
     first_gap_s: float = -1.0
-    """Between its first token and its second."""
+    """Time between its first token and its second."""
     end_s: float = -1.0
     predicted_ttft_s: float = -1.0
     predicted_tbt_s: float = -1.0
     queue_s: float = -1.0
     prefill_s: float = -1.0
     hit_own: int = 0
-    """Prompt tokens whose KV was found, by where: the prefill's own memory, its host's pool in DRAM, its SSD, another host."""
+    """Prompt tokens whose KV was found, by place: the prefill's own memory, its host's pool in DRAM, its SSD, another host."""
     hit_dram: int = 0
     hit_disk: int = 0
     hit_remote: int = 0
     possible: int = -1
-    """Prompt tokens whose KV a clairvoyant with endless memory would have found; -1: no prefill was given the request."""
+    """Prompt tokens whose KV a clairvoyant with endless memory would have found; -1: no prefill received the request."""
     prefill: str = ""
     decode: str = ""
     attempts: int = 0
     wasted_prefill_s: float = 0.0
-    """Engine time spent on prefills that came to nothing."""
+    """Engine time spent on prefills whose results were not used."""
 
 
 @dataclass(slots=True)
 class RunResult:
-    """A whole run."""
+    """The result of a whole run."""
 
     setup: Setup
     requests: list[RequestRecord]
@@ -105,11 +105,11 @@ class RunResult:
     """Virtual seconds that each prefill's engine computed; likewise each decode's."""
     decode_busy_s: dict[str, float] = field(default_factory=dict)
     copies: list[tuple[float, dict[str, int]]] = field(default_factory=list)
-    """Samples over virtual time: how many hosts hold the keys ranked 10th, 100th, ... by how often they are asked for."""
+    """Samples over virtual time: how many hosts hold the keys ranked 10th, 100th, ... by how many requests have them."""
     loads: list[tuple[float, float, float]] = field(default_factory=list)
     """Samples over virtual time: mean load of the prefills and of the decodes, each as a share of its SLO."""
     errors: dict[str, tuple[int, float, float]] = field(default_factory=dict)
-    """By kind of prediction: how many, mean absolute error, mean of what came true; in seconds or tokens."""
+    """Predictions by kind: how many, mean absolute error, mean of the actual values; in seconds or tokens."""
     virtual_s: float = 0.0
     wall_s: float = 0.0
     cpu_s: float = 0.0

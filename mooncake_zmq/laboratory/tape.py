@@ -1,6 +1,7 @@
-"""Writes a replay down as pictures of the cluster at times of the virtual clock: what a gateway's `/cluster` would have told.
+"""The recording of a replay as snapshots of the cluster at times of the virtual clock: the answers that a gateway's `/cluster`
+would have given.
 
-It looks on and changes nothing. What it keeps is bounded: of too many pictures every second one goes.
+It observes and changes nothing. Its size is bounded: of too many snapshots every second one is dropped.
 """
 
 import gzip
@@ -26,21 +27,21 @@ from mooncake_zmq.laboratory.keys import ROOT, Prompt
 from mooncake_zmq.laboratory.study import RequestRecord, Setup
 from mooncake_zmq.simulation.world import Observe, Process, World
 
-MAX_PICTURES = 2000
+MAX_SNAPSHOTS = 2000
 MAX_BYTES = 48 << 20
-"""Of all pictures as JSON; they are written packed, a twentieth of that."""
-WANTED_PICTURES = 1200
+"""Size of all snapshots as JSON; they are written compressed, at a twentieth of that."""
+WANTED_SNAPSHOTS = 1200
 MIN_EVERY_S = 1.0
-"""As often as a gateway hears of its nodes."""
+"""The interval at which a gateway receives its nodes' reports."""
 KEPT_CHAINS = 24
-"""Hot prefixes told in a picture, of those that are followed and of those asked for lately."""
+"""Hot prefixes in a snapshot, of those that are followed and of those requested lately."""
 KEPT, KEPT_REFUSED = 4, 2
-"""Requests told of those that ended between two pictures, and how many of them at most were refused if others were not."""
+"""Recorded requests of those that ended between two snapshots, and how many of them at most were refused if others were not."""
 
 
 @dataclass(slots=True)
-class _Life:
-    """One life of a process."""
+class _Incarnation:
+    """One incarnation of a process."""
 
     began_at: float
     moves: Moves
@@ -53,53 +54,54 @@ class _Ended:
 
 
 @dataclass(slots=True)
-class _Picture:
+class _Snapshot:
     at_s: float
     packed: bytes
-    """JSON, by zlib."""
+    """The JSON, compressed by zlib."""
     size: int
-    """Of it in bytes, unpacked."""
+    """Size of the JSON in bytes, uncompressed."""
     open: int
     refused: int
-    """Since the picture before."""
+    """Refused requests since the snapshot before."""
     ended: list[_Ended]
 
 
 class Tape:
-    """Of one run of `setup`, whose last request comes at `last_s`. `own`: who looks on at a process beside it."""
+    """The recording of one run of `setup`, whose last request comes at `last_s`. `own`: returns another observer of a
+    process."""
 
     def __init__(
         self, setup: Setup, layout: BlockLayout, *, last_s: float, own: Callable[[Process[Any]], Observe | None]
     ) -> None:
         self.due_at = 0.0
-        """When it wants to look."""
-        self._every_s = max(MIN_EVERY_S, last_s / WANTED_PICTURES)
+        """Virtual time of the next snapshot."""
+        self._every_s = max(MIN_EVERY_S, last_s / WANTED_SNAPSHOTS)
         self._setup = setup
         self._layout = layout
         self._own = own
         self._block_bytes = layout.block_tokens * setup.hardware.costs.kv_bytes_per_token
-        self._lives: dict[str, _Life] = {}
-        self._accounts = Accounts(self._account_closed)
+        self._incarnations: dict[str, _Incarnation] = {}
+        self._requests = Accounts(self._request_closed)
         self._over: list[tuple[str, RequestRecord]] = []
-        """Ended in the event that is being handled."""
+        """Requests that ended in the event that is being handled."""
         self._counts = Tally()
         self._refused = 0
         self._ended: list[_Ended] = []
-        self._pictures: list[_Picture] = []
+        self._snapshots: list[_Snapshot] = []
         self._world: World[Any]
         self._gateway: Any
         self._hello: Callable[[Process[Any]], Hello]
 
     def attach(self, world: World[Any], gateway: Any, hello: Callable[[Process[Any]], Hello]) -> None:
-        """Learn whose replay this is."""
+        """Set the replay that is recorded."""
         self._world, self._gateway, self._hello = world, gateway, hello
 
-    # --- looking on
+    # --- observing
 
     def watch(self, process: Process[Any]) -> Observe | None:
         """See `World`."""
         moves = Moves(process.name, self._layout)
-        self._lives[process.name] = _Life(self._world.now, moves)
+        self._incarnations[process.name] = _Incarnation(self._world.now, moves)
         if process.spec.role == "gateway":
             return self._gateway_did
         own = self._own(process)
@@ -116,22 +118,22 @@ class Tape:
         return observe
 
     def on_ended(self, number: int, record: RequestRecord) -> None:
-        """A request is over, in the event that its gateway handles now."""
+        """Record that a request has ended, in the event that its gateway handles now."""
         self._over.append((f"r{number}", record))
 
     def _gateway_did(self, event: Event, effects: list[Effect]) -> None:
-        """The replay's gateway has no clients: what a live one would hear of them and tell them is added."""
+        """Observe an event of the replay's gateway, with the messages from and to clients that a live gateway would have."""
         now = self._world.now
         for effect in effects:
             if type(effect) is Send and type(effect.message) is Schedule and effect.message.attempt == 1:
-                self._accounts.observe(now, FromClient(effect.message.request_id, _asked(effect.message)), ())
-        self._accounts.observe(now, event, [*effects, *(ToClient(name, _outcome(record)) for name, record in self._over)])
+                self._requests.observe(now, FromClient(effect.message.request_id, _asked(effect.message)), ())
+        self._requests.observe(now, event, [*effects, *(ToClient(name, _outcome(record)) for name, record in self._over)])
         for _, record in self._over:
             self._count(record)
         self._over.clear()
 
     def _count(self, record: RequestRecord) -> None:
-        """As `gateway.requests.requests` does."""
+        """Count a request as `gateway.requests.requests` does."""
         if record.outcome == "rejected":
             self._refused += 1
             self._counts.add(f"requests_rejected[reason={record.reason}]")
@@ -143,32 +145,32 @@ class Tape:
         if record.output_tokens > 1:
             count_prediction(self._counts, "tbt", record.tbt_s, max(0.0, record.predicted_tbt_s))
 
-    def _account_closed(self, account: Account) -> None:
-        refused = account.outcome != "length"
-        record = {"id": account.request_id, "x_request_id": "", "trace_id": "", **told(account)}
+    def _request_closed(self, closed: Account) -> None:
+        refused = closed.outcome != "length"
+        record = {"id": closed.request_id, "x_request_id": "", "trace_id": "", **told(closed)}
         self._ended = _kept([*self._ended, _Ended(refused, msgspec.json.encode(record))])
 
-    # --- pictures
+    # --- snapshots
 
     def look(self) -> None:
-        """Write down how the cluster is now."""
+        """Take a snapshot of the cluster."""
         now = self._world.now
         self.due_at = now + self._every_s
         more = {"about": self._about(), "recent": [], "replication": self._replication(now)}
         body = msgspec.json.encode(picture(self._seen(now)) | more)
         packed = zlib.compress(body, 1)
-        self._pictures.append(_Picture(now, packed, len(body), len(self._gateway.open), self._refused, self._ended))
+        self._snapshots.append(_Snapshot(now, packed, len(body), len(self._gateway.open), self._refused, self._ended))
         self._refused, self._ended = 0, []
-        if len(self._pictures) > MAX_PICTURES or sum([each.size for each in self._pictures]) > MAX_BYTES:
+        if len(self._snapshots) > MAX_SNAPSHOTS or sum([each.size for each in self._snapshots]) > MAX_BYTES:
             self._thin()
 
     def _thin(self) -> None:
         self._every_s *= 2
-        left = self._pictures
-        self._pictures = [_merged(one, other) for one, other in zip(left[::2], left[1::2], strict=False)]
+        left = self._snapshots
+        self._snapshots = [_merged(one, other) for one, other in zip(left[::2], left[1::2], strict=False)]
         if len(left) % 2:
-            self._pictures.append(left[-1])
-        self.due_at = self._pictures[-1].at_s + self._every_s
+            self._snapshots.append(left[-1])
+        self.due_at = self._snapshots[-1].at_s + self._every_s
 
     def _about(self) -> dict[str, Any]:
         setup = self._setup
@@ -194,20 +196,20 @@ class Tape:
         )
 
     def _replication(self, now: float) -> dict[str, Any]:
-        """Prefixes asked for lately and who holds them, of what a conductor that is asked for its state tells."""
-        lives = (each.life for each in self._world.processes.values() if each.spec.role == "conductor")
-        told = next((life.actor.dump(now)["replication"] for life in lives if life is not None), None)
-        return {"recent": told["recent"][:KEPT_CHAINS] if told else []}
+        """Return the prefixes requested lately and the nodes that hold them, from the conductor's dump."""
+        incarnations = (each.life for each in self._world.processes.values() if each.spec.role == "conductor")
+        found = next((each.actor.dump(now)["replication"] for each in incarnations if each is not None), None)
+        return {"recent": found["recent"][:KEPT_CHAINS] if found else []}
 
     def _report(self, now: float, process: Process[Any]) -> Report:
-        """As `core.node` makes it; bytes are those that the modelled blocks would have."""
-        life, actor = self._lives[process.name], process.life.actor if process.life is not None else None
+        """Make a report as `core.node` does; bytes are those that the modelled blocks would have."""
+        incarnation, actor = self._incarnations[process.name], process.life.actor if process.life is not None else None
         assert actor is not None
         counts = {**actor.counts, **self._counts} if actor is self._gateway else actor.counts
         scale = self._block_bytes / self._layout.block_bytes
-        moved = [msgspec.structs.replace(each, bytes=int(each.bytes * scale)) for each in life.moves.told()]
+        moved = [msgspec.structs.replace(each, bytes=int(each.bytes * scale)) for each in incarnation.moves.told()]
         return report(
-            uptime_s=now - life.began_at,
+            uptime_s=now - incarnation.began_at,
             draining="role_changes_begun" in counts,
             counts=counts,
             gauges=actor.gauges(now),
@@ -216,28 +218,29 @@ class Tape:
         )
 
     def written(self) -> bytes:
-        """All of it for `gateway.http.web.replay_page`: a head, then a line for each picture and each request that is told."""
+        """Return the recording for `gateway.http.web.replay_page`: a head, then a line for each snapshot and each recorded
+        request."""
         ended: list[bytes] = []
         until: list[int] = []
-        for each in self._pictures:
+        for each in self._snapshots:
             ended += [one.record for one in each.ended]
             until.append(len(ended))
         head = {
-            "at_s": [round(each.at_s, 3) for each in self._pictures],
-            "open": [each.open for each in self._pictures],
-            "refused": [each.refused for each in self._pictures],
+            "at_s": [round(each.at_s, 3) for each in self._snapshots],
+            "open": [each.open for each in self._snapshots],
+            "refused": [each.refused for each in self._snapshots],
             "ended": until,
         }
-        pictures = (zlib.decompress(each.packed) for each in self._pictures)
+        snapshots = (zlib.decompress(each.packed) for each in self._snapshots)
         buffer = io.BytesIO()
         with gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=6, mtime=0) as file:
-            for number, line in enumerate(chain((msgspec.json.encode(head),), pictures, ended)):
+            for number, line in enumerate(chain((msgspec.json.encode(head),), snapshots, ended)):
                 file.write(b"\n" * bool(number) + line)
         return buffer.getvalue()
 
 
 def _kept(ended: Sequence[_Ended]) -> list[_Ended]:
-    """The last ones, refused ones among them."""
+    """Return the last ones, refused ones among them."""
     if len(ended) <= KEPT:
         return list(ended)
     refused = [place for place, each in enumerate(ended) if each.refused]
@@ -247,14 +250,14 @@ def _kept(ended: Sequence[_Ended]) -> list[_Ended]:
     return [ended[place] for place in sorted(chosen)]
 
 
-def _merged(one: _Picture, other: _Picture) -> _Picture:
-    """The later one, with what ended since the one before both."""
+def _merged(one: _Snapshot, other: _Snapshot) -> _Snapshot:
+    """Return the later one, with the requests that ended since the one before both."""
     ended = _kept([*one.ended, *other.ended])
-    return _Picture(other.at_s, other.packed, other.size, other.open, one.refused + other.refused, ended)
+    return _Snapshot(other.at_s, other.packed, other.size, other.open, one.refused + other.refused, ended)
 
 
 def _asked(schedule: Schedule) -> ClientRequest:
-    """What a client would have asked for; nobody reads its tokens."""
+    """Return the request that a client would have sent; its tokens are not read."""
     tokens = cast(bytes, Prompt(schedule.tokens, 1, 0))
     stop = StopRule(max_tokens=schedule.max_tokens)
     return ClientRequest(tokens=tokens, root=ROOT, keys=schedule.keys, sampling=Sampling(), stop=stop)

@@ -1,7 +1,7 @@
-"""Reads traces of requests: Mooncake's JSON lines, the Azure LLM inference CSV, the BurstGPT CSV, each also as .gz.
+"""Readers of traces of requests: Mooncake's JSON lines, the Azure LLM inference CSV, the BurstGPT CSV, each also as .gz.
 
-The CSVs name no blocks, so each of their prompts is taken to be like no other: nothing is reused. A row that is not one is an
-error that names its line; of BurstGPT, requests without an answer failed where they were recorded and are left out.
+The CSVs name no blocks, so each of their prompts is taken to be like no other: nothing is reused. An invalid row is an error
+that names its line; of BurstGPT, requests without an answer failed where they were recorded and are left out.
 """
 
 import csv
@@ -22,9 +22,9 @@ from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 
 MAX_REQUESTS = 2_000_000
 MAX_BLOCKS = 50_000_000
-"""Longest trace read, in requests and in blocks: about 2 GiB."""
+"""The longest trace that is read, in requests and in blocks: about 2 GiB."""
 MAX_TOKENS = 10_000_000
-"""Of one request: more is taken for a damaged row."""
+"""Tokens of one request at most: more is taken for a damaged row."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 Row = Mapping[str, str]
@@ -38,11 +38,11 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class _BadRow(Exception):
-    """What is wrong with a row."""
+    """The error of a row."""
 
 
 def read_trace(path: Path, first: int | None = None) -> list[Arrival]:
-    """The arrivals of `path`, the first ones if asked, in the order of their times, the earliest at 0. Raises StudyError."""
+    """Return the arrivals of `path`, or the first ones, in the order of their times, the earliest at 0. Raises StudyError."""
     try:
         with _open(path) as lines:
             arrivals = list(islice(_read(path, lines), first))
@@ -62,7 +62,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _read(path: Path, lines: TextIO) -> Iterator[Arrival]:
-    """Each arrival, as the file has it. Which format it is shows in its first line."""
+    """Yield each arrival, as the file has it. Its first line shows the format."""
     first = lines.readline()
     if first.lstrip().startswith("{"):
         rows: Iterable[tuple[int, Arrival | None]] = _mooncake(path, _chained(first, lines))
@@ -92,7 +92,7 @@ def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Arrival]]
         try:
             line = decoder.decode(text)
             needed = div_ceil(line.input_length, TRACE_BLOCK_TOKENS)
-            # Some writers name full blocks only: the begun one is then like no other.
+            # Some writers name full blocks only: the begun one then gets an id of its own.
             if line.hash_ids and not needed - 1 <= len(line.hash_ids) <= needed:
                 raise _BadRow(f"{line.input_length} tokens are {needed} blocks, and hash_ids names {len(line.hash_ids)}")
         except (msgspec.MsgspecError, _BadRow) as error:
@@ -161,4 +161,4 @@ FORMATS: dict[tuple[str, ...], Callable[[Row], tuple[float, int, int]]] = {
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): _azure,
     ("Timestamp", "Request tokens", "Response tokens"): _burst,
 }
-"""By the columns of its header."""
+"""Readers of CSV formats, by the columns of the header."""

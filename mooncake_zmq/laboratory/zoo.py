@@ -1,9 +1,10 @@
-"""Makes the zoo: traces of workloads that people run and no public trace shows, each seeded. PURE but for the random numbers.
+"""The zoo: generated traces of workloads that are common and that no public trace shows, each seeded. PURE but for the random
+numbers.
 
-A prompt is a text that goes on from another one: the two share the complete blocks of `TRACE_BLOCK_TOKENS` of the first, and
+A prompt is a text that continues another one: the two share the complete blocks of `TRACE_BLOCK_TOKENS` of the first, and
 nothing else. An answer is part of the prompt that follows it, as tokens that no other prompt has. Some kinds place a request at
 the end of another one: arrivals of a trace are fixed, so that end is an estimate by the costs of `A800`, times `pace`, on a
-machine that has nothing else to prefill and finds the KV of what was computed before.
+machine that has nothing else to prefill and finds all KV computed before.
 """
 
 import math
@@ -21,16 +22,16 @@ from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 from mooncake_zmq.laboratory.traces import MAX_BLOCKS, MAX_REQUESTS
 
 MAX_TOKENS = 200_000
-"""Longest part of a prompt that may be asked for."""
+"""Longest segment of a prompt, in tokens, that may be requested."""
 MAX_COUNT = 1_000
 MAX_PICKED = 16
-"""Documents of one prompt: the ids of every order that was asked for are kept."""
+"""Documents of one prompt: the ids of every order used are kept."""
 BATCH = 8
 """Requests that an estimated decode step serves together."""
 UNEVEN = 0.2
 """Share of the time between two bursts by which one may come later."""
 REMEMBERED = 200
-"""Prompts that a later one may go on from, the last ones."""
+"""Prompts that a later one may continue, the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of workload: what it models, its parameters' defaults (whole ones are integers), what makes its sessions."""
+    """A kind of workload: its description, its parameters' defaults (whole ones are integers), its sessions' generator."""
 
     what: str
     defaults: Mapping[str, float]
     sessions: "Callable[[_Maker], Iterator[list[Arrival]]]"
-    """Lists of arrivals without end, in order of their first arrivals; only the first of a list must come first."""
+    """Yields lists of arrivals without end, in order of their first arrivals; only the first of a list must come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Text:
     ids: tuple[int, ...]
 
     def cut(self, tokens: int) -> "Text":
-        """Its complete blocks within the first `tokens` tokens."""
+        """Return its complete blocks within the first `tokens` tokens."""
         blocks = min(tokens, self.tokens) // TRACE_BLOCK_TOKENS
         return Text(blocks * TRACE_BLOCK_TOKENS, self.ids[:blocks])
 
@@ -68,7 +69,7 @@ EMPTY = Text(0, ())
 
 
 class _Maker:
-    """Texts, times and lengths for one workload, out of one seed."""
+    """A generator of texts, times and lengths for one workload, with one seed."""
 
     def __init__(self, workload: Workload) -> None:
         self.values = workload.values
@@ -77,45 +78,45 @@ class _Maker:
         self._blocks = 0
 
     def whole(self, name: str) -> int:
-        """A parameter that is a whole number."""
+        """Return a parameter that is a whole number."""
         return int(self.values[name])
 
     def around(self, name: str) -> int:
-        """A number around a parameter: from half of it to one and a half."""
+        """Return a number around a parameter: from half of it to one and a half."""
         middle = self.whole(name)
         return self.random.randint(div_ceil(middle, 2), middle + middle // 2)
 
     def log_uniform(self) -> int:
-        """A length from `shortest` to `longest`; each factor is as likely."""
+        """Return a length from `shortest` to `longest`; each factor is as likely."""
         low, high = math.log(self.values["shortest"]), math.log(self.values["longest"])
         return round(math.exp(self.random.uniform(low, high)))
 
     def pause_s(self, name: str) -> float:
-        """A time with the mean of a parameter; most are shorter."""
+        """Return a time with the mean of a parameter; most are shorter."""
         mean_s = self.values[name]
         return self.random.expovariate(1 / mean_s) if mean_s else 0.0
 
     def times(self, rate: float) -> Iterator[float]:
-        """A Poisson process."""
+        """Yield the times of a Poisson process."""
         now_s = 0.0
         while True:
             yield now_s
             now_s += self.random.expovariate(rate)
 
     def more(self, text: Text, tokens: int) -> Text:
-        """`text`, and so many tokens behind it that no other text has."""
+        """Return `text`, and so many tokens behind it that no other text has."""
         total = text.tokens + tokens
         kept = text.ids if not tokens else text.ids[: text.tokens // TRACE_BLOCK_TOKENS]
         return Text(total, kept + tuple(islice(self._fresh, div_ceil(total, TRACE_BLOCK_TOKENS) - len(kept))))
 
     def took_s(self, text: Text, known: int, output: int) -> float:
-        """How long a request takes that finds the KV of its first `known` tokens."""
+        """Return how long a request takes that finds the KV of its first `known` tokens."""
         costs = A800.costs
         first_s = max(costs.load_s(known), costs.compute_s(text.tokens, known))
         return self.values["pace"] * (first_s + (output - 1) * costs.step_s(BATCH, BATCH * text.tokens))
 
     def ask(self, at_s: float, text: Text) -> Arrival:
-        """A request with an answer of about `output` tokens. Raises StudyError for one too many."""
+        """Return a request with an answer of about `output` tokens. Raises StudyError for one too many."""
         self._blocks += len(text.ids)
         if self._blocks > MAX_BLOCKS:
             raise StudyError(f"the workload has more than {MAX_BLOCKS:,} blocks")
@@ -137,7 +138,8 @@ def _agents(m: _Maker) -> Iterator[list[Arrival]]:
 
 
 def _agent(m: _Maker, now_s: float, system: Text) -> list[Arrival]:
-    """Every few of its steps it starts subagents that go on from its context, and goes on itself after the last has ended."""
+    """Generate an agent: every few of its steps it starts subagents that continue its context, and itself continues after the
+    last has ended."""
     asked: list[Arrival] = []
     context, known, left = m.more(system, m.around("task")), system.tokens, m.whole("steps")
     while left:
@@ -154,8 +156,8 @@ def _agent(m: _Maker, now_s: float, system: Text) -> list[Arrival]:
 
 
 def _steps(m: _Maker, now_s: float, context: Text, known: int, steps: int) -> tuple[list[Arrival], Text, float]:
-    """Requests one after the other: what each answers and what its tool then returns are the end of the next one's prompt.
-    Also the context after them, and when they have ended."""
+    """Return requests one after the other: the answer of each and its tool's result are the end of the next one's prompt. Also
+    return the context after them, and when they have ended."""
     asked: list[Arrival] = []
     for _ in range(steps):
         asked.append(m.ask(now_s, context))
@@ -184,7 +186,8 @@ def _turns(m: _Maker) -> Iterator[list[Arrival]]:
 
 
 def _documents(m: _Maker) -> Iterator[list[Arrival]]:
-    """A document is the same tokens behind the same documents only: its KV depends on all that stands before it."""
+    """Yield prompts of documents. A document has the same tokens only behind the same documents: its KV depends on all text
+    before it."""
     lengths = [m.log_uniform() for _ in range(m.whole("documents"))]
     known: dict[tuple[int, ...], Text] = {(): m.more(EMPTY, m.whole("system"))}
     for at_s in m.times(m.values["rate"]):
@@ -196,7 +199,7 @@ def _documents(m: _Maker) -> Iterator[list[Arrival]]:
 
 
 def _lengths(m: _Maker) -> Iterator[list[Arrival]]:
-    """Of those that reuse, each begins with a part of one of the last prompts."""
+    """Yield prompts of many lengths, of which those that reuse begin with a part of one of the last prompts."""
     before: list[Text] = []
     for number, at_s in enumerate(m.times(m.values["rate"])):
         tokens, begin = m.log_uniform(), EMPTY
@@ -209,7 +212,8 @@ def _lengths(m: _Maker) -> Iterator[list[Arrival]]:
 
 
 def _flood(m: _Maker) -> Iterator[list[Arrival]]:
-    """The others' requests come throughout; those of the one that floods come so many times as often, from `begin` on."""
+    """Yield a flood: the other tenants' requests come throughout, those of the flooding one come so many times as often, from
+    `begin` on."""
     own = m.more(EMPTY, m.whole("prefix"))
     others = [m.more(EMPTY, m.whole("prefix")) for _ in range(m.whole("tenants"))]
     quiet, flood = m.times(m.values["rate"]), m.times(m.values["rate"] * m.values["flood"])
@@ -295,11 +299,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 """Least and most of every parameter."""
 NEVER_EMPTY = {"system": ("system", "own")}
-"""Of a kind: parameters that make up a prompt and so cannot all be 0."""
+"""Parameters by kind that make up a prompt and so cannot all be 0."""
 
 
 def parse_workload(text: str) -> Workload:
-    """`KIND:key=value,...` of a kind of the zoo. Raises StudyError."""
+    """Parse `KIND:key=value,...` of a kind of the zoo. Raises StudyError."""
     kind, given = split_spec(text)
     defaults = {**KINDS[kind].defaults, "seed": 0}
     for key, value in given.items():
@@ -319,19 +323,19 @@ def parse_workload(text: str) -> Workload:
 
 
 def arrivals_of(workload: Workload) -> list[Arrival]:
-    """Its requests in order of time, the first at 0: the same for the same seed. Raises StudyError."""
+    """Return its requests in order of time, the first at 0: the same for the same seed. Raises StudyError."""
     arrivals = list(islice(_woven(sessions_of(workload)), int(workload.values["requests"])))
     began_s = arrivals[0].at_s
     return [Arrival(each.at_s - began_s, each.input_tokens, each.output_tokens, each.hash_ids) for each in arrivals]
 
 
 def sessions_of(workload: Workload) -> Iterator[list[Arrival]]:
-    """Its bursts, agents, chats or single requests, without end. Raises StudyError."""
+    """Yield its bursts, agents, chats or single requests, without end. Raises StudyError."""
     return KINDS[workload.kind].sessions(_Maker(workload))
 
 
 def _woven(sessions: Iterator[list[Arrival]]) -> Iterator[Arrival]:
-    """The arrivals of all sessions in order of time; of those at one time the one that was made first."""
+    """Merge the arrivals of all sessions in order of time; of those at one time the one that was made first."""
     waiting: list[tuple[float, int, Arrival]] = []
     made = count()
     for session in sessions:

@@ -1,1 +1,1 @@
-"""Machine code of the package's own modules, by mypyc."""
+"""Machine code of the package's own modules, compiled by mypyc."""

@@ -1,4 +1,4 @@
-"""`mooncake-zmq compile`: has mypyc make machine code of a part of `mypyc_code`."""
+"""`mooncake-zmq compile`: compiles one part of `mypyc_code` with mypyc."""
 
 import fcntl
 import os
@@ -27,19 +27,20 @@ CONFIG = "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
 LOCK = "lock"
 NEW = f"{TAG}-new-"
 SLOTTED = re.compile(r"^@dataclass\((frozen=True)?(?:, )?slots=True\)$", re.MULTILINE)
-"""In the copy that is compiled, dataclasses need no slots: mypyc takes them for classes of its own, which have no dictionaries
-anyway, only without. Those that are made by keywords alone keep them: msgspec makes some of them from files."""
+"""The decorators from which `slots` is removed in the compiled copy: mypyc makes native classes, which have no dictionary
+anyway, only of dataclasses without it. Dataclasses made by keywords alone keep it: msgspec makes some of them from files."""
 EXACT = "-ffp-contract=off"
-"""No multiplication is joined with an addition, where a machine has that: numbers are those of Python to the last digit."""
+"""The option that keeps a multiplication and an addition from being fused, so that results equal Python's to the last
+digit."""
 
 
 class CannotCompile(Exception):
-    """Something is missing; the message says what."""
+    """Raised when something needed is missing; the message names it."""
 
 
 def compile_part(part: Part) -> Path:
-    """Compile, which takes minutes, unless that was done; then drop what this Python has of other sources. Returns the folder.
-    A second one waits for the first. Raises CannotCompile."""
+    """Compile a part, which takes minutes, unless that was done already; then remove what this Python has of other sources. A
+    second call waits for the first. Returns the folder. Raises CannotCompile."""
     if find_spec("mypyc") is None or find_spec("setuptools") is None:
         raise CannotCompile("mypyc is missing: pip install 'mooncake-zmq[mypyc]'")
     try:
@@ -59,7 +60,7 @@ def compile_part(part: Part) -> Path:
 
 
 def _install(part: Part) -> Path:
-    """Build from a copy of the sources; what is there under its name already is incomplete."""
+    """Build from a copy of the sources; an existing folder of that name is incomplete and is replaced."""
     scratch = Path(tempfile.mkdtemp(dir=HOME, prefix=NEW))
     package = scratch / PACKAGE.name
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns(HOME.name, "__pycache__", "plots"))
@@ -82,7 +83,7 @@ def _without_slots(source: Path) -> None:
 
 
 def _build(scratch: Path, package: Path, part: Part) -> Path:
-    """A folder with every compiled module by its full name."""
+    """Return a folder with every compiled module by its full name."""
     (scratch / "mypy.ini").write_text(CONFIG)
     files = [str(_source(package, name).relative_to(scratch)) for name in part.modules]
     paths = os.pathsep.join(filter(None, (str(scratch), os.environ.get("PYTHONPATH"))))

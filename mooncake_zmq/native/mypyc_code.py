@@ -1,13 +1,12 @@
-"""Machine code for what a node goes through at each message and token, or a replayed trace: the same modules, compiled by
+"""Uses compiled modules for what a node runs at each message and token, or for a replayed trace: the same modules, compiled by
 mypyc where there is a C compiler.
 
-What `mypyc_build` makes lies in `__mypyc__` beside the sources, as `__pycache__` does, in a folder named after this Python,
-the sources and what compiled them: one for nodes, and one for the laboratory's own processes, where whatever a trace goes
-through is machine code. A process that runs any of it says so before it imports what is compiled, and no other does:
-simulations replace parts of actors, which machine code does not allow.
-Sources that changed are never shadowed: they run as Python until they are compiled anew. Without any of it the decisions are
-the same, and a quarter as many in a second. Constants that every decision reads are `Final`: they then stand in the code,
-instead of being looked up by name.
+`mypyc_build` writes them to `__mypyc__` beside the sources, as Python does with `__pycache__`, in a folder named after this
+Python, the sources and the compiler: one part for nodes, and one for the laboratory's own processes, in which all that a trace
+passes through is compiled. A process that uses them says so before it imports their modules, and no other does: simulations
+replace methods of actors, which compiled classes do not allow. A source that changed runs as Python until it is compiled
+again. Without compiled modules the decisions are the same, and a quarter as many per second. Constants that every decision
+reads are `Final`: they are then part of the code, instead of being looked up by name.
 """
 
 import importlib.machinery
@@ -25,13 +24,14 @@ PACKAGE = Path(__file__).parents[1]
 
 
 class Part(NamedTuple):
-    """Modules that are compiled together. `rooms`: folders whose sources they depend on: a change there makes them stale."""
+    """Modules that are compiled together. `rooms` are the folders whose sources they depend on: a change there makes them
+    stale."""
 
     name: str
     modules: tuple[str, ...]
     rooms: tuple[str, ...]
     optimize: str
-    """The compiler's level, unless MYPYC_OPT_LEVEL says another, for trials: the higher, the longer it takes."""
+    """The compiler's optimization level, unless MYPYC_OPT_LEVEL sets another for experiments: a higher one takes longer."""
 
 
 _ACTORS = (
@@ -49,12 +49,13 @@ _ACTORS = (
     *(f"decode.{name}" for name in ("request", "requests", "steps")),
     *(f"pool.node.{name}" for name in ("announcer", "cache_node", "chains", "client", "contents", "gathering")),
 )
-"""Not among them: modules whose classes are msgspec's, which mypyc does not know."""
+"""Modules with msgspec classes are left out, as mypyc cannot compile those."""
 _AROUND_THEM = (
     *(f"core.{name}" for name in ("node", "session", "watch")),
     *(f"gateway.http.{name}" for name in ("http_calls", "metrics", "sse")),
     *(f"gateway.openai.{name}" for name in ("detokenizer", "responses")),
-    *(f"gateway.requests.{name}" for name in ("request_log", "requests", "token_gaps", "traces")),
+    *(f"gateway.requests.{name}" for name in ("answer", "families", "request", "request_log", "requests", "token_gaps")),
+    "gateway.requests.traces",
     "runtime.peer_sockets",
     "runtime.zmq_runtime",
 )
@@ -67,16 +68,18 @@ NODES = Part("nodes", (*_ACTORS, *_AROUND_THEM), (*_ROOMS, "gateway", "runtime")
 LABORATORY = Part("laboratory", (*_ACTORS, *_REPLAYS), (*_ROOMS, "laboratory", "simulation"), "1")
 PARTS = (NODES, LABORATORY)
 SWITCH = "MOONCAKE_ZMQ_MYPYC"
-"""The environment variable that turns it off, as 0: tests replace parts of classes, which machine code does not allow."""
+"""The environment variable that turns it off if it is 0: tests replace methods of classes, which compiled classes do not
+allow."""
 NOT_COMPILED = "the nodes are not compiled, or their sources have changed since: run mooncake-zmq compile"
 HOME = PACKAGE / "__mypyc__"
 EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
 TAG = EXTENSION.split(".")[1]
-"""This Python and machine."""
+"""The tag of this Python and machine."""
 
 
 class _Finder:
-    """On `sys.meta_path`. Its base class in `importlib.abc` would take every start of a command 10 ms, with all it imports."""
+    """Finds compiled modules on `sys.meta_path`. Its base class in `importlib.abc` would cost every start of a command 10 ms,
+    with all that it imports."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
@@ -89,15 +92,15 @@ class _Finder:
 
 
 def use(part: Part) -> None:
-    """Import its compiled modules from here on, if they are there and not stale; where a source of them is imported already,
-    none of them: they know each other's insides."""
+    """Import a part's compiled modules from here on, if they exist and are not stale. If any of its modules is imported
+    already, none is used, as compiled modules depend on each other's internals."""
     files = usable(part)
     if files and not files.keys() & sys.modules.keys():
         sys.meta_path.insert(0, _Finder(files))
 
 
 def usable(part: Part) -> dict[str, Path]:
-    """The compiled modules of a part by full name; empty where it is not compiled, is stale or is turned off."""
+    """Return the compiled modules of a part by full name; empty if it is not compiled, is stale or is turned off."""
     if os.environ.get(SWITCH) == "0" or not HOME.is_dir():
         return {}
     files = compiled_files(folder(PACKAGE, part))
@@ -105,13 +108,13 @@ def usable(part: Part) -> dict[str, Path]:
 
 
 def in_use() -> bool:
-    """Whether this process decides by machine code."""
+    """Return whether this process uses compiled modules."""
     return str(importlib.import_module(f"{PACKAGE.name}.conductor.routing").__file__).endswith(EXTENSION)
 
 
 def folder(package: Path, part: Part) -> Path:
-    """Where the compiled modules of a package's sources are, or would be: other sources, another way to compile them or another
-    mypyc make another one."""
+    """Return the folder of the compiled modules of a package's sources; other sources, another way to compile them or another
+    mypyc have another folder."""
     digest = xxhash.xxh3_128(repr(part).encode())
     digest.update((package / "native/mypyc_build.py").read_bytes() + compiler_version())
     for room in part.rooms:
@@ -121,18 +124,18 @@ def folder(package: Path, part: Part) -> Path:
 
 
 def compiler_version() -> bytes:
-    """The text of mypyc's version; empty where it is missing: what it made elsewhere is not used then."""
-    spec = importlib.util.find_spec("mypy")  # importlib.metadata would take each start of a command 10 ms
+    """Return the text of mypyc's version; empty if it is missing, so that modules compiled elsewhere are not used."""
+    spec = importlib.util.find_spec("mypy")  # importlib.metadata would cost each start of a command 10 ms
     said = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     return said.read_bytes() if said is not None and said.exists() else b""
 
 
 def compiled_files(folder: Path) -> dict[str, Path]:
-    """The modules in a folder, by full name."""
+    """Return the modules in a folder, by full name."""
     return {path.name.removesuffix(EXTENSION): path for path in folder.glob(f"*{EXTENSION}")}
 
 
 def is_complete(files: dict[str, Path], part: Part) -> bool:
-    """Whether all modules are there, and the library that has their code."""
+    """Return whether all modules of a part exist, and the library with their code."""
     wanted = {f"{PACKAGE.name}.{name}" for name in part.modules}
     return wanted <= files.keys() and any(name.endswith("__mypyc") for name in files)

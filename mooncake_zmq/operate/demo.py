@@ -1,7 +1,7 @@
-"""`up --demo`: questions about one long document, with a prefill taken away and another killed on the way.
+"""`up --demo`: asks questions about one long document while one prefill is stopped and another is killed.
 
-It ends well only if what the cluster promises was seen: later questions reuse the document's KV, one of them from the
-other host's cache-node, one after the prefill that serves it was restarted.
+It succeeds only if what the cluster promises was observed: later questions reuse the document's KV, one of them from the other
+host's cache-node, and one after the prefill that serves it was restarted.
 """
 
 import signal
@@ -37,12 +37,12 @@ WAIT_S = 60.0
 TRIES = 10
 KILL_S = 0.3
 STORE_S = 1.0
-"""Blocks enter the pool off the critical path; a question that comes at once would still be right, only colder."""
+"""The pause after a question: blocks enter the pool asynchronously, and a question asked at once would reuse fewer."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One question's way through the cluster."""
+    """One question, and what was observed of its answer."""
 
     question: str
     note: str
@@ -51,7 +51,7 @@ class Answer:
     arrivals: list[float] = field(default_factory=list)
     asked_at: float = 0.0
     pid: int | None = None
-    """Of the prefill that served it, at that time."""
+    """The pid of the prefill that served it, at that time."""
 
     @property
     def cached(self) -> int:
@@ -68,7 +68,7 @@ class Answer:
 
 
 class ComeAgain(Exception):
-    """The cluster is full, or its conductor has not met the nodes yet."""
+    """Raised when the cluster is full, or its conductor is not connected to the nodes yet."""
 
     def __init__(self, after_s: float) -> None:
         super().__init__(f"the cluster is not ready; again in {after_s} s")
@@ -76,18 +76,18 @@ class ComeAgain(Exception):
 
 
 class DemoFailed(Exception):
-    """Something did not happen that should have."""
+    """Raised when something expected did not happen."""
 
 
 class Demo:
-    """Asks, breaks things, asks again, judges."""
+    """Asks questions, stops and kills nodes, asks again, and checks the results."""
 
     def __init__(self) -> None:
         self._document = resources.files("mooncake_zmq.operate").joinpath(DOCUMENT).read_text(encoding="utf-8")
         self._answers: list[Answer] = []
 
     def run(self, up: Up) -> int:
-        """The whole demonstration; returns the exit code."""
+        """Run the demonstration; return the exit code."""
         try:
             self._ask_all(up)
         except (DemoFailed, httpx.HTTPError) as error:
@@ -160,7 +160,7 @@ class Demo:
         return answer
 
     def _chunks(self, up: Up, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The answer's chunks; as every client should, it comes again when it is told to."""
+        """Yield the answer's chunks; retry as a client should when the gateway requests it."""
         for _ in range(TRIES):
             answer.asked_at = time.monotonic()
             try:
@@ -178,10 +178,10 @@ class Demo:
                 raise DemoFailed(f"waited {WAIT_S:.0f} s for {what}")
             time.sleep(0.1)
 
-    # --- what was seen
+    # --- results
 
     def _shared(self) -> int:
-        """Tokens that all prompts begin with."""
+        """Return the number of tokens that all prompts begin with."""
         columns = zip(*(answer.prompt_ids for answer in self._answers), strict=False)
         return next((index for index, ids in enumerate(columns) if len(set(ids)) > 1), 0)
 
@@ -190,7 +190,7 @@ class Demo:
 
     def _table(self) -> Table:
         title = f"{len(self._answers)} questions about one document; shared prefix: {self._shared():,} tokens"
-        # Without a box and with narrow gaps it fits 80 columns.
+        # Without a box and with narrow gaps the table fits 80 columns.
         table = Table(
             title=title, caption="own, local, remote: tokens of KV loaded and verified", box=None, padding=(0, 1, 0, 0)
         )
@@ -211,10 +211,10 @@ class Demo:
 
     def _judge(self, up: Up) -> int:
         later = self._answers[1:]
-        lives: dict[str, set[int | None]] = {}
+        pids: dict[str, set[int | None]] = {}
         after_restart = False
         for answer in self._answers:
-            known = lives.setdefault(str(answer.served["prefill"]), set())
+            known = pids.setdefault(str(answer.served["prefill"]), set())
             after_restart = after_restart or bool(known and answer.pid not in known and self._reused(answer))
             known.add(answer.pid)
         checks = (
@@ -231,7 +231,7 @@ class Demo:
 
 
 class VllmDemo(Demo):
-    """The same questions, answered by vLLMs, one of which is killed under an answer."""
+    """Asks the same questions of vLLMs, one of which is killed during an answer."""
 
     def _ask_all(self, up: Up) -> None:
         up.say(f"one document, {len(QUESTIONS)} questions; every question repeats the whole document")

@@ -1,4 +1,4 @@
-"""`mooncake-zmq keys`: make, list and rotate the keys of a cluster's nodes and clients."""
+"""`mooncake-zmq keys`: makes, lists and rotates the keys of a cluster's nodes and clients."""
 
 import secrets
 from collections.abc import Callable
@@ -26,10 +26,10 @@ SALT_BYTES = 8
 
 @click.group()
 def keys() -> None:
-    """Make, list and rotate the keys by which nodes and clients know each other over TCP.
+    """Make, list and rotate the keys by which nodes and clients authenticate over TCP.
 
-    Keys are made in one place. Copy `public_keys` to every host, and NAME.secret to the host of NAME alone; the setting
-    security.keys names the directory there, or a unit's credentials have both.
+    Keys are made in one place. Copy `public_keys` to every host, and NAME.secret to the host of NAME only; the setting
+    security.keys names the directory there, or a unit's credentials contain both.
 
     \b
     Examples:
@@ -48,10 +48,10 @@ def keys() -> None:
     "--events",
     multiple=True,
     metavar="NAME",
-    help="A key for a subscriber of KV events: whoever has it reads the token ids of all tenants' prompts.",
+    help="A key for a subscriber of KV events: with it one can read the token ids of all tenants' prompts.",
 )
 def make(path: str | None, directory: Path, stores: tuple[str, ...], events: tuple[str, ...]) -> None:
-    """Make a key for each node of FILE and each named client that has none yet; those that have one keep it.
+    """Make a key for each node of FILE and each named client that has none yet; existing keys stay.
 
     \b
     Examples:
@@ -74,7 +74,7 @@ def make(path: str | None, directory: Path, stores: tuple[str, ...], events: tup
 @keys.command(name="list")
 @directory_option
 def list_(directory: Path) -> None:
-    """Names, kinds, dates and fingerprints; of two keys of a name the newer one comes last.
+    """List names, kinds, dates and fingerprints; of two keys of a name the newer one is last.
 
     \b
     Examples:
@@ -105,9 +105,9 @@ def show(name: str, directory: Path) -> None:
 @click.argument("name", metavar="NAME")
 @directory_option
 def rotate(name: str, directory: Path) -> None:
-    """Make a new key for NAME. The former one stays good until `keys drop NAME`.
+    """Make a new key for NAME. The former one stays valid until `keys drop NAME`.
 
-    First copy `public_keys` to every host, where running nodes read it anew; then the secret to NAME's, and restart NAME.
+    First copy `public_keys` to every host, where running nodes read it again; then the secret to NAME's, and restart NAME.
 
     \b
     Examples:
@@ -121,7 +121,7 @@ def rotate(name: str, directory: Path) -> None:
 @click.argument("name", metavar="NAME")
 @directory_option
 def drop(name: str, directory: Path) -> None:
-    """Forget the former key of NAME, once it runs with the new one. What stands by the dropped key is cut.
+    """Remove the former key of NAME, once it runs with the new one. Connections by the removed key are closed.
 
     \b
     Examples:
@@ -142,24 +142,22 @@ def drop(name: str, directory: Path) -> None:
     type=click.IntRange(0),
     default=HANGUPS,
     show_default=True,
-    help="Calls a second that its clients may leave before their end; 0: any number.",
+    help="Calls a second that its clients may abandon before their end; 0: any number.",
 )
-@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Of the gateway's slots.")
-@click.option(
-    "--role", type=click.Choice(get_args(Role)), default="user", help="Who may see /metrics: metrics alone, or admin."
-)
+@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Its share of the gateway's slots.")
+@click.option("--role", type=click.Choice(get_args(Role)), default="user", help="user: calls; metrics: only state; admin: all.")
 @click.option(
     "--priority",
     type=click.IntRange(-MAX_PRIORITY, 0),
     default=0,
-    help="The least, so earliest, that its requests may ask for.",
+    help="The least, that is the most urgent, priority that its requests may name.",
 )
-@click.option("--slo", type=click.Choice(["own"]), default=None, help="Whether its requests may name SLOs of their own.")
+@click.option("--slo", type=click.Choice(["own"]), default=None, help="Allow its requests to name their own SLOs.")
 @click.option("--replace", is_flag=True, help="Instead of the key and limits that NAME has. Its cached prefixes stay its own.")
 @click.option(
     "--forget",
     is_flag=True,
-    help="With --replace: for another holder of NAME, who shares no cached prefix with the former one.",
+    help="With --replace: for a new holder of NAME, with whom the former one's cached prefixes are not shared.",
 )
 def api(
     name: str,
@@ -176,7 +174,7 @@ def api(
 ) -> None:
     """Make an API key of NAME for a gateway's clients, print it once, and write its hash to FILE.
 
-    Gateways that run with `gateway.api_keys = FILE` follow the file; who is deleted from it is out.
+    Gateways that run with `gateway.api_keys = FILE` follow the file; a key deleted from it is refused.
 
     \b
     Examples:
@@ -207,7 +205,7 @@ def api(
         )
     )
     lines = [each.line() for each in known if each.name != name] + [tenant.line()]
-    # Hashes of what nobody guesses, for gateways of whatever user.
+    # Hashes of keys that cannot be guessed, for gateways of any user.
     _or_exit(lambda: replace_own(path, "".join(f"{line}\n" for line in lines).encode(), mode=key_files.WORLD_READABLE))
     click.echo(secret)
 

@@ -1,4 +1,4 @@
-"""What an operator asks of the nodes of a deployment on this machine: their state, and what a conductor is to do."""
+"""Asks nodes on this machine for their state, and sends an operator's requests to a conductor."""
 
 import json
 import os
@@ -21,22 +21,22 @@ POLL_S = 0.01
 
 
 def collect_dumps(runtime_dir: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Ask running nodes for their state; those that do not run or do not answer are left out.
+    """Return the state of running nodes; those that do not run or do not answer are left out.
 
-    A node renames a new file over its last one. Nobody else removes it: others may be collecting at the same time.
+    A node renames a new file over its last one. No other process removes it: several may be collecting at the same time.
     """
     dumps: dict[str, Any] = {}
     waiting = {name: runtime_dir / f"{name}.dump.json" for name in names}
     before = {name: _identity(path) for name, path in waiting.items()}
     deadline = time.monotonic() + DUMP_TIMEOUT_S
     while waiting and time.monotonic() < deadline:
-        # Asked again now and then: a process that is just starting does not listen yet.
+        # Asked repeatedly: a process that is just starting does not handle the signal yet.
         waiting = {name: path for name, path in waiting.items() if _ask_for_dump(runtime_dir, name)}
         again_at = time.monotonic() + DUMP_AGAIN_S
         while waiting and time.monotonic() < again_at:
             for name, path in list(waiting.items()):
                 if _identity(path) not in (None, before[name]):
-                    with suppress(OSError):  # an `up` that ends sweeps it away
+                    with suppress(OSError):  # an `up` that ends removes it
                         dumps[name] = json.loads(read_own(path))
                         del waiting[name]
             time.sleep(POLL_S)
@@ -46,13 +46,13 @@ def collect_dumps(runtime_dir: Path, names: Sequence[str]) -> dict[str, Any]:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         state = path.lstat()
-    except OSError:  # there is none, or the directory is another user's
+    except OSError:  # there is none, or the directory belongs to another user
         return None
     return state.st_ino, state.st_mtime_ns
 
 
 def _ask_for_dump(runtime_dir: Path, name: str) -> bool:
-    """False when the node does not run."""
+    """Signal a node to write its state; return False if it does not run."""
     pid = holder(runtime_dir, name)
     if pid:
         with suppress(ProcessLookupError):
@@ -60,15 +60,15 @@ def _ask_for_dump(runtime_dir: Path, name: str) -> bool:
     return pid is not None
 
 
-def ask(runtime_dir: Path, name: str, wish: Ask) -> Answer:
-    """Ask a node of this machine for something, and wait for its answer. Raises ConfigError if it does not run or answer."""
+def ask(runtime_dir: Path, name: str, request: Ask) -> Answer:
+    """Send a request to a node on this machine, and return its answer. Raises ConfigError if it does not run or answer."""
     pid = holder(runtime_dir, name)
     if not pid:
         raise ConfigError(f"{name} does not run on this machine: ask where it does")
     ask_id = secrets.token_hex(8)
     question, answer = (runtime_dir / f"{name}.{what}.{ask_id}.json" for what in ("ask", "answer"))
     try:
-        replace_own(question, encode(wish))
+        replace_own(question, encode(request))
     except OSError as error:
         raise ConfigError(f"cannot ask in {runtime_dir}: {error.strerror}") from error
     deadline = time.monotonic() + ASK_TIMEOUT_S
@@ -79,8 +79,8 @@ def ask(runtime_dir: Path, name: str, wish: Ask) -> Answer:
             again_at = time.monotonic() + DUMP_AGAIN_S
             while time.monotonic() < again_at:
                 with suppress(FileNotFoundError):
-                    told: Answer = json.loads(read_own(answer))
-                    return told
+                    found: Answer = json.loads(read_own(answer))
+                    return found
                 time.sleep(POLL_S)
     finally:
         question.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What this program is made of, as it is installed here: CycloneDX JSON, with licences."""
+"""Lists what the installed program consists of: CycloneDX JSON, with licences."""
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -9,11 +9,11 @@ from packaging.utils import canonicalize_name
 
 OURS = "mooncake-zmq"
 LICENCE_CHARS = 200
-"""Some packages have the whole text in that field."""
+"""The longest text taken as the name of a licence: some packages have the whole licence in that field."""
 
 
 def bill(find: Callable[[str], Distribution] = distribution) -> dict[str, Any]:
-    """The program and all that it may import of what is here: extras count as far as they are installed."""
+    """Return the bill of the program and all installed packages that it may import, with the extras that are installed."""
     found: dict[str, Distribution] = {canonicalize_name(each.metadata["Name"]): each for each in _reached(find)}
     return {
         "bomFormat": "CycloneDX",
@@ -34,7 +34,7 @@ def _reached(find: Callable[[str], Distribution]) -> Iterator[Distribution]:
         name = left.pop()
         try:
             here = find(name)
-        except PackageNotFoundError:  # of an extra, or of another system
+        except PackageNotFoundError:  # it belongs to an extra, or to another system
             continue
         yield here
         for each in _needs(here) - seen:
@@ -43,19 +43,19 @@ def _reached(find: Callable[[str], Distribution]) -> Iterator[Distribution]:
 
 
 def _needs(each: Distribution) -> set[str]:
-    """By whatever extra."""
+    """Return the names of all packages that one requires, by any extra."""
     return {canonicalize_name(Requirement(text).name) for text in each.requires or ()}
 
 
 def _component(each: Distribution, kind: str) -> dict[str, Any]:
     name = canonicalize_name(each.metadata["Name"])
-    told = {"type": kind, "bom-ref": _url(each), "name": name, "version": each.version, "purl": _url(each)}
+    component = {"type": kind, "bom-ref": _url(each), "name": name, "version": each.version, "purl": _url(each)}
     licence = licence_of(each)
-    return told | ({"licenses": [{"license": {"name": licence}}]} if licence else {})
+    return component | ({"licenses": [{"license": {"name": licence}}]} if licence else {})
 
 
 def licence_of(each: Distribution) -> str:
-    """As its makers say; empty: they do not."""
+    """Return the licence that a package declares; empty if it declares none."""
     metadata: Any = each.metadata
     said = metadata.get("License-Expression") or metadata.get("License") or ""
     classifiers = metadata.get_all("Classifier") or ()

@@ -1,4 +1,4 @@
-"""Starts every node of a deployment on this machine, restarts what crashes, and stops it all without a trace but logs."""
+"""Starts every node of a deployment on this machine, restarts those that crash, and stops all of them, leaving only logs."""
 
 import http.client
 import json
@@ -37,19 +37,19 @@ LOCK_NAME = "up"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
 VLLM_START_TIMEOUT_S = 1800.0
-"""Weights are loaded, and on GPUs graphs captured."""
+"""The start limit with vLLMs, which load weights and capture graphs on GPUs."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 STEADY_S = 30.0
-"""A child that lived this long begins its backoff anew."""
+"""The run time after which a child's backoff starts from the beginning."""
 TAIL_LINES = 15
 RAM_LIMIT_BYTES = 10 << 30
 
 Scenario = Callable[["Up"], int]
-"""Runs beside a started cluster, in a thread of its own; its result is the exit code."""
+"""A function that runs beside a started cluster in its own thread and returns the exit code."""
 
 
 class StartFailed(Exception):
-    """The cluster did not come up; the reason was told."""
+    """Raised when the cluster did not start; the message is the reason."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class _Child:
     crashes: int = 0
     started_at: float = 0.0
     start_at: float = 0.0
-    lives: int = 0
+    starts: int = 0
     server: tuple[str, ...] = ()
     """The command line of a vLLM, if this is one and not the node beside it."""
 
@@ -71,12 +71,13 @@ class _Child:
 
 
 class Up:
-    """One cluster of child processes. Children are started by the main thread alone: their death signal hangs on it."""
+    """One cluster of child processes. Only the main thread starts children, as their death signal depends on the thread."""
 
     def __init__(
         self, loaded: Loaded, path: str, model: str | None, assignments: Sequence[str], *, vllm_python: str | None = None
     ) -> None:
-        """`vllm_python`: the Python of an environment with vLLM, by which each vllm node's server is started here too."""
+        """Create the cluster; `vllm_python` is the Python of an environment with vLLM, which also starts each vllm node's
+        server here."""
         self.loaded, self.config = loaded, loaded.config
         self._vllm_python = vllm_python
         self._start_timeout_s = START_TIMEOUT_S if vllm_python is None else VLLM_START_TIMEOUT_S
@@ -94,12 +95,12 @@ class Up:
 
     @property
     def url(self) -> str:
-        """Of the first gateway."""
+        """The URL of the first gateway."""
         settings = self.loaded.section(self.config.of_role("gateway")[0])
         return f"{'https' if is_tls(settings) else 'http'}://{settings.http_host}:{settings.http_port}"
 
     def run(self, scenario: Scenario | None = None) -> int:
-        """Start, serve until a signal or until `scenario` ends, stop; returns the exit code."""
+        """Start, serve until a signal or the end of `scenario`, and stop; return the exit code."""
         try:
             with ExitStack() as stack:
                 self._claim(stack)
@@ -123,14 +124,14 @@ class Up:
     # --- for scenarios, from any thread
 
     def hold(self, name: str) -> None:
-        """Stop a node in good order and keep it down until `release`."""
+        """Stop a node with SIGTERM and keep it down until `release`."""
         child = self._children[name]
         child.wanted = False
-        told: subprocess.Popen[bytes] | None = None
+        signalled: subprocess.Popen[bytes] | None = None
         while (process := child.process) is not None:
-            if process is not told:  # the main thread may just have been starting it again
+            if process is not signalled:  # the main thread may have restarted it meanwhile
                 process.send_signal(signal.SIGTERM)
-                told = process
+                signalled = process
             time.sleep(POLL_S / 2)
 
     def release(self, name: str) -> None:
@@ -138,7 +139,7 @@ class Up:
         self._children[name].wanted = True
 
     def signal(self, name: str, number: signal.Signals) -> int | None:
-        """Send a node a signal; returns the pid it had."""
+        """Send a signal to a node; return the pid it had, if it ran."""
         process = self._children[name].process
         if process is None:
             return None
@@ -146,12 +147,12 @@ class Up:
         return process.pid
 
     def pid(self, name: str) -> int | None:
-        """The pid of a node's current life."""
+        """Return the pid of a node's process, if it runs."""
         process = self._children[name].process
         return process.pid if process else None
 
     def health(self) -> dict[str, Any] | None:
-        """The first gateway's health; None while it does not answer 200."""
+        """Return the first gateway's health; None unless it answers 200."""
         settings = self.loaded.section(self.config.of_role("gateway")[0])
         files = tls_files_of(settings.tls_certificate, settings.tls_key)
         place = settings.http_host, settings.http_port
@@ -171,12 +172,12 @@ class Up:
     # --- start
 
     def _claim(self, stack: ExitStack) -> None:
-        """Everything that can be wrong is found before anything is started."""
+        """Find all mistakes that can be found before anything is started."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         make_private(self.runtime_dir)
         lock = ProcessLock.acquire(self.runtime_dir, LOCK_NAME)
         stack.callback(lock.release)
-        stack.callback(lock.path.unlink, missing_ok=True)  # while it is still held: nobody can have taken it by then
+        stack.callback(lock.path.unlink, missing_ok=True)  # while it is still held, so no other process can have taken it
         engines: tuple[Role, ...] = ("vllm",) if self.config.of_role("vllm") else ENGINE_ROLES
         needed: tuple[Role, ...] = ("conductor", *engines, "gateway")
         for role in needed:
@@ -226,7 +227,7 @@ class Up:
             self.say(f"[yellow]note:[/] {warning}")
         for child in (*self._servers(logs), *(_Child(node, logs / f"{node.name}.log") for node in self.config.nodes)):
             self._children[child.name] = child
-            if _size(child.log):  # of the cluster before
+            if _size(child.log):  # the log of the previous cluster
                 os.replace(child.log, log_file.older(child.log))
             self._spawn(child)
         self.say(f"started {len(self._children)} processes; logs in {logs}")
@@ -240,7 +241,7 @@ class Up:
             self._wake.wait(POLL_S)
 
     def _servers(self, logs: Path) -> list[_Child]:
-        """The vLLMs that are ours to start: first, as their nodes wait for them."""
+        """Return the vLLM servers to start, which come first, as their nodes wait for them."""
         if self._vllm_python is None:
             return []
         children = []
@@ -250,11 +251,11 @@ class Up:
         return children
 
     def _is_complete(self) -> bool:
-        """Healthy, and with every engine there."""
+        """Return whether the gateway is healthy and every engine is connected."""
         detail = self.health()
         if detail is None:
             return False
-        if "peers" not in detail:  # which only an admin's API key is told; it is healthy once its conductor has heard all
+        if "peers" not in detail:  # admins' API keys only; a gateway is healthy once its conductor has all nodes
             return True
         there = {name for names in detail["peers"].values() for name in names}
         return all(node.name in there for node in self.config.of_role("conductor", "vllm", *ENGINE_ROLES))
@@ -264,8 +265,8 @@ class Up:
         environment[log_file.VARIABLE] = str(child.log)
         own = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
         with open(open_own(child.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
-            # A session of its own: Ctrl-C is for us, who then drain the children in order. And Linux shares cores out by
-            # session: in one, the threads of engines kept stores waiting for seconds.
+            # A session of its own: Ctrl-C reaches only this process, which then drains the children in order. And Linux shares
+            # cores by session: in one session, the threads of engines delayed stores by seconds.
             child.process = subprocess.Popen(
                 child.server or own,
                 stdin=subprocess.DEVNULL,
@@ -276,7 +277,7 @@ class Up:
                 preexec_fn=follow_parent if child.server else None,
             )
         child.started_at = time.monotonic()
-        child.lives += 1
+        child.starts += 1
 
     # --- serve
 
@@ -310,11 +311,11 @@ class Up:
         self.say("Ctrl-C stops")
 
     def _look_after_children(self, *, starting: bool) -> None:
-        """Reap, tell, start again."""
+        """Reap children that ended, report them, and start them again."""
         now = time.monotonic()
         for child in self._children.values():
             if child.process is not None and (code := child.process.poll()) is not None:
-                _end_rest(child)
+                _kill_leftovers(child)
                 child.process = None
                 if child.wanted:
                     self._explain_end(child, code, now, starting=starting)
@@ -326,7 +327,7 @@ class Up:
     def _explain_end(self, child: _Child, code: int, now: float, *, starting: bool) -> None:
         name = child.name
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        late = child.lives == 1 and now - child.started_at < START_TIMEOUT_S  # no gateway waits for a cache-node
+        late = child.starts == 1 and now - child.started_at < START_TIMEOUT_S  # no gateway waits for a cache-node
         if code == BAD_INPUT and (starting or late):
             raise StartFailed(self._last_words(child))
         if now - child.started_at > STEADY_S:
@@ -351,42 +352,43 @@ class Up:
     # --- stop
 
     def _stop(self) -> None:
-        """Gateways first: they wait for their requests, which need the others. vLLMs last."""
+        """Stop all children: gateways first, as they wait for their requests, which need other nodes; vLLMs last."""
         running = [child for child in self._children.values() if child.process is not None]
         if running and self._stops:
             self.say("draining; Ctrl-C again stops at once")
-        patience_s = self.config.cluster.drain_timeout_s + 5
+        limit_s = self.config.cluster.drain_timeout_s + 5
         gateways = [child for child in running if child.node.role == "gateway"]
         servers = [child for child in running if child.server]
         for group in (gateways, [child for child in running if child not in (*gateways, *servers)], servers):
             for child in group:
                 _send(child, signal.SIGTERM)
-            self._await_end(group, patience_s)
+            self._await_end(group, limit_s)
         self._sweep()
         if self._children:
             self.say("stopped")
 
-    def _await_end(self, group: list[_Child], patience_s: float) -> None:
-        deadline = time.monotonic() + patience_s
+    def _await_end(self, group: list[_Child], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
         hurried_at: float | None = None
         while any(child.process is not None and child.process.poll() is None for child in group):
             now = time.monotonic()
             if hurried_at is None and (self._stops > 1 or now > deadline):
                 hurried_at = now
                 for child in group:
-                    _send(child, signal.SIGTERM)  # their second one: stop now
+                    _send(child, signal.SIGTERM)  # the second SIGTERM: stop at once
             elif hurried_at is not None and now > hurried_at + 5:
                 for child in group:
                     _send(child, signal.SIGKILL)
             time.sleep(POLL_S / 4)
         for child in group:
-            _end_rest(child)
+            _kill_leftovers(child)
             child.process = None
 
     def _sweep(self) -> None:
-        """Remove what dead processes left: segments, sockets, dumps. Logs stay, and the locks, which tell of former lives."""
+        """Remove what dead processes left: segments, sockets, dumps. Logs stay, and locks, which record former
+        incarnations."""
         cluster = self.config.cluster
-        sweep(cluster.shm_dir, cluster.name, lambda name, life: is_alive(self.runtime_dir, name, life))
+        sweep(cluster.shm_dir, cluster.name, lambda name, incarnation: is_alive(self.runtime_dir, name, incarnation))
         for node in self.config.nodes:
             for suffix in (".ipc", ".data.ipc", ".dump.json", ".dump.tmp"):
                 (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
@@ -398,22 +400,22 @@ class Up:
         self._stops += 1
         self._wake.set()
 
-    # --- what people read
+    # --- output
 
     def say(self, text: str) -> None:
-        """One line for the person at the terminal."""
+        """Print one line for the user."""
         self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {text}", soft_wrap=True)
 
     def ram_bytes(self) -> int:
-        """What this cluster keeps in RAM: its processes' share of private and file memory, and its segments."""
+        """Return the bytes that this cluster has in RAM: its processes' share of private and file memory, and its segments."""
         processes = [child.process for child in self._children.values()]
         pids = [process.pid for process in processes if process is not None]
         segments = own_files(self.config.cluster.shm_dir, f"{FILE_PREFIX}={self.config.cluster.name}=")
         return sum(map(_private_and_file_bytes, (*pids, os.getpid()))) + sum(map(_allocated_bytes, segments))
 
 
-def _end_rest(child: _Child) -> None:
-    """What a vLLM that has ended left: its engine is a process of its own, and may be slow to notice, or never do."""
+def _kill_leftovers(child: _Child) -> None:
+    """Kill what a vLLM that ended left behind: its engine is a process of its own, which may notice late or never."""
     if child.server and child.process is not None:
         with suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)
@@ -431,13 +433,13 @@ def _size(path: Path) -> int:
 
 
 def _cut(log: Path) -> None:
-    """Make a log's lines its older part and begin anew, under a writer that is not ours, and keeps its descriptor.
+    """Move a log's lines to its older file and empty it, while a foreign writer keeps its descriptor.
 
-    That appends, so it goes on from the start. Lines written between the copy and the cut are lost; our own nodes turn their
-    logs over by themselves.
+    The writer appends, so it continues at the start. Lines written between the copy and the cut are lost; the project's own
+    nodes rotate their logs themselves.
     """
     older = log_file.older(log)
-    with suppress(OSError):  # a full disk, say: then the older lines go
+    with suppress(OSError):  # a full disk, say: then the older lines are lost
         older.unlink(missing_ok=True)
         shutil.copyfile(log, older)
     with suppress(FileNotFoundError):
@@ -445,13 +447,14 @@ def _cut(log: Path) -> None:
 
 
 def _allocated_bytes(path: Path) -> int:
-    with suppress(OSError):  # its owner may just have ended
+    with suppress(OSError):  # its owner may have ended
         return path.stat().st_blocks * 512
     return 0
 
 
 def _private_and_file_bytes(pid: int) -> int:
-    """Proportional: a page that n processes share counts 1/n in each. Shared memory is counted by its files instead."""
+    """Return the private and file memory of a process, proportionally: a page that n processes share counts 1/n in each.
+    Shared memory is counted by its files instead."""
     total = 0
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():

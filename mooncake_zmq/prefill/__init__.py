@@ -1,1 +1,1 @@
-"""Builds KV for prompts and the first token. Pure."""
+"""Prefill nodes, which build the KV of prompts and the first token. Pure."""

@@ -1,4 +1,4 @@
-"""Which requests a prefill takes into its queue. PURE."""
+"""Admission of requests to a prefill's queue. PURE."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ from mooncake_zmq.prefill.waiting import Waiting
 
 
 class Admission:
-    """The conditions of one prefill."""
+    """Decide which requests one prefill accepts."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class Admission:
 
     @property
     def room(self) -> int:
-        """How many more requests the queue takes; below 0 while jobs whose wait ended are beyond its bound."""
+        """Return how many more requests the queue takes; below 0 while jobs whose wait ended exceed its limit."""
         return self._settings.max_queued - self._queue.waiting - len(self._waiting)
 
     def lack(self) -> str | None:
-        """Return what is missing for now: such an attempt counts as one that found no room."""
+        """Return what is missing for now, or None. An attempt denied for this counts as one that found no room."""
         if self._drain.draining:
             return "prefill is draining"
         return "prefill queue is full" if self.room <= 0 else None
 
     def refusal(self, message: StartPrefill) -> str | None:
-        """Return what is wrong with a request here, which is tried a few times at most."""
+        """Return why this prefill can never take the request, or None. Such an attempt is repeated a few times at most."""
         length = len(tokens_of(message)) // 4
         if length == 0 or len(tokens_of(message)) % 4:
             return "no tokens"
@@ -69,6 +69,6 @@ class Admission:
         return f"{missing} is not reachable from {self._slab.name}" if missing else None
 
     def missing(self, message: StartPrefill) -> str:
-        """Return a node that the request needs and that is not there; empty: none. It may have changed its role since."""
+        """Return a node that the request needs and that is down or has another role by now; empty if there is none."""
         needed = ((message.decode, "decode"), *((name, "prefill") for name in message.stages))
         return next((name for name, role in needed if name not in self._peers or self._peers[name].role != role), "")

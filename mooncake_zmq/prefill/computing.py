@@ -1,4 +1,4 @@
-"""The work of a prefill's engine for its own jobs: chunk after chunk, and the first tokens that are sampled later. PURE."""
+"""The engine's work for a prefill's own jobs: one chunk after the other, and first tokens that are sampled later. PURE."""
 
 from collections.abc import Sequence
 
@@ -31,11 +31,11 @@ from mooncake_zmq.prefill.slab import Slab
 from mooncake_zmq.prefill.workload import Workload
 
 COMPUTING, ABANDONED = JobState.COMPUTING, JobState.ABANDONED
-"""By name, as nearly every event asks for them: an enum's class is ten times as slow to look into."""
+"""Local names, since nearly every event needs them and looking into an enum class is ten times as slow."""
 
 
 class Computing:
-    """The chunk in flight, and the jobs set aside until their first tokens are sampled."""
+    """Hold the chunk in flight, and the jobs set aside until their first tokens are sampled."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Computing:
         self._job: Job | None = None
         """The job of the chunk in flight."""
         self._sampling: dict[int, Job] = {}
-        """Jobs set aside, by the works that sample their first tokens. One that ended meanwhile stays until its work ends."""
+        """Jobs set aside, by the works that sample their first tokens. One that ended stays until its work ends."""
 
     @property
     def is_busy(self) -> bool:
@@ -77,11 +77,11 @@ class Computing:
 
     @property
     def has_samples(self) -> bool:
-        """Whether first tokens are being sampled, of a job that ended meanwhile too."""
+        """Whether first tokens are being sampled, including those of a job that ended."""
         return bool(self._sampling)
 
     def open(self, job: Job) -> Effect:
-        """Open the sequence of a job whose reservation, lease and room are there: from now on it waits for its turn."""
+        """Open the sequence of a job that has reservation, lease and room; from now on it waits for its turn."""
         self._jobs.move(job, JobEvent.PREPARED)
         job.computed = len(job.prefix) * self._layout.block_tokens
         job.sequence = self._ids.new()
@@ -89,7 +89,7 @@ class Computing:
         return OpenSequence(job.sequence, job.length, job.request.sampling, job.past, job.length, job.request.tenant)
 
     def begin(self, now: float, job: Job) -> list[Effect]:
-        """Compute the next chunk of a job, or fail it, if its reused blocks can be loaded no more."""
+        """Compute the next chunk of a job, or fail the job if its reused blocks can no longer be loaded."""
         assert job.sequence is not None
         prefix: tuple[BlockLoad, ...] = ()
         prefix_s = self._settings.work_deadline_s
@@ -117,7 +117,7 @@ class Computing:
         return [*found, written, Start(job.chunk_work, work, self._settings.work_deadline_s)]
 
     def _next_chunk(self, now: float, job: Job) -> list[int]:
-        """Note which chunk is in flight. Returns the slots that it writes."""
+        """Record which chunk is in flight. Returns the slots that it writes."""
         size, base = self._layout.block_tokens, len(job.prefix)
         job.chunk_stop = chunk_stop(job.computed, job.length, self._settings.chunk_tokens)
         job.chunk_first_block = job.computed // size
@@ -145,7 +145,7 @@ class Computing:
         )
 
     def on_progress(self, event: WorkProgress) -> list[Effect]:
-        """Some layers of the chunk in flight are computed."""
+        """Announce the layers of the chunk in flight that are computed."""
         job = self._job
         if job is None or job.chunk_work != event.work_id or job.state is not COMPUTING:
             return []
@@ -157,7 +157,7 @@ class Computing:
         return self._job is not None and self._job.chunk_work == work_id
 
     def on_computed(self, now: float, result: ChunkComputed | StageComputed | WorkFailed) -> list[Effect]:
-        """The chunk in flight ended."""
+        """Handle the end of the chunk in flight."""
         job, self._job = self._job, None
         assert job is not None
         self._queue.charge(job, max(0.0, now - job.chunk_began_at))
@@ -171,7 +171,7 @@ class Computing:
             self._jobs.move(job, JobEvent.CHUNK_DONE)
             return self._on_not_loaded(now, job, result)
         start, stop = job.computed, job.chunk_stop
-        if job.request.prompt_logprobs is None:  # such chunks take longer, which is no measure of the others
+        if job.request.prompt_logprobs is None:  # chunks with probabilities take longer and would distort the measure
             loaded = len(job.chunk_loads) * self._layout.block_tokens
             self._workload.measure(now, result, start=start, stop=stop, loaded=loaded, share=job.share)
         self._counts.add("prompt_tokens_computed", stop - start)
@@ -208,7 +208,7 @@ class Computing:
         return group.on_own_done(self._slab.written(slots), result.parts, self._slab.written(group.leaving))
 
     def _scored(self, job: Job, first: int, scored: Sequence[TokenLogprob]) -> list[Effect]:
-        """Send the gateway the probabilities of the prompt's tokens from position `first` on, as soon as they are known."""
+        """Send the gateway the probabilities of the prompt's tokens from position `first` on, as soon as they are computed."""
         return [
             Send(
                 job.gateway,
@@ -225,7 +225,7 @@ class Computing:
     # --- jobs set aside
 
     def _set_aside(self, job: Job) -> list[Effect]:
-        """Sample the first token later, as its constraint is not known yet: until then other jobs have their turns, and the
+        """Sample the first token later, since its grammar mask is not ready. Until then other jobs take turns, and use the
         memory of its sequence."""
         assert job.sequence is not None
         self._jobs.move(job, JobEvent.SET_ASIDE)
@@ -242,7 +242,7 @@ class Computing:
         return work_id in self._sampling
 
     def on_sampled(self, now: float, work_id: int, result: TokensSampled | WorkFailed) -> list[Effect]:
-        """The first tokens are sampled, or will not be."""
+        """Handle the end of a work that samples a job's first tokens."""
         job = self._sampling.pop(work_id)
         if job.sampling_id != work_id:  # it ended meanwhile
             return []

@@ -1,4 +1,4 @@
-"""The ends of a prefill's jobs: their gateway and decode are notified, and all that is held for them is given back. PURE."""
+"""The ends of a prefill's jobs: gateway and decode are notified, and everything held for them is freed. PURE."""
 
 from collections.abc import Mapping
 
@@ -14,11 +14,11 @@ from mooncake_zmq.prefill.slab import Slab
 from mooncake_zmq.prefill.waiting import Waiting
 
 DEADLINE = "deadline"
-"""Kind of the timers that end jobs, with the request's id and attempt."""
+"""Kind of the timers that end jobs; they carry request and attempt."""
 
 
 class Ends:
-    """The ends of one prefill's jobs."""
+    """End the jobs of one prefill."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class Ends:
         return effects + self.end(now, job)
 
     def drop(self, now: float, job: Job, reason: str) -> list[Effect]:
-        """End a job that its gateway no longer wants. The decode is notified: the gateway's own message may have come there
-        before our reservation did, which would then stand, unused, until the deadline."""
-        job.choices.pop(job.request.request_id, None)  # its gateway knows
+        """End a job that its gateway cancelled. The decode is notified as well: the gateway's message may have arrived there
+        before our reservation, which would then stay, unused, until the deadline."""
+        job.choices.pop(job.request.request_id, None)  # its gateway knows already
         effects = attempts_failed(job.gateway, job.choices, reason, full=True)
         if job.is_begun:
             effects.append(_handoff_of(job, reason))
         return effects + self.end(now, job)
 
     def end(self, now: float, job: Job) -> list[Effect]:
-        """Let go of everything; of what a chunk in flight still writes, once it is done."""
+        """Free everything that a job holds; slots that a chunk in flight still writes, once that has ended."""
         effects: list[Effect] = [self._waiting.remove(job)] if self._waiting.holds(job) else []
         if job.sampling_id:
             effects.append(CancelWork(job.sampling_id))
@@ -103,7 +103,7 @@ def attempts_failed(
     refused_for_s: float | None = None,
     stuck: bool = False,
 ) -> list[Effect]:
-    """Return what a gateway is sent of these attempts, by request, when they fail."""
+    """Return the messages to a gateway for failed attempts, by request."""
     return [
         Send(
             gateway,
@@ -123,7 +123,7 @@ def attempts_failed(
 
 
 def handoff_failed(decode: str, request_id: str, attempt: int, reason: str) -> Send:
-    """Return what a decode is sent when there will be no handoff."""
+    """Return the message to a decode for a handoff that will not take place."""
     return Send(decode, HandoffFailed(request_id=request_id, attempt=attempt, reason=clip(reason)))
 
 

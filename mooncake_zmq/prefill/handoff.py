@@ -35,7 +35,7 @@ from mooncake_zmq.prefill.settings import PrefillSettings
 
 
 class Handoff:
-    """The handoffs of one prefill's jobs."""
+    """Carry out the handoffs of one prefill's jobs."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class Handoff:
     # --- the reservation
 
     def reserve(self, now: float, job: Job) -> Send:
-        """Ask the decode for KV. One that is sure to have the same blocks as we need not have answered before the engine
-        begins."""
+        """Ask the decode for KV. The engine need not wait for the answer of a decode that is sure to have the same reused
+        blocks."""
         request, size = job.request, self._layout.block_tokens
         elsewhere = self._peers[request.decode].host != self._host
         may_hold = self._may_hold(job) if elsewhere else ()
         alone = not (request.prompt_logprobs is not None or job.group or request.siblings)
         if alone and not may_hold and self._is_one_chunk(job):
-            job.held_blocks = 0  # whatever it answers: the engine need not wait for that
+            job.held_blocks = 0  # for any answer: the engine need not wait for it
         full = job.length // size
         reserve = ReserveDecode(
             request_id=request.request_id,
@@ -102,21 +102,22 @@ class Handoff:
         return Send(request.decode, reserve)
 
     def _may_hold(self, job: Job) -> tuple[bytes, ...]:
-        """Return the keys of the reused blocks that a decode with another pool may find on its own host. With our pool it reads
-        them where we do.
+        """Return the keys of the reused blocks that a decode with another pool may find on its own host. With the same pool it
+        reads them where this prefill does.
 
-        It fetches from our host's pool alone, also what that fetches itself: each block crosses its source's link once.
+        Its pool fetches from this host's pool alone, including what that fetches itself: each block crosses its source's link
+        once.
         """
         request = job.request
         return () if job.computes_anew else request.keys[: max(request.reuse_blocks, len(job.prefix))]
 
     def _is_one_chunk(self, job: Job) -> bool:
-        """Return whether one chunk computes all but the own hits."""
+        """Return whether one chunk computes everything but the own hits."""
         own = len(job.prefix) * self._layout.block_tokens
         return chunk_stop(own, job.length, self._settings.chunk_tokens) == job.length
 
     def on_reserved(self, now: float, sender: str, message: DecodeReserved) -> list[Effect]:
-        """The decode made room, or its pool did not get all that it was to load."""
+        """Take note that the decode made room, or that its pool did not get everything that it was to load."""
         job = self._jobs.handed_to(sender, message.request_id, message.attempt)
         if job is None:
             return [handoff_failed(sender, message.request_id, message.attempt, "unknown job")]
@@ -130,8 +131,8 @@ class Handoff:
         return []
 
     def _on_fewer_held(self, job: Job, held_blocks: int) -> list[Effect]:
-        """Hand the decode the reused blocks that its pool did not get, although it had undertaken to load them. They are held
-        for it until the handoff ends. The computed blocks were announced to it anyway."""
+        """Hand off the reused blocks that the decode's pool did not get, although it had undertaken to load them. They are
+        held until the handoff ends. Computed blocks are announced in any case."""
         if job.held_blocks is None or held_blocks >= job.held_blocks:
             return []
         before, job.held_blocks = job.held_blocks, held_blocks
@@ -146,8 +147,8 @@ class Handoff:
         return effects
 
     def on_denied(self, now: float, sender: str, message: DecodeDenied) -> list[Effect]:
-        """The decode has no room, or its step would be too long now that the prefill is done. Once the first token has gone out
-        the request is refused no more: it is placed again, as after any handoff that failed."""
+        """Handle a denial: the decode has no room, or its steps would be too long now that the prefill is done. After the
+        first token was sent a denial counts as a failed handoff, and the request is placed again."""
         job = self._jobs.handed_to(sender, message.request_id, message.attempt)
         if job is None:
             return []
@@ -171,7 +172,7 @@ class Handoff:
         return [self.blocks(job, first, job.prefix[first:], ready=True)] if first < len(job.prefix) else []
 
     def blocks(self, job: Job, first_block: int, sources: Sequence[SlotRef], *, ready: bool) -> Send:
-        """Announce blocks, all of whose layers are `ready` or will be reported one by one."""
+        """Announce blocks of which all layers are `ready`, or will be reported one by one."""
         request = job.request
         message = HandoffBlocks(
             request_id=request.request_id,
@@ -183,7 +184,7 @@ class Handoff:
         return Send(request.decode, message)
 
     def layers(self, job: Job, stop_layer: int) -> list[Effect]:
-        """Offer the decode these layers of the chunk under way, unless it has them."""
+        """Announce these layers of the current chunk to the decode, unless it knows of them."""
         if stop_layer <= job.chunk_told_layers:
             return []
         job.chunk_told_layers = stop_layer
@@ -196,8 +197,9 @@ class Handoff:
     # --- the end of the computation
 
     def finish(self, now: float, job: Job, sampled: Sequence[Sampled], layers: Sequence[Effect] = ()) -> list[Effect]:
-        """Send tokens to the gateway, the proof of completeness to the decode, and offer own hits to the pool. `sampled`: for
-        the request and each of its siblings. `layers`: what goes to the decode before, and a client need not wait for."""
+        """Send the tokens to the gateway and the proof of completeness to the decode, and offer own hits to the pool.
+        `sampled`: for the request and each of its siblings. `layers`: sent to the decode first, since the client need not
+        wait for them."""
         self._jobs.move(job, JobEvent.ALL_DONE)
         self._queue.leave(job)
         firsts = self._first_tokens(now, job, sampled)
@@ -248,7 +250,7 @@ class Handoff:
         ]
 
     def _covering(self, job: Job, done: HandoffDone) -> HandoffDone:
-        """Return the same proof over all that the decode does not load itself."""
+        """Return the same proof for everything that the decode does not load itself."""
         assert job.held_blocks is not None
         handed = ([ref.checksum for ref in job.prefix] + job.checksums)[job.held_blocks :]
         return structs.replace(done, blocks=len(handed), checksum=block_checksum(handed))
@@ -256,11 +258,11 @@ class Handoff:
     # --- the end of the handoff
 
     def on_received(self, now: float, sender: str, message: HandoffReceived) -> list[Effect]:
-        """The decode has read and verified everything."""
+        """End a job whose decode has read and verified everything."""
         return self._on_over(now, sender, message.request_id, message.attempt)
 
     def on_failed(self, now: float, sender: str, message: HandoffFailed) -> list[Effect]:
-        """The decode could not read or verify everything."""
+        """Handle a handoff that the decode could not read or verify."""
         self._counts.add("handoffs_failed")
         job = self._jobs.handed_to(sender, message.request_id, message.attempt)
         if job is not None and (job.prefix or job.held_blocks):

@@ -1,4 +1,4 @@
-"""One job of a prefill and the table of its life. PURE."""
+"""One job of a prefill, and the table of its states. PURE."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,49 +12,49 @@ from mooncake_zmq.prefill.pipeline import Group
 
 
 class Tokens(Protocol):
-    """Token ids as int32 bytes. A replayed trace makes those of its prompts as they are read, so code that was compiled for
-    `bytes` must not touch them: it reads them by what is here."""
+    """Token ids as int32 bytes. A replayed trace creates those of its prompts as they are read, so code compiled for `bytes`
+    must not touch them: it uses the methods below."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, part: slice, /) -> bytes: ...
 
 
 def tokens_of(request: StartPrefill) -> Tokens:
-    """Its prompt, and the output of earlier attempts."""
+    """Return the prompt and the output of earlier attempts."""
     return request.tokens
 
 
 def are_known(request: StartPrefill, layout: BlockLayout) -> bool:
-    """Does the model have all tokens of a request?"""
+    """Return whether the model has all tokens of a request."""
     return layout.has_tokens(request.tokens)
 
 
 class JobState(Named):
-    """Life of a job."""
+    """States of a job."""
 
     WAITING = "waiting"
-    """For blocks that another prompt's computation makes: it holds no place in the queue."""
+    """Waiting for blocks that another prompt's computation creates; the job holds no place in the queue."""
     QUEUED = "queued"
     PREPARING = "preparing"
-    """Waiting for the pool's lease, room in the slab, and the decode's reservation, if that is not only on its way."""
+    """Waiting for the pool's lease, room in the slab, and, where needed, the decode's reservation."""
     GATHERING = "gathering"
-    """Of a pipeline: waiting for its other stages."""
+    """Waiting for the other stages of its pipeline."""
     READY = "ready"
     """Waiting for its turn to compute the next chunk."""
     COMPUTING = "computing"
     TRAILING = "trailing"
-    """Of a pipeline: all computed here, and not by its other stages."""
+    """Computed here, but not by the other stages of its pipeline."""
     SAMPLING = "sampling"
-    """All computed, and it is not known yet what the first token may be: it holds no place and needs no turn."""
+    """Computed, but the mask of the first token is not ready; the job holds no place and needs no turn."""
     HANDING_OFF = "handing off"
-    """All computed; the decode is still reading."""
+    """Computed; the decode is still reading."""
     ABANDONED = "abandoned"
-    """Over, but a chunk in flight still writes its slots."""
+    """The job ended, but a chunk in flight still writes its slots."""
     ENDED = "ended"
 
 
 class JobEvent(Named):
-    """What moves it on."""
+    """Events that change the state of a job."""
 
     RELEASED = "release"
     ACTIVATED = "activate"
@@ -96,8 +96,8 @@ NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds by the cost model: of computing the next chunk (or the one in flight), of loading what it needs for that, and of
-    computing all that comes after it."""
+    """Seconds by the cost model: of computing the next chunk (or the one in flight), of loading what it needs, and of
+    computing everything after it."""
 
     compute_s: float
     load_s: float
@@ -105,25 +105,25 @@ class Estimate:
 
 
 def choices_of(request: StartPrefill) -> tuple[Sibling, ...]:
-    """The request itself and its siblings."""
+    """Return the request itself and its siblings."""
     own = Sibling(request_id=request.request_id, attempt=request.attempt, seed=request.sampling.seed)
     return (own, *request.siblings)
 
 
 def attempts_of(request: StartPrefill) -> dict[str, int]:
-    """Those of all its choices, by request id."""
+    """Return the attempts of all choices of a request, by request id."""
     return {choice.request_id: choice.attempt for choice in choices_of(request)}
 
 
 @dataclass(slots=True)
 class Job:
-    """One attempt of one request: what was asked, and what is held for it."""
+    """One attempt of one request, and everything that is held for it."""
 
     request: StartPrefill
     gateway: str
     order: int
     rank: float
-    """Fixed at arrival, see `core.order`."""
+    """Rank fixed at arrival, see `core.order`."""
     arrived_at: float
     state: JobState = JobState.QUEUED
     sequence: int | None = None
@@ -135,22 +135,22 @@ class Job:
     own_slots: list[int] = field(default_factory=list)
     """Slab slots pinned as own hits."""
     new_slots: list[int] = field(default_factory=list)
-    """Slab slots for the blocks behind the prefix, the last perhaps partial. Where another job has computed a block meanwhile,
-    that job's slot stands here."""
+    """Slab slots for the blocks after the prefix, the last perhaps partial. Where another job has computed a block in the
+    meantime, it is that job's slot."""
     checksums: list[int] = field(default_factory=list)
-    """Of the blocks behind the prefix, as far as they are computed."""
+    """Checksums of the blocks after the prefix, as far as they are computed."""
     found: list[BlockLoad] = field(default_factory=list)
-    """Blocks behind the prefix that another job computed here, to be loaded by the next chunk."""
+    """Blocks after the prefix that another job computed here, to be loaded by the next chunk."""
     found_blocks: int = 0
-    """All such blocks of this job."""
+    """Number of all such blocks of this job."""
     lease_id: int | None = None
     leased: bool = False
     held_blocks: int | None = None
-    """Blocks the decode loads itself; None until it says so."""
+    """Blocks that the decode loads itself; None until its answer."""
     done: HandoffDone | None = None
-    """What the decode was sent when all was computed."""
+    """The proof of completeness sent to the decode."""
     reserved: bool = False
-    """The decode has said that it made room."""
+    """The decode has confirmed the reservation."""
     computes_anew: bool = False
     """No block of its prompt may be reused from the pool."""
     local_blocks: int = 0
@@ -162,25 +162,25 @@ class Job:
     chunk_loads: tuple[BlockLoad, ...] = ()
     """Reused blocks that the chunk in flight loads."""
     chunk_told_layers: int = 0
-    """Of these layers the decode knows."""
+    """Layers of the current chunk already announced to the decode."""
     chunk_began_at: float = 0.0
     estimate: Estimate | None = None
-    """Of what is left; None when that has changed."""
+    """Estimate of the remaining work; None when that has changed."""
     started_at: float = 0.0
     computing_at: float = 0.0
     """When its first chunk began."""
     load_s: float = 0.0
-    """From then until its prefix was loaded."""
+    """Seconds from then until its prefix was loaded."""
     sampling_id: int = 0
-    """The work that samples its first tokens, while it is set aside; else 0."""
+    """The work that samples its first tokens while it is set aside; else 0."""
     group: Group | None = None
-    """The pipeline that computes it, if one does."""
+    """The pipeline that computes it, if there is one."""
     choices: dict[str, int] = field(default_factory=dict)
-    """Requests that still want it, with their attempts: its own and its siblings."""
+    """Choices that are still needed, by request id, with their attempts."""
     waited: bool = False
     """It waited for blocks of another prompt, or would have."""
     sources: tuple[str, ...] = ()
-    """Cache-nodes of other hosts to fetch reused blocks from."""
+    """Cache-nodes of other hosts that have reused blocks."""
 
     def __post_init__(self) -> None:
         self.choices = attempts_of(self.request)
@@ -188,26 +188,27 @@ class Job:
 
     @property
     def tenant(self) -> str:
-        """Name of the tenant that asked."""
+        """Tenant of the request."""
         return self.request.tenant
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything was asked for it: reservation, lease, room."""
+        """Whether reservation, lease or room were requested for it."""
         return self.state is not JobState.QUEUED and self.state is not JobState.WAITING
 
     @property
     def share(self) -> float:
-        """Part of the model's layers that is computed here."""
+        """Fraction of the model's layers that is computed here."""
         return self.group.share if self.group else 1.0
 
     @property
     def held_slots(self) -> list[int]:
-        """Slab slots pinned for it, as often as they are."""
+        """Slab slots pinned for it, each as often as it is pinned."""
         return self.own_slots + self.new_slots + (self.group.hidden.slots if self.group else [])
 
     def cut_prefix(self, blocks: int) -> list[int]:
-        """Reuse the first `blocks` at most, of which what was fetched comes last: own slots that are reused no more."""
+        """Reuse at most the first `blocks` and return the own slots that are no longer reused. Fetched blocks come last in
+        the prefix."""
         cut = len(self.prefix) - max(blocks, len(self.own_slots))
         fetched = max(0, min(cut, self.remote_blocks))
         self.remote_blocks -= fetched
@@ -220,8 +221,8 @@ class Job:
     def reuse_computed(
         self, first: int, place: int, slots: Sequence[int], refs: Sequence[SlotRef], layout: BlockLayout
     ) -> None:
-        """Take blocks from index `first` on, which another job computed into `slots` (pinned for this one), in the places from
-        `place` on of those reserved."""
+        """Reuse blocks from index `first` on that another job computed into `slots` (pinned for this job), in place of the
+        reserved slots from `place` on."""
         self.new_slots[place : place + len(slots)] = slots
         self.checksums += [ref.checksum for ref in refs]
         self.found += [BlockLoad(block, ref, 0, layout.layers, layout.block_tokens) for block, ref in enumerate(refs, first)]
@@ -231,15 +232,15 @@ class Job:
 
     @property
     def tokens(self) -> Tokens:
-        """Those of its request."""
+        """Tokens of its request."""
         return self.request.tokens
 
     @property
     def past(self) -> bytes:
-        """What its sampling depends on."""
+        """State that its sampling depends on."""
         return self.request.sampling.past(self.request.tokens)
 
     @property
     def length(self) -> int:
-        """Prompt tokens."""
+        """Number of prompt tokens."""
         return len(self.request.tokens) // 4

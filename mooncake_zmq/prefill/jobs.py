@@ -9,7 +9,7 @@ from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState
 
 
 class Jobs:
-    """The live job of each request, in order of arrival, and the jobs that are over while a chunk still writes their slots."""
+    """Hold the live job of each request, in order of arrival, and the ended jobs whose slots a chunk still writes."""
 
     def __init__(self, transitions: Tally) -> None:
         self._live: OrderedDict[str, Job] = OrderedDict()
@@ -41,7 +41,7 @@ class Jobs:
         return job if job is not None and job.request.attempt == attempt else None
 
     def handed_to(self, decode: str, request_id: str, attempt: int) -> Job | None:
-        """Return the live job of an attempt whose decode this is."""
+        """Return the live job of an attempt that is handed off to this decode."""
         job = self.attempt(request_id, attempt)
         return job if job is not None and job.request.decode == decode else None
 
@@ -57,7 +57,7 @@ class Jobs:
         job.state = self._states.after(job.state, event)
 
     def remove(self, job: Job) -> bool:
-        """Take out a job that is over; an abandoned one, once its chunk has ended. Returns whether it was live until now."""
+        """Remove a job that ended; an abandoned one, once its chunk has ended. Returns whether it was live until now."""
         was_live = self._live.get(job.request.request_id) is job
         if was_live:
             del self._live[job.request.request_id]
@@ -75,7 +75,7 @@ class Jobs:
             assert job.is_begun or not (job.own_slots or job.new_slots or job.sequence)
 
     def dump(self, now: float) -> list[dict[str, Any]]:
-        """Return what there is to know of each job, for debugging."""
+        """Return the state of each job, for debugging."""
         return [
             {
                 "request": job.request.request_id,

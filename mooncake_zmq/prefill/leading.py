@@ -1,4 +1,4 @@
-"""A prefill as the first stage of pipelines: it gathers the other stages, and follows their answers. PURE."""
+"""A prefill as the first stage of pipelines: it starts the other stages and handles their answers. PURE."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from mooncake_zmq.prefill.slab import Slab
 
 
 class Leading:
-    """The jobs of one prefill that several compute. Each job's `Group` knows what its stages have done."""
+    """Lead the pipelines of one prefill's jobs. Each job's `Group` records what its stages have done."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class Leading:
         self._counts = counts
 
     def gather(self, now: float, job: Job, group: Group) -> list[Effect]:
-        """Ask the other stages once the slab has room. They do not wait for room, so stages cannot wait for it in a circle."""
+        """Start the other stages once the slab has room. They do not wait for room, so stages cannot wait for each other in
+        a circle."""
         slots = self._slab.slots
         if group.room + len(job.own_slots) > slots.capacity:
             slots.unpin(job.cut_prefix(0))
@@ -53,7 +54,7 @@ class Leading:
         return group.ask(max(0.0, job.arrived_at + job.request.deadline_s - now))
 
     def on_ready(self, now: float, sender: str, message: StageReady) -> list[Effect]:
-        """A stage has room, and some of the reused blocks: once all have, the chunks are planned."""
+        """Take note that a stage has room and some of the reused blocks; once all have, plan the chunks."""
         job = self._led(sender, message)
         if job is None or job.group is None or job.state is not JobState.GATHERING:
             return []
@@ -68,7 +69,7 @@ class Leading:
         return [self._computing.open(job), *self._handoff.prefix(job)]
 
     def on_done(self, now: float, sender: str, message: StageDone) -> list[Effect]:
-        """A stage has computed a chunk; the last one's last chunk ends the computation."""
+        """Take note that a stage has computed a chunk; the last chunk of the last stage ends the computation."""
         job = self._led(sender, message)
         if job is None or job.group is None or job.state is JobState.HANDING_OFF:
             return []
@@ -83,7 +84,7 @@ class Leading:
         return effects + self._handoff.finish(now, job, ((message.token, message.logprob), *message.others))
 
     def on_failed(self, now: float, sender: str, message: StageFailed) -> list[Effect]:
-        """A stage cannot go on, and so the job cannot."""
+        """Fail a job one of whose stages failed."""
         job = self._led(sender, message)
         if job is None or job.state is JobState.HANDING_OFF:
             return []

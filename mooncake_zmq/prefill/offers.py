@@ -1,4 +1,4 @@
-"""Blocks that a prefill computed and others may reuse: here from the end of their chunk on, and in the pool by puts. PURE."""
+"""Computed blocks that other requests may reuse: here from the end of their chunk on, and in the pool by puts. PURE."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from mooncake_zmq.prefill.waiting import Waiting
 
 
 class Offers:
-    """The blocks offered by one prefill. It holds the pins of the slots that puts read."""
+    """Offer the blocks of one prefill, and hold the pins of the slots that puts read."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class Offers:
         self._ids = ids
 
     def keep_chunk(self, now: float, job: Job) -> list[Effect]:
-        """Make the complete blocks of the chunk that ended reusable, here at once, and offer them to the pool."""
+        """Make the complete blocks of the chunk that ended reusable here, and offer them to the pool."""
         slots = self._slab.slots
         first, base = job.chunk_first_block, len(job.prefix)
         stop = min(job.chunk_stop // self._layout.block_tokens, len(job.request.keys))
         kept = job.new_slots[first - base : stop - base]
         if not kept:
             return []
-        if self._settings.own_reuse:  # a block that is never looked for needs no name
+        if self._settings.own_reuse:  # a block that is never looked up needs no name
             keys = job.request.keys[first:stop]
             self._announcer.computed([key for slot, key in zip(kept, keys, strict=True) if slots.name(slot, key)])
         slots.commit_all(kept, job.checksums[first - base : stop - base])
@@ -52,11 +52,11 @@ class Offers:
         return effects + self._waiting.end_found()
 
     def own_hits(self, now: float, job: Job) -> list[Effect]:
-        """Offer the own hits of a job, which the pool may have evicted since they were computed."""
+        """Offer a job's own hits to the pool, which may have evicted them."""
         return self._put(now, job.request, 0, job.own_slots) if job.own_slots else []
 
     def _put(self, now: float, request: StartPrefill, first: int, slots: Sequence[int], *, more: bool = False) -> list[Effect]:
-        """Put the blocks from index `first` on, which stand in `slots`; `more` of them follow soon."""
+        """Put the blocks from index `first` on, which are in `slots`; `more` of them follow soon."""
         stop, size = first + len(slots), self._layout.block_tokens * 4
         self._slab.slots.pin(slots)
         effects = self._pool.put(
@@ -76,11 +76,11 @@ class Offers:
         return effects
 
     def on_reserved(self, now: float, _sender: str, message: SlotsReserved) -> list[Effect]:
-        """Copy into the slots that the pool granted."""
+        """Copy blocks into the slots that the pool granted."""
         return self.ended(self._pool.on_reserved(now, message, self._ids.new()))
 
     def ended(self, ended: PutEnded) -> list[Effect]:
-        """Unpin the slots of puts that are over."""
+        """Unpin the slots of puts that ended."""
         for token in ended.tokens:
             assert isinstance(token, tuple)
             self._slab.slots.unpin(token)
@@ -88,5 +88,5 @@ class Offers:
 
     @property
     def pinned(self) -> list[int]:
-        """Slab slots pinned for puts, as often as they are."""
+        """Slab slots pinned for puts, each as often as it is pinned."""
         return [slot for token in self._pool.tokens if isinstance(token, tuple) for slot in token]

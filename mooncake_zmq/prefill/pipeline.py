@@ -1,5 +1,4 @@
-"""A long prompt computed by several prefills, as its first stage sees it: which chunk goes where and when, and what came back.
-PURE.
+"""A long prompt computed by several prefills, as its first stage plans it: which chunk is computed where and when. PURE.
 
 Each stage computes some of the layers of every chunk, so that stages compute different chunks at the same time:
 
@@ -7,9 +6,10 @@ Each stage computes some of the layers of every chunk, so that stages compute di
     stage 1      c0 c1 c2 c3
     stage 2         c0 c1 c2 c3
 
-Between them travel a chunk's hidden states alone, in one of two buffers of the stage that they leave. So a chunk begins on a
-stage once the stage before has computed it, and the stage behind the chunk before the last one, whose buffer it takes. Thus
-nobody has more than two chunks to compute. The first stage leads: the others hear of their chunks from it and answer to it.
+Only a chunk's hidden states are sent between stages, through one of two buffers of the sending stage. So a chunk begins on a
+stage once the previous stage has computed it and the next stage has computed the chunk before the previous one, whose buffer it
+takes. Thus no stage has more than two chunks to compute. The first stage leads: it sends the chunks to the other stages, and
+they answer it.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ BUFFERS = 2
 
 
 def hidden_slots(layout: BlockLayout, tokens: int) -> int:
-    """Slots that the hidden states of a chunk take."""
+    """Return the slots that the hidden states of a chunk take."""
     return div_ceil(tokens * layout.hidden_bytes, layout.block_bytes)
 
 
 def refusal(request: StartPrefill, first: str, layout: BlockLayout) -> str | None:
-    """What is wrong with the pipeline that a request asks for, behind the prefill `first`."""
+    """Return why a request cannot have its pipeline behind the prefill `first`, or None."""
     names = (first, *request.stages)
     if len(set(names)) != len(names) or len(names) > layout.layers:
         return "no such pipeline"
@@ -40,19 +40,19 @@ def refusal(request: StartPrefill, first: str, layout: BlockLayout) -> str | Non
 
 
 class HiddenSlots:
-    """The buffers of one stage: slots of its slab, pinned and never committed."""
+    """Hold the buffers of one stage: slots of its slab, pinned and never committed."""
 
     def __init__(self) -> None:
         self.slots: list[int] = []
         self._used: set[int] = set()
 
     def reserve(self, slab: Slab, each: int) -> None:
-        """Take the slots, for which there is room."""
+        """Take the slots; the caller has checked that there is room."""
         self.slots += slab.reserve(BUFFERS * each)
 
     def take(self, slab: Slab, chunk: int, count: int) -> list[int]:
-        """The slots for the hidden states of a chunk. Their generations are new, so that none of their former readers can take
-        them for what it wants."""
+        """Return the slots for the hidden states of a chunk, with new generations, so that former readers cannot mistake the
+        contents."""
         first = chunk % BUFFERS * (len(self.slots) // BUFFERS)
         for index in range(first, first + count):
             if index in self._used:
@@ -63,13 +63,13 @@ class HiddenSlots:
 
 
 class Group:
-    """One attempt's pipeline. Stages are counted from the first, `names` are those of the later ones."""
+    """Plan the pipeline of one attempt. Stages are counted from the first, `names` are those of the later ones."""
 
     def __init__(self, request: StartPrefill, layout: BlockLayout, chunk_tokens: int) -> None:
         self.names = request.stages
         self.hidden = HiddenSlots()
         self.keys: tuple[bytes, ...] = ()
-        """Blocks that may be reused."""
+        """Keys of the blocks that may be reused."""
         self.leaving: list[int] = []
         """Slots for the hidden states of the first stage's latest chunk."""
         self._request = request
@@ -83,21 +83,21 @@ class Group:
         self._chunks: list[tuple[int, int]] = []
         self._begun = [0] * count
         self._done = [0] * count
-        """Chunks begun and computed, by stage."""
-        self._leaving: dict[tuple[int, int], tuple[SlotRef, ...]] = {}
-        """Hidden states by stage and chunk, until the next stage is told of them."""
+        """Number of chunks begun and computed, by stage."""
+        self._hidden_states: dict[tuple[int, int], tuple[SlotRef, ...]] = {}
+        """Hidden states by stage and chunk, until they are announced to the next stage."""
         self._parts: dict[int, list[int]] = {}
-        """Part checksums by block; a block's stages end in the order of its layers."""
+        """Checksums of layers by block; a block's stages end in the order of its layers."""
         self._asked = False
 
     @property
     def share(self) -> float:
-        """Part of the layers that the first stage computes."""
+        """Fraction of the layers that the first stage computes."""
         return len(self._layers[0]) / self._layout.layers
 
     @property
     def own_layers(self) -> range:
-        """Those of the first stage."""
+        """Layers of the first stage."""
         return self._layers[0]
 
     @property
@@ -109,7 +109,7 @@ class Group:
     # --- beginning
 
     def ask(self, deadline_s: float) -> list[Effect]:
-        """Have the later stages make room and get hold of `keys`."""
+        """Have the later stages make room and lease the blocks `keys`."""
         self._asked = True
         request = self._request
         return [
@@ -138,21 +138,21 @@ class Group:
         ]
 
     def take_room(self, slab: Slab) -> list[int]:
-        """The first stage's slots for blocks; those for hidden states are in `hidden`."""
+        """Take the first stage's slots: return those for blocks, keep those for hidden states in `hidden`."""
         self.hidden.reserve(slab, hidden_slots(self._layout, self._longest))
         return slab.reserve(self._layout.blocks_for(len(self._request.tokens) // 4))
 
     def on_ready(self, name: str, blocks: int) -> bool:
-        """A later stage is ready: are they all?"""
+        """Record that a later stage is ready. Returns whether all are."""
         self._blocks[name] = blocks
         return len(self._blocks) == len(self.names)
 
     def common_blocks(self, own: int) -> int:
-        """Leading blocks that all stages can load."""
+        """Return how many leading blocks all stages can load."""
         return min(own, *self._blocks.values())
 
     def plan(self, start: int) -> None:
-        """All is ready: the chunks from token `start` on."""
+        """Plan the chunks from token `start` on, once all stages are ready."""
         length = len(self._request.tokens) // 4
         while start < length:
             stop = chunk_stop(start, length, self._chunk_tokens)
@@ -162,14 +162,14 @@ class Group:
     # --- computing
 
     def may_begin(self, stage: int) -> bool:
-        """May the stage begin its next chunk?"""
+        """Return whether the stage may begin its next chunk."""
         chunk = self._begun[stage]
         here = stage == 0 or self._done[stage - 1] > chunk
         is_last = stage == len(self.names)
         return chunk < len(self._chunks) and here and (is_last or self._done[stage + 1] > chunk - BUFFERS)
 
     def begin_own(self, slab: Slab) -> list[int]:
-        """The first stage begins its next chunk: the slots for its hidden states."""
+        """Begin the first stage's next chunk. Returns the slots for its hidden states."""
         assert self.may_begin(0)
         chunk = self._begun[0]
         self._begun[0] += 1
@@ -178,7 +178,7 @@ class Group:
         return self.leaving
 
     def expects(self, name: str, message: StageDone) -> bool:
-        """Is this what the stage called `name` was told to do, whole?"""
+        """Return whether this message completes the chunk that the stage called `name` computes."""
         stage = 1 + self.names.index(name)
         chunk = self._done[stage]
         if chunk >= self._begun[stage] or self._chunks[chunk][0] != message.start:
@@ -195,17 +195,17 @@ class Group:
         )
 
     def on_done(self, name: str, message: StageDone) -> list[Effect]:
-        """A later stage has computed the chunk it was expected to."""
+        """Record that a later stage has computed the chunk expected from it."""
         return self._end(1 + self.names.index(name), message.sources, message.parts, message.leaving)
 
     def on_own_done(self, sources: tuple[SlotRef, ...], parts: tuple[int, ...], leaving: tuple[SlotRef, ...]) -> list[Effect]:
-        """The first stage has computed a chunk."""
+        """Record that the first stage has computed a chunk."""
         return self._end(0, sources, parts, leaving)
 
     def _end(
         self, stage: int, sources: tuple[SlotRef, ...], parts: tuple[int, ...], leaving: tuple[SlotRef, ...]
     ) -> list[Effect]:
-        """Tell the decode where this stage's layers are, and the stages what they may begin."""
+        """Announce this stage's layers to the decode, and to the stages the chunks that they may begin."""
         chunk, layers = self._done[stage], self._layers[stage]
         self._done[stage] += 1
         first_block = self._chunks[chunk][0] // self._layout.block_tokens
@@ -213,7 +213,7 @@ class Group:
             of_block = parts[index * len(layers) : (index + 1) * len(layers)]
             self._parts.setdefault(first_block + index, []).extend(of_block)
         if leaving:
-            self._leaving[stage, chunk] = leaving
+            self._hidden_states[stage, chunk] = leaving
         handoff = HandoffBlocks(
             request_id=self._request.request_id,
             attempt=self._request.attempt,
@@ -237,7 +237,7 @@ class Group:
                     attempt=self._request.attempt,
                     start=start,
                     count=stop - start,
-                    entering=self._leaving.pop((stage - 1, chunk)),
+                    entering=self._hidden_states.pop((stage - 1, chunk)),
                 )
                 effects.append(Send(name, message))
         return effects
@@ -246,16 +246,17 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        """Have all stages computed all chunks?"""
+        """Whether all stages have computed all chunks."""
         return bool(self._chunks) and self._done[-1] == len(self._chunks)
 
     def checksums(self) -> list[int]:
-        """Block checksums of all that was computed, in order: over the parts of all stages."""
+        """Return the checksums of all computed blocks in order, over the layers of all stages."""
         assert self.finished
         return [block_checksum(self._parts[block]) for block in sorted(self._parts)]
 
     def offer(self, first_block: int) -> dict[str, Any]:
-        """What of a `HandoffDone` has the decode offer the blocks from this one on, which no stage has whole."""
+        """Return the fields of a `HandoffDone` by which the decode offers the blocks from this one on, which no stage has
+        completely."""
         keys, size = self._request.keys, self._layout.block_tokens * 4
         return {
             "keys": keys[first_block:],
@@ -264,7 +265,7 @@ class Group:
         }
 
     def dismiss(self) -> list[Effect]:
-        """The later stages may let go; once."""
+        """End the later stages, once."""
         asked, self._asked = self._asked, False
         message = EndStage(request_id=self._request.request_id, attempt=self._request.attempt)
         return [Send(name, message) for name in self.names] if asked else []

@@ -1,7 +1,7 @@
 """The actor that builds KV for prompts and the first token: queue, reuse, chunks, handoff, puts. PURE.
 
-It owns its slab (the slots its KV is handed off and reused from) and its queue. A job that cannot go on here ends with
-`AttemptFailed` to the gateway, which places the request again: there is no other recovery to get wrong.
+It owns its slab (the slots from which its KV is handed off and reused) and its queue. A job that cannot go on here ends with
+`AttemptFailed` to the gateway, which places the request again; there is no other recovery.
 """
 
 from collections.abc import Callable
@@ -78,9 +78,9 @@ from mooncake_zmq.prefill.workload import Workload
 
 COMPUTED, STAGED = (ChunkComputed, StageComputed, WorkFailed), (StageComputed, WorkFailed)
 COPIED, SAMPLED = (BlocksCopied, WorkFailed), (TokensSampled, WorkFailed)
-"""How its works end."""
+"""Result types of the works of a prefill."""
 PREPARING, READY, ABANDONED = JobState.PREPARING, JobState.READY, JobState.ABANDONED
-"""By name, as nearly every event asks for them: an enum's class is ten times as slow to look into."""
+"""Local names, since nearly every event needs them and looking into an enum class is ten times as slow."""
 
 
 class Prefill:
@@ -116,7 +116,7 @@ class Prefill:
         self._workload = Workload(settings, costs, layout.block_tokens)
         self._reports = Reports(settings.report_s)
         self._pool = PoolClient(host, settings.pool, self.counts)
-        self._leaving = Leaving(may_become, self.counts)
+        self._drain = Leaving(may_become, self.counts)
         self._slab = Slab(name, incarnation, self.slots)
         slab, pool, ids, counts = self._slab, self._pool, self._ids, self.counts
         self._reuse = Reuse(
@@ -130,13 +130,13 @@ class Prefill:
             slab=slab, jobs=jobs, queue=queue, waiting=waiting, reuse=self._reuse, reports=self._reports, counts=counts
         )
         self._admission = Admission(
-            settings=settings, layout=layout, slab=slab, peers=self._peers, queue=queue, waiting=waiting, drain=self._leaving
+            settings=settings, layout=layout, slab=slab, peers=self._peers, queue=queue, waiting=waiting, drain=self._drain
         )
         self._make_parts()
-        self._reactions = Reactions(self.counts, self._handlers(), self._pool.may_say)
+        self._handler_table = Reactions(self.counts, self._handlers(), self._pool.may_say)
 
     def _make_parts(self) -> None:
-        """Make the parts that run a job once it has a place, and the stages of others' pipelines."""
+        """Create the components that run a job once it has a place, and the stages of other prefills' pipelines."""
         settings, layout, slab, jobs, queue = self._settings, self._layout, self._slab, self.jobs, self._queue
         pool, ids, counts, reuse, offers, ends = self._pool, self._ids, self.counts, self._reuse, self._offers, self._ends
         self._handoff = handoff = Handoff(
@@ -184,7 +184,7 @@ class Prefill:
             pool=pool,
             workload=self._workload,
             reuse=reuse,
-            drain=self._leaving,
+            drain=self._drain,
             ids=ids,
             counts=counts,
             transitions=self.job_transitions,
@@ -219,24 +219,24 @@ class Prefill:
         return self.job_transitions | self.slots.transitions
 
     def holds(self, key: Key) -> bool:
-        """Return whether this complete block stands in the slab."""
+        """Return whether the slab holds this complete block."""
         return self.slots.committed(key) is not None
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
-        if type(event) is WorkProgress:  # the most frequent one, and nothing that anybody waits for in the queue
+        if type(event) is WorkProgress:  # the most frequent event, for which no queued job waits
             return self._computing.on_progress(event)
         effects = self._dispatch(now, event)
         effects += self._schedule(now)
         effects += self._announcer.flush(self._reports.conductors)
-        if self._leaving.draining:
+        if self._drain.draining:
             effects += self._drained()
         return [Fence(self.slots.take_fences()), *effects] if self.slots.fences else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
-        # As with messages, the frequent ones first: see `Reactions`.
+        # Frequent events come first, see `Reactions`.
         if type(event) is Received:
-            return self._reactions.to(now, event.sender, event.message)
+            return self._handler_table.to(now, event.sender, event.message)
         if type(event) is TimerFired and event.key == REPORT:
             return self._report(now)
         if type(event) is WorkDone:
@@ -262,13 +262,13 @@ class Prefill:
             case Started():
                 return [self._reports.begin(), self._pool.renewal_timer()]
             case DrainWanted():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._report(now)
             case RestWanted(resting):
-                self._leaving.rest(resting)
+                self._drain.rest(resting)
                 return self._report(now)
             case DrainTimedOut():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._hand_over(now)
             case TimerFired():
                 return []
@@ -276,7 +276,7 @@ class Prefill:
                 raise TypeError(event)
 
     def _on_work(self, now: float, event: WorkDone) -> list[Effect]:
-        """Ids of works are used once, so each shows which work ended."""
+        """Route the end of a work by its id; ids are used once, so each shows which work ended."""
         work_id, result = event.work_id, event.result
         if self._computing.is_computing(work_id):
             assert isinstance(result, COMPUTED)
@@ -296,7 +296,7 @@ class Prefill:
         return []
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
-        return self._report(now) if self._leaving.change(sender, message, self._peers) else []
+        return self._report(now) if self._drain.change(sender, message, self._peers) else []
 
     def _on_report_corrupt(self, _now: float, _sender: str, message: ReportCorrupt) -> list[Effect]:
         return self._reuse.corrupt(message.slots)
@@ -342,12 +342,12 @@ class Prefill:
         return {
             "gauges": self.gauges(now),
             **self._workload.dump(now),
-            "draining": self._leaving.draining,
+            "draining": self._drain.draining,
             "stages": self._stages.dump(now),
             "jobs": self.jobs.dump(now),
         }
 
-    # --- the gateway's orders
+    # --- messages of the gateway
 
     def _on_start(self, now: float, sender: str, message: StartPrefill) -> list[Effect]:
         current = self.jobs.of(message.request_id)
@@ -377,7 +377,7 @@ class Prefill:
         if job is None or job.gateway != sender:
             return []
         del job.choices[message.request_id]
-        if job.choices:  # it goes on for the others
+        if job.choices:  # it goes on for its other choices
             return []
         self.counts.add("jobs_cancelled")
         return self._ends.drop(now, job, "cancelled")
@@ -399,7 +399,7 @@ class Prefill:
         for job in preparing:
             effects += self._prepare(now, job)
             if job.state is PREPARING and job.held_blocks is not None and job.leased:
-                break  # it lacks room in the slab: what gets free is kept for it, not taken by those that rank after it
+                break  # the slab has no room for it, and what is freed must not go to jobs of a later rank
         if preparing:
             effects += self._break_standstill(now)
         while not self._computing.is_busy and self._stages.computing is None:
@@ -409,13 +409,13 @@ class Prefill:
             if stage is not None and (turn is None or (stage.rank, stage.order) < (turn.rank, turn.order)):
                 effects += self._stages.compute(now, stage)
             elif turn is not None:
-                effects += self._computing.begin(now, turn)  # or fails it, and the next one gets the turn
+                effects += self._computing.begin(now, turn)  # if this one failed, the next one gets the turn
             else:
                 break
         return effects
 
     def _break_standstill(self, now: float) -> list[Effect]:
-        """Jobs whose own hits fill the slab can wait for room in a circle: the last one gives way and is placed anew."""
+        """End the last job where jobs whose own hits fill the slab wait for room in a circle; it is placed again."""
         stuck = [job for job in self._queue.active() if job.state is PREPARING]
         waiting = self._queue.waiting + len(self._waiting)
         idle = len(self.jobs) == waiting + len(stuck) and not self._pool.puts
@@ -424,13 +424,13 @@ class Prefill:
         return self._ends.fail(now, stuck[-1], "no room in the slab", full=True)
 
     def _activate(self, now: float, job: Job) -> list[Effect]:
-        """Pin own hits, lease more from the pool, ask the decode for KV: all at once, then wait for the answers."""
+        """Pin own hits, lease more from the pool and reserve KV at the decode, all at once, before the answers."""
         self.jobs.move(job, JobEvent.ACTIVATED)
         job.started_at = now
         return [*self._reuse.begin(now, job), self._handoff.reserve(now, job)]
 
     def _prepare(self, now: float, job: Job) -> list[Effect]:
-        """Once reservation and lease are there and the slab has room: open the sequence, announce the reused blocks."""
+        """Open the sequence and announce the reused blocks, once reservation and lease are there and the slab has room."""
         if job.held_blocks is None or not job.leased:
             return []
         self._reuse.drop_expired(now, job)
@@ -447,14 +447,14 @@ class Prefill:
         return [] if sources is None else self._leased(message.lease_id, sources, message.remote)
 
     def _leased(self, lease_id: int, sources: tuple[SlotRef, ...], remote: int = 0) -> list[Effect]:
-        """Give a stage or a job the blocks that the pool has for it; none, if the pool did not answer."""
+        """Give a stage or a job the blocks that the pool leased for it; none if the pool did not answer."""
         of_stage = self._stages.on_leased(lease_id, sources)
         return self._reuse.take(lease_id, sources, remote) if of_stage is None else of_stage
 
-    # --- the end, of jobs and of the node
+    # --- ends of jobs and of the node
 
     def _hand_over(self, now: float) -> list[Effect]:
-        """Have all jobs go on elsewhere at once, as ones for which there is no room: nothing broke."""
+        """End all jobs at once so that they continue on other nodes; they count as ones for which there is no room."""
         reason, jobs = "prefill is leaving", self.jobs.live
         self.counts.add("jobs_handed_over", len(jobs))
         return [e for job in jobs for e in self._ends.fail(now, job, reason, full=True)] + self._stages.hand_over(reason)
@@ -468,7 +468,7 @@ class Prefill:
             if job.gateway == peer:
                 effects += self._ends.drop(now, job, f"{peer} is down")
             elif job.request.decode == peer and job.state is JobState.HANDING_OFF and job.reserved:
-                effects += self._ends.end(now, job)  # the gateway notices by itself that the decode is down
+                effects += self._ends.end(now, job)  # the gateway detects by itself that the decode is down
             elif job.request.decode == peer or peer in job.request.stages and job.state is not JobState.HANDING_OFF:
                 effects += self._ends.fail(now, job, f"{peer} is down", avoid=peer)
             else:
@@ -480,12 +480,12 @@ class Prefill:
         if len(self._waiting):
             jobs = sorted([*jobs, *self._waiting], key=lambda job: (job.rank, job.order))
         stages, room = self._stages.report(now), max(0, self._admission.room)
-        load = self._workload.report(now, jobs, room=room, draining=self._leaving.draining, stages=stages)
+        load = self._workload.report(now, jobs, room=room, draining=self._drain.draining, stages=stages)
         return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
         idle = not (len(self.jobs) or self._pool.puts or len(self._stages) or self._computing.has_samples)
-        return self._leaving.drained(idle=idle)
+        return self._drain.drained(idle=idle)
 
 
 def _is_ready(job: Job) -> bool:
@@ -493,7 +493,7 @@ def _is_ready(job: Job) -> bool:
 
 
 def _may_go_ahead(job: Job) -> bool:
-    """Before its decode has answered, where the engine has nothing else to do: mostly there is room. Where there is none, that
-    costs the engine no more than the layer which is under way then. Of one chunk alone: what is longer gains nothing to speak
-    of, and would hold the slab meanwhile."""
+    """Return whether a job may begin before its decode has answered, when the engine is idle: mostly there is room, and
+    where there is none, only the current layer is wasted. That holds for jobs of one chunk: longer ones gain little, and
+    would hold the slab meanwhile."""
     return job.state is READY and not job.reserved

@@ -1,11 +1,11 @@
-"""The order of a prefill's jobs: tenants share the engine's time, and a tenant's goes to its jobs by `core.order`. It knows
-nothing of KV. PURE.
+"""The order of a prefill's jobs: tenants share the engine's time, and within a tenant `core.order` decides. KV plays no role.
+PURE.
 
-A place is the right to hold KV and to get chunks, and `max_active` jobs hold one. The next one goes to the tenant that holds
-fewest or else has used the least of the engine's time, and of its jobs to the smallest rank. A few further places are for
-a job that ranks before another one that holds a place, and for one of a tenant that has none. So the first of all, and of every
-tenant, is nearly always prepared when the engine is free. The conductor predicts by ranks alone: where one tenant has much
-waiting, it takes another one's wait for longer than it is.
+A place is the right to hold KV and to get chunks, and `max_active` jobs hold one. The next place goes to the tenant that holds
+fewest, or of equals to the one that has used the least of the engine's time, and there to the job with the smallest rank. A few
+further places are for a job that ranks before another one that holds a place, and for a job of a tenant that has none. So the
+first job of all, and of every tenant, is nearly always prepared when the engine is free. The conductor predicts by ranks alone:
+where one tenant has many waiting jobs, it predicts a longer wait for another tenant than there is.
 """
 
 from bisect import bisect_left, insort
@@ -25,15 +25,15 @@ class Ranked(Protocol):
 
     @property
     def order(self) -> int:
-        """Arrival number, unique: decides ties."""
+        """Unique arrival number, which decides ties."""
 
     @property
     def arrived_at(self) -> float:
-        """Without priority and overtaking, its rank."""
+        """Time of arrival: the rank of a job without priority and overtaking."""
 
     @property
     def tenant(self) -> str:
-        """The tenant that asked; empty where there are none."""
+        """Tenant of the job; empty without tenants."""
 
 
 J = TypeVar("J", bound=Ranked)
@@ -41,7 +41,7 @@ Entry = tuple[float, int, J]
 
 
 class JobQueue(Generic[J]):
-    """Jobs that wait for a place, and those that hold one, both by rank."""
+    """Hold the jobs that wait for a place, and those that have one, both by rank."""
 
     def __init__(self, max_active: int, further: int) -> None:
         self._max_active = max_active
@@ -56,20 +56,20 @@ class JobQueue(Generic[J]):
 
     @property
     def waiting(self) -> int:
-        """Jobs without a place."""
+        """Number of jobs without a place."""
         return len(self._waiting)
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._active)
 
     def arrive(self, job: J) -> None:
-        """It waits for a place."""
+        """Add a job that waits for a place."""
         insort(self._waiting, (job.rank, job.order, job))
         self._jobs[job.tenant] += 1
         self._shares.wait(job.tenant)
 
     def activate(self) -> J | None:
-        """The job that gets a place now, if any; call until there is none."""
+        """Give the next job a place and return it; None if no job gets one. To be called until then."""
         held = len(self._active)
         if not self._waiting or held >= self._max_active + self._further:
             return None
@@ -84,8 +84,8 @@ class JobQueue(Generic[J]):
         return entry[2]
 
     def _next(self) -> int:
-        """Where the job stands that is to get the next place: the first by rank, of the tenants that hold the fewest places or
-        else have used the least time."""
+        """Return the index of the job that gets the next place: the first by rank, among the tenants that hold the fewest
+        places, or of equals have used the least time."""
         if len(self._jobs) == 1:
             return 0
         firsts: dict[str, int] = {}
@@ -99,12 +99,12 @@ class JobQueue(Generic[J]):
         return self._places[job.tenant], self._used_s(job), job.rank
 
     def _used_s(self, job: J) -> float:
-        """Return the time that its tenant has used, with as many seconds more or less as it ranks behind or before its arrival.
-        So a priority is worth as much among tenants as it is among the jobs of one."""
+        """Return the time that its tenant has used, plus as many seconds as the job ranks after its arrival, or minus as
+        many as before. So a priority is worth as much among tenants as within one."""
         return self._shares.used_s(job.tenant) + job.rank - job.arrived_at
 
     def leave(self, job: J) -> None:
-        """It needs no place any more, and no turn; one that has left already may leave again."""
+        """Remove a job that needs no more place or turns; it may have been removed before."""
         entry = (job.rank, job.order, job)
         for entries in (self._active, self._waiting):
             index = bisect_left(entries, entry)
@@ -117,7 +117,7 @@ class JobQueue(Generic[J]):
                 return
 
     def _take_one(self, counter: Counter[str], tenant: str) -> bool:
-        """Whether it was the last one."""
+        """Decrement a tenant's count. Returns whether it is 0 now."""
         counter[tenant] -= 1
         if counter[tenant]:
             return False
@@ -125,11 +125,11 @@ class JobQueue(Generic[J]):
         return True
 
     def charge(self, job: J, seconds: float) -> None:
-        """The engine worked so long for it."""
+        """Record that the engine worked so long for a job."""
         self._shares.charge(job.tenant, seconds)
 
     def first(self, wanted: Callable[[J], bool]) -> J | None:
-        """The first active job for which `wanted` holds, of the tenant that has used the least time."""
+        """Return the first active job for which `wanted` holds, of the tenant that has used the least time."""
         if len(self._places) <= 1:
             return next((job for _, _, job in self._active if wanted(job)), None)
         firsts: dict[str, J] = {}
@@ -139,9 +139,9 @@ class JobQueue(Generic[J]):
         return min(firsts.values(), key=self._used_s, default=None)
 
     def active(self) -> list[J]:
-        """Those that hold a place, by rank."""
+        """Return the jobs that hold a place, by rank."""
         return [job for _, _, job in self._active]
 
     def __iter__(self) -> Iterator[J]:
-        """All, by rank."""
+        """Iterate over all jobs by rank."""
         return (job for _, _, job in sorted(self._active + self._waiting))

@@ -1,4 +1,4 @@
-"""Reused blocks of a prefill: own hits, the pool's blocks under lease, and those that could not be loaded. PURE."""
+"""Reused blocks of a prefill: own hits, the pool's leased blocks, and blocks that could not be loaded. PURE."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from mooncake_zmq.prefill.slab import Slab
 from mooncake_zmq.prefill.workload import Workload
 
 MAX_FORGONE = 256
-"""Requests remembered whose reused blocks were not reached; of more, the oldest are forgotten."""
+"""Most requests remembered whose reused blocks could not be read; beyond that the oldest are forgotten."""
 PREPARING = JobState.PREPARING
 LEASE_ENDED = "lease ended before the prefix was loaded"
 
@@ -34,11 +34,11 @@ class Reusing(Protocol):
 
     @property
     def lease_id(self) -> int | None:
-        """The lease that the other blocks are read under."""
+        """Lease under which the other blocks are read."""
 
 
 class Reuse:
-    """All that the jobs of one prefill reuse. It owns their leases."""
+    """Manage everything that the jobs of one prefill reuse, and own their leases."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class Reuse:
         self._ids = ids
         self._counts = counts
         self._leases: dict[int, Job] = {}
-        """The job of each lease asked for or held."""
+        """Jobs by the lease requested or held for each."""
         self._forgone: OrderedDict[str, None] = OrderedDict()
-        """Requests whose reused blocks were not reached, from here or from the decode: their next attempt here computes them.
-        Without that, blocks that are intact but out of reach, and hence not reported, would fail one attempt after another."""
+        """Requests whose reused blocks could not be read, here or by the decode: their next attempt here computes them.
+        Otherwise blocks that are intact but unreachable, and hence not reported, would fail one attempt after another."""
 
     def own_hits(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the slots of the leading run of these blocks in the slab, if it may be reused from."""
+        """Return the slots of the leading run of these blocks in the slab, if reuse is allowed."""
         return self._slab.slots.leading_run(keys if self._settings.own_reuse else ())
 
     def begin(self, now: float, job: Job) -> list[Effect]:
@@ -100,13 +100,13 @@ class Reuse:
         )
 
     def take(self, lease_id: int, sources: tuple[SlotRef, ...], remote: int) -> list[Effect]:
-        """Reuse the leased blocks, of which the last `remote` came from other hosts; none, if the pool did not answer."""
+        """Reuse the leased blocks, of which the last `remote` came from other hosts; none if the pool did not answer."""
         job = self._leases.get(lease_id)
         if job is None or job.state is not PREPARING or job.leased:
             return self._pool.release(lease_id)
         job.leased = True
         job.estimate = None
-        sources = sources[: (job.length - 1) // self._layout.block_tokens - len(job.prefix)]  # no more than were asked for
+        sources = sources[: (job.length - 1) // self._layout.block_tokens - len(job.prefix)]  # no more than requested
         remote = min(remote, len(sources))
         job.prefix += sources
         job.remote_blocks += remote
@@ -114,19 +114,19 @@ class Reuse:
         return []
 
     def pool_lost(self, job: Job) -> None:
-        """Stop waiting for the answer of a pool that is gone. Call once the pool's client knows of that."""
+        """Stop waiting for the answer of a pool that is gone. To be called after the pool's client was notified."""
         if job.lease_id is not None and not job.leased and not self._pool.wants(job.lease_id):
             job.leased, job.estimate = True, None
 
     def drop_expired(self, now: float, job: Job) -> None:
-        """Count the leased blocks of a job as a miss, if their lease is over or nearly so."""
+        """Count the leased blocks of a job as a miss if their lease has ended or nearly so."""
         if len(job.prefix) > len(job.own_slots) and self._pool.reading_time_s(now, job.lease_id) <= 0:
             del job.prefix[len(job.own_slots) :]
             job.local_blocks = job.remote_blocks = 0
             self._counts.add("prefix_leases_expired")
 
     def time_s(self, now: float, reusing: Reusing) -> float:
-        """Return how long loading the reused blocks may take; 0 if their lease is over or nearly so."""
+        """Return how long loading the reused blocks may take; 0 if their lease has ended or nearly so."""
         most_s = self._settings.work_deadline_s
         leased = len(reusing.prefix) > len(reusing.own_slots)
         return min(most_s, self._pool.reading_time_s(now, reusing.lease_id)) if leased else most_s
@@ -137,8 +137,8 @@ class Reuse:
         return tuple(BlockLoad(i, ref, layers.start, layers.stop, size) for i, ref in enumerate(reusing.prefix))
 
     def take_computed(self, job: Job) -> list[SlotRef]:
-        """Reuse what other jobs have computed here meanwhile: the blocks from the next chunk on that stand in the slab take the
-        places of those reserved for them. Returns these blocks."""
+        """Reuse blocks that other jobs have computed here in the meantime: those from the next chunk on that are in the slab
+        replace the slots reserved for them. Returns these blocks."""
         request, first = job.request, job.computed // self._layout.block_tokens
         reusable = (job.length - 1) // self._layout.block_tokens
         if job.group is not None or request.prompt_logprobs is not None or first >= reusable:
@@ -156,8 +156,8 @@ class Reuse:
     def not_loaded(
         self, sources: Mapping[int, SlotRef], result: ChunkComputed | StageComputed
     ) -> tuple[str, bool, list[Effect]]:
-        """Reused blocks, read from `sources`, were not loaded. Returns the reason for the failure, whether some were only out
-        of reach, and the reports of corrupt copies, which must not be found again."""
+        """Handle reused blocks, read from `sources`, that were not loaded. Returns the reason for the failure, whether some
+        were merely unreachable, and the reports of corrupt copies, which must not be found again."""
         refs = [sources[block] for block in result.corrupt if block in sources]
         unreached = len(result.failed) - len(result.corrupt)
         self._counts.add("prefix_blocks_unreached", unreached)
@@ -165,13 +165,13 @@ class Reuse:
         return reason, unreached > 0, self.corrupt(refs)
 
     def forgo(self, job: Job) -> None:
-        """Have the next attempt of this request compute what this one could not load."""
+        """Have the next attempt of this request compute the blocks that this one could not load."""
         self._forgone[job.request.request_id] = None
         if len(self._forgone) > MAX_FORGONE:
             self._forgone.popitem(last=False)
 
     def corrupt(self, refs: Sequence[SlotRef]) -> list[Effect]:
-        """Forget blocks that did not verify here or at the decode that read them, and report them to the pool."""
+        """Forget blocks that did not verify, here or at the decode that read them, and report them to the pool."""
         self._counts.add("prefix_blocks_corrupt", len(refs))
         self._slab.forget(refs)
         return self._pool.report_corrupt(refs)

@@ -1,4 +1,4 @@
-"""What an operator sets for a prefill node."""
+"""Settings of a prefill node."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,35 +8,37 @@ from mooncake_zmq.pool.node.client import PoolClientSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSettings:
-    """One prefill instance."""
+    """Settings of one prefill instance."""
 
     slab_bytes: int = 512 << 20
-    """Shared-memory slots for the KV of running prompts and the node's own reuse. At least one prompt of the full length."""
+    """Shared memory for the KV of running prompts and the node's own reuse. It has to hold at least one prompt of full
+    length."""
     chunk_tokens: int = 512
     """Prompt tokens per chunk: about a second on one CPU core with the default model, the longest a short prompt waits."""
     max_active: int = 4
-    """Prompts that hold KV and interleave their chunks."""
+    """Most prompts that hold KV and interleave their chunks."""
     short_lane: int = 2
-    """Further places for prompts that rank before one that holds a place, so that long ones do not keep short ones out."""
+    """Further places for prompts that rank before one that holds a place, so that long prompts do not block short ones."""
     max_queued: int = 64
-    """Jobs waiting; a further one is refused and placed elsewhere."""
+    """Most waiting jobs; a further one is refused and placed elsewhere."""
     overtake: float = 0.0
-    """Seconds of later arrival that a prompt gives way for each second of its own work, see `core.order`. 0: first come, first
-    served, so that nobody who comes later breaks a promise. 1: a prompt of 30 s waits for nothing that comes more than 30 s
-    after it, and one of 1 s passes it until 29 s after. On the public trace at twice its rate (8P+8D) that shortens the mean
-    TTFT from 3.8 to 2.2 s and makes its prediction wrong by a quarter instead of a seventieth."""
+    """Seconds of later arrival that a prompt gives way for each second of its own work, see `core.order`. 0: first come,
+    first served, so that no later prompt breaks a prediction. 1: a prompt of 30 s waits for nothing that arrives more than
+    30 s after it, and one of 1 s passes it until 29 s after. On the public trace at twice its rate (8P+8D) that shortens the
+    mean TTFT from 3.8 to 2.2 s and makes its prediction wrong by a quarter instead of a seventieth."""
     priority_s: float = 10.0
-    """Seconds of later arrival that one step of a request's priority is worth. Above what a prompt mostly takes, so that a step
-    is felt, and far below a deadline, so that it starves nobody."""
+    """Seconds of later arrival that one step of a request's priority is worth. More than most prompts take, so that a step
+    has an effect, and far less than a deadline, so that it starves no request."""
     report_s: float = 0.25
-    """How often the load is told to the conductors; a quarter of it after something ended."""
+    """Interval of the load reports to the conductors; a quarter of it after something ended."""
     measured_half_life_s: float = 60.0
-    """Without work, what was measured of this node's speed loses half of its weight in this time: one slow chunk, as a first
-    one with cold caches is, must not keep work away for good. Long against the gaps of a node in use."""
+    """Time in which the measured speed of an idle node loses half of its weight: one slow chunk, such as the first one with
+    cold caches, must not keep requests away for ever. Long compared with the gaps of a node in use."""
     work_deadline_s: float = 120.0
-    """A chunk that takes longer is given up."""
+    """Longest time for a chunk; a longer one fails."""
     own_reuse: bool = True
-    """Look into the own slab before the pool. Off, every reused block comes from the pool: for measuring it."""
+    """Look up blocks in the own slab before the pool. Otherwise every reused block comes from the pool, which allows to
+    measure it."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The slab of a prefill: the slots that its KV is handed off and reused from, as works and readers name them. PURE."""
+"""The slab of a prefill: the slots from which its KV is handed off and reused, as works and readers name them. PURE."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ from mooncake_zmq.kv.slots import Slots, SlotState
 
 
 class Slab:
-    """The slots of the prefill `name` in its present incarnation."""
+    """Hold the slots of the prefill `name` in its present incarnation."""
 
     def __init__(self, name: str, incarnation: int, slots: Slots) -> None:
         self.slots = slots
@@ -16,13 +16,13 @@ class Slab:
         self._incarnation = incarnation
 
     def reserve(self, count: int) -> list[int]:
-        """Take anonymous slots, for which there is room, and pin them."""
+        """Take anonymous slots and pin them; the caller has checked that there is room."""
         taken = self.slots.reserve_anonymous(count)
         self.slots.pin(taken)
         return taken
 
     def release(self, held: Iterable[int]) -> None:
-        """Give back slots that are pinned here and were never committed."""
+        """Free slots that are pinned here and were never committed."""
         for slot in held:
             self.slots.unpin((slot,))
             self.slots.free(slot)
@@ -39,7 +39,7 @@ class Slab:
         return tuple([SlotGrant(name, incarnation, slot, generations[slot]) for slot in granted])
 
     def written(self, slots: Iterable[int]) -> tuple[SlotRef, ...]:
-        """Return slots, written and not committed, as readers name them."""
+        """Return slots that are written and not committed, as readers name them."""
         name, incarnation, generations = self.name, self._incarnation, self.slots.generation
         return tuple(
             [SlotRef(node=name, incarnation=incarnation, slot=slot, generation=generations[slot], checksum=0) for slot in slots]
@@ -55,7 +55,7 @@ class Slab:
         ]
 
     def forget(self, refs: Iterable[SlotRef]) -> None:
-        """Forget those of these blocks that stand here: their bytes did not verify."""
+        """Forget those of these blocks that are here: their bytes did not verify."""
         for ref in refs:
             mine = (ref.node, ref.incarnation) == (self.name, self._incarnation) and ref.slot < self.slots.capacity
             stands = mine and self.slots.generation[ref.slot] == ref.generation

@@ -1,5 +1,5 @@
-"""Announces to the conductors which complete blocks stand in a prefill's slab, from the end of the chunk that computed them on,
-whether the pool has a copy or not. PURE."""
+"""Announces to the conductors which complete blocks are in a prefill's slab, from the end of their chunk on, whether the
+pool has a copy or not. PURE."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from mooncake_zmq.pool.node.announcer import announcements
 
 
 class SlabAnnouncer:
-    """Collects what one event changed in `slots`, the slab."""
+    """Collect what one event changed in `slots`, the slab."""
 
     def __init__(self, slots: Slots, counts: Tally) -> None:
         self._slots = slots
@@ -20,15 +20,15 @@ class SlabAnnouncer:
         self._new: list[Key] = []
 
     def whole(self) -> list[BlocksAnnounced]:
-        """Return the announcements of all that stands here, for a conductor that appears."""
+        """Return the announcements of all blocks in the slab, for a new conductor."""
         return announcements(self._slots.committed_keys())
 
     def computed(self, keys: Iterable[Key]) -> None:
-        """Note blocks that have just been committed under their keys."""
+        """Record blocks that have just been committed under their keys."""
         self._new += keys
 
     def flush(self, conductors: Iterable[str]) -> list[Effect]:
-        """Return the announcements of what changed since the last call, and take over the slots' list of evicted keys."""
+        """Return the announcements of what changed since the last call, and clear the slots' list of evicted keys."""
         gone = self._slots.evicted
         if not self._new and not gone:
             return []

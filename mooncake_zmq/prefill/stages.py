@@ -1,6 +1,6 @@
-"""A prefill as a later stage of pipelines that others lead: room, reuse, one chunk after the other, and an end. PURE.
+"""A prefill as a later stage of pipelines that other prefills lead: room, reuse, chunks, and the end. PURE.
 
-It knows the first stage alone, which tells it every chunk and hears of its end. Whatever goes wrong ends the stage, and the
+It talks only to the first stage, which sends every chunk and is notified of a failure. Any failure ends the stage, and the
 first stage with it, so that the request is placed again. A stage never waits for room: two pipelines could do so in a circle.
 """
 
@@ -45,22 +45,22 @@ DEADLINE = "stage deadline"
 
 
 class StageState(Named):
-    """Life of a stage."""
+    """States of a stage."""
 
     LEASING = "leasing"
-    """The own pool is being asked which leading blocks it holds."""
+    """Waiting for the own pool's answer on which leading blocks it holds."""
     READY = "ready"
     """Waiting for a chunk, or for its turn to compute one."""
     COMPUTING = "computing"
     SAMPLING = "sampling"
-    """All computed, and it is not known yet what the first token may be."""
+    """Computed, but the mask of the first token is not ready."""
     ABANDONED = "abandoned"
-    """Over, but a chunk in flight still writes its slots."""
+    """The stage ended, but a chunk in flight still writes its slots."""
     ENDED = "ended"
 
 
 class StageEvent(Named):
-    """What moves it on."""
+    """Events that change the state of a stage."""
 
     LEASED = "leased"
     CHUNK_BEGAN = "chunk"
@@ -86,7 +86,7 @@ NEXT_STATE: dict[tuple[StageState, StageEvent], StageState] = {
 
 @dataclass(slots=True)
 class Stage:
-    """One attempt's layers here."""
+    """The layers of one attempt that are computed here."""
 
     request: StartStage
     leader: str
@@ -96,39 +96,39 @@ class Stage:
     state: StageState = StageState.LEASING
     sequence: int | None = None
     computed: int = 0
-    """Tokens behind which the next chunk begins."""
+    """Tokens before the next chunk."""
     begun: int = 0
-    """Chunks begun."""
+    """Number of chunks begun."""
     chunks: deque[StageChunk] = field(default_factory=deque)
-    """The one in flight first, and those that wait."""
+    """The chunk in flight first, then those that wait."""
     prefix: list[SlotRef] = field(default_factory=list)
-    """Reused blocks; from the first chunk on no more than that leaves to be reused."""
+    """Reused blocks; from the first chunk on, only those before it."""
     own_slots: list[int] = field(default_factory=list)
     new_slots: list[int] = field(default_factory=list)
-    """For all blocks of the prompt, in order."""
+    """Slots for all blocks of the prompt, in order."""
     hidden: HiddenSlots = field(default_factory=HiddenSlots)
     leaving: list[int] = field(default_factory=list)
     """Slots for the hidden states of the chunk in flight."""
     lease_id: int | None = None
     unsampled: StageDone | None = None
-    """What the first stage is sent with the first tokens, while the stage is set aside."""
+    """Message to the first stage, kept for the first tokens while the stage is set aside."""
     sampling_id: int = 0
-    """The work that samples them."""
+    """The work that samples the first tokens."""
 
     @property
     def layers(self) -> range:
-        """Those computed here."""
+        """Layers computed here."""
         return range(self.request.first_layer, self.request.stop_layer)
 
     @property
     def held_slots(self) -> list[int]:
-        """Slab slots pinned for it, as often as they are."""
+        """Slab slots pinned for it, each as often as it is pinned."""
         return self.own_slots + self.new_slots + self.hidden.slots
 
 
 class Stages:
-    """All pipelines that a prefill is a later stage of. It shares the prefill's slab, pool and engine, and says whose turn it
-    would be; the prefill decides."""
+    """Run all pipelines in which a prefill is a later stage. They share the prefill's slab, pool and engine; this class
+    names the stage whose turn it would be, and the prefill decides."""
 
     def __init__(
         self,
@@ -145,11 +145,11 @@ class Stages:
         transitions: Tally,
     ) -> None:
         self.computing: tuple[int, Stage] | None = None
-        """The work in flight."""
+        """The work in flight, and its stage."""
         self._stages: OrderedDict[str, Stage] = OrderedDict()
-        """The live one of each request."""
+        """Live stages by request."""
         self._sampling: dict[int, Stage] = {}
-        """Those set aside, by the works that sample their first tokens."""
+        """Stages set aside, by the works that sample their first tokens."""
         self._abandoned: list[Stage] = []
         self._settings = settings
         self._layout = layout
@@ -160,14 +160,14 @@ class Stages:
         self._drain = drain
         self._ids = ids
         self._counts = counts
-        self._life = Lifecycle("prefill stage", NEXT_STATE, transitions)
+        self._lifecycle = Lifecycle("prefill stage", NEXT_STATE, transitions)
 
     def __len__(self) -> int:
         return len(self._stages) + len(self._abandoned)
 
     @property
     def held_slots(self) -> list[int]:
-        """Slab slots pinned here, as often as they are."""
+        """Slab slots pinned here, each as often as it is pinned."""
         return [slot for stage in self._all() for slot in stage.held_slots]
 
     def check(self) -> None:
@@ -182,7 +182,7 @@ class Stages:
         assert len(computing) == (self.computing is not None)
 
     def dump(self, now: float) -> list[dict[str, Any]]:
-        """JSON-able."""
+        """Return the state of each stage as JSON-able values."""
         return [
             {
                 "request": stage.request.request_id,
@@ -198,7 +198,7 @@ class Stages:
         ]
 
     def report(self, now: float) -> list[QueuedJob]:
-        """What is left to do, for the load report."""
+        """Return the remaining work, for the load report."""
         live = [stage for stage in self._stages.values() if stage.computed < stage.request.tokens]
         return [
             self._workload.stage(now, stage.request, stage.rank, computed=stage.computed, share=self._share(stage.request))
@@ -208,7 +208,7 @@ class Stages:
     # --- beginning
 
     def on_start(self, now: float, sender: str, message: StartStage) -> list[Effect]:
-        """Take part, or say why not."""
+        """Accept a stage, or answer why not."""
         current = self._stages.get(message.request_id)
         if current is not None and current.request.attempt >= message.attempt:
             same = current.request.attempt == message.attempt and current.leader == sender
@@ -243,7 +243,7 @@ class Stages:
         return effects + self._lease(now, stage)
 
     def _refusal(self, message: StartStage) -> str | None:
-        """What is wrong with the request here."""
+        """Return why this prefill can never take the request, or None."""
         layers = self._layout.layers
         if not 0 < message.first_layer < message.stop_layer <= layers or not self._layout.hidden_bytes:
             return "no such stage of this model"
@@ -256,7 +256,7 @@ class Stages:
         return "prompt is longer than the slab" if self._room(message) > self._slab.slots.capacity else None
 
     def _lack(self, message: StartStage) -> str | None:
-        """What may be otherwise soon."""
+        """Return what is missing for now, or None."""
         if self._drain.draining:
             return "prefill is draining"
         if len(self) >= self._settings.max_active:
@@ -271,7 +271,7 @@ class Stages:
         return 0 if is_last else hidden_slots(self._layout, message.chunk_tokens)
 
     def _lease(self, now: float, stage: Stage) -> list[Effect]:
-        """Lease what the own slab does not hold."""
+        """Lease the blocks that the own slab does not hold."""
         wanted = stage.request.keys[len(stage.prefix) :]
         promised = bool(wanted) and len(stage.prefix) < stage.request.reuse_blocks
         if not wanted or not (promised or self._pool.node is not None):
@@ -289,11 +289,11 @@ class Stages:
         )
 
     def on_leased(self, lease_id: int, sources: tuple[SlotRef, ...]) -> list[Effect] | None:
-        """The pool's answer; None if it is not to a stage."""
+        """Handle the pool's answer to a lease; return None if it is not the lease of a stage."""
         stage = next((s for s in self._stages.values() if s.lease_id == lease_id), None)
         if stage is None or stage.state is not StageState.LEASING:
             return None
-        stage.prefix += sources[: len(stage.request.keys) - len(stage.prefix)]  # no more than were asked for
+        stage.prefix += sources[: len(stage.request.keys) - len(stage.prefix)]  # no more than requested
         return self._begin(stage)
 
     def _begin(self, stage: Stage) -> list[Effect]:
@@ -308,7 +308,7 @@ class Stages:
     # --- chunks
 
     def on_chunk(self, _now: float, sender: str, message: StageChunk) -> list[Effect]:
-        """One more to compute."""
+        """Queue a chunk for computation."""
         stage = self._live(sender, message.request_id, message.attempt)
         if stage is None or stage.state is StageState.LEASING:
             return []
@@ -335,14 +335,14 @@ class Stages:
         return begins and message.start + message.count <= stage.request.tokens
 
     def first(self) -> Stage | None:
-        """The stage whose turn it is among those here."""
+        """Return the stage whose turn it is among those here."""
         if not self._stages:
             return None
         waiting = [stage for stage in self._stages.values() if stage.state is StageState.READY and stage.chunks]
         return min(waiting, key=lambda stage: (stage.rank, stage.order), default=None)
 
     def compute(self, now: float, stage: Stage) -> list[Effect]:
-        """Its turn has come; or it fails."""
+        """Compute the next chunk of a stage, or fail the stage."""
         assert stage.sequence is not None
         chunk, layers = stage.chunks[0], stage.layers
         deadline_s = prefix_s = self._settings.work_deadline_s
@@ -380,11 +380,11 @@ class Stages:
         return [Start(work_id, work, deadline_s)]
 
     def is_computing(self, work_id: int) -> bool:
-        """Is this work the one in flight?"""
+        """Return whether this work is the chunk in flight."""
         return self.computing is not None and self.computing[0] == work_id
 
     def on_computed(self, now: float, result: StageComputed | WorkFailed) -> list[Effect]:
-        """The chunk in flight ended."""
+        """Handle the end of the chunk in flight."""
         assert self.computing is not None
         stage = self.computing[1]
         self.computing = None
@@ -419,7 +419,7 @@ class Stages:
         return [self._set_aside(stage, done)] if samples and result.token is None else [Send(stage.leader, done)]
 
     def _set_aside(self, stage: Stage, done: StageDone) -> Effect:
-        """It is not known yet what the first token may be: others have their turns meanwhile."""
+        """Sample the first token later, since its grammar mask is not ready; other stages take turns until then."""
         assert stage.sequence is not None
         self._move(stage, StageEvent.SET_ASIDE)
         self._counts.add("jobs_set_aside")
@@ -432,7 +432,7 @@ class Stages:
         return work_id in self._sampling
 
     def on_sampled(self, work_id: int, result: TokensSampled | WorkFailed) -> list[Effect]:
-        """The first tokens are sampled, or will not be."""
+        """Handle the end of a work that samples a stage's first tokens."""
         stage = self._sampling.pop(work_id)
         self._move(stage, StageEvent.SAMPLED)
         if isinstance(result, WorkFailed):
@@ -444,19 +444,20 @@ class Stages:
     # --- ends
 
     def on_end(self, _now: float, sender: str, message: EndStage) -> list[Effect]:
-        """The first stage needs it no more."""
+        """End a stage that the first stage needs no more."""
         stage = self._live(sender, message.request_id, message.attempt)
         return [] if stage is None else self._end(stage)
 
     def on_deadline(self, request_id: str, attempt: int) -> list[Effect]:
-        """The request had so long."""
+        """End a stage whose request has reached its deadline."""
         stage = self._stages.get(request_id)
         if stage is None or stage.request.attempt != attempt:
             return []
         return self._fail(stage, "deadline passed in a stage")
 
     def peer_down(self, peer: str) -> list[Effect]:
-        """Stages whose leader is gone end; those that wait for a pool that is gone go on without. Call once the pool knows."""
+        """End the stages whose leader is down, and continue those that wait for a pool that is down without it. To be called
+        after the pool's client was notified."""
         effects: list[Effect] = []
         for stage in list(self._stages.values()):
             if stage.leader == peer:
@@ -467,7 +468,7 @@ class Stages:
         return effects
 
     def hand_over(self, reason: str) -> list[Effect]:
-        """End all that are left, as ones for which there is no room."""
+        """End all remaining stages; they count as ones for which there is no room."""
         return [e for stage in list(self._stages.values()) for e in self._fail(stage, reason, full=True)]
 
     def _fail(
@@ -478,7 +479,7 @@ class Stages:
         return [failed, *self._end(stage)]
 
     def _end(self, stage: Stage) -> list[Effect]:
-        """Let go of everything; of what a chunk in flight still writes, once it is done."""
+        """Free everything that a stage holds; slots that a chunk in flight still writes, once that has ended."""
         effects: list[Effect] = []
         if self._sampling.pop(stage.sampling_id, None) is not None:
             effects.append(CancelWork(stage.sampling_id))
@@ -501,7 +502,7 @@ class Stages:
         self._slab.release(stage.new_slots + stage.hidden.slots)
         return effects
 
-    # --- leaves
+    # --- helpers
 
     def _all(self) -> list[Stage]:
         return [*self._stages.values(), *self._abandoned]
@@ -519,7 +520,7 @@ class Stages:
         return stage.new_slots[first : self._layout.blocks_for(chunk.start + chunk.count)]
 
     def _move(self, stage: Stage, event: StageEvent) -> None:
-        stage.state = self._life.after(stage.state, event)
+        stage.state = self._lifecycle.after(stage.state, event)
 
 
 def _failed(

@@ -1,8 +1,8 @@
-"""Jobs of a prefill that wait for blocks which another prompt's computation makes, here or on another prefill. PURE.
+"""Jobs of a prefill that wait for blocks which another prompt's computation creates, here or on another prefill. PURE.
 
-A waiting job holds no place in the queue, no KV and no reservation. Its wait ends when the blocks stand in the own slab, when
-the conductor that placed it says that they are at some cache-node or will not come, or when its time is over; it then queues
-by the rank of its arrival and computes whatever it does not find.
+A waiting job holds no place in the queue, no KV and no reservation. Its wait ends when the blocks are in the own slab, when the
+conductor that placed it reports that they are at some cache-node or will not come, or at a timeout. It then queues by the rank
+of its arrival and computes every block that it does not find.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,11 +17,11 @@ from mooncake_zmq.prefill.queue import JobQueue
 
 MAX_EARLY = 256
 WAITED = "coming"
-"""Kind of the timers that end waits, with the request's id and attempt."""
+"""Kind of the timers that end waits; they carry request and attempt."""
 
 
 class Waiting:
-    """The waiting jobs of one prefill, in the order of their arrival."""
+    """Hold the waiting jobs of one prefill, in the order of their arrival."""
 
     def __init__(self, slots: Slots, jobs: Jobs, queue: JobQueue[Job], counts: Tally) -> None:
         self._slots = slots
@@ -30,7 +30,7 @@ class Waiting:
         self._counts = counts
         self._jobs: dict[str, Job] = {}
         self._early: dict[int, WaitEnded] = {}
-        """By placement, ends of waits whose jobs have not come yet, the oldest first."""
+        """Ends of waits that arrived before their jobs, by placement, the oldest first."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -46,8 +46,8 @@ class Waiting:
         return SetTimer((WAITED, job.request.request_id, job.request.attempt), job.request.coming_s)
 
     def is_needed(self, job: Job, *, can_end: bool) -> bool:
-        """Return whether a job that arrives waits: not where nothing would end its wait or find the blocks, nor if the end of
-        its wait came before it."""
+        """Return whether an arriving job has to wait: not if nothing would end its wait or find the blocks, nor if the end
+        of its wait arrived first."""
         request = job.request
         early = self._early.pop(request.booking, None)
         if early is not None:
@@ -64,11 +64,11 @@ class Waiting:
         return [timer]
 
     def end_found(self) -> list[Effect]:
-        """End the waits of the jobs whose blocks stand in the slab by now."""
+        """End the waits of the jobs whose blocks are in the slab by now."""
         return self._end_all(self.found())
 
     def end_timed_out(self, request_id: str, attempt: int) -> list[Effect]:
-        """End the wait of a job whose time is over."""
+        """End the wait of a job at its timeout."""
         job = self._jobs.get(request_id)
         if job is None or job.request.attempt != attempt:
             return []
@@ -76,7 +76,7 @@ class Waiting:
         return self.end(job)
 
     def on_ended(self, _now: float, sender: str, message: WaitEnded) -> list[Effect]:
-        """End the wait of a conductor's placement, or keep that for the job, which is still on its way here."""
+        """End the wait for a placement, or remember that for a job which has not arrived yet."""
         jobs = (job for job in self._jobs.values() if job.request.booking == message.booking)
         job = next((job for job in jobs if job.request.conductor in ("", sender)), None)
         if job is None:
@@ -94,7 +94,7 @@ class Waiting:
         return self._end_all(lost)
 
     def remove(self, job: Job) -> CancelTimer:
-        """Take a job out that ends, or whose wait is over."""
+        """Remove a job that ends, or whose wait has ended."""
         del self._jobs[job.request.request_id]
         return CancelTimer((WAITED, job.request.request_id, job.request.attempt))
 
@@ -103,7 +103,7 @@ class Waiting:
         return self._jobs.get(job.request.request_id) is job
 
     def found(self) -> list[Job]:
-        """Return the jobs whose blocks stand in the slab by now."""
+        """Return the jobs whose blocks are in the slab by now."""
         here = [job for job in self._jobs.values() if self._is_here(job)]
         self._counts.add("waits_ended[by=slab]", len(here))
         return here

@@ -1,7 +1,8 @@
-"""How much work stands before a prefill, in its own measured seconds: ranks, load reports. PURE.
+"""The work queued at a prefill, in its own measured seconds: ranks and load reports. PURE.
 
-One formula for all of it: what a job still has to compute by `Costs`, its reused prefix and the squares included, times how
-slow this node has been lately. The chunk that loads the prefix takes as long as the longer of loading and computing.
+One formula serves for all of it: the cost by `Costs` of what a job still has to compute, including the reused prefix and the
+quadratic part, times the measured slowness of this node. The chunk that loads the prefix takes as long as the longer of loading
+and computing.
 """
 
 from collections.abc import Sequence
@@ -21,14 +22,15 @@ from mooncake_zmq.prefill.job import Estimate, Job, JobState
 from mooncake_zmq.prefill.settings import PrefillSettings
 
 LOAD_MEMORY_S = 0.8
-"""Loading takes about a tenth of what computing does."""
+"""Seconds of loading that the measure remembers; loading takes about a tenth as long as computing."""
 CLEARLY_LOADING = 1.5
-"""A chunk with a prefix that takes so many times what computing should has waited for the prefix, if nobody knows better."""
+"""A chunk with a prefix that takes so many times its expected computing time counts as having waited for the prefix, unless
+that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Speeds:
-    """Multiples of the cost model's seconds, as of one moment."""
+    """Factors on the cost model's seconds at one moment."""
 
     compute: float
     load: float
@@ -38,7 +40,7 @@ IDLE = _Speeds(1.0, 1.0)
 
 
 class Workload:
-    """What one prefill's work takes it."""
+    """Measure and estimate the work of one prefill."""
 
     def __init__(self, settings: PrefillSettings, costs: Costs, block_tokens: int) -> None:
         self._settings = settings
@@ -49,16 +51,17 @@ class Workload:
         self._load = Pace(memory_s=LOAD_MEMORY_S, half_life_s=settings.measured_half_life_s)
 
     def rank(self, now: float, request: StartPrefill | StartStage, tokens: int, share: float) -> float:
-        """The rank of a job that arrives now, for good: by the work that its plan leaves it here, a `share` of the layers."""
+        """Return the rank of a job that arrives now, which is final: by the work that its plan leaves here, a `share` of the
+        layers."""
         work_s = share * self._compute.ratio(now) * self._costs.compute_s(tokens, self._promised(request, tokens))
         return self._order.rank(now, work_s, request.priority)
 
     def block_s(self, now: float) -> float:
-        """What computing one block has taken lately; 0 if nothing was measured yet."""
+        """Return how long computing one block took recently; 0 if nothing was measured yet."""
         return self._compute.ratio(now) * self._costs.compute_s(self._block_tokens, 0) if self._compute.known else 0.0
 
     def spared_s(self, now: float, request: StartPrefill | StartStage, tokens: int, own_blocks: int) -> float:
-        """What computing the blocks that the plan reuses would take, but for the first `own_blocks`."""
+        """Return how long computing the blocks that the plan reuses would take, without the first `own_blocks`."""
         own, promised = own_blocks * self._block_tokens, self._promised(request, tokens)
         return self._compute.ratio(now) * self._costs.compute_s(promised, own) if promised > own else 0.0
 
@@ -72,7 +75,8 @@ class Workload:
         loaded: int,
         share: float,
     ) -> None:
-        """Tokens `start` to `stop` were computed in a `share` of the layers, and `loaded` of those before them loaded."""
+        """Record that tokens `start` to `stop` were computed in a `share` of the layers, and `loaded` tokens before them
+        were loaded."""
         compute_s = share * self._costs.compute_s(stop, start)
         if not loaded:
             self._compute.add(now, max(0.0, result.elapsed_s - result.waited_s), compute_s)
@@ -87,14 +91,15 @@ class Workload:
             self._compute.add(now, result.elapsed_s, compute_s)
 
     def stage(self, now: float, request: StartStage, rank: float, *, computed: int, share: float) -> QueuedJob:
-        """What a stage of somebody's pipeline still has to do here."""
+        """Return the remaining work of a stage of another prefill's pipeline."""
         left_s = share * self._compute.ratio(now) * self._costs.compute_s(request.tokens, computed)
         return queued_job(now, booking=request.booking, rank=rank, left_s=left_s)
 
     def report(
         self, now: float, jobs: Sequence[Job], *, room: int, draining: bool, stages: Sequence[QueuedJob] = ()
     ) -> PrefillLoad:
-        """`jobs`: all that are not computed to their end, by rank; `stages`: those of pipelines that others lead."""
+        """Return the load report. `jobs`: all that are not computed to their end, by rank; `stages`: those of pipelines that
+        other prefills lead."""
         speeds = _Speeds(self._compute.ratio(now), self._load.ratio(now)) if jobs else IDLE
         named = [self._queued(now, job, speeds) for job in jobs[:MAX_REPORTED]]
         if stages:
@@ -119,7 +124,7 @@ class Workload:
         )
 
     def dump(self, now: float) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the measured speeds as JSON-able values."""
         return {"compute": asdict(self._compute.measured(now)), "load": asdict(self._load.measured(now))}
 
     def _queued(self, now: float, job: Job, speeds: _Speeds) -> QueuedJob:
@@ -146,7 +151,7 @@ class Workload:
         )
 
     def _start(self, job: Job) -> int:
-        """Tokens that need not be computed any more, as far as is known."""
+        """Return the tokens that need not be computed any more, as far as is known."""
         if not job.is_begun:
             return self._promised(job.request, job.length)
         if job.state is JobState.PREPARING or job.state is JobState.GATHERING:
@@ -155,5 +160,5 @@ class Workload:
         return job.computed
 
     def _promised(self, request: StartPrefill | StartStage, length: int) -> int:
-        """Tokens that the plan reuses."""
+        """Return the tokens that the plan reuses."""
         return min(request.reuse_blocks, (length - 1) // self._block_tokens) * self._block_tokens

@@ -17,7 +17,7 @@ from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 
 
 class ActorProcess(NodeProcess):
-    """Runs the actor in this thread, with its executor beside it."""
+    """Run the actor in this thread, with its executor beside it."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -71,7 +71,7 @@ class ActorProcess(NodeProcess):
         self.runtime.post(event)
 
     def _on_store_change(self, change: ShelfChanged) -> None:
-        """Called from the store's threads, and before there is a loop."""
+        """Queue a change for the actor; called from the store's threads, and before there is a loop."""
         self._store_changes.append(change)
         if self._runtime is not None:
             self._runtime.call(self._hand_in_store_changes)
@@ -83,7 +83,7 @@ class ActorProcess(NodeProcess):
 
 
 def _contents(disk: Disk | None) -> DiskContents | None:
-    """The blocks that a disk holds, which the actor's columns hold from here on."""
+    """Return the blocks that a disk holds, which the actor's columns hold from here on."""
     if disk is None:
         return None
     contents = DiskContents(disk.slots, disk.recovered)

@@ -16,12 +16,12 @@ from mooncake_zmq.transfer.own_files import read_own, replace_own
 log = structlog.get_logger()
 
 MAX_REQUESTS = 64
-"""Requests taken at a time; further ones wait for the next signal."""
+"""Most requests taken at a time; further ones wait for the next signal."""
 ANSWERING_ROLES: tuple[Role, ...] = ("conductor",)
 
 
 class OperatorFiles:
-    """Files of one node, in a directory that belongs to this user alone."""
+    """Read and write the files of one node, in a directory that belongs to this user alone."""
 
     def __init__(self, directory: Path, node: str, role: Role) -> None:
         self._directory, self._node, self._role = directory, node, role
@@ -37,7 +37,7 @@ class OperatorFiles:
             log.info("dumped", path=str(path))
 
     def take(self, handle: Callable[[Asked], None]) -> None:
-        """Hand each request that lies there to `handle`, and answer those that make no sense."""
+        """Pass each request in the directory to `handle`, and answer invalid ones."""
         for path in sorted(self._directory.glob(f"{self._node}.ask.*.json"))[:MAX_REQUESTS]:
             ask_id = path.name.removeprefix(f"{self._node}.ask.").removesuffix(".json")
             try:

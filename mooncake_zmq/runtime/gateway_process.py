@@ -38,26 +38,26 @@ log = structlog.get_logger()
 
 READY_POLL_S = 0.1
 HTTP_CLOSE_S = 5
-"""How long the last HTTP answers may take to be written out once the requests have ended; then connections are cut."""
+"""How long the last HTTP answers may take to be written after the requests have ended; then connections are cut."""
 LOG_LATE_S = 0.05
-"""A request's line in the log is written so long after its end: by then its client has the answer."""
+"""A request's log line is written so long after its end: by then its client has the answer."""
 FILES_PER_PEER = 8
-"""Descriptors that a gateway's conversation with a peer may take, while either side connects anew too."""
+"""Descriptors that the connections of a gateway and a peer may take, while both sides reconnect."""
 MAX_STATES_ASKED = 64
-"""Requests for a node's state that wait for it; of more the oldest gets no answer."""
+"""Most pending requests for nodes' states; beyond that the oldest gets no answer."""
 
 
 class GatewayProcess(NodeProcess):
-    """Owns the edge, the acceptor, the HTTP server and the runtime of one gateway; it is the edge's `Backing`."""
+    """Own the edge, the acceptor, the HTTP server and the runtime of one gateway, as the edge's `Backing`."""
 
     def __init__(self, parts: Parts) -> None:
-        """Raises PortInUse, ConfigError and what opening the certificate, the API keys and the tokenizer raises."""
+        """Raise PortInUse, ConfigError, or an error of opening the certificate, the API keys or the tokenizer."""
         from mooncake_zmq.gateway.http.acceptor import Door, server_config
         from mooncake_zmq.gateway.http.app import create_app
 
         super().__init__(parts)
         settings = self.settings
-        # A shared address is claimed only: no client is to connect before this gateway can serve.
+        # A shared address is only claimed: no client is to connect before this gateway can serve.
         self._listener = (claim if settings.reuse_port else listen)(*self._address, share=settings.reuse_port)
         parts.stack.callback(self._listener.close)
         self._states_asked: OrderedDict[int, tuple[str, Callable[[StateTold], None]]] = OrderedDict()
@@ -93,7 +93,7 @@ class GatewayProcess(NodeProcess):
     def _address(self) -> tuple[str, int]:
         return self.settings.http_host, self.settings.http_port
 
-    # --- the parts
+    # --- components
 
     def _make_requests(self) -> Requests:
         requests = self.make_actor(self.plan.costs)
@@ -161,12 +161,12 @@ class GatewayProcess(NodeProcess):
         return runtime
 
     def _tls_context(self) -> ssl.SSLContext:
-        """The context for a connection that begins now: the certificate may have changed."""
+        """Return the context for a new connection: the certificate may have changed."""
         assert self._tls, "this gateway serves HTTP in clear"
         return self._tls.context
 
     def _close_listener(self) -> None:
-        """Close the acceptor's listener, which may be another than the first one by then."""
+        """Close the acceptor's present listener, which may not be the first one."""
         self.acceptor.listener.close()
 
     # --- serving
@@ -200,7 +200,7 @@ class GatewayProcess(NodeProcess):
         return [*self.edge.metrics.registry.collect()]
 
     async def _open(self) -> None:
-        """Accept connections; at a shared address once the gateway can serve."""
+        """Accept connections; at a shared address only once the gateway can serve."""
         if not self.settings.reuse_port:
             await self.acceptor.open()
             return
@@ -212,7 +212,7 @@ class GatewayProcess(NodeProcess):
         self.runtime.every(READY_POLL_S, partial(self._follow_cordon, self._shared_address()))
 
     def _may_open(self) -> bool:
-        """Whether the gateway can serve; a cordoned one accepts connections too, to be called back into service."""
+        """Return whether the gateway can serve; a cordoned one accepts connections too, so that it can be uncordoned."""
         return self.edge.may_open and not self.lifecycle.signals_seen
 
     def _shared_address(self) -> SharedAddress:
@@ -220,14 +220,14 @@ class GatewayProcess(NodeProcess):
         return SharedAddress(self.acceptor, self._sharers(), listen_again, partial(is_deserted, *self._address))
 
     def _sharers(self) -> list[str]:
-        """The other gateways of this gateway's host and address."""
+        """Return the other gateways of this gateway's host and address."""
         loaded, own = self.plan.loaded, self.plan.node
         others = [node for node in loaded.config.of_role("gateway") if node.host == own.host and node != own]
         sections = {node.name: loaded.section(node) for node in others}
         return [name for name, section in sections.items() if (section.http_host, section.http_port) == self._address]
 
     def _follow_cordon(self, address: SharedAddress) -> None:
-        """Leave the shared address before calls are refused, and come back; see `gateway.http.reuse_port`."""
+        """Leave the shared address before calls are refused, and return later; see `gateway.http.reuse_port`."""
         node = self.runtime.node
         if self.lifecycle.signals_seen:
             return
@@ -237,7 +237,7 @@ class GatewayProcess(NodeProcess):
             self.runtime.handle(RestWanted(True))
 
     async def _announce(self) -> None:
-        """Report to systemd once all is there that /ready asks for, and until then what is missing."""
+        """Report readiness to systemd once everything that /ready requires is there, and until then what is missing."""
         reported_at = -math.inf
         while not self._may_open():
             detail = self.edge.health()[1]
@@ -251,7 +251,7 @@ class GatewayProcess(NodeProcess):
         self.report_ready()
 
     def begin_drain(self) -> None:
-        """At a shared address, serve the clients that connected before it was left; then the drain refuses new calls."""
+        """Serve the clients that connected before a shared address was left; then the drain refuses new calls."""
         if not self.settings.reuse_port:
             self.drain()
             return
@@ -262,7 +262,7 @@ class GatewayProcess(NodeProcess):
         self.edge.drain()
         super().drain()
 
-    # --- the edge's backing; see `gateway.http.http_calls.Backing`
+    # --- the edge's `Backing`; see `gateway.http.http_calls`
 
     def inject(self, event: FromClient) -> None:
         self.runtime.handle(event)
@@ -323,7 +323,8 @@ class GatewayProcess(NodeProcess):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: this process has its own, which drain first. A `Door` accepts its connections."""
+    """uvicorn without its signal handlers, since this process drains first. The acceptor of the gateway takes its
+    connections."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

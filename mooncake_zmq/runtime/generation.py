@@ -1,7 +1,7 @@
-"""A vLLM server's answers: carries out `Generate` over HTTP, every stream in one thread. It decides nothing.
+"""Executes `Generate` at a vLLM server over HTTP, all streams in one thread. It decides nothing.
 
 vLLM's `/inference/v1/generate` (`--enable-scale-out`) takes token ids and streams token ids as server-sent events. Hanging up
-ends a request there. Everything that comes is held against a bound: the server is another program.
+ends a request there. Everything received is checked against a limit: the server is another program.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ GENERATE = "/inference/v1/generate"
 ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False}}
 """The shortest request."""
 MAX_LINE_BYTES = 256 << 10
-"""One event; those that we ask for take about 300 bytes."""
+"""Longest event; those that we request take about 300 bytes."""
 MAX_ERROR_BYTES = 4096
 SHOWN_CHARACTERS = 300
 SEED_LIMIT = (1 << 63) - 1
@@ -49,7 +49,7 @@ Emit = Callable[[WorkProgress | WorkDone], None]
 
 
 class Nonsense(Exception):
-    """What came is no answer of vLLM's: in one line."""
+    """An invalid answer of vLLM; the text is one line."""
 
 
 class _Choice(Struct, frozen=True):
@@ -66,7 +66,7 @@ class _Usage(Struct, frozen=True):
 
 
 class _Chunk(Struct, frozen=True):
-    """One event, as far as we look at it."""
+    """One event, as far as we use it."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -78,14 +78,14 @@ DONE = b"[DONE]"
 
 
 class EventLines:
-    """Cuts what arrives into the data of server-sent events, of which each of vLLM's is one line."""
+    """Split received bytes into the data of server-sent events, of which each of vLLM's is one line."""
 
     def __init__(self, max_bytes: int = MAX_LINE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._rest = b""
 
     def feed(self, raw: bytes) -> Iterator[bytes]:
-        """The data that is whole now. Raises Nonsense."""
+        """Yield the complete data so far. Raises Nonsense."""
         *lines, self._rest = (self._rest + raw).split(b"\n")
         if len(self._rest) > self._max_bytes or any(len(line) > self._max_bytes for line in lines):
             raise Nonsense(f"vLLM sends a line of more than {self._max_bytes} bytes")
@@ -97,18 +97,19 @@ class EventLines:
 
 @dataclass(slots=True)
 class Answer:
-    """One stream of events, read so far: what may be told at once, and what waits for the end. `limit`: tokens asked for."""
+    """One stream of events, read so far: what may be reported at once, and what waits for the end. `limit`: tokens
+    requested."""
 
     limit: int
     ready: list[int] = field(default_factory=list)
     last: tuple[int, ...] | None = None
-    """Those of the event with which the output ended."""
+    """Tokens of the event with which the output ended."""
     reused: int = 0
     done: bool = False
     _count: int = 0
 
     def take(self, data: bytes) -> None:
-        """One event's data. Raises Nonsense."""
+        """Take one event's data. Raises Nonsense."""
         if data == DONE or self.done:
             self.done = True
             return
@@ -130,7 +131,7 @@ class Answer:
         if choice.finish_reason is None:
             self.ready += tokens
         elif choice.finish_reason in ("stop", "length"):
-            # Of many at once all but the last piece is told as progress: a message holds no more.
+            # Of many tokens at once all but the last piece is reported as progress: a message holds no more.
             self.ready += tokens[:-MAX_RUN]
             self.last = tuple(tokens[-MAX_RUN:])
         else:
@@ -149,7 +150,8 @@ def _shown(text: str) -> str:
 
 
 def request_body(work: Generate) -> bytes:
-    """What `/inference/v1/generate` is asked. The root of the keys is the salt of vLLM's cache: tenants share none of it."""
+    """Return the body for `/inference/v1/generate`. The root of the keys is the salt of vLLM's cache: tenants share none of
+    it."""
     sampling, stop = work.sampling, work.stop
     left = stop.max_tokens - work.count
     parameters: dict[str, Any] = {
@@ -169,7 +171,7 @@ def request_body(work: Generate) -> bytes:
     if sampling.logit_bias:
         parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if sampling.temperature > 0:
-        # vLLM's generator counts draws, not positions: an answer that goes on elsewhere must not begin with the same ones.
+        # vLLM's generator counts draws, not positions: a continued answer must not begin with the same draws.
         parameters["seed"] = (sampling.seed + work.count) & SEED_LIMIT
     body: dict[str, Any] = {
         "token_ids": unpack_tokens(work.tokens),
@@ -184,7 +186,7 @@ def request_body(work: Generate) -> bytes:
 
 
 class Generation:
-    """Carries out the works of a node beside vLLM: `start` and `cancel` from the runtime's thread, `emit` from its own."""
+    """Execute the works of a node beside vLLM: `start` and `cancel` from the runtime's thread, `emit` from its own."""
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class Generation:
         on_crash: Callable[[BaseException], None],
         subscribe: Callable[[Tell], KvSubscriber] | None = None,
     ) -> None:
-        """`subscribe`: begins to hear vLLM's KV events, for `WatchEngine`."""
+        """`subscribe`: begins to receive vLLM's KV events, for `WatchEngine`."""
         self._url = url.rstrip("/")
         self._subscribe = subscribe
         self._subscriber: KvSubscriber | None = None
@@ -203,7 +205,7 @@ class Generation:
         self._emit = emit
         self._on_crash = on_crash
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """Of the own thread."""
+        """Running works; for the own thread only."""
         self._loop = asyncio.new_event_loop()
         self._client = _client(self._url, connect_s)
         self._closed = False
@@ -211,7 +213,7 @@ class Generation:
         self._thread.start()
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None:
-        """It ends with exactly one `WorkDone`, whatever happens; a watch, with the process."""
+        """Start a work, which ends with exactly one `WorkDone` in any case; a watch ends with the process."""
         assert not self._closed, "closed"
         if isinstance(work, WatchEngine):
             assert self._subscribe is not None, "nothing to hear"
@@ -220,7 +222,7 @@ class Generation:
         self._loop.call_soon_threadsafe(self._begin, work_id, work, deadline_s)
 
     def cancel(self, work_id: int) -> None:
-        """Hang up; a work that has ended is none."""
+        """Hang up on a work, unless it has ended."""
         self._loop.call_soon_threadsafe(self._cancel, work_id)
 
     def close(self) -> None:
@@ -236,7 +238,7 @@ class Generation:
         self._thread.join()
         self._loop.close()
 
-    # A node beside vLLM holds no blocks: who has slots and sequences of its own is `runtime.executor.executor`.
+    # A node beside vLLM holds no blocks; `runtime.executor.executor` is for nodes with slots and sequences.
 
     def fence(self, generations: tuple[tuple[int, int], ...]) -> None:
         raise AssertionError("no segment here")
@@ -250,10 +252,10 @@ class Generation:
         raise AssertionError("no sequences here")
 
     def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None:
-        """Peers' segments are nothing to it."""
+        """Do nothing: peers' segments are not read."""
 
     def forget_peer(self, name: str) -> None:
-        """Likewise."""
+        """Do nothing: peers' segments are not read."""
 
     # --- the own thread
 
@@ -320,14 +322,14 @@ class Generation:
             async for raw in response.aiter_raw():
                 for data in lines.feed(raw):
                     answer.take(data)
-                self._tell(work_id, answer)
+                self._report(work_id, answer)
                 if answer.done:
                     break
         if answer.last is None:
             raise Nonsense("vLLM hung up in mid-answer")
         return Generated(answer.last, answer.reused)
 
-    def _tell(self, work_id: int, answer: Answer) -> None:
+    def _report(self, work_id: int, answer: Answer) -> None:
         while answer.ready:
             self._emit(WorkProgress(work_id, TokensGenerated(tuple(answer.ready[:MAX_RUN]))))
             del answer.ready[:MAX_RUN]
@@ -337,7 +339,7 @@ JSON = {"content-type": "application/json"}
 
 
 def _client(url: str, connect_s: float) -> httpx.AsyncClient:
-    """Its own way to vLLM: no proxy that the environment names, and as many streams as the actor begins."""
+    """Return a client of vLLM that ignores the environment's proxies and allows as many streams as the actor begins."""
     return httpx.AsyncClient(
         base_url=url,
         timeout=connect_s,

@@ -5,17 +5,17 @@
     subscriber DEALER --- ["", first number wanted] -----------------> ROUTER
                       <-- ["", number, payload] ... ["", -1, ""] -----
 
-Batches are numbered from 0 in each life of the process, and batch 0 says that all blocks are cleared. PUB may lose batches,
-a subscriber sees that by the gap and asks for them again. A batch the publisher itself had to drop is such a gap too, which
-no replay fills: the subscriber then has to forget this pool.
+Batches are numbered from 0 in each incarnation of the process, and batch 0 reports that all blocks are cleared. PUB may lose
+batches; a subscriber detects that by the gap and requests them again. A batch that the publisher itself had to drop is such a
+gap too, which no replay fills: the subscriber then has to forget this pool.
 
-For a subscriber that reads too slowly `subscriber_bytes` are queued; what is published while its queue is full is not sent to
-it, which is a gap as well, for replay. `MAX_SUBSCRIBERS` may subscribe, and `MAX_SUBSCRIBERS_PER_KEY` with the key of one
-name; a further one is cut. So all queues together are bounded in bytes, and one key does not take every place.
+Up to `subscriber_bytes` are queued for a subscriber that reads too slowly; what is published while its queue is full is not
+sent to it, which is a gap as well, for replay. `MAX_SUBSCRIBERS` may subscribe, and `MAX_SUBSCRIBERS_PER_KEY` with the key of
+one name; a further one is cut. So all queues together are bounded in bytes, and one key does not take every place.
 
-A PUB remembers whatever anybody subscribes to. This one is told of it, one subscription at a time, and cuts off who asks for
-more than `MAX_FOREIGN` topics that are never published here. Who only hears shows his key but once, when he subscribes: each
-second it is asked whether that key still lets him in.
+A PUB keeps every subscription. This one inspects each subscription, and cuts a subscriber of more than `MAX_FOREIGN` topics
+that are never published here. A subscriber shows its key only once, when it subscribes: every second it is checked whether that
+key is still accepted.
 """
 
 import os
@@ -37,18 +37,18 @@ log = structlog.get_logger()
 NUMBER_BYTES = 8
 END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 BATCHES_PER_TURN = 256
-"""Batches published, and replayed to each, before the others get their turn."""
+"""Batches published, and replayed to each subscriber, before the others get their turn."""
 REQUESTS_PER_TURN = 256
 MAX_REQUEST_BYTES = 256
 MAX_REPLAYS = 16
-"""Replays at a time; a request past it is dropped and counted."""
+"""Most replays at a time; a further request is dropped and counted."""
 REPLAY_HWM = 64
-"""Batches queued for one replay; the rest waits here, where all replays share it."""
+"""Batches queued for one replay; the remaining ones wait here, where all replays share them."""
 REPLAY_RETRY_MS = 20
 REPLAY_STALL_S = 10.0
-"""A subscriber that takes nothing for this long is given up."""
+"""A subscriber that takes nothing for this long is dropped."""
 MAX_FOREIGN = 64
-"""A subscriber of several publishers tells each of them all its topics."""
+"""Most other topics of a subscriber; one of several publishers sends each of them all its topics."""
 MAX_SUBSCRIBERS = 32
 MAX_SUBSCRIBERS_PER_KEY = 8
 COUNTS = (
@@ -66,7 +66,7 @@ COUNTS = (
 
 @dataclass(slots=True)
 class _Replay:
-    """Batches `[number, stop)` are still to be sent, and the end marker after them. `shown`: whose key who asked has shown."""
+    """Batches `[number, stop)` still to be sent, and the end marker after them. `shown`: the key of the requester."""
 
     number: int
     stop: int
@@ -75,7 +75,7 @@ class _Replay:
 
 
 class _Kept:
-    """The newest payloads, kept for replay by number: of `[first, stop)` all but those dropped unsent."""
+    """Hold the newest payloads for replay, by number: `[first, stop)` except those dropped unsent."""
 
     def __init__(self, max_steps: int, max_bytes: int) -> None:
         self._max_steps, self._max_bytes = max_steps, max_bytes
@@ -94,7 +94,7 @@ class _Kept:
 
 
 class KvEventPublisher:
-    """`publish` is for the runtime's thread; a thread of its own encodes, sends and replays, until closed."""
+    """Publish events; `publish` is for the runtime's thread, and a separate thread encodes, sends and replays, until closed."""
 
     def __init__(
         self,
@@ -111,9 +111,9 @@ class KvEventPublisher:
         on_crash: Callable[[BaseException], None],
         sockets: Sockets | None = None,
     ) -> None:
-        """`format`: see `EventFormat`. `buffer_steps`, `buffer_bytes`: what is kept for replay, the newest. `subscriber_bytes`:
+        """`format`: see `EventFormat`. `buffer_steps`, `buffer_bytes`: the newest batches, kept for replay. `subscriber_bytes`:
         queued for a subscriber before it loses batches. `queue_bytes`: of batches published and not sent yet. `on_crash` is
-        called from the thread. `sockets`: the process's; else one's own. Raises BadEndpoint."""
+        called from the thread. `sockets`: the process's; else own ones. Raises BadEndpoint."""
         self.counts = dict.fromkeys(COUNTS, 0)
         self._encoder = EventEncoder(EventFormat(format), block_tokens)
         self._topic = topic.encode()
@@ -123,17 +123,17 @@ class KvEventPublisher:
         self._queue: deque[tuple[int, float, tuple[KvEvent, ...]]] = deque()
         self._next_number = 0
         self._guard = threading.Lock()
-        """Of `_queue`, `_queued_bytes`, `_next_number` and the count of what was dropped."""
+        """Guards `_queue`, `_queued_bytes`, `_next_number` and the count of dropped batches."""
         self._queued_bytes = 0
         self._replays: dict[bytes, _Replay] = {}
         self._foreign: Counter[int] = Counter()
-        """Topics subscribed to that are not ours, by the connection's descriptor."""
+        """Number of subscriptions to other topics, by the connection's descriptor."""
         self._subscribers: dict[int, str] = {}
-        """Whose key each subscriber has shown (see `Sockets.holder`), by the connection's descriptor; without keys nobody's.
-        Those that have left stay until somebody new subscribes."""
+        """Key that each subscriber has shown (see `Sockets.holder`), by the connection's descriptor; empty without keys.
+        Closed connections are removed at the next new subscription."""
         self._looked_at = 0.0
         self._connections: dict[zmq.Socket[bytes], Connections] = {}
-        """Of those sockets that listen on TCP."""
+        """Connections of those sockets that listen on TCP."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._sockets = (sockets or Sockets(io_threads=1)).borrow()
@@ -146,14 +146,15 @@ class KvEventPublisher:
             os.close(self._wake)
             raise
         self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
-        """Where it publishes, a wildcard port resolved."""
+        """Endpoint of the publisher, with a wildcard port resolved."""
         self.replay_endpoint = self._router.get_string(zmq.LAST_ENDPOINT) if self._router else ""
         self.publish((AllBlocksCleared(),))
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
     def publish(self, events: tuple[KvEvent, ...]) -> None:
-        """Send these events soon, in as many batches as it takes. Never blocks: where the queue is full its oldest goes."""
+        """Queue these events for sending, in as many batches as needed. Never blocks: where the queue is full the oldest are
+        dropped."""
         batches = self._encoder.batches(events)
         now = time.time()
         with self._guard:
@@ -167,7 +168,7 @@ class KvEventPublisher:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Stop; what was not sent yet is lost, as is the pool for its subscribers. May be called twice."""
+        """Stop; unsent batches are lost, as is the pool for its subscribers. May be called twice."""
         if self._wake >= 0:
             self._stopping = True
             os.eventfd_write(self._wake, 1)
@@ -192,10 +193,10 @@ class KvEventPublisher:
         if kind == zmq.ROUTER:
             socket.router_mandatory = True
         else:
-            socket.xpub_verboser = True  # of each subscriber, not of the first and the last alone
-            # ZeroMQ takes subscriptions for as long as any are there, and we would never get to look at them: on TCP
-            # `Connections` cuts who sends so many.
-            # With 1, libzmq 4.3.5 never reads on from a connection that was let in by its key.
+            socket.xpub_verboser = True  # of each subscriber, not only the first and the last
+            # ZeroMQ takes subscriptions for as long as any are there, and we would never see them: on TCP
+            # `Connections` cuts a peer that sends so many.
+            # With 1, libzmq 4.3.5 stops reading from a connection that was accepted by its key.
             socket.rcvhwm = 2
         if endpoint.startswith("tcp://"):
             self._connections[socket] = Connections(socket, self.counts, self._on_crash)
@@ -228,24 +229,24 @@ class KvEventPublisher:
             log.critical("kv_events_crashed", exc_info=error)
 
     def _timeout_ms(self) -> int | None:
-        # A ROUTER polls as writable while any one peer is, so that waiting for POLLOUT would spin beside a stuck one.
+        # A ROUTER polls as writable while any one peer is, so waiting for POLLOUT would spin beside a blocked one.
         if self._replays:
             return REPLAY_RETRY_MS
-        return int(REFRESH_S * 1000) if any(self._subscribers.values()) else None  # in time for a key that is dropped
+        return int(REFRESH_S * 1000) if any(self._subscribers.values()) else None  # in time for a dropped key
 
     def _read_subscriptions(self) -> bool:
-        """True: more may be waiting."""
+        """Read subscriptions; return True if more may be waiting."""
         for _ in range(REQUESTS_PER_TURN):
             message = receive(self._pub, self._connections.get(self._pub))
             if message is None:
                 return False
-            told, descriptor = message[0].bytes, came_by(message[0])
-            if told[:1] == b"\0" or descriptor < 0:  # he has gone
+            subscription, descriptor = message[0].bytes, came_by(message[0])
+            if subscription[:1] == b"\0" or descriptor < 0:  # the connection is closed
                 continue
-            if told[:1] == b"\1" and not self._takes(descriptor, self._shown_by(self._pub, message[0])):
+            if subscription[:1] == b"\1" and not self._takes(descriptor, self._shown_by(self._pub, message[0])):
                 self._cut(descriptor)
                 continue
-            if told[:1] == b"\1" and self._topic.startswith(told[1:]):
+            if subscription[:1] == b"\1" and self._topic.startswith(subscription[1:]):
                 continue
             self._foreign[descriptor] += 1
             if self._foreign[descriptor] > MAX_FOREIGN:
@@ -254,7 +255,7 @@ class KvEventPublisher:
         return True
 
     def _takes(self, descriptor: int, shown: str) -> bool:
-        """Note a subscriber, new or known; False: there are as many as there may be."""
+        """Record a subscriber, new or known; return False at the limit."""
         if descriptor not in self._subscribers:
             self._subscribers = {each: of for each, of in self._subscribers.items() if stands(self._pub, each)}
             of_name = sum(_name(of) == _name(shown) for of in self._subscribers.values()) if shown else 0
@@ -269,7 +270,7 @@ class KvEventPublisher:
         cut(self._pub, descriptor)
 
     def _cut_dropped(self, now: float) -> None:
-        """A number may be another connection's by now: who is cut wrongly connects anew."""
+        """Cut subscribers whose keys were dropped. A descriptor may belong to another connection by now, which reconnects."""
         if now - self._looked_at < REFRESH_S:
             return
         self._looked_at = now
@@ -282,7 +283,7 @@ class KvEventPublisher:
                 self.counts["replays_dropped"] += 1
 
     def _shown_by(self, socket: "zmq.Socket[bytes]", frame: zmq.Frame) -> str:
-        """Empty without keys."""
+        """Return the key that a connection has shown; empty without keys."""
         keyed = socket in self._connections and self._sockets.keys is not None
         return str(frame.get(USER_ID)) if keyed else ""
 
@@ -290,7 +291,7 @@ class KvEventPublisher:
         return not shown or bool(self._sockets.holder("events", shown))
 
     def _publish_some(self) -> bool:
-        """True: more is queued."""
+        """Publish queued batches; return True if more are queued."""
         for _ in range(BATCHES_PER_TURN):
             with self._guard:
                 if not self._queue:
@@ -305,7 +306,7 @@ class KvEventPublisher:
         return True
 
     def _receive_requests(self, router: "zmq.Socket[bytes]") -> bool:
-        """True: more may be waiting."""
+        """Receive requests for replays; return True if more may be waiting."""
         for _ in range(REQUESTS_PER_TURN):
             message = receive(router, self._connections.get(router))
             if message is None:
@@ -320,12 +321,12 @@ class KvEventPublisher:
             else:
                 self.counts["replays"] += 1
                 start = int.from_bytes(frames[1], "big")
-                # What is published from now on the subscriber hears anyway: a replay need not chase it.
+                # Later batches reach the subscriber anyway: a replay need not include them.
                 self._replays[peer] = _Replay(start, self._kept.stop, time.monotonic(), shown)
         return True
 
     def _replay_some(self, router: "zmq.Socket[bytes]", now: float) -> bool:
-        """True: a replay could go on at once."""
+        """Continue the replays; return True if one could continue at once."""
         busy = False
         for peer, replay in list(self._replays.items()):
             try:
@@ -343,7 +344,7 @@ class KvEventPublisher:
         return busy
 
     def _send_some(self, router: "zmq.Socket[bytes]", peer: bytes, replay: _Replay, now: float) -> bool:
-        """True: the end marker is sent. Raises ZMQError where `peer` takes no more."""
+        """Continue one replay; return True once the end marker is sent. Raises ZMQError where `peer` takes no more."""
         replay.number = max(replay.number, self._kept.first)
         for _ in range(BATCHES_PER_TURN):
             if replay.number >= replay.stop:

@@ -1,7 +1,7 @@
-"""Hears the KV events that a vLLM publishes over ZeroMQ, in a thread of its own. It decides nothing: what was missed is asked
-for again where vLLM replays, and where that does not help, all that was heard is taken back.
+"""Receives the KV events that a vLLM publishes over ZeroMQ, in a thread of its own. Missed events are requested again where
+vLLM replays; where that does not help, all blocks are reported as cleared.
 
-See `kv_events` for the other side, and for what goes over the wire.
+See `kv_events` for the other side, and for the messages.
 """
 
 import threading
@@ -16,30 +16,30 @@ from mooncake_zmq.runtime.kv_events import END, NUMBER_BYTES
 log = structlog.get_logger()
 
 HWM = 1000
-"""Batches that wait here; of more, some are lost, and asked for again."""
+"""Most batches queued here; beyond that some are lost, and requested again."""
 POLL_MS = 200
 REPLAY_MS = 2000
-"""A replay that is silent for so long has ended."""
+"""Silence that ends a replay."""
 
 Tell = Callable[[tuple[EngineEvent, ...]], None]
 
 
 class KvSubscriber:
-    """`tell` is called from the thread, in the order in which vLLM numbered its batches."""
+    """Receive events; `tell` is called from the thread, in the order in which vLLM numbered its batches."""
 
     def __init__(
         self, endpoint: str, *, replay_endpoint: str, topic: str, tell: Tell, on_crash: Callable[[BaseException], None]
     ) -> None:
-        """Raises zmq.ZMQError for an endpoint that is none."""
+        """Raise zmq.ZMQError for an invalid endpoint."""
         self.counts = {"batches": 0, "gaps": 0, "garbage": 0, "cleared": 0, "replayed": 0}
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
-        self._tell = tell
+        self._report = tell
         self._on_crash = on_crash
         self._next = 0
-        """The number of the batch that comes next."""
+        """The number of the next batch."""
         self._time_s = 0.0
-        """Of the last one, by vLLM's clock."""
+        """Time of the latest batch, by vLLM's clock."""
         self._stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -84,17 +84,17 @@ class KvSubscriber:
         if number < self._next:
             if batch is not None and batch.time_s <= self._time_s:
                 return  # a replay brought it already
-            self._begin_anew(0)  # numbers begin anew with each life of vLLM
+            self._begin_anew(0)  # numbers begin anew with each incarnation of vLLM
         if number > self._next:
             self.counts["gaps"] += 1
             self._catch_up()
-        if number > self._next:  # it cannot be filled
+        if number > self._next:  # the gap cannot be filled
             self._begin_anew(number)
         if number == self._next:
             self._take(batch)
 
     def _catch_up(self) -> None:
-        """Ask for everything from the next batch on, as far as vLLM keeps it."""
+        """Request everything from the next batch on, as far as vLLM keeps it."""
         if not self._replay_endpoint:
             return
         dealer = self._context.socket(zmq.DEALER)
@@ -118,7 +118,7 @@ class KvSubscriber:
     def _replayed(self, number: int, payload: bytes) -> None:
         if number < self._next:
             return
-        if number > self._next:  # it no longer has what is between
+        if number > self._next:  # vLLM no longer has the batches between
             self._begin_anew(number)
         self.counts["replayed"] += 1
         self._take(self._decoded(payload))
@@ -132,7 +132,7 @@ class KvSubscriber:
             return None
 
     def _take(self, batch: EngineBatch | None) -> None:
-        """The next one. Garbage may have told of blocks that are gone."""
+        """Take the next batch. An invalid one may have removed blocks, so all are cleared."""
         self.counts["batches"] += 1
         if batch is None:
             self._begin_anew(self._next + 1)
@@ -140,10 +140,10 @@ class KvSubscriber:
         self._next += 1
         self._time_s = batch.time_s
         if batch.events:
-            self._tell(batch.events)
+            self._report(batch.events)
 
     def _begin_anew(self, number: int) -> None:
-        """What was heard counts no more."""
+        """Clear everything received so far."""
         self._next = number
         self.counts["cleared"] += 1
-        self._tell((EngineCleared(),))
+        self._report((EngineCleared(),))

@@ -19,22 +19,22 @@ from mooncake_zmq.transfer.shared_memory import sweep
 log = structlog.get_logger()
 
 PARENT_VARIABLE = "MOONCAKE_ZMQ_PARENT"
-"""The pid of the `up` that started this process: when that dies, this one drains."""
+"""The pid of the `up` that started this process; when that ends, this process drains."""
 PR_SET_PDEATHSIG = 1
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 PRIVATE_UMASK = 0o077
-"""ZeroMQ makes sockets, and SQLite and others make files, with the permissions that this leaves: none for other users."""
+"""ZeroMQ creates sockets, and SQLite and others create files, with the permissions that this leaves: none for other users."""
 
 
 class Lifecycle:
-    """Holds the node's lock, and knows which signals and which crash the process has seen."""
+    """Hold the node's lock, and record which signals and which crash the process had."""
 
     def __init__(self, cluster: ClusterSettings, name: str, stack: ExitStack) -> None:
-        """Raises ConfigError and ProcessLockError. `stack` releases the lock."""
+        """Raise ConfigError or ProcessLockError. `stack` releases the lock."""
         self.drain_timeout_s = cluster.drain_timeout_s
         self.signals_seen = 0
         self.drain_until = 0.0
-        """Monotonic time by which all that is done before the end must have ended; 0: there is no time for any."""
+        """Monotonic time by which everything before the end must be done; 0: no time is left for anything."""
         self.crash: BaseException | None = None
         self._runtime: ZmqRuntime | None = None
         runtime_dir = Path(cluster.runtime_dir)
@@ -49,7 +49,7 @@ class Lifecycle:
             log.warning("stale_segment_removed", path=str(swept))
 
     def attend(self, runtime: ZmqRuntime, begin_drain: Callable[[], None]) -> None:
-        """From here on a signal drains the runtime: `begin_drain` is called in its thread. A second signal stops it."""
+        """Let a signal drain the runtime from here on: `begin_drain` is called in its thread. A second signal stops it."""
         self._runtime = runtime
 
         def on_signal(_number: int, _frame: object) -> None:
@@ -80,12 +80,12 @@ class Lifecycle:
             self._runtime.call(self._runtime.stop)
 
     def is_urgent(self) -> bool:
-        """Whether a second signal came: all waiting ends."""
+        """Whether a second signal arrived: all waiting ends."""
         return self.signals_seen > 1
 
 
 def make_private(runtime_dir: Path) -> None:
-    """Make the directory of sockets and locks, for this user alone; raises ConfigError where another user has access."""
+    """Create the directory of sockets and locks, for this user only; raises ConfigError where another user has access."""
     try:
         make_own_directory(runtime_dir)
     except OSError as error:
@@ -103,7 +103,8 @@ def follow_parent() -> None:
 
 
 def _handle_early_signals() -> None:
-    """Until the loop runs: a request for a dump does not kill, and one to stop still releases everything."""
+    """Handle signals until the loop runs: a request for a dump does not kill, and a request to stop still releases
+    everything."""
 
     def leave(_number: int, _frame: object) -> None:
         raise SystemExit(0)
@@ -116,10 +117,10 @@ def _handle_early_signals() -> None:
 
 
 def _drain_with_parent() -> None:
-    """Drain when the `up` that started this process dies, for whatever reason."""
+    """Drain when the `up` that started this process ends for any reason."""
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None:
         return
     follow_parent()
-    if os.getppid() != int(parent):  # it died before the kernel was asked
+    if os.getppid() != int(parent):  # it ended before the kernel was asked
         raise ConfigError("the process that started this one is gone")

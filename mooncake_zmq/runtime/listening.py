@@ -10,7 +10,7 @@ class PortInUse(OSError):
 
 
 def claim(host: str, port: int, *, share: bool) -> socket.socket:
-    """A socket that is bound to an address for HTTP and does not listen yet; raises PortInUse.
+    """Return a socket that is bound to an address for HTTP and does not listen yet; raises PortInUse.
 
     With `share` other processes of this user that share the address too may bind it; the kernel refuses all others.
     """
@@ -21,7 +21,7 @@ def claim(host: str, port: int, *, share: bool) -> socket.socket:
 
 
 def is_deserted(host: str, port: int) -> bool:
-    """Whether no socket listens on the address: one that does keeps others from binding it, unless they share it too."""
+    """Return whether no socket listens on the address: one that does keeps others from binding it, unless they share it too."""
     try:
         claim(host, port, share=False).close()
     except PortInUse:
@@ -30,7 +30,7 @@ def is_deserted(host: str, port: int) -> bool:
 
 
 def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
-    """A listening socket for HTTP; raises PortInUse."""
+    """Return a listening socket for HTTP; raises PortInUse."""
     listener = claim(host, port, share=share)
     try:
         listener.listen(HTTP_BACKLOG)

@@ -1,4 +1,4 @@
-"""What a process knows of the cluster's model. Those with an engine have its weights prepared; the others never do."""
+"""The cluster's model as a process knows it. Processes with an engine have its weights prepared, the others never do."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 WAIT_S = 3600.0
-"""How long a process waits for an engine of its host to have prepared the model: a large one is downloaded and converted."""
+"""How long a process waits until an engine of its host has prepared the model: a large one is downloaded and converted."""
 WHAT_TO_DO = (
     "it does not download or convert a model: set model.card to the file that 'mooncake-zmq model card MODEL' "
     "prints where the model is"
@@ -29,17 +29,19 @@ WHAT_TO_DO = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Before any weight is mapped. `path`: the prepared directory, "toy", or what holds the tokenizer beside a card."""
+    """A model before its weights are mapped. `path`: the prepared directory, "toy", or the directory of the tokenizer and
+    card."""
 
     path: Path
     card: ModelCard
     max_model_len: int
     foreign: bool = False
-    """Another program computes it, in KV of its own: blocks of ours are as small as can be, and nobody has any."""
+    """Whether another program computes the model, in KV of its own: our blocks are then as small as possible, and none
+    exist."""
 
     @property
     def spec(self) -> ModelSpec:
-        """Shape and identity."""
+        """Shape and identity of the model."""
         return self.card.spec
 
     @property
@@ -63,7 +65,7 @@ class Model:
 
 
 def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = time.sleep) -> Model:
-    """As `node`'s role needs it: an engine has the model prepared, the others read its card. Raises ModelError."""
+    """Return the model as `node`'s role needs it: an engine has it prepared, the others read its card. Raises ModelError."""
     if config.model.engine == "vllm":
         from mooncake_zmq.engine.described import describe
 
@@ -73,12 +75,12 @@ def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = t
     if config.model.card:
         return _of_card(config, Path(config.model.card).expanduser(), with_tokenizer=node.role == "gateway")
     if node.role in ENGINE_ROLES:
-        return prepared(config)  # a modelled one has no use for the weights, but needs the model's fingerprint
+        return prepared(config)  # a modelled engine does not use the weights, but needs the model's fingerprint
     return _model(config, _prepared_by_another(config, node, sleep))
 
 
 def prepared(config: Config, backend: Backend = "numpy") -> Model:
-    """Convert the model if nobody has yet. Raises ModelError."""
+    """Return the prepared model, converting it if it is not yet. Raises ModelError."""
     from mooncake_zmq.engine.prepare import prepare, remove_former  # maps BLAS: only after the thread count is set
 
     said = ""
@@ -118,7 +120,7 @@ def _bounded(config: Config, path: Path, card: ModelCard) -> Model:
 
 
 def _prepared_by_another(config: Config, node: NodeSettings, sleep: Callable[[float], None]) -> Path:
-    """The prepared directory, once an engine of this machine has made it. Raises ModelError where none will."""
+    """Return the prepared directory, once an engine of this machine has created it. Raises ModelError where none will."""
     from mooncake_zmq.engine.prepare import is_prepared, located
 
     try:
@@ -141,6 +143,7 @@ def _prepared_by_another(config: Config, node: NodeSettings, sleep: Callable[[fl
 
 
 def _has_engine_beside(config: Config, node: NodeSettings) -> bool:
-    """Does an engine share `node`'s machine? One of its host does, and so does one that is reached over an ipc socket."""
+    """Return whether an engine shares `node`'s machine: one of its host does, and so does one that is reached over an ipc
+    socket."""
     engines = config.of_role(*ENGINE_ROLES)
     return any(engine.host == node.host or config.endpoint(engine).startswith("ipc://") for engine in engines)

@@ -1,4 +1,4 @@
-"""A node as its deployment's file and its model describe it, before any part of it is opened."""
+"""A node as the deployment's file and its model define it, before any component of it is opened."""
 
 import time
 from dataclasses import dataclass, replace
@@ -30,7 +30,8 @@ class NodePlan:
 
     @classmethod
     def learn(cls, loaded: Loaded, node: NodeSettings) -> "NodePlan":
-        """May take long: an engine's model is downloaded and converted. Raises ConfigError and ModelError."""
+        """Return the plan of a node. May take long: an engine's model is downloaded and converted. Raises ConfigError and
+        ModelError."""
         if node.device == "cuda":
             _find_device(loaded, node)
         with notify.patience("waiting for the model"):
@@ -69,23 +70,23 @@ class NodePlan:
 
     @cached_property
     def peers(self) -> dict[str, NodeSettings]:
-        """The nodes that this one keeps a conversation with, by name."""
+        """Nodes that this one exchanges messages with, by name."""
         node, config = self.node, self.loaded.config
         vllm_parts = {self.loaded.section(each).part for each in config.of_role("vllm")}
-        talk = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True, apart=len(vllm_parts) > 1)
+        exchanges = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True, apart=len(vllm_parts) > 1)
         return {
             peer.name: peer
             for peer in config.nodes
-            if peer.name != node.name and talk(node.roles, node.host, peer.roles, peer.host)
+            if peer.name != node.name and exchanges(node.roles, node.host, peer.roles, peer.host)
         }
 
     @property
     def peer_endpoints(self) -> dict[str, str]:
-        """Where each of the peers listens."""
+        """Endpoints of the peers, by name."""
         return {name: self.loaded.config.endpoint(peer) for name, peer in self.peers.items()}
 
     def actor_settings(self) -> Any:
-        """The section of the role, with the names of nodes that the file leaves out."""
+        """Return the section of the role, with the names of nodes that the file omits."""
         config = self.loaded.config
         match self.node.role:
             case "gateway":
@@ -98,7 +99,7 @@ class NodePlan:
         return self.settings
 
     def session(self, incarnation: int, segment: SegmentRef | None) -> Session:
-        """A session that greets the peers as this node. `segment`: where they read its blocks."""
+        """Return a session that greets the peers as this node. `segment`: where they read its blocks."""
         node = self.node
         hello = Hello(
             protocol=PROTOCOL_VERSION,
@@ -122,7 +123,8 @@ class NodePlan:
         )
 
     def segment_slots(self, node: NodeSettings) -> int:
-        """Slots of the segment that `node` has in its role; 0: it has none. Raises ConfigError for one that is too small."""
+        """Return the number of slots of `node`'s segment in its role; 0: it has none. Raises ConfigError for one that is too
+        small."""
         setting, section = PARTS[node.role].segment_setting, node.role.replace("-", "_")
         slots = PARTS[node.role].segment_slots(self.loaded.section(node), self.layout)
         if setting and slots < 1:
@@ -137,13 +139,13 @@ class NodePlan:
 
 
 def check(loaded: Loaded, node: NodeSettings) -> None:
-    """Raise ConfigError where the node is not to start with these settings on this machine."""
+    """Raise ConfigError if the node must not start with these settings on this machine."""
     check_open(loaded, [node])
     check_local_reads(loaded, [node])
 
 
 def _find_device(loaded: Loaded, node: NodeSettings) -> None:
-    """Raise ConfigError for a device that is missing, before a model is prepared for it."""
+    """Raise ConfigError for a missing device, before a model is prepared for it."""
     from mooncake_zmq.engine.backend import array_namespace, keep_kernels_in
     from mooncake_zmq.engine.prepare import default_cache_dir
 

@@ -1,4 +1,4 @@
-"""The loop of one node as the operator and systemd see it: signals, watchdog, metrics, dumps and requests."""
+"""The loop of one node toward the operator and systemd: signals, watchdog, metrics, dumps and requests."""
 
 import gc
 import os
@@ -26,13 +26,13 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 CLOSE_S = 60.0
-"""Time after a drain for an SSD to get what DRAM alone holds, and for threads and memory to be released."""
+"""Time after a drain for an SSD to store what only DRAM holds, and for releasing threads and memory."""
 IN_LOOP_S = 5.0
 """How long another thread waits for the loop."""
 
 
 class NodeProcess:
-    """Everything that one incarnation of one node holds, except what its role adds."""
+    """Own everything that one incarnation of a node holds, except what its role adds."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts, self.plan, self.lifecycle = parts, parts.plan, parts.lifecycle
@@ -46,22 +46,22 @@ class NodeProcess:
 
     @property
     def next_role(self) -> Role | None:
-        """The role that the process is to take after this one; None: it ends."""
+        """Return the role that the process takes after this one; None: it ends."""
         return BECOMES[self.plan.node.role] if self.runtime.become else None
 
     def run(self) -> None:
-        """Serve until stopped, and raise the error that a worker thread died of, if one did."""
+        """Serve until stopped, and raise the error that ended a worker thread, if one did."""
         self.serve()
         log.info("stopped")
         if self.lifecycle.crash is not None:
             raise self.lifecycle.crash
 
     def serve(self) -> None:
-        """Open the role's parts and run the loop to its end."""
+        """Open the role's components and run the loop to its end."""
         raise NotImplementedError
 
     def make_actor(self, costs: Costs, disk: DiskContents | None = None) -> Actor:
-        """The actor of the node's role."""
+        """Create the actor of the node's role."""
         node = self.plan.node
         return make_actor(
             node.role,
@@ -82,7 +82,7 @@ class NodeProcess:
         observe: Observe | None = None,
         on_state: Callable[[str, StateTold], None] | None = None,
     ) -> Node:
-        """The actor behind its session; the arguments are those of `core.node.Node`."""
+        """Create the node of the actor and its session; the arguments are those of `core.node.Node`."""
         return Node(
             actor,
             self.plan.session(self.lifecycle.incarnation, segment),
@@ -93,14 +93,14 @@ class NodeProcess:
             on_state=on_state,
         )
 
-    # --- the end
+    # --- end
 
     def begin_drain(self) -> None:
-        """Called in the loop at the first signal."""
+        """Begin the drain; called in the loop at the first signal."""
         self.drain()
 
     def drain(self) -> None:
-        """Have the actor finish; the loop ends once it has."""
+        """Ask the actor to finish; the loop ends once it has."""
         log.info("draining")
         notify.stopping("draining", self.lifecycle.drain_timeout_s + CLOSE_S)
         self.runtime.drain()
@@ -108,7 +108,7 @@ class NodeProcess:
     # --- signals and the service manager
 
     def attend(self) -> None:
-        """Answer signals and the watchdog from here on."""
+        """Handle signals and the watchdog from here on."""
         runtime = self.runtime
         runtime.every(REFRESH_S, self._check_own_key)
         signal.signal(signal.SIGUSR1, lambda *_: runtime.call(lambda: self.files.write_dump(self.state())))
@@ -119,14 +119,15 @@ class NodeProcess:
         log.info("started", incarnation=self.lifecycle.incarnation, endpoint=runtime.endpoint, pid=os.getpid())
 
     def _check_own_key(self) -> None:
-        """Drain as at a signal once the operator dropped this node's own key."""
+        """Drain as at a signal once the operator removed this node's own key."""
         keys = self.parts.sockets.keys
         if keys is not None and keys.own_is_dropped and not self.lifecycle.signals_seen:
             log.error("own_key_dropped", path=str(keys.path))
             signal.raise_signal(signal.SIGTERM)
 
     def _feed_watchdog(self, limit_s: float) -> None:
-        """Called by the loop itself; silent while the engine's thread hangs: the service manager then ends the process."""
+        """Report to the watchdog from the loop; omitted while the engine's thread hangs, so that the service manager ends
+        the process."""
         overdue_s = self.overdue_s()
         if overdue_s > limit_s:
             log.error("engine_stuck", overdue_s=round(overdue_s, 1))
@@ -135,7 +136,7 @@ class NodeProcess:
         notify.alive(self._status())
 
     def overdue_s(self) -> float:
-        """How far the oldest work of an engine is past its deadline."""
+        """Return how far the oldest work of an engine is past its deadline."""
         return 0.0
 
     def _status(self) -> str:
@@ -146,18 +147,18 @@ class NodeProcess:
     def report_ready(self) -> None:
         """Log that the process serves, and report it to the service manager."""
         gc.collect()
-        gc.freeze()  # objects of the start stay to the end: the collector need not look at them again and again
+        gc.freeze()  # objects of the start remain: the collector need not scan them again
         log.info("ready")
         notify.ready("serving")
 
-    # --- the process as others see it
+    # --- state for operators and peers
 
     def facts(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Counts and gauges of this process."""
+        """Return counts and gauges of this process."""
         return self.parts.facts.of_process(self.runtime)
 
     def state(self) -> dict[str, Any]:
-        """The state of this process, for a dump."""
+        """Return the state of this process, for a dump."""
         node = self.plan.node
         about = {"node": node.name, "role": node.role, "incarnation": self.lifecycle.incarnation}
         return {**about, **self.runtime.dump(), **self.parts.facts.dump()}

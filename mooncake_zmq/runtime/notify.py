@@ -1,6 +1,7 @@
-"""What a process tells the service manager that started it, as sd_notify(3) has it; without one, nothing. It never listens.
+"""Messages of a process to the service manager that started it, by sd_notify(3); without one, nothing is sent or received.
 
-systemd gives a start and a stop a time, and kills who does not say that it lives. So what takes long says so while it lasts.
+systemd limits the time of a start and a stop, and kills a process that does not report in time. So long steps report while they
+last.
 """
 
 import contextlib
@@ -10,41 +11,41 @@ import threading
 from collections.abc import Iterator
 
 SEND_TIMEOUT_S = 1.0
-"""A manager that takes no message for this long misses one: nobody's request waits for it."""
+"""A manager that takes no message for this long misses it: no request waits for it."""
 EXTENSION_S = 60.0
-"""What a long step asks for at a time: this long after it last said so, the manager loses patience."""
+"""Time that a long step requests at once: the manager's timeout, counted from the last request."""
 AGAIN_S = 5.0
 LONGEST_S = 4 * 3600.0
-"""No step of a start takes longer: the largest model is downloaded and converted by then."""
+"""Longest step of a start, in which the largest model is downloaded and converted."""
 
 
 def ready(status: str) -> None:
-    """The process serves."""
-    _tell("READY=1", f"STATUS={_line(status)}")
+    """Report that the process serves."""
+    _send("READY=1", f"STATUS={_line(status)}")
 
 
 def status(text: str) -> None:
-    """One line for `systemctl status`."""
-    _tell(f"STATUS={_line(text)}")
+    """Set the line that `systemctl status` shows."""
+    _send(f"STATUS={_line(text)}")
 
 
 def alive(status: str) -> None:
-    """The watchdog's sign of life."""
-    _tell("WATCHDOG=1", f"STATUS={_line(status)}")
+    """Report to the watchdog that the process runs."""
+    _send("WATCHDOG=1", f"STATUS={_line(status)}")
 
 
 def waiting() -> None:
-    """A sign of life of what neither serves nor has given up yet: it asks for time until the next one."""
-    _tell(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1e6:.0f}", "WATCHDOG=1")
+    """Report that a process which does not serve yet is still working; extends its time until the next report."""
+    _send(f"EXTEND_TIMEOUT_USEC={EXTENSION_S * 1e6:.0f}", "WATCHDOG=1")
 
 
 def stopping(status: str, within_s: float) -> None:
-    """The process ends, and asks for `within_s` to do so."""
-    _tell("STOPPING=1", f"STATUS={_line(status)}", f"EXTEND_TIMEOUT_USEC={within_s * 1e6:.0f}")
+    """Report that the process ends, and request `within_s` for that."""
+    _send("STOPPING=1", f"STATUS={_line(status)}", f"EXTEND_TIMEOUT_USEC={within_s * 1e6:.0f}")
 
 
 def watchdog_s() -> float:
-    """Within which time the manager wants a sign of life; 0: it does not watch this process."""
+    """Return the watchdog's interval; 0: the manager does not watch this process."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     try:
@@ -55,7 +56,7 @@ def watchdog_s() -> float:
 
 @contextlib.contextmanager
 def patience(text: str) -> Iterator[None]:
-    """Ask for time for as long as the block runs, from a thread: what takes long in it need not know, but lets others run."""
+    """Request time while the block runs, from a thread: the block itself need not report, but has to let other threads run."""
     if not _manager():
         yield
         return
@@ -83,12 +84,12 @@ def _line(text: str) -> str:
 
 
 def _manager() -> str:
-    """Its socket's address; empty: there is none that could be told."""
+    """Return the address of the manager's socket; empty if there is no manager."""
     where = os.environ.get("NOTIFY_SOCKET", "")
     return "\0" + where[1:] if where.startswith("@") else where if where.startswith("/") else ""
 
 
-def _tell(*assignments: str) -> None:
+def _send(*assignments: str) -> None:
     if not (manager := _manager()):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier, contextlib.suppress(OSError):

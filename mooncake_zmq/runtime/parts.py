@@ -47,11 +47,11 @@ from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 log = structlog.get_logger()
 
 MEASURED_TOKENS = 128
-"""The KV that a decode's steps are measured with."""
+"""Tokens of KV with which a decode's steps are measured."""
 
 
 class Parts:
-    """Opens the parts of one node and enters their counters in `facts`; `stack` closes them in reverse order."""
+    """Opens the components of one node and enters their counters in `facts`; `stack` closes them in reverse order."""
 
     def __init__(self, plan: NodePlan, lifecycle: Lifecycle, stack: ExitStack) -> None:
         self.plan, self.lifecycle, self.stack = plan, lifecycle, stack
@@ -59,7 +59,7 @@ class Parts:
         self.sockets = self._open_sockets()
         self.cuda = self._open_device() if plan.node.device == "cuda" else None
 
-    # --- bytes on the wire
+    # --- network
 
     def _open_sockets(self) -> Sockets:
         node, security = self.plan.node, self.plan.loaded.config.security
@@ -79,7 +79,7 @@ class Parts:
         return sockets
 
     def open_publisher(self, events: KvEventsSettings) -> KvEventPublisher:
-        """Publishes a cache-node's KV events."""
+        """Open the publisher of a cache-node's KV events."""
         publisher = KvEventPublisher(
             events.endpoint,
             replay_endpoint=events.replay_endpoint,
@@ -111,7 +111,8 @@ class Parts:
     # --- memory and disks
 
     def open_segment(self) -> tuple[Segment | None, SegmentRef | None]:
-        """The node's segment, served to its peers, and where they find it; both None for a role without one."""
+        """Open the node's segment and serve it to its peers. Returns it with the reference that peers use; both None without
+        one."""
         plan, node, cluster = self.plan, self.plan.node, self.plan.loaded.config.cluster
         setting = PARTS[node.role].segment_setting
         if not setting:
@@ -161,7 +162,7 @@ class Parts:
         return cuda
 
     def open_disk(self, ssd: SsdSettings) -> Disk:
-        """The SSD of a cache-node's blocks."""
+        """Open the SSD of a cache-node's blocks."""
         path = Path(ssd.directory) / self.plan.node.name
         progress = _recovery(path, "blocks")
         disk = Disk.open(path, self.plan.layout, ssd.bytes, threads=ssd.threads, progress=progress)
@@ -207,7 +208,7 @@ class Parts:
     # --- the engine
 
     def load_engine(self) -> Engine:
-        """The engine of a prefill or decode, warm where it is a GPU's."""
+        """Load the engine of a prefill or decode; one on a GPU is warmed up."""
         from mooncake_zmq.engine.cpu import chosen, lacking
         from mooncake_zmq.engine.modelled import ModelledEngine
         from mooncake_zmq.engine.weights import load_engine
@@ -228,8 +229,8 @@ class Parts:
         return engine
 
     def measure(self, engine: Engine) -> Costs:
-        """The configured costs; without a profile those of this engine, measured now, or the first predictions would have no
-        base. A modelled engine states its own."""
+        """Return the configured costs; without a profile those of this engine, measured now, since the first predictions
+        need a base. A modelled engine has given costs."""
         from mooncake_zmq.engine.modelled import ModelledEngine
         from mooncake_zmq.engine.own_costs import measured
 
@@ -252,7 +253,7 @@ class Parts:
         engine: Engine | None,
         disk: Disk | None,
     ) -> Executor | Generation | None:
-        """Carries out the works of the node's actor; None for a role that has none. The caller closes it."""
+        """Open the executor of the actor's works; None for a role that has none. The caller closes it."""
         plan, node = self.plan, self.plan.node
         if node.role == "conductor":
             return None
@@ -279,12 +280,12 @@ class Parts:
         return executor
 
     def _directory(self, segment: Segment | None) -> SegmentDirectory:
-        """The own segment, and those of peers as they are learned."""
+        """Return the directory of the own segment, and of those of peers as they connect."""
         node, shm_dir = self.plan.node, Path(self.plan.loaded.config.cluster.shm_dir)
         return SegmentDirectory(node.name, self.lifecycle.incarnation, node.host, self.plan.layout, segment, self.cuda, shm_dir)
 
     def _grammars(self) -> Grammars:
-        """The grammars of the model: its tokenizer is opened where a constraint is first asked for."""
+        """Return the grammars of the model, whose tokenizer is opened at the first constraint."""
         model = self.plan.model
         grammars = Grammars(str(model.path), model.spec.vocab_size)
         self.facts.threads["grammar_processes"] = grammars.counts
@@ -293,7 +294,7 @@ class Parts:
     # --- telemetry
 
     def open_otlp(self) -> Otlp | None:
-        """Sends a gateway's spans to a collector, where one is configured."""
+        """Open the export of a gateway's spans to a collector, if one is configured."""
         endpoint = self.plan.settings.otlp_endpoint
         if not endpoint:
             return None
@@ -311,7 +312,7 @@ class Parts:
             return
         try:
             host, port = node.metrics_host, node.metrics_port
-            model = self.plan.model.spec.name if node.role in ENGINE_ROLES else ""  # a vLLM serves its own
+            model = self.plan.model.spec.name if node.role in ENGINE_ROLES else ""  # a vLLM serves its own metrics
             self.stack.callback(MetricsEndpoint(host, port, page_of(snapshot, also, engine_of=model)).close)
         except OSError as error:
             raise PortInUse(f"metrics_host {host}, metrics_port {port}: {error.strerror}") from error
@@ -323,7 +324,8 @@ def _no_stream_port(port: int, endpoint: str, error: OSError) -> BadEndpoint:
 
 
 def _warm_up(engine: Engine) -> None:
-    """A short prefill and a step, so that no request waits while a GPU's kernels are compiled and its libraries are opened."""
+    """Run a short prefill and a step, so that no request waits until a GPU's kernels are compiled and its libraries are
+    opened."""
     import numpy as np
 
     began = time.monotonic()
@@ -335,7 +337,7 @@ def _warm_up(engine: Engine) -> None:
 
 
 def _recovery(directory: Path, what: str) -> Callable[[int, int], None]:
-    """Reports to the log and to systemd how far a disk's index is loaded."""
+    """Return a callback that reports to the log and to systemd how much of a disk's index is loaded."""
 
     def progress(done: int, total: int) -> None:
         log.info("ssd_recovery", directory=str(directory), what=what, done=done, of=total)

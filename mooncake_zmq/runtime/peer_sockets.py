@@ -21,8 +21,8 @@ SEND_HWM = 4096
 """Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
 RECEIVE_HWM = 8
-"""Frames received from one connection and not taken yet, 32 MiB of them; more wait on the other side, as the sender's. On TCP
-`Connections` bounds their bytes instead."""
+"""Frames received from one connection and not taken yet, 32 MiB of them; more wait on the sender's side. On TCP
+`Connections` limits their bytes instead."""
 LIMITS = Limits(
     max_message_bytes=MAX_FRAME_BYTES,
     send_hwm=SEND_HWM,
@@ -31,13 +31,13 @@ LIMITS = Limits(
     reconnect_max_ms=1_000,
 )
 ANOTHER_KEY_S = 1.0
-"""How long a peer is tried by one of its keys before it is by another."""
+"""How long a connection to a peer is tried with one of its keys before the next key."""
 POLLIN = int(zmq.POLLIN)
 
 
 @dataclass(slots=True)
 class _Dealer:
-    """Sends to one peer, which is expected to have `key`. `failing_since`: 0 if the last frame was taken."""
+    """The socket to one peer, which is expected to have `key`. `failing_since`: 0 if the last frame was taken."""
 
     socket: "zmq.Socket[bytes]"
     endpoint: str
@@ -46,7 +46,7 @@ class _Dealer:
 
 
 class PeerSockets:
-    """Owns the sockets; its methods are for one thread."""
+    """Own the sockets of a node; methods are for one thread."""
 
     def __init__(
         self, endpoint: str, peers: Mapping[str, str], sockets: Sockets, on_crash: Callable[[BaseException], None]
@@ -57,7 +57,7 @@ class PeerSockets:
         self._endpoint = endpoint
         self._sockets = sockets.borrow()
         self._connections: Connections | None = None
-        """Connections of the ROUTER, where other users than this one may connect."""
+        """Connections of the ROUTER, where other users may connect."""
         self._dealers: dict[str, _Dealer] = {}
         try:
             self._router = self._listening()
@@ -65,7 +65,7 @@ class PeerSockets:
             self._sockets.give_back()
             raise
         self._keyed = self._sockets.keys is not None and endpoint.startswith("tcp://")
-        """A sender is known by its key."""
+        """Whether senders are identified by their keys."""
         try:
             self._bind(on_crash)
             for name, where in sorted(peers.items()):
@@ -82,9 +82,9 @@ class PeerSockets:
         return bool(int(self._router.get(zmq.EVENTS)) & POLLIN)
 
     def take(self) -> tuple[bytes | None, str | None] | None:
-        """The next frame with the name of the node by whose key its connection came (None: it needs no key).
+        """Return the next frame with the name of the node whose key its connection used (None: it needs no key).
 
-        Without a frame: one was dropped. None: there is none.
+        The frame is None if one was dropped, and the whole result is None if there was no frame.
         """
         try:
             self._router.recv(zmq.DONTWAIT)  # the connection's identity; the envelope names the sender
@@ -99,7 +99,7 @@ class PeerSockets:
         return frame, key_of
 
     def drained(self) -> None:
-        """Called when no frame is left."""
+        """Record that no frame is left."""
         if self._connections is not None:
             self._connections.drained()
 
@@ -116,7 +116,8 @@ class PeerSockets:
             dealer.failing_since = 0.0
 
     def try_other_keys(self, now: float) -> None:
-        """A peer that was restarted with another key is met by that; one that refused ours may know it by now."""
+        """Reconnect with another key to peers that do not take frames: a restarted peer may have another key, or know ours
+        by now."""
         for name, dealer in self._dealers.items():
             if dealer.key and dealer.failing_since and now - dealer.failing_since > ANOTHER_KEY_S:
                 dealer.failing_since = now
@@ -152,7 +153,7 @@ class PeerSockets:
     def _connect(self, name: str, endpoint: str, not_by: str = "") -> _Dealer:
         check_endpoint(endpoint)
         dealer, key = self._sockets.connecting(zmq.DEALER, endpoint, "control", LIMITS, server=name, not_by=not_by)
-        # Queueing for a peer that is not there only hides its absence from the session and replays the past at it.
+        # Queueing for an absent peer would only hide its absence from the session and replay the past at it.
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         try:
             dealer.connect(endpoint)

@@ -1,7 +1,7 @@
-"""One role's process, from its start to an end that leaves nothing behind.
+"""The process of one role, from its start to an end that leaves nothing behind.
 
-`main` is the only way in. The operator's mistakes end it with one line on stderr and exit code 2; our bugs with a
-traceback in the log and exit code 1; a drained or finished process with 0.
+`main` is its only entry. An operator's mistake ends it with one line on stderr and exit code 2; a bug with a traceback in the
+log and exit code 1; a drained or finished process ends with 0.
 """
 
 import sys
@@ -43,11 +43,11 @@ MISTAKES = (
     PortInUse,
     ServerError,
 )
-"""Errors that the operator can put right: reported in one line."""
+"""Errors that the operator can fix: reported in one line."""
 
 
 def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Callable[[Role], object] = lambda role: None) -> int:
-    """Run the node called `name` until it is stopped; returns the exit code. `role`: another one that it may become.
+    """Run the node called `name` until it is stopped; returns the exit code. `role`: a different one that it may take.
     `begin_as` begins its next incarnation in another role, and is called once everything of this one is released."""
     try:
         node = loaded.config.node(name)
@@ -65,7 +65,7 @@ def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Calla
         sys.stderr.write(f"mooncake-zmq: {name}: {mistake}\n")
         return BAD_INPUT
     except Exception:
-        # The one place: a bug must not leave segments, sockets or threads behind, and must be seen.
+        # The only such place: a bug must not leave segments, sockets or threads behind, and must be visible.
         log.critical("crashed", exc_info=True)
         return 1
     return 0

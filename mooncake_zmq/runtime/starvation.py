@@ -1,4 +1,4 @@
-"""Lack of CPU: what the kernel shows of a peer that says nothing, and what the log says of this process's own lateness."""
+"""Lack of CPU: detected at a silent peer from what the kernel shows, and logged for this process's own lateness."""
 
 import os
 from pathlib import Path
@@ -10,12 +10,12 @@ from mooncake_zmq.transfer.process_lock import ProcessLockError, holder, is_aliv
 log = structlog.get_logger()
 
 LOG_EVERY_S = 60.0
-"""A loop that is late again and again has one line in the log for so long."""
+"""Least interval between log lines about a loop that is late."""
 
 
 def waits_for_cpu(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
-    """Whether this life of `node` runs on this machine and one of its threads is ready to run. A process that is stopped,
-    blocked or dead has none, and of one on another machine nothing is known here."""
+    """Return whether this incarnation of `node` runs on this machine and one of its threads is ready to run. A process that
+    is stopped, blocked or dead has no such thread, and nothing is known about one on another machine."""
     try:
         pid = holder(runtime_dir, node) if is_alive(runtime_dir, node, incarnation) else None
     except ProcessLockError:
@@ -31,7 +31,7 @@ def _tasks(directory: Path) -> list[Path]:
 
 
 def _state(task: Path) -> str:
-    """One letter; its place is behind the program's name, which may hold anything."""
+    """Return the letter of a task's state, which follows the program's name; that may hold any character."""
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -39,14 +39,14 @@ def _state(task: Path) -> str:
 
 
 class LatenessLog:
-    """One line a minute at most on what an operator should do about a loop that gets no CPU."""
+    """Log at most one line a minute on what an operator should do about a loop that gets no CPU."""
 
     def __init__(self) -> None:
         self._logged_at = float("-inf")
         self._logged = 0
 
     def note(self, now: float, late_loops: int, late_s: float) -> None:
-        """`late_loops`: as counted until now; `late_s`: how late the loop was recently."""
+        """Log if the loop was late. `late_loops`: the count so far; `late_s`: how late the loop was recently."""
         if late_loops == self._logged or now - self._logged_at < LOG_EVERY_S:
             return
         log.warning(

@@ -1,5 +1,5 @@
-"""What a node learns of its vLLM server before it serves: that it is up, can be asked in tokens, and takes requests of the
-deployment's length. It waits for one that still loads; what the operator has to put right ends it in one line."""
+"""Checks of a node's vLLM server before the node serves: that it is up, accepts tokens, and takes requests of the
+deployment's length. The node waits for a server that is still loading; an operator's mistake ends it with one line."""
 
 import json
 import time
@@ -20,15 +20,15 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 WAIT_S = 3600.0
-"""How long a node waits for its server: a large model is downloaded, loaded and compiled for."""
+"""How long a node waits for its server: a large model is downloaded, loaded and compiled."""
 
 
 class ServerError(Exception):
-    """The server is not what the configuration says; in one line."""
+    """The server differs from the configuration; the text is one line."""
 
 
 def await_server(settings: VllmSettings, max_model_len: int, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Return once it serves. Raises ServerError."""
+    """Return once the server serves. Raises ServerError."""
     with httpx.Client(base_url=settings.url, timeout=settings.probe_timeout_s, trust_env=False) as client:
         waited_s = 0.0
         while not _is_well(client):
@@ -67,7 +67,7 @@ def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int) -> 
 
 
 def _longest(answer: httpx.Response) -> int | None:
-    """Tokens of prompt and output that it takes; None if it does not say."""
+    """Return the most tokens of prompt and output that it takes; None if it does not report that."""
     try:
         models = answer.json()["data"]
         found = [model["max_model_len"] for model in models if isinstance(model["max_model_len"], int)]
@@ -77,10 +77,10 @@ def _longest(answer: httpx.Response) -> int | None:
 
 
 def server_command(python: str, config: Config, settings: VllmSettings, host: str = "") -> list[str]:
-    """What starts such a server: by its own Python, for the deployment's model and lengths. One that only prefills or decodes
-    has our connector, which that Python must have, over all stores, those of `host` first."""
+    """Return the command that starts such a server: by its own Python, for the deployment's model and lengths. A server that
+    only prefills or decodes uses our connector, which that Python must have, over all stores, those of `host` first."""
     place = urlsplit(settings.url)
-    told = {
+    options = {
         "--model": config.model.path,
         "--served-model-name": Path(config.model.path).expanduser().resolve().name,
         "--host": place.hostname or "127.0.0.1",
@@ -92,10 +92,10 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
     if settings.kv_events:
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}
         events |= {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
-        told["--kv-events-config"] = json.dumps(events)
+        options["--kv-events-config"] = json.dumps(events)
     if settings.part != "both":
-        told["--kv-transfer-config"] = json.dumps(_transfer(config, host))
-    arguments = [str(part) for name, value in told.items() for part in (name, value)]
+        options["--kv-transfer-config"] = json.dumps(_transfer(config, host))
+    arguments = [str(part) for name, value in options.items() for part in (name, value)]
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]
 

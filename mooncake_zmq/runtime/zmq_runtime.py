@@ -1,6 +1,6 @@
 """Drives one `Node` over ZeroMQ: one thread owns the actor, its timers and its `PeerSockets`.
 
-Two drivers over one core: `run` blocks on a poller, `attach` lives in an asyncio loop beside an HTTP server (a raw
+Two drivers share one core: `run` blocks on a poller, `attach` runs in an asyncio loop beside an HTTP server (a raw
 descriptor with `add_reader`, drained until empty, serves about four times the messages of `zmq.asyncio`).
 """
 
@@ -57,15 +57,15 @@ log = structlog.get_logger()
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
 MIN_STALE = 1024
-"""Timers cancelled or replaced that are not worth a sweep."""
+"""Number of cancelled or replaced timers that are not worth a sweep."""
 READ_FIRST_TURNS = 8
-"""Turns for which overdue timers wait for frames to be read, however many more there are."""
+"""Turns for which overdue timers wait for frames to be read, even if more are left."""
 LINGER_S = 1.0
-"""How long a process that leaves waits for its last messages to be acknowledged, beside what it or a peer was late."""
+"""How long a process that ends waits for the acknowledgement of its last messages, beside its own or a peer's lateness."""
 
 
 class WorkExecutor(Protocol):
-    """What carries out long work and owns this process's segment and sequences (`runtime.executor.executor`)."""
+    """Executor of long works, which owns this process's segment and sequences (`runtime.executor.executor`)."""
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None: ...
     def cancel(self, work_id: int) -> None: ...
@@ -90,7 +90,7 @@ class Timers:
         self._order += 1
         self._live[key] = (self._order, callback)
         heapq.heappush(self._heap, (at, self._order, key))
-        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # or far deadlines of what is long over would pile up
+        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # else distant deadlines of past requests would pile up
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapq.heapify(self._heap)
 
@@ -98,13 +98,13 @@ class Timers:
         self._live.pop(key, None)
 
     def next_at(self) -> float | None:
-        """When the next timer is due; None if there is none."""
+        """Return when the next timer is due; None if there is none."""
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now: float) -> Callable[[], None] | None:
-        """The callback of the earliest timer that is due, if any."""
+        """Return the callback of the earliest timer that is due, if any."""
         at = self.next_at()
         if at is None or at > now:
             return None
@@ -121,7 +121,7 @@ class Timers:
 
 @dataclass(slots=True)
 class _Introducing:
-    """The actor, with each peer shown to the executor first: works that the actor then starts may name that peer."""
+    """The actor, with each peer announced to the executor first: works that the actor then starts may name that peer."""
 
     actor: Actor
     executor: WorkExecutor
@@ -131,7 +131,7 @@ class _Introducing:
         if isinstance(event, PeerUp):
             self.executor.learn_peer(event.peer, event.incarnation, event.hello)
         elif isinstance(event, PeerDown):
-            self.executor.forget_peer(event.peer)  # or a dead peer's memory would stay mapped
+            self.executor.forget_peer(event.peer)  # else a dead peer's memory would stay mapped
         return self.actor.handle(now, event)
 
     def check(self, now: float) -> None:
@@ -145,7 +145,7 @@ class _Introducing:
 
 
 class ZmqRuntime:
-    """Carries out a node's effects, in their order, and feeds it frames, timers, ticks and finished works."""
+    """Carry out a node's effects, in their order, and pass it frames, timers, ticks and finished works."""
 
     def __init__(
         self,
@@ -159,13 +159,13 @@ class ZmqRuntime:
         answer: Callable[[Answered], None] | None = None,
         sockets: Sockets | None = None,
     ) -> None:
-        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: where a gateway's `ToClient` effects go.
-        `publish`: where a cache-node's KV events go; without it, nowhere. `answer`: where answers to the operator go.
-        `sockets`: shared with the process's other parts; without them, one's own and no keys."""
+        """`endpoint`: where to listen. `peers`: endpoint by name. `deliver`: receives a gateway's `ToClient` effects.
+        `publish`: receives a cache-node's KV events, if given. `answer`: receives answers to the operator. `sockets`: shared
+        with the process's other components; by default own ones without keys."""
         self.node = node
         self.stopped = False
         self.become = ""
-        """The role in which the actor wants its process to begin its next life; empty: none."""
+        """The role in which the actor wants its process to begin its next incarnation; empty: none."""
         self.endpoint = endpoint
         self._executor = executor
         self._deliver = deliver
@@ -176,13 +176,13 @@ class ZmqRuntime:
         self._timers = Timers()
         self._inbox: deque[Callable[[], None]] = deque()
         self._drained_at: float | None = None
-        self._rested = False
-        """What the log says of that."""
+        self._logged_cordon = False
+        """Whether the log says that the node is cordoned."""
         self._lateness = LatenessLog()
         self._turns_unread = 0
         """Turns since timers last had theirs."""
-        self._told: dict[str, str] = {}
-        """What the log says of each peer."""
+        self._logged_states: dict[str, str] = {}
+        """State of each peer as last logged."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakes_at = 0.0
@@ -198,7 +198,7 @@ class ZmqRuntime:
     # --- from any thread
 
     def post(self, event: Event) -> None:
-        """Hand the actor an event; from any thread or signal handler."""
+        """Pass the actor an event; from any thread or signal handler."""
         self.call(partial(self._feed, event))
 
     def call(self, callback: Callable[[], None]) -> None:
@@ -210,9 +210,9 @@ class ZmqRuntime:
     # --- from the owning thread
 
     def handle(self, event: Event) -> None:
-        """Hand the actor an event now; its effects are carried out before this returns. Once closed, nothing happens.
+        """Pass the actor an event now; its effects are carried out before this returns. Once closed, nothing happens.
 
-        From within a `ToClient` too (its client is too slow); the rest of the outer event's effects then comes last.
+        May be called within a `ToClient` too (its client is too slow); the outer event's remaining effects then follow.
         """
         if self._closed:
             return
@@ -228,19 +228,20 @@ class ZmqRuntime:
         self._feed(DrainWanted())
 
     def hand_over(self) -> None:
-        """The time for a drain is over: the actor hands over what is left, and the runtime stops once that is heard."""
+        """End a drain that ran out of time: the actor hands over its requests, and the runtime stops once that is
+        acknowledged."""
         self._feed(DrainTimedOut())
         self._drained_at = self._drained_at or time.monotonic()
 
     def stop(self) -> None:
         """Stop at once."""
         self.stopped = True
-        self._stop_reading(self._peers.fileno())  # what nobody takes any more would keep the loop busy until we are closed
+        self._stop_reading(self._peers.fileno())  # unread frames would keep the loop busy until we are closed
         if self._on_stop is not None:
             self._on_stop()
 
     def every(self, interval_s: float, callback: Callable[[], None]) -> None:
-        """Call `callback` about every `interval_s`, from the loop itself: a stuck loop does not."""
+        """Call `callback` about every `interval_s`, from the loop itself: a stuck loop does not call it."""
 
         def again() -> None:
             self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
@@ -249,7 +250,7 @@ class ZmqRuntime:
         self._timers.set(("every", id(again)), time.monotonic() + interval_s, again)
 
     def look(self, for_s: float) -> None:
-        """Have the peers report for so long, perhaps: see `Node.look`."""
+        """Have the peers report for so long, if they do; see `Node.look`."""
         if not self._closed:
             self._carry_out(self.node.look(time.monotonic(), for_s))
 
@@ -264,11 +265,11 @@ class ZmqRuntime:
             self._carry_out(self.node.rest(time.monotonic(), peer, resting))
 
     def gauges(self) -> dict[str, float]:
-        """The actor's current levels."""
+        """Return the actor's current gauges."""
         return self.node.actor.gauges(time.monotonic())
 
     def dump(self) -> dict[str, Any]:
-        """JSON-able picture of the whole process."""
+        """Return the state of the whole process as JSON-able values."""
         now = time.monotonic()
         runtime = {"counts": dict(self.counts), "timers": len(self._timers), "inbox": len(self._inbox)}
         return {**self.node.dump(now), "gauges": self.node.actor.gauges(now), "runtime": runtime}
@@ -291,7 +292,7 @@ class ZmqRuntime:
     ) -> None:
         """Serve from within `loop` until stopped; `on_stop` is called then. The loop's thread owns the sockets.
 
-        `on_crash` is told of a bug: the loop would log it and go on with an actor that is in no known state.
+        `on_crash` is called for a bug: the loop would log it and continue with an actor in an unknown state.
         """
         self._loop, self._on_stop, self._on_crash = loop, on_stop, on_crash
         loop.add_reader(self._peers.fileno(), self._turn_in_loop)
@@ -313,7 +314,7 @@ class ZmqRuntime:
 
     def _stop_reading(self, descriptor: int) -> None:
         if self._loop is not None:
-            # libuv's returns nothing; of what is said to return a bool machine code would insist on one.
+            # libuv's returns nothing, while machine code would insist on the declared bool.
             remove: Callable[[int], object] = self._loop.remove_reader
             remove(descriptor)
 
@@ -328,7 +329,8 @@ class ZmqRuntime:
         self._turn_in_loop()
 
     def _take_wake(self) -> None:
-        """Called while the descriptor is readable, and before the inbox is emptied: what comes after this wakes us again."""
+        """Clear the wake-up while its descriptor is readable, before the inbox is emptied: later entries wake the loop
+        again."""
         os.eventfd_read(self._wake_fd)
 
     def _turn_in_loop(self) -> None:
@@ -345,8 +347,8 @@ class ZmqRuntime:
             self._on_crash(error)
 
     def _arm(self, *, busy: bool) -> None:
-        """Have a turn when the next timer is due. One that is set for an earlier time stays, and sets this one: next is nearly
-        always the same tick."""
+        """Schedule a turn for the next timer. One that is scheduled earlier stays, and schedules this one: mostly the same
+        tick."""
         if self._loop is None or self.stopped:
             return
         wait_s = 0.0 if busy else self._wait_s()
@@ -367,8 +369,8 @@ class ZmqRuntime:
         return 1.0 if at is None else max(0.0, at - time.monotonic())
 
     def _turn(self) -> bool:
-        """Everything that is due, once around. True: frames may be left, and the ROUTER's descriptor will not tell of them: it
-        is edge-triggered, and tells of what comes after a look at the socket found nothing."""
+        """Do everything that is due, once. Return True if frames may be left, which the ROUTER's descriptor will not show:
+        it is edge-triggered, and shows only frames that arrive after a read found none."""
         for _ in range(len(self._inbox)):
             if not self.stopped:
                 self._inbox.popleft()()
@@ -383,7 +385,8 @@ class ZmqRuntime:
         return busy
 
     def _reads_on(self, busy: bool) -> bool:
-        """A timer judges what has not come. After a lateness it may have come, and lie unread behind what this turn took."""
+        """Return whether to read on before firing timers that are late: a timer for a missing frame may be wrong while that
+        frame is still unread after this turn."""
         at = self._timers.next_at()
         late = at is not None and time.monotonic() - at > self.node.session.tick_s
         self._turns_unread = self._turns_unread + 1 if busy and late else 0
@@ -396,7 +399,7 @@ class ZmqRuntime:
 
     def _receive(self) -> bool:
         for number in range(FRAMES_PER_TURN):
-            # Most turns find one frame. To ask for a second costs half of the exception that there is none; in a burst, to try
+            # Most turns find one frame. Asking for a second costs half of the exception for none; in a burst, trying
             # costs nothing.
             if self.stopped or (number == 1 and not self._peers.has_frames()):
                 break
@@ -416,20 +419,20 @@ class ZmqRuntime:
         self._carry_out(self.node.tick(now))
         self._lateness.note(now, session.counts.get("late_loops", 0), session.recent_late_s)
         self._peers.try_other_keys(time.monotonic())
-        self._tell_of_peers()
-        if self.node.resting != self._rested:
-            self._rested = self.node.resting
-            log.info("resting" if self._rested else "serves_again")
+        self._log_peers()
+        if self.node.resting != self._logged_cordon:
+            self._logged_cordon = self.node.resting
+            log.info("resting" if self._logged_cordon else "serves_again")
 
-    def _tell_of_peers(self) -> None:
-        """Log who came, went or was refused since the last tick: a lost link or a wrong model is found here."""
+    def _log_peers(self) -> None:
+        """Log which peers came, went or were refused since the last tick; this shows a lost link or a wrong model."""
         session = self.node.session
         known = {name: f"refused: {why}" for name, why in session.refusals.items()} | dict.fromkeys(session.up_peers, "up")
-        for name in sorted(known.keys() | self._told.keys()):
+        for name in sorted(known.keys() | self._logged_states.keys()):
             state = known.get(name, "down")
-            if state != self._told.get(name, "down"):
+            if state != self._logged_states.get(name, "down"):
                 (log.info if state == "up" else log.warning)("peer", peer=name, state=state)
-        self._told = known
+        self._logged_states = known
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.node.handle(time.monotonic(), event))
@@ -455,7 +458,7 @@ class ZmqRuntime:
                     assert self._answer is not None, "nobody asked"
                     self._answer(effect)
                 case Drained(become):
-                    self._drained_at = self._drained_at or time.monotonic()  # said again after every event
+                    self._drained_at = self._drained_at or time.monotonic()  # set again after every event
                     self.become = become
                 case _:
                     self._execute(effect)
@@ -478,5 +481,5 @@ class ZmqRuntime:
 
 
 def _raise(error: BaseException) -> None:
-    """A worker thread's bug, in the thread that owns the sockets: it ends the process."""
+    """Raise a worker thread's error in the thread that owns the sockets: it ends the process."""
     raise error

@@ -23,6 +23,8 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import Generate
+from mooncake_zmq.gateway.requests.answer import Answer
+from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.prefill.waiting import Waiting
@@ -60,10 +62,10 @@ def _duplicate_token() -> Replacements:
         again = sequence < peer.expected
         return accept(self, now, peer, sequence, body) + (self._deliver(now, peer, body) if again else [])
 
-    def take(self: Requests, request: Any, index: int, token: int, logprob: Any, effects: list[Effect]) -> None:
-        self._emit(request, token, logprob, effects)
+    def append_any(self: Answer, index: int, token: int, logprob: Any, due: list[TokenOut]) -> None:
+        self._append(token, logprob, due)
 
-    return [(Session, "_accept", accept_all), (Requests, "_take", take)]
+    return [(Session, "_accept", accept_all), (Answer, "_order", append_any)]
 
 
 def _stale_attempt() -> Replacements:
@@ -73,9 +75,8 @@ def _stale_attempt() -> Replacements:
     def first_of_any(self: Requests, now: float, sender: str, message: FirstToken) -> list[Effect]:
         request = self._requests.get(message.request_id)
         if request is not None and request.attempt > message.attempt:
-            effects: list[Effect] = []
-            self._take(request, message.index, message.token, message.logprob, effects)
-            return effects
+            logprobs = () if message.logprob is None else (message.logprob,)
+            return self._take_run(now, request, message.index, (message.token,), logprobs)
         return on_first_token(self, now, sender, message)
 
     def tokens_of_any(self: Requests, now: float, sender: str, message: TokensDecoded) -> list[Effect]:

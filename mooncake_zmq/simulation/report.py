@@ -19,7 +19,7 @@ from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import WATCHING
 from mooncake_zmq.core.work import WatchEngine, Work
 from mooncake_zmq.decode import request as decode_request
-from mooncake_zmq.gateway.requests import requests
+from mooncake_zmq.gateway.requests import request as gateway_request
 from mooncake_zmq.kv import slots
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.pool.node import store_events
@@ -32,7 +32,7 @@ from mooncake_zmq.vllm_node import job as vllm_job
 LAST_LINES = 60
 RAREST = 3
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
-    ("gateway request", requests.NEXT_STATE),
+    ("gateway request", gateway_request.NEXT_STATE),
     ("prefill job", job.NEXT_STATE),
     ("prefill stage", stages.NEXT_STATE),
     ("decode request", decode_request.NEXT_STATE),

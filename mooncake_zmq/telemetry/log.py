@@ -15,7 +15,7 @@ LogFormat = Literal["json", "console"]
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MAX_ERROR_CHARS = 200
 MAX_FRAMES, MAX_CHAINED, MAX_GROUPED = 50, 8, 8
-"""The most frames of an exception, exceptions of a chain and exceptions of a group that a line has."""
+"""The most frames of an exception, exceptions of a chain and exceptions of a group in one line."""
 SAFE = (OSError, ImportError, MemoryError)
 SAFE_MODULES = (
     "mooncake_zmq.config",
@@ -28,13 +28,14 @@ SAFE_MODULES = (
     "sqlite3",
     "zmq",
 )
-"""Modules whose exceptions concern the machine or the operator. All others may quote a prompt, an answer or a key."""
+"""Modules whose exceptions concern the machine or the operator. Those of other modules may quote a prompt, an answer or a
+key."""
 
 
 def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
     """Set up structlog for this process; every line names its node and role. Exceptions are written with type and frames,
     never with the values of variables, and with their text only where that cannot quote a prompt or a key (`SAFE`,
-    `SAFE_MODULES`). After lines that could not be written, the next one has their number."""
+    `SAFE_MODULES`). After lines that could not be written, the next one contains their number."""
     lines = log_file.stderr()
 
     def name_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
@@ -45,7 +46,7 @@ def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
         return event
 
     last: list[structlog.typing.Processor] = (
-        [structlog.processors.ExceptionRenderer(_told), structlog.processors.JSONRenderer()]
+        [structlog.processors.ExceptionRenderer(_exceptions), structlog.processors.JSONRenderer()]
         if form == "json"
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_write)]
     )
@@ -64,7 +65,8 @@ def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
 
 
 class _Libraries(logging.Handler):
-    """Writes records of libraries as lines of ours, with the first line of a text alone: asyncio quotes exceptions below."""
+    """Writes records of libraries as lines of this log, with only the first line of their text, as asyncio quotes exceptions
+    below it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record.args, tuple):
@@ -73,8 +75,8 @@ class _Libraries(logging.Handler):
         structlog.get_logger().log(record.levelno, "library", logger=record.name, text=text, exc_info=record.exc_info)
 
 
-def _told(exc_info: ExcInfo) -> list[dict[str, Any]]:
-    """The exception, and after it those that led to it."""
+def _exceptions(exc_info: ExcInfo) -> list[dict[str, Any]]:
+    """Return the exception, followed by those that caused it."""
     return [_stack(error, is_cause) for error, is_cause in _chain(exc_info[1])]
 
 
@@ -105,7 +107,7 @@ def _stack(error: BaseException, is_cause: bool) -> dict[str, Any]:
 
 
 def _text(error: BaseException) -> str:
-    """Empty where it may quote what a client sent."""
+    """Return the text of an exception; empty if it may quote what a client sent."""
     kind = type(error)
     is_safe = any(f"{kind.__module__}.".startswith(f"{module}.") for module in SAFE_MODULES)
     if kind.__module__ == "builtins":

@@ -1,5 +1,5 @@
-"""Where a process's log goes: standard error, and never an error of whoever logs. A file of its own is turned over when it is
-large: who writes it knows between which lines."""
+"""Writes a process's log to standard error, without ever raising an error in the code that logs. A log file of its own is
+rotated when it is large, by its writer, which knows where lines end."""
 
 import os
 import sys
@@ -9,21 +9,21 @@ from pathlib import Path
 from mooncake_zmq.transfer.own_files import open_own
 
 VARIABLE = "MOONCAKE_ZMQ_LOG_FILE"
-"""Names the file that standard error goes to; the process that redirected it sets it."""
+"""The environment variable with the file that standard error goes to; the process that redirected it sets it."""
 MAX_BYTES = 4 << 20
-"""A log has this much twice, current and older: the runtime directory may well be RAM."""
+"""The size at which a log is rotated; there are two files, current and older, and the runtime directory may be in RAM."""
 _ERROR = 2
 _STANDARD = (1, _ERROR)
 
 
 def older(log: Path) -> Path:
-    """Where the older part of a log is."""
+    """Return the path of a log's older file."""
     return log.with_name(log.name + ".1")
 
 
 def stderr() -> "Lines":
-    """Standard error; where it is the file that `VARIABLE` names, one that is turned over. A process that was started without
-    any gets one that goes nowhere, before whatever is opened next takes its number."""
+    """Return standard error; if it is the file that `VARIABLE` names, a file that is rotated. A process that was started
+    without standard error gets one that discards its output, before another file takes its descriptor."""
     try:
         os.fstat(_ERROR)
     except OSError:
@@ -40,20 +40,20 @@ def stderr() -> "Lines":
 
 
 class Lines:
-    """As much of a text file as structlog needs. A line that cannot be written, on a full disk say, is lost. Standard output
-    and error go along when a file is turned over, so that what the interpreter and libraries say is never in another one. Not
-    for several threads: a logger of structlog locks."""
+    """The part of a text file's interface that structlog needs. A line that cannot be written, on a full disk say, is lost.
+    Standard output and error move along when a file is rotated, so that the output of the interpreter and libraries goes to
+    the same file. It is not thread-safe: a logger of structlog locks."""
 
     def __init__(self, path: Path | None, max_bytes: int) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._bytes = path.stat().st_size if path else 0
         self.lost = 0
-        """Lines since the last one that was written."""
+        """The number of lines lost since the last one that was written."""
         self._torn = False
-        """The last one was written in part."""
+        """Whether the last line was written in part."""
 
     def write(self, text: str) -> int:
-        """Whole lines. Past the interpreter's buffers: what these cannot write they keep, and fail over at the exit."""
+        """Write whole lines, without the interpreter's buffers: these keep what they cannot write, and fail again at exit."""
         if self._path and self._bytes + len(text) > self._max_bytes:
             self._turn_over(self._path)
         rest = memoryview(("\n" * self._torn + text).encode(errors="backslashreplace"))
@@ -69,10 +69,10 @@ class Lines:
         return len(text)
 
     def flush(self) -> None:
-        """See io.TextIOBase: nothing is kept here."""
+        """Do nothing, as nothing is buffered here; see io.TextIOBase."""
 
     def _turn_over(self, path: Path) -> None:
-        """If that fails, on a full disk say, the file grows by as much before it is tried again."""
+        """Rotate the file; if that fails, on a full disk say, it grows by as much before the next attempt."""
         self._bytes = 0
         for stream in (sys.stderr, sys.stdout):
             with suppress(OSError):

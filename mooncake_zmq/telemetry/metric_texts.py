@@ -1,4 +1,4 @@
-"""Help texts of an exposition: the meaning of each metric, and its unit. A test holds that no name is without one."""
+"""Help texts of an exposition: the meaning and unit of each metric. A test checks that every name has one."""
 
 _SESSION = {
     "session_dropped": "Frames and messages dropped unread, by reason",
@@ -7,9 +7,9 @@ _SESSION = {
     "session_refused": "Peers refused: another protocol, model, tokenizer or layout, by reason",
     "session_windows_full": "Messages that waited because a peer acknowledged too little",
     "session_watches_refused": "Gateways that asked for reports beyond the limit",
-    "session_timeouts": "Peers given up after silence",
+    "session_timeouts": "Peers given up after no frame came for too long",
     "session_late_loops": "Times that this process's loop ran later than by a heartbeat: it lacks CPU or memory",
-    "session_peers_spared": "Silences of peers that ended no conversation, because one of the two was late",
+    "session_peers_spared": "Timeouts of peers that ended no connection, because one of the two processes was late",
     "zmq_frames_received": "Frames received",
     "zmq_frames_sent": "Frames sent",
     "zmq_frames_dropped": "Frames that could not be sent or were malformed, by reason",
@@ -24,13 +24,13 @@ _ANY = {
     "unexpected": "Messages that the conductor has no use for, by type",
     "tokens_out_of_range": "Messages with tokens that the model does not have",
     "role_changes_begun": "Times that this node was asked to change its role and began to",
-    "role_changes_refused": "Times that it was asked and did not",
-    "degraded": "Nodes that are not as they should be, by reason",
+    "role_changes_refused": "Times that this node was asked to change its role and did not",
+    "degraded": "Nodes that are degraded, by reason",
 }
 _GATEWAY = {
     "requests_refused": "Requests refused: the gateway drains, or has too many open",
     "requests_handed_over": "Requests given back because a drain ran out of time",
-    "ready_waits_over": "Starts that did not hear all nodes in time",
+    "ready_waits_over": "Starts without all nodes connected in time",
     "attempts_stalled": "Attempts given up because nothing came for too long",
     "duplicate_tokens": "Tokens that had come before",
     "early_tokens_dropped": "Tokens that came too long before their turn",
@@ -52,8 +52,8 @@ _GATEWAY = {
     "actual_microseconds": "Sum of what came of that, in microseconds",
     "prediction_error_microseconds": "Sum of the distances between both, in microseconds",
     "edge_http_responses": "HTTP answers begun, by status",
-    "edge_rejected": "Calls refused at the door, by reason",
-    "edge_outputs_dropped": "Outputs of requests that nobody reads any more",
+    "edge_rejected": "Calls refused on arrival, by reason",
+    "edge_outputs_dropped": "Outputs of requests whose client has gone",
     "edge_calls_cut": "Calls that were ended because their API key was taken away",
     "edge_refusals_put_off": "Answers of refused calls that were late, as their client made too many of them",
     "edge_clients_too_slow": "Clients cut off because they took nothing",
@@ -69,7 +69,7 @@ _GATEWAY = {
     "http_connections_timed_out": "HTTP connections closed because they were idle or their headers late",
     "http_handshakes_failed": "TLS handshakes that failed",
     "otlp_requests_exported": "Requests whose spans the collector took",
-    "otlp_requests_dropped": "Requests whose spans it was not told, by reason: a full queue, or it did not take them",
+    "otlp_requests_dropped": "Requests whose spans were not exported, by reason: full queue, or not taken",
     "otlp_requests_not_sampled": "Requests whose client said that its trace is not sampled",
     "http_out_of_descriptors": "Times that no HTTP connection could be taken for lack of descriptors",
 }
@@ -79,12 +79,12 @@ _CONDUCTOR = {
     "repeated_schedules": "Requests to place that were placed already",
     "bookings_dropped": "Bookings forgotten: too many",
     "attempts_silent": "Attempts that gateways gave up because nothing came for too long",
-    "bookings_expired": "Bookings forgotten: nobody ended them",
+    "bookings_expired": "Bookings forgotten: no gateway ended them",
     "keys_evicted": "Blocks forgotten: the index was full",
     "strangers": "Reports of nodes that are no members",
     "replica_wishes_deferred": "Copies not asked for yet: too many at once",
     "plans": "Requests placed, by where the longest prefix came from",
-    "recomputed_blocks": "Blocks placed to be computed though something held them, or another prompt's computation made them",
+    "recomputed_blocks": "Blocks placed to be computed though a node held them, or another prompt's prefill computed them",
     "pipelines_placed": "Requests whose prompt is shared by several prefills",
     "stand_ins_placed": "Requests placed whole on a vLLM of one part, as none of the other was open",
     "rejected": "Requests refused, by reason",
@@ -97,12 +97,12 @@ _CONDUCTOR = {
     "cached_copies": "Copies of blocks known",
     "cached_keys": "Blocks known, each once",
     "capacity_keys": "Blocks that the index can know",
-    "capacity_cache_nodes": "Cache-nodes heard",
-    "capacity_decodes": "Decodes heard",
-    "capacity_prefills": "Prefills heard",
-    "decode_load": "Tokens of KV that decodes hold or are promised",
+    "capacity_cache_nodes": "Cache-nodes connected",
+    "capacity_decodes": "Decodes connected",
+    "capacity_prefills": "Prefills connected",
+    "decode_load": "Load of the decodes, 1 being their bound; 0 while the loads of roles are not compared",
     "decode_requests": "Requests at decodes",
-    "prefill_load": "Tokens left to compute at prefills",
+    "prefill_load": "Load of the prefills, 1 being their bound; 0 while the loads of roles are not compared",
     "queued_prefill_s": "Work queued at prefills, in seconds of one prefill",
 }
 _ENGINES = {
@@ -114,7 +114,7 @@ _ENGINES = {
     "jobs_set_aside": "Prompts computed before it was known what their first token may be: others went on meanwhile",
     "preemptions": "Requests set back for lack of KV memory",
     "chunks_failed": "Prefill chunks that failed",
-    "jobs_waited": "Prompts that waited for blocks which another prompt's computation made",
+    "jobs_waited": "Prompts that waited for blocks which another prompt's prefill computed",
     "waits_ended": "Such waits, by what ended them: the own slab, a pool, the loss of the other prompt, or their bound in time",
     "blocks_found_while_queued": "Blocks reused that another prompt had computed here since the job got its place",
     "jobs_begun_ahead": "Prompts begun on an idle engine before their decode said that it has room",
@@ -139,7 +139,7 @@ _ENGINES = {
     "jobs_passed_on": "Requests prefilled here whose vLLM decode is another node's",
     "taken_over_tokens": "Tokens of prompts that another node's vLLM prefilled, with the first token",
     "taken_over_tokens_reused": "Tokens of prompts that another node's vLLM prefilled whose KV was not computed again",
-    "unasked_requests": "Requests dropped that nobody could be answered for",
+    "unasked_requests": "Requests dropped because their gateway is not connected, or the sender may not name one",
     "prefix_blocks_corrupt": "Leased blocks that did not verify",
     "prefix_blocks_unreached": "Leased blocks that could not be read",
     "put_failures": "Puts of new blocks that failed",
@@ -160,7 +160,7 @@ _POOL = {
     "cached_blocks": "Blocks in memory that can be reused",
     "pinned_blocks": "Blocks that leases or copies cover",
     "writing_blocks": "Blocks being written",
-    "quarantined_blocks": "Blocks whose writer may still write though his time is over",
+    "quarantined_blocks": "Blocks whose writer may still write though its time is over",
     "leased_blocks": "Blocks under a lease",
     "capacity_disk_blocks": "Blocks that there is room for on SSD",
     "cached_disk_blocks": "Blocks on SSD",
@@ -172,7 +172,7 @@ _POOL = {
     "fetches": "Fetches from other hosts under way",
     "demoting_blocks": "Blocks on their way to the SSD",
     "disk_degraded": "1 while the SSD tier is not written, or not read, by what",
-    "announced_blocks": "Blocks told to conductors, by change",
+    "announced_blocks": "Blocks announced to conductors, by change",
     "corrupt_blocks": "Blocks whose bytes did not have their checksum, by tier; none was used",
     "dedup_saved_bytes": "Bytes that were not written because the block was here",
     "demoted_blocks": "Blocks written to the SSD",
@@ -204,7 +204,7 @@ _POOL = {
     "data_server_connections_cut": "Connections cut because what they had sent was not whole, or too much of it waited",
     "data_server_reads": "Parts served to other hosts",
     "data_server_bytes": "Bytes of blocks served to other hosts",
-    "data_server_refused": "Reads refused: they are not of this life or not of this segment",
+    "data_server_refused": "Reads refused: they are of another incarnation or of another segment",
     "data_server_dropped": "Reads given up because their reader took nothing",
     "data_server_garbage": "Requests that could not be read",
     "data_server_streams": "Streams opened",
@@ -234,7 +234,7 @@ _POOL = {
     "kv_events_replays": "Replays asked for",
     "kv_events_replayed": "Batches replayed",
     "kv_events_replays_refused": "Replays refused: too many at once, or a key that was dropped",
-    "kv_events_replays_dropped": "Replays given up: their reader took nothing, or his key was dropped",
+    "kv_events_replays_dropped": "Replays given up: their reader took nothing, or its key was dropped",
     "kv_events_replay_garbage": "Requests for replays that could not be read",
     "kv_subscriber_batches": "Batches of a vLLM's KV events",
     "kv_subscriber_replayed": "Batches of a vLLM's KV events replayed after a gap",
@@ -252,7 +252,7 @@ _STORE = {
     "store_puts": "Values put; as a gauge: puts under way",
     "store_put_bytes": "Bytes put",
     "store_writing_objects": "Values being written",
-    "store_quarantined_objects": "Values whose writer may still write though his time is over",
+    "store_quarantined_objects": "Values whose writer may still write though its time is over",
     "store_reserved_bytes": "Bytes granted to writers",
     "store_clients": "Clients attached",
     "store_requests": "Requests of clients",
@@ -315,9 +315,9 @@ _STORE = {
     "store_ssd_failed": "Operations on SSD files that failed",
 }
 TEXTS = {**_SESSION, **_ANY, **_CONDUCTOR, **_ENGINES, **_POOL, **_GATEWAY, **_STORE}
-"""By the plain name, without `mooncake_` and labels."""
+"""The help texts by the plain name, without `mooncake_` and labels."""
 
 
 def text_of(plain: str) -> str:
-    """The help text of a name."""
+    """Return the help text of a name."""
     return TEXTS.get(plain) or plain.replace("_", " ").capitalize()

@@ -12,18 +12,19 @@ from mooncake_zmq.telemetry.metric_texts import text_of
 _NAME = re.compile(r"([^\[\]]+)(?:\[(.*)\])?")
 
 Snapshot = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
-"""Returns (counts, gauges); called from whichever thread makes the page."""
+"""A function that returns (counts, gauges); it is called from any thread that makes the page."""
 
 
 def parse_name(name: str) -> tuple[str, dict[str, str]]:
-    """`misses[reason=evicted]` as ("misses", {"reason": "evicted"})."""
+    """Return name and labels of a counter's key: `misses[reason=evicted]` as ("misses", {"reason": "evicted"})."""
     match = _NAME.fullmatch(name)
     assert match, f"{name!r} is no metric name"
     return match[1], dict(pair.split("=", 1) for pair in match[2].split(",")) if match[2] else {}
 
 
 def families(values: Mapping[str, float], kind: str) -> Iterator[Metric]:
-    """`misses[reason=evicted]` becomes `mooncake_misses_total{reason="evicted"}`; names that share a base share a family."""
+    """Yield metrics of `values`: `misses[reason=evicted]` becomes `mooncake_misses_total{reason="evicted"}`; names that share
+    a base share a family."""
     metrics: dict[str, Metric] = {}
     for name, value in sorted(values.items()):
         plain, labels = parse_name(name)
@@ -34,11 +35,11 @@ def families(values: Mapping[str, float], kind: str) -> Iterator[Metric]:
 
 
 def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, float]) -> Iterator[Metric]:
-    """Counters of an engine node under vLLM's names, so that dashboards and routers made for vLLM find them."""
+    """Yield counters of an engine node under vLLM's names, so that dashboards and routers made for vLLM find them."""
     cached = sum(value for name, value in counts.items() if name.startswith("prompt_tokens_cached["))
     prompt = cached + counts.get("prompt_tokens_computed", 0)
     used, there = _kv_usage(gauges)
-    told = [
+    values = [
         ("num_requests_running", "Requests being computed", "gauge", gauges.get("requests_running", 0)),
         ("num_requests_waiting", "Requests that wait for that", "gauge", gauges.get("requests_waiting", 0)),
         ("kv_cache_usage_perc", "KV memory in use that nobody else can have, 0 to 1", "gauge", used / there if there else 0),
@@ -48,14 +49,15 @@ def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, f
         ("prefix_cache_queries", "Prompt tokens looked up", "counter", prompt),
         ("prefix_cache_hits", "Prompt tokens whose KV was reused", "counter", cached),
     ]
-    for name, text, kind, value in told:
+    for name, text, kind, value in values:
         metric = Metric(f"vllm:{name}", f"{text}.", kind)
         metric.add_sample(metric.name + "_total" * (kind == "counter"), {"model_name": model_name, "engine": "0"}, value)
         yield metric
 
 
 def _kv_usage(gauges: Mapping[str, float]) -> tuple[float, float]:
-    """Used and total KV, of a decode in tokens, of a prefill in blocks. Cached KV that no request uses is free."""
+    """Return used and total KV, of a decode in tokens, of a prefill in blocks. Cached KV that no request uses counts as
+    free."""
     if "reserved_tokens" in gauges:
         return gauges["reserved_tokens"], gauges["capacity_tokens"]
     held = gauges.get("pinned_blocks", 0) + gauges.get("writing_blocks", 0)
@@ -67,7 +69,7 @@ class _Snapshots(Collector):
         self._snapshot, self._also, self._engine_of = snapshot, also, engine_of
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask a process that does not run yet."""
+        """Return nothing: registering must not call a process that does not run yet."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -80,8 +82,8 @@ class _Snapshots(Collector):
 
 
 def page_of(snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple, *, engine_of: str = "") -> Callable[[], bytes]:
-    """A function that writes `snapshot`, and what `also` returns, as text. `engine_of`: the model of an engine node, whose
-    metrics also have vLLM's names."""
+    """Return a function that writes `snapshot`, and what `also` returns, as text. `engine_of`: the model of an engine node,
+    whose metrics also have vLLM's names."""
     registry = CollectorRegistry()
     registry.register(_Snapshots(snapshot, also, engine_of))
     return lambda: generate_latest(registry)

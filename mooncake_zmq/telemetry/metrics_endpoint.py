@@ -1,8 +1,8 @@
 """The HTTP endpoint of a node's metrics: one thread, a bounded number of connections, one call on each.
 
-It asks for no key, so it is for the node's own machine unless `security.allow_open_metrics` says otherwise. It costs the node
-at most one page each `PAGE_S`, however many calls come, and on a loopback address it refuses calls by another host's name, as
-a web page could make a browser send them (DNS rebinding).
+It requires no key, so it serves the node's own machine only, unless `security.allow_open_metrics` allows more. It costs the
+node at most one page each `PAGE_S`, however many calls come, and on a loopback address it refuses calls by another host's
+name, as a web page could make a browser send them (DNS rebinding).
 """
 
 import asyncio
@@ -21,9 +21,9 @@ MAX_CONNECTIONS = 16
 """The most connections at once; for one more, the oldest is closed."""
 MAX_HEAD_BYTES = 8 << 10
 CALL_S = 5.0
-"""From the connection's beginning until the answer is sent; then it is ended, whatever is missing."""
+"""The time limit of a connection from its beginning until the answer is sent."""
 PAGE_S = 0.25
-"""A page is at most so old."""
+"""The greatest age of a page that is served again."""
 PATH = b"/metrics"
 HEAD_END = b"\r\n\r\n"
 
@@ -32,7 +32,7 @@ class MetricsEndpoint:
     """Serves what `page` returns, which the endpoint's own thread calls, until it is closed."""
 
     def __init__(self, host: str, port: int, page: Callable[[], bytes]) -> None:
-        """`port`: 0 for any. Raises OSError when the port is taken."""
+        """Start it on `port`, 0 for any. Raises OSError when the port is taken."""
         listening = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
         self.port: int = listening.getsockname()[1]
         self._is_local = is_loopback(f"tcp://{host}:{port}")
@@ -40,14 +40,14 @@ class MetricsEndpoint:
         self._made = b""
         self._made_at: float | None = None
         self._calls: dict[_Call, None] = {}
-        """The oldest first."""
+        """The open connections, the oldest first."""
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, args=(listening,), name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections, and the thread."""
+        """End all connections and the thread."""
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
@@ -66,19 +66,19 @@ class MetricsEndpoint:
     # --- for the calls
 
     def begin(self, call: "_Call") -> None:
-        """One more connection is open."""
+        """Add an opened connection."""
         self._calls[call] = None
         if len(self._calls) > MAX_CONNECTIONS:
             oldest = next(iter(self._calls))
-            del self._calls[oldest]  # now: its end comes later, and others begin before
+            del self._calls[oldest]  # removed now, as its end comes later and others begin before
             oldest.abort()
 
     def end(self, call: "_Call") -> None:
-        """A connection has ended."""
+        """Remove a connection that ended."""
         self._calls.pop(call, None)
 
     def answer(self, head: bytes) -> bytes:
-        """The whole response to a request with this head."""
+        """Return the whole response to a request with this head."""
         request, *fields = head.split(b"\r\n")
         method, _, rest = request.partition(b" ")
         hosts = [
@@ -101,7 +101,7 @@ class MetricsEndpoint:
 
 
 class _Call(asyncio.Protocol):
-    """One connection."""
+    """One connection, with one call."""
 
     def __init__(self, endpoint: MetricsEndpoint) -> None:
         self._endpoint = endpoint
@@ -128,7 +128,7 @@ class _Call(asyncio.Protocol):
         self._endpoint.end(self)
 
     def abort(self) -> None:
-        """End it now, with what was to be sent yet."""
+        """Close the connection at once, and drop unsent data."""
         self._transport.abort()
 
 

@@ -1,10 +1,10 @@
-"""The copies between slots, sequences and the SSD tier. Every read is verified: generation before and after, checksum of
-each part; of local reads of committed blocks the checksums may be left out.
+"""Copies between slots, sequences and the SSD tier. Every read is verified: generation before and after, checksum of each part;
+for local reads of committed blocks the checksums may be left out.
 
-A part that is copied as it is, is hashed on the way (`hashed_copy`): the hash covers what arrived. One that a sequence lays out
-anew is hashed at its *source*, right after, while it is in the CPU's cache, or, into a GPU, meanwhile. A source that changes
-between the two is told by its generation, which its writer makes odd before the first byte, and which is looked at once
-the copies have ended. What that means where one side or both are GPU memory stands in `transfer.cuda`.
+A part that is copied unchanged is hashed on the way (`hashed_copy`): the hash covers the copied bytes. One that a sequence lays
+out anew is hashed at its *source*, right after, while it is in the CPU's cache, or, for a copy into a GPU, meanwhile. A source
+that changes between the two is found by its generation, which its writer makes odd before the first byte, and which is checked
+once the copies have ended. `transfer.cuda` describes copies from or to GPU memory.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,9 @@ from mooncake_zmq.transfer.shared_memory import HOST, Segment
 def load_blocks(
     loads: Sequence[tuple[Segment, BlockLoad, range]], sequence: SequenceKV, *, verify_committed: bool = True
 ) -> list[list[int] | ReadFailure]:
-    """Copy layers of blocks into a sequence: of each its parts' checksums, if all verified.
+    """Copy layers of blocks into a sequence; returns the checksums of each block's parts if all verified.
 
-    Without `verify_committed` the bytes of a committed block, or of any in GPU memory, are taken for what they were when they
-    were written.
+    Without `verify_committed` the bytes of a committed block, or of any in GPU memory, are assumed to be as they were written.
     """
     hashed = [verify_committed or (load.source.checksum == 0 and segment.device == HOST) for segment, load, _ in loads]
     outcomes = [_told(*load, is_hashed=is_hashed) for load, is_hashed in zip(loads, hashed, strict=True)]
@@ -45,7 +44,7 @@ def load_blocks(
             for index in _torn([part for part in together if hashed[part[0]]], loads):
                 outcomes[index] = mismatch(loads[index][0], loads[index][1].source)
     finally:
-        sequence.settle()  # before anybody reads or frees either side, whatever came of it
+        sequence.settle()  # before either side is read or freed, also after a failure
     return [
         outcome if isinstance(outcome, ReadFailure) or fits(segment, load.source) else ReadFailure.UNREACHED
         for outcome, (segment, load, _) in zip(outcomes, loads, strict=True)
@@ -53,7 +52,7 @@ def load_blocks(
 
 
 def _told(segment: Segment, load: BlockLoad, layers: range, *, is_hashed: bool) -> list[int] | ReadFailure:
-    """What the parts' checksums must be. Those that are not compared must at least have been written."""
+    """Return the checksums that the parts must have. Parts that are not compared must at least have been written."""
     expected = expected_parts(segment, load.source, layers)
     if isinstance(expected, list) and 0 in expected and not is_hashed:
         return mismatch(segment, load.source)
@@ -66,7 +65,7 @@ def _placed(segment: Segment, load: BlockLoad, layer: int) -> Part:
 
 
 def _torn(parts: Sequence[tuple[int, int, int]], loads: Sequence[tuple[Segment, BlockLoad, range]]) -> list[int]:
-    """The loads some of whose (load, layer, checksum)s are not what now stands in their slots."""
+    """Return the loads whose (load, layer, checksum)s differ from the present content of their slots."""
     torn = []
     for index, group in groupby(parts, key=lambda part: part[0]):
         (segment, load, _), layers = loads[index], list(group)
@@ -79,7 +78,7 @@ def _torn(parts: Sequence[tuple[int, int, int]], loads: Sequence[tuple[Segment, 
 def copy_block(
     segment: Segment, source: SlotRef, target: Segment, grant: SlotGrant, *, verify_committed: bool = True
 ) -> int | ReadFailure:
-    """Copy a whole block from slot to slot: the checksum of what now stands in the target. See `load_blocks`."""
+    """Copy a whole block from slot to slot; returns the checksum of the target's content. See `load_blocks`."""
     verify = verify_committed or source.checksum == 0
     layers = range(segment.layout.layers)
     expected = expected_parts(segment, source, layers)
@@ -98,7 +97,7 @@ def copy_block(
 
 
 def read_parts(segment: Segment, source: SlotRef, layers: range, out: NDArray[np.uint8]) -> ReadFailure | None:
-    """Copy the bytes of some layers' parts of a slot into `out`, whatever they mean; always verified."""
+    """Copy the bytes of some layers' parts of a slot into `out`, whatever their meaning; always verified."""
     expected = expected_parts(segment, source, layers)
     if isinstance(expected, ReadFailure):
         return expected
@@ -108,7 +107,7 @@ def read_parts(segment: Segment, source: SlotRef, layers: range, out: NDArray[np
 
 
 def _copied(segment: Segment, slot: int, layers: range, out: NDArray[np.uint8], expected: list[int] | None) -> bool:
-    """Copy the bytes of some layers' parts; False if what arrived is not what is `expected`, if anything is."""
+    """Copy the bytes of some layers' parts; returns False if their checksums are not the `expected` ones, if given."""
     if expected is None:
         segment.copy_layers(slot, layers.start, layers.stop, out)
         return True
@@ -116,7 +115,8 @@ def _copied(segment: Segment, slot: int, layers: range, out: NDArray[np.uint8], 
 
 
 def store_parts(sequence: SequenceKV, target: Segment, parts: Sequence[tuple[int, int, int, int]]) -> list[int]:
-    """Copy a layer's tokens into the slot of each (slot, layer, start, tokens), the rest of which becomes zero: checksums."""
+    """Copy a layer's tokens into the slot of each (slot, layer, start, tokens) and zero the remaining ones; returns the
+    checksums."""
     checksums = []
     for first in range(0, len(parts), sequence.parts_at_once):
         together = parts[first : first + sequence.parts_at_once]
@@ -127,7 +127,7 @@ def store_parts(sequence: SequenceKV, target: Segment, parts: Sequence[tuple[int
 
 
 def store_block(sequence: SequenceKV, block: int, target: Segment, grant: SlotGrant) -> int | None:
-    """Copy a complete block of a sequence into a slot: its checksum, or None if the grant is void."""
+    """Copy a complete block of a sequence into a slot; returns its checksum, or None if the grant is void."""
     tokens = target.layout.block_tokens
     parts = [(grant.slot, layer, block * tokens, tokens) for layer in range(target.layout.layers)]
     for first in range(0, len(parts), sequence.parts_at_once):
@@ -138,7 +138,7 @@ def store_block(sequence: SequenceKV, block: int, target: Segment, grant: SlotGr
 
 
 def granted(target: Segment, grant: SlotGrant) -> bool:
-    """Is the slot still ours to write?"""
+    """Return whether the slot's grant is still valid."""
     return grant.slot < target.slots and target.generation(grant.slot) == grant.generation
 
 
@@ -152,12 +152,12 @@ def fits(segment: Segment, source: SlotRef) -> bool:
 
 
 def mismatch(segment: Segment, source: SlotRef) -> ReadFailure:
-    """What was read is not what was told."""
+    """Return the failure of a read whose bytes are not the expected ones."""
     return reading.failure(stands=fits(segment, source))
 
 
 def expected_parts(segment: Segment, source: SlotRef, layers: range) -> list[int] | ReadFailure:
-    """The checksums that these layers must have, if the block is the one that the reader was told."""
+    """Return the checksums that these layers must have, if the block is the one that `source` describes."""
     if source.slot >= segment.slots or layers.stop > segment.layout.layers or not fits(segment, source):
         return ReadFailure.UNREACHED
     parts: list[int] = segment.parts(source.slot).tolist()

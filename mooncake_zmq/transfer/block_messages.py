@@ -1,8 +1,8 @@
-"""What goes between a reader of blocks and the data server of their owner, but for the blocks' bytes.
+"""Messages between a reader of blocks and the data server of their owner; the blocks' bytes follow the replies.
 
-reader DEALER  -- StreamWanted ----------------> ROUTER of the data server     guarded by keys, where there are any
+reader DEALER  -- StreamWanted ----------------> ROUTER of the data server     protected by keys, where there are any
                <- StreamOffered ---------------                                or StreamDenied
-reader's stream -- ReadRequest ----------------> the server's, see `stream.py`; as many as the reader likes
+reader's stream -- ReadRequest ----------------> the server's, see `stream.py`; any number of them
                <- ReadReply, the layers' bytes -                               one after another, in the requests' order
 """
 
@@ -23,14 +23,14 @@ MAX_LAYERS = 65_536
 
 
 class StreamWanted(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
-    """A stream to this life of the server."""
+    """Request for a stream to this incarnation of the server."""
 
     protocol: Count
     incarnation: Count
 
 
 class StreamOffered(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """Where it connects, `tcp://*:PORT` at the address of this connection or `ipc://PATH`, and the ticket for it."""
+    """Endpoint of the stream, `tcp://*:PORT` at the address of this connection or `ipc://PATH`, and the ticket for it."""
 
     where: Annotated[str, Meta(max_length=512)]
     token: Annotated[bytes, Meta(max_length=64)]
@@ -39,14 +39,14 @@ class StreamOffered(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class StreamDenied(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """Another life, or another protocol."""
+    """Refusal: the server is another incarnation, or has another protocol."""
 
     protocol: Count
     incarnation: Count
 
 
 class ReadRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Send layers `[first_layer, stop_layer)` of this copy. Not `committed`: the next generation will do as well."""
+    """Request for layers `[first_layer, stop_layer)` of this copy. If not `committed`, the next generation is valid as well."""
 
     read_id: Count
     slot: Count
@@ -57,7 +57,7 @@ class ReadRequest(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class ReadStatus(Enum):
-    """Whether bytes follow, and why not."""
+    """Whether bytes follow, or the reason why not."""
 
     OK = 0
     OUT_OF_RANGE = 1
@@ -66,7 +66,8 @@ class ReadStatus(Enum):
 
 
 class ReadReply(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`checksums`: of the parts of all layers, so that the reader can fold them to the block checksum it was told."""
+    """Reply to a ReadRequest. `checksums`: those of all layers' parts, so that the reader can fold them to the block checksum
+    that it expects."""
 
     read_id: Count
     status: ReadStatus

@@ -1,7 +1,7 @@
-"""A stream from another host's data server, at the reader's end: opened by a thread that may wait, read by one that may not.
+"""The reader's end of a stream from another host's data server: opened by a thread that may block, read by one that may not.
 
-The bytes of a read go from the kernel to where its sink wants them, and are hashed while they are in the CPU's cache; encrypted
-ones are opened from a buffer to there. What anybody else could have sent in their place fails its checksum, or ends the stream.
+The bytes of a read go from the kernel into its sink's buffer, and are hashed while they are in the CPU's cache; encrypted ones
+are decrypted into that buffer. Bytes of an attacker fail their checksum, or end the stream.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ from mooncake_zmq.transfer.stream import LENGTH, Stream, StreamError, decoded, f
 from mooncake_zmq.transfer.tickets import Ticket
 
 OPEN_S = 5.0
-"""For all of it. What waits for the stream fails then, if its deadline has not come before."""
+"""Timeout of opening a stream. Reads that wait for it then fail, if they did not miss their deadlines before."""
 SLICE_S = 0.05
-"""How often whoever opens a stream looks whether it is still wanted."""
+"""Interval in which the opening thread checks whether the stream is still wanted."""
 LIMITS = Limits(max_message_bytes=MAX_OFFER_BYTES, send_hwm=1, receive_hwm=8)
 _LOSS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _LOSS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class BlockStreams:
-    """Opens them."""
+    """Opens streams to data servers."""
 
     def __init__(self, layout: BlockLayout, sockets: Sockets) -> None:
         self._layout = layout
@@ -112,7 +112,7 @@ class StreamLane:
     """See `reading_lane.Lane`."""
 
     def __init__(self, stream: Stream, layout: BlockLayout) -> None:
-        """`stream`: attached; nobody else uses it."""
+        """Take over `stream`, which is attached and has no other user."""
         self._stream = stream
         self._layout = layout
         self._connection = stream.connection
@@ -169,7 +169,7 @@ class StreamLane:
         self._flush()
 
     def _flush(self) -> None:
-        """As far as the kernel takes it; the rest follows when the server answers, for which it has taken some."""
+        """Send as much as the kernel takes; the rest follows when the server answers the requests that it has."""
         try:
             with contextlib.suppress(BlockingIOError):
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]
@@ -179,7 +179,7 @@ class StreamLane:
     # --- in
 
     def _receive(self) -> Iterator[tuple[RemoteRead, ReadFailure | None] | None]:
-        """One answer after another; None whenever more bytes have to come first."""
+        """Yield one result after another; None whenever more bytes have to arrive first."""
         while True:
             yield from self._fill(self._length)
             body = memoryview(bytearray(length_of(self._length, MAX_REPLY_BYTES)))
@@ -195,7 +195,7 @@ class StreamLane:
     def _accept(self, read: RemoteRead, reply: ReadReply) -> Generator[None, None, ReadFailure | None]:
         """Receive the bytes and hand the parts on, each after its checksum was compared.
 
-        What is torn because its slot was taken away meanwhile looks corrupt here; its owner knows better by the generation.
+        A part that is torn because its slot was reused meanwhile looks corrupt here; its owner knows better by the generation.
         """
         layout, row = self._layout, reply.checksums
         if reply.status is not ReadStatus.OK:
@@ -220,7 +220,7 @@ class StreamLane:
         return failure
 
     def _place(self, read: RemoteRead, *, wanted: bool) -> memoryview:
-        """Where the bytes of a read go: all of them come, wanted or not."""
+        """Return the memory for the bytes of a read: all of them arrive, wanted or not."""
         buffer = read.sink.buffer() if wanted and read.is_wanted else None
         if buffer is not None:
             self._landing = read

@@ -1,17 +1,17 @@
-"""The TCP connections of one listening ZeroMQ socket: what they sent and nobody has taken yet, and an end of the worst of them.
+"""Memory limits of the TCP connections of one listening ZeroMQ socket: the connection with the most untaken bytes is cut.
 
-A high-water mark counts whole messages, and ZMQ_MAXMSGSIZE bounds one part of a message; of the parts of a message that never
-ends ZeroMQ holds all, and tells of none. So bytes are counted on both sides of it: by the kernel those that came in on a
-connection, by whoever receives those that came out. Connections by `ipc://` are not watched: they are this user's own.
+A high-water mark counts whole messages, and ZMQ_MAXMSGSIZE bounds one part of a message; ZeroMQ holds all parts of a message
+that never ends, and reports none. So bytes are counted on both sides of it: the kernel counts those received on a connection,
+and the receiving thread those taken from the socket. `ipc://` connections are not watched: they are this user's own.
 
-Of a message that is not there yet more than `PARTIAL_BYTES` may be here for `PARTIAL_S` alone: long enough for a whole one that
-whoever receives is late to look at. Empty parts take 32 times as much memory as bytes on the wire, and ZeroMQ takes up to
-30 MB/s of them: so the process may not grow by more than `PARTIAL_GROWTH_BYTES` meanwhile, for whatever reason. Who is cut
-wrongly connects anew, and says it again.
+More than `PARTIAL_BYTES` of an incomplete message may be held for `PARTIAL_S` only: long enough for a complete one whose
+receiving thread is late. Empty parts take 32 times as much memory as bytes on the wire, and ZeroMQ takes up to 30 MB/s of them:
+so the process may not grow by more than `PARTIAL_GROWTH_BYTES` meanwhile, for whatever reason. A peer that is cut wrongly
+reconnects, and sends again.
 
-So no high-water mark is set on what comes. At one ZeroMQ stops a connection's input; and libzmq 4.3.5 aborts the process
-(`!_io_error`) where the other side goes while it is stopped, and something is to be written there after that: the answer to a
-PING of its, which was read before and is looked at when the input goes on.
+For this no high-water mark is set on received messages. At one ZeroMQ stops a connection's input; and libzmq 4.3.5 aborts the
+process (`!_io_error`) if the peer disconnects while its input is stopped, and something is to be written to it after that: the
+answer to a PING that was read before and is handled when the input continues.
 """
 
 import contextlib
@@ -33,34 +33,35 @@ from mooncake_zmq.transfer.sockets import USER_ID
 log = structlog.get_logger()
 
 MAX_UNTAKEN_BYTES = 16 << 20
-"""Of all connections of a socket together; beyond it the one with the most is cut, and its peer connects anew."""
+"""Limit for all connections of a socket together; beyond it the one with the most is cut, and its peer reconnects."""
 PARTIAL_BYTES = 512 << 10
 PARTIAL_S = 1.0
 PARTIAL_GROWTH_BYTES = 12 << 20
-"""Three of the longest messages: of an honest one what came is as long as what is held."""
+"""Limit of three of the longest messages: a normal message takes as much memory as it has bytes."""
 LOOK_S = 0.01
-"""Between two looks, in which a network brings no more than some 20 MiB."""
+"""Interval of the checks, in which a network brings no more than some 20 MiB."""
 SHORT_BYTES, LONG_BYTES, LONG_FROM_BYTES = 2, 9, 256
-"""What ZeroMQ puts before a frame on the wire, by what is in it."""
+"""Bytes of a frame's header on the wire, for short frames and for frames from LONG_FROM_BYTES on."""
 CURVE_FRAME_BYTES = 33
-"""What CURVE adds to it. Nothing is guessed: a byte too many for each frame taken would hide others that wait."""
+"""Bytes that CURVE adds to a frame. The number is exact: a byte too many for each frame would hide untaken ones."""
 XPUB_FRAME_BYTES = 46
-"""In place of that: an XPUB tells nothing of a topic that somebody leaves and did not have."""
+"""Bytes per frame that are assumed instead for an XPUB, which does not report the end of a subscription that did not exist."""
 HEARTBEAT_BYTES_PER_S = 64
-"""What comes without any frame, at most."""
+"""Upper limit of the bytes that arrive outside of frames."""
 RECEIVE_BUFFER_BYTES = 256 << 10
-"""The kernel's, for each connection."""
+"""Size of the kernel's receive buffer of each connection."""
 _BYTES_RECEIVED = struct.Struct("<128xQ")
-"""Of Linux's `struct tcp_info`."""
+"""Place of the received bytes in Linux's `struct tcp_info`."""
 
 
 class Connections:
-    """`took` is for the thread that receives; a thread of its own counts and cuts, until closed."""
+    """Counts and cuts connections on a thread of its own, until closed. `took` is for the receiving thread."""
 
     def __init__(
         self, listening: "zmq.Socket[bytes]", counts: dict[str, int], on_crash: Callable[[BaseException], None]
     ) -> None:
-        """Before `listening` binds. What is cut is added to the owner's `counts`; `on_crash` is called from the thread."""
+        """Start before `listening` binds. Cut connections are added to the owner's `counts`; `on_crash` is called from the
+        thread."""
         counts.setdefault("connections_cut", 0)
         listening.rcvbuf, listening.rcvhwm = RECEIVE_BUFFER_BYTES, 0
         self._counts = counts
@@ -70,14 +71,14 @@ class Connections:
             self._added_bytes = XPUB_FRAME_BYTES
         self._on_crash = on_crash
         self._received: dict[int, int] = {}
-        """Bytes that have come in, at the last look, by descriptor."""
+        """Bytes received until the last check, by descriptor."""
         self._untaken: dict[int, float] = {}
         self._taken: deque[tuple[int, int]] = deque()
-        """(descriptor, bytes) since the last look."""
+        """Frames taken since the last check: (descriptor, bytes)."""
         self._partial: dict[int, tuple[float, int]] = {}
-        """Since when too much of a message is here without its end, and how large the process was then, by descriptor."""
+        """Time since when too much of an incomplete message is held, and the process's size then, by descriptor."""
         self._empty = True
-        """Everything that was whole is taken."""
+        """Whether all complete messages are taken."""
         self._process = psutil.Process()
         self._monitor: zmq.Socket[bytes] = listening.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -87,21 +88,21 @@ class Connections:
         self._thread.start()
 
     def took(self, descriptor: int, size_bytes: int) -> None:
-        """A frame of this size was received from the connection `descriptor` (ZMQ_SRCFD)."""
+        """Note that a frame of this size was taken from the connection `descriptor` (ZMQ_SRCFD)."""
         self._empty = False
         size_bytes += self._added_bytes
         self._taken.append((descriptor, size_bytes + (SHORT_BYTES if size_bytes < LONG_FROM_BYTES else LONG_BYTES)))
 
     def looking(self) -> None:
-        """Something may be left to receive; an XPUB's look lasts for as long as more comes."""
+        """Note that the receiving thread begins to receive; for an XPUB this lasts as long as more arrives."""
         self._empty = False
 
     def drained(self) -> None:
-        """Nothing was left to receive."""
+        """Note that no complete message was left."""
         self._empty = True
 
     def close(self) -> None:
-        """Before `listening` is closed. May be called twice."""
+        """Stop the thread, before `listening` is closed. May be called twice."""
         if self._stop >= 0:
             os.eventfd_write(self._stop, 1)
             self._thread.join()
@@ -130,7 +131,7 @@ class Connections:
                 looked_at = now
 
     def _note(self) -> None:
-        """Who came and went."""
+        """Note new and closed connections."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
@@ -176,7 +177,7 @@ class Connections:
 
 
 def receive(listening: "zmq.Socket[bytes]", connections: Connections | None) -> list[zmq.Frame] | None:
-    """The next message of a listening socket, or None: nothing is left. Who watches it, if anybody, is told of either."""
+    """Return the next message of a listening socket, or None if none is left; `connections` counts either."""
     if connections is not None:
         connections.looking()
     try:
@@ -186,7 +187,7 @@ def receive(listening: "zmq.Socket[bytes]", connections: Connections | None) -> 
             connections.drained()
         return None
     if connections is not None:
-        for frame in frames[listening.type == zmq.ROUTER :]:  # the first of a ROUTER's names the peer, and did not come
+        for frame in frames[listening.type == zmq.ROUTER :]:  # a ROUTER's first frame is the peer's name, not received
             connections.took(came_by(frame), len(frame))
     return frames
 
@@ -194,8 +195,8 @@ def receive(listening: "zmq.Socket[bytes]", connections: Connections | None) -> 
 def take_part(
     listening: "zmq.Socket[bytes]", connections: Connections | None, *, keyed: bool = False
 ) -> tuple[bytes, str | None]:
-    """The next part of a message that goes on, and if `keyed` what its connection has shown (see `Sockets.holder`); else None.
-    Who watches the socket is told."""
+    """Return the next part of an unfinished message and, if `keyed`, its connection's User-Id (see `Sockets.holder`), else
+    None. `connections` counts the part."""
     if connections is None:
         return listening.recv(), None
     frame = listening.recv(copy=False)
@@ -204,7 +205,7 @@ def take_part(
 
 
 def skip_rest(listening: "zmq.Socket[bytes]", connections: Connections | None) -> bool:
-    """Take the parts of a message that none of ours has; were there any?"""
+    """Take the excess parts of a message, which no valid message has; returns whether there were any."""
     longer = False
     while listening.get(zmq.RCVMORE):
         take_part(listening, connections)
@@ -213,22 +214,22 @@ def skip_rest(listening: "zmq.Socket[bytes]", connections: Connections | None) -
 
 
 def came_by(frame: zmq.Frame) -> int:
-    """The descriptor of the connection that a frame came by; -1: that has ended."""
+    """Return the descriptor of a frame's connection; -1 if that has ended."""
     try:
         return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:  # libzmq answers -1 for it, which PyZMQ takes for an error
+    except zmq.ZMQError:  # libzmq returns -1 then, which PyZMQ takes for an error
         return -1
 
 
 def cut(listening: "zmq.Socket[bytes]", descriptor: int) -> None:
-    """End a connection of a listening socket; whoever is at its other end may connect anew."""
+    """End a connection of a listening socket; its peer may reconnect."""
     if (duplicate := _duplicate(listening, descriptor)) is not None:
         with duplicate, contextlib.suppress(OSError):
             duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def stands(listening: "zmq.Socket[bytes]", descriptor: int) -> bool:
-    """Is this the descriptor of a connection of a listening socket, still or again?"""
+    """Return whether this is the descriptor of a connection of a listening socket, still or again."""
     if (duplicate := _duplicate(listening, descriptor)) is None:
         return False
     duplicate.close()
@@ -236,7 +237,8 @@ def stands(listening: "zmq.Socket[bytes]", descriptor: int) -> bool:
 
 
 def _duplicate(listening: "zmq.Socket[bytes]", descriptor: int) -> socket.socket | None:
-    """None: the connection has ended. Its number may be another file's by now, which is this process's too and is to stay."""
+    """Return a duplicate of a connection, or None if it has ended. Its number may by now be another file of this process, which
+    must stay open."""
     try:
         duplicate = socket.socket(fileno=os.dup(descriptor))
     except OSError:
@@ -249,7 +251,7 @@ def _duplicate(listening: "zmq.Socket[bytes]", descriptor: int) -> socket.socket
 
 
 def _place(connection: socket.socket) -> str:
-    """Our side's path or port: a socket may listen on all addresses."""
+    """Return our side's path or port, without the address, as a socket may listen on all addresses."""
     name = connection.getsockname()
     return str(name if connection.family == socket.AF_UNIX else name[1])
 
@@ -259,10 +261,10 @@ def _endpoint(listening: "zmq.Socket[bytes]") -> str:
 
 
 def _received_bytes(descriptor: int) -> int | None:
-    """Since the connection began; None if there is none."""
+    """Return the bytes received since the connection began; None if there is none."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
-    except OSError:  # closed since
+    except OSError:  # closed meanwhile
         return None
     try:
         (received,) = _BYTES_RECEIVED.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size))

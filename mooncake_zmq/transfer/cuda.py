@@ -1,23 +1,23 @@
 """KV in GPU memory: pinned host memory, copies on streams, and slots in one allocation that neighbours open by IPC handle.
 
-Between a sequence and slots, whichever memory these lie in, parts go by kernels of our own (parts.cu), hundreds in a launch: a
-kernel reads and writes its GPU's memory, a neighbour's by its handle, and pinned host memory, all by address. What is not
-pinned goes by way of staging memory that is. Measured on an H100 (`bench gpu`): one part a call moved 1 to 2 GB/s, as the host
-needs its time for each; so the seams here take many.
+Between a sequence and slots in any memory, parts are copied by our own kernels (parts.cu), hundreds in a launch: a kernel reads
+and writes its GPU's memory, a neighbour's by its handle, and pinned host memory, all by address. Other memory is copied by way
+of pinned staging memory. Measured on an H100 (`bench gpu`): one part a call moved 1 to 2 GB/s, as each call takes time on the
+host; so the methods here take many parts.
 
-What is verified, and where. A part's checksum is made of its bytes in host memory, which every part of a device slab visits
-once: in pinned staging, right after it was written to its slot and before its neighbours hear of it. From then on it is
-compared on every way a part can go:
+Verification. A part's checksum is made from its bytes in host memory, to which every part of a device slab is copied once: in
+pinned staging, right after it was written to its slot and before it is announced to neighbours. From then on it is compared on
+every path of a part:
 - host slot to GPU: the source's bytes are hashed while the kernel reads them, as `verify_local` says; a source that changes
-  between the two is told by its generation, looked at once the copy has ended (`block_copy`);
-- device slab to DRAM slot (a pool's put) and to another host's stream: the bytes that arrived are hashed there;
+  between the two is found by its generation, checked once the copy has ended (`block_copy`);
+- device slab to DRAM slot (a pool's put) and to another host's stream: the copied bytes are hashed there;
 - device slab to a sequence of this host, on one GPU or between two: with `verify_local` the source's bytes are hashed as well,
-  by way of pinned staging; without, generations guard it, and the checksums that were told fold to the block's.
+  by way of pinned staging; without, generations protect it, and the reported checksums fold to the block's.
 So a lost, torn or foreign block is a miss on each of them, and never a wrong answer.
 
 Streams. Each thread copies on a stream of its own that waits for no other; the engine computes on the default stream. They
-agree through the host alone: an engine has waited for its stream before it says that KV is stored, and a copy is announced
-after `settle`. So neither side ever reads what the other still writes, without a single event.
+synchronize through the host alone: an engine waits for its stream before it reports stored KV, and a copy is announced after
+`settle`. So neither side ever reads memory that the other still writes, without any CUDA event.
 """
 
 import ctypes
@@ -44,31 +44,30 @@ from mooncake_zmq.transfer.shared_memory import HOST, UUID_BYTES, Segment, Share
 log = structlog.get_logger()
 
 STAGING_BYTES = 4 << 20
-"""Pinned memory of each thread that copies: what is larger waits for the stream in between. A part must fit in, so the largest
-part is the least size."""
+"""Pinned memory of each copying thread: larger copies wait for the stream in between. The size is at least one part's."""
 
 PARTS_AT_ONCE = 256
-"""Of one launch: some 30 MiB of a 1B model's, which take half a millisecond over PCIe 5, a launch's time forty times over."""
+"""Parts of one launch: some 30 MiB of a 1B model, which take half a millisecond over PCIe 5, forty times a launch's time."""
 THREADS, PIECE_ELEMENTS = 256, 2048
-"""A block of threads copies so many elements of a part's half."""
+"""Threads of a block, and the elements of a part's half that it copies."""
 MEMORY_TYPE_DEVICE = 2
-"""CUDA's number of what a pointer's attributes call memory of a GPU."""
+"""CUDA's number for GPU memory in a pointer's attributes."""
 REGISTERED_AS_IS = 91
-"""CUDA's number of the attribute that a kernel may use the host's address of registered memory."""
+"""CUDA's number for the device attribute that kernels may use the host's address of registered memory."""
 SOURCE = Path(__file__).with_name("parts.cu")
 PART_FIELDS = 5
 PartRow = tuple[int, int, int, int, int]
 """A row of parts.cu's `parts`."""
 
 ALLOCATION_BYTES = 2 << 20
-"""What is shared is whole pages of the GPU's, lest a neighbour sees what else lies in its last one."""
+"""Size of the GPU's pages: shared memory is whole pages, lest a neighbour can read other data in the last one."""
 HANDLE_BYTES = 64
 
 
 @dataclass(slots=True)
 class _Lane:
-    """What one thread copies with. The first `used` bytes of `staging` and `rows` of `table`, both pinned, are in use until its
-    stream is synchronized."""
+    """One thread's stream and memory for copies. The first `used` bytes of `staging` and `rows` of `table`, both pinned, are in
+    use until the stream is synchronized."""
 
     stream: Any
     staging: NDArray[np.uint8]
@@ -81,14 +80,14 @@ class Cuda:
     """The GPU of this process, by way of CuPy's runtime calls. Any thread may use it; one thread's copies keep their order."""
 
     def __init__(self, cupy: Any, layout: BlockLayout) -> None:
-        """`cupy`: the module, or a stand-in."""
+        """Use the current device. `cupy`: the module, or a fake."""
         self.xp = cupy
         names = ("pinned_bytes", "unpinned_bytes", "pin_failures", "staged_bytes", "opened", "closed", "open_failures")
         self.counts = dict.fromkeys(names, 0)
         self._runtime = cupy.cuda.runtime
         self._staging_bytes = max(STAGING_BYTES, layout.part_bytes)
         self._lanes = threading.local()
-        self._lock = threading.RLock()  # a segment may end, and be unpinned, wherever its last reference happens to go
+        self._lock = threading.RLock()  # a segment may be freed, and unpinned, in any thread and at any point
         self._pinned: tuple[tuple[int, int], ...] = ()
         """Address ranges of pinned host memory; replaced as a whole, so that readers need no lock."""
         self._allocated: list[int] = []
@@ -101,7 +100,7 @@ class Cuda:
 
     @classmethod
     def open(cls, layout: BlockLayout) -> Self:
-        """Raises ValueError with one line that says what to do."""
+        """Open this process's GPU. Raises ValueError with one line that says what to do."""
         return cls(array_namespace("cuda"), layout)
 
     def close(self) -> None:
@@ -114,18 +113,18 @@ class Cuda:
     # --- copies, on the calling thread's stream
 
     def stream(self) -> AbstractContextManager[Any]:
-        """What CuPy is asked to do within goes to this thread's stream."""
+        """Return a context in which CuPy's work goes to this thread's stream."""
         stream: AbstractContextManager[Any] = self._lane().stream
         return stream
 
     def settle(self) -> None:
-        """Return once all that this thread asked for is done."""
+        """Wait for all copies that this thread has started."""
         lane = self._lane()
         lane.stream.synchronize()
         lane.used = lane.rows = 0
 
     def write_parts(self, keys: Any, values: Any, parts: Sequence[Part]) -> None:
-        """Parts in host memory, which are to stay as they are until `settle`, or in GPU memory, into a sequence."""
+        """Copy parts into a sequence, from GPU memory or from host memory, which must not change until `settle`."""
         self._make_rows(len(parts))
         rows: list[PartRow] = []
         for layer, start, tokens, part in parts:
@@ -133,7 +132,7 @@ class Cuda:
             if halves is None:
                 size_bytes = part[:, :tokens].nbytes
                 if not self._has_room(size_bytes):
-                    self._launch(self._kernels.scatter, keys, values, rows)  # before the wait for what it reads
+                    self._launch(self._kernels.scatter, keys, values, rows)  # before the wait frees what it reads
                     rows = []
                 staged = self._staged(part[:, :tokens])
                 halves = _halves(staged)
@@ -141,8 +140,8 @@ class Cuda:
         self._launch(self._kernels.scatter, keys, values, rows)
 
     def read_parts(self, keys: Any, values: Any, parts: Sequence[Part], room_tokens: int) -> None:
-        """Tokens of a sequence into parts of `room_tokens`, the rest of which becomes zero. In host memory they are there on
-        return, in GPU memory in their order on the stream."""
+        """Copy tokens of a sequence into parts of `room_tokens`, and zero the remaining ones. Parts in host memory are complete
+        on return, those in GPU memory in the order of the stream."""
         self._make_rows(len(parts))
         rows: list[PartRow] = []
         staged: list[tuple[NDArray[Any], NDArray[Any]]] = []
@@ -167,13 +166,13 @@ class Cuda:
         flush()
 
     def to_device(self, address: int, host: NDArray[Any]) -> None:
-        """Copy contiguous host memory, which is to stay as it is until `settle`."""
+        """Copy contiguous host memory, which must not change until `settle`, to device memory."""
         for first, piece in self._pieces(host):
             source = piece if self.is_pinned(piece) else self._staged(piece)
             self._copy(address + first, source.ctypes.data, piece.nbytes, self._runtime.memcpyHostToDevice)
 
     def to_host(self, address: int, out: NDArray[Any]) -> None:
-        """Copy device memory into contiguous `out`: it is there on return."""
+        """Copy device memory into contiguous `out`, which is complete on return."""
         for first, piece in self._pieces(out):
             is_direct = self.is_pinned(piece)
             arrived = piece if is_direct else self._room_like(piece)
@@ -184,7 +183,7 @@ class Cuda:
         self.settle()
 
     def checksums(self, addresses: Sequence[int], size_bytes: int) -> list[int]:
-        """Of parts of device memory, by way of the host's."""
+        """Return the checksums of parts of device memory, which are copied to the host for it."""
         checksums: list[int] = []
         at_once = self._staging_bytes // size_bytes
         for first in range(0, len(addresses), at_once):
@@ -195,19 +194,19 @@ class Cuda:
         return checksums
 
     def _fetched(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Device memory in staging, where it will be once the stream has ended."""
+        """Start a copy of device memory into staging memory, which is valid once the stream is synchronized."""
         room = self._stage(self._lane(), size_bytes)
         self._copy(room.ctypes.data, address, size_bytes, self._runtime.memcpyDeviceToHost)
         return room
 
     def _make_rows(self, count: int) -> None:
-        """Room in the table for so many, before any of them is staged: to wait for it gives all staging memory away."""
+        """Make room in the table for so many rows, before any part is staged: waiting for it frees all staging memory."""
         lane = self._lane()
         if lane.rows + count > len(lane.table):
             self.settle()
 
     def _launch(self, kernel: Any, keys: Any, values: Any, rows: Sequence[PartRow], *more: int) -> None:
-        """After `_make_rows`."""
+        """Launch a kernel on these rows, after `_make_rows`."""
         if not rows:
             return
         lane = self._lane()
@@ -219,13 +218,13 @@ class Cuda:
             kernel((self._kernels.pieces, len(rows)), (THREADS,), (np.int64(table.ctypes.data), keys, values, *sizes))
 
     def _pieces(self, host: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Its bytes: all of them if they are pinned, else as staging takes them."""
+        """Return (offset, bytes) of host memory: all at once if it is pinned, else in pieces that fit into staging memory."""
         whole: NDArray[np.uint8] = host.reshape(-1).view(np.uint8)
         step = whole.nbytes if self.is_pinned(whole) else self._staging_bytes
         return ((first, whole[first : first + step]) for first in range(0, whole.nbytes, step))
 
     def _halves_within_reach(self, part: "NDArray[Any] | DevicePart") -> tuple[int, int] | None:
-        """Where a part's keys and values begin, if a kernel can use these addresses."""
+        """Return the addresses of a part's keys and values, if a kernel can use them."""
         if isinstance(part, DevicePart):
             return part.halves
         keys, values = _halves(part)
@@ -233,7 +232,7 @@ class Cuda:
         return (keys, values) if self._reads_registered and self._is_pinned(keys, stop) else None
 
     def _has_room(self, size_bytes: int) -> bool:
-        """In staging memory, without waiting."""
+        """Return whether staging memory has room without waiting."""
         lane = self._lane()
         return lane.used + size_bytes <= len(lane.staging)
 
@@ -250,7 +249,7 @@ class Cuda:
         self._runtime.memcpyAsync(target, source, size_bytes, kind, self._lane().stream.ptr)
 
     def _stage(self, lane: _Lane, size_bytes: int) -> NDArray[np.uint8]:
-        """Room in the thread's staging memory until `settle`; if there is none, wait until what uses it is done."""
+        """Return room in the thread's staging memory, valid until `settle`; if there is none, wait for its users first."""
         if lane.used + size_bytes > len(lane.staging):
             self.settle()
         room = lane.staging[lane.used : lane.used + size_bytes]
@@ -270,7 +269,7 @@ class Cuda:
     # --- host memory
 
     def pinned(self, size_bytes: int) -> NDArray[np.uint8]:
-        """Host memory that the GPU copies to and from by itself, until `close`."""
+        """Allocate pinned host memory, which is valid until `close`."""
         address = self._runtime.hostAlloc(size_bytes, 0)
         with self._lock:
             self._allocated.append(address)
@@ -278,7 +277,7 @@ class Cuda:
         return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
     def pin(self, segment: Segment) -> None:
-        """Register an attached segment's slots, for as long as it lives. Where that is not allowed, copies are staged."""
+        """Pin an attached segment's slots as long as it exists. If the system does not allow it, copies are staged."""
         memory = segment.slots_memory()
         address, size_bytes = memory.ctypes.data, memory.nbytes
         try:
@@ -291,16 +290,16 @@ class Cuda:
         with self._lock:
             self._pinned += ((address, address + size_bytes),)
         self.counts["pinned_bytes"] += size_bytes
-        # A segment's end comes before its mapping's, and after the end of every copy that holds it.
+        # A segment is freed before its mapping, and after the end of every copy that holds it.
         weakref.finalize(segment, self._unpin, address, size_bytes).atexit = False
 
     def is_pinned(self, memory: NDArray[Any]) -> bool:
-        """Whether contiguous host memory is pinned as a whole."""
+        """Return whether contiguous host memory is pinned as a whole."""
         start = memory.ctypes.data
         return self._is_pinned(start, start + memory.nbytes)
 
     def _is_pinned(self, start: int, stop: int) -> bool:
-        # Asked for every part, and twice as fast as a generator.
+        # Called for every part; twice as fast as a generator.
         for first, last in self._pinned:  # noqa: SIM110
             if first <= start and stop <= last:
                 return True
@@ -315,11 +314,11 @@ class Cuda:
     # --- device memory that neighbours share
 
     def sees(self, uuid: bytes) -> bool:
-        """Whether this process may open handles of that device."""
+        """Return whether this process may open handles of that device."""
         return uuid in self._uuids
 
     def allocate(self, size_bytes: int, why: str) -> int:
-        """An allocation of its own, outside CuPy's pool: a handle stands for the base of one. Raises SharedMemoryError."""
+        """Allocate device memory outside of CuPy's pool, as a handle means a whole allocation. Raises SharedMemoryError."""
         try:
             return int(self._runtime.malloc(-(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES))
         except self._runtime.CUDARuntimeError as error:
@@ -328,11 +327,11 @@ class Cuda:
             raise SharedMemoryError(f"{reason}: {why} ({error})") from error
 
     def free(self, address: int) -> None:
-        """Only while nobody can have it open: freeing what is open elsewhere is undefined."""
+        """Free an allocation that no other process can have open; otherwise the behaviour is undefined."""
         self._runtime.free(address)
 
     def handle(self, address: int) -> bytes:
-        """What a neighbour opens the allocation at `address` with. Raises SharedMemoryError."""
+        """Return the handle by which a neighbour opens the allocation at `address`. Raises SharedMemoryError."""
         try:
             return bytes(self._runtime.ipcGetMemHandle(address))
         except self._runtime.CUDARuntimeError as error:
@@ -352,31 +351,31 @@ class Cuda:
         return address
 
     def close_handle(self, address: int) -> None:
-        """The end of `open_handle`, after the last copy from there."""
+        """Unmap a neighbour's allocation, after the last copy from there."""
         self._runtime.ipcCloseMemHandle(address)
         self.counts["closed"] += 1
 
     def _uuid(self, device: int) -> bytes:
-        """As CuPy tells it: up to the first zero byte. Never that of host memory."""
+        """Return a device's UUID as CuPy has it, up to the first zero byte, but never HOST."""
         uuid = bytes(self._runtime.getDeviceProperties(device)["uuid"])[:UUID_BYTES].ljust(UUID_BYTES, b"\0")
         return uuid if uuid != HOST else b"\1" + uuid[1:]
 
 
 class DeviceCopies:
-    """Copies between pinned host memory and memory that others allocated on this process's GPU, by address. Thread-safe."""
+    """Copies by address between pinned host memory and memory that others allocated on this process's GPU. Thread-safe."""
 
     def __init__(self, cupy: Any) -> None:
-        """`cupy`: the module, or a stand-in."""
+        """Use the current device. `cupy`: the module, or a fake."""
         self._xp, self._runtime = cupy, cupy.cuda.runtime
         self._own = threading.local()
 
     @classmethod
     def open(cls) -> Self:
-        """Raises ValueError with one line that says what to do."""
+        """Open this process's GPU. Raises ValueError with one line that says what to do."""
         return cls(array_namespace("cuda"))
 
     def holds(self, address: int) -> bool:
-        """Whether it is a GPU's memory."""
+        """Return whether an address is in a GPU's memory."""
         try:
             kind = self._runtime.pointerGetAttributes(address).type
         except self._runtime.CUDARuntimeError:
@@ -384,19 +383,19 @@ class DeviceCopies:
         return bool(kind == MEMORY_TYPE_DEVICE)
 
     def pinned(self, size_bytes: int, *, former: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Host memory that the GPU copies to and from by itself; `former`, which nothing uses any more, goes back."""
+        """Allocate pinned host memory; `former`, which must not be in use, is freed first."""
         if former is not None:
             self._runtime.freeHost(former.ctypes.data)
         address = self._runtime.hostAlloc(size_bytes, 0)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
 
     def start(self, target: int, source: int, size_bytes: int, *, to_device: bool) -> None:
-        """One side is the GPU's and the other pinned. It is there after `settle`."""
+        """Start a copy between GPU memory and pinned host memory, which is complete after `settle`."""
         kind = self._runtime.memcpyHostToDevice if to_device else self._runtime.memcpyDeviceToHost
         self._runtime.memcpyAsync(target, source, size_bytes, kind, self._stream().ptr)
 
     def settle(self) -> None:
-        """Return once all that this thread started is done."""
+        """Wait for all copies that this thread has started."""
         self._stream().synchronize()
 
     def _stream(self) -> Any:
@@ -409,7 +408,7 @@ class DeviceCopies:
 class DeviceSegment(Segment):
     """A segment whose slots are one allocation of GPU memory. Generations, checksums and the owner's lock stay in its file.
 
-    The owner's memory goes with its process, not before: a neighbour may have it open, and keeps it then until it closes.
+    The owner's memory is freed with its process, not before: a neighbour may have it open, and keeps it until it closes.
     """
 
     _cuda: Cuda
@@ -429,7 +428,7 @@ class DeviceSegment(Segment):
         *,
         setting: str = "slots",
     ) -> Self:
-        """As `Segment.create`; `setting` is what an operator lowers to need less."""
+        """Allocate the slots and create the file, see `Segment.create`. Errors name `setting` as the one to lower."""
         address = cuda.allocate(slots * layout.slot_bytes, f"{slots} slots for {node}; lower {setting}")
         try:
             handle = cuda.handle(address)
@@ -442,8 +441,8 @@ class DeviceSegment(Segment):
 
     @classmethod
     def open(cls, cuda: Cuda, path: str | Path, layout: BlockLayout, incarnation: int, device: bytes, handle: bytes) -> Self:
-        """A neighbour's. Its file says first that it is of this life, layout and device: only then is the handle opened. It is
-        closed when nothing refers to the segment any more."""
+        """Open a neighbour's segment: the handle only after the file has confirmed incarnation, layout and device. The handle
+        is closed when nothing refers to the segment any more."""
         segment = cls.attach(path, layout, incarnation, device=device)
         segment._cuda, segment._address = cuda, cuda.open_handle(handle)
         segment.handle = handle
@@ -451,7 +450,7 @@ class DeviceSegment(Segment):
         return segment
 
     def free(self) -> None:
-        """Give an owner's memory back before its process ends, where no neighbour has it open."""
+        """Free an owner's memory before its process ends, if no neighbour has it open."""
         self._cuda.free(self._address)
 
     def part_view(self, slot: int, layer: int) -> "DevicePart":
@@ -469,7 +468,8 @@ class DeviceSegment(Segment):
         return self._cuda.checksums([self._part_at(slot, layer) for slot, layer in parts], self.layout.part_bytes)
 
     def seal_parts(self, parts: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Of what a sequence's `read_parts` left: its rest is zero. What is hashed is read back from the slots."""
+        """Store and return the checksums of parts that a sequence's `read_parts` wrote, which has zeroed the remaining tokens.
+        The hashed bytes are read back from the slots."""
         return self._sealed(parts)
 
     def write_part(self, slot: int, layer: int, part: NDArray[Any]) -> int:
@@ -480,7 +480,7 @@ class DeviceSegment(Segment):
         raise AssertionError("slots in GPU memory have no view in host memory: see copy_layers")
 
     def staging(self, size_bytes: int) -> NDArray[np.uint8]:
-        """Pinned memory for `copy_layers`, for as long as the process uses its GPU."""
+        """Return pinned memory for `copy_layers`, valid as long as the process uses its GPU."""
         return self._cuda.pinned(size_bytes)
 
     def _part_at(self, slot: int, layer: int) -> int:
@@ -490,19 +490,19 @@ class DeviceSegment(Segment):
 
 @dataclass(frozen=True, slots=True)
 class DevicePart:
-    """A part in a slot of GPU memory, the own or a neighbour's."""
+    """A part in a slot of GPU memory, of this process or a neighbour."""
 
     address: int
     size_bytes: int
 
     @property
     def halves(self) -> tuple[int, int]:
-        """Where its keys and its values begin."""
+        """Addresses of its keys and its values."""
         return self.address, self.address + self.size_bytes // 2
 
 
 class DeviceSequence(SequenceKV):
-    """A sequence in GPU memory, whose parts come and go on the calling thread's stream, from host or GPU memory."""
+    """A sequence in GPU memory, whose parts are copied on the calling thread's stream, from and to host or GPU memory."""
 
     __slots__ = ("_cuda",)
 
@@ -510,14 +510,14 @@ class DeviceSequence(SequenceKV):
 
     def __init__(self, cuda: Cuda, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int) -> None:
         self._cuda = cuda
-        with cuda.stream():  # a sequence is opened by the thread of the event loop, which is not to wait for the engine
+        with cuda.stream():  # the event loop's thread opens sequences, and must not wait for the engine
             super().__init__(layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity_tokens=capacity_tokens, xp=cuda.xp)
 
     def write_parts(self, parts: Sequence[Part]) -> None:
         self._cuda.write_parts(self.keys, self.values, parts)
 
     def read_parts(self, parts: Sequence[Part]) -> None:
-        """Those in GPU memory are there in their order on the stream; the rests of all are zero."""
+        """Copy tokens into parts and zero the remaining ones; those in GPU memory are complete in the order of the stream."""
         self._cuda.read_parts(self.keys, self.values, parts, self._cuda.block_tokens)
 
     def write_part(self, layer: int, start: int, part: NDArray[Any]) -> None:
@@ -537,8 +537,8 @@ class DeviceSequence(SequenceKV):
 
 
 def _halves(part: NDArray[Any]) -> tuple[int, int]:
-    """Addresses of a part's keys and values, each contiguous: without making an array of each, which takes the host longer than
-    the GPU takes for the bytes."""
+    """Return the addresses of a part's keys and values, each contiguous. Making an array of each would take the host longer
+    than the copy takes the GPU."""
     assert part.strides[1:] == _dense(part.shape[1:], part.itemsize)
     keys: int = part.__array_interface__["data"][0]
     return keys, keys + part.strides[0]
@@ -546,7 +546,7 @@ def _halves(part: NDArray[Any]) -> tuple[int, int]:
 
 @functools.cache
 def _dense(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Strides of a contiguous array."""
+    """Return the strides of a contiguous array."""
     return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 

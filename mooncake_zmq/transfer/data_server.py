@@ -1,11 +1,11 @@
-"""The owner's side of blocks between hosts: hands out streams, and serves reads of its segment on each.
+"""The owner's side of block reads between hosts: it hands out streams, and serves reads of its segment on each.
 
-Bytes leave straight from the slot, which may be rewritten while they do (a lease should prevent it, a late writer may still do
+Bytes are sent straight from the slot, which may be rewritten meanwhile (a lease should prevent it, a late writer may still do
 it). The reader's checksum catches such a torn block: a failed block, hence a miss.
 
-Slots in GPU memory have no bytes that a socket could take: they are first copied into pinned staging memory, whose buffers come
-back once the socket has taken their bytes. A stream holds one at a time. With all of them in use a read waits for one, for
-STAGING_WAIT_S, and is refused then, as is all that would wait for the same.
+A socket cannot send from slots in GPU memory: they are first copied into pinned staging memory, whose buffers are free again
+once the socket has taken their bytes. A stream holds one at a time. If all of them are in use a read waits for one, for
+STAGING_WAIT_S, and is then refused, as are all others that would wait.
 """
 
 import math
@@ -46,15 +46,15 @@ from mooncake_zmq.transfer.tickets import Tickets
 log = structlog.get_logger()
 
 STAGING_BYTES = 64 << 20
-"""Pinned memory for blocks that leave a GPU."""
+"""Pinned memory for sending blocks from a GPU."""
 STAGING_WAIT_S = 1.0
 TICKET_S = 30.0
-"""How long a stream can be attached by what was handed out: at once, unless the network is slow."""
+"""Validity of a ticket: clients attach at once, unless the network is slow."""
 SLICE_S = 1.0
 STALL_S = 10.0
-"""A reader that takes no byte of what it asked for in so long is given up."""
+"""Time after which a reader that takes no byte of its answer is given up."""
 MAX_QUEUED = 64
-"""Messages of one connection that are not taken yet, in either direction; further ones wait, or are dropped."""
+"""Messages of one connection in the queue of either direction; further ones wait, or are dropped."""
 LIMITS = Limits(max_message_bytes=MAX_REQUEST_BYTES, send_hwm=MAX_QUEUED, receive_hwm=MAX_QUEUED)
 
 
@@ -70,8 +70,8 @@ class DataServer:
         stream_port: int = 0,
         sockets: Sockets | None = None,
     ) -> None:
-        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `sockets`: the process's; else one's
-        own. Raises BadEndpoint, zmq.ZMQError, OSError."""
+        """Start to serve. `stream_port`: the port of streams if `endpoint` is TCP, 0 for any free one. `sockets`: the
+        process's; None: the server makes its own. Raises BadEndpoint, zmq.ZMQError, OSError."""
         self.counts = dict.fromkeys(("reads", "bytes", "refused", "garbage", "dropped"), 0)
         self._segment = segment
         self._staging = _Staging(segment) if isinstance(segment, DeviceSegment) else None
@@ -93,7 +93,7 @@ class DataServer:
                 self._connections = Connections(self._socket, self.counts, on_crash)
             self._socket.bind(endpoint)
             self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-            """Where it listens, a wildcard port resolved."""
+            """Endpoint where it listens, with a wildcard port resolved."""
             self._host = StreamHost(
                 self.endpoint, stream_port, self._tickets, self._make, on_crash, counts=self.counts, name="data-stream"
             )
@@ -104,7 +104,7 @@ class DataServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving; what is under way may be lost. May be called twice."""
+        """Stop serving; answers under way may be lost. May be called twice."""
         if self._stop >= 0:
             self._stopping = True
             os.eventfd_write(self._stop, 1)
@@ -237,7 +237,7 @@ class _Served:
         segment = self._segment
         if request.slot >= segment.slots or not request.first_layer < request.stop_layer <= segment.layout.layers:
             return ReadReply(request.read_id, ReadStatus.OUT_OF_RANGE)
-        # The row may be used only if it belongs to this generation, hence the second look.
+        # The row is valid only if the generation is still the same, hence the second read.
         if self._fits(request):
             checksums = tuple(segment.parts(request.slot).tolist())
             if self._fits(request):
@@ -256,7 +256,7 @@ class _Served:
 
 
 class _Staging:
-    """The staging memory of a server of device slots, for its streams' threads."""
+    """Staging memory of a server of device slots, for its streams' threads."""
 
     def __init__(self, segment: DeviceSegment) -> None:
         self._segment = segment
@@ -267,13 +267,13 @@ class _Staging:
         for buffer in memory.reshape(count, block_bytes):
             self._free.put(buffer)
         self._is_stuck = False
-        """A buffer was waited for in vain, and none has come back since."""
+        """Whether a wait for a buffer failed, and none has been freed since."""
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="data-staging")
-        """A thread that copies has pinned memory of its own, and keeps it."""
+        """The only thread that copies: each such thread keeps pinned memory of its own."""
 
     @contextmanager
     def filled(self, slot: int, first_layer: int, stop_layer: int) -> Iterator[memoryview | None]:
-        """A range of layers' parts as they were during the copy, or None if no buffer comes back."""
+        """Yield a range of layers' parts as they were during the copy, or None if no buffer becomes free."""
         buffer = self._take()
         if buffer is None:
             yield None
@@ -287,7 +287,7 @@ class _Staging:
             self._free.put(buffer)
 
     def close(self) -> None:
-        """Once no stream is served any more."""
+        """Free the memory, once no stream is served any more."""
         self._copier.shutdown()
 
     def _take(self) -> NDArray[uint8] | None:

@@ -1,4 +1,4 @@
-"""Where the slots of each life of each node can be reached: own memory, a neighbour's mapped file, its GPU memory, a data
+"""Access to the slots of each incarnation of each node: own memory, a neighbour's mapped file, its GPU memory, a data
 endpoint."""
 
 import threading
@@ -16,24 +16,24 @@ from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint
 log = structlog.get_logger()
 
 Life = tuple[str, int]
-"""(node, incarnation)."""
+"""One incarnation of a node: (node, incarnation)."""
 
 
 @dataclass(slots=True)
 class _Neighbour:
-    """A peer's segment. `mappings` by whether it is writable; most peers' memory is only ever mapped for reading."""
+    """A peer's segment. `mappings` are by whether they are writable; most peers' memory is mapped for reading only."""
 
     segment: SegmentRef
     is_local: bool
-    """Its slots can be mapped here; those of a GPU that this process does not see are as far as another host's."""
+    """Whether its slots can be mapped here; those of a GPU that this process does not see are read as another host's."""
     mappings: dict[bool, Segment] = field(default_factory=dict)
     to_pin: bool = False
-    """It is mapped, in host memory, and a GPU is to copy there by itself."""
+    """Whether it is mapped, in host memory, and is to be pinned for a GPU's copies."""
 
 
 class SegmentDirectory:
-    """Knows one life of each peer, the newest. Mappings are made at first use, those of GPU memory at once, and vanish with
-    their last reader. Where there is `cuda`, what is mapped is pinned at the first use that asks for it."""
+    """Holds the newest incarnation of each peer. Mappings are made at first use, those of GPU memory at once, and end with
+    their last reader. With `cuda`, mapped memory is pinned at the first use that requires it."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SegmentDirectory:
         cuda: Cuda | None = None,
         shm_dir: Path | None = None,
     ) -> None:
-        """`shm_dir`: where neighbours' files must lie, if it is to be one place."""
+        """Make an empty directory. `shm_dir`: the only directory where neighbours' files may lie; None: any."""
         self._own_life = (node, incarnation)
         self.own = own
         self._host = host
@@ -54,16 +54,16 @@ class SegmentDirectory:
         self._shm_dir = shm_dir
         self._neighbours: dict[str, tuple[int, _Neighbour]] = {}
         self._lock = threading.Lock()
-        """Guards what is known of neighbours."""
+        """Guards the neighbours."""
         self._mapping = threading.Lock()
         """Held while a segment is mapped."""
         self._pinning = threading.Lock()
-        """Held while one is pinned: a large one takes seconds, for which only those wait who want it pinned."""
+        """Held while a segment is pinned: a large one takes seconds, for which only the threads wait that need it pinned."""
 
     def learn(self, life: Life, host: str, segment: SegmentRef | None) -> Life | None:
-        """Remember a peer, unless it is an older life; returns the life that it replaced, which is forgotten.
+        """Add a peer, unless it is an older incarnation; returns the incarnation that it replaced, which is removed.
 
-        A segment that is not where such a node's can be is no segment: nothing there is opened or connected to.
+        A segment that is not where such a node's can be is ignored: nothing there is opened or connected to.
         """
         node, incarnation = life
         if segment is not None and (reason := self._why_not(life, host, segment)):
@@ -82,19 +82,19 @@ class SegmentDirectory:
             return (node, known[0]) if known and known[0] < incarnation else None
 
     def forget(self, node: str) -> Life | None:
-        """Drop what is known of a peer; returns the life that was known."""
+        """Remove a peer; returns its known incarnation."""
         with self._lock:
             known = self._neighbours.pop(node, None)
         return (node, known[0]) if known else None
 
     def endpoint(self, life: Life) -> str | None:
-        """The data endpoint of a life on another host; None for one on this host or not known."""
+        """Return the data endpoint of an incarnation on another host; None for one on this host or unknown."""
         neighbour = self._neighbour(life)
         return neighbour.segment.endpoint if neighbour and not neighbour.is_local else None
 
     def segment(self, life: Life, *, writable: bool = False, pinned: bool = True) -> Segment | None:
-        """The mapped segment of a life on this host; None if there is none, or no longer. With `pinned` it may take seconds to
-        be made ready for a GPU's copies; without, the host alone is to read and write there."""
+        """Return the mapped segment of an incarnation on this host; None if there is none, or no longer. With `pinned` it may
+        take seconds to be made ready for a GPU's copies; without, only the host may read and write it."""
         if life == self._own_life:
             return self.own
         neighbour = self._neighbour(life)
@@ -103,7 +103,7 @@ class SegmentDirectory:
         with self._mapping:
             mapped = neighbour.mappings.get(True) or neighbour.mappings.get(writable)
             if mapped is None:
-                # What cannot be written cannot be pinned on every GPU.
+                # Not every GPU can pin read-only memory.
                 writable = writable or self._cuda is not None
                 try:
                     mapped = Segment.attach(neighbour.segment.path, self.layout, life[1], writable=writable)
@@ -120,7 +120,8 @@ class SegmentDirectory:
         return mapped
 
     def _why_not(self, life: Life, host: str, segment: SegmentRef) -> str:
-        """What is wrong with the places that a peer names, of those that are for us; empty if nothing is."""
+        """Return the error in the places of a peer's segment, among those that this process would use; empty if there is
+        none."""
         here = host == self._host
         if here and not is_segment_of(segment.path, *life, self._shm_dir):
             return f"{segment.path!r:.200} is not where its segment would be"
@@ -132,7 +133,7 @@ class SegmentDirectory:
         return ""
 
     def _on_device(self, life: Life, segment: SegmentRef, here: bool) -> _Neighbour:
-        """Opened at once, so that it is known from the start whether its slots are within reach."""
+        """Open a segment in GPU memory at once, to find whether its slots can be mapped here."""
         neighbour = _Neighbour(segment, is_local=False)
         if here and self._cuda and self._cuda.sees(segment.device):
             try:

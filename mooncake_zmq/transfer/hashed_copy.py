@@ -1,10 +1,10 @@
-"""Copies of bytes between two places in this process's memory, with the xxh3-64 of what arrived. It knows no slots or keys.
+"""Copies of bytes within this process's memory, with the xxh3-64 of the copied bytes; independent of slots and keys.
 
 Sketch. Hashing a value after its copy reads it from memory once more: with copies of 7 GB/s and cold reads of 12, 0.6 of the
-copy is left. So bytes are hashed while they are in the core's own cache, piece by piece: 0.7 to 0.8. Where llvmlite is
-installed (extra `compiled`), a routine of our own hashes the registers through which the bytes pass: one pass, one call
-without the GIL, as fast as the copy alone; from 1 MiB on 1.2 to 1.5 times as fast, as it reads no target before it is
-overwritten. A second thread that hashes costs more in handing pieces over than it takes off.
+copy's speed is left. So bytes are hashed while they are in the core's own cache, piece by piece: 0.7 to 0.8. Where llvmlite is
+installed (extra `compiled`), our own routine hashes the registers through which the bytes pass: one pass, one call
+without the GIL, as fast as the copy alone; from 1 MiB on 1.2 to 1.5 times as fast, as it does not read a target before it
+overwrites it. A second thread for hashing costs more in handing pieces over than it saves.
 """
 
 import ctypes
@@ -18,13 +18,14 @@ import structlog
 import xxhash
 
 PIECE_BYTES = 256 << 10
-"""Hashed at once: with its source, what a core of 0.5 MiB of own cache holds; smaller ones measured slower for their calls."""
+"""Bytes hashed at once: with its source, a piece fits into 0.5 MiB of a core's own cache; smaller pieces measured slower, for
+their calls."""
 ROUTINE_FROM_BYTES = 16 << 10
-"""Where the calls no longer outweigh the bytes. (Up to 240 bytes xxh3 is another function than the routine's.)"""
+"""Size from which the routine's call is worth its cost. (Up to 240 bytes xxh3 is another function than the routine's.)"""
 STRIPE_BYTES = 64
-"""The routine takes in as much at a time."""
+"""Bytes that the routine processes at a time."""
 READ, WRITE = 0x100, 0x200
-"""Of `view_memory`; as Python's C interface has them."""
+"""Access modes of `view_memory`, with the values of Python's C interface."""
 
 Span = tuple[int, int]
 """(address, bytes) in this process's memory."""
@@ -37,12 +38,12 @@ _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class Routine:
-    """Machine code for this CPU that copies and hashes in one pass. Callable from any thread for as long as this lives."""
+    """Machine code for this CPU that copies and hashes in one pass. Callable from any thread while this object exists."""
 
     def __init__(self) -> None:
-        """Takes some 0.1 to 0.5 s, and 45 to 70 MiB, most of them LLVM's own code. Raises ImportError without llvmlite, OSError
-        where memory may not become code, and UNUSABLE."""
-        # Asked first: LLVM does not notice, and the process would end.
+        """Compile the routine, in some 0.1 to 0.5 s, with 45 to 70 MiB, most of them LLVM's own code. Raises ImportError
+        without llvmlite, OSError where memory may not become code, and UNUSABLE."""
+        # Checked first: LLVM does not notice, and the process would crash.
         mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC).close()
         import llvmlite.binding as llvm
 
@@ -60,29 +61,29 @@ class Routine:
         self._call = prototype(self._engine.get_function_address("copy_hashed"))
 
     def __call__(self, whole: int, spans: Sequence[Span], size: int, *, outward: bool) -> int:
-        """See `copy_spans`; for more than 240 bytes, and spans that hold whole stripes but for the last."""
+        """See `copy_spans`; valid for more than 240 bytes, and for spans of whole stripes but for the last."""
         table = (ctypes.c_uint64 * (2 * len(spans)))(*(number for span in spans for number in span))
         checksum: int = self._call(whole, table, size, outward)
         return checksum
 
 
 def view_memory(address: int, size: int, access: int) -> memoryview:
-    """The bytes at an address, which the caller keeps in place."""
+    """Return a view of the bytes at an address, which the caller keeps in place."""
     view: memoryview = _view_memory(address, size, access)
     return view
 
 
 def copy_hashed(target: int, source: int, size: int) -> int:
-    """Copy `size` bytes between addresses whose ranges do not overlap: xxh3-64 of what arrived. Other threads run meanwhile."""
+    """Copy `size` bytes between addresses whose ranges do not overlap; returns their xxh3-64. Other threads run meanwhile."""
     return copy_spans(target, ((source, size),), size, outward=False)
 
 
 def copy_spans(whole: int, spans: Sequence[Span], size: int, *, outward: bool, hashed: bool = True) -> int:
-    """Copy `size` bytes between `whole` and `spans`, which hold as many, one after another: xxh3-64 of those at `whole`, or
-    anything unless `hashed`.
+    """Copy `size` bytes between `whole` and `spans`, which hold as many, one after another; returns the xxh3-64 of those at
+    `whole`, or any number unless `hashed`.
 
-    With the routine it is one call however many the spans are. Each of a hundred calls would let go of the interpreter's lock,
-    and wait 5 ms to have it again where another thread computes without a pause, as an engine that waits for a load does.
+    With the routine it is one call for any number of spans. Each of a hundred calls would release the interpreter's lock, and
+    wait 5 ms for it if another thread computes without a pause, as an engine that waits for a load does.
     """
     assert sum(span_bytes for _, span_bytes in spans) == size, "the spans hold less than the value"
     if len(spans) == 1 and not hashed:
@@ -100,7 +101,7 @@ def _are_stripes(spans: Sequence[Span]) -> bool:
 
 
 def copy_in_pieces(whole: int, spans: Sequence[Span], size: int, *, outward: bool, hashed: bool = True) -> int:
-    """`copy_spans` where there is no routine."""
+    """Do the work of `copy_spans` without the routine."""
     arrived = view_memory(whole, size, READ)
     hasher = xxhash.xxh3_64()
     done = seen = 0
@@ -117,11 +118,11 @@ def copy_in_pieces(whole: int, spans: Sequence[Span], size: int, *, outward: boo
 
 
 UNUSABLE = (OSError, RuntimeError, AttributeError, TypeError)
-"""What comes of memory that may not become code, and of an llvmlite that is older than ours."""
+"""Errors where memory may not become code, or where llvmlite is too old."""
 
 
 class _Once:
-    """The process's routine, made by the first copy that wants it; None where there can be none."""
+    """The process's routine, made by the first copy that needs it; None where it cannot be made."""
 
     def __init__(self) -> None:
         self._making = threading.Lock()
@@ -139,7 +140,7 @@ class _Once:
         return self._routine
 
     def forked(self) -> None:
-        """In the child of a fork, which has not the thread that may just have been making it."""
+        """Reset the state in the child of a fork, where the thread that may have been making the routine does not exist."""
         self._making = threading.Lock()
 
     @staticmethod
@@ -155,8 +156,8 @@ class _Once:
 
 
 def _is_right(routine: Routine) -> bool:
-    """Whether it makes of some bytes what xxHash makes of them, out of two places and back into them: a compiler that errs must
-    not make every block a miss."""
+    """Return whether the routine agrees with xxHash on some bytes, copied from two spans and back: a compiler's error must not
+    make every block a miss."""
     source = bytearray(range(251)) * 70
     size, cut = len(source), 4096
     whole, target = bytearray(size), bytearray(size)

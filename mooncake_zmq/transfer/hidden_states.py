@@ -1,7 +1,7 @@
-"""The hidden states of one chunk in block slots, on their way from a stage of a pipeline to the next.
+"""Transfer of a chunk's hidden states from one stage of a pipeline to the next, in block slots.
 
 They are opaque bytes there, row after row, cut into parts as long as a layer's part of a block, under the part checksums of
-their slots: so the reads of blocks, from shared memory or another host, serve them too, and verify them.
+their slots: so block reads, from shared memory or another host, transfer and verify them too.
 
 Sketch: SmolLM2-135M, 512 tokens: 1.2 MB, one slot, 0.4 ms to write and to read, of a stage of half a second on one core.
 """
@@ -39,7 +39,7 @@ def store_hidden(states: NDArray[np.float32], target: Segment, grants: Sequence[
 
 
 class EnteringStates:
-    """Hidden states [n, hidden] on their way in. Its reads end in several threads; one waits for them all."""
+    """Incoming hidden states [n, hidden]. The reads end in several threads; one thread waits for them all."""
 
     def __init__(self, layout: BlockLayout, sources: Sequence[SlotRef], rows: int, width: int) -> None:
         self._layout = layout
@@ -55,7 +55,7 @@ class EnteringStates:
         self.failure: ReadFailure | None = None
 
     def remote_reads(self, is_remote: Callable[[SlotRef], bool]) -> list[RemoteRead]:
-        """Those from other hosts; each ends in this."""
+        """Return the reads from other hosts; each ends in this object."""
         return [
             RemoteRead(source, layers, _PartsSink(self, self._view(index), self._layout.part_bytes))
             for index, (source, layers) in enumerate(self._reads)
@@ -63,7 +63,7 @@ class EnteringStates:
         ]
 
     def read_here(self, segment_of: Callable[[SlotRef], Segment | None], is_remote: Callable[[SlotRef], bool]) -> None:
-        """Read what lies on this host, in this thread."""
+        """Read the slots on this host, in the calling thread."""
         for index, (source, layers) in enumerate(self._reads):
             if not is_remote(source):
                 segment = segment_of(source)
@@ -71,19 +71,19 @@ class EnteringStates:
                 self.arrived(failure)
 
     def arrived(self, failure: ReadFailure | None) -> None:
-        """One read ended."""
+        """Note the end of one read."""
         with self._changed:
             self._missing -= 1
             self.failure = self.failure or failure
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let the one who waits look at its job again."""
+        """Make the waiting thread call its `check` again."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, check: Callable[[], None], deadline: float) -> NDArray[np.float32] | None:
-        """The states once all are here, None if that will not be. `check` raises when there is no use in waiting."""
+        """Wait for the states; returns None if a read failed or the deadline passed. `check` raises when waiting is no use."""
         with self._changed:
             while self._missing and not self.failure:
                 check()
@@ -100,7 +100,7 @@ class EnteringStates:
 
 
 class _PartsSink:
-    """Puts the parts of one slot on another host where they belong."""
+    """Receives the parts of one slot on another host in their place."""
 
     def __init__(self, states: EnteringStates, out: NDArray[np.uint8], part_bytes: int) -> None:
         self._states = states
@@ -111,7 +111,7 @@ class _PartsSink:
         return self._out.data
 
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
-        """It stands in `buffer` already."""
+        """Ignore the part, as it is in `buffer` already."""
 
     def end(self, failure: ReadFailure | None) -> None:
         self._states.arrived(failure)

@@ -1,7 +1,7 @@
-"""Keys on disk: DIR/NAME.secret for its owner alone, DIR/public_keys for everybody. Secrets go to sockets and nowhere else.
+"""Keys on disk: DIR/NAME.secret, readable by its owner alone, and DIR/public_keys, by all users. Secrets go only to sockets.
 
-A process reads its own secret once, and the public keys again whenever their file changes: a rotated key is known without a
-restart. A unit's secret is its credential `node.key`; its `public_keys` may be one too, but then it reads them once as well.
+A process reads its own secret once, and the public keys again whenever their file changes: a rotated key works without a
+restart. A unit's secret is its credential `node.key`; its `public_keys` may be one too, but then they are read only once.
 """
 
 import fcntl
@@ -28,32 +28,32 @@ CREDENTIAL = "node.key"
 CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"
 MAX_FILE_BYTES = 1 << 20
 SETTLED_S = 3.0
-"""A file that is being copied is half a file, for less than this."""
+"""Time after which an incomplete file is no longer taken for one that is being copied."""
 DROPPED_S = 60.0
-"""Without its own key for so long, a node ends: whom it lets in would be what nobody sees to."""
+"""Time after which a node ends if the file lacks its own key: no operator maintains its access list then."""
 WORLD_READABLE = 0o644
 
 
 @dataclass(slots=True, kw_only=True)
 class Followed:
-    """A file that says who is let in, as it changes; `refresh` is for one thread.
+    """An access list in a file, followed as it changes; `refresh` is for one thread.
 
-    Who is taken away is always taken away: one is added only by a file that is whole."""
+    An entry that is removed always loses access; one is added only by a complete file."""
 
     EVENTS: ClassVar[tuple[str, str, str]]
-    """Its lines in the log: that it is followed, that it is not, and that somebody is taken away by it all the same."""
+    """Names of its log events: the file is followed, it is not, and entries are removed although it is not."""
     path: Path
     _seen: tuple[int, int, int] | None
-    """The file that counts here."""
+    """Identity of the file whose content is in use."""
     clock: Callable[[], float] = time.monotonic
     not_followed: str = ""
-    """Why the file as it is now is not what counts here."""
+    """Reason why the present file is not in use; empty if it is."""
     _refused: tuple[int, int, int] | None = None
     _refused_at: float = 0.0
 
     def refresh(self) -> None:
-        """Look whether the file has changed, and follow it. One that cannot be read at all changes nothing; one that is not
-        whole takes away what it lacks, once it has stayed so."""
+        """Read the file if it has changed, and follow it. An unreadable file changes nothing; an incomplete one removes the
+        entries that it lacks, once it has stayed so for SETTLED_S."""
         try:
             seen = identity_of(self.path)
             if seen == self._seen and not self.not_followed:
@@ -73,11 +73,11 @@ class Followed:
             log.info(self.EVENTS[0], path=str(self.path), keys=count)
 
     def _take(self, text: str) -> int:
-        """Let in whom it names, and nobody else; returns how many. Raises ValueError: it is not whole."""
+        """Give access to its entries, and to no others; returns how many. Raises ValueError if it is not complete."""
         raise NotImplementedError
 
     def _take_away(self, text: str) -> int | None:
-        """Let in only who was, and is in it yet; returns how many are left, None where nobody had to go."""
+        """Remove the entries that it lacks; returns how many are left, None if none had to be removed."""
         raise NotImplementedError
 
     def _refuse(self, seen: tuple[int, int, int] | None, why: str) -> None:
@@ -89,8 +89,8 @@ class Followed:
 
 @dataclass(slots=True)
 class Keys(Followed):
-    """What one process has: its own pair, and everybody's public keys as the file tells them now. `book` is replaced whole, so
-    that other threads may look at any time. A file that lacks our own key is not whole."""
+    """The keys of one process: its own pair, and all public keys of the present file. `book` is replaced whole, so that other
+    threads may read it at any time. A file that lacks our own key is not complete."""
 
     EVENTS = ("public_keys_read", "public_keys_unreadable", "public_keys_taken_away")
     name: str
@@ -101,12 +101,12 @@ class Keys(Followed):
 
     @property
     def own_is_dropped(self) -> bool:
-        """Has the file been without our own key for so long that it is no accident?"""
+        """Return whether the file has lacked our own key for DROPPED_S."""
         return self._own_gone_at is not None and self.clock() - self._own_gone_at >= DROPPED_S
 
     def _take(self, text: str) -> int:
         book = keys.parse(text)
-        if self.public not in book.of(self.name):  # half a file, or it is we who were dropped
+        if self.public not in book.of(self.name):  # an incomplete file, or our key was dropped
             self._own_gone_at = self.clock() if self._own_gone_at is None else self._own_gone_at
             raise KeysError(f"it does not have the public key of {self.name}")
         self.book, self._own_gone_at = book, None
@@ -121,20 +121,21 @@ class Keys(Followed):
 
 
 def directory_of(setting: str) -> Path | None:
-    """Where keys are: `security.keys`, else systemd's credentials if some are ours; None: there are none."""
+    """Return the directory of keys: `security.keys`, else systemd's credentials if they include keys; None if there are
+    none."""
     public = credential(PUBLIC_KEYS)
     return Path(setting) if setting else public and public.parent
 
 
 def credential(name: str) -> Path | None:
-    """The unit's, where systemd gave it one of this name."""
+    """Return the path of the unit's systemd credential of this name, if it has one."""
     given = os.environ.get(CREDENTIALS_VARIABLE, "")
     path = Path(given) / name
     return path if given and path.is_file() else None
 
 
 def load(directory: Path, name: str) -> Keys:
-    """The keys of one process. Raises KeysError."""
+    """Return the keys of one process. Raises KeysError."""
     if not zmq.has("curve"):
         raise KeysError("this machine's libzmq was built without CURVE: install pyzmq's own wheel, which has it")
     path = directory / PUBLIC_KEYS
@@ -154,7 +155,7 @@ def load(directory: Path, name: str) -> Keys:
 
 
 def make(directory: Path, wanted: Iterable[tuple[str, tuple[Kind, ...]]]) -> list[PublicKey]:
-    """Make a pair for each that has none yet; returns the new ones. Raises KeysError, OSError."""
+    """Make a pair for each name that has none yet; returns the new public keys. Raises KeysError, OSError."""
     make_own_directory(directory)
     with _alone(directory):
         book, made = _book_or_none(directory), []
@@ -168,7 +169,7 @@ def make(directory: Path, wanted: Iterable[tuple[str, tuple[Kind, ...]]]) -> lis
 
 
 def rotate(directory: Path, name: str) -> PublicKey:
-    """A new pair; the former public key stays good until it is dropped. Raises KeysError, OSError."""
+    """Make a new pair; the former public key stays valid until it is dropped. Raises KeysError, OSError."""
     with _alone(directory):
         book = read_book(directory)
         former = next((each for each in book.keys if each.name == name), None)
@@ -190,7 +191,7 @@ def drop(directory: Path, name: str) -> int:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Nobody else changes the keys there meanwhile: who writes the file of two that read it would undo the other's key."""
+    """Lock the keys there against other processes: of two that read and write the file, one would undo the other's change."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -200,12 +201,12 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def read_book(directory: Path) -> KeyBook:
-    """Raises KeysError."""
+    """Return the public keys of a directory. Raises KeysError."""
     return _read_book(directory / PUBLIC_KEYS)
 
 
 def _with_new(directory: Path, book: KeyBook, name: str, kinds: tuple[Kind, ...]) -> tuple[KeyBook, PublicKey]:
-    """First the public key, then the secret: a process never has one that nobody may know."""
+    """Add a new key: first the public key, then the secret, so that no process has a secret without a known public key."""
     public, secret = zmq.curve_keypair()
     new = PublicKey(name, kinds, time.strftime("%Y-%m-%d", time.gmtime()), public.decode())
     book = book.with_key(new)
@@ -224,7 +225,7 @@ def _book_or_none(directory: Path) -> KeyBook:
 
 
 def _read_book(path: Path) -> KeyBook:
-    """Raises KeysError."""
+    """Return the public keys of a file. Raises KeysError."""
     try:
         return keys.parse(read_guarded(path))
     except (OSError, KeysError) as error:
@@ -232,7 +233,7 @@ def _read_book(path: Path) -> KeyBook:
 
 
 def read_guarded(path: Path) -> str:
-    """A text that decides who may do what: nobody but us and root can have written it.
+    """Return the text of a file that decides about access: only this user and root can have written it.
 
     Raises OSError, or KeysError, which does not name the path.
     """
@@ -246,7 +247,7 @@ def read_guarded(path: Path) -> str:
 
 
 def _read_secret(directory: Path, name: str) -> bytes:
-    """Raises KeysError."""
+    """Return the secret key of `name`. Raises KeysError."""
     given = credential(CREDENTIAL)
     path = given or _secret_path(directory, name)
     try:
@@ -255,14 +256,14 @@ def _read_secret(directory: Path, name: str) -> bytes:
         raise KeysError(f"{path}: {error.strerror}; `mooncake-zmq keys make` makes it") from None
     except KeysError as error:
         raise KeysError(f"{path}: {error}") from None
-    # systemd lets a service read its credentials by an ACL, which shows as a group's permission; the directory is closed.
+    # systemd grants a service its credentials by an ACL, which shows as a group's permission; the directory is closed.
     if not given and state.st_mode & 0o077:
         raise KeysError(f"{path}: others can read it: chmod 600 it, and rotate the key")
     return content.strip()
 
 
 def open_guarded(path: Path) -> tuple[int, os.stat_result]:
-    """A descriptor of a file of ours or root's, the caller's to close, and what it is.
+    """Return a descriptor of a file of this user or root, which the caller closes, and its status.
 
     Raises OSError, or KeysError, which does not name the path.
     """
@@ -277,7 +278,7 @@ def open_guarded(path: Path) -> tuple[int, os.stat_result]:
 
 
 def _read(path: Path) -> tuple[bytes, os.stat_result]:
-    """A file of ours or root's. Raises OSError, or KeysError, which does not name the path."""
+    """Return the content of a file of this user or root. Raises OSError, or KeysError, which does not name the path."""
     fd, state = open_guarded(path)
     with open(fd, "rb") as file:
         return file.read(MAX_FILE_BYTES), state
@@ -288,6 +289,6 @@ def _secret_path(directory: Path, name: str) -> Path:
 
 
 def identity_of(path: Path) -> tuple[int, int, int]:
-    """Of a file's content, as long as nobody tries to hide a change. Raises OSError."""
+    """Return an identity of a file's content, unless a change is hidden on purpose. Raises OSError."""
     state = path.stat()
     return state.st_ino, state.st_mtime_ns, state.st_size

@@ -1,7 +1,7 @@
-"""Blocks from other hosts: reads are asked of their owners as far as credits go, and end, verified or failed, in time.
+"""Reads of blocks from other hosts: requested from their owners within credits, and ended, verified or failed, in time.
 
-Sketch: the kernel's copy into the slot is the only one, at what a bare stream does, and the hash is of what is in the cache
-anyway; so one thread keeps up with one network. Credits: at most `window_bytes` are asked for at a time per owner.
+Sketch: the kernel's copy into the slot is the only one, at the speed of a bare stream, and the hashed bytes are in the cache
+anyway; so one thread keeps up with one network. Credits: at most `window_bytes` are outstanding per owner.
 """
 
 import os
@@ -23,32 +23,32 @@ from mooncake_zmq.transfer.sockets import Sockets
 log = structlog.get_logger()
 
 MAX_OUTSTANDING_READS = 128
-"""Of one owner, whatever their size."""
+"""Outstanding reads of one owner, whatever their size."""
 ENDED_AT_ONCE = 8
-"""Reads of one owner that are taken before it is another's turn."""
+"""Ended reads of one owner that are handled before another owner's."""
 MAX_WAIT_S = 60.0
 REST_S = 1.0
-"""After an owner could not be reached: until then reads of it are misses at once, and nobody knocks there."""
+"""Pause after an owner could not be reached: until then reads from it fail at once, without a connection attempt."""
 
 
 class _Link:
-    """What is asked of one life's data server. `lane`: None while it is being opened."""
+    """Reads from one incarnation's data server. `lane`: None while it is being opened."""
 
     def __init__(self) -> None:
         self.waiting: deque[RemoteRead] = deque()
         self.outstanding: dict[int, RemoteRead] = {}
-        """By id()."""
+        """Requested reads, by id()."""
         self.outstanding_bytes = 0
         self.lane: Lane | None = None
         self.has_more = False
-        """It was left before it had told all."""
+        """Whether `ended` was left before it was exhausted."""
         self.is_over = False
 
     def landing(self) -> Sequence[RemoteRead]:
         return self.lane.landing() if self.lane is not None else ()
 
     def take_back(self) -> list[RemoteRead]:
-        """Everything asked and not ended, in its order."""
+        """Remove and return all reads that have not ended, in their order."""
         reads = [*self.outstanding.values(), *self.waiting]
         self.outstanding.clear()
         self.waiting.clear()
@@ -59,7 +59,7 @@ class _Link:
 class RemoteReader:
     """Fetches blocks from other hosts on one thread of its own. Every submitted read ends, at its deadline if not before.
 
-    A lane that breaks fails what was asked over it at once; the next read opens a new one.
+    A lost connection fails its outstanding reads at once; the next read opens a new one.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class RemoteReader:
         sockets: Sockets | None = None,
         open_lane: OpenLane | None = None,
     ) -> None:
-        """`sockets`: the process's; else one's own. `open_lane`: a way other than streams."""
+        """Start the thread. `sockets`: the process's; None: the reader makes its own. `open_lane`: opens a transport other than
+        streams."""
         self.counts = {"reads": 0, "bytes": 0, "failed": 0, "lost_links": 0}
         self._layout = layout
         self._window_bytes = window_bytes
@@ -80,13 +81,13 @@ class RemoteReader:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._over = False
-        """The thread is gone, or about to be: whoever commands carries it out, and all reads fail."""
+        """Whether the thread has ended, or is about to: then the calling thread runs its commands, and all reads fail."""
         self._guard = threading.Lock()
-        """Of `_over`, and of what is put into `_commands`."""
+        """Guards `_over`, and appending to `_commands`."""
         self._endpoints: dict[Life, str] = {}
         self._links: dict[Life, _Link] = {}
         self._resting: dict[Life, float] = {}
-        """Until when, see REST_S; of lives whose endpoints are known."""
+        """End of the pause of REST_S, by incarnation; only of those whose endpoints are known."""
         self._openers: set[threading.Thread] = set()
         self._batches: dict[int, ReadBatch] = {}
         self._sockets = (sockets or Sockets(io_threads=1)).borrow()
@@ -97,22 +98,23 @@ class RemoteReader:
         self._thread.start()
 
     def learn(self, life: Life, endpoint: str) -> None:
-        """This life can be read at `endpoint`."""
+        """Note that this incarnation can be read at `endpoint`."""
         self._command(lambda: self._learn(life, endpoint))
 
     def forget(self, life: Life) -> None:
-        """This life is over or out of reach: fail what is asked of it."""
+        """Fail all reads of this incarnation, which has ended or cannot be reached."""
         self._command(lambda: self._forget(life))
 
     def submit(self, reads: Sequence[RemoteRead], deadline: float, finished: Callable[[], None]) -> ReadBatch:
-        """Begin `reads`, at least one; `deadline` is a reading of `time.monotonic`."""
+        """Begin `reads`, at least one; `deadline` is a time of `time.monotonic`."""
         assert reads
         batch = ReadBatch(reads, deadline, finished, len(reads))
         self._command(lambda: self._begin(batch))
         return batch
 
     def cancel(self, batch: ReadBatch) -> None:
-        """End the reads of a batch early; no sink of it is called after its `finished`, and nothing lands in its memory."""
+        """End the reads of a batch early; after its `finished` no sink of it is called, and nothing is written to its
+        memory."""
         self._command(lambda: self._end_batch(batch))
 
     def close(self) -> None:
@@ -188,7 +190,7 @@ class RemoteReader:
         left_s = min(batch.deadline for batch in self._batches.values()) - time.monotonic()
         return min(max(0.0, left_s), MAX_WAIT_S)
 
-    # --- what was commanded
+    # --- commands
 
     def _begin(self, batch: ReadBatch) -> None:
         self._batches[id(batch)] = batch
@@ -213,8 +215,8 @@ class RemoteReader:
             self._end(read, ReadFailure.UNREACHED)
 
     def _end_batch(self, batch: ReadBatch, *, is_late: bool = False) -> None:
-        """Fail what has not ended. A lane whose bytes may land in its memory begins anew, and so does one that kept it waiting
-        till it `is_late`; what others asked of it is asked again."""
+        """Fail the reads of a batch that have not ended. A connection that may still write to its memory is closed, and so is
+        one that let it miss its deadline (`is_late`); other batches' reads from there are requested again."""
         for life, link in list(self._links.items()):
             asked = link.outstanding.values() if is_late else link.landing()
             if any(read.batch is batch for read in asked):
@@ -248,7 +250,7 @@ class RemoteReader:
         opener = threading.Thread(target=self._open, args=arguments, name="remote-opener", daemon=True)
         try:
             opener.start()
-        except RuntimeError as error:  # the system has no thread for it
+        except RuntimeError as error:  # the system cannot start a thread
             self._rest(life, str(error))
             return None
         self._openers.add(opener)
@@ -261,7 +263,7 @@ class RemoteReader:
         log.warning("data_not_reached", node=life[0], incarnation=life[1], reason=reason)
 
     def _open(self, life: Life, link: _Link, endpoint: str) -> None:
-        """On a thread of its own."""
+        """Open a connection, on a thread of its own."""
         opener = threading.current_thread()
         try:
             lane = self._open_lane(life, endpoint, lambda: link.is_over)
@@ -305,7 +307,7 @@ class RemoteReader:
             self._end(read, ReadFailure.UNREACHED)
 
     def _drop_link(self, life: Life) -> list[RemoteRead]:
-        """Close a link; returns what it was asked for."""
+        """Close a link; returns its reads that have not ended."""
         link = self._links.pop(life, None)
         if link is None:
             return []
@@ -316,8 +318,8 @@ class RemoteReader:
         return link.take_back()
 
     def _ask(self, life: Life, link: _Link) -> None:
-        """Ask as far as the credits go, once half of them are there: asking wakes the owner, and who is woken for each read
-        takes the CPU from who serves it (0.5 ms each time where both share two cores)."""
+        """Request reads within the credits, once half of them are free: each request wakes the owner, whose receiving thread
+        then takes the CPU from its serving one (0.5 ms each time where both share two cores)."""
         is_busy = link.outstanding_bytes > self._window_bytes // 2 or len(link.outstanding) > MAX_OUTSTANDING_READS // 2
         if link.lane is None or is_busy:
             return
@@ -338,7 +340,7 @@ class RemoteReader:
                 self._lose_link(life, str(error))
 
     def _take(self, life: Life, link: _Link, lane: Lane) -> None:
-        """What has ended."""
+        """Handle the reads that have ended."""
         link.has_more = False
         try:
             for count, (read, failure) in enumerate(lane.ended(), 1):

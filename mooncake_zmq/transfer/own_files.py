@@ -1,6 +1,6 @@
-"""Files that nobody but this user has a hand in, in directories that others may share: how they are opened, made and replaced.
+"""Opens, makes and replaces files that only this user controls, in directories that others may share.
 
-A symlink at a path's end is never followed, a FIFO never waited for, and no file of another user believed. Processes that
+A symlink at a path's end is never followed, a FIFO never waited for, and no file of another user trusted. Processes that
 share files run as one user; see `NotOurs`.
 """
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 MAX_BYTES = 64 << 20
-"""Of a file that is read whole."""
+"""Upper limit of a file that is read whole."""
 _GUARDED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class NotOurs(OSError):
-    """What stands at a path is another user's, or of another kind than expected. `strerror` says which."""
+    """A path whose file is another user's, or of another kind than expected. `strerror` says which."""
 
 
 def open_own(path: str | Path, flags: int) -> int:
-    """A descriptor of a regular file of ours; with O_CREAT it may be made. Raises OSError, NotOurs among them."""
+    """Return a descriptor of a regular file of this user; with O_CREAT it may be made. Raises OSError, NotOurs among them."""
     try:
         fd = os.open(path, flags | _GUARDED, FILE_MODE)
-    except ValueError as error:  # a path that a peer named may hold a NUL
+    except ValueError as error:  # a path from a peer may hold a NUL
         raise NotOurs(errno.EINVAL, str(error)) from None
     except OSError as error:
         if error.errno != errno.ELOOP:
@@ -40,13 +40,13 @@ def open_own(path: str | Path, flags: int) -> int:
 
 
 def read_own(path: Path) -> bytes:
-    """The first `MAX_BYTES` of a file of ours. Raises OSError."""
+    """Return the first `MAX_BYTES` of a file of this user. Raises OSError."""
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read(MAX_BYTES)
 
 
 def replace_own(path: Path, content: bytes, *, mode: int = FILE_MODE) -> None:
-    """Write a file whole or not at all, in place of what was there. Raises OSError and leaves nothing behind."""
+    """Replace a file's content whole or not at all. Raises OSError and leaves nothing behind."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -60,8 +60,8 @@ def replace_own(path: Path, content: bytes, *, mode: int = FILE_MODE) -> None:
 
 
 def own_files(directory: str | Path, prefix: str) -> Iterator[Path]:
-    """The regular files of ours whose names begin so; whatever else is there is passed over. Of a directory that cannot be
-    read, none."""
+    """Yield the regular files of this user whose names begin with `prefix`; others are skipped. A directory that cannot be
+    read has none."""
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.startswith(prefix):
@@ -71,8 +71,8 @@ def own_files(directory: str | Path, prefix: str) -> Iterator[Path]:
 
 
 def make_own_directory(directory: Path) -> None:
-    """Make a directory that is ours alone, or see that it is. One that others could only look into is closed to them. Raises
-    OSError, NotOurs among them; parents may be anybody's, and symlinks."""
+    """Make a directory that only this user can enter, or check that it is one. A directory that others could only read is
+    closed to them. Raises OSError, NotOurs among them; parents may belong to others, and be symlinks."""
     with suppress(FileExistsError):
         directory.mkdir(mode=DIRECTORY_MODE, parents=True)
     state = directory.lstat()

@@ -1,4 +1,4 @@
-"""The life of a process on its host: a locked file that the kernel frees at death and at nothing less (SIGSTOP keeps it)."""
+"""Liveness of a process on its host: a locked file that the kernel unlocks only when the process ends (SIGSTOP keeps it)."""
 
 import fcntl
 import os
@@ -17,10 +17,10 @@ class ProcessLockError(Exception):
 
 
 class ProcessLock:
-    """`<runtime_dir>/<node>.lock`, held by one process and for all its life; it stores "pid incarnation".
+    """The lock `<runtime_dir>/<node>.lock`, which a process holds until it ends; its file stores "pid incarnation".
 
     The file is never removed, as it remembers the last incarnation. Its descriptor is closed on exec, so child programs do
-    not inherit it; a bare fork would, which is one more reason to only ever spawn.
+    not inherit it; a bare fork would, which is one more reason to use spawn alone.
     """
 
     def __init__(self, fd: int, path: Path, incarnation: int) -> None:
@@ -30,7 +30,7 @@ class ProcessLock:
 
     @classmethod
     def acquire(cls, runtime_dir: str | Path, node: str) -> "ProcessLock":
-        """Begin a new life: its incarnation is greater than that of every life before it, even if the clock went back."""
+        """Take the lock with a new incarnation, greater than every earlier one even if the clock went back."""
         path = _path(runtime_dir, node)
         try:
             fd = open_own(path, os.O_RDWR | os.O_CREAT)
@@ -52,15 +52,15 @@ class ProcessLock:
         return cls(fd, path, incarnation)
 
     def release(self) -> None:
-        """End this life. May be called twice."""
+        """Release the lock. May be called twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def is_alive(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
-    """Does the life `incarnation` of `node` still hold its lock? Errs towards True: when a new life is just starting, or when
-    it cannot be seen. What is no name for a node has no life."""
+    """Return whether `incarnation` of `node` still holds its lock. Also True while a new incarnation is just starting, or if
+    the lock cannot be checked. False for an invalid name."""
     try:
         fd = open_own(_path(runtime_dir, node), os.O_RDONLY)
     except (FileNotFoundError, ProcessLockError):
@@ -70,7 +70,7 @@ def is_alive(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        # Read after the lock was seen held: a holder that has not yet written its number shows its forerunner's.
+        # Read after the lock was found held: the number is the former one's until a new holder has written its own.
         return _stored(fd)[1] == incarnation
     else:
         return False
@@ -79,10 +79,10 @@ def is_alive(runtime_dir: str | Path, node: str, incarnation: int) -> bool:
 
 
 def holder(runtime_dir: str | Path, node: str) -> int | None:
-    """The pid of the process that holds the lock of `node`, 0 while it is just taking it; None when nobody does."""
+    """Return the pid of the process that holds the lock of `node`, 0 while it is just taking it; None if no process does."""
     try:
         fd = open_own(_path(runtime_dir, node), os.O_RDONLY)
-    except OSError:  # there is none, or it is another user's: its number is nobody we may signal
+    except OSError:  # there is none, or it is another user's, whose process we may not signal
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -112,7 +112,7 @@ def _try_exclusive(fd: int) -> bool:
 
 
 def _stored(fd: int) -> tuple[int, int]:
-    """(pid, incarnation) in the file; zeros when it is new or damaged."""
+    """Return (pid, incarnation) of the file; zeros when it is new or damaged."""
     try:
         pid, incarnation = os.pread(fd, 128, 0).split()
         return max(0, int(pid)), int(incarnation)  # to signal a negative one would mean a whole group

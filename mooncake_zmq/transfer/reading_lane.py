@@ -1,7 +1,7 @@
-"""The seam between who wants blocks of other hosts and what brings them: reads, and the lanes to their owners.
+"""Interface between the readers of other hosts' blocks and their transports: reads, and a `Lane` to each owner.
 
-A lane is what one owner's blocks come by, with its bytes landing where each read's sink wants them: a stream
-(`block_stream.py`), or what hardware puts there by itself.
+A `Lane` brings one owner's blocks, with the bytes written into each read's sink: a stream (`block_stream.py`), or hardware that
+writes them by itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,36 +14,36 @@ from mooncake_zmq.transfer.directory import Life
 
 
 class LaneLost(Exception):
-    """The owner is gone, silent, or speaks something else: nothing more comes. The message says which."""
+    """End of a `Lane`: the owner is gone, silent, or breaks the protocol. The message says which."""
 
 
 class ReadSink(Protocol):
-    """Where a read's bytes go. Called on the reader's thread: `buffer` once at most, `part` per layer, then `end` once."""
+    """Receiver of a read's bytes. Called on the reader's thread: `buffer` once at most, `part` per layer, then `end` once."""
 
     def buffer(self) -> memoryview | None:
-        """Memory to receive all bytes straight into, or None to be handed views of them."""
+        """Return memory to receive all bytes into, or None to get views of them."""
 
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
-        """A part that verified; `payload` lies in `buffer` if there was one."""
+        """Take a verified part; `payload` lies in `buffer` if there was one."""
 
     def end(self, failure: ReadFailure | None) -> None:
-        """Nothing more comes, nor lands in `buffer`; None: all layers arrived and verified."""
+        """Take the read's end: no more bytes are written to `buffer`. None: all layers arrived and verified."""
 
 
 @dataclass(slots=True, eq=False)
 class RemoteRead:
-    """One block, or some layers of it, to fetch."""
+    """A read of one block, or of some of its layers."""
 
     source: SlotRef
     layers: range
     sink: ReadSink
     batch: "ReadBatch | None" = field(default=None, init=False)
-    """None once it has ended."""
+    """The read's batch; None once it has ended."""
     size_bytes: int = field(default=0, init=False)
 
     @property
     def is_wanted(self) -> bool:
-        """Has it not ended yet?"""
+        """Return whether the read has not ended yet."""
         return self.batch is not None
 
 
@@ -58,23 +58,24 @@ class ReadBatch:
 
 
 class Lane(Protocol):
-    """Reads of one life's blocks. All on the reader's thread, and nothing in it waits. Each may raise LaneLost."""
+    """Reads of one incarnation's blocks, called on the reader's thread. No method blocks; each may raise LaneLost."""
 
     def fileno(self) -> int:
-        """Ready to be read when `ended` may have more to tell."""
+        """Return a descriptor that is readable when `ended` may yield more."""
 
     def ask(self, reads: Sequence[RemoteRead]) -> None:
-        """For these ranges, to their sinks. The sink of a read that is not wanted any more is not called."""
+        """Request these reads. The sink of a read that has ended is not called."""
 
     def ended(self) -> Iterator[tuple[RemoteRead, ReadFailure | None]]:
-        """What has ended, until nothing more is here. May be left early, and asked again."""
+        """Yield reads that have ended, until no more bytes are available. May be left early, and called again."""
 
     def landing(self) -> Sequence[RemoteRead]:
-        """Reads into whose buffers bytes may still come; only `close` keeps them out."""
+        """Return the reads into whose buffers bytes may still be written; only `close` prevents that."""
 
     def close(self) -> None:
-        """No byte lands anywhere any more."""
+        """Close the transport: no byte is written anywhere after this."""
 
 
 OpenLane = Callable[[Life, str, Callable[[], bool]], Lane]
-"""(owner, its data endpoint, is it not wanted any more?). On a thread of its own, where it may wait. Raises LaneLost."""
+"""Opens a `Lane` from (owner, its data endpoint, a function that returns whether it is no longer wanted), on a thread of its
+own, where it may block. Raises LaneLost."""

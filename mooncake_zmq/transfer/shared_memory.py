@@ -8,9 +8,9 @@
 The slots of a process with a GPU may lie in that GPU's memory instead (`transfer.cuda`): its file then ends before them, and
 its header names the device.
 
-A generation works as a seqlock's counter: a reader looks before and after its copy. Loads and stores of it are single
-aligned 8-byte accesses; on CPUs that reorder them the part checksums, compared on every read, catch what it misses. So only a
-CPU that keeps their order may leave the checksums out (`needs_checksums`).
+A generation works as a seqlock's counter: a reader compares it before and after its copy. Loads and stores of it are single
+aligned 8-byte accesses; on CPUs that reorder them the part checksums, compared on every read, find what it misses. So the
+checksums may be left out only on a CPU that keeps their order (`needs_checksums`).
 """
 
 import contextlib
@@ -43,12 +43,12 @@ HUGE_PAGE_BYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap does not name it yet
 UUID_BYTES = 16
 HOST = bytes(UUID_BYTES)
-"""In place of a device's UUID: the slots lie in the file."""
+"""Device UUID of a segment whose slots lie in the file."""
 _HEADER = struct.Struct(f"<8sI16sQQIQQ{UUID_BYTES}s")
 
 
 def needs_checksums(setting: str) -> str:
-    """Why `setting`, which leaves checksums of shared memory out, cannot be followed on this machine; empty: it can."""
+    """Return why `setting`, which leaves checksums of shared memory out, is not possible on this machine; empty if it is."""
     machine = platform.machine()
     if machine.lower() in ORDERED_MACHINES:
         return ""
@@ -56,12 +56,12 @@ def needs_checksums(setting: str) -> str:
 
 
 class SharedMemoryError(Exception):
-    """A segment cannot be created, or what stands at a path is not the segment expected there."""
+    """A segment that cannot be created, or a path that does not hold the expected segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offsets:
-    """Where the tables and the data of a segment lie in its file."""
+    """Offsets of a segment's tables and data in its file."""
 
     generations: int
     checksums: int
@@ -73,7 +73,7 @@ class _Offsets:
         checksums = PAGE_BYTES + _pages(slots * 8)
         tables_end = checksums + _pages(slots * layout.layers * 8)
         data_bytes = slots * layout.slot_bytes if device == HOST else 0
-        # Large segments begin their data on a huge page, where the kernel may then use such.
+        # Large segments begin their data on a huge page's border, so that the kernel may use huge pages.
         align = HUGE_PAGE_BYTES if data_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
         data = div_ceil(tables_end, align) * align
         return cls(PAGE_BYTES, checksums, data, data + data_bytes)
@@ -83,7 +83,7 @@ class Segment:
     """One process's slots, mapped here. The creator owns the file and removes it; attachers may come and go.
 
     Safe to read from several threads. An attached segment needs no `close`: it is unmapped when nothing refers to it any
-    more, so that a reader in another thread never sees its memory vanish.
+    more, so that a reader in another thread never loses its memory.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Segment:
     ) -> None:
         self.path = path
         self.device = device
-        """The UUID of the GPU whose memory the slots are, or HOST."""
+        """UUID of the GPU that holds the slots, or HOST."""
         self.layout = layout
         self.slots = slots
         self.incarnation = incarnation
@@ -128,14 +128,14 @@ class Segment:
         setting: str = "slots",
         device: bytes = HOST,
     ) -> Self:
-        """Make the file with all its memory, or fail with a reason. `setting`: what an operator lowers to need less."""
+        """Make the file with all its memory. Raises SharedMemoryError, which names `setting` as the one to lower."""
         offsets = _Offsets.of(layout, slots, device)
         check_space(Path(directory), offsets.total, f"{slots} slots of {layout.slot_bytes} bytes for {node}; lower {setting}")
         path, fd = create_file(Path(directory), file_name(cluster, node, incarnation))
         try:
-            # Held as long as we live: a sweep from elsewhere, under whatever runtime directory, leaves the file alone.
+            # Held while this process runs: a sweep by another process, under any runtime directory, leaves the file alone.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A hole would kill whoever first touches it when memory has run out by then (SIGBUS).
+            # A hole would kill the process that first touches it if memory has run out by then (SIGBUS).
             os.posix_fallocate(fd, 0, offsets.total)
             mapping = _map(fd, offsets.total, writable=True)
             with contextlib.suppress(OSError):  # an older kernel: pages are then mapped as they are touched
@@ -154,7 +154,7 @@ class Segment:
     def attach(
         cls, path: str | Path, layout: BlockLayout, incarnation: int, *, writable: bool = False, device: bytes = HOST
     ) -> Self:
-        """Map a neighbour's segment, after checking that it is that life's, of our layout, and where we look for its slots."""
+        """Map a neighbour's segment, after checks that it has this incarnation, our layout and the expected device."""
         path = Path(path)
         try:
             fd = open_own(path, os.O_RDWR if writable else os.O_RDONLY)
@@ -163,7 +163,7 @@ class Segment:
         try:
             slots = _check_header(path, os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, layout, incarnation, device)
             mapping = _map(fd, _Offsets.of(layout, slots, device).total, writable=writable)
-        except (OSError, ValueError) as error:  # the latter: cut shorter meanwhile
+        except (OSError, ValueError) as error:  # the latter: the file became shorter meanwhile
             raise SharedMemoryError(f"cannot attach {path}: {error}") from error
         finally:
             os.close(fd)
@@ -173,18 +173,19 @@ class Segment:
         return int(self._generations[slot])
 
     def set_generation(self, slot: int, generation: int) -> None:
-        """Change a slot's generation. An odd one also forgets its parts' checksums: none passes before it is written."""
+        """Change a slot's generation. An odd one also clears its parts' checksums, so that no part verifies before it is
+        written."""
         self._generations[slot] = generation
         if generation % 2:
             self._checksums[slot] = 0
 
     def parts(self, slot: int) -> NDArray[np.uint64]:
-        """The checksums of a slot's parts, one per layer; a view."""
+        """Return a view of the checksums of a slot's parts, one per layer."""
         row: NDArray[np.uint64] = self._checksums[slot]
         return row
 
     def part_view(self, slot: int, layer: int) -> Any:
-        """One layer's part, of `layout.part_shape`, where it stands: what a sequence's `write_parts` and `read_parts` take."""
+        """Return one layer's part, of `layout.part_shape`, in place, for a sequence's `write_parts` and `read_parts`."""
         return self._parts[slot, layer]
 
     def copy_layers(self, slot: int, first_layer: int, stop_layer: int, out: NDArray[np.uint8]) -> None:
@@ -193,26 +194,27 @@ class Segment:
         out[...] = self._bytes[slot, first_layer * part_bytes : stop_layer * part_bytes]
 
     def copy_parts(self, slot: int, layers: range, out: NDArray[np.uint8]) -> list[int]:
-        """`copy_layers`, with the checksum of each part that arrived."""
+        """Copy as `copy_layers` does; returns the checksum of each copied part."""
         part_bytes = self.layout.part_bytes
         assert out.nbytes == len(layers) * part_bytes
         assert out.flags.c_contiguous
-        held = self._bytes[slot, layers.start * part_bytes : layers.stop * part_bytes]  # the mapping stays as long as this
+        held = self._bytes[slot, layers.start * part_bytes : layers.stop * part_bytes]  # keeps the mapping
         source, target = _address(held), _address(out)
         return [copy_hashed(target + at, source + at, part_bytes) for at in range(0, out.nbytes, part_bytes)]
 
     def checksums(self, parts: Sequence[tuple[int, int]]) -> list[int]:
-        """Of (slot, layer)s, as they are now."""
+        """Return the present checksums of (slot, layer)s."""
         return [part_checksum(self._parts[slot, layer].data) for slot, layer in parts]
 
     def seal_parts(self, parts: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Make the first `tokens` of what stands in each (slot, layer, tokens), and zeros, the slot's part: the checksums."""
+        """Keep the first `tokens` tokens of each part (slot, layer, tokens), zero the remaining ones, and store and return the
+        checksums."""
         for slot, layer, tokens in parts:
             self._parts[slot, layer][:, tokens:] = 0
         return self._sealed(parts)
 
     def write_part(self, slot: int, layer: int, part: NDArray[Any]) -> int:
-        """Copy one layer's part from host memory: its checksum."""
+        """Copy one layer's part from host memory; returns its checksum."""
         self._parts[slot, layer] = part
         return self._sealed([(slot, layer, self.layout.block_tokens)])[0]
 
@@ -223,31 +225,31 @@ class Segment:
         return checksums
 
     def slots_memory(self) -> NDArray[np.uint8]:
-        """All slots' bytes; a view."""
+        """Return a view of all slots' bytes."""
         return self._bytes.reshape(-1)
 
     def layers_view(self, slot: int, first_layer: int, stop_layer: int) -> memoryview:
-        """The bytes of a range of layers' parts, which are contiguous."""
+        """Return a view of the bytes of a range of layers' parts, which are contiguous."""
         part_bytes = self.layout.part_bytes
         view: memoryview = self._bytes[slot, first_layer * part_bytes : stop_layer * part_bytes].data
         return view
 
     def close(self) -> None:
-        """Owner: remove the file and give up the mapping. May be called twice; the segment is not used afterwards."""
+        """Remove the file and the mapping of an owned segment, which is not used afterwards. May be called twice."""
         if self._owner_fd >= 0:
             self.path.unlink(missing_ok=True)
             os.close(self._owner_fd)
             self._owner_fd = -1
         self._generations = self._checksums = np.empty((0, 0), np.uint64)
         self._parts = self._bytes = np.empty((0, 0), np.uint8)
-        # A stream may still be sending from this memory: it is then unmapped when that view is gone.
+        # A stream may still be sending from this memory: then it is unmapped when that view is released.
         with contextlib.suppress(BufferError):
             self._mapping.close()
 
 
 def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bool]) -> list[Path]:
-    """Remove this cluster's segments whose life is over: `is_alive(node, incarnation)` is false and nobody owns the file. What
-    other users put beside them is left alone."""
+    """Remove this cluster's segments whose process has ended: `is_alive(node, incarnation)` is false and no process holds the
+    file's lock. Files of other users are left alone."""
     removed = []
     for path in sorted(own_files(directory, f"{FILE_PREFIX}=")):
         named = parse_name(path.name)
@@ -261,7 +263,7 @@ def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bo
 
 
 def is_segment_of(path: str, node: str, incarnation: int, directory: Path | None) -> bool:
-    """Is this where that life of a node has its segment: by its name, and, if one is given, in that directory?"""
+    """Return whether this can be the segment of an incarnation of a node, by its name and, if given, its directory."""
     where = Path(path)
     named = parse_name(where.name)
     is_there = directory is None or where.parent == directory
@@ -271,8 +273,7 @@ def is_segment_of(path: str, node: str, incarnation: int, directory: Path | None
 
 
 def create_file(directory: Path, name: str) -> tuple[Path, int]:
-    """A new file for us alone; where somebody has taken the name, under one that nobody can foresee. Raises
-    SharedMemoryError."""
+    """Create a file for this user alone, under a random name if the name is taken. Raises SharedMemoryError."""
     for path in (directory / name, directory / f"{name}={secrets.token_hex(8)}"):
         try:
             return path, open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -284,13 +285,13 @@ def create_file(directory: Path, name: str) -> tuple[Path, int]:
 
 
 def file_name(cluster: str, node: str, incarnation: int) -> str:
-    """Of one life's segment, or of something else beside it that the same sweep is to remove."""
-    # Quoting leaves no "=" and no "/" in a name, so the parts can be told apart again.
+    """Return the name of an incarnation's segment, or of another file that the same sweep removes."""
+    # Quoting leaves no "=" and no "/" in a name, so `parse_name` can split it.
     return f"{FILE_PREFIX}={quote(cluster, safe='')}={quote(node, safe='')}={incarnation}"
 
 
 def parse_name(name: str) -> tuple[str, str, int] | None:
-    """(cluster, node, incarnation), or None for a file that is none of ours."""
+    """Return (cluster, node, incarnation), or None for any other file."""
     parts = name.split("=")
     if len(parts) not in (4, 5) or parts[0] != FILE_PREFIX or not parts[3].isascii() or not parts[3].isdigit():
         return None
@@ -298,11 +299,11 @@ def parse_name(name: str) -> tuple[str, str, int] | None:
 
 
 def _owned(path: Path) -> bool:
-    """Does a living creator hold the file's lock?"""
+    """Return whether a running creator holds the file's lock."""
     try:
         fd = open_own(path, os.O_RDONLY)
     except OSError:
-        return True  # gone already, or out of descriptors: not now
+        return True  # removed already, or out of descriptors: leave it for now
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -314,7 +315,7 @@ def _owned(path: Path) -> bool:
 
 
 def check_space(directory: Path, needed: int, why: str) -> None:
-    """Raise SharedMemoryError unless so many bytes are free."""
+    """Raise SharedMemoryError unless `needed` bytes are free in the directory."""
     try:
         room = os.statvfs(directory)
     except OSError as error:
@@ -325,7 +326,7 @@ def check_space(directory: Path, needed: int, why: str) -> None:
 
 
 def _check_header(path: Path, raw: bytes, size: int, layout: BlockLayout, incarnation: int, device: bytes) -> int:
-    """The number of slots, when header and size are those of the segment expected; else SharedMemoryError."""
+    """Return the number of slots. Raises SharedMemoryError if header or size are not those of the expected segment."""
     if len(raw) < _HEADER.size:
         raise SharedMemoryError(f"{path} is too short for a segment")
     magic, version, fingerprint, slots, slot_bytes, layers, written, total, where = _HEADER.unpack(raw)
@@ -344,7 +345,7 @@ def _check_header(path: Path, raw: bytes, size: int, layout: BlockLayout, incarn
 
 def _map(fd: int, size: int, *, writable: bool) -> mmap.mmap:
     mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-    with contextlib.suppress(OSError):  # only where shmem_enabled is "advise" does it change anything
+    with contextlib.suppress(OSError):  # has an effect only if shmem_enabled is "advise"
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 

@@ -1,15 +1,15 @@
-"""Makes every socket by which processes of the cluster talk: limits, liveness, and keys where bytes leave the machine.
+"""Makes all sockets between processes of the cluster: limits, liveness, and keys where bytes leave the machine.
 
-Messages go over ZeroMQ's, in one context a process. Bytes in bulk go over plain streams, which listen beside a ZeroMQ socket
+Messages go over ZeroMQ sockets, in one context a process. Bulk bytes go over plain streams, which listen beside a ZeroMQ socket
 that hands out the tickets for them (`stream.py`, `tickets.py`).
 
-Without keys TCP is for loopback alone, or for whoever says that he trusts his network. With keys every TCP socket speaks CURVE,
-loopback's too: who connects must have a key that `core.keys` admits there, and must meet the key that he expects. `ipc://`
-sockets lie in a directory that is this user's alone, and need none.
+Without keys TCP is allowed on loopback alone, or where the operator trusts his network. With keys every TCP socket uses CURVE,
+also on loopback: a client must have a key that `core.keys` admits there, and the server the key that the client expects.
+`ipc://` sockets lie in a directory that only this user can enter, and need no keys.
 
-A server asks by ZAP (RFC 27) whom it may let in. One thread answers for all of them, and tells the key and its name as the
-connection's User-Id, which ZeroMQ puts to each message. Who began as one name stays that one for the connection's life, or
-until the key is dropped: ZeroMQ does not cut the connection, but nothing counts any more that comes over it (`Sockets.holder`).
+A server checks its clients by ZAP (RFC 27). One thread answers for all servers, and puts the key and its name into the
+connection's User-Id, which ZeroMQ adds to each message. A connection keeps its name until it ends or the key is dropped: ZeroMQ
+does not cut the connection then, but its messages no longer count (`Sockets.holder`).
 """
 
 import contextlib
@@ -35,46 +35,48 @@ log = structlog.get_logger()
 USER_ID = "User-Id"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 REFRESH_S = 1.0
-"""How often the file of public keys is looked at."""
+"""Interval in which the file of public keys is checked."""
 TOLD_EVERY_S = 10.0
-"""Refusals are logged so often at most, and all counted."""
+"""Least interval of logged refusals; all are counted."""
 HANDSHAKE_MS = 5_000
 CURVE_BYTES, CURVE_HANDSHAKE_BYTES = 64, 1024
-"""What CURVE adds to each frame, and what its own commands take, at most."""
+"""Upper limits of the bytes that CURVE adds to a frame, and of its own commands."""
 RECONNECT_MS = 50
 MAX_SOCKETS = 4096
 IO_THREADS = PLANES
-"""Of a process that serves: messages of one plane do not wait behind those of another."""
+"""I/O threads of a serving process: messages of one plane do not wait behind those of another."""
 IPC_SUFFIX = "-stream"
-"""Of the socket where streams connect, beside the one that hands out their tickets."""
+"""Suffix of the path where streams connect, beside the socket that hands out their tickets."""
 BACKLOG = 1024
-"""Connections that nobody has accepted yet; Linux may take fewer (net.core.somaxconn)."""
+"""Connections that were not accepted yet; Linux may take fewer (net.core.somaxconn)."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 10, 5, 3
-"""Of a stream."""
+"""TCP keepalive of a stream."""
 PROBE_S = 2
-"""Of a ZeroMQ connection: how long nothing comes until the kernel asks, and until it asks again."""
+"""TCP keepalive of a ZeroMQ connection: the silence before the first probe, and the interval of probes."""
 CONNECT_SLICE_S = 0.05
-"""How often whoever connects a stream looks whether it is still wanted."""
+"""Interval in which the connecting thread checks whether the stream is still wanted."""
 
 
 class BadEndpoint(ValueError):
-    """An endpoint that cannot be bound or connected: the operator's mistake, told in one line."""
+    """An endpoint that cannot be bound or connected by the operator's mistake; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one socket may hold. HWM: messages in each connection's queue."""
+    """Limits of one socket. HWM: messages in each connection's queue."""
 
     max_message_bytes: int
     send_hwm: int
     receive_hwm: int
     silence_ms: int = 10_000
-    """After so long without a sign of the other host a TCP connection is given up; over ipc the kernel tells at once."""
+    """Time without a sign of the other host after which a TCP connection is closed; over ipc the kernel reports an end at
+    once."""
     reconnect_max_ms: int = 2_000
 
 
 class Sockets:
-    """A context and its keys, shared by the parts of a process. Each part borrows it; the last to give it back ends it."""
+    """A ZeroMQ context and its keys, shared by the parts of a process. Each part borrows it; the last to give it back ends
+    it."""
 
     def __init__(
         self,
@@ -85,9 +87,9 @@ class Sockets:
         io_threads: int = 0,
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """`encrypt_bulk`: streams over TCP too, where there are keys. `io_threads`: shared by all sockets; 0: one for each of
-        IO_THREADS. `on_crash` is called from the thread that answers for keys, of which there is one if somebody listens by
-        them."""
+        """Make a context. `encrypt_bulk`: encrypt streams over TCP too, where there are keys. `io_threads`: number shared by
+        all sockets; 0: one for each of IO_THREADS. `on_crash` is called from the thread that checks keys, which runs once a
+        socket listens with keys."""
         self.counts = {"admitted": 0, "refused": 0}
         self.keys = keys
         self._allow_plain_tcp = allow_plain_tcp
@@ -95,7 +97,7 @@ class Sockets:
         self._pinned = io_threads == 0
         self._on_crash = on_crash
         self._in_use: dict[str, str] = {}
-        """With which key a name last began to speak to us, by name: the one by which it can be reached."""
+        """Key of each name's latest connection to us: the one by which it can be reached."""
         self._told_at = 0.0
         self._users = 0
         self._guard = threading.Lock()
@@ -105,13 +107,13 @@ class Sockets:
         self._thread: threading.Thread | None = None
 
     def borrow(self) -> "Sockets":
-        """For one more part of the process; it gives back what it borrowed."""
+        """Return this object to one more part of the process, which calls `give_back` once."""
         with self._guard:
             self._users += 1
         return self
 
     def give_back(self) -> None:
-        """All sockets that the part made are closed."""
+        """End a part's use, after it has closed all sockets that it made."""
         with self._guard:
             self._users -= 1
             last = self._users == 0
@@ -119,7 +121,7 @@ class Sockets:
             self._end()
 
     def listening(self, kind: int, endpoint: str, plane: Plane, limits: Limits) -> "zmq.Socket[bytes]":
-        """A socket that may bind to `endpoint`. Raises BadEndpoint for one that is not to be had without keys."""
+        """Return a socket that may bind to `endpoint`. Raises BadEndpoint if that requires keys and there are none."""
         keys = self._keys_for(endpoint)
         socket = self._make(kind, endpoint, plane, limits, keys)
         if keys is not None:
@@ -132,9 +134,9 @@ class Sockets:
     def connecting(
         self, kind: int, endpoint: str, plane: Plane, limits: Limits, *, server: str, not_by: str = ""
     ) -> "tuple[zmq.Socket[bytes], str]":
-        """A socket that may connect to the node `server` at `endpoint`, and the key by which it expects it; empty: none.
+        """Return a socket that may connect to the node `server` at `endpoint`, and the key that it expects there; empty: none.
 
-        `not_by`: a key by which it was not reached. Raises BadEndpoint where there is no key of it, or keys are wanted.
+        `not_by`: a key with which the node was not reached. Raises BadEndpoint if its key is unknown, or keys are required.
         """
         keys = self._keys_for(endpoint)
         if keys is None:
@@ -152,18 +154,18 @@ class Sockets:
         return socket, expected
 
     def key_of(self, name: str, *, not_by: str = "") -> str:
-        """The key by which `name` is best reached: with which it speaks to us, else its newest, else the other one."""
+        """Return the best key to expect of `name`: that of its connection to us, else its newest, else the other one."""
         known = self.keys.book.of(name) if self.keys is not None else ()
         if (used := self._in_use.get(name)) in known:
             return used or ""
         return next((key for key in known if key != not_by), known[0] if known else "")
 
     def seals(self, endpoint: str) -> bool:
-        """Are the streams beside this endpoint to be encrypted?"""
+        """Return whether the streams beside this endpoint are encrypted."""
         return self._encrypt_bulk and self.keys is not None and endpoint.startswith("tcp://")
 
     def inner(self, kind: int) -> "zmq.Socket[bytes]":
-        """A socket for `inproc://` alone."""
+        """Return a socket for `inproc://` alone."""
         socket = self._context.socket(kind)
         socket.linger = 0
         return socket
@@ -179,7 +181,7 @@ class Sockets:
         if self._pinned:
             socket.affinity = 1 << IO_THREADS.index(plane)
         if endpoint.startswith("tcp://"):
-            # The kernel asks whether the other host is there. ZeroMQ's own heartbeats would have libzmq 4.3.5 abort the process
+            # The kernel probes the other host. With ZeroMQ's own heartbeats libzmq 4.3.5 would abort the process
             # (`!_io_error`): their timer writes to a connection that ended while its input was stopped.
             socket.tcp_keepalive, socket.tcp_keepalive_cnt = 1, KEEPALIVE_PROBES
             socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = PROBE_S
@@ -190,7 +192,7 @@ class Sockets:
         return socket
 
     def holder(self, plane: Plane, shown: str) -> str:
-        """Whose key a connection has shown, from the User-Id of what comes over it; empty once that lets nobody in any more."""
+        """Return the name of the key that a connection has shown, from a message's User-Id; empty once the key is not valid."""
         name, _, key = shown.partition(" ")
         if self.keys is not None and self.keys.book.admitted(plane, key) == name:
             return name
@@ -198,7 +200,7 @@ class Sockets:
         return ""
 
     def _keys_for(self, endpoint: str) -> Keys | None:
-        """None: it is in clear. Raises BadEndpoint."""
+        """Return the keys for an endpoint, None if it is in clear. Raises BadEndpoint."""
         if not endpoint.startswith("tcp://"):
             return None
         if self.keys is not None:
@@ -226,7 +228,7 @@ class Sockets:
         self._context.term()
         os.close(self._stop)
 
-    # --- the thread that answers for keys
+    # --- the thread that checks keys
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -266,7 +268,7 @@ class Sockets:
 
 
 def listen_beside(endpoint: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that takes streams beside a ZeroMQ endpoint, and where that is, to be told to clients.
+    """Return a socket that accepts streams beside a ZeroMQ endpoint, and its address for clients.
 
     `port`: at the endpoint's address, 0 for any free one; over ipc the path beside it. Raises OSError.
     """
@@ -274,7 +276,7 @@ def listen_beside(endpoint: str, port: int) -> tuple[socket.socket, str]:
     if scheme == "ipc":
         path = f"{place}{IPC_SUFFIX}"
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a former life: whoever bound the endpoint itself is the one that lives
+            os.unlink(path)  # of a former incarnation: the process that bound the endpoint itself is the running one
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         listener.listen(BACKLOG)
@@ -286,9 +288,10 @@ def listen_beside(endpoint: str, port: int) -> tuple[socket.socket, str]:
 
 
 def connect_beside(where: str, endpoint: str, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> socket.socket:
-    """A connection to what `listen_beside` told, of the server at `endpoint`. `is_over`: it is not wanted any more.
+    """Connect to the address `where` that `listen_beside` of the server at `endpoint` returned. `is_over`: it is not wanted
+    any more.
 
-    Raises OSError, and ValueError or OverflowError where what was told is no address.
+    Raises OSError, and ValueError or OverflowError if `where` is no address.
     """
     scheme, _, place = where.partition("://")
     own_scheme, _, own_place = endpoint.partition("://")
@@ -316,7 +319,7 @@ def _connect(connection: socket.socket, address: str | tuple[str, int], timeout_
     error = connection.connect_ex(address)
     waiting = select.poll()
     waiting.register(connection, select.POLLOUT)
-    while error in (errno.EINPROGRESS, errno.EAGAIN):  # the latter: a Unix socket whose server is behind with accepting
+    while error in (errno.EINPROGRESS, errno.EAGAIN):  # the latter: a Unix socket whose server accepts slowly
         if is_over() or time.monotonic() >= until:
             raise TimeoutError(errno.ETIMEDOUT, "not connected in time")
         if error == errno.EAGAIN:
@@ -329,7 +332,7 @@ def _connect(connection: socket.socket, address: str | tuple[str, int], timeout_
 
 
 def tune(connection: socket.socket) -> None:
-    """Either end of a stream: nothing waits for more to send, and an end that is gone is missed."""
+    """Set the options of either end of a stream: send without delay, and notice an end that is gone."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -339,7 +342,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise BadEndpoint unless one can both listen on `endpoint` and connect to it, from another machine if it is TCP."""
+    """Raise BadEndpoint unless `endpoint` can be both bound and connected to, from another machine if it is TCP."""
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):
@@ -360,7 +363,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Does TCP at this endpoint stay on the machine?"""
+    """Return whether TCP at this endpoint stays on the machine."""
     host = _host(endpoint)
     try:
         return ip_address(host).is_loopback

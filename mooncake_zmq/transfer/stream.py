@@ -1,13 +1,13 @@
-"""A stream: one plain connection, TCP or Unix, on which bytes travel: a store's values, and blocks between hosts.
+"""A stream: one plain connection, TCP or Unix, for bulk bytes: a store's values, and blocks between hosts.
 
-A message is four bytes of length, little-endian, and MessagePack; bytes have no framing, as both sides know how many come.
-Encrypted, all of it goes in records, see `sealing.py`.
+A message is four bytes of length, little-endian, and MessagePack; bytes have no framing, as both sides know their number.
+An encrypted stream consists of records, see `sealing.py`.
 
-Plain sockets, since these are bytes and nothing but: the kernel copies them from and to where they belong, in the thread
-that wants them, while a ZeroMQ frame passes an I/O thread on either side and is copied out of its message once more. On
+The sockets are plain, since these are only bytes: the kernel copies them from and to their place, in the thread that needs
+them, while a ZeroMQ frame passes an I/O thread on either side and is copied out of its message once more. On
 loopback of a 2-core EPYC, checksums included: 3.0 to 3.7 GB/s instead of 2.1 to 3.0, and 64 KiB in 115 to 150 us instead
-of 255 to 300. What must be ordered, told to several or authenticated stays on ZeroMQ, which hands out the ticket by which a
-stream is attached, see `tickets.py`.
+of 255 to 300. Messages that must be ordered, sent to several processes or authenticated stay on ZeroMQ, which hands out the
+ticket by which a stream is attached, see `tickets.py`.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer
 from mooncake_zmq.transfer.tickets import CHALLENGE_BYTES, Attaching, Refused, Ticket
 
 MAX_VIEWS = 512
-"""Places that one system call fills or sends; Linux takes 1024."""
+"""Views that one system call fills or sends; Linux takes 1024."""
 MAX_MESSAGE_BYTES = 2 << 20
 LENGTH = struct.Struct("<I")
 
 
 class StreamError(Exception):
-    """The other side is gone, or too slow, or we are closing. The message says which."""
+    """End of a stream: the other side is gone or too slow, or this side closes. The message says which."""
 
 
 class StreamGarbage(StreamError):
-    """The other side speaks something else."""
+    """Bytes of the other side that break the protocol."""
 
 
 MessageT = TypeVar("MessageT")
@@ -44,7 +44,7 @@ BytesT = TypeVar("BytesT", memoryview, Sequence[memoryview])
 
 
 class Stream:
-    """One end that waits. Of one thread at a time, but for `shut`."""
+    """A blocking end of a stream, for one thread at a time, but for `shut`."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Stream:
         seals: bytes | None = None,
         opens: bytes | None = None,
     ) -> None:
-        """`idle` is called every `slice_s` that nothing moves, with how long that is; it raises where that is a reason to
-        give up. `seals`, `opens`: the keys of what leaves and of what comes; None: in clear."""
+        """Take over a connection. `idle` is called every `slice_s` without progress, with the time since the last; it raises to
+        give up. `seals`, `opens`: the keys for sending and receiving; None: in clear."""
         self.stop_at = math.inf
-        """When what is awaited has to have come, however steadily it does (monotonic clock), and after which
-        nothing is sent. What is here counts, however late it is taken."""
+        """Deadline of sending and receiving (monotonic clock), even while bytes keep moving. Bytes that have arrived are valid
+        however late they are read."""
         self.connection = connection
         self.sealer = Sealer(seals) if seals is not None else None
         self.opener = Opener(opens) if opens is not None else None
@@ -67,14 +67,14 @@ class Stream:
         self._slice_s = slice_s
         self._length = memoryview(bytearray(LENGTH.size))
         _streams.add(self)
-        # Timeouts of the kernel's: Python's own cost a poll before each call.
+        # Use the kernel's timeouts: Python's own cost a poll before each call.
         connection.setblocking(True)
         limit = struct.pack("ll", int(slice_s), int(slice_s % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def attach(self, ticket: Ticket) -> None:
-        """Before anything else at the client's end: show the ticket. Raises StreamError, or what `idle` raises."""
+        """Show the ticket, before anything else at the client's end. Raises StreamError, or an error of `idle`."""
         attaching = Attaching(ticket)
         challenge = memoryview(bytearray(CHALLENGE_BYTES))
         self.send_views([memoryview(attaching.opening)])
@@ -88,18 +88,18 @@ class Stream:
             self.sealer, self.opener = Sealer(keys.to_server), Opener(keys.to_client)
 
     def send(self, message: object, views: Sequence[memoryview] = ()) -> None:
-        """A message and the bytes that belong to it. Raises StreamError, or what `idle` raises."""
+        """Send a message and the bytes that belong to it. Raises StreamError, or an error of `idle`."""
         self.send_views([framed(message), *views])
 
     def receive(self, decode: Callable[[memoryview], MessageT], most_bytes: int = MAX_MESSAGE_BYTES) -> MessageT:
-        """The next message. Raises StreamError, also for one that does not decode; or what `idle` raises."""
+        """Receive the next message. Raises StreamError, also for one that does not decode; or an error of `idle`."""
         self.receive_views([self._length])
         body = memoryview(bytearray(length_of(self._length, most_bytes)))
         self.receive_views([body])
         return decoded(decode, body)
 
     def send_views(self, views: Sequence[memoryview]) -> None:
-        """Bytes that the other side expects."""
+        """Send bytes that the other side expects."""
         if self.sealer is not None:
             try:
                 for record in self.sealer.records(views):
@@ -111,7 +111,7 @@ class Stream:
             self._send(views[start : start + MAX_VIEWS])
 
     def receive_views(self, views: Sequence[memoryview]) -> None:
-        """Fill these places, at most MAX_VIEWS and none of them empty, with what comes."""
+        """Fill these views, at most MAX_VIEWS and none of them empty, with received bytes."""
         if self.opener is not None:
             for view in views:
                 self._receive_sealed(self.opener, view)
@@ -122,12 +122,12 @@ class Stream:
             views = _after(views, came)
 
     def shut(self) -> None:
-        """End it under whoever is at it, who then gets StreamError. From any thread."""
+        """End the stream from any thread; the thread that uses it gets StreamError."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the connection. May be called twice."""
         self.connection.close()
 
     def _send(self, views: Sequence[memoryview]) -> None:
@@ -180,13 +180,13 @@ class Stream:
 
 
 def framed(message: object) -> memoryview:
-    """A message as it lies on a stream."""
+    """Return a message as it is sent on a stream."""
     body = encode(message)
     return memoryview(LENGTH.pack(len(body)) + body)
 
 
 def length_of(raw: memoryview, most_bytes: int) -> int:
-    """Of the message behind these bytes. Raises StreamGarbage."""
+    """Return the length of the message after these bytes. Raises StreamGarbage."""
     (length,) = LENGTH.unpack(raw)
     if length > most_bytes:
         raise StreamGarbage(f"a message of {length} bytes")
@@ -194,7 +194,7 @@ def length_of(raw: memoryview, most_bytes: int) -> int:
 
 
 def decoded(decode: Callable[[memoryview], MessageT], body: memoryview) -> MessageT:
-    """A message. Raises StreamGarbage."""
+    """Return a decoded message. Raises StreamGarbage."""
     try:
         return decode(body)
     except NotAMessage as error:
@@ -209,12 +209,12 @@ def _close_all() -> None:
         stream.close()
 
 
-# A forked child's copy would keep the connection up when its parent is gone.
+# A forked child's copy would keep the connection up after its parent's end.
 os.register_at_fork(after_in_child=_close_all)
 
 
 def _after(views: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """What is left of `views` after their first `done` bytes."""
+    """Return `views` without their first `done` bytes."""
     if len(views) == 1:
         return () if done == len(views[0]) else (views[0][done:],)
     for number, view in enumerate(views):

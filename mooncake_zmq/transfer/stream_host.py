@@ -1,8 +1,8 @@
-"""A server's end of streams: one thread at the door, where who connects shows his ticket, then a thread for each stream.
+"""A server's end of streams: one thread accepts connections and checks their tickets, then each stream has a thread.
 
-Whoever has not shown it yet holds a descriptor and a few hundred bytes, no thread, for `ATTACH_S` at most, and of these there
-are `MAX_UNATTACHED`: one more ends the one that has been silent for longest. So strangers cost each other their places, and
-clients, who say all that they have to at once, are let in while the strangers come.
+A connection without a ticket yet costs a descriptor and a few hundred bytes, no thread, for `ATTACH_S` at most. There are at
+most `MAX_UNATTACHED`: one more ends the one that has been silent for longest. So strangers displace each other, and clients,
+which send everything at once, get in meanwhile.
 """
 
 import contextlib
@@ -26,53 +26,53 @@ from mooncake_zmq.transfer.tickets import OPENING_BYTES, PROOF_BYTES, Challenge,
 log = structlog.get_logger()
 
 MAX_STREAMS = 512
-"""Threads. For a further stream the one that waits longest for a request is ended, of which its client makes a new one when it
-needs it; with all at work the further one is refused, and its client's call fails."""
+"""Streams, each with a thread. For a further one the stream that has waited longest for a request is ended, which its client
+opens again when it needs it; if all are at work the further one is refused, and its client's call fails."""
 MAX_STREAMS_OF_A_KEY = MAX_STREAMS // 4
-"""Likewise of the holder of one key, whose own make room: he has no other's place."""
+"""Streams of the holder of one key; for a further one a stream of the same holder is ended."""
 MAX_UNATTACHED = 256
 ATTACH_S = 5.0
 ENDING_S = 0.02
-"""With all at work, how long a further stream waits for one that has just sent its answer, and so has a client that goes on."""
+"""Time for which a further stream waits if all are at work: one may just have sent its answer, and wait for a request soon."""
 SHUT_S = 0.2
-"""How long it waits for the end of the stream that is ended for it."""
+"""Time for which it waits for the end of the stream that makes room."""
 ACCEPT_AGAIN_S = 0.1
-"""Pause after an accept that failed, as for want of file descriptors."""
+"""Pause after a failed accept, as for lack of file descriptors."""
 ACCEPTED_AT_ONCE = 64
 LOOK_S = 1.0
-"""How often the keys of those whose streams are open are looked at."""
+"""Interval in which the keys of open streams are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """Who has shown a ticket. The connection is the one's who takes it over."""
+    """A client that has shown a ticket. The stream that is made for it owns the connection."""
 
     connection: socket.socket
     token: bytes
     keys: StreamKeys
     holder: str
-    """Name of the key to which the ticket was handed; empty: none had to be shown."""
+    """Name of the key to which the ticket was handed; empty if none was required."""
 
 
 class Served(Protocol):
     """One stream of a server."""
 
     waits_since: float
-    """When it began to wait for the next request (monotonic clock); infinite while it is at work."""
+    """Time when it began to wait for the next request (monotonic clock); infinite while it is at work."""
 
     def run(self) -> None:
-        """On a thread of its own, until the stream is over."""
+        """Serve the stream, on a thread of its own, until it is over."""
 
     def shut(self) -> None:
-        """End it under `run`. From any thread."""
+        """End the stream during `run`, from any thread."""
 
     def close(self) -> None:
-        """Once `run` is over."""
+        """Free everything, once `run` is over."""
 
 
 @dataclass(slots=True, eq=False)
 class _Unattached:
-    """At the door. `challenge`: once its opening was good."""
+    """A connection without a valid ticket yet. `challenge`: set once its opening was valid."""
 
     connection: socket.socket
     until: float
@@ -81,7 +81,7 @@ class _Unattached:
 
     @property
     def missing(self) -> int:
-        """Bytes of what it is to say next."""
+        """Number of bytes missing of its next message."""
         return (PROOF_BYTES if self.challenge else OPENING_BYTES) - len(self.said)
 
 
@@ -93,7 +93,7 @@ class _Open:
 
 
 class StreamHost:
-    """Takes streams beside a ZeroMQ endpoint from construction until `close`. Raises OSError where it cannot listen."""
+    """Accepts streams beside a ZeroMQ endpoint from construction until `close`. Raises OSError where it cannot listen."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class StreamHost:
         counts: dict[str, int],
         name: str,
     ) -> None:
-        """`make` is called at the door, and only to make. `counts`: the owner's, added to here; `name`: of the threads, and in
-        logs."""
+        """Start to listen. `make` makes a stream, on the accepting thread, and must not block. `counts`: the owner's counters,
+        which are increased here; `name`: the threads' name, also in logs."""
         self._counts = counts
         for what in ("streams", "streams_refused", "streams_over_share", "strangers_at_door", "silent_at_door"):
             counts.setdefault(what, 0)
@@ -118,13 +118,13 @@ class StreamHost:
         self._lock = threading.Lock()
         """Guards `_counts`, `_open` and `_shut`."""
         self._ended = threading.Condition(self._lock)
-        """One more stream is over."""
+        """Signalled when a stream is over."""
         self._open: dict[threading.Thread, _Open] = {}
         self._shut: set[threading.Thread] = set()
-        """Of these, those that were ended for others."""
+        """Threads of `_open` whose streams were ended to make room."""
         self._looked_at = 0.0
         self._unattached: dict[int, _Unattached] = {}
-        """By descriptor, in the order in which they came."""
+        """Connections by descriptor, in the order of their arrival."""
         self._listener, self.endpoint = listen_beside(endpoint, port)
         self._listener.setblocking(False)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -157,11 +157,11 @@ class StreamHost:
         self._stop = -1
 
     def count(self, name: str, by: int = 1) -> None:
-        """From any thread."""
+        """Add to a counter, from any thread."""
         with self._lock:
             self._counts[name] += by
 
-    # --- at the door
+    # --- accepting connections
 
     def _run(self) -> None:
         try:
@@ -203,12 +203,12 @@ class StreamHost:
             self._hear(unattached)
 
     def _most_silent(self) -> _Unattached:
-        """The oldest without a good opening; if all have one, the oldest."""
+        """Return the oldest without a valid opening; if all have one, the oldest."""
         silent = (each for each in self._unattached.values() if each.challenge is None)
         return next(silent, None) or next(iter(self._unattached.values()))
 
     def _hear(self, unattached: _Unattached) -> None:
-        """What it says, as far as it has come."""
+        """Handle the bytes of an unattached connection that have arrived."""
         try:
             said = unattached.connection.recv(unattached.missing)
             if not said:
@@ -218,14 +218,14 @@ class StreamHost:
                 return
             if unattached.challenge is None:
                 unattached.challenge = Challenge(self._tickets, bytes(unattached.said))
-                unattached.connection.sendall(unattached.challenge.challenge)  # into a buffer that nothing is in yet
+                unattached.connection.sendall(unattached.challenge.challenge)  # the send buffer is still empty
                 unattached.said.clear()
             else:
                 unattached.challenge.check(bytes(unattached.said))
                 self._let_in(unattached, unattached.challenge)
         except BlockingIOError:
             pass
-        except (OSError, Refused):  # counted, and not logged: strangers may be many
+        except (OSError, Refused):  # counted, not logged: there may be many strangers
             self.count("strangers_at_door")
             self._turn_away(unattached)
 
@@ -239,7 +239,7 @@ class StreamHost:
             tune(connection)
             guest = Guest(connection, challenge.token, challenge.keys, holder)
             self._begin(self._make(guest), guest)
-        except (OSError, RuntimeError) as error:  # the latter: the system has no thread for us
+        except (OSError, RuntimeError) as error:  # the latter: the system cannot start a thread
             self.count("streams_refused")
             log.warning("stream_refused", streams=self._name, key=holder, reason=str(error))
             connection.close()
@@ -274,7 +274,7 @@ class StreamHost:
     # --- streams
 
     def _make_room(self, holder: str) -> None:
-        """Raises RuntimeError."""
+        """Wait until a further stream of this holder is allowed. Raises RuntimeError."""
         if holder and len(self._of(holder)) >= MAX_STREAMS_OF_A_KEY:
             self.count("streams_over_share")
             self._wait_for_room(partial(self._of, holder), MAX_STREAMS_OF_A_KEY)
@@ -285,7 +285,7 @@ class StreamHost:
         return [thread for thread, each in self._open.copy().items() if each.holder == holder]
 
     def _wait_for_room(self, streams: Callable[[], list[threading.Thread]], limit: int) -> None:
-        """One of these is ended, if any waits for a request. Raises RuntimeError."""
+        """Wait until fewer than `limit` of these are left, ending one that waits for a request. Raises RuntimeError."""
         if not self._end_one_that_waits(streams):
             time.sleep(ENDING_S)
             self._end_one_that_waits(streams)
@@ -294,7 +294,7 @@ class StreamHost:
                 raise RuntimeError(f"{limit} streams are at work")
 
     def _end_one_that_waits(self, streams: Callable[[], list[threading.Thread]]) -> bool:
-        """Of those that wait for a request, the one that does for longest. False: none does."""
+        """End the stream that has waited longest for a request. Returns False if none waits."""
         with self._lock:
             waiting = [(self._open[thread].served.waits_since, thread) for thread in streams() if thread not in self._shut]
             since, thread = min(waiting, key=lambda each: each[0], default=(math.inf, None))

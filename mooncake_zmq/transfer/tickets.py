@@ -1,15 +1,15 @@
-"""Who may attach a stream: whoever was told a ticket's secret, over the connection that keys guard. And the keys of the stream.
+"""Tickets for attaching a stream, sent over a connection that keys protect, and the stream's own keys.
 
     client  -- opening: token, nonce -----> server      a token that this server did not make ends it here
             <- challenge: nonce, proof ---              the server knows the secret too
             -- proof ---------------------->
 
 Both nonces and the secret make three keys (HKDF, RFC 5869), new ones for each stream: one for the proofs, one for each
-direction of what is sealed. So neither a token seen on the wire nor a handshake recorded there lets anybody in. Without
-sealing, who can change packets under way can still take over a stream that is attached: checksums do not stop him.
+direction of what is sealed. So neither a token seen on the wire nor a recorded handshake gives access. Without
+sealing, an attacker who can change packets can still take over an attached stream: checksums do not prevent that.
 
-Tickets cost their server no memory: it knows its own by their form, and makes the secret of one again when it comes back. A
-token tells its server, and nobody else, whose key it was handed to.
+Tickets cost their server no memory: it recognizes its own by their form, and derives a ticket's secret again when it comes
+back. From a token its server alone can find the key to which it was handed.
 """
 
 import hmac
@@ -30,18 +30,18 @@ OPENING_BYTES = len(MAGIC) + TOKEN_BYTES + NONCE_BYTES
 CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
 _SALT_BYTES, _MARK_BYTES = 14, 16
 _MADE = struct.Struct(">Hd")
-"""Number of the holder, and when."""
+"""Number of the holder, and time of making."""
 MAX_HOLDERS = 1 << 16
-"""Tickets of further ones tell of none."""
+"""Holders with a number; tickets of further ones name none."""
 
 
 class Refused(Exception):
-    """The other side has not shown that it knows the secret."""
+    """Refusal of a peer that has not proved that it knows the secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a client is told. `sealed`: whether what goes over the stream is encrypted."""
+    """A client's ticket. `sealed`: whether its stream is encrypted."""
 
     token: bytes
     secret: bytes = field(repr=False)
@@ -50,7 +50,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class StreamKeys:
-    """Of one stream. `to_server`, `to_client`: None if it is not sealed."""
+    """Keys of one stream. `to_server`, `to_client`: None if it is not sealed."""
 
     proof: bytes = field(repr=False)
     to_server: bytes | None = field(repr=False)
@@ -58,22 +58,22 @@ class StreamKeys:
 
 
 class Tickets:
-    """Those of one server. From any thread."""
+    """Tickets of one server. Usable from any thread."""
 
     def __init__(self, *, sealed: bool, life_s: float = math.inf, lets_in: Callable[[str], bool] = lambda holder: True) -> None:
-        """`life_s`: how long a stream can be attached by a ticket, as often as one likes. `lets_in`: whether a holder's key is
-        still good; with it go his tickets and his streams."""
+        """Make a secret for tickets. `life_s`: validity of a ticket, which may attach any number of streams. `lets_in`: whether
+        a holder's key is still valid; his tickets and streams end with it."""
         self.sealed = sealed
         self._lets_in = lets_in
         self._life_s = life_s
         self._master = os.urandom(SECRET_BYTES)
         self._holders = [""]
-        """Of keys, by their number: as many as there are keys."""
+        """Holders of keys, by their number."""
         self._numbers = {"": 0}
 
     def make(self, holder: str = "") -> Ticket:
-        """A new one, for the holder of this key: its name first, and whatever tells it from his others. Empty: none had to be
-        shown."""
+        """Make a ticket for a holder: the name of the key, then anything that distinguishes it from his other keys. Empty: no
+        key was required."""
         number = self._numbers.get(holder)
         if number is None and len(self._holders) < MAX_HOLDERS:
             number = self._numbers[holder] = len(self._holders)
@@ -83,11 +83,11 @@ class Tickets:
         return Ticket(token, self.secret_of(token), self.sealed)
 
     def secret_of(self, token: bytes) -> bytes:
-        """Of a token that was made here."""
+        """Return the secret of a token that was made here."""
         return hmac.digest(self._master, b"secret" + token, "sha256")
 
     def is_good(self, token: bytes) -> bool:
-        """Was it made here, not too long ago, and for a key that is still good?"""
+        """Return whether a token was made here, not too long ago, and for a key that is still valid."""
         body, mark = token[:-_MARK_BYTES], token[-_MARK_BYTES:]
         if len(token) != TOKEN_BYTES or not hmac.compare_digest(mark, self._mark(body)):
             return False
@@ -95,11 +95,11 @@ class Tickets:
         return bool(time.monotonic() - made_at <= self._life_s) and self.stands(token)
 
     def stands(self, token: bytes) -> bool:
-        """Is the key still good for whose holder this token was made here?"""
+        """Return whether the key for whose holder this token was made here is still valid."""
         return self._lets_in(self._shown(token))
 
     def holder_of(self, token: bytes) -> str:
-        """His name, of a token that was made here."""
+        """Return the holder of a token that was made here."""
         return self._shown(token).partition(" ")[0]
 
     def _shown(self, token: bytes) -> str:
@@ -111,7 +111,7 @@ class Tickets:
 
 
 class Attaching:
-    """The client's half: what it sends, and what it makes of the answer."""
+    """The client's side of the handshake: its opening, and its answer to the challenge."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -119,7 +119,7 @@ class Attaching:
         self.opening = MAGIC + ticket.token.ljust(TOKEN_BYTES, b"\0")[:TOKEN_BYTES] + self._nonce
 
     def answer(self, challenge: bytes) -> tuple[bytes, StreamKeys]:
-        """The proof to send, and the stream's keys. Raises Refused if the server does not know the secret."""
+        """Return the proof to send, and the stream's keys. Raises Refused if the server does not know the secret."""
         nonce, proof = challenge[:NONCE_BYTES], challenge[NONCE_BYTES:]
         ticket = self._ticket
         keys = _keys(ticket.secret, self.opening, nonce, sealed=ticket.sealed)
@@ -129,7 +129,7 @@ class Attaching:
 
 
 class Challenge:
-    """The server's half, made of an opening; raises Refused for one that is none of a client with a good ticket."""
+    """The server's side of the handshake, made of an opening; raises Refused if that has no valid ticket."""
 
     def __init__(self, tickets: Tickets, opening: bytes) -> None:
         self.token = opening[len(MAGIC) : len(MAGIC) + TOKEN_BYTES]
@@ -140,7 +140,7 @@ class Challenge:
         self.challenge = nonce + _proof(self.keys, b"server")
 
     def check(self, proof: bytes) -> None:
-        """Raises Refused."""
+        """Check the client's proof. Raises Refused."""
         if not hmac.compare_digest(proof, _proof(self.keys, b"client")):
             raise Refused("a ticket without its secret")
 

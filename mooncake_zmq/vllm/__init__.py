@@ -1,1 +1,1 @@
-"""Our pool under vLLM: a KV connector for its engines. Only `connector.py` imports vLLM or torch."""
+"""A KV connector that lets vLLM's engines use our pool. Only `connector.py` imports vLLM or torch."""

@@ -1,8 +1,9 @@
-"""Which is sooner there, KV that is loaded or KV that is computed, by what either took of late. PURE.
+"""The choice between loading KV and computing it, by the recent times of both. PURE.
 
-Steps of the engine tell their pace in any case. Loads tell theirs while blocks are loaded; while they are left, a probe does
-now and then, so that what was measured in bad moments is not believed for ever. What has not been measured twice is loaded, so
-are more blocks than twice what has: small loads say little of large ones, which say it themselves once they are loaded.
+Steps of the engine are measured in any case. Loads are measured while blocks are loaded; while they are not, a probe loads some
+now and then, so that measures from bad moments do not count for ever. Sizes that have not been measured twice are loaded, and
+so are more blocks than twice the largest measured: small loads say little about large ones, which are measured once they are
+loaded.
 """
 
 import math
@@ -14,23 +15,23 @@ from enum import Enum, auto
 import numpy
 
 LATEST = 5
-"""Durations remembered of each magnitude."""
+"""Durations kept for each magnitude."""
 SLOWER = 1.25
-"""Blocks that were loaded so far are left if loading takes more than so many times as long as computing; blocks that were left
-are loaded again once it takes no longer."""
+"""Loaded blocks are computed instead once loading takes more than so many times as long; computed ones are loaded again once
+loading takes no longer."""
 KNOWN_LOADS = 2.0
-"""Loads of up to so many times the blocks of the largest measured are known."""
+"""Loads of up to so many times the blocks of the largest measured one can be predicted."""
 PROBE_SHARE = 0.05
-"""Of the time that leaving blocks has saved, what a probe may cost."""
+"""Largest cost of probes, as a share of the time that computing instead has saved."""
 MOST_STEPS = 64
-"""Under way at a time, more than any engine has; the end of an older one does not count."""
+"""Most steps under way, more than any engine has; the end of an older one is ignored."""
 MOST_LOADS = 4096
-"""Under way at a time; of an older one the ranks that have not reported are not waited for."""
+"""Most loads under way; missing reports of ranks on an older one are not waited for."""
 MILLION = 1_000_000
 
 
 class Verdict(Enum):
-    """What becomes of blocks that the pool has. PROBE: they are loaded though that seems slower, to see."""
+    """A decision on blocks that the pool has. PROBE: they are loaded for measurement, although that seems slower."""
 
     LOAD = auto()
     LEAVE = auto()
@@ -38,13 +39,13 @@ class Verdict(Enum):
 
 
 class Pace:
-    """Seconds by size: a line through the measured median of each power of two, which goes on beyond the last."""
+    """Seconds by size: a line through the measured median of each power of two, extended beyond the last one."""
 
     def __init__(self, known: float = math.inf) -> None:
-        """`known`: nothing is expected of what is more than so many times as large as the largest that was measured."""
+        """`known`: nothing is predicted for sizes above so many times the largest measured one."""
         self._known = known
         self._latest: dict[int, deque[tuple[float, int]]] = {}
-        """By the size's bits: seconds a unit, and the size."""
+        """By the bit length of the size: seconds per unit, and the size."""
         self._medians: dict[int, tuple[int, float]] = {}
 
     def add(self, size: int, took_s: float) -> None:
@@ -52,11 +53,11 @@ class Pace:
         latest = self._latest.setdefault(bits, deque(maxlen=LATEST))
         latest.append((took_s / size, size))
         if len(latest) > 1:
-            rate, median_size = sorted(latest)[(len(latest) - 1) // 2]  # of two the quicker: one bad moment is none
+            rate, median_size = sorted(latest)[(len(latest) - 1) // 2]  # of two the quicker: one bad moment does not count
             self._medians[bits] = (median_size, rate * median_size)
 
     def expected_s(self, size: int) -> float | None:
-        """None if nothing has been measured twice, or nothing as large."""
+        """Return the expected seconds for a size; None if nothing, or nothing as large, has been measured twice."""
         points = sorted(self._medians.values())
         if not points or size > self._known * points[-1][0]:
             return None
@@ -65,8 +66,8 @@ class Pace:
 
 
 def _rise(points: list[tuple[int, float]]) -> float:
-    """Seconds a unit beyond the last point: as from the first to it, since neighbours differ by chance. In proportion at most,
-    and where there is but one."""
+    """Return the seconds per unit beyond the last point: the slope from the first to the last, since neighbours differ by
+    chance. It is at most proportional, and proportional if there is only one point."""
     (first, first_s), (last, last_s) = points[0], points[-1]
     rate = last_s / last
     return rate if first == last else min(rate, max(0.0, (last_s - first_s) / (last - first)))
@@ -74,8 +75,8 @@ def _rise(points: list[tuple[int, float]]) -> float:
 
 @dataclass(slots=True)
 class Choice:
-    """See the module. `step_tokens`: what the engine computes in one step at most. `counts`: microseconds that steps and loads
-    took, and by how much they were not what was expected."""
+    """Choose by measured times. `step_tokens`: most tokens that the engine computes in one step. `counts`: microseconds that
+    steps and loads took, and by how much they differed from the expectation."""
 
     step_tokens: int = sys.maxsize
     counts: Counter[str] = field(default_factory=Counter)
@@ -84,14 +85,14 @@ class Choice:
     _under_way: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By step: when it was planned, and its tokens."""
     _parts: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """By load, until all ranks have reported theirs: how many have, and the seconds of the slowest."""
+    """By load, until all ranks have reported: how many have, and the seconds of the slowest."""
     _number: int = 0
     _ended_at: float = 0.0
     _saved_s: dict[int, float] = field(default_factory=dict)
-    """By the bits of sizes whose blocks are left: what that has saved since the last probe."""
+    """By the bit length of sizes that are computed instead: seconds saved since the last probe."""
 
     def verdict(self, blocks: int, tokens: int, of_tokens: int) -> Verdict:
-        """On `blocks` with the KV of `tokens`, of `of_tokens` that are computed otherwise."""
+        """Decide on `blocks` with the KV of `tokens`, out of `of_tokens` that are computed otherwise."""
         at_once = min(of_tokens, self.step_tokens)
         load_s, step_s = self._loads.expected_s(blocks), self._steps.expected_s(at_once)
         if load_s is None or step_s is None:
@@ -104,22 +105,22 @@ class Choice:
         return self._probe_or_leave(bits, load_s - compute_s)
 
     def load_took(self, blocks: int, took_s: float) -> None:
-        """All of these blocks came."""
+        """Record the time in which all of these blocks were loaded."""
         self._measure("load", self._loads, blocks, took_s)
 
     def part_took(self, number: int, blocks: int, took_s: float, ranks: int) -> None:
-        """One rank's part of a load: it takes as long as the slowest one's. For ever: not all blocks came."""
-        told, slowest_s = self._parts.pop(number, (0, 0.0))
-        told, slowest_s = told + 1, max(slowest_s, took_s)
-        if told < ranks:
-            self._parts[number] = (told, slowest_s)
+        """Record one rank's time of a load, which takes as long as the slowest rank's; inf if blocks were missing."""
+        reported, slowest_s = self._parts.pop(number, (0, 0.0))
+        reported, slowest_s = reported + 1, max(slowest_s, took_s)
+        if reported < ranks:
+            self._parts[number] = (reported, slowest_s)
             if len(self._parts) > MOST_LOADS:
                 del self._parts[next(iter(self._parts))]
         elif slowest_s < math.inf:
             self.load_took(blocks, slowest_s)
 
     def step_begins(self, now: float, tokens: int) -> int:
-        """The number of a step that computes `tokens`; 0 if it computes none."""
+        """Record the begin of a step that computes `tokens` and return its number; 0 if it computes none."""
         if not tokens:
             return 0
         self._number += 1
@@ -128,7 +129,7 @@ class Choice:
         return self._number
 
     def step_ended(self, now: float, number: int) -> None:
-        """Steps end in order. One that was planned beside another began with its end."""
+        """Record the end of a step. Steps end in order; one planned during another began when that ended."""
         planned_at, tokens = self._under_way.pop(number, (now, 0))
         if tokens:
             began_at, self._ended_at = max(planned_at, self._ended_at), now
@@ -142,9 +143,9 @@ class Choice:
         self._saved_s[bits] = saved_s + loss_s
         return Verdict.LEAVE
 
-    def _measure(self, what: str, pace: Pace, size: int, took_s: float) -> None:
-        expected_s = pace.expected_s(size)
+    def _measure(self, what: str, measured: Pace, size: int, took_s: float) -> None:
+        expected_s = measured.expected_s(size)
         if expected_s is not None:
             self.counts[f"{what}_us"] += int(MILLION * took_s)
             self.counts[f"{what}_error_us"] += int(MILLION * abs(took_s - expected_s))
-        pace.add(size, took_s)
+        measured.add(size, took_s)

@@ -1,5 +1,5 @@
-"""vLLM's KV connector on our pool: `MooncakeZmqConnector`. It translates; `ledger.py` decides and `mover.py` copies. The only
-module that imports vLLM and torch. Written against vLLM 0.32; docs/vllm.md says what has been run.
+"""The KV connector of vLLM for our pool: `MooncakeZmqConnector`. It translates; `ledger.py` decides and `mover.py` copies. Only
+this module imports vLLM and torch. Written against vLLM 0.32; docs/vllm.md says what has been run.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "MooncakeZmqConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "mooncake_zmq.vllm.connector", "kv_connector_extra_config": {"stores": "127.0.0.1:7300"}}'
@@ -46,20 +46,20 @@ from mooncake_zmq.vllm.settings import ConnectorSettings, read_settings
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans
 from mooncake_zmq.vllm.weights import fingerprint
 
-log = init_logger("vllm.mooncake_zmq")  # under vLLM's own, or nobody would see it
+log = init_logger("vllm.mooncake_zmq")  # under vLLM's own logger, or it would not be shown
 
 SAVING_SHARE = 0.5
-"""Of the engine's blocks, kept for saving at most."""
+"""Largest share of the engine's blocks that are held for saving."""
 IDLE_WAIT_S = 4e-3
-"""How long a step that computes nothing waits for an answer of the pool, or for a copy to end: the engine would else ask a
-thousand times a second, and where its ranks spin on all cores, the store that is to answer would not be run at all."""
+"""How long a step that computes nothing waits for an answer of the pool, or for a copy to end. Otherwise the engine would
+poll a thousand times a second, and where its ranks spin on all cores, the store that has to answer would get no CPU."""
 GPU_COPY_THREADS = 4
-"""One thread that verifies what it copies is slower than a GPU that computes an 8B's prompt."""
+"""A single thread that verifies what it copies is slower than a GPU that computes the prompt of an 8B model."""
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the workers. `number`: the step's; 0 if it computes nothing."""
+    """Orders of the scheduler to the workers. `number`: of the step; 0 if it computes nothing."""
 
     orders: Orders = field(default_factory=Orders)
     number: int = 0
@@ -67,8 +67,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From the workers to the scheduler, after step `number`. Once for each rank that is done with it: `saved`, the number of a
-    save, and `loads_took`, a load's number, blocks and seconds."""
+    """Report of the workers to the scheduler after step `number`. Each rank that has completed one adds to `saved` the
+    number of a save, and to `loads_took` a load's number, blocks and seconds."""
 
     number: int
     saved: list[int]
@@ -80,13 +80,13 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class RankShelf(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What the names of one rank's blocks begin with."""
+    """Prefix of the names of one rank's blocks."""
 
     shelf: str
 
 
 class PoolStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts by name, added up."""
+    """Counts by name, which can be added."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -103,7 +103,7 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class PoolMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:mooncake_zmq_pool_total`, by `what`: the counts of both halves."""
+    """Export `vllm:mooncake_zmq_pool_total`, by `what`: the counts of both halves."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -119,7 +119,7 @@ class PoolMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Either half, as vLLM makes one of each. Raises ValueError in one line for what cannot work."""
+    """Serve as either half; vLLM creates one of each. Raises ValueError in one line for an unsupported configuration."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -129,7 +129,7 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss, later."""
+        """A save that is dropped is only a later miss."""
         return False
 
     def shutdown(self) -> None:
@@ -223,10 +223,10 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._moving.start_loads(self._step.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request waits for its load before it is computed."""
+        """Do nothing: a request waits for its load before it is computed."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: whole steps are saved, so that CUDA graphs need not be cut at each layer."""
+        """Do nothing: whole steps are saved, so that CUDA graphs need not be cut at each layer."""
 
     def wait_for_save(self) -> None:
         self._moving.start_saves(self._step.orders)
@@ -242,7 +242,7 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 class _SchedulerHalf:
-    """The ledger among vLLM's requests and blocks."""
+    """Connect the ledger to vLLM's requests and blocks."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
         transfer = vllm_config.kv_transfer_config
@@ -253,10 +253,10 @@ class _SchedulerHalf:
         self._requests: dict[str, Any] = {}
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._anew = ""
-        """In every chain's root since the engine was told that its KV is no longer good."""
+        """Part of every chain's root since the engine's KV was last declared invalid."""
         self._lookups = Lookups(_connected(settings, settings.asking))
         self._is_asked_again = False
-        """Is a request put off, in the step that is being planned?"""
+        """Whether a request is deferred in the step that is being planned."""
         scheduler = vllm_config.scheduler_config
         self._choice = Choice(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self.ledger = Ledger(
@@ -275,7 +275,7 @@ class _SchedulerHalf:
         log.info("KV blocks are in the pool as %s", ", ".join(shelves))
 
     def add(self, request: Any) -> None:
-        if not request.resumable:  # its tokens may change
+        if not request.resumable:  # otherwise its tokens may change
             self._requests[request.request_id] = request
             self.ledger.add(request.request_id, self._keys(request), hints.read(request.kv_transfer_params))
 
@@ -309,11 +309,12 @@ class _SchedulerHalf:
         self.block_pool.free_blocks([self.block_pool.blocks[block] for block in reversed(over)])
 
     def can_free(self) -> bool:
-        """Is a block kept that nobody but us keeps?"""
+        """Return whether a block is held only for saving."""
         return any(self.block_pool.blocks[block].ref_cnt == 1 for block in self.ledger.kept())
 
     def start_anew(self) -> None:
-        """The weights may be others now, which their files do not tell: what is saved from here on is our own alone."""
+        """Begin new chains: the weights may have changed in a way that their files do not show, so later KV is this engine's
+        alone."""
         self._anew = os.urandom(16).hex()
 
     def take_counts(self) -> Counter[str]:
@@ -338,7 +339,7 @@ class _SchedulerHalf:
 
 
 class _WorkerHalf:
-    """The mover beside one rank's KV."""
+    """Connect the mover to one rank's KV."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
         self._config, self._cache, self._settings = vllm_config, kv_cache_config, settings
@@ -349,7 +350,7 @@ class _WorkerHalf:
         self.shelf = ""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError."""
+        """Raise ValueError if the KV caches cannot be copied."""
         tensors = _unshared(kv_caches)
         kinds = {tensor.device.type for tensor in tensors.values()}
         weights = self._settings.model or _identity(self._config)
@@ -383,7 +384,7 @@ class _WorkerHalf:
                 self._mover.save(save)
 
     def take(self, orders: Orders) -> set[str]:
-        """Requests whose loads are over."""
+        """Return the requests whose loads ended."""
         if self._mover is None:
             return set()
         moved = self._mover.take(IDLE_WAIT_S if orders.idle else 0.0)
@@ -397,7 +398,7 @@ class _WorkerHalf:
         return failed
 
     def report(self, number: int) -> StepReport | None:
-        """Of step `number`; None if there is nothing to say."""
+        """Return the report of step `number`; None if it is empty."""
         report, self._report = replace(self._report, number=number), StepReport(0, [], [])
         return report if number or report.saved or report.loads_took else None
 
@@ -409,33 +410,33 @@ class _WorkerHalf:
             self._mover.close()
 
     def _fence(self) -> None:
-        """Copies ordered from now on come after what the device was told before."""
+        """Order later copies after everything that was submitted to the device before."""
         for memory in self._device:
             memory.fence()
 
 
 class _DeviceMemory:
-    """Blocks on a GPU, copied through pinned memory on a stream of their own."""
+    """Blocks on a GPU, copied through pinned memory on a separate stream."""
 
     def __init__(self, tensors: list[torch.Tensor], num_blocks: int, staging_bytes: int) -> None:
         self._device = tensors[0].device
         self._tensors = [tensor.view(torch.uint8) for tensor in tensors]
         self._pieces = [tensor.shape[0] // num_blocks for tensor in tensors]
-        """What a kernel cuts a block into."""
+        """How many pieces a kernel cuts a block into, by tensor."""
         sizes = [tensor[0].numel() * pieces for tensor, pieces in zip(self._tensors, self._pieces, strict=True)]
         self.value_bytes = sum(sizes)
         self.most = max(1, staging_bytes // self.value_bytes)
         self._staging = [torch.empty((self.most, size), dtype=torch.uint8, pin_memory=True) for size in sizes]
         self._stream = torch.cuda.Stream(self._device)
-        self._told = torch.cuda.Event()
+        self._fenced = torch.cuda.Event()
         self._lock = threading.Lock()
 
     def fence(self) -> None:
-        """On the engine's thread: what comes next waits for what its stream was told by now."""
-        told = torch.cuda.Event()
-        told.record(torch.cuda.current_stream(self._device))
+        """Make later copies wait for what is on the engine's stream by now; called on the engine's thread."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
         with self._lock:
-            self._told = told
+            self._fenced = event
 
     def sources(self, blocks: Sequence[int]) -> list[Value]:
         with torch.cuda.stream(self._stream):
@@ -459,14 +460,14 @@ class _DeviceMemory:
 
     def _wait(self) -> None:
         with self._lock:
-            self._stream.wait_event(self._told)
+            self._stream.wait_event(self._fenced)
 
     def _rows(self, blocks: Sequence[int], pieces: int) -> torch.Tensor:
         return torch.tensor([block * pieces + piece for block in blocks for piece in range(pieces)], device=self._device)
 
 
 def _checked(vllm_config: Any, kv_cache_config: Any) -> ConnectorSettings:
-    """Raises ValueError, in one line, for what this connector cannot do."""
+    """Return the settings; raises ValueError in one line for an unsupported configuration."""
 
     def refuse(reason: str) -> ValueError:
         return ValueError(f"MooncakeZmqConnector: {reason}")
@@ -492,7 +493,7 @@ def _checked(vllm_config: Any, kv_cache_config: Any) -> ConnectorSettings:
 
 
 def _connected(settings: ConnectorSettings, client: Any) -> StoreClient:
-    """Met on a thread of its own: an engine starts without its pool. Raises KeysError."""
+    """Return a client, which connects on a separate thread: an engine starts without its pool. Raises KeysError."""
     store = StoreClient(settings.endpoints, client)
 
     def meet() -> None:
@@ -505,7 +506,7 @@ def _connected(settings: ConnectorSettings, client: Any) -> StoreClient:
 
 
 def _identity(vllm_config: Any) -> str:
-    """Of the weights, by their files; of a model that is not at hand as files, by its name and revision."""
+    """Return the identity of the weights by their files; of a model without local files, by its name and revision."""
     model = vllm_config.model_config
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy {model.seed} {_config_digest(vllm_config)}"
@@ -523,7 +524,7 @@ def _identity(vllm_config: Any) -> str:
 
 
 def _config_digest(vllm_config: Any) -> str:
-    """Of how the model is run, as far as it changes KV."""
+    """Return a digest of how the model is run, as far as that changes KV."""
     model = vllm_config.model_config
     described = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     ways = (str(model.dtype), str(model.quantization), str(vllm_config.cache_config.cache_dtype))
@@ -560,7 +561,7 @@ def _byte_order(weights: str, vllm_config: Any, kv_cache_config: Any, tensors: d
 
 
 def _unshared(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """By layer, without those that use another's. Raises ValueError where one is no tensor."""
+    """Return the tensors by layer, without layers that use another one's. Raises ValueError for anything but a tensor."""
     if not all(isinstance(each, torch.Tensor) for each in kv_caches.values()):
         raise ValueError("MooncakeZmqConnector: a layer's KV is more than one tensor, which is not supported")
     by_place = {tensor.data_ptr(): name for name, tensor in reversed(kv_caches.items())}

@@ -1,7 +1,7 @@
-"""What a request says of its KV in `kv_transfer_params`: where to look first, and what is still being saved. PURE.
+"""Hints of a request about its KV in `kv_transfer_params`: where to look first, and what is still being saved. PURE.
 
-Whoever may ask a vLLM may say anything here. Stores are named, never addressed: a name that none of ours has means nothing; and
-what is waited for in vain costs that request a wait that the settings bound.
+Any client of a vLLM can send any hint. Stores are named, never addressed: a name that none of ours has is ignored, and a wait
+for blocks that do not come delays only that request, up to a limit in the settings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ MAX_TOKENS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """`sources`: names of stores. `coming_tokens`: the KV of so many tokens is there, or is being saved right now."""
+    """`sources`: names of stores. `coming_tokens`: the KV of so many tokens is stored, or is being saved right now."""
 
     sources: tuple[str, ...] = ()
     coming_tokens: int = 0
@@ -27,13 +27,13 @@ NO_HINTS = Hints()
 
 
 def told(sources: Sequence[str], coming_tokens: int) -> dict[str, Any]:
-    """As `kv_transfer_params`; empty if there is nothing to say."""
+    """Return the hints as `kv_transfer_params`; empty if there are none."""
     said: dict[str, Any] = {SOURCES: list(sources)} if sources else {}
     return said | ({COMING_TOKENS: coming_tokens} if coming_tokens else {})
 
 
 def read(parameters: object) -> Hints:
-    """Of whatever came; what is not as it should be says nothing."""
+    """Return the hints in any received value; whatever is malformed gives no hint."""
     if not isinstance(parameters, Mapping):
         return NO_HINTS
     names, coming = parameters.get(SOURCES), parameters.get(COMING_TOKENS)

@@ -1,4 +1,4 @@
-"""Threads for what none of vLLM's hooks may wait for: one that does job after job from a bounded queue; some that share one."""
+"""Threads for work that no hook of vLLM may wait for: one that works off a bounded queue, and a crew that shares a job."""
 
 import threading
 from collections import deque
@@ -11,10 +11,11 @@ CLOSE_S = 5.0
 
 
 class Lane(Generic[T]):
-    """Every job taken is either worked on or dropped, whatever happens to the thread. A daemon: it keeps no process alive."""
+    """A thread with a queue: every accepted job is either worked on or dropped, even if the thread ends. It is a daemon
+    thread."""
 
     def __init__(self, name: str, work: Callable[[T], None], drop: Callable[[T], None], limit: int) -> None:
-        """`work`, `drop`: called on the thread. `limit`: jobs that wait; further ones are refused."""
+        """`work`, `drop`: called on the thread. `limit`: most waiting jobs; further ones are refused."""
         self._work, self._drop = work, drop
         self._limit = limit
         self._jobs: deque[T] = deque()
@@ -24,7 +25,7 @@ class Lane(Generic[T]):
         self._thread.start()
 
     def offer(self, job: T) -> bool:
-        """False if it is not taken: there are too many, or the thread has ended."""
+        """Queue a job; return False if too many wait or the thread has ended."""
         with self._changed:
             taken = not self._closed and len(self._jobs) < self._limit
             if taken:
@@ -33,7 +34,7 @@ class Lane(Generic[T]):
             return taken
 
     def close(self) -> None:
-        """Waits for the job under way, for a while. May be called twice."""
+        """Wait up to a limit for the job under way, and end the thread. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -59,31 +60,31 @@ class Lane(Generic[T]):
 
 
 class Crew:
-    """Cuts a job into ranges that the caller's thread and others of its own work on side by side. One caller at a time."""
+    """Cut a job into ranges that the caller's thread and further threads work on in parallel. One caller at a time."""
 
     def __init__(self, name: str, threads: int) -> None:
-        """`threads`: the caller's included."""
-        self._lanes = [Lane(f"{name}-{number}", _Share.run, _Share.end, limit=1) for number in range(1, threads)]
+        """`threads`: their number, including the caller's."""
+        self._workers = [Lane(f"{name}-{number}", _Share.run, _Share.end, limit=1) for number in range(1, threads)]
 
     def share(self, count: int, work: Callable[[int, int], Sequence[int]], lost: int) -> list[int]:
-        """What `work(start, stop)` answers for each of `count`; `lost` where its thread has come to an end."""
-        hands = max(1, min(len(self._lanes) + 1, count))
+        """Return what `work(start, stop)` returns for each of `count`; `lost` where its thread has ended."""
+        hands = max(1, min(len(self._workers) + 1, count))
         cuts = [count * hand // hands for hand in range(hands + 1)]
         shares = [_Share(work, start, stop, [lost] * (stop - start)) for start, stop in zip(cuts, cuts[1:], strict=False)]
-        refused = [share for lane, share in zip(self._lanes, shares[1:], strict=False) if not lane.offer(share)]
+        refused = [share for worker, share in zip(self._workers, shares[1:], strict=False) if not worker.offer(share)]
         try:
             for share in (shares[0], *refused):
                 share.run()
-        finally:  # nobody may still be at work on what the caller thinks is over
+        finally:  # no thread may still work on what the caller takes for finished
             for share in shares:
                 if share not in refused:
                     share.over.wait()
         return [answer for share in shares for answer in share.answers]
 
     def close(self) -> None:
-        """Waits for shares under way, for a while."""
-        for lane in self._lanes:
-            lane.close()
+        """Wait up to a limit for the ranges under way, and end the threads."""
+        for worker in self._workers:
+            worker.close()
 
 
 @dataclass(slots=True, eq=False)

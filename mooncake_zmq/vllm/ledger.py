@@ -1,8 +1,9 @@
-"""The scheduler's half, without vLLM: what each request was promised from the pool, which blocks are being loaded and saved.
-PURE: it decides; who looks up and who copies are told to it.
+"""The scheduler's half, without vLLM: each request's promised blocks, and which blocks are being loaded and saved. PURE: it
+decides; lookups and copies are done by others.
 
-A promise is a lookup that holds what it found in the pool, from the scheduler's question until the blocks are loaded or the
-request goes another way. Blocks that are being saved are named to the caller, who keeps them from being used anew meanwhile.
+A promise is a lookup that holds the blocks it found in the pool, from the scheduler's question until they are loaded or the
+request ends otherwise. Blocks that are being saved are returned to the caller, who keeps them from being reused in the
+meantime.
 """
 
 from collections import Counter, OrderedDict
@@ -16,44 +17,44 @@ from mooncake_zmq.vllm.hints import NO_HINTS, Hints
 from mooncake_zmq.vllm.names import BlockKeys, object_names
 
 AGAIN_S = 0.01
-"""What is still being saved elsewhere is looked for again after this long."""
+"""Interval of further lookups for blocks that are still being saved by another engine."""
 HOLD_LEFT_S = 2.0
-"""A promise that holds no longer than this is asked for again."""
+"""A promise that holds no longer than this is looked up again."""
 REOFFER_S = 60.0
-"""A block offered to the pool is not offered again for so long, whoever has it."""
+"""Time after which a block may be offered to the pool again."""
 RECENT_KEYS = 1 << 16
 MAX_REQUESTS = 1 << 16
-"""Requests followed at a time; others are neither looked up nor saved."""
+"""Most requests tracked at a time; others are neither looked up nor saved."""
 
 
 class Lookup(Protocol):
     """A question to the pool."""
 
     def answer(self) -> int | None:
-        """How many of the leading names are there, and held; None while that is not known. Waits for moments at most."""
+        """Return how many of the leading names are stored and held; None while that is unknown. May wait a few milliseconds."""
 
     @property
     def until(self) -> float:
-        """When the hold ends by itself (monotonic clock), once there is an answer."""
+        """When the hold expires (monotonic clock), once there is an answer."""
 
     @property
     def holders(self) -> tuple[str, ...]:
-        """Names of the stores that have something of it, once there is an answer."""
+        """Names of the stores that have some of the blocks, once there is an answer."""
 
 
 class Pool(Protocol):
-    """Where blocks are looked up."""
+    """The pool in which blocks are looked up."""
 
     def ask(self, names: list[str], first: Sequence[str]) -> Lookup:
-        """`first`: names of stores to ask before the others."""
+        """Begin a lookup. `first`: names of stores to ask before the others."""
 
     def release(self, lookup: Lookup) -> None:
-        """Whatever it holds need not be held any more."""
+        """End the hold of a lookup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks of one request to fill from the pool. `holders`: names of the stores that had them when they were promised."""
+    """Blocks of one request to load from the pool. `holders`: names of the stores that had them when they were promised."""
 
     number: int
     request_id: str
@@ -73,7 +74,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What the workers do beside one step. `idle`: the step computes nothing."""
+    """Orders to the workers for one step. `idle`: the step computes nothing."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
@@ -82,7 +83,8 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One request of a step. `computed`: tokens whose KV is there after it; `known`: tokens that are certain, unlike drafts."""
+    """One request of a step. `computed`: tokens whose KV is complete after it; `known`: tokens that are final, unlike
+    drafts."""
 
     request_id: str
     computed: int
@@ -99,33 +101,34 @@ class _Promise:
 
 @dataclass(slots=True)
 class _Request:
-    """`own`: blocks that the engine's own cache had when last asked. `saved`: blocks offered to the pool, or from it."""
+    """A tracked request. `own`: blocks that the engine's own cache had at the last question. `saved`: blocks offered to the
+    pool, or loaded from it."""
 
     keys: BlockKeys
     hints: Hints
     coming_until: float | None = None
-    """How long to wait for what is still being saved; None: not asked yet."""
+    """How long to wait for blocks that are still being saved; None before the first lookup."""
     own: int = 0
     saved: int = 0
     promise: _Promise | None = None
     load: Load | None = None
     decided: tuple[int, int] | None = None
-    """`own`, and where what was wanted stops, when it was last decided whether that is worth loading. Either changes while the
-    request waits, and above all by a preemption."""
+    """The values of `own` and of the end of the wanted blocks at the last decision on whether loading is worth it. Both
+    change while the request waits, above all by a preemption."""
     is_worth_it: bool = True
     has_failed: bool = False
-    """A load did not come; nothing of it is loaded any more."""
+    """Whether a load failed; no more blocks of this request are loaded."""
 
     def is_left(self, own: int, stop: int) -> bool:
-        """Decided as it stands: not worth loading."""
+        """Return whether loading was found not to be worth it for these values."""
         return self.decided == (own, stop) and not self.is_worth_it
 
 
 @dataclass(slots=True)
 class Ledger:
-    """See the module. `most_saving`: blocks that may be kept for saving at a time; the others wait for a later step.
-    `lookup_s`: a lookup not answered by then is a miss. `coming_s`: likewise blocks that are being saved elsewhere. `choice`:
-    which blocks are worth loading; None: all are."""
+    """Decide on loads and saves. `most_saving`: most blocks held for saving at a time; others wait for a later step.
+    `lookup_s`: a lookup without an answer by then is a miss. `coming_s`: likewise for blocks that another engine is saving.
+    `choice`: which blocks are worth loading; None: all are."""
 
     block_tokens: int
     pool: Pool
@@ -136,7 +139,7 @@ class Ledger:
     coming_s: float = 1.0
     choice: Choice | None = None
     shelves: tuple[str, ...] = ()
-    """One a rank; until they are told nothing is looked up or saved."""
+    """One name prefix per rank; before they are known nothing is looked up or saved."""
     counts: Counter[str] = field(default_factory=Counter)
     _requests: dict[str, _Request] = field(default_factory=dict)
     _loads: list[Load] = field(default_factory=list)
@@ -147,14 +150,14 @@ class Ledger:
     _recent: OrderedDict[Key, float] = field(default_factory=OrderedDict)
 
     def add(self, request_id: str, keys: BlockKeys, hints: Hints = NO_HINTS) -> None:
-        """A new request."""
+        """Track a new request."""
         if len(self._requests) < MAX_REQUESTS:
             self._requests[request_id] = _Request(keys, hints)
         else:
             self.counts["unfollowed"] += 1
 
     def matched(self, now: float, request_id: str, own_tokens: int, tokens: int) -> int | None:
-        """How many tokens, beyond `own_tokens`, the pool has of a request of `tokens`; None: ask again later.
+        """Return how many tokens, beyond `own_tokens`, the pool has of a request of `tokens`; None: ask again later.
 
         As in the engine's own cache, the last token is always computed.
         """
@@ -187,7 +190,7 @@ class Ledger:
         return (there - own) * self.block_tokens
 
     def allocated(self, request_id: str, external_tokens: int, blocks: Sequence[int]) -> None:
-        """The request has `blocks`, all it needs by now; the pool's part of them is to be loaded."""
+        """Take note that the request has `blocks`, all that it needs now; those from the pool are to be loaded."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -204,7 +207,7 @@ class Ledger:
             self._let_go(request)
 
     def step(self, now: float, scheduled: Iterable[Progress], blocks_of: Callable[[str], Sequence[int]]) -> Orders:
-        """What is to be done beside a step that computes for `scheduled`. `blocks_of`: all blocks of one of these requests."""
+        """Return the orders for a step that computes for `scheduled`. `blocks_of`: all blocks of one of these requests."""
         saves: list[Save] = []
         idle = True
         for progress in scheduled:
@@ -219,7 +222,8 @@ class Ledger:
         return Orders(tuple(loads), tuple(saves), idle)
 
     def loaded(self, request_ids: Iterable[str], failed: set[int]) -> None:
-        """These loads are over. `failed`: blocks that did not come and are computed; one rank may tell before another ends."""
+        """Take note that these loads ended. `failed`: blocks that are missing and computed; one rank may report before
+        another."""
         if failed:
             self._fail(failed)
         for request_id in request_ids:
@@ -229,7 +233,7 @@ class Ledger:
                 request.load = None
 
     def saved(self, numbers: Iterable[int], ranks: int) -> list[int]:
-        """Each rank reports its part of each save once. Answers the blocks of those that are over: they may be used anew."""
+        """Take note of a rank's part of each save. Returns the blocks of completed saves, which may be reused."""
         over: list[int] = []
         for number in numbers:
             if number in self._saves:
@@ -241,23 +245,23 @@ class Ledger:
         return over
 
     def finished(self, request_id: str) -> None:
-        """Ended, whichever way. What is being saved of it goes on."""
+        """Stop tracking a request that ended in any way; saves of its blocks continue."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._let_go(request)
 
     def kept(self) -> Iterable[int]:
-        """Blocks kept for saving."""
+        """Blocks held for saving."""
         return (block for blocks in self._saves.values() for block in blocks)
 
     @property
     def saving(self) -> int:
-        """How many blocks are kept for saving."""
+        """Number of blocks held for saving."""
         return self._saving
 
     @property
     def following(self) -> int:
-        """Requests not finished."""
+        """Number of tracked requests."""
         return len(self._requests)
 
     # --- inside
@@ -269,7 +273,7 @@ class Ledger:
         return request.promise
 
     def _fail(self, blocks: set[int]) -> None:
-        """Once is enough: a pool that promises what it cannot give would keep the request waiting for ever."""
+        """Load nothing more for the requests of these blocks: a pool that keeps failing would make them wait for ever."""
         for request in self._requests.values():
             if request.load is not None and not request.has_failed and not blocks.isdisjoint(request.load.blocks):
                 request.has_failed = True
@@ -277,7 +281,7 @@ class Ledger:
                 self.counts["failed_loads"] += 1
 
     def _is_coming(self, now: float, request: _Request, there: int, stop: int) -> bool:
-        """Is there more than what is `there` that is worth waiting for?"""
+        """Return whether more than the `there` stored blocks is worth waiting for."""
         if request.coming_until is None:
             request.coming_until = now + self.coming_s
         if there >= min(request.hints.coming_tokens // self.block_tokens, stop):
@@ -289,7 +293,7 @@ class Ledger:
         return True
 
     def _is_worth_it(self, request: _Request, stop: int, blocks: int, of_tokens: int) -> bool:
-        """Decided once as things stand. What another engine prefilled for it is, or it would not have been sent here."""
+        """Decide once for the present values. Blocks that another engine prefilled for the request are always worth loading."""
         if self.choice is None or request.hints.coming_tokens:
             return True
         if request.decided != (request.own, stop):
@@ -317,7 +321,7 @@ class Ledger:
     def _save(self, now: float, request: _Request, stop: int, blocks: Sequence[int]) -> list[Save]:
         first, request.saved = request.saved, stop
         keys = request.keys.upto(stop)
-        # Block 0 stands for one that the engine has let go of.
+        # Block 0 stands for one that the engine has freed.
         wanted = [index for index in range(first, stop) if blocks[index] and self._is_news(now, keys[index])]
         if not wanted:
             return []
@@ -328,7 +332,7 @@ class Ledger:
         return [save]
 
     def _is_news(self, now: float, key: Key) -> bool:
-        """Not offered of late."""
+        """Return whether a key was not offered recently, and record the offer."""
         offered_at = self._recent.get(key)
         if offered_at is not None and now - offered_at < REOFFER_S:
             return False

@@ -1,4 +1,4 @@
-"""Questions to the pool on a thread of their own: what of a prompt is there, kept there until it was read."""
+"""Lookups in the pool on a separate thread: which blocks of a prompt are stored, held until they were read."""
 
 import threading
 import time
@@ -9,24 +9,24 @@ from mooncake_zmq.vllm import ledger
 from mooncake_zmq.vllm.lane import Lane
 
 PATIENCE_S = 4e-3
-"""How long the first look at an answer waits for it: a pool on this host takes some 0.2 ms."""
+"""How long the first look at an answer waits for it: a pool on this host takes about 0.2 ms."""
 MAX_WAITING = 256
 _NOTHING = Hold(0, 0.0)
 
 
 class Lookup:
-    """One question. `release` may come before its answer."""
+    """One question to the pool. `release` may be called before its answer."""
 
     def __init__(self, names: list[str], first: Sequence[str]) -> None:
         self.names, self.first = names, first
         self.hold = _NOTHING
         self.released = False
         self._done = threading.Event()
-        self._patience_s = PATIENCE_S
+        self._wait_s = PATIENCE_S
 
     def answer(self) -> int | None:
-        patience_s, self._patience_s = self._patience_s, 0.0
-        return self.hold.count if self._done.wait(patience_s) else None
+        wait_s, self._wait_s = self._wait_s, 0.0
+        return self.hold.count if self._done.wait(wait_s) else None
 
     @property
     def until(self) -> float:
@@ -37,24 +37,24 @@ class Lookup:
         return self.hold.holders
 
     def end(self, hold: Hold = _NOTHING) -> None:
-        """The answer."""
+        """Set the answer."""
         self.hold = hold
         self._done.set()
 
 
 class Lookups:
-    """A `ledger.Pool` over a client of stores."""
+    """Implement `ledger.Pool` by a client of stores."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
         self._answered = threading.Condition()
-        """One more is. Guards whether a hold is released."""
-        self._lane = Lane("kv-lookups", self._work, Lookup.end, MAX_WAITING)
+        """Notified of each answer; it also guards whether a hold is released."""
+        self._worker = Lane("kv-lookups", self._work, Lookup.end, MAX_WAITING)
 
     def ask(self, names: list[str], first: Sequence[str] = ()) -> Lookup:
-        """Answered with 0 at once where too many wait already."""
+        """Begin a lookup, which is answered with 0 at once where too many already wait."""
         lookup = Lookup(names, first)
-        if not self._lane.offer(lookup):
+        if not self._worker.offer(lookup):
             lookup.end()
         return lookup
 
@@ -64,15 +64,15 @@ class Lookups:
             lookup.released = True
             held = bool(lookup.hold.leases)
         if held:
-            self._lane.offer(lookup)  # if refused, the hold ends by itself
+            self._worker.offer(lookup)  # if refused, the hold expires
 
     def wait(self, wait_s: float) -> None:
-        """For the next answer, for at most so long."""
+        """Wait at most so long for the next answer."""
         with self._answered:
             self._answered.wait(wait_s)
 
     def close(self) -> None:
-        self._lane.close()
+        self._worker.close()
         self._client.close()
 
     def _work(self, lookup: Lookup) -> None:

@@ -1,7 +1,7 @@
-"""The worker's half, without vLLM: fills blocks from the pool and offers blocks to it, on threads of its own.
+"""The worker's half, without vLLM: loads blocks from the pool and offers blocks to it, on threads of its own.
 
-Whoever orders keeps the blocks as they are until the end is told; so it does not matter how long a copy takes, and what a
-store that is gone or stopped costs is this thread's time. What fails is told by block, and counted.
+The caller keeps the blocks unchanged until the end is reported, so a copy may take any time, and a store that is down or
+stopped delays only these threads. Failures are reported by block, and counted.
 """
 
 import math
@@ -22,40 +22,40 @@ from mooncake_zmq.vllm.spans import BlockSpans
 
 MAX_WAITING = 4096
 RETRY_S = 1.0
-"""Pause before a save that a store did not take in is tried again."""
+"""Pause before another try of a save that a store did not accept."""
 TRIES = 3
-"""Further ones for what a store did not take in but may, RETRY_S apart. None after a save in vain, until one is not: blocks are
-kept for a store that was lost for a moment, and not for one that is gone."""
+"""Further tries, RETRY_S apart, for blocks that a store may still accept. After a save that failed there are none until one
+succeeds: blocks are held for a store that is unreachable for a moment, and not for one that is gone."""
 REASONS = {
     UNREACHED: "unreached",
     Code.EXPIRED: "expired",
     Code.TRANSFER_FAILED: "damaged",
     Code.NO_ROOM: "no_room",
 }
-"""What counts call the codes of blocks that were not saved."""
+"""Names in the counts of the codes of blocks that were not saved."""
 PASSING = (UNREACHED, Code.EXPIRED, Code.TRANSFER_FAILED)
-"""May be otherwise on the next try."""
+"""Codes that may be different on the next try."""
 
 
 class Memory(Protocol):
-    """Where the engine's blocks lie. Each lane has one of its own."""
+    """Memory of the engine's blocks. Each direction has an object of its own."""
 
     value_bytes: int
     most: int
-    """Blocks that can be handled at a time."""
+    """Most blocks handled at a time."""
 
     def sources(self, blocks: Sequence[int]) -> list[Value]:
-        """The bytes of these blocks, until the next call."""
+        """Return the bytes of these blocks, valid until the next call."""
 
     def targets(self, blocks: Sequence[int]) -> list[Value]:
-        """Where the bytes of these blocks are to come."""
+        """Return where to write the bytes of these blocks."""
 
     def arrived(self, blocks: Sequence[int]) -> None:
-        """The first of the last targets are filled: those of `blocks`, which have it when this returns."""
+        """Complete the first of the last targets: those of `blocks`, which hold their bytes when this returns."""
 
 
 class HostMemory:
-    """Blocks in this process's memory: they are written and read where they are."""
+    """Blocks in this process's memory, written and read in place."""
 
     most = 1024
 
@@ -69,12 +69,13 @@ class HostMemory:
     targets = sources
 
     def arrived(self, blocks: Sequence[int]) -> None:
-        """They came to where they belong."""
+        """Do nothing: the bytes are in place."""
 
 
 @dataclass(slots=True)
 class Moved:
-    """What ended since the last look. `loads_took`: each load's number, blocks and seconds; for ever if not all of it came."""
+    """Loads and saves that ended since the last call. `loads_took`: each load's number, blocks and seconds; inf if blocks are
+    missing."""
 
     loaded: set[str] = field(default_factory=set)
     loads_took: list[tuple[int, int, float]] = field(default_factory=list)
@@ -83,42 +84,42 @@ class Moved:
 
 
 class Mover:
-    """See the module. Orders come from one thread."""
+    """Carry out loads and saves. One thread calls it."""
 
     def __init__(self, client: StoreClient, shelf: str, loading: Memory, saving: Memory, threads: int = 1) -> None:
-        """`shelf`: what names of this rank's blocks begin with. `threads`: that copy one load side by side, and as many for
-        saves."""
-        self._client, self._shelf = client, shelf
+        """`shelf`: prefix of the names of this rank's blocks. `threads`: how many copy one load in parallel, and as many one
+        save."""
+        self._client, self._prefix = client, shelf
         self._loading, self._saving = loading, saving
         self._changed = threading.Condition()
-        """Guards what follows."""
+        """Guards the fields below."""
         self._moved = Moved()
         self._counts: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
         self._under_way = 0
         self._tries = TRIES
-        """Of the next save."""
+        """Tries of the next save."""
         self._closing = threading.Event()
         self._loaders, self._savers = Crew("kv-load", threads), Crew("kv-save", threads)
         self._loads = Lane("kv-loads", self._load, lambda load: self._end_load(load, 0), MAX_WAITING)
         self._saves = Lane("kv-saves", self._save, self._end_save, MAX_WAITING)
 
     def load(self, load: Load) -> None:
-        """Its end is told by `take`, whatever becomes of it."""
+        """Begin a load; `take` reports its end in any case."""
         with self._changed:
             self._under_way += 1
         if not self._loads.offer(load):
             self._end_load(load, 0)
 
     def save(self, save: Save) -> None:
-        """The same."""
+        """Begin a save; `take` reports its end in any case."""
         with self._changed:
             self._under_way += 1
         if not self._saves.offer(save):
             self._end_save(save)
 
     def take(self, wait_s: float = 0.0) -> Moved:
-        """What ended; waits for it for at most `wait_s`, if anything is under way."""
+        """Return what ended; wait for it at most `wait_s` if anything is under way."""
         with self._changed:
             if wait_s and self._under_way and not (self._moved.loaded or self._moved.saved):
                 self._changed.wait(wait_s)
@@ -126,12 +127,12 @@ class Mover:
             return moved
 
     def take_counts(self) -> Counter[str]:
-        """What was counted since the last call, by the store's client too."""
-        told = Counter(self._client.counts)
+        """Return what was counted since the last call, including the counts of the store's client."""
+        counted = Counter(self._client.counts)
         with self._changed:
             counts, self._counts = self._counts, Counter()
-            counts.update({name: count - self._told[name] for name, count in told.items()})
-            self._told = told
+            counts.update({name: count - self._counted[name] for name, count in counted.items()})
+            self._counted = counted
             return counts
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ class Mover:
         self._savers.close()
         self._client.close()
 
-    # --- on the lanes
+    # --- on the threads
 
     def _load(self, load: Load) -> None:
         good = 0
@@ -151,22 +152,22 @@ class Mover:
             for start, stop in _batches(len(load.blocks), self._loading.most):
                 came = self._fetch(load.keys[start:stop], load.blocks[start:stop], load.holders)
                 good += came
-                if came < stop - start:  # what follows a gap is computed again anyhow
+                if came < stop - start:  # blocks after a gap are computed in any case
                     break
         finally:
             self._end_load(load, good, time.perf_counter() - began)
 
     def _fetch(self, keys: Sequence[bytes], blocks: Sequence[int], holders: Sequence[str]) -> int:
-        """How many of the first blocks are there now."""
+        """Return how many of the first blocks were loaded."""
         memory = self._loading
         targets = memory.targets(blocks)
         size = memory.value_bytes
 
         def fetch(start: int, stop: int) -> list[int]:
-            names = object_names([self._shelf], keys[start:stop])
+            names = object_names([self._prefix], keys[start:stop])
             caps = [size] * (stop - start)
             return self._client.fetch(
-                names, lambda index, told: targets[start + index] if told == size else None, caps, holders
+                names, lambda index, length: targets[start + index] if length == size else None, caps, holders
             )
 
         answers = self._loaders.share(len(keys), fetch, UNREACHED)
@@ -185,7 +186,7 @@ class Mover:
             self._end_save(save, codes)
 
     def _offer(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
-        """The codes of these, after as many tries as they get."""
+        """Return the codes of these blocks after all tries."""
         codes = self._put(keys, values)
         for _ in range(self._tries):
             left = [index for index, code in enumerate(codes) if code in PASSING]
@@ -199,7 +200,7 @@ class Mover:
 
     def _put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
         def put(start: int, stop: int) -> list[int]:
-            return self._client.put(object_names([self._shelf], keys[start:stop]), values[start:stop])
+            return self._client.put(object_names([self._prefix], keys[start:stop]), values[start:stop])
 
         return self._savers.share(len(keys), put, UNREACHED)
 
@@ -215,7 +216,7 @@ class Mover:
             self._changed.notify()
 
     def _end_save(self, save: Save, codes: Sequence[int] = ()) -> None:
-        """`codes`: of its first blocks; the others were not tried."""
+        """Report the end of a save. `codes`: of its first blocks; the others were not tried."""
         unsaved = [REASONS.get(code, "refused") for code in codes if code] + ["not_tried"] * (len(save.blocks) - len(codes))
         with self._changed:
             self._counts["saved_blocks"] += len(save.blocks) - len(unsaved)

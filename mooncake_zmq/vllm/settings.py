@@ -1,4 +1,4 @@
-"""What an operator says in `kv_connector_extra_config`. PURE but for the key variables of a store's client."""
+"""Settings in `kv_connector_extra_config`. PURE except for the key variables of a store's client."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,49 +17,50 @@ LOAD = ("faster", "always")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """`endpoints`: said as `stores`, as `MooncakeDistributedStore.setup` takes them. `client`: each of its settings by name;
-    its `timeout_s`, 2 unless said, is the longest silence of a store while blocks are copied."""
+    """`endpoints`: given as `stores`, in the form of `MooncakeDistributedStore.setup`. `client`: each of its settings by
+    name; its `timeout_s`, by default 2, is the longest silence of a store while blocks are copied."""
 
     endpoints: tuple[str, ...]
     client: ClientSettings
     prefix: str = ""
-    """Before every name: a tenant's namespace."""
+    """Prefix of every name: a tenant's namespace."""
     model: str = ""
-    """Identity of the weights, where their files do not tell; two models must not have the same."""
+    """Identity of the weights, where their files do not show it; two models must not have the same."""
     staging_bytes: int = STAGING_BYTES
     """Pinned host memory for loads, and as much for saves, where the KV is on a GPU."""
     copy_threads: int = 0
-    """Of a load, side by side, and as many of a save; 0: one, or with KV on a GPU a quarter of the cores, four at most."""
+    """Threads that copy one load in parallel, and as many for a save; 0: one, or for KV on a GPU a quarter of the cores, at
+    most four."""
     lookup_timeout_s: float = LOOKUP_TIMEOUT_S
-    """Of a question; a store that takes longer has nothing, and is asked nothing more until it answers a ping. It costs one
-    request so much, the engine nothing."""
+    """Timeout of a lookup; a store that exceeds it counts as empty, and is not asked again until it answers a ping. It
+    delays one request by that time, and the engine not at all."""
     load: str = "faster"
-    """Which blocks of the pool are loaded: those that are sooner there for it, or "always" all."""
+    """Which blocks of the pool are loaded: "faster", those for which loading is faster than computing, or "always", all."""
     coming_timeout_s: float = COMING_TIMEOUT_S
-    """How long a request that another engine prefilled waits for blocks that are still being saved; then it computes them."""
+    """How long a request that another engine prefilled waits for blocks that are still being saved, before it computes them."""
 
     @property
     def asking(self) -> ClientSettings:
-        """For lookups, which touch no values."""
+        """Settings of the client for lookups, which touch no values."""
         return replace(self.client, timeout_s=self.lookup_timeout_s, share_memory=False)
 
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
-    """Raises ValueError for what cannot be followed."""
-    told = dict(extra)
-    stores = told.pop("stores", "")
+    """Parse the settings; raises ValueError for invalid ones."""
+    values = dict(extra)
+    stores = values.pop("stores", "")
     addresses = stores if isinstance(stores, str) else ",".join(map(str, stores))
-    own: dict[str, Any] = {"prefix": str(told.pop("prefix", "")), "model": str(told.pop("model", ""))}
-    own["staging_bytes"] = int(told.pop("staging_bytes", STAGING_BYTES))
-    own["copy_threads"] = int(told.pop("copy_threads", 0))
+    own: dict[str, Any] = {"prefix": str(values.pop("prefix", "")), "model": str(values.pop("model", ""))}
+    own["staging_bytes"] = int(values.pop("staging_bytes", STAGING_BYTES))
+    own["copy_threads"] = int(values.pop("copy_threads", 0))
     if not 0 <= own["copy_threads"] <= MOST_COPY_THREADS:
         raise ValueError(f"copy_threads: {own['copy_threads']} is not within 0 to {MOST_COPY_THREADS}")
-    own["load"] = str(told.pop("load", "faster"))
+    own["load"] = str(values.pop("load", "faster"))
     if own["load"] not in LOAD:
         raise ValueError(f"load: {own['load']!r} is none of {', '.join(LOAD)}")
-    own["lookup_timeout_s"] = float(told.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
-    own["coming_timeout_s"] = float(told.pop("coming_timeout_s", COMING_TIMEOUT_S))
+    own["lookup_timeout_s"] = float(values.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
+    own["coming_timeout_s"] = float(values.pop("coming_timeout_s", COMING_TIMEOUT_S))
     if not addresses:
         raise ValueError("stores: names no store")
-    _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **told})
+    _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **values})
     return ConnectorSettings(tuple(endpoints), client, **own)

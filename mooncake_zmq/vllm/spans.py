@@ -1,6 +1,6 @@
-"""Where in a process's memory the bytes of a KV block lie, from the shapes and strides of its layers' arrays. PURE.
+"""Locations of a KV block's bytes in a process's memory, from the shapes and strides of its layers' arrays. PURE.
 
-A block's value is its part of each layer, one after another, each in the order of its memory.
+A block's value is its bytes of each layer, one layer after another, each in the order of its memory.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class LayerSpans:
-    """One layer: block b's bytes are `runs`, (offset, bytes), from `address + b * step` on."""
+    """One layer: block b's bytes are `runs`, (offset, bytes), starting at `address + b * step`."""
 
     address: int
     step: int
@@ -21,7 +21,7 @@ class LayerSpans:
 
 
 def runs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tuple[Span, ...]:
-    """The contiguous pieces of an array, (offset, bytes), in the order of memory. `strides` in bytes, none negative."""
+    """Return the contiguous pieces of an array, (offset, bytes), in the order of memory. `strides` in bytes, none negative."""
     axes = sorted(((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1), reverse=True)
     run = item_bytes
     while axes and axes[-1][0] == run:
@@ -31,8 +31,9 @@ def runs_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> tu
 
 
 def layer_spans(address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, num_blocks: int) -> LayerSpans:
-    """`shape`, `strides` (bytes): of the layer's array, blocks first; a kernel may cut a block into several of its own. Raises
-    ValueError where the first axis is not that of the blocks, or places of the array share memory."""
+    """Return the spans of a layer. `shape`, `strides` (bytes): of its array, blocks first; a kernel may cut a block into
+    several of its own. Raises ValueError where the first axis is not that of the blocks, or places of the array share
+    memory."""
     pieces, left = divmod(shape[0], num_blocks)
     if left or not pieces:
         raise ValueError(f"a KV cache of shape {list(shape)} does not begin with {num_blocks} blocks")
@@ -45,12 +46,12 @@ def layer_spans(address: int, shape: Sequence[int], strides: Sequence[int], item
 
 
 class BlockSpans:
-    """All layers of one rank."""
+    """Spans of all layers of one rank."""
 
     def __init__(self, layers: Sequence[LayerSpans]) -> None:
         self.layers = tuple(layers)
         self.value_bytes = sum(length for layer in layers for _, length in layer.runs)
 
     def of(self, block: int) -> list[Span]:
-        """(address, bytes) of block `block`, in order."""
+        """Return (address, bytes) of block `block`, in order."""
         return [(layer.address + block * layer.step + offset, length) for layer in self.layers for offset, length in layer.runs]

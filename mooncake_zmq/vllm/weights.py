@@ -1,4 +1,4 @@
-"""The identity of a model's weights, from its files and without reading all of them: of every tensor three places are.
+"""The identity of a model's weights, from three samples of every tensor in its files, without reading all of them.
 
 Two models that differ in one whole tensor anywhere have different identities; so has the same model in other files.
 """
@@ -14,13 +14,13 @@ from mooncake_zmq.kv.block_hash import KEY_BYTES
 
 SAMPLE_BYTES = 4096
 SAMPLES = 1024
-"""Of a file whose tensors we do not know."""
+"""Number of samples of a file whose tensors are unknown."""
 MAX_HEADER_BYTES = 100 << 20
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def fingerprint(model: Path) -> str:
-    """Of a directory as Hugging Face has them, or of one file: 128 bits in hexadecimal. Raises OSError."""
+    """Return the identity of a directory in Hugging Face's layout, or of one file: 128 bits in hexadecimal. Raises OSError."""
     hasher = hashlib.sha256()
     config = model / "config.json"
     if config.is_file():
@@ -36,7 +36,7 @@ def fingerprint(model: Path) -> str:
 
 
 def _samples(file: BinaryIO, size: int, is_safetensors: bool) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of what is hashed."""
+    """Yield (start, bytes) of what is hashed."""
     tensors = _tensors(file, size) if is_safetensors else None
     if tensors is None:
         yield from ((size * number // SAMPLES, SAMPLE_BYTES) for number in range(SAMPLES))
@@ -51,7 +51,7 @@ def _samples(file: BinaryIO, size: int, is_safetensors: bool) -> Iterator[tuple[
 
 
 def _tensors(file: BinaryIO, size: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """Where a safetensors file's data begin, and each tensor in them; None if its header is none."""
+    """Return where a safetensors file's data begin, and each tensor in them; None if its header is invalid."""
     file.seek(0, os.SEEK_SET)
     length = int.from_bytes(file.read(8), "little")
     if length > min(size, MAX_HEADER_BYTES):

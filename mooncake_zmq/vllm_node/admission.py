@@ -1,4 +1,4 @@
-"""Which requests a node beside vLLM takes. PURE."""
+"""Admission of requests to a node beside vLLM. PURE."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -10,11 +10,11 @@ from mooncake_zmq.vllm_node.settings import VllmSettings
 
 WHOLE: Final = (True, True)
 TAKES: Mapping[Part, tuple[bool, bool]] = {"both": WHOLE, "prefill": (True, False), "decode": (False, True)}
-"""By part: does a request begin there, and does it end there?"""
+"""By part of the node: whether a request may begin there, and whether it may end there."""
 
 
 def unable(sampling: Sampling, made: int) -> str | None:
-    """Return the reason why vLLM cannot do this once so many tokens are made; None: it can do it all."""
+    """Return why vLLM cannot do this once so many tokens are made; None if it can."""
     if sampling.logprobs is not None:
         return "probabilities of tokens are not asked of vLLM"
     if sampling.constraint:
@@ -25,7 +25,7 @@ def unable(sampling: Sampling, made: int) -> str | None:
 
 
 class Admission:
-    """The conditions of one node."""
+    """Decide which requests one node accepts."""
 
     def __init__(
         self, name: str, settings: VllmSettings, layout: BlockLayout, peers: Mapping[str, Hello], counts: Tally
@@ -37,7 +37,7 @@ class Admission:
         self._counts = counts
 
     def asker(self, sender: str, message: StartPrefill) -> str | None:
-        """Return the gateway whose request it is; None if it is not there, or the sender has no right to name one."""
+        """Return the gateway of the request; None if it is down, or the sender has no right to name it."""
         gateway = message.gateway or sender
         roles = [hello.role for hello in (self._peers.get(sender), self._peers.get(gateway)) if hello is not None]
         right = roles == ["vllm" if message.gateway else "gateway", "gateway"]
@@ -45,7 +45,7 @@ class Admission:
         return gateway if right else None
 
     def refusal(self, message: StartPrefill) -> str | None:
-        """Return what is wrong with a request here, which is tried a few times at most."""
+        """Return why this node can never take the request, or None. Such an attempt is repeated a few times at most."""
         length = len(message.tokens) // 4
         if length == 0 or not self._layout.has_tokens(message.tokens):
             return "no tokens, or such as the model does not have"
@@ -62,6 +62,6 @@ class Admission:
         return None if length < self._settings.capacity_tokens else "prompt is longer than vLLM's KV"
 
     def may_pass_on(self, request: StartPrefill) -> bool:
-        """Return whether a request ends here, or the vLLM that is to go on with it is there."""
+        """Return whether a request ends here, or the vLLM that continues it is up."""
         decode = self._peers.get(request.decode)
         return request.decode == self._name or (decode is not None and decode.role == "vllm")

@@ -1,4 +1,4 @@
-"""Blocks in the cache of a vLLM, as it reports them, and their announcement to conductors. PURE."""
+"""Blocks in the cache of a vLLM, by its KV events, and their announcement to conductors. PURE."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ FOREVER_S = 1e7
 
 
 class EngineCache:
-    """The mirror of one vLLM's cache, and the work that watches it."""
+    """Mirror the cache of one vLLM, and own the work that watches it."""
 
     def __init__(self, settings: VllmSettings, layout: BlockLayout, ids: Ids, counts: Tally) -> None:
         self._settings = settings
@@ -40,11 +40,11 @@ class EngineCache:
         return work_id == self._watch
 
     def announce_to(self, conductor: str) -> list[Effect]:
-        """Announce all blocks to a conductor that appears."""
+        """Announce all blocks to a new conductor."""
         return [Send(conductor, message) for message in announcements(self._mirror.held)]
 
     def on_events(self, events: tuple[EngineEvent, ...], conductors: Sequence[str]) -> list[Effect]:
-        """Announce the blocks that came and went to the conductors, as those of a pool that this node alone reads."""
+        """Announce to the conductors the blocks that were stored and removed, as those of a pool that this node alone reads."""
         unknown = self._mirror.unknown
         came, gone = self._mirror.apply(events)
         self._counts.add("engine_blocks_unknown", self._mirror.unknown - unknown)

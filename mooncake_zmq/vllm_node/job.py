@@ -1,4 +1,4 @@
-"""One request at a node beside vLLM, and the table of its life. PURE."""
+"""One request at a node beside vLLM, and the table of its states. PURE."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,19 @@ from mooncake_zmq.core.shell import Named
 
 
 class JobState(Named):
-    """Life of a request here."""
+    """States of a request at a node beside vLLM."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
-    """vLLM has it, and no token came yet."""
+    """Sent to vLLM, and no token received yet."""
     DECODING = "decoding"
     CLOSING = "closing"
-    """Over, but vLLM may not know it yet."""
+    """The request ended, but vLLM may still work on it."""
     ENDED = "ended"
 
 
 class JobEvent(Named):
-    """What moves it on."""
+    """Events that change the state of a request."""
 
     BEGIN = "begin"
     TOKEN = "token"
@@ -41,36 +41,36 @@ NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
 
 @dataclass(slots=True)
 class Job:
-    """One attempt of one request."""
+    """One attempt of one request at a node beside vLLM."""
 
     request: StartPrefill
     gateway: str
     order: int
     rank: float
-    """Among those that wait, see `core.order`."""
+    """Rank among the waiting requests, see `core.order`."""
     arrived_at: float
     state: JobState = JobState.QUEUED
     work_id: int | None = None
     began_at: float = 0.0
-    """When vLLM got it."""
+    """When vLLM received it."""
     made: int = 0
     """Output tokens of this attempt."""
     token_at: float = 0.0
-    """When the last of them came."""
+    """When the latest token arrived."""
 
     @property
     def taken_over(self) -> bool:
-        """Another vLLM has prefilled it."""
+        """Whether another vLLM has prefilled it."""
         return bool(self.request.gateway)
 
     @property
     def length(self) -> int:
-        """Tokens that it came with."""
+        """Number of tokens that it arrived with."""
         return len(self.request.tokens) // 4
 
     @property
     def context(self) -> int:
-        """Tokens of KV that it has, or will have once vLLM took it in."""
+        """Tokens of KV that it has, or will have once vLLM began it."""
         return self.length + self.made
 
     @property

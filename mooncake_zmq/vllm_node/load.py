@@ -1,7 +1,7 @@
-"""How much work stands before a vLLM, and how fast it is: what the node reports as a prefill and as a decode. PURE.
+"""The work queued at a vLLM, and its speed: what the node reports as a prefill and as a decode. PURE.
 
-vLLM computes prompts in the order in which it got them, a few at a time, beside the answers: so a prompt's own time begins when
-the one before it had its first token, and what a token takes is the gap since the one before it.
+vLLM computes prompts in the order of their arrival, a few at a time, beside the answers. So the time of a prompt counts from
+the first token of the prompt before it, and the time of a token from the token before it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from mooncake_zmq.vllm_node.settings import VllmSettings
 
 
 class Load:
-    """What one vLLM's work takes it."""
+    """Measure and estimate the work of one vLLM."""
 
     def __init__(self, settings: VllmSettings, costs: Costs, block_tokens: int) -> None:
         self._settings = settings
@@ -24,30 +24,30 @@ class Load:
         self._block_tokens = block_tokens
         self._order = Order(settings.overtake, settings.priority_s)
         self._first_at = 0.0
-        """When the last first token came."""
+        """When the latest first token arrived."""
         self.compute = Pace(memory_s=COMPUTE_MEMORY_S, half_life_s=settings.measured_half_life_s)
         self.step = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
 
     def rank(self, now: float, request: StartPrefill) -> float:
-        """The rank of a request that arrives now, for good."""
+        """Return the rank of a request that arrives now, which is final."""
         return self._order.rank(now, self.compute.ratio(now) * self._compute_s(request), request.priority)
 
     def first(self, now: float, job: Job) -> None:
-        """A first token came."""
+        """Record the first token of a job."""
         began_at = max(job.began_at, self._first_at)
         self._first_at = now
         self.compute.add(now, max(0.0, now - began_at), self._compute_s(job.request))
 
     def stepped(self, now: float, job: Job, tokens: int, batch: Sequence[Job]) -> None:
-        """Later tokens of `job` came, one of `batch`."""
-        if not job.made:  # the first ones, of one that was taken over: that was no step
+        """Record later tokens of `job`, a member of `batch`."""
+        if not job.made:  # the first tokens of a request that was taken over took no step
             return
         predicted_s = self._costs.step_s(len(batch), sum(each.context for each in batch))
-        # Of a batch each step is told by every member.
+        # Every member of a batch reports each step.
         self.step.add(now, (now - job.token_at) / len(batch), predicted_s * tokens / len(batch))
 
     def of_prompts(self, now: float, jobs: Sequence[Job], *, closed: bool) -> PrefillLoad:
-        """As a prefill reports."""
+        """Return the load report as a prefill."""
         waiting = sorted((job for job in jobs if not job.made), key=lambda job: (job.state is JobState.QUEUED, job.rank))
         left_s = [self._left_s(now, job) for job in waiting]
         if len(waiting) > MAX_REPORTED:
@@ -66,12 +66,12 @@ class Load:
         )
 
     def under_way_s(self, now: float, jobs: Iterable[Job]) -> float:
-        """What the prompts that vLLM has, and that have no token yet, should take from their begin on."""
+        """Return how long the prompts that vLLM has begun, and that have no token yet, should take from their begin."""
         ratio = self.compute.ratio(now)
         return sum([ratio * self._compute_s(job.request) for job in jobs if job.state is JobState.PREFILLING])
 
     def of_answers(self, now: float, jobs: Sequence[Job], *, closed: bool) -> DecodeLoad:
-        """As a decode reports."""
+        """Return the load report as a decode."""
         settings = self._settings
         running = [job for job in jobs if job.made]
         held = sum(job.context for job in jobs)
@@ -94,7 +94,7 @@ class Load:
         return whole_s if job.state is JobState.QUEUED else max(0.0, whole_s - (now - max(job.began_at, self._first_at)))
 
     def _compute_s(self, request: StartPrefill) -> float:
-        """By the cost model, with what the plan reuses."""
+        """Return the time of the cost model, given the reuse of the plan."""
         tokens = len(request.tokens) // 4
         reused = min(request.reuse_blocks, (tokens - 1) // self._block_tokens) * self._block_tokens
         return self._costs.compute_s(tokens, reused)

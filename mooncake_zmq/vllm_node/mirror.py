@@ -1,7 +1,7 @@
-"""Which of our keys a vLLM's own prefix cache holds, by what its KV events say. PURE.
+"""The block keys whose KV a vLLM's own prefix cache holds, by its KV events. PURE.
 
-vLLM's blocks have hashes of their own and perhaps another length than ours. What both mean is the tokens, so each of its blocks
-is noted as a place in a prompt: the key of our last complete block there, and the tokens behind it.
+vLLM's blocks have hashes of their own and perhaps another length than ours. Tokens are what both have in common, so each of its
+blocks is recorded as a place in a prompt: the key of our last complete block there, and the tokens after it.
 
     vLLM   |  h1  |  h2  |  h3  |        h2 completes K1, which needs h1 and h2; h4 completes K2, which needs h3 and h4
     ours   |      K1     |      K2 ...
@@ -19,41 +19,41 @@ RootOf = Callable[[str], Key | None]
 @dataclass(slots=True)
 class _Block:
     parent: "_Block | None"
-    """None where none of our blocks needs both."""
+    """The block before this one; None where none of our blocks needs both."""
     size_bytes: int
-    """Of its tokens."""
+    """Bytes of its tokens."""
     key: Key
     tail: bytes
-    """Tokens after `key`'s block, up to the end of this one."""
+    """Tokens after the block of `key`, up to the end of this one."""
     keys: list[Key] = field(default_factory=list)
-    """Of our blocks that need this one."""
+    """Keys of our blocks that need this one."""
 
 
 class Mirror:
-    """At most `max_blocks` of vLLM's blocks are noted; further ones are not known to be there, which costs a hit."""
+    """Record at most `max_blocks` of vLLM's blocks; further ones are ignored, which costs a hit."""
 
     def __init__(self, block_tokens: int, max_blocks: int, root_of: RootOf) -> None:
-        """`root_of(salt)`: where the keys of prompts under this cache salt begin; None: they are not ours."""
+        """`root_of(salt)`: the root of the keys of prompts with this cache salt, or None if such keys are not ours."""
         self._block_tokens = block_tokens
         self._max_blocks = max_blocks
         self._root_of = root_of
         self._blocks: dict[bytes, _Block] = {}
         self._held: dict[Key, None] = {}
         self._before: dict[Key, bool] = {}
-        """Of the keys that the events under way touch: were they held?"""
+        """By key that the current events touch: whether it was held before."""
         self.unknown = 0
-        """Blocks passed over: after one that is not known, or too many."""
+        """Number of blocks ignored, either after an unknown one or beyond the limit."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     @property
     def held(self) -> list[Key]:
-        """All keys that can be reused there."""
+        """Return all keys that can be reused there."""
         return list(self._held)
 
     def apply(self, events: Iterable[EngineEvent]) -> tuple[list[Key], list[Key]]:
-        """Take note. Returns the keys that came and stayed, and those that went."""
+        """Apply events. Returns the keys that were added and stayed, and those that were removed."""
         self._before.clear()
         for event in events:
             match event:
@@ -87,7 +87,7 @@ class Mirror:
             block, keys = self._place(parent, root or b"", event.tokens[index * size : (index + 1) * size])
             known = self._blocks.get(name)
             if known is None or known.key != block.key or known.tail != block.tail:
-                if known is not None:  # one name for two blocks is a lie: what it was before is not there
+                if known is not None:  # one name for two blocks is an error: the earlier one is gone
                     self._let_go(known.keys)
                 self._blocks[name] = block
                 self._needs(block, keys, len(parent.tail) if parent else 0)
@@ -104,7 +104,8 @@ class Mirror:
         return _Block(parent if rest else None, len(tokens), keys[-1] if keys else before, tail), keys
 
     def _needs(self, block: _Block, keys: list[Key], behind_bytes: int) -> None:
-        """Note with each block the keys that need it: the first of `keys` needs those before, as far as its tokens reach."""
+        """Record at each block the keys that need it: the first of `keys` needs the blocks before, as far as its tokens
+        reach."""
         block.keys += keys
         earlier = block.parent
         while keys and behind_bytes > 0 and earlier is not None:

@@ -1,4 +1,4 @@
-"""What an operator sets for a node beside a vLLM server."""
+"""Settings of a node beside a vLLM server."""
 
 import math
 from dataclasses import dataclass
@@ -9,50 +9,50 @@ from mooncake_zmq.core.messages import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """One node and its server."""
+    """Settings of one node and its server."""
 
     url: str = "http://127.0.0.1:8001"
-    """Where its vLLM serves: `vllm serve MODEL --enable-scale-out --enable-prompt-tokens-details`. Without the latter vLLM does
-    not tell what it reused, and answers say that nothing was."""
+    """Address of its vLLM: `vllm serve MODEL --enable-scale-out --enable-prompt-tokens-details`. Without the latter option
+    vLLM does not report what it reused, and answers show none."""
     part: Part = "both"
-    """Of the requests that it gets. "prefill": prompts and first tokens; another node goes on, of part "decode", which takes
-    nothing else and whose vLLM loads the KV from the stores: both run with the connector. "both": whole requests."""
+    """The part of each request that the node serves. "prefill": prompts and first tokens; a node with "decode" continues,
+    serves nothing else, and its vLLM loads the KV from the stores: both run with the connector. "both": whole requests."""
     serve_arguments: tuple[str, ...] = ()
-    """What `up --vllm-python` adds to the command line of the vLLM that it starts; nobody else looks at it."""
+    """Further arguments on the command line of the vLLM that `up --vllm-python` starts; they have no other use."""
     max_running: int = 32
-    """Requests that vLLM has at a time: its `--max-num-seqs`, so that who waits does so here, in order, and can be moved."""
+    """Most requests sent to vLLM at a time: its `--max-num-seqs`, so that requests wait here, in order, and can be moved."""
     max_queued: int = 64
-    """Requests waiting; a further one is refused and placed elsewhere."""
+    """Most waiting requests; a further one is refused and placed elsewhere."""
     capacity_tokens: int = 65_536
-    """KV that vLLM has room for, as it says when it starts ("GPU KV cache size", "CPU KV cache size")."""
+    """Tokens of KV that vLLM has room for, as it logs at its start ("GPU KV cache size", "CPU KV cache size")."""
     overtake: float = 0.0
     priority_s: float = 10.0
-    """Which of those that wait goes first, as of a prefill."""
+    """Seconds of later arrival that one step of a request's priority is worth, as for a prefill."""
     report_s: float = 0.25
-    """How often the load is told to the conductors; a quarter of it after something ended."""
+    """Interval of the load reports to the conductors; a quarter of it after something ended."""
     measured_half_life_s: float = 60.0
-    """As of prefill: without work, what was measured of this node's speed loses half of its weight in this time."""
+    """Time in which the measured speed of an idle node loses half of its weight, as for a prefill."""
     probe_s: float = 1.0
-    """How often vLLM is asked whether it is well. While it is not, the node takes nothing new."""
+    """Interval of the health checks of vLLM. While it is not healthy, the node accepts nothing new."""
     probe_timeout_s: float = 3.0
-    """An answer to that takes no longer, nor does connecting."""
+    """Longest wait for the answer to a health check, or for a connection."""
     hung_s: float = 3.0
-    """A vLLM that gives no answer a token for so long, longer by four times what the prompts under way should take, hangs: its
-    requests go on elsewhere, and it gets new ones once it made a token. Each time that it is found to hang doubles this for ten
-    minutes, up to `quiet_s`."""
+    """A vLLM that sends no token to any answer for so long, plus four times the expected time of the prompts under way, is
+    hung: its requests continue on other nodes, and it gets new ones after it has made a token. Each time that it is found
+    hung doubles this for ten minutes, up to `quiet_s`."""
     quiet_s: float = 60.0
-    """A request of which vLLM says nothing for so long has failed here and goes on elsewhere: above what the longest prompt
-    takes to its first token."""
+    """A request for which vLLM sends nothing for so long has failed here and continues on another node. It must be above the
+    time that the longest prompt takes to its first token."""
     kv_events: str = ""
-    """Where vLLM publishes its KV events, "tcp://127.0.0.1:5557" or an ipc:// path (`--kv-events-config`, publisher "zmq"; over
-    TCP vLLM has to be told "tcp://*:5557", or it does not listen): requests then go where its own prefix cache has their
-    beginnings. Empty: nobody listens."""
+    """Endpoint of vLLM's KV events, "tcp://127.0.0.1:5557" or an ipc:// path (`--kv-events-config`, publisher "zmq"; for TCP
+    vLLM itself needs "tcp://*:5557", or it does not listen). Requests are then placed where its own prefix cache holds their
+    prefixes. Empty: no events are received."""
     kv_events_replay: str = ""
-    """Its `replay_endpoint`, where what was missed is asked for. Without it, after a gap nothing there is known any more."""
+    """Its `replay_endpoint`, where missed events are requested. Without it, all blocks are forgotten after a gap."""
     kv_events_topic: str = ""
-    """Its `topic`: what begins so is heard."""
+    """Its `topic`: messages whose topic begins so are received."""
     max_known_blocks: int = 1 << 18
-    """Blocks of vLLM's cache that are kept account of, about 400 bytes each; further ones cost a hit."""
+    """Most recorded blocks of vLLM's cache, of about 400 bytes each; further ones cost a hit."""
 
     def __post_init__(self) -> None:
         _check_url(self.url)

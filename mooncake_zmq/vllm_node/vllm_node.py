@@ -1,10 +1,10 @@
-"""The actor beside a vLLM server: queue, first token and later ones, what it reports of both kinds of work. PURE.
+"""The actor beside a vLLM server: queue, first token and later ones, and load reports for both kinds of work. PURE.
 
-To gateway and conductor it is a prefill and a decode in one, for requests that are placed on it as both; or one of the two:
-then it passes on what it prefilled, or goes on with what another one did, and the KV goes from vLLM to vLLM through the stores.
-Whatever its part, it takes whole requests too: the conductor places them so while no other vLLM is open for the other part.
-vLLM holds all KV. A request that cannot go on here ends with `AttemptFailed`; the gateway places it again, from prompt and
-tokens so far.
+To gateway and conductor it is a prefill and a decode in one, for requests that are placed on it as both. With a part it is one
+of the two: it passes on what it prefilled, or continues what another node prefilled, and the KV is transferred from vLLM to
+vLLM through the stores. With either part it serves whole requests too: the conductor places them so while no other vLLM is open
+for the other part. vLLM holds all KV. A request that cannot go on here ends with `AttemptFailed`; the gateway places it again,
+from the prompt and the tokens so far.
 """
 
 from collections import OrderedDict
@@ -68,19 +68,20 @@ from mooncake_zmq.vllm_node.silence import Silence
 
 PROBE = ("probe",)
 IN_VAIN: Final = 0.9
-"""Of its time, what a question took that got no answer, rather than a bad one."""
+"""A health check that failed after more than this share of its timeout got no answer, rather than a bad one."""
 UNKNOWN = "vLLM was not asked yet"
 NO_DECODE = "the vLLM that is to go on is not there"
-"""A conductor that hears it would name it again and again, where there is no other: such an attempt counts as a broken one."""
+"""A failure for this reason counts as a broken attempt: without another vLLM the conductor would name the same one again and
+again."""
 
 
 def _each_choice(message: StartPrefill) -> list[StartPrefill]:
-    """vLLM has a cache of its own, which the second one finds filled."""
+    """Split a request into its choices, since vLLM's own cache lets the second one reuse the first one's prompt."""
     return [structs.replace(message, siblings=()), *(for_sibling(message, each) for each in message.siblings)]
 
 
 class VllmNode:
-    """One node and what vLLM does for it."""
+    """Serve requests by one vLLM server."""
 
     def __init__(
         self, *, name: str, host: str, incarnation: int, settings: VllmSettings, layout: BlockLayout, costs: Costs
@@ -90,7 +91,7 @@ class VllmNode:
         self.incarnation = incarnation
         self.counts = Tally()
         self.transitions = Tally()
-        self._life = Lifecycle("vllm job", NEXT_STATE, self.transitions)
+        self._lifecycle = Lifecycle("vllm job", NEXT_STATE, self.transitions)
         self._settings = settings
         self._layout = layout
         self._load = Load(settings, costs, layout.block_tokens)
@@ -100,21 +101,21 @@ class VllmNode:
         """The live attempt of each request, in order of arrival."""
         self._closing: list[Job] = []
         self._works: dict[int, Job] = {}
-        """Whom vLLM has, by work."""
+        """Jobs that vLLM has, by work."""
         self._probe: int | None = None
-        """The question under way."""
+        """The health check under way."""
         self._trouble = UNKNOWN
-        """Why vLLM gets nothing new; empty: it does."""
+        """Why vLLM gets nothing new; empty if it does."""
         self._lost = False
-        """vLLM did not answer: nobody waits for it here."""
+        """Whether vLLM did not answer: no request waits for it here."""
         self._silence = Silence(settings.hung_s, settings.quiet_s)
         self._probe_at = 0.0
         self._hung = False
-        """It gave no tokens: it is well once it made one."""
+        """Whether vLLM was found hung: it counts as healthy again after it made a token."""
         self._ids = Ids()
         self._cache = EngineCache(settings, layout, self._ids, self.counts)
         self._admission = Admission(name, settings, layout, self._peers, self.counts)
-        self._leaving = Leaving("", self.counts)
+        self._drain = Leaving("", self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -151,13 +152,13 @@ class VllmNode:
             case Started():
                 return [self._reports.begin(), *self._ask(now), *self._cache.begin()]
             case DrainWanted():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._report(now)
             case RestWanted(resting):
-                self._leaving.rest(resting)
+                self._drain.rest(resting)
                 return self._report(now)
             case DrainTimedOut():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._hand_over(now)
             case TimerFired() | WorkProgress() | WorkDone():
                 return []
@@ -205,7 +206,7 @@ class VllmNode:
         """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
-            "draining": self._leaving.draining,
+            "draining": self._drain.draining,
             "trouble": self._trouble,
             "compute": asdict(self._load.compute.measured(now)),
             "step": asdict(self._load.step.measured(now)),
@@ -222,7 +223,7 @@ class VllmNode:
             ],
         }
 
-    # --- the gateway's orders
+    # --- messages of the gateway
 
     def _on_start(self, now: float, gateway: str, message: StartPrefill) -> list[Effect]:
         current = self._jobs.get(message.request_id)
@@ -241,8 +242,8 @@ class VllmNode:
         return [*effects, SetTimer(("deadline", message.request_id, message.attempt), message.deadline_s)]
 
     def _lack(self) -> str | None:
-        """What may be otherwise soon: such an attempt counts as one that found no room."""
-        if self._leaving.draining:
+        """Return what is missing for now, or None. An attempt denied for this counts as one that found no room."""
+        if self._drain.draining:
             return "the node is draining"
         if self._lost:
             return self._trouble
@@ -270,7 +271,7 @@ class VllmNode:
     # --- vLLM
 
     def _begin(self, now: float) -> list[Effect]:
-        """Give vLLM those that rank first, as many as it may have."""
+        """Send vLLM the requests of the smallest ranks, as many as it may have."""
         effects: list[Effect] = []
         while not self._trouble and len(self._works) < self._settings.max_running and (waiting := self._waiting):
             job = min(waiting, key=lambda each: (each.rank, each.order))
@@ -295,7 +296,7 @@ class VllmNode:
         return effects
 
     def _on_tokens(self, now: float, job: Job, tokens: tuple[int, ...]) -> list[Effect]:
-        """The next tokens; what is beyond the request's end is not its own, and vLLM is told."""
+        """Handle the next tokens; those beyond the request's end are dropped, and vLLM's work is cancelled."""
         if job.state is JobState.CLOSING:
             return []
         effects, ended = self._take(now, job, tokens)
@@ -312,14 +313,14 @@ class VllmNode:
             self.counts.add("taken_over_tokens", job.length)
             self.counts.add("taken_over_tokens_reused", result.reused)
         effects, ended = self._take(now, job, result.tokens, result.reused)
-        if self._jobs.get(job.request.request_id) is not job:  # what came was nonsense
+        if self._jobs.get(job.request.request_id) is not job:  # the tokens were invalid
             return effects
         if ended:
             return effects + self._end(now, job)
         return effects + self._fail(now, job, f"vLLM ended the answer after {job.count} tokens")
 
     def _take(self, now: float, job: Job, tokens: tuple[int, ...], reused: int = 0) -> tuple[list[Effect], bool]:
-        """Tell the gateway, and whether that was the last token."""
+        """Send tokens to the gateway. Returns the effects, and whether the last token was among them."""
         if not tokens:
             return [], False
         if not self._layout.has_token(max(tokens)) or min(tokens) < 0:
@@ -354,7 +355,7 @@ class VllmNode:
         return [Send(job.gateway, first), *self._pass_on(now, job, token), *self._reports.hurry(now)]
 
     def _pass_on(self, now: float, job: Job, token: int) -> list[Effect]:
-        """What only begins here goes on where it was placed to, if that was not its last token."""
+        """Pass a request that only begins here on to the node where it was placed, if that was not its last token."""
         request = job.request
         if request.decode == self.name or request.stop.reason(token, job.count) is not None:
             return []
@@ -377,15 +378,15 @@ class VllmNode:
         if job.state is JobState.PREFILLING:
             self._move(job, JobEvent.TOKEN)
         self._load.stepped(now, job, len(tokens), self._decoding)
-        # Of one that was taken over, what it did not compute before is told by who did.
-        told = ((request.request_id, request.attempt, reused),) if reused and not job.taken_over else ()
-        decoded = TokensDecoded(entries=((request.request_id, request.attempt, job.count, tokens),), reused=told)
+        # For a request that was taken over, the previous node has reported what was reused before.
+        report = ((request.request_id, request.attempt, reused),) if reused and not job.taken_over else ()
+        decoded = TokensDecoded(entries=((request.request_id, request.attempt, job.count, tokens),), reused=report)
         job.made += len(tokens)
         job.token_at = now
         return Send(job.gateway, decoded)
 
     def _doubt(self, now: float, reason: str) -> list[Effect]:
-        """Something failed there: nothing new until it is known whether vLLM is well."""
+        """Send nothing new after a failure until a health check has answered."""
         self._trouble = self._trouble or reason
         return self._ask(now)
 
@@ -407,14 +408,14 @@ class VllmNode:
         return effects + self._lose(now, result.reason, running=in_vain and self._silence.nothing_since(self._probe_at))
 
     def _on_hung(self, now: float) -> list[Effect]:
-        """Its server answers, and its engine does not."""
+        """Handle a vLLM whose server answers while its engine does not."""
         self.counts.add("engine_hangs")
         self._silence.judge(now)
         self._hung = True
         return self._lose(now, "its answers got no token for too long", running=True)
 
     def _lose(self, now: float, reason: str, *, running: bool) -> list[Effect]:
-        """Send nothing there for now; what waits goes on elsewhere, and what is `running` too."""
+        """Send nothing there for now. Waiting requests continue on other nodes, and with `running` those that vLLM has, too."""
         effects: list[Effect] = []
         if not self._lost:
             self.counts.add("engine_losses")
@@ -433,13 +434,13 @@ class VllmNode:
         return [_failed(job.gateway, job.request, reason, full=full), *self._drop(now, job)]
 
     def _hand_over(self, now: float) -> list[Effect]:
-        """Whoever is left here goes on elsewhere at once, as one for whom there is no room: nothing broke."""
+        """End all requests at once so that they continue on other nodes; they count as ones for which there is no room."""
         left = list(self._jobs.values())
         self.counts.add("jobs_handed_over", len(left))
         return [effect for job in left for effect in self._fail(now, job, "the node is leaving", full=True)]
 
     def _drop(self, now: float, job: Job) -> list[Effect]:
-        """The gateway wants no more of it: hang up on vLLM."""
+        """End a request that its gateway cancelled, and hang up on vLLM."""
         if job.work_id is None:
             return self._end(now, job)
         self._move(job, JobEvent.CLOSE)
@@ -460,16 +461,16 @@ class VllmNode:
         return [CancelTimer(("deadline", request.request_id, request.attempt)), *self._reports.hurry(now)]
 
     def _report(self, now: float) -> list[Effect]:
-        """As a prefill and as a decode. Without a vLLM that is well it is as if it drained: nothing new, please."""
-        closed = self._leaving.draining or self._lost
+        """Report the load as a prefill and as a decode. While vLLM does not answer, the report is that of a draining node."""
+        closed = self._drain.draining or self._lost
         jobs = list(self._jobs.values())
         prompts, answers = self._load.of_prompts(now, jobs, closed=closed), self._load.of_answers(now, jobs, closed=closed)
         return self._reports.send(now, prompts, answers)
 
     def _drained(self) -> list[Effect]:
-        return self._leaving.drained(idle=not (self._jobs or self._closing))
+        return self._drain.drained(idle=not (self._jobs or self._closing))
 
-    # --- leaves
+    # --- helpers
 
     @property
     def _waiting(self) -> list[Job]:
@@ -480,13 +481,13 @@ class VllmNode:
         return [job for job in self._jobs.values() if job.state is JobState.DECODING]
 
     def _stop(self, request: StartPrefill) -> StopRule:
-        """When it ends here."""
+        """Return the rule by which the request ends on this node."""
         if request.decode == self.name:
             return request.stop
         return structs.replace(request.stop, max_tokens=request.first_index + 1)
 
     def _move(self, job: Job, event: JobEvent) -> None:
-        job.state = self._life.after(job.state, event)
+        job.state = self._lifecycle.after(job.state, event)
 
 
 def _failed(gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str = "") -> Send:

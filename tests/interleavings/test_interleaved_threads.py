@@ -94,7 +94,9 @@ def idle_without_the_lock(self):
     """Planted: a thread says that it is idle after it has let go of the lock."""
     with self._lock:
         work = self._turns.take()
-    self._busy -= work is None
+    for _ in range(10):  # so that there are steps at which another thread may come between
+        is_idle = work is None
+    self._busy -= is_idle
     return work
 
 
@@ -106,8 +108,8 @@ class GrammarProcess:
 
     was_late, code = False, 0
 
-    def __init__(self, begin, life):
-        self.life = life
+    def __init__(self, begin, incarnation):
+        self.incarnation = incarnation
         self.stopped = False
         self.answers = {}
         self.asked = False
@@ -185,8 +187,8 @@ def ask_of_what_is_dropped(self, process, following, tokens):
     """Planted: an answer is dropped in the message that asks for it."""
     with self._lock:
         dropped, self._dropped = self._dropped, []
-    life, known = following.held or (-1, 0)
-    if life != process.life:
+    incarnation, known = following.held or (-1, 0)
+    if incarnation != process.incarnation:
         return Ask(following.number, following.answer[:tokens], 1.0, following.constraint, tuple(dropped))
     return Ask(following.number, following.answer[known:tokens], 1.0, drop=tuple(dropped))
 

@@ -172,4 +172,4 @@ def test_without_dask_or_matplotlib_it_says_what_to_install(monkeypatch, tmp_pat
     result = sim("--generate", SPEC, "--policy", "vllm", "--dask", "tcp://none:1")
     assert (result.exit_code, "mooncake-zmq[dask]" in result.output) == (2, True)
     result = sim("--generate", SPEC, "--policy", "vllm", "--plot", str(tmp_path))
-    assert (result.exit_code, "mooncake-zmq[plot]" in result.output) == (2, True)
+    assert (result.exit_code, "mooncake-zmq[lab]" in result.output) == (2, True)

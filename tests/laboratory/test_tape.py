@@ -115,8 +115,8 @@ def test_refusals_are_told_with_what_was_predicted() -> None:
 def test_of_too_many_pictures_every_second_one_goes_and_nothing_that_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole, _, every = taped(REFUSING)
     monkeypatch.setattr(taping, "MIN_EVERY_S", 0.01)
-    monkeypatch.setattr(taping, "WANTED_PICTURES", 10_000)
-    monkeypatch.setattr(taping, "MAX_PICTURES", 7)
+    monkeypatch.setattr(taping, "WANTED_SNAPSHOTS", 10_000)
+    monkeypatch.setattr(taping, "MAX_SNAPSHOTS", 7)
     _, head, pictures, requests = taped(REFUSING)
     assert 3 < len(pictures) <= 7
     steps = [b - a for a, b in zip(head["at_s"], head["at_s"][1:-1], strict=False)]
@@ -129,7 +129,7 @@ def test_of_too_many_pictures_every_second_one_goes_and_nothing_that_is_counted(
 
 def test_it_is_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taping, "MIN_EVERY_S", 0.01)
-    monkeypatch.setattr(taping, "WANTED_PICTURES", 10_000)
+    monkeypatch.setattr(taping, "WANTED_SNAPSHOTS", 10_000)
     monkeypatch.setattr(taping, "MAX_BYTES", 100_000)
     _, _, pictures, _ = taped(small_setup())
     assert len(json.dumps(pictures)) < 150_000

@@ -4,7 +4,7 @@ Run by path, in the Python of the engine's own environment, so it imports nothin
 which engine. Its argument is a JSON object: `engine` (one of SIDES), `model` (a path), `threads`, `clock` (one of CLOCKS) and
 what else the side takes.
 It answers one line when ready, then one for each request `{"do": method, **arguments}`; all lines are JSON, on standard input
-and output. Whatever else an engine prints goes to standard error. The end of the input ends the process.
+and output. All other output of an engine goes to standard error. The end of the input ends the process.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 FIRST_ID = 100
-"""Ids below are special in many vocabularies, and no text."""
+"""Ids below are special in many vocabularies, and stand for no text."""
 WARM_UP_STEPS = 2
 GEMM_SIZE = 2048
 GEMM_TRIES = 5
 GEMV_TRIES = 3
 GEMV_COLUMNS = (1024, 2048, 4096, 8192)
 OPENBLAS_CORE_NAMES = [f"{first}openblas_get_corename{last}" for first in ("scipy_", "") for last in ("64_", "")]
-"""NumPy's own build of it and a distribution's have other names for the same."""
+"""NumPy's own build of OpenBLAS and a distribution's name the same function differently."""
 VLLM_BLOCK_TOKENS = 32
 VLLM_SPARE_TOKENS = 128
 """Output beyond the counted steps: while the last prompts of a batch are prefilled in chunks, the first already decode."""
@@ -41,17 +41,18 @@ class Side(Protocol):
     version: str
 
     def prefill_s(self, prompt: list[int]) -> float:
-        """Time until the first token."""
+        """Return the time until the first token."""
 
     def decode_step_s(self, prompts: list[list[int]], steps: int) -> float:
-        """Mean time of a step of all the prompts together, sampling included; prefill and the first steps do not count."""
+        """Return the mean time of a step of all the prompts together, sampling included; prefill and the first steps do not
+        count."""
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """The first `count` tokens."""
+        """Return the first `count` tokens."""
 
 
 class Mooncake:
-    """Ours, through the engine's protocol."""
+    """Our engine, called through its protocol."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._clock = CLOCKS[order["clock"]]
@@ -156,7 +157,7 @@ class Vllm:
             self._engine.add_request(name, {"prompt_token_ids": prompt}, wanted)
 
     def _step(self) -> dict[str, int]:
-        """Request -> tokens it has so far, of those that got one."""
+        """Return request -> tokens so far, of the requests that got one in this step."""
         return {output.request_id: len(output.outputs[0].token_ids) for output in self._engine.step()}
 
     def _finish(self) -> None:
@@ -166,7 +167,7 @@ class Vllm:
 
 
 class Machine:
-    """No engine: how fast NumPy multiplies, and reads memory by multiplying."""
+    """No engine: the speed at which NumPy multiplies, and reads memory by multiplying."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._clock = CLOCKS[order["clock"]]
@@ -179,7 +180,7 @@ class Machine:
         self._shapes = [(columns, transposed) for columns in GEMV_COLUMNS for transposed in (False, True)]
 
     def gemm_flops(self) -> float:
-        """FLOP/s of the best product of two matrices of GEMM_SIZE^2."""
+        """Return FLOP/s of the best product of two matrices of GEMM_SIZE^2."""
         took_s = []
         for _ in range(GEMM_TRIES):
             began = self._clock()
@@ -188,8 +189,8 @@ class Machine:
         return float(2 * GEMM_SIZE**3 / min(took_s))
 
     def gemv_s(self) -> float:
-        """Shortest time of a product of vectors with matrices that have `weight_bytes` together. Four matrices, A x or x A,
-        of the columns that the first call found to be the fastest."""
+        """Return the shortest time of a product of vectors with matrices that have `weight_bytes` together. Four matrices, A x
+        or x A, of the columns that the first call found to be the fastest."""
         if len(self._shapes) > 1:
             self._shapes = [min(self._shapes, key=lambda shape: min(self._pass_s(*shape) for _ in range(2)))]
         return min(self._pass_s(*self._shapes[0]) for _ in range(GEMV_TRIES))
@@ -212,7 +213,7 @@ class Machine:
 
 
 def _blas(numpy: Any) -> str:
-    """The library behind NumPy's products, and the kernel that OpenBLAS has chosen for this CPU."""
+    """Return the library behind NumPy's products, and the kernel that OpenBLAS has chosen for this CPU."""
     built = numpy.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
     shown = f"{built.get('name', 'an unknown BLAS')} {built.get('version', '')}".strip()
     with open("/proc/self/maps") as maps:
@@ -248,7 +249,7 @@ def _answer(side: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(batch: int, tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """The same in every process; no two begin alike."""
+    """Return the same prompts in every process; no two begin alike."""
     source = random.Random(seed)
     return [[source.randrange(min(FIRST_ID, vocab_size // 2), vocab_size) for _ in range(tokens)] for _ in range(batch)]
 
@@ -266,5 +267,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules would stand before others of their names
+    del sys.path[0]  # this folder, whose modules would hide others of their names
     main(sys.argv[1:])

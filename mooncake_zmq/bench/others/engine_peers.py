@@ -18,7 +18,7 @@ ANSWER_TIMEOUT_S = 900.0
 
 
 def engine_process(order: dict[str, Any], *, python: str | None) -> AbstractContextManager[Peer]:
-    """The side `order["engine"]` with `order["threads"]` threads, in the Python at `python` or this one."""
+    """Return the side `order["engine"]` with `order["threads"]` threads, in the Python at `python` or this one."""
     name = order["engine"]
     environment = os.environ | blas_environment(1 if name == OURS else order["threads"])
     if name in (VLLM, VLLM_BFLOAT16) and python is not None and (preloads := _vllm_preloads(Path(python))):
@@ -29,7 +29,8 @@ def engine_process(order: dict[str, Any], *, python: str | None) -> AbstractCont
 
 
 def _vllm_preloads(python: Path) -> list[str]:
-    """What vLLM's guide for CPUs has preloaded, as far as it is here: Intel's OpenMP of its own environment, tcmalloc."""
+    """Return the libraries that vLLM's guide for CPUs preloads, if they are here: Intel's OpenMP of its own environment,
+    tcmalloc."""
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     found = [str(openmp) if openmp.exists() else None, ctypes.util.find_library("tcmalloc_minimal")]
     return [library for library in found if library is not None]

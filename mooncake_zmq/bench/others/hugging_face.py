@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory of float32 tensors, so that other engines run exactly the weights that ours does."""
+"""A model as a Hugging Face directory of float32 tensors, so that other engines run exactly our weights."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ _ARCHITECTURES = {
 
 
 def hugging_face_directory(model: str, scratch: Path) -> Path:
-    """`model`'s own directory if it is one, else one written below `scratch`, without a tokenizer. Raises ModelError."""
+    """Return `model`'s own directory if it is one, else one written below `scratch`, without a tokenizer. Raises ModelError."""
     own = Path(model).expanduser()
     if own.is_dir():
         return own

@@ -29,7 +29,8 @@ class Peer:
         self.ready = self._answer()
 
     def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Have the driver do one round. Raises click.ClickException with the driver's last words when it dies or hangs."""
+        """Have the driver do one round. Raises click.ClickException with the end of the driver's output when it dies or
+        hangs."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": method, **arguments}) + "\n")
@@ -57,7 +58,7 @@ class Peer:
 
 @contextmanager
 def peer(order: dict[str, Any], *, python: str = sys.executable) -> Iterator[Peer]:
-    """One side of a store in the Python at `python`, ended with the context. `order`: see `store_driver`."""
+    """Run one side of a store in the Python at `python` within the context. `order`: see `store_driver`."""
     what = f"the {order['role']} of {order['store']}"
     with driver_process(DRIVER, order, python=python, what=what, timeout_s=ANSWER_TIMEOUT_S) as driver:
         yield driver
@@ -73,7 +74,7 @@ def driver_process(
     timeout_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Peer]:
-    """The file `driver` run with `order`, ended with the context. `timeout_s`: for each answer; `what`: its name in errors.
+    """Run the file `driver` with `order` within the context. `timeout_s`: for each answer; `what`: its name in errors.
 
     Raises click.ClickException when there is no such Python.
     """

@@ -12,11 +12,11 @@ from collections import OrderedDict, deque
 from typing import Any
 
 RUNNING = 64
-"""Requests that count as a worker's load: those it was given last."""
+"""Requests that count as a worker's load: the last that were given to it."""
 
 
 def choose(tree: Any, hashes: list[int], loads: list[int]) -> tuple[int, int]:
-    """(worker, overlap) of the best score."""
+    """Return (worker, overlap) of the best score."""
     scores = tree.find_matches(hashes).scores
     overlaps = {key if isinstance(key, int) else key[0]: value for key, value in scores.items()}
     blocks = len(hashes) or 1
@@ -30,12 +30,12 @@ def choose(tree: Any, hashes: list[int], loads: list[int]) -> tuple[int, int]:
 
 
 def event(number: int, what: dict[str, Any]) -> bytes:
-    """One cache event as the library takes it."""
+    """Return one cache event as the library takes it."""
     return json.dumps({"event_id": number, "data": what}).encode()
 
 
 def main() -> None:
-    """Replay, and print the times."""
+    """Replay the trace, and print the times."""
     from dynamo.llm import RadixTree  # type: ignore[import-not-found, unused-ignore]
 
     order = json.load(sys.stdin)
@@ -56,7 +56,7 @@ def main() -> None:
         pool = pools[worker]
         blocks = [{"block_hash": each, "tokens_hash": each} for each in hashes]
         events = [event(number, {"stored": {"parent_hash": None, "blocks": blocks}})]
-        for each in reversed(hashes):  # the last blocks of a prompt go first: no block outlives those before it
+        for each in reversed(hashes):  # the last blocks of a prompt are removed first: no block remains without those before it
             pool[each] = None
             pool.move_to_end(each)
         gone = [pool.popitem(last=False)[0] for _ in range(len(pool) - order["pool_blocks"])]
@@ -65,7 +65,7 @@ def main() -> None:
         begun = time.process_time()
         for each in events:
             tree.apply_event(worker, each)
-        tree.find_matches([])  # waits for what its thread has still to do
+        tree.find_matches([])  # waits for the pending work of its thread
         updates_s += time.process_time() - begun
         updated += len(hashes) + len(gone)
     sys.stdout.write(json.dumps({"choices_s": choices, "updates_s": updates_s, "updated": updated}))

@@ -6,7 +6,7 @@ which store. Its argument is a JSON object with `role` and `store`:
     owner    keeps the values: starts the servers, has the memory; answers one line, the `at` that its clients need
     client   answers one line when connected; then one line for each request `{"do": method, **arguments}`
 
-All lines are JSON, on standard input and output. The end of the input ends the process and whatever it started.
+All lines are JSON, on standard input and output. The end of the input ends the process and all that it started.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ STREAM_QUEUE = 64
 
 
 class WrongBytes(Exception):
-    """What was read is not what was stored: no figure of such a run means anything."""
+    """The bytes read are not those stored: such a run has no meaningful figure."""
 
 
 class Buffer:
@@ -51,11 +51,11 @@ class Buffer:
         self.wipe()
 
     def wipe(self) -> None:
-        """Overwrite all of it, so that a read which delivers nothing cannot pass for one that does."""
+        """Overwrite the buffer, so that a read which delivers nothing cannot pass for one that does."""
         ctypes.memset(self.address, 0xA5, self.size)
 
     def fill(self, seed: int) -> None:
-        """The same bytes for the same seed in every process."""
+        """Write the same bytes for the same seed in every process."""
         source = random.Random(seed)
         for start in range(0, self.size, PIECE_BYTES):
             length = min(PIECE_BYTES, self.size - start)
@@ -72,13 +72,14 @@ def expect_equal(one: Buffer, other: Buffer, size: int) -> None:
 
 
 class Store(Protocol):
-    """What is measured of a store. Values lie one after another in `source`, and are read to the same places of `target`."""
+    """The measured operations of a store. Values lie one after another in `source`, and are read to the same places of
+    `target`."""
 
     def clear(self) -> None: ...
     def put(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> None: ...
     def get(self, keys: Sequence[str], offsets: Sequence[int], size: int) -> None: ...
     def exist(self, keys: list[str]) -> int:
-        """How many of `keys` are there."""
+        """Return how many of `keys` exist."""
 
     def fill(self, keys: list[str]) -> None:
         """Store a small value under each key."""
@@ -185,7 +186,7 @@ class StoreClient:
             both = [key for one in half for key in (f"{one:032x}", f"{one + resident:032x}")]
             asked.append(both)
         with ThreadPoolExecutor(in_flight) as pool:
-            list(pool.map(self._store.exist, asked[:in_flight]))  # every thread and connection is there
+            list(pool.map(self._store.exist, asked[:in_flight]))  # every thread and connection exists
             began = time.perf_counter()
             found = list(pool.map(self._store.exist, asked))
             took = time.perf_counter() - began
@@ -239,7 +240,7 @@ class StreamClient:
 
 
 def own_stream(order: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """The bare stream's sender, on a thread, one ROUTER per connection; a frame's size on each begins a round."""
+    """Start the bare stream's sender, on a thread, one ROUTER per connection; a frame's size on each begins a round."""
     zmq = importlib.import_module("zmq")
     source = Buffer(order["working_set_bytes"])
     source.fill(order["seed"])
@@ -249,7 +250,7 @@ def own_stream(order: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
         router = context.socket(zmq.ROUTER)
         router.linger = 0
         router.sndhwm = STREAM_QUEUE
-        router.router_mandatory = True  # or frames beyond the queue are dropped instead of waiting
+        router.router_mandatory = True  # else frames beyond the queue are dropped instead of waiting
         router.bind("tcp://127.0.0.1:*")
         routers.append(router)
     endpoints = [router.get_string(zmq.LAST_ENDPOINT) for router in routers]
@@ -274,7 +275,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def server(command: Sequence[str], port: int) -> Iterator[None]:
-    """A server process that is listening on `port`, ended with us."""
+    """Run a server process that is listening on `port`, and end it with the context."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -294,14 +295,14 @@ def _listens(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
+    """Return a port of the loopback on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def own_ours(order: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """Our store's server, as a cache-node runs it."""
+    """Run our store's server, as a cache-node does."""
     objects = importlib.import_module("mooncake_zmq.pool.rules.objects")
     directory = stack.enter_context(TemporaryDirectory(prefix="mczmq-bench-", dir="/dev/shm"))
     server = importlib.import_module("mooncake_zmq.pool.server.server").StoreServer(
@@ -318,18 +319,19 @@ def own_ours(order: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
 
 
 def _fail(error: BaseException) -> None:
-    """A thread's bug ends the process: nothing that it measured means anything."""
+    """End the process on a thread's bug: its measurements would mean nothing."""
     sys.stderr.write(f"{error!r}\n")
     os._exit(1)
 
 
 def our_setup(at: dict[str, str], client: dict[str, Any]) -> dict[str, Any]:
-    """Our settings, by the names that Mooncake gives them where it has such. `client`: see `store.peer.ClientSettings`."""
+    """Return our settings, by the names that Mooncake gives them where it has such. `client`: see
+    `store.peer.ClientSettings`."""
     return {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", "protocol": "tcp", **at, **client}
 
 
 def own_mooncake(order: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
-    """Mooncake's master, and a client of it that lends memory if `segment_bytes` is not 0."""
+    """Run Mooncake's master, and a client of it that contributes memory if `segment_bytes` is not 0."""
     port = free_port()
     master = Path(sys.executable).parent / "mooncake_master"
     command = [str(master), "-rpc_port", str(port), "-metrics_port", str(free_port())]
@@ -344,7 +346,7 @@ def own_mooncake(order: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
 
 
 def mooncake_setup(at: dict[str, str], segment_bytes: int) -> dict[str, str]:
-    """Mooncake's settings for TCP without a metadata server."""
+    """Return Mooncake's settings for TCP without a metadata server."""
     return {
         "local_hostname": "127.0.0.1",
         "metadata_server": "P2PHANDSHAKE",
@@ -360,7 +362,7 @@ OWNERS = {"mooncake_zmq": own_ours, "mooncake": own_mooncake, "stream": own_stre
 
 
 def open_client(order: dict[str, Any]) -> StoreClient | StreamClient:
-    """The client of an owner that answered `order["at"]`. Values lie in `working_set_bytes` of memory."""
+    """Return the client of an owner that answered `order["at"]`. Values lie in `working_set_bytes` of memory."""
     source, target = Buffer(order["working_set_bytes"]), Buffer(order["working_set_bytes"])
     source.fill(order["seed"])
     match order["store"]:
@@ -377,8 +379,8 @@ def open_client(order: dict[str, Any]) -> StoreClient | StreamClient:
 
 
 def main() -> None:
-    """See the module."""
-    # Libraries print to standard output as they please; ours carries answers only.
+    """Run the process that the module's docstring describes."""
+    # Libraries print to standard output; ours must carry answers only.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

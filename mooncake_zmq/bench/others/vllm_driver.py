@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 FIRST_ID = 100
-"""Ids below are special in many vocabularies, and no text."""
+"""Ids below are special in many vocabularies, and stand for no text."""
 SPARE_TOKENS = 256
-"""Of a prompt's length, for what lies beyond its complete blocks and for an answer."""
+"""Extra length of a prompt, for tokens beyond its complete blocks and for an answer."""
 CONNECTORS: dict[str, dict[str, Any] | None] = {
     "vLLM": None,
     "mooncake_zmq": {
@@ -41,11 +41,11 @@ METERED = {
     "lookups.Lookups": ("_work",),
     "lane._Share": ("run",),
 }
-"""All that our connector does, on the engine's thread and on its own; some of it calls others of these."""
+"""All functions of our connector, on the engine's thread and on its own; some of them call others of these."""
 
 
 class Meter:
-    """CPU time of whatever threads spend in the functions of METERED, a call within another counted once."""
+    """CPU time that all threads spend in the functions of METERED, a call within another counted once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ DEVICES: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "float32", "block_size": 128},
     "cuda": {"dtype": "bfloat16", "block_size": 16, "gpu_memory_utilization": 0.3},
 }
-"""Blocks as vLLM has them by default; three engines share a GPU."""
+"""Blocks of vLLM's default size; three engines share a GPU."""
 
 
 class Engine:
@@ -128,7 +128,7 @@ class Engine:
         self._requests = 0
 
     def first_token(self, prompt: list[int]) -> dict[str, Any]:
-        """Wall time until it, the token, and how much of the prompt was not computed."""
+        """Return the wall time until the first token, the token, and how much of the prompt was not computed."""
         began = time.perf_counter()
         self._add(prompt, 1)
         while self._engine.has_unfinished_requests():
@@ -138,12 +138,12 @@ class Engine:
         return {"s": took_s, "token": last.outputs[0].token_ids[0], "cached": last.num_cached_tokens or 0}
 
     def stream(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The answers to all of them at once, so far, when each has at least `count` tokens: they are not over."""
-        told: dict[str, list[int]] = {self._add(prompt, SPARE_TOKENS): [] for prompt in prompts}
-        while min(map(len, told.values())) < count:
+        """Return all answers so far, once each has at least `count` tokens: they have not ended."""
+        answers: dict[str, list[int]] = {self._add(prompt, SPARE_TOKENS): [] for prompt in prompts}
+        while min(map(len, answers.values())) < count:
             for output in self._engine.step():
-                told[output.request_id] = list(output.outputs[0].token_ids)
-        return list(told.values())
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+        return list(answers.values())
 
     def _add(self, prompt: list[int], most: int) -> str:
         self._requests += 1
@@ -152,7 +152,7 @@ class Engine:
         return str(self._requests)
 
     def forget(self) -> None:
-        """Its own prefix cache, once nothing keeps its blocks."""
+        """Clear its own prefix cache, once no request holds its blocks."""
         deadline = time.monotonic() + 60
         core = self._engine.engine_core.engine_core
         while not self._engine.reset_prefix_cache():
@@ -192,5 +192,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose modules would stand before others of their names
+    del sys.path[0]  # this folder, whose modules would hide others of their names
     main(sys.argv[1:])

@@ -1,6 +1,6 @@
-"""Every message between actors: frozen, tagged, bounded; their `encode` and `decode` stand only here.
+"""All messages between actors, which are frozen, tagged and bounded, with their only `encode` and `decode`.
 
-The wire is MessagePack; types are checked on arrival. Messages name blocks and never carry a KV byte. They send durations,
+The wire is MessagePack; types are checked on arrival. Messages name blocks and never carry a KV byte. They hold durations,
 never clock readings: a holder counts `ttl_s` from when it *sent* the request, the granter from when it handled it, so the
 holder always stops first. Delivery (at most once, in order, within a conversation) is `core.session`'s work.
 """
@@ -271,21 +271,21 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message | Envelope) -> bytes:
-    """MessagePack bytes of a message or an envelope."""
+    """Return the MessagePack bytes of a message or an envelope. Raises ValueError if they exceed `MAX_MESSAGE_BYTES`."""
     packed = _encoder.encode(message)
     if len(packed) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} of {len(packed)} bytes exceeds {MAX_MESSAGE_BYTES}; split it")
     return packed
 
 
-# Typed: a length is held against its field's limit before anything is allocated for it, and one pass is enough.
+# Typed decoders compare a length with its field's limit before they allocate anything for it, and need one pass.
 _NOT_OURS = (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError)
 _message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def decode(raw: bytes) -> Message:
-    """The message in `raw`; raises ProtocolError, and nothing else, on any other bytes."""
+    """Return the message in `raw`; raises ProtocolError, and nothing else, on any other bytes."""
     try:
         return _message_decoder.decode(raw)
     except _NOT_OURS as error:
@@ -293,7 +293,7 @@ def decode(raw: bytes) -> Message:
 
 
 def decode_envelope(raw: bytes) -> Envelope:
-    """The envelope in `raw`; raises ProtocolError, and nothing else, on any other bytes."""
+    """Return the envelope in `raw`; raises ProtocolError, and nothing else, on any other bytes."""
     try:
         return _envelope_decoder.decode(raw)
     except _NOT_OURS as error:

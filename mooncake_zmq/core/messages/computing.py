@@ -1,4 +1,4 @@
-"""A request between gateway, prefill and decode: prompt, handoff and tokens."""
+"""Messages of a request between gateway, prefill and decode: prompt, handoff and tokens."""
 
 from typing import Annotated, TypeVar
 
@@ -31,7 +31,7 @@ from mooncake_zmq.core.messages.sampling import MAX_CHOICES, Sampling, Sibling, 
 
 
 class StartPrefill(TaggedRecord, frozen=True):
-    """Compute the KV of `tokens`, sample the token after them, hand off to `decode`.
+    """Request to compute the KV of `tokens`, sample the token after them and hand off to `decode`.
 
     `first_index`: output index of the token to sample: 0, or more when the request resumes from its tokens so far.
     """
@@ -56,22 +56,23 @@ class StartPrefill(TaggedRecord, frozen=True):
     """See `Placed`."""
     tenant: Tenant = ""
     siblings: Siblings = ()
-    """Further choices: each is given a first token of its own, and a place at the decode."""
+    """Further choices: each gets a first token and a place at the decode of its own."""
     prompt_logprobs: Likeliest | None = None
-    """Tell the probability of each of `tokens` but the first, and so many of the likeliest ones' in its place. Nothing is
-    reused then."""
+    """Number of likeliest tokens whose logprobs are returned for each of `tokens` but the first, beside its own. No KV is
+    reused then. None: no logprobs."""
     coming_blocks: Count = 0
-    """See `Placed`, `coming_s` too."""
+    """See `Placed`, also for `coming_s`."""
     coming_s: Seconds = 0.0
     conductor: Annotated[str, Meta(max_length=64)] = ""
-    """The one that placed it, and ends such a wait; while it is down nothing is waited for."""
+    """The conductor that placed the request and ends such a wait; while it is down the prefill does not wait."""
     gateway: Annotated[str, Meta(max_length=64)] = ""
-    """Who asked, where a vLLM that prefilled passes the request on to its decode: with the first token, and its KV in the
-    stores."""
+    """Gateway of the request, where a vLLM that prefilled passes the request on to its decode, with the first token and its KV
+    in the stores."""
 
 
 class FirstToken(TaggedRecord, frozen=True):
-    """Prefill -> gateway. `own`, `local`, `remote`: tokens whose KV was loaded and verified, by where it came from."""
+    """The first token, from prefill to gateway. `own`, `local`, `remote`: tokens whose KV was loaded and verified, by where it
+    came from."""
 
     request_id: RequestId
     attempt: Count
@@ -82,16 +83,17 @@ class FirstToken(TaggedRecord, frozen=True):
     remote: Count
     queue_s: Seconds
     prefill_s: Seconds
-    """From its turn in the queue to this token."""
+    """Time from its turn in the queue to this token."""
     logprob: TokenLogprob | None = None
     prepare_s: Seconds = 0.0
-    """Of that, until the engine began: lease, reservation, room."""
+    """Part of `prefill_s` until the engine began: lease, reservation, room."""
     load_s: Seconds = 0.0
-    """From then until reused KV was loaded, beside computing."""
+    """Time from then until reused KV was loaded, concurrently with computing."""
 
 
 class PromptScored(TaggedRecord, frozen=True):
-    """Prefill -> gateway, before the first token: probabilities of the tokens from position `first` on, in order."""
+    """Logprobs of a prompt, from prefill to gateway before the first token: those of the tokens from position `first` on, in
+    order."""
 
     request_id: RequestId
     attempt: Count
@@ -100,11 +102,12 @@ class PromptScored(TaggedRecord, frozen=True):
 
 
 class AttemptFailed(TaggedRecord, frozen=True):
-    """Prefill or decode -> gateway: this attempt is over here; place the request again from its tokens so far.
+    """The end of this attempt at a prefill or decode, sent to the gateway, which places the request again from its tokens so
+    far.
 
-    `full`: nothing broke, there was only no room. `avoid`: the node to keep away from, the sender if empty. `refused`: the
-    decode would miss the request's TBT now that its prefill is done; a request without a token ends as if it had been rejected.
-    `stuck`: its answer cannot follow its constraint, and no attempt will: the request ends.
+    `full`: nothing failed, there was only no room. `avoid`: the node to avoid, the sender if empty. `refused`: the decode would
+    miss the request's TBT now that its prefill is done; a request without a token ends as if it had been rejected. `stuck`: the
+    answer cannot follow its constraint in any attempt: the request ends.
     """
 
     request_id: RequestId
@@ -118,15 +121,15 @@ class AttemptFailed(TaggedRecord, frozen=True):
 
 
 class CancelRequest(TaggedRecord, frozen=True):
-    """Gateway -> prefill and decode: drop everything of this attempt and older ones."""
+    """Request of the gateway to prefill and decode to drop everything of this attempt and older ones."""
 
     request_id: RequestId
     attempt: Count
 
 
 class ReserveDecode(TaggedRecord, frozen=True):
-    """Reserve KV for `tokens` prompt tokens and their output. `reuse_keys`: leading blocks that the prefill reuses, which the
-    decode loads from its own host's pool as far as that has them or gets them from the cache-nodes `sources`."""
+    """Request to reserve KV for `tokens` prompt tokens and their output. `reuse_keys`: leading blocks that the prefill reuses;
+    the decode loads them from its own host's pool if that has them or gets them from the cache-nodes `sources`."""
 
     request_id: RequestId
     attempt: Count
@@ -145,22 +148,22 @@ class ReserveDecode(TaggedRecord, frozen=True):
     tbt_slo_s: Seconds = 0.0
     """See `Placed`."""
     past: Tokens = b""
-    """See `Sampling.past`: of the prompt tokens."""
+    """See `Sampling.past`, of the prompt tokens."""
     tenant: Tenant = ""
     siblings: Siblings = ()
-    """Further choices that begin with the same KV, each with room of its own; those for which there is none go elsewhere."""
+    """Further choices that begin with the same KV, each with room of its own; those without room are placed elsewhere."""
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     new_keys: Keys = ()
-    """The complete blocks after `reuse_keys`, which the decode offers to its host's pool once it has them."""
+    """Keys of the complete blocks after `reuse_keys`, which the decode offers to its host's pool once it has them."""
     block_tokens: Tokens = b""
-    """What the blocks of both hold, for KV events; empty: they are not offered."""
+    """Tokens of the blocks of both, for KV events; empty: the blocks are not offered."""
 
 
 ForChoices = TypeVar("ForChoices", StartPrefill, ReserveDecode)
 
 
 def for_sibling(message: ForChoices, sibling: Sibling) -> ForChoices:
-    """The same for a further choice, by itself."""
+    """Return the same message for a further choice by itself."""
     return structs.replace(
         message,
         request_id=sibling.request_id,
@@ -171,8 +174,8 @@ def for_sibling(message: ForChoices, sibling: Sibling) -> ForChoices:
 
 
 class DecodeReserved(TaggedRecord, frozen=True):
-    """The decode undertakes to load the first `held_blocks` from its own host's pool; hand off the rest. Sent again with fewer
-    where its pool does not get as many: the prefill hands off the difference too."""
+    """Reply of the decode, which will load the first `held_blocks` from its own host's pool; the prefill hands off the rest.
+    Sent again with fewer if its pool does not get as many: the prefill then hands off the difference too."""
 
     request_id: RequestId
     attempt: Count
@@ -180,7 +183,7 @@ class DecodeReserved(TaggedRecord, frozen=True):
 
 
 class DecodeDenied(TaggedRecord, frozen=True):
-    """This decode does not take the request. `full`: there is only no room now, or it drains. `refused`, `retry_after_s`: see
+    """Refusal of a request by a decode. `full`: there is only no room now, or it drains. `refused`, `retry_after_s`: see
     `AttemptFailed`."""
 
     request_id: RequestId
@@ -192,8 +195,8 @@ class DecodeDenied(TaggedRecord, frozen=True):
 
 
 class HandoffBlocks(TaggedRecord, frozen=True):
-    """Blocks from `first_block` on can be read at `sources`, all layers now (`ready`) or each after its `LayersReady`. Of some
-    layers alone if `stop_layer` is not 0: those that one stage of a pipeline computed, ready."""
+    """Blocks from `first_block` on can be read at `sources`, all layers now (`ready`) or each after its `LayersReady`. If
+    `stop_layer` is not 0, only the layers that one stage of a pipeline computed, ready."""
 
     request_id: RequestId
     attempt: Count
@@ -214,8 +217,8 @@ class LayersReady(TaggedRecord, frozen=True):
 
 
 class HandoffDone(TaggedRecord, frozen=True):
-    """Everything is written. The handoff counts only if its last `blocks` blocks of `layers` layers fold to `checksum`. Sent
-    again for more blocks where the decode got fewer from its pool than it had undertaken."""
+    """End of a handoff: everything is written. It is valid only if its last `blocks` blocks of `layers` layers fold to
+    `checksum`. Sent again for more blocks if the decode got fewer from its pool than it had announced."""
 
     request_id: RequestId
     attempt: Count
@@ -226,27 +229,28 @@ class HandoffDone(TaggedRecord, frozen=True):
     token: Token
     index: Count
     keys: Keys = ()
-    """The last complete blocks, computed by a pipeline: no stage has all their layers, so the decode offers them to its
-    pool."""
+    """Keys of the last complete blocks, if a pipeline computed them: no stage has all their layers, so the decode offers them
+    to its pool."""
     parent: Key | None = None
-    """The block before them; none: they begin the prompt."""
+    """Key of the block before them; None: they begin the prompt."""
     block_tokens: Tokens = b""
-    """What they hold, for KV events."""
+    """Tokens of these blocks, for KV events."""
     siblings: Annotated[tuple[tuple[RequestId, Token], ...], Meta(max_length=MAX_CHOICES)] = ()
     """The first tokens of the further choices that are still wanted."""
     wanted: bool = True
-    """False: the first choice was cancelled, and there are only further ones. The decode may have heard of that too early."""
+    """False if the first choice was cancelled and only further ones remain. The decode may have received its cancellation too
+    early."""
 
 
 class HandoffReceived(TaggedRecord, frozen=True):
-    """Decode -> prefill: all bytes are here; slots and leases may go."""
+    """Message from decode to prefill that all bytes have arrived; slots and leases may be released."""
 
     request_id: RequestId
     attempt: Count
 
 
 class HandoffFailed(TaggedRecord, frozen=True):
-    """Either side -> the other: this attempt is over; free what it holds."""
+    """Message of either side to the other that this attempt is over; the receiver frees what it holds."""
 
     request_id: RequestId
     attempt: Count
@@ -254,14 +258,14 @@ class HandoffFailed(TaggedRecord, frozen=True):
 
 
 class DecodeTimes(Record, frozen=True):
-    """Where a request's time went at its decode, told with its last token."""
+    """Times of a request at its decode, sent with its last token."""
 
     request_id: RequestId
     attempt: Count
     handoff_s: Seconds
-    """From its reservation until all KV was verified."""
+    """Time from its reservation until all KV was verified."""
     wait_s: Seconds
-    """Until its first step."""
+    """Time from then until its first step."""
     decode_s: Seconds
     steps: Count
 
@@ -271,9 +275,9 @@ class TokensDecoded(TaggedRecord, frozen=True):
 
     entries: Annotated[tuple[tuple[RequestId, Count, Count, RunOfTokens], ...], Meta(max_length=4096)]
     logprobs: Annotated[tuple[Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_RUN)], ...], Meta(max_length=4096)] = ()
-    """Of each entry's tokens, nothing of those that did not ask; empty where nobody did."""
+    """Logprobs of each entry's tokens; an entry that did not request them has none, and without any request this is empty."""
     reused: Annotated[tuple[tuple[RequestId, Count, Count], ...], Meta(max_length=4096)] = ()
-    """Of requests whose engine tells it with their last token alone, and so not in `FirstToken`: (request_id, attempt, tokens
+    """Reuse of requests whose engine reports it only with the last token, not in `FirstToken`: (request_id, attempt, tokens
     whose KV was not computed)."""
     accounts: Annotated[tuple[DecodeTimes, ...], Meta(max_length=4096)] = ()
-    """Of requests that end with this."""
+    """Times of the requests that end with this message."""

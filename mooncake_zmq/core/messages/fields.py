@@ -1,4 +1,4 @@
-"""Types of the fields that messages share, with their limits, and the two kinds of records on the wire."""
+"""Field types that messages share, with their limits, and the two base classes of records on the wire."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ MAX_BLOCKS = 16_384
 """Blocks one message may name; longer lists are split by the sender."""
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Tenant = Annotated[str, Meta(max_length=64)]
-"""Name of an API key, whose shares of the pools a request's blocks are charged to; empty: nobody's."""
+"""Name of an API key, whose shares of the pools a request's blocks are charged to; empty: none."""
 MAX_TEXT = 512
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -24,25 +24,25 @@ Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 MAX_RUN = 4096
-"""Tokens of one request that one message may bring."""
+"""Tokens of one request that one message may hold."""
 RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_RUN)]
 Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 MAX_LOGPROBS = 20
-"""Of the likeliest tokens at one position."""
+"""Number of likeliest tokens at one position that may be requested."""
 Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 MAX_SCORED = 1024
-"""Tokens of a prompt of whose probabilities one message tells: a third of a MiB at most."""
+"""Tokens of a prompt whose logprobs one message may hold: a third of a MiB at most."""
 LEAST_LOGPROB = -1e30
 MAX_CONSTRAINT_BYTES = 96 << 10
 Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0)]
 TokenLogprob = tuple[Logprob, Annotated[tuple[tuple[Token, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]]
 """A token's logarithmic probability as the model gave it, and the likeliest tokens with theirs, in order."""
 Slo = Annotated[float, Meta(ge=0, le=1e7)] | None
-"""A bound in seconds; None: the deployment's own; 0: none."""
+"""A bound in seconds; None: the deployment's default; 0: no bound."""
 MAX_PRIORITY = 1000
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-"""A larger number waits longer, as in vLLM."""
+"""Priority of a request: a larger number waits longer, as in vLLM."""
 MAX_NODES = 4096
 """Nodes that one message may name."""
 MAX_TOKENS = 1 << 19
@@ -51,11 +51,11 @@ Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 
 
 class ProtocolError(Exception):
-    """Bytes that are no message of ours: the peer's fault; drop and count."""
+    """Bytes from a peer that are not a valid message; the receiver drops and counts them."""
 
 
 def clip(reason: str) -> str:
-    """A reason cut to what `Text` holds: one that quotes an exception or a peer's reason may be of any length."""
+    """Return a reason cut to the limit of `Text`, as one that quotes an exception or a peer may be of any length."""
     return reason[:MAX_TEXT]
 
 

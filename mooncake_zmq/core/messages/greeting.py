@@ -8,9 +8,9 @@ from mooncake_zmq.core.messages.fields import MAX_BODIES, MAX_MESSAGE_BYTES, Cou
 
 
 class SegmentRef(Record, frozen=True):
-    """Where a node's block slots can be read: a shared-memory file on its host, a data endpoint from elsewhere.
+    """Places where a node's block slots can be read: a shared-memory file on its host, a data endpoint from other hosts.
 
-    Slots in GPU memory: the UUID of the `device` and the IPC `handle` of the whole slab, both empty for slots in the file.
+    Slots in GPU memory have the UUID of the `device` and the IPC `handle` of the whole slab, both empty for slots in the file.
     """
 
     path: Text
@@ -21,11 +21,11 @@ class SegmentRef(Record, frozen=True):
 
 
 Part = Literal["both", "prefill", "decode"]
-"""What a vLLM does of the requests that it gets."""
+"""The part of its requests that a vLLM computes."""
 
 
 class Hello(TaggedRecord, frozen=True):
-    """The first message of every conversation. Fingerprints must be equal, or the peer is refused."""
+    """The first message of every conversation. A peer with other fingerprints is refused."""
 
     protocol: Count
     role: Name
@@ -35,16 +35,16 @@ class Hello(TaggedRecord, frozen=True):
     layout: Text
     segment: SegmentRef | None = None
     may_become: Annotated[str, Meta(max_length=64)] = ""
-    """The role that a conductor may ask it to change to; empty: none."""
+    """The role to which a conductor may change it; empty: none."""
     part: Part = "both"
-    """Of a vLLM: whether others go on with what it prefills, or it with what others do."""
+    """A vLLM's part: it prefills for others, decodes for others, or does both."""
 
 
 class Envelope(Record, frozen=True):
-    """What one ZeroMQ frame holds: who speaks, in which conversation, and encoded messages, `sequence` being the first's; none
-    is a ping.
+    """The content of one ZeroMQ frame: its sender, the conversation and encoded messages, of which the first has the number
+    `sequence`; without messages it is a ping.
 
-    The fields' rules are told in `core.session`.
+    `core.session` describes the fields' rules.
     """
 
     version: Count
@@ -58,4 +58,4 @@ class Envelope(Record, frozen=True):
     ack: Count
     bodies: Annotated[tuple[Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)], ...], Meta(max_length=MAX_BODIES)] = ()
     late_ms: Count = 0
-    """How late the sender's loop was recently."""
+    """Recent lateness of the sender's loop."""

@@ -1,4 +1,4 @@
-"""Load and blocks of nodes, and what the conductor asks of them."""
+"""Messages of nodes' load and blocks, and the conductor's requests to nodes."""
 
 from typing import Annotated
 
@@ -8,15 +8,15 @@ from mooncake_zmq.core.messages.fields import Count, Keys, Name, Record, Seconds
 
 
 class Measured(Record, frozen=True):
-    """Recent work of one kind, older work counting less: what it took, and what the cost model says it takes. Both 0 if nothing
-    was measured yet. Their ratio corrects the model for this node."""
+    """Measured and predicted time of recent work of one kind, older work counting less. Both are 0 if nothing was measured yet.
+    Their ratio corrects the cost model for this node."""
 
     seconds: Seconds = 0.0
     predicted_s: Seconds = 0.0
 
 
 class QueuedJob(Record, frozen=True):
-    """One job of a prefill: its rank (see `core.order`) counted from now, so mostly below 0, and the work left."""
+    """One job of a prefill: its rank (see `core.order`) relative to now, so mostly below 0, and the work left."""
 
     booking: Count
     rank_s: Annotated[float, Meta(ge=-1e9, le=1e9)]
@@ -28,91 +28,91 @@ MAX_REPORTED = 512
 
 
 class PrefillLoad(TaggedRecord, frozen=True):
-    """A prefill's load, or a vLLM's as that, sent every report interval (lossy)."""
+    """Load of a prefill, or of a vLLM as a prefill, sent every report interval (lossy)."""
 
     jobs: Annotated[tuple[QueuedJob, ...], Meta(max_length=MAX_REPORTED)] = ()
-    """All that are not computed to their end; past `MAX_REPORTED` their work is added to the last one named."""
+    """Jobs that are not finished; the work of those beyond `MAX_REPORTED` is added to the last one."""
     overtake: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     priority_s: Seconds = 0.0
-    """Its rule of order, see `core.order`."""
+    """Its parameter of the order, see `core.order`."""
     chunk_tokens: Count = 0
-    """What is in flight is not interrupted for a job that goes first: 0, it is."""
+    """Length of its chunks: the chunk in flight is not interrupted for a job that goes first. 0: it is."""
     room: Count = 1 << 20
-    """Further jobs it would queue."""
+    """Number of further jobs that it would queue."""
     compute: Measured = Measured()
     load: Measured = Measured()
-    """Of reused KV, from the host's pool into the engine."""
+    """Measured loads of reused KV, from the host's pool into the engine."""
     draining: bool = False
     token_s: Seconds = 0.0
-    """A prompt's token by its own costs, which is what `compute` is held against; 0: by the conductor's."""
+    """Seconds of a prompt's token by its own costs, with which `compute` was predicted; 0: by the conductor's."""
 
 
 class DecodeLoad(TaggedRecord, frozen=True):
-    """A decode's load, or a vLLM's as that, sent every report interval (lossy)."""
+    """Load of a decode, or of a vLLM as a decode, sent every report interval (lossy)."""
 
     running: Count
-    """Requests in the batch, those that wait for a place in it too."""
+    """Requests in the batch, including those that wait for a place in it."""
     reserved: Count
-    """Requests that hold KV and are not there yet."""
+    """Requests that hold KV but have not arrived yet."""
     free_tokens: Count
     capacity_tokens: Count
     context_tokens: Count = 0
-    """KV that the running ones hold."""
+    """KV tokens that the running requests hold."""
     max_batch: Count = 1 << 20
     room: Count = 1 << 20
-    """Further requests it would take, KV apart."""
+    """Number of further requests that it would take, apart from their KV."""
     step_s: Seconds = 0.0
     """Measured duration of a recent step, 0 if none."""
     step: Measured = Measured()
     bookings: Annotated[tuple[Count, ...], Meta(max_length=MAX_REPORTED)] = ()
-    """Of the requests that are running or reserved, as far as they fit."""
+    """Bookings of the running and reserved requests, as many as fit."""
     draining: bool = False
     fixed_s: Seconds = 0.0
-    """A step's fixed part by its own costs, which is what `step` is held against; 0: by the conductor's."""
+    """Fixed seconds of a step by its own costs, with which `step` was predicted; 0: by the conductor's."""
 
 
 class SourceRate(Record, frozen=True):
-    """What fetching from one source takes a cache-node: `source` is another one, or empty for its own SSD."""
+    """A cache-node's rate of fetching from one source: another cache-node, or its own SSD if `source` is empty."""
 
     source: Annotated[str, Meta(max_length=64)]
     block_s: Seconds
-    """Seconds a block took lately; 0: not measured."""
+    """Recent seconds per block; 0: not measured."""
     pending_blocks: Count
-    """Asked for there and not here yet."""
+    """Blocks that were requested there and have not arrived yet."""
 
 
 class CacheLoad(TaggedRecord, frozen=True):
-    """A cache-node's fetches, sent every report interval while there is something to tell (lossy)."""
+    """Fetches of a cache-node, sent every report interval while it has any (lossy)."""
 
     sources: Annotated[tuple[SourceRate, ...], Meta(max_length=256)]
     resting: bool = False
-    """It serves nobody until it says otherwise; told at once, and whoever comes."""
+    """Whether it is cordoned and serves no request; sent at once on each change, and to each conductor that comes up."""
 
 
 class WaitEnded(TaggedRecord, frozen=True):
-    """Conductor -> prefill: the blocks that the job of this placement waits for are at the cache-nodes `sources`; without any,
-    they will not come: their computation ended early."""
+    """Message from conductor to prefill: the blocks that the job of this placement waits for are at the cache-nodes `sources`.
+    Without any they will not come, as their computation ended early."""
 
     booking: Count
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
 
 
 class BlocksAnnounced(TaggedRecord, frozen=True):
-    """Cache-node -> conductors: what its host now holds in DRAM, holds on SSD alone, and no longer holds; a key named anew has
-    changed its tier. After a PeerUp the whole set is sent anew. A vLLM sends the same of its own prefix cache, and a prefill of
-    its slab."""
+    """Message from a cache-node to conductors: blocks that its host now holds in DRAM, holds on SSD alone, and no longer holds;
+    a key that comes again has changed its tier. After a PeerUp the whole set is sent. A vLLM sends the same of its own prefix
+    cache, and a prefill of its slab."""
 
     stored: Keys = ()
     removed: Keys = ()
     on_disk: Keys = ()
     complete: bool = False
-    """The whole set has been sent: the last message of those that follow a PeerUp."""
+    """Whether this is the last message of the whole set that follows a PeerUp."""
     shelf: bool = False
-    """Not of the pool: blocks of vLLMs, in the store. None of our own engines can read them."""
+    """Whether these are blocks of vLLMs in the store, not of the pool. Our own engines cannot read them."""
 
 
 class ChangeRole(TaggedRecord, frozen=True):
-    """Conductor -> prefill or decode: take nothing new, finish the rest, then come back as `role`. Where that is not permitted,
-    or the node ends already, nothing happens. Said twice it is as if said once."""
+    """Request of a conductor to a prefill or decode to drain and then restart as `role`. Ignored if that is not permitted, or
+    if the node ends already. Idempotent."""
 
     role: Name

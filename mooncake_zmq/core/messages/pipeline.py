@@ -1,4 +1,5 @@
-"""The stages of one long prompt, between prefills. The first stage leads, and speaks with gateway and decode."""
+"""Messages between the prefills that compute one long prompt in stages. The first stage leads, and is the one that exchanges
+messages with gateway and decode."""
 
 from typing import Annotated
 
@@ -25,14 +26,14 @@ from mooncake_zmq.core.messages.sampling import MAX_CHOICES, Sampled, Sampling
 
 
 class StartStage(TaggedRecord, frozen=True):
-    """Compute layers `[first_layer, stop_layer)` of a prompt of `tokens` tokens, chunk by chunk as they are sent: make room for
-    its KV, and get hold of the leading run of `keys`. The stage behind which no layer is left samples."""
+    """Request to compute layers `[first_layer, stop_layer)` of a prompt of `tokens` tokens, chunk by chunk as they are sent:
+    the stage reserves room for its KV, and leases the leading run of `keys`. The stage of the last layer samples."""
 
     request_id: RequestId
     attempt: Count
     tokens: Count
     chunk_tokens: Count
-    """In the longest chunk."""
+    """Number of tokens in the longest chunk."""
     first_layer: Count
     stop_layer: Count
     keys: Keys
@@ -45,12 +46,12 @@ class StartStage(TaggedRecord, frozen=True):
     past: Tokens = b""
     """See `Sampling.past`."""
     seeds: Annotated[tuple[Seed, ...], Meta(max_length=MAX_CHOICES)] = ()
-    """Of further choices, for each of which a token is sampled too."""
+    """Seeds of further choices, for each of which a token is sampled too."""
     tenant: Tenant = ""
 
 
 class StageReady(TaggedRecord, frozen=True):
-    """Room is made; the KV of `blocks` leading blocks can be loaded here."""
+    """Reply that room is reserved and that the KV of `blocks` leading blocks can be loaded here."""
 
     request_id: RequestId
     attempt: Count
@@ -58,7 +59,7 @@ class StageReady(TaggedRecord, frozen=True):
 
 
 class StageChunk(TaggedRecord, frozen=True):
-    """The next chunk: its hidden states stand at `entering`. Chunks are contiguous; the first begins behind the blocks that all
+    """The next chunk, with its hidden states at `entering`. Chunks are contiguous; the first begins behind the blocks that all
     stages reuse. The buffer of the chunk before the last one may be overwritten."""
 
     request_id: RequestId
@@ -69,7 +70,7 @@ class StageChunk(TaggedRecord, frozen=True):
 
 
 class StageDone(TaggedRecord, frozen=True):
-    """The chunk at `start` is computed: KV of the stage's layers at `sources`, with the part checksums `parts` of one block
+    """Result of the chunk at `start`: KV of the stage's layers at `sources`, with the part checksums `parts` of one block
     after the other, and the hidden states at `leaving`, or the token sampled."""
 
     request_id: RequestId
@@ -81,12 +82,12 @@ class StageDone(TaggedRecord, frozen=True):
     token: Token | None = None
     logprob: TokenLogprob | None = None
     others: Annotated[tuple[Sampled, ...], Meta(max_length=MAX_CHOICES)] = ()
-    """By the other seeds."""
+    """Tokens sampled with the other seeds."""
 
 
 class StageFailed(TaggedRecord, frozen=True):
-    """The stage is over here, and with it the attempt. `full`: there was only no room. `unreached`: reused blocks were not
-    reached, and the next attempt should compute them. `stuck`: as in `AttemptFailed`."""
+    """Failure of the stage, and with it of the attempt. `full`: there was only no room. `unreached`: reused blocks could not be
+    loaded, and the next attempt should compute them. `stuck`: as in `AttemptFailed`."""
 
     request_id: RequestId
     attempt: Count
@@ -97,7 +98,7 @@ class StageFailed(TaggedRecord, frozen=True):
 
 
 class EndStage(TaggedRecord, frozen=True):
-    """First stage -> later ones: let go of everything of this attempt."""
+    """Request of the first stage to later ones to release everything of this attempt."""
 
     request_id: RequestId
     attempt: Count

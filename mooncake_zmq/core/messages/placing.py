@@ -1,4 +1,4 @@
-"""Placing requests: gateway and conductor."""
+"""Messages between gateway and conductor that place requests."""
 
 from enum import Enum
 from typing import Annotated
@@ -22,7 +22,7 @@ from mooncake_zmq.core.messages.sampling import MAX_CHOICES
 
 
 class Schedule(TaggedRecord, frozen=True):
-    """Place this request: `keys` of its complete blocks, `tokens` in the prompt (and output so far)."""
+    """Request to place a request: the `keys` of its complete blocks, `tokens` in the prompt (and output so far)."""
 
     request_id: RequestId
     attempt: Count
@@ -34,16 +34,16 @@ class Schedule(TaggedRecord, frozen=True):
     tbt_slo_s: Slo = None
     priority: Priority = 0
     begun: bool = False
-    """Its client holds tokens already: it is not refused for its SLO any more, at whatever attempt."""
+    """Whether its client has received tokens: then it is no longer refused for its SLO, in any attempt."""
     waited_s: Seconds = 0.0
-    """How long its client has waited already: earlier attempts used up that much of `ttft_slo_s`."""
+    """Time that its client has waited already: earlier attempts used up that much of `ttft_slo_s`."""
     choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
-    """Answers wanted to this prompt: it is computed once, and all of them run on one decode."""
+    """Number of answers to this prompt, which is computed once; all of them run on one decode."""
 
 
 class Placed(TaggedRecord, frozen=True):
-    """Use this pair, or a vLLM that is both. Reuse up to `reuse_blocks` leading blocks; what the prefill's host misses is at
-    `sources`."""
+    """Placement of a request on a prefill and a decode, or on a vLLM that is both. Up to `reuse_blocks` leading blocks are
+    reused; those that the prefill's host lacks are at `sources`."""
 
     request_id: RequestId
     attempt: Count
@@ -52,79 +52,81 @@ class Placed(TaggedRecord, frozen=True):
     reuse_blocks: Count
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
     ttft_s: Seconds
-    """From this placement to the first token, as predicted."""
+    """Predicted time from this placement to the first token."""
     tbt_s: Seconds
     booking: Count = 0
     """The conductor's number for this placement, named again in the nodes' load reports; 0: none."""
     tbt_slo_s: Seconds = 0.0
-    """What the decode holds its step against once more when the prefill is done; 0: it does not."""
+    """Bound with which the decode compares its step once more when the prefill is done; 0: it does not."""
     stages: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
-    """Prefills that compute the later layers of a long prompt, in this order after `prefill`; none: it computes them all."""
+    """Prefills that compute the later layers of a long prompt, in this order after `prefill`; none: that one computes them
+    all."""
     coming_blocks: Count = 0
-    """Another prompt's computation makes the reused blocks up to this one, and is not through: the prefill waits for them, for
-    `coming_s` at most, or until a conductor's `WaitEnded`; 0: nothing is waited for."""
+    """Number of leading reused blocks of which some are still being computed for another prompt: the prefill waits for them,
+    for `coming_s` at most, or until a conductor's `WaitEnded`; 0: it does not wait."""
     coming_s: Seconds = 0.0
     least_priority: Priority = -MAX_PRIORITY
-    """Its own priority, where that is earlier, would take it before requests that are late already: it has this one."""
+    """Earliest priority that the request may have: an earlier one would put it before requests that are late already."""
 
 
 class RejectReason(Enum):
-    """Why a request was not placed."""
+    """Reason why a request was not placed."""
 
     TTFT = "ttft_slo"
     TBT = "tbt_slo"
     NO_PREFILL = "no_prefill"
     NO_DECODE = "no_decode"
     NO_ROOM = "no_room"
-    """There are decodes, but none has the KV for this request."""
+    """Decodes exist, but none has room for the KV of this request."""
 
 
 class Rejected(TaggedRecord, frozen=True):
-    """The request would miss its SLO, or no node can serve it: HTTP 429 or 503 with Retry-After."""
+    """Rejection of a request that would miss its SLO or that no node can serve: HTTP 429 or 503 with Retry-After."""
 
     request_id: RequestId
     attempt: Count
     reason: RejectReason
     retry_after_s: Seconds
     predicted_s: Seconds = 0.0
-    """What was held against the SLO of one that would miss it: its TBT, or its TTFT from its arrival on, with time to spare
-    where promises come late; 0: it was another's SLO."""
+    """Prediction that exceeds the request's SLO: its TBT, or its TTFT from its arrival on, with a margin where predictions have
+    been too early; 0: it was another request's SLO."""
 
 
 class Outcome(Record, frozen=True):
-    """What became of an attempt, beside what its `Placed` said."""
+    """Result of an attempt, beside the predictions of its `Placed`."""
 
     ttft_s: Seconds
-    """From `Schedule` sent to the first token's arrival."""
+    """Time from the sending of `Schedule` to the first token's arrival."""
     predicted_ttft_s: Seconds
     tbt_s: Seconds
     """Mean of the longest tenth of the gaps between its tokens; 0 with fewer than two tokens."""
     predicted_tbt_s: Seconds
     max_tokens: Count
-    """As its `Schedule` said."""
+    """The value of its `Schedule`."""
     output_tokens: Count
     ended: bool
-    """The output ended by itself, so that its length says something; else it was cut off."""
+    """Whether the output ended by itself, so that its length is meaningful; else it was cut off."""
 
 
 class RequestEnded(TaggedRecord, frozen=True):
-    """Gateway -> conductor: forget the booking of this attempt. `outcome`: of one that brought a token."""
+    """Message from gateway to conductor to remove the booking of this attempt. `outcome`: that of an attempt with a token."""
 
     request_id: RequestId
     attempt: Count
     outcome: Outcome | None = None
     stalled: bool = False
-    """It ended because nothing came for too long."""
+    """Whether it ended because nothing arrived for too long."""
 
 
 class NodesHeard(TaggedRecord, frozen=True):
-    """Conductor -> gateways, when a conversation begins and soon after each change: the cache-nodes that it hears, those of the
-    nodes named in its config that it does not hear yet, or whose blocks it was not told yet, and who takes nothing new."""
+    """Message from conductor to gateways when a conversation begins and soon after each change: the cache-nodes that are up,
+    the nodes of its configuration that are not up or whose blocks it does not have yet, and the nodes that accept nothing
+    new."""
 
     cache_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     resting: bool = False
-    """Ask another conductor, if one lives that does not rest."""
+    """Whether this conductor is cordoned: gateways use another one that is up and not cordoned, if there is any."""
     closed: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
-    """Prefills, decodes and vLLMs that are there and are sent nothing new: they drain, their vLLM is gone, or requests there
-    ended in silence."""
+    """Prefills, decodes and vLLMs that are up but get nothing new: they drain, their vLLM is gone, or requests there
+    stalled."""

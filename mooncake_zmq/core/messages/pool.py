@@ -1,4 +1,4 @@
-"""Blocks in the pool: leases, puts, replicas and corrupt copies.
+"""Messages about blocks in the pool: leases, puts, replicas and corrupt copies.
 
 The clients of a cache-node are prefill, decode, other cache-nodes and the conductor.
 """
@@ -27,8 +27,8 @@ from mooncake_zmq.core.messages.fields import (
 
 
 class LeaseBlocks(TaggedRecord, frozen=True):
-    """Promise not to evict the longest leading run of `keys`. What is missing in DRAM is promoted from the node's own SSD or
-    fetched from `sources`, in at most `fetch_s`, and only as long as that is quicker than computing it."""
+    """Request for a lease on the longest leading run of `keys`. Blocks missing in DRAM are promoted from the node's own SSD or
+    fetched from `sources`, in at most `fetch_s`, and only while that is quicker than computing them."""
 
     lease_id: Count
     keys: Keys
@@ -36,15 +36,16 @@ class LeaseBlocks(TaggedRecord, frozen=True):
     fetch_s: Seconds
     ttl_s: Seconds
     compute_s: Seconds = 0.0
-    """What computing one of these blocks takes the asker; 0: get it whatever it takes."""
+    """Time in which the client computes one of these blocks; 0: get them however long it takes."""
     contents: bool = False
-    """Tell what the blocks hold as well: the asker publishes KV events."""
+    """Whether to return the blocks' tokens as well, for a client that publishes KV events."""
 
 
 class BlocksLeased(TaggedRecord, frozen=True):
-    """The leading run, perhaps empty, of blocks in `node`'s slots, held until `ttl_s` after the holder *sent* its request.
+    """A lease on the leading run, perhaps empty, of blocks in `node`'s slots, until `ttl_s` after the holder *sent* its
+    request.
 
-    In columns, one entry a block: a record for each took the sender four times as long to make and to pack.
+    The blocks stand in columns: a record for each took the sender four times as long to make and to pack.
     """
 
     lease_id: Count
@@ -54,13 +55,13 @@ class BlocksLeased(TaggedRecord, frozen=True):
     generations: Counts = ()
     checksums: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_BLOCKS)] = ()
     remote: Count = 0
-    """How many of the blocks were fetched from another host for this lease."""
+    """Number of blocks that were fetched from another host for this lease."""
     parents: Annotated[tuple[Key | None, ...], Meta(max_length=MAX_BLOCKS)] = ()
     tokens: Annotated[tuple[Tokens, ...], Meta(max_length=MAX_BLOCKS)] = ()
-    """If asked for: what each block follows (none: it begins a prompt) and holds, nothing where that is not known. No columns
-    if it is not known of any. At most `MAX_TOKENS` in all."""
+    """Contents, if requested: the block that each block follows (None: it begins a prompt), and its tokens, empty if not known.
+    No columns if they are not known of any block. At most `MAX_TOKENS` in all."""
     tenants: Annotated[tuple[Tenant, ...], Meta(max_length=MAX_BLOCKS)] = ()
-    """For another cache-node: whose each block is; no column if all are nobody's."""
+    """Tenant of each block, for another cache-node; no column if no block has one."""
 
     def __post_init__(self) -> None:
         blocks = len(self.slots)
@@ -76,47 +77,49 @@ class BlocksLeased(TaggedRecord, frozen=True):
 
     @property
     def sources(self) -> tuple[SlotRef, ...]:
-        """Where to read each block."""
+        """Return the slot to read each block from."""
         node, incarnation = self.node, self.incarnation
         columns = zip(self.slots, self.generations, self.checksums, strict=True)
         return tuple([SlotRef(node=node, incarnation=incarnation, slot=s, generation=g, checksum=c) for s, g, c in columns])
 
 
 class RenewLease(TaggedRecord, frozen=True):
-    """The holder still reads. Once `LeaseRenewed` confirms it, the lease lasts until `ttl_s` after this was sent."""
+    """Request of a holder that still reads. Once `LeaseRenewed` confirms it, the lease lasts until `ttl_s` after this was
+    sent."""
 
     lease_id: Count
     ttl_s: Seconds
 
 
 class LeaseRenewed(TaggedRecord, frozen=True):
-    """Confirms the oldest unconfirmed `RenewLease` of this lease; a lease that is gone is not confirmed."""
+    """Confirmation of the oldest unconfirmed `RenewLease` of this lease; a lease that is gone is not confirmed."""
 
     lease_id: Count
 
 
 class ReleaseLease(TaggedRecord, frozen=True):
-    """The holder reads no more."""
+    """End of a lease: the holder has stopped reading."""
 
     lease_id: Count
 
 
 class ReserveSlots(TaggedRecord, frozen=True):
-    """First phase of a put: slots for those of `keys` that are not held yet. The writer stops `ttl_s` after sending this."""
+    """First phase of a put: request slots for those of `keys` that are not held yet. The writer stops `ttl_s` after sending
+    this."""
 
     put_id: Count
     keys: Keys
     ttl_s: Seconds
     parent: Key | None = None
     tokens: Tokens = b""
-    """What the blocks hold, for KV events, and the block they follow (none: they begin a prompt): `keys` are a chain."""
+    """Tokens of the blocks, for KV events; `keys` are a chain that follows `parent` (None: it begins a prompt)."""
     tenant: Tenant = ""
     more: bool = False
-    """Blocks that follow these are put soon: the use of the whole chain counts with the last of them."""
+    """Whether the blocks after these are put soon: the use of the whole chain counts with the last of them."""
 
 
 class GrantedSlot(Record, frozen=True):
-    """Write block `index` of the request into `slot` while its generation is `generation`."""
+    """Permission to write block `index` of the request into `slot` while its generation is `generation`."""
 
     index: Count
     slot: Count
@@ -124,34 +127,35 @@ class GrantedSlot(Record, frozen=True):
 
 
 class SlotsReserved(TaggedRecord, frozen=True):
-    """Granted slots. The other keys exist, are being written (dedup), or found no room or a limit."""
+    """Granted slots. The other keys exist, are being written (dedup), or got none for lack of room or by a limit."""
 
     put_id: Count
     grants: Annotated[tuple[GrantedSlot, ...], Meta(max_length=MAX_BLOCKS)]
 
 
 class CommitSlots(TaggedRecord, frozen=True):
-    """Second phase: (index, checksum) of the blocks written; every other grant of the put is given back."""
+    """Second phase of a put: (index, checksum) of the blocks written; every other grant of the put is given back."""
 
     put_id: Count
     checksums: Annotated[tuple[tuple[Count, Checksum], ...], Meta(max_length=MAX_BLOCKS)]
 
 
 class ReclaimSlots(TaggedRecord, frozen=True):
-    """Cache-node -> writer whose put ran past its ttl: answer `CommitSlots` (with nothing) as soon as no copy of it runs."""
+    """Request of a cache-node to a writer whose put ran past its ttl: send `CommitSlots` (empty) as soon as no copy of it
+    runs."""
 
     put_id: Count
 
 
 class ChangeReplica(TaggedRecord, frozen=True):
-    """Conductor -> cache-node: hold a copy of these blocks, fetched from `sources`; without sources: yours is one copy too
-    many, let it be the first to go. A wish: a node without room or time leaves it."""
+    """Hint of a conductor to a cache-node: hold a copy of these blocks, fetched from `sources`; without sources, evict your
+    copy first, as there is one too many. A node without room or time ignores it."""
 
     keys: Keys
     sources: Annotated[tuple[Name, ...], Meta(max_length=16)]
 
 
 class ReportCorrupt(TaggedRecord, frozen=True):
-    """These copies did not verify when read: forget them, so that they are misses."""
+    """Report that these copies did not verify when read; the receiver forgets them, so that they are misses."""
 
     slots: Slots

@@ -1,4 +1,4 @@
-"""Watching a node: answered by `core.node`, never by the actors."""
+"""Messages for watching a node, which `core.node` answers, never the actors."""
 
 from typing import Annotated
 
@@ -19,14 +19,14 @@ Levels = Annotated[tuple[tuple[Label, Annotated[float, Meta(ge=-MAX_LEVEL, le=MA
 
 
 class Watch(TaggedRecord, frozen=True):
-    """Gateway -> anybody: report now and each second, until `for_s` have passed since this came. Said again it lasts from
-    then."""
+    """Request of a gateway to any node to report now and each second for `for_s` from its receipt. A repetition extends it."""
 
     for_s: Annotated[float, Meta(gt=0, le=MAX_WATCH_S)]
 
 
 class Moved(Record, frozen=True):
-    """KV that a node has moved in this life. `peer`: where from, of a `put` where to; empty: its own SSD."""
+    """KV bytes that a node has moved since it started. `peer`: their source, or their target for a `put`; empty: its own
+    SSD."""
 
     kind: Annotated[str, Meta(min_length=1, max_length=16)]
     peer: Annotated[str, Meta(max_length=64)]
@@ -34,7 +34,7 @@ class Moved(Record, frozen=True):
 
 
 class Report(TaggedRecord, frozen=True):
-    """How a node is, for those who watch it (lossy)."""
+    """State of a node for its watchers (lossy)."""
 
     uptime_s: Seconds
     draining: bool = False
@@ -42,28 +42,28 @@ class Report(TaggedRecord, frozen=True):
     counts: Levels = ()
     moved: Annotated[tuple[Moved, ...], Meta(max_length=MAX_TRANSFER_STATS)] = ()
     refused: Annotated[tuple[tuple[Name, Text], ...], Meta(max_length=MAX_REFUSALS)] = ()
-    """Peers that it does not talk with, and why."""
+    """Peers whose conversation it refuses, and why."""
     left_off: Count = 0
-    """Of all these, what a report has no room for."""
+    """Number of entries that the report has no room for."""
     resting: bool = False
-    """It drains because an operator asked it to, and stays."""
+    """Whether an operator has cordoned the node."""
 
 
 class SetResting(TaggedRecord, frozen=True):
-    """Gateway -> anybody: an operator wants you to accept nothing new, finish what you have and stay; or, not
-    `resting`, to accept again. Reports tell of it. Said twice it is as if said once."""
+    """Request of an operator, sent by a gateway to any node, to cordon it: accept nothing new, finish what is running and stay;
+    or, if not `resting`, to accept again. Reports show the result. Idempotent."""
 
     resting: bool
 
 
 class AskState(TaggedRecord, frozen=True):
-    """Gateway -> anybody: tell all of your state, once."""
+    """Request of a gateway to any node to send its whole state once."""
 
     ask_id: Count
 
 
 class StateTold(TaggedRecord, frozen=True):
-    """The answer: JSON, or why there is none."""
+    """Reply to `AskState`: JSON, or an error."""
 
     ask_id: Count
     state: Annotated[bytes, Meta(max_length=MAX_DUMP_BYTES)] = b""

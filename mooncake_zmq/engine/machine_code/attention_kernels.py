@@ -18,19 +18,20 @@ from mooncake_zmq.engine.machine_code.row_kernels import exp, exponentiate, larg
 from mooncake_zmq.engine.machine_code.step_layout import CAPACITY, KEYS_AT, SPAN_TILES, VALUES_AT
 
 FEW_ROWS = 6
-"""Fewer rows meet keys as wide as they lie in memory, in long runs; more, as wide as the registers have sums for."""
+"""Fewer rows meet keys as wide as they lie in memory, in long runs; more rows meet as many columns as the registers have sums
+for."""
 
 
 @njit(**OPTIONS)
 def copy(source, out):
-    """NumPy's assignment would ask whether they overlap, and allocate where they did."""
+    """Copy without NumPy's assignment, which would check for an overlap and allocate."""
     for index in range(len(out)):
         out[index] = source[index]
 
 
 @njit(**OPTIONS)
 def _rotate(head, cos, sin, scale):
-    """RoPE of one head in place, its pairs side by side."""
+    """Apply RoPE to one head in place, its pairs side by side."""
     for pair in range(len(cos)):
         real, imaginary = head[2 * pair], head[2 * pair + 1]
         head[2 * pair] = (real * cos[pair] - imaginary * sin[pair]) * scale
@@ -39,7 +40,8 @@ def _rotate(head, cos, sin, scale):
 
 @njit(**OPTIONS)
 def prepared_head(qkv, head, bias, norms, eps, cos, sin, scale, out):
-    """Query or key `head` of one row into `out` [head_dim]: bias, norm, rotation. Bias and norms are empty where unused."""
+    """Write query or key `head` of one row into `out` [head_dim]: bias, norm, rotation. Bias and norms are empty where
+    unused."""
     dim = len(out)
     first = head * dim
     copy(qkv[first : first + dim], out)
@@ -53,7 +55,7 @@ def prepared_head(qkv, head, bias, norms, eps, cos, sin, scale, out):
 
 @njit(**OPTIONS)
 def places(cache, layer, kv_heads, head, dim):
-    """Where the keys and the values of one head of a sequence begin; `cache` is its row of Array.CACHES."""
+    """Return the addresses of the keys and the values of one head of a sequence; `cache` is its row of Array.CACHES."""
     tiles_of_room = (cache[CAPACITY] + KEY_TILE - 1) // KEY_TILE
     keys = cache[KEYS_AT] + 4 * (layer * kv_heads + head) * tiles_of_room * dim * KEY_TILE
     return keys, cache[VALUES_AT] + 4 * (layer * kv_heads + head) * cache[CAPACITY] * dim
@@ -61,7 +63,7 @@ def places(cache, layer, kv_heads, head, dim):
 
 @njit(**OPTIONS)
 def store_token(qkv, head, group, kv_heads, bias, norms, eps, cos, sin, keys, values, position, scratch):
-    """Key and value `head` of one row into the cache, whose head begins at `keys` and `values`; `scratch` [head_dim]."""
+    """Store key and value `head` of one row into the cache, whose head begins at `keys` and `values`; `scratch` [head_dim]."""
     dim = len(scratch)
     tile = floats(keys + 4 * (position // KEY_TILE) * dim * KEY_TILE, (dim, KEY_TILE))
     prepared_head(qkv, kv_heads * group + head, bias, norms, eps, cos, sin, np.float32(1.0), scratch)
@@ -76,7 +78,7 @@ def store_token(qkv, head, group, kv_heads, bias, norms, eps, cos, sin, keys, va
 
 @njit(**OPTIONS)
 def _score(queries, dim, tile, out, span, rows):
-    """out += queries @ a tile of keys."""
+    """Add to out: out += queries @ a tile of keys."""
     if rows < FEW_ROWS:
         multiply_float32(queries, dim, tile, KEY_TILE, 0, 0, 0, dim, out, span, rows)
         return
@@ -87,7 +89,7 @@ def _score(queries, dim, tile, out, span, rows):
 
 @njit(**OPTIONS)
 def _mix(scores, span, values, dim, count, out, rows):
-    """out += scores @ values, `count` of them."""
+    """Add to out: out += scores @ values, `count` of them."""
     column = 0
     while column < dim:
         at, here = values + 4 * column, out + 4 * column
@@ -110,8 +112,8 @@ def _mix(scores, span, values, dim, count, out, rows):
 
 @njit(**OPTIONS)
 def _exponentiate(scores, count, state, mixed, shift):
-    """exp of one row's scores in place, and their sum into its state. `shift`: less the highest so far, to which what was mixed
-    before is brought as well. Measured: to find that takes twice as long as all the rest."""
+    """Exponentiate one row's scores in place, and add their sum to its state. `shift`: subtract the highest so far, and rescale
+    the earlier sums to it. Measured: to find the highest takes twice as long as all else."""
     highest = np.float32(0.0)
     if shift:
         highest = max(state[0], largest(scores, count))
@@ -126,7 +128,7 @@ def _exponentiate(scores, count, state, mixed, shift):
 
 @njit(**OPTIONS)
 def attend_tiles(queries, scores, mixed, state, keys, values, first, last, visible, group, shift):
-    """Attention of some queries over tiles first..last of one head: softmax as it goes, without dividing.
+    """Compute the attention of some queries over tiles first..last of one head: online softmax, without dividing.
 
     queries and mixed [rows, head_dim], scores [>= rows, SPAN_TILES * KEY_TILE], state [rows, (highest, total)]; keys and values
     are addresses of the head's first tile and token. Each `group` of rows is a token's: the first sees `visible` keys, the next

@@ -1,7 +1,8 @@
-"""An optional engine: decode in machine code over the weights in the fewest exact bits, and prefill over those in float32.
+"""An optional engine: decode in machine code over the weights in the fewest exact bits, and prefill over the weights in
+float32.
 
-Decode reads every weight once a step and does little else: a quarter or a fifth of the bytes is most of its gain, and
-the rest is that all threads share a step without returning to Python. Needs Numba (extra `compiled`).
+Decode reads every weight once a step and does little else: a quarter or a fifth of the bytes is most of its gain, the other
+part is that all threads share a step without returning to Python. Needs Numba (extra `compiled`).
 """
 
 import functools
@@ -33,7 +34,7 @@ _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layo
 
 
 class CompiledRows:
-    """Implements `Rows`, without the interpreter's lock but between the calls."""
+    """Implements `Rows`; only between its calls it holds the interpreter's lock."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class CompiledRows:
         hidden: NDArray[np.float32],
         group: int,
     ) -> None:
-        """`arrays`: all of a prefill's, kept here: the table knows their addresses only. `hidden`: HIDDEN without what pads it,
-        holding what enters. `group`: of queries."""
+        """`arrays`: all arrays of a prefill, kept here because the table only has their addresses. `hidden`: HIDDEN without its
+        padding, with the entering states. `group`: queries per key head."""
         self._code, self._arrays, self._table = code, arrays, _table(arrays)
         queries = arrays[Array.QUERIES]
         self.hidden, self.queries = hidden, queries.reshape(len(queries), len(hidden), group, queries.shape[2])
@@ -62,7 +63,7 @@ class CompiledLlama(Llama):
     """`Llama` with a decode step of its own; `panels` holds those matrices that have a shorter form.
 
     `threads` share each step: more of them than idle cores make it slower, since they wait for each other in loops.
-    Machine code is kept in `cache_dir`; the first process on a machine takes some seconds to make it.
+    Machine code is kept in `cache_dir`; the first process on a machine compiles it in some seconds.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class CompiledLlama(Llama):
     ) -> None:
         self._code = _machine_code(cache_dir)
         super().__init__(spec, tensors, threads=threads)
-        self._panels = panels  # as of the tensors, the kernel knows their addresses only
+        self._panels = panels  # kept here, as the tensors are: the kernel has their addresses only
         names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
         self._shortest = {Array.MATRICES: np.array([self._matrix(name) for name in (*names, "head")], dtype=np.int64)}
         self._exact = {
@@ -84,7 +85,7 @@ class CompiledLlama(Llama):
             Array.SHIFTED: np.zeros(spec.layers, dtype=np.int64),
         }
         self._kept: dict[int, dict[Array, NDArray[Any]]] = {}
-        """By rank, the arrays of its largest prefill."""
+        """The arrays of each rank's largest prefill, by rank."""
         norms = [f"{layer}.{name}" for layer in range(spec.layers) for name in ("attn_norm", "ffn_norm")]
         self._model: dict[Array, NDArray[Any]] = {
             Array.NORMS: np.stack([tensors[name] for name in (*norms, "final_norm")]),
@@ -119,16 +120,16 @@ class CompiledLlama(Llama):
         return CompiledRows(self._code, self._model | self._exact | work, hidden, self._group)
 
     def _turn(self, work: Mapping[Array, NDArray[Any]], positions: NDArray[np.int64]) -> None:
-        """The rotary angles of the rows."""
+        """Compute the rotary angles of the rows."""
         angles = positions.astype(np.float32)[:, None] * self._tensors["inv_freq"]
         work[Array.COS][:], work[Array.SIN][:] = np.cos(angles), np.sin(angles)
 
     def _run(self, table: NDArray[np.int64]) -> None:
-        """One step in all threads of the team; `table` and what it tells of live until the last has ended."""
+        """Run one step in all threads of the team; `table` and the arrays it names exist until the last thread has ended."""
         self._team.run(lambda rank: self._code(What.DECODE_STEP, table.ctypes.data, rank))
 
     def _matrix(self, name: str) -> list[int]:
-        """A row of step_layout.MATRIX_FIELDS."""
+        """Return a row of step_layout.MATRIX_FIELDS."""
         panels = self._panels.get(name)
         if panels is None:
             return self._float32_matrix(name)
@@ -149,12 +150,12 @@ class CompiledLlama(Llama):
 
 
 def _cache(sequence: SequenceKV, position: int) -> tuple[int, ...]:
-    """A row of step_layout.CACHE_FIELDS; `position`: of the first new token."""
+    """Return a row of step_layout.CACHE_FIELDS; `position`: of the first new token."""
     return sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, position
 
 
 def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[Any]]:
-    """The arrays of one step that are not the model's. Widths are rounded up to whole panels."""
+    """Return the arrays of one step that are not the model's. Widths are rounded up to whole panels."""
     group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
     return {
         Array.BARRIER: np.zeros(1, dtype=np.int64),
@@ -176,7 +177,7 @@ def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[
 
 
 def _rows_workspace(spec: ModelSpec, rows: int) -> dict[Array, NDArray[Any]]:
-    """The same of one thread's rows of a prefill."""
+    """Return the arrays of one thread's rows of a prefill that are not the model's."""
     group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
     some, few = min(rows, LAYER_ROWS), max(1, ATTENDING_ROWS // group) * group
     return {
@@ -197,7 +198,7 @@ def _rows_workspace(spec: ModelSpec, rows: int) -> dict[Array, NDArray[Any]]:
 
 
 def _first_rows(work: Mapping[Array, NDArray[Any]], rows: int, group: int) -> dict[Array, NDArray[Any]]:
-    """Of arrays for as many rows or more."""
+    """Return the first `rows` rows of arrays that have as many or more."""
     fewer = {each: work[each][:rows] for each in (Array.COS, Array.SIN, Array.HIDDEN, Array.QKV)}
     queries = work[Array.QUERIES]
     heads, _, dim = queries.shape
@@ -214,7 +215,7 @@ def _panelled(rows: int, width: int) -> NDArray[np.float32]:
 
 
 def _table(arrays: Mapping[Array, NDArray[Any]]) -> NDArray[np.int64]:
-    """Where all the arrays of a step lie: what a decode step takes."""
+    """Return the addresses of all the arrays of a step, the argument of a decode step."""
     table = np.zeros((len(Array), ARRAY_FIELDS), dtype=np.int64)
     for row, array in arrays.items():
         assert array.flags.c_contiguous, row.name

@@ -1,5 +1,5 @@
-"""The decode step as Numba makes it into machine code, and the entry of all of it. Knows addresses and shapes, not files or
-models.
+"""The decode step that Numba compiles to machine code, and the entry point of all machine code. It knows addresses and shapes,
+not files or models.
 
 `decode_step` runs in each of T threads at once, without the GIL. Every product is cut into panels of outputs, and
 attention into tiles of keys, in T equal shares; a barrier stands wherever one share needs another.
@@ -17,7 +17,7 @@ from mooncake_zmq.engine.machine_code.row_kernels import exp, normalize, silu_ti
 from mooncake_zmq.engine.machine_code.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_2
 from mooncake_zmq.engine.machine_code.step_layout import ARRAY_FIELDS, DOWN, GATE_UP, MATRICES, OUT, POSITION, QKV, Array, What
 
-SPINS = 4096  # looks at the barrier before the core is offered to others
+SPINS = 4096  # reads of the barrier before the core is offered to others
 
 ARRAYS = len(Array)
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -28,7 +28,7 @@ _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 @njit(**OPTIONS)
 def _meet(barrier, meetings, threads):
-    """Wait until all threads are here; returns the number of meetings so far. At `barrier` arrivals are counted, from 0."""
+    """Wait until all threads have arrived; return the number of meetings so far. `barrier` counts arrivals, from 0."""
     if threads == 1:
         return meetings
     meetings += 1
@@ -46,9 +46,9 @@ def _meet(barrier, meetings, threads):
 
 @njit(**OPTIONS)
 def _attend(layer, caches, qkv, bias, norms, eps, cos, sin, queries, scores, mixed, states, thread, threads):
-    """This thread's share of all rows' tiles: partial results in mixed and states [thread, row, kv_head, group, ...].
+    """Compute this thread's share of all rows' tiles: partial results in mixed and states [thread, row, kv_head, group, ...].
 
-    Whoever takes a head's last tile stores the new key and value first. A share of no tiles has a total of 0.
+    The thread that takes a head's last tile stores the new key and value first. A share of no tiles has a total of 0.
     """
     rows, kv_heads, group, dim = mixed.shape[1:]
     tiles_of_all = 0
@@ -90,7 +90,7 @@ def _attend(layer, caches, qkv, bias, norms, eps, cos, sin, queries, scores, mix
 
 @njit(**OPTIONS)
 def _merge(mixed, states, attended, thread, threads):
-    """The threads' partial results into attended [row, head * head_dim]; heads are shared out among the threads."""
+    """Merge the threads' partial results into attended [row, head * head_dim]; heads are distributed over the threads."""
     rows, kv_heads, group, dim = mixed.shape[1:]
     heads = kv_heads * group
     for turn in range((rows * heads - thread + threads - 1) // threads):  # a range with a step could raise, as divmod could
@@ -116,7 +116,7 @@ def _merge(mixed, states, attended, thread, threads):
 
 @njit(**OPTIONS)
 def _activate(gate_up, active, thread, threads):
-    """active = silu(gate) * up, for this thread's columns."""
+    """Compute active = silu(gate) * up, for this thread's columns."""
     rows, ffn = active.shape
     first, last = ffn * thread // threads, ffn * (thread + 1) // threads
     for row in range(rows):
@@ -125,7 +125,7 @@ def _activate(gate_up, active, thread, threads):
 
 @njit(**OPTIONS)
 def _decode_step(thread, table):
-    """One token for each row, through all layers: KV into the caches, logits out. All rows' sequences have room.
+    """Compute one token for each row, through all layers: KV into the caches, logits out. All rows' sequences have room.
 
     `table`: address of int64 [len(Array), ARRAY_FIELDS], each row an array's address and shape. Called by all `threads`
     (there are as many as NORMED has) with the same table.
@@ -175,8 +175,8 @@ def _decode_step(thread, table):
 
 
 def run(what, thread, table):
-    """What the machine code is entered by. `table`: the address of what step_layout.What says; `thread`: of a decode step, else
-    a layer."""
+    """Enter the machine code. `table`: the address of the table that step_layout.What describes; `thread`: of a decode step,
+    else a layer."""
     if what == What.DECODE_STEP:
         _decode_step(thread, table)
         return

@@ -1,4 +1,4 @@
-"""Memory by its address, for functions that Numba compiles: as arrays, and as numbers that threads share."""
+"""Access to memory by its address, for functions that Numba compiles: as arrays, and as numbers that threads share."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _LONG = ir.IntType(64)
 
 @intrinsic
 def fetch_add(context, address, value):
-    """Add to an int64 that other threads read; returns what it held."""
+    """Add to an int64 that other threads read; return its former value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], _LONG.as_pointer())
@@ -31,7 +31,7 @@ def atomic_read(context, address):
 
 
 def _array_of(item: Any, ir_item: Any, item_bytes: int) -> Any:
-    """f(address, shape): what lies there as an array. Numba's `carray` would need its runtime."""
+    """Return f(address, shape), which gives the memory there as an array. Numba's `carray` would need its runtime."""
 
     @intrinsic
     def array(context, address, shape):

@@ -1,8 +1,8 @@
-"""Our machine code: made once for this kind of CPU, kept as one file of object code, called through ctypes.
+"""Our machine code: compiled once for this kind of CPU, kept as one file of object code, called through ctypes.
 
-A warm start reads that file and imports no compiler. Its name tells all that the code depends on; a checksum in it, that it
-is whole. Code is run only from a file that this user alone can write, and no file is needed: any trouble with it costs
-the seconds that making the code takes.
+A warm start reads that file and imports no compiler. Its name is a digest of all that the code depends on; a checksum in it
+proves that it is complete. Code is run only from a file that this user alone can write, and no file is needed: any trouble with
+it costs the seconds that making the code takes.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.machine_code.step_layout import What
 from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
 
-DIRECTORY = "machine-code"  # in the models' cache directory
+DIRECTORY = "machine-code"  # a folder of the models' cache directory
 NAME = "run"
 MAGIC = b"mooncake machine code\n"
 CHECKSUM = hashlib.sha256
 HEADER_BYTES = len(MAGIC) + CHECKSUM().digest_size
-MAX_FILE_BYTES = 16 << 20  # ours has 0.2 MB: a larger one is none of ours
-UNUSED_S = 30 * 24 * 3600.0  # after this long without a start, another version's or CPU's code is removed
+MAX_FILE_BYTES = 16 << 20  # ours has 0.2 MB: a larger file is not ours
+UNUSED_S = 30 * 24 * 3600.0  # code of another version or CPU that no start has used for so long is removed
 LEFTOVER_S = 3600.0  # writing takes milliseconds: an older temporary file is a dead process's
 
 _SOURCES = [
@@ -41,16 +41,18 @@ _SOURCES = [
         *("row_kernels", "step_arrays", "step_layout", "../matrices/quantized"),
     )
 ]
-_VERSIONS = [f"{package} {importlib.metadata.version(package)}" for package in ("numba", "numpy", "llvmlite")]  # or ImportError
+_VERSIONS = [
+    f"{package} {importlib.metadata.version(package)}" for package in ("numba", "numpy", "llvmlite")
+]  # else ImportError
 
 log = structlog.get_logger()
 
 
 class MachineCode:
-    """`kernels.run`, called without the GIL. Callable from any thread for as long as this lives."""
+    """`kernels.run`, called without the GIL. Any thread may call it for as long as this object exists."""
 
     def __init__(self, code: bytes) -> None:
-        """`code`: from `make`, whole and made for this kind of CPU: LLVM ends the process over anything else."""
+        """`code`: from `make`, complete and made for this kind of CPU: LLVM ends the process over anything else."""
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
@@ -61,17 +63,17 @@ class MachineCode:
 
 
 def load(cache_dir: Path) -> MachineCode:
-    """The code kept in `cache_dir`, or made (some seconds) and kept there where that can be."""
+    """Load the code kept in `cache_dir`, or make it (some seconds) and keep it there if possible."""
     return MachineCode(kept(_path(cache_dir), make))
 
 
 def is_kept(cache_dir: Path) -> bool:
-    """Whether there is a file of it; `load` finds out whether it is whole."""
+    """Return whether there is a file of it; only `load` checks that it is complete."""
     return _path(cache_dir).exists()
 
 
 def keep(cache_dir: Path) -> None:
-    """Make it and keep it, where that can be, without loading it."""
+    """Make the code and keep it, if possible, without loading it."""
     kept(_path(cache_dir), make)
 
 
@@ -80,7 +82,7 @@ def _path(cache_dir: Path) -> Path:
 
 
 def digest() -> str:
-    """Of all that the code depends on: this package's part, the compiler's versions, the kind of CPU."""
+    """Return a digest of all that the code depends on: this package's part, the compiler's versions, the kind of CPU."""
     sources = [(Path(__file__).parent / name).read_bytes() for name in _SOURCES]
     facts = [*_VERSIONS, f"{KEY_TILE} {PANEL_COLUMNS}", llvm.get_process_triple(), llvm.get_host_cpu_name(), _features()]
     parts = [*sources, *(fact.encode() for fact in facts)]
@@ -88,7 +90,7 @@ def digest() -> str:
 
 
 def kept(path: Path, make: Callable[[], bytes]) -> bytes:
-    """The code in `path`; where it is missing or damaged, what `make` returns, kept there if it can be."""
+    """Return the code in `path`; where it is missing or damaged, return the result of `make` and keep it there if possible."""
     try:
         return _read(path)
     except FileNotFoundError:
@@ -118,7 +120,8 @@ def make() -> bytes:
 
 
 def _object_code(optimized: str, entry: str) -> bytes:
-    """Of the function `entry` of a module, as NAME, and what it calls; nothing of it may be Numba's own."""
+    """Return the object code of the function `entry` of a module, as NAME, and all that it calls; none of it may be Numba's
+    own."""
     module = llvm.parse_assembly(optimized)
     module.get_function(entry).name = NAME
     for each in (*module.functions, *module.global_variables):
@@ -126,7 +129,7 @@ def _object_code(optimized: str, entry: str) -> bytes:
             each.linkage = llvm.Linkage.internal
     machine = _target_machine()
     passes = llvm.create_new_module_pass_manager()
-    passes.add_ipsccp_pass()  # finds that no call ever fails: with that go the calls into Python that would report it
+    passes.add_ipsccp_pass()  # finds that no call ever fails: this removes the calls into Python that would report it
     passes.add_simplify_cfg_pass()
     passes.add_global_dead_code_eliminate_pass()
     passes.add_strip_dead_prototype_pass()
@@ -139,7 +142,7 @@ def _object_code(optimized: str, entry: str) -> bytes:
 
 
 def _target_machine() -> Any:
-    """For code that runs where it is made, under the assumptions of Numba's own."""
+    """Return LLVM's target for code that runs where it is made, under the assumptions of Numba's own."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_triple(llvm.get_process_triple())
@@ -154,13 +157,14 @@ def _features() -> str:
 
 
 def _read(path: Path) -> bytes:
-    """Raises ValueError for a damaged file, FileNotFoundError, and OSError for one that may not be read or believed."""
+    """Read the file. Raises ValueError for a damaged file, FileNotFoundError, and OSError for one that may not be read or
+    trusted."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError("others can write it")
         content = file.read(MAX_FILE_BYTES + 1)
-        with suppress(OSError):  # a file system that is only read
+        with suppress(OSError):  # a read-only file system
             os.utime(file.fileno())
     code = content[HEADER_BYTES:]
     if len(content) > MAX_FILE_BYTES or content[:HEADER_BYTES] != MAGIC + CHECKSUM(code).digest():
@@ -169,7 +173,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Whole or not at all. Raises OSError and leaves nothing behind."""
+    """Write the whole file or none. Raises OSError and leaves nothing behind."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
@@ -186,7 +190,7 @@ def _write(path: Path, code: bytes) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what nobody needs: code that no process has loaded for long, and files that dead processes were writing."""
+    """Remove unused files: code that no process has loaded for long, and files that dead processes were writing."""
     for pattern, age_s in (("*.o", UNUSED_S), (".*.tmp", LEFTOVER_S)):
         for path in directory.glob(pattern):
             with suppress(OSError):

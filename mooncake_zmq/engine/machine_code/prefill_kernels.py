@@ -1,4 +1,4 @@
-"""A prefill as Numba makes it into machine code: what one thread does with its rows in one layer, LAYER_ROWS at a time."""
+"""A prefill that Numba compiles to machine code: the work of one thread on its rows in one layer, LAYER_ROWS at a time."""
 
 import numpy as np
 from numba import njit
@@ -31,7 +31,7 @@ def _normalize(x, weight, eps, out, first, count):
 
 @njit(**OPTIONS)
 def project_rows(layer, arrays):
-    """HIDDEN, normalized, through the projections into QKV."""
+    """Normalize HIDDEN and multiply it by the projections into QKV."""
     matrices, norms = integers_2(arrays[Array.MATRICES]), floats_2(arrays[Array.NORMS])
     eps = floats_1(arrays[Array.EPSILON])[0]
     hidden, qkv, normed = floats_2(arrays[Array.HIDDEN]), floats_2(arrays[Array.QKV]), floats_3(arrays[Array.NORMED])[0]
@@ -44,7 +44,7 @@ def project_rows(layer, arrays):
 
 @njit(**OPTIONS)
 def store_rows(layer, arrays):
-    """Keys and values of QKV into the cache, queries into QUERIES: with bias and norm, rotated, and queries scaled."""
+    """Store keys and values of QKV into the cache, queries into QUERIES: with bias and norm, rotated, and queries scaled."""
     bias, norms = floats_2(arrays[Array.BIASES])[layer], floats_3(arrays[Array.HEAD_NORMS])[layer]
     eps, cache = floats_1(arrays[Array.EPSILON])[0], integers_2(arrays[Array.CACHES])[0]
     cos, sin, qkv = floats_2(arrays[Array.COS]), floats_2(arrays[Array.SIN]), floats_2(arrays[Array.QKV])
@@ -64,8 +64,8 @@ def store_rows(layer, arrays):
 
 @njit(**OPTIONS)
 def _attend(layer, arrays, first, count):
-    """ATTENDED of rows first..first + count. Ordinary scores, within about +-60, need no shift to be exponentiated. Others show
-    in their sums: they are computed again, and the layer's are shifted from then on."""
+    """Compute ATTENDED of rows first..first + count. Ordinary scores, within about +-60, need no shift to be exponentiated.
+    Others show in their sums: they are computed again, and the layer's are shifted from then on."""
     cache, shifted = integers_2(arrays[Array.CACHES])[0], integers(arrays[Array.SHIFTED, 0], (arrays[Array.SHIFTED, 1],))
     queries, scores = floats_3(arrays[Array.QUERIES]), floats_3(arrays[Array.SCORES])[0]
     mixed, states = floats_5(arrays[Array.MIXED])[0, 0, 0], floats_5(arrays[Array.STATES])[0, 0, 0]
@@ -103,7 +103,7 @@ def _is_ordinary(states, rows):
 
 @njit(**OPTIONS)
 def finish_rows(layer, arrays):
-    """The rest of the layer: attention over all up to each row, output projection and feed-forward, each added to HIDDEN."""
+    """Finish the layer: attention over all tokens up to each row, output projection and feed-forward, each added to HIDDEN."""
     matrices, norms = integers_2(arrays[Array.MATRICES]), floats_2(arrays[Array.NORMS])
     eps, own = floats_1(arrays[Array.EPSILON])[0], MATRICES * layer
     hidden, normed = floats_2(arrays[Array.HIDDEN]), floats_3(arrays[Array.NORMED])[0]

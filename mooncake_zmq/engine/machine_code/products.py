@@ -1,4 +1,4 @@
-"""Products with matrices in each of their forms, in LLVM's vectors; made into machine code by Numba as part of a step.
+"""Products with matrices in each of their forms, in LLVM's vectors; compiled by Numba as part of a step.
 
 A vector is as wide as a panel: its weights are decoded once, in registers, and multiplied into up to eight rows.
 """
@@ -52,12 +52,12 @@ class _Emitter:
         return self.builder.load(self.builder.gep(self.builder.inttoptr(address, _FLOAT.as_pointer()), [index]), align=4)
 
     def read(self, address: Any, index: Any, item: Any = _FLOAT) -> Any:
-        """A vector of `item`s from `index` items after an address."""
+        """Read a vector of `item`s from `index` items after an address."""
         first = self.builder.gep(self.builder.inttoptr(address, item.as_pointer()), [index])
         return self.builder.load(self.builder.bitcast(first, self.of(item).as_pointer()), align=_ITEM_BYTES[item])
 
     def prefetch(self, address: Any) -> None:
-        """Ask for the cache line at an address, which may lie outside any mapping."""
+        """Prefetch the cache line at an address, which may lie outside any mapping."""
         pointer = self.builder.inttoptr(address, _BYTE.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
@@ -78,7 +78,8 @@ class _Emitter:
 
 
 class _Product:
-    """out[row, :width] += x[row, :depth] @ weights, for a fixed form, width and number of rows; sums stay in registers."""
+    """Emits out[row, :width] += x[row, :depth] @ weights, for a fixed form, width and number of rows; sums stay in
+    registers."""
 
     def __init__(self, emitter: _Emitter, form: int, rows: int, arguments: Sequence[Any]) -> None:
         self.emit, self.form = emitter, form
@@ -101,7 +102,7 @@ class _Product:
             emit.write(builder.fadd(builder.load(total), emit.read(address, _LONG(0))), address)
 
     def _turn(self, at: Any, steps: int) -> None:
-        """Inputs at..at + steps, into every row's sum."""
+        """Add inputs at..at + steps to every row's sum."""
         emit, builder = self.emit, self.emit.builder
         scale = minimum = None
         if self.form >= INT8:
@@ -132,8 +133,8 @@ class _Product:
             builder.store(result, total)
 
     def _add_input_by_input(self, weights: Iterator[Any], at: Any) -> None:
-        """Each input's weights are read and meet all rows before the next: measured with float32, 160 GFLOP/s where those of
-        a whole turn, row by row, made 133."""
+        """Read each input's weights and multiply all rows by them before the next: measured with float32, 160 GFLOP/s where
+        those of a whole turn, row by row, made 133."""
         emit, builder = self.emit, self.emit.builder
         for step, weight in enumerate(weights):
             place = builder.add(at, _LONG(step))
@@ -142,7 +143,7 @@ class _Product:
                 builder.store(emit.multiply_add(weight, value, builder.load(total)), total)
 
     def _decoded(self, at: Any, steps: int) -> Iterator[Any]:
-        """The weights of each input, without their scales."""
+        """Yield the weights of each input, without their scales."""
         emit, builder = self.emit, self.emit.builder
         width_bytes = emit.width * _FORM_BITS[self.form] // 8
         if self.form == INT4_MINIMUM:
@@ -177,7 +178,8 @@ class _Product:
 
 
 def _product(form: int, width: int, rows: int) -> Any:
-    """f(x, x_stride, values, pitch, scales, minima, group_shift, depth, out, out_stride): addresses, strides in items."""
+    """Return f(x, x_stride, values, pitch, scales, minima, group_shift, depth, out, out_stride): addresses, strides in
+    items."""
 
     @intrinsic
     def product(context, x, x_stride, values, pitch, scales, minima, shift, depth, out, out_stride):
@@ -191,7 +193,7 @@ def _product(form: int, width: int, rows: int) -> Any:
 
 
 def _multiplier(form: int, width: int, many: int) -> Any:
-    """The product for any number of rows: of `many` together, fours, threes, twos and a one."""
+    """Return the product for any number of rows: of `many` together, fours, threes, twos and a one."""
     product_many, product_4, product_3, product_2, product_1 = (_product(form, width, rows) for rows in (many, 4, 3, 2, 1))
 
     @njit(**OPTIONS)
@@ -229,9 +231,9 @@ multiply_tile = multiply_float32 if WIDE else _multiplier(FLOAT32, TILE_COLUMNS,
 
 @njit(**OPTIONS)
 def multiply_panels(matrix, x, rows, out, out_stride, add):
-    """out (+)= x @ matrix for the first rows of `x` [>= rows, >= depth] and a matrix in float32; `out`: an address. A panel, or
-    as much of one as the registers have sums for, meets all rows before the next. Measured with AVX-512: 160 GFLOP/s where
-    OpenBLAS makes 120 of it."""
+    """Compute out (+)= x @ matrix for the first rows of `x` [>= rows, >= depth] and a matrix in float32; `out`: an address. A
+    panel, or as much of one as the registers have sums for, meets all rows before the next. Measured with AVX-512: 160 GFLOP/s
+    where OpenBLAS makes 120 of it."""
     depth = matrix[DEPTH]
     for tile in range(matrix[PANELS] * (FLOAT32_WIDTH // TILE_COLUMNS)):
         column = tile * TILE_COLUMNS
@@ -246,7 +248,8 @@ def multiply_panels(matrix, x, rows, out, out_stride, add):
 
 @njit(**OPTIONS)
 def linear(matrix, x, out, add, thread, threads):
-    """out (+)= x @ matrix, for this thread's share of its panels. `x` [rows, >= depth], `out` [rows, >= panels * width]."""
+    """Compute out (+)= x @ matrix, for this thread's share of its panels. `x` [rows, >= depth], `out` [rows, >= panels *
+    width]."""
     form, depth, rows = matrix[FORM], matrix[DEPTH], x.shape[0]
     width = FLOAT32_WIDTH if form == FLOAT32 else PANEL_WIDTH
     panel_bits = depth * width * (32 if form == FLOAT32 else 16 if form == BFLOAT16 else 4 if form == INT4_MINIMUM else 8)

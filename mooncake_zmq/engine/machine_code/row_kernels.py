@@ -1,4 +1,4 @@
-"""Rows of numbers in machine code: norm, activation, softmax."""
+"""Operations on rows of numbers in machine code: norm, activation, softmax."""
 
 import numpy as np
 from numba import njit
@@ -8,7 +8,8 @@ from mooncake_zmq.engine.machine_code.products import OPTIONS
 
 @njit(**OPTIONS, inline="always")
 def exp(x):
-    """exp to 2 ulp over -87..88, and what it is there beyond: a polynomial, so that loops of it become vectors."""
+    """Return exp to 2 ulp over -87..88, and beyond that its value at the bound: a polynomial, so that loops of it become
+    vectors."""
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     turns = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
     rest = x - turns * np.float32(0.693359375) + turns * np.float32(2.12194440e-4)
@@ -27,7 +28,7 @@ _REORDERED = {"reassoc", "contract", "nsz"}  # lets sums be vectors
 
 @njit(**OPTIONS, fastmath=_REORDERED)
 def normalize(x, weight, eps, out):
-    """RMSNorm of one row."""
+    """Compute the RMSNorm of one row."""
     total = np.float32(0.0)
     for index in range(len(weight)):
         total += x[index] * x[index]
@@ -38,7 +39,7 @@ def normalize(x, weight, eps, out):
 
 @njit(**OPTIONS, fastmath=_REORDERED)
 def exponentiate(scores, count, highest):
-    """exp(scores - highest) in place; returns their sum."""
+    """Compute exp(scores - highest) in place; return the sum."""
     total = np.float32(0.0)
     for index in range(count):
         value = exp(scores[index] - highest)

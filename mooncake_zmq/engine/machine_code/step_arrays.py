@@ -1,4 +1,4 @@
-"""The arrays of a step's table, as functions that Numba compiles see them."""
+"""The arrays of a step's table, for functions that Numba compiles."""
 
 from numba import njit
 
@@ -8,7 +8,7 @@ from mooncake_zmq.engine.machine_code.products import OPTIONS
 
 @njit(**OPTIONS, inline="always")
 def floats_1(row):
-    """The array that a row of a step's table tells of; of one dimension, below of more."""
+    """Return the array that a row of a step's table describes; of one dimension, below of more."""
     return floats(row[0], (row[1],))
 
 

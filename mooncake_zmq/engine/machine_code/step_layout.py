@@ -1,6 +1,6 @@
-"""What the machine code and its callers agree on: int64 tables of addresses, shapes and numbers.
+"""The layout that the machine code and its callers share: int64 tables of addresses, shapes and numbers.
 
-Apart from both, so that stored machine code is called without importing the compiler.
+It is a module of its own, so that stored machine code is called without importing the compiler.
 """
 
 from enum import IntEnum
@@ -45,7 +45,8 @@ class Array(IntEnum):
 
 
 class What(IntEnum):
-    """The works, each with a table int64 [len(Array), ARRAY_FIELDS]; those of a prefill for one layer of one thread's rows."""
+    """The entry points, each with a table int64 [len(Array), ARRAY_FIELDS]; those of a prefill for one layer of one thread's
+    rows."""
 
     DECODE_STEP = 0
     PROJECT_ROWS = 1  # HIDDEN into QKV

@@ -26,7 +26,7 @@ LEAST_SHORTER = 2  # compact.bin is at most half of weights.bin
 
 
 def exists(directory: Path) -> bool:
-    """Whether it is there and of this format; else it is to be made, whatever lies there."""
+    """Return whether the file is there and of this format; else it is to be made, whatever lies there."""
     try:
         _read_table(directory)
     except _UNREADABLE:
@@ -73,7 +73,7 @@ def read(directory: Path, shapes: dict[str, tuple[int, int]]) -> dict[str, Panel
 
 
 def _read_table(directory: Path) -> dict[str, Any]:
-    """Its matrices by name. Raises one of _UNREADABLE."""
+    """Return the matrices of the file by name. Raises one of _UNREADABLE."""
     content = json.loads((directory / TABLE_FILE).read_text())
     if content["format"] != FORMAT:
         raise ValueError("it was written by another version")

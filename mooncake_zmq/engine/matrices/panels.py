@@ -21,16 +21,16 @@ SHARED_BYTES = 3_000_000  # a product that reads so much weights takes 0.15 ms a
 WOKEN_SHARE = 0.72  # of what the calling thread computes, as the others begin later; measured 0.54 to 0.92
 
 Product = Callable[[Any, Any, Any, Any, int], None]
-"""`linear`, or what does the same."""
+"""`linear`, or a function with the same result."""
 
 
 def panel_count(outputs: int) -> int:
-    """Panels that hold so many outputs."""
+    """Return the number of panels that hold so many outputs."""
     return -(-outputs // PANEL_COLUMNS)
 
 
 def to_panels(weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[out, in] to [out / 64, in, 64], the last panel padded with zeros."""
+    """Cut [out, in] into [out / 64, in, 64], the last panel padded with zeros."""
     rows, columns = weights.shape
     count = panel_count(rows)
     padded = np.zeros((count * PANEL_COLUMNS, columns), dtype=np.float32)
@@ -39,12 +39,12 @@ def to_panels(weights: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def column(panels: Any, index: Any) -> Any:
-    """Rows of the matrix as it was before `to_panels`: [n, in]."""
+    """Return rows of the matrix as it was before `to_panels`: [n, in]."""
     return panels[index // PANEL_COLUMNS, :, index % PANEL_COLUMNS]
 
 
 def linear(xp: Any, x: Any, panels: Any, out: Any, count: int) -> None:
-    """out = x @ weights for the first `count` rows; the rows that round them up to whole chunks are scratch.
+    """Compute out = x @ weights for the first `count` rows; the rows that round them up to whole chunks are scratch.
 
     x: [rows, in]. panels: [panels, in, 64]. out: [rows, 64 * panels].
     """
@@ -53,7 +53,7 @@ def linear(xp: Any, x: Any, panels: Any, out: Any, count: int) -> None:
 
 
 def shared_linear(team: Team, xp: Any, x: Any, panels: Any, out: Any, count: int) -> None:
-    """`linear` with the panels shared out to a team's threads, if they are so many that waking one pays."""
+    """Compute `linear` with the panels distributed over a team's threads, if they are so many that waking one pays."""
     if team.size == 1 or panels.nbytes < SHARED_BYTES:
         linear(xp, x, panels, out, count)
         return
@@ -69,9 +69,9 @@ def shared_linear(team: Team, xp: Any, x: Any, panels: Any, out: Any, count: int
 
 
 def _multiply(xp: Any, inputs: Any, panels: Any, out: Any) -> None:
-    """Panel after panel, so that each is read from memory once and by all further chunks from the cache. Left to itself NumPy
-    follows the memory of `out`, where a chunk's panels lie side by side, and reads all panels again for every chunk: measured
-    at 512 rows, 0.55 to 0.7 of the speed."""
+    """Multiply panel after panel, so that each is read from memory once and by all further chunks from the cache. By default
+    NumPy follows the memory of `out`, where a chunk's panels lie side by side, and reads all panels again for every chunk:
+    measured at 512 rows, 0.55 to 0.7 of the speed."""
     if xp is np:
         np.matmul(inputs, panels[:, None], out=out, order="C")
     else:
@@ -79,7 +79,8 @@ def _multiply(xp: Any, inputs: Any, panels: Any, out: Any) -> None:
 
 
 def _views(xp: Any, x: Any, out: Any, count: int, panels: int) -> tuple[Any, Any]:
-    """Inputs [1, chunk, row, in] and outputs [panel, chunk, row, 64] of one product over many pairs of small matrices."""
+    """Return inputs [1, chunk, row, in] and outputs [panel, chunk, row, 64] of one product over many pairs of small
+    matrices."""
     chunks, height = row_chunks(xp, count, x.shape[1])
     rows = chunks * height
     by_panel = out[:rows].reshape(chunks, height, panels, PANEL_COLUMNS).transpose(2, 0, 1, 3)
@@ -87,14 +88,14 @@ def _views(xp: Any, x: Any, out: Any, count: int, panels: int) -> tuple[Any, Any
 
 
 def rows_needed(xp: Any, count: int, depth: int) -> int:
-    """Rows that `linear` reads and writes for `count` rows of `depth` inputs."""
+    """Return the rows that `linear` reads and writes for `count` rows of `depth` inputs."""
     chunks, height = row_chunks(xp, count, depth)
     return chunks * height
 
 
 def row_chunks(xp: Any, count: int, depth: int) -> tuple[int, int]:
-    """(chunks, height): cut `count` rows into equal chunks, small enough for the kernels and with few rows of padding. All are
-    one chunk on a GPU, where small products are slow.
+    """Return (chunks, height): cut `count` rows into equal chunks, small enough for the kernels and with few rows of padding.
+    All are one chunk on a GPU, where small products are slow.
 
     Heights are even: measured at one row, two rows with one of them unused read the weights at 30 GB/s instead of 22.
     Those that 4 divides measured 3 % faster than others, the lower of them as fast or faster.

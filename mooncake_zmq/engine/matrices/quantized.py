@@ -1,8 +1,8 @@
 """Matrices in the few bits their file holds them in: exactly the same weights, a fifth of the memory to read.
 
-A quantised block of GGUF is w = scale * q + minimum, q a small integer, over 16 or 32 inputs of one output. `split` takes
-q, scale and minimum out of the file's bytes and proves them: computed again in float32 they give what the gguf package
-gives, bit for bit. A float32 matrix that was bfloat16 keeps its upper halves. Anything else stays float32.
+A quantised block of GGUF is w = scale * q + minimum, q a small integer, over 16 or 32 inputs of one output. `split` takes q,
+scale and minimum out of the file's bytes and verifies them: computed again in float32 they give what the gguf package gives,
+bit for bit. A float32 matrix that was bfloat16 keeps its upper halves. Anything else stays float32.
 
 Panels are [out / 32, in, 32], as in weights.bin but narrower; packed q are [out / 32, in / 8, 32] of eight 4-bit values.
 """
@@ -21,7 +21,7 @@ ROWS_AT_ONCE = 4096  # of a matrix while it is split: bounds the copies
 
 
 class Form(IntEnum):
-    """How a matrix lies in memory. FLOAT32 is weights.bin's own panel of 64."""
+    """The form of a matrix in memory. FLOAT32 is weights.bin's own panel of 64."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -32,7 +32,8 @@ class Form(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """w = scales * values + minima. `values` int8 [out, in]; the others float32 [out, in / group], minima None: zero."""
+    """A matrix w = scales * values + minima. `values` int8 [out, in]; the others float32 [out, in / group], minima None:
+    zero."""
 
     values: NDArray[np.int8]
     scales: NDArray[np.float32]
@@ -43,7 +44,7 @@ class Quantized:
         return int(self.values.shape[1] // self.scales.shape[1])
 
     def map_rows(self, permute: Callable[[NDArray[Any]], NDArray[Any]]) -> "Quantized":
-        """With the rows of all its arrays in another order."""
+        """Return the matrix with the rows of all its arrays in another order."""
         minima = None if self.minima is None else permute(self.minima)
         return Quantized(permute(self.values), permute(self.scales), minima)
 
@@ -54,7 +55,7 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A matrix as the compiled engine reads it. `scales` and `minima` are float32 [out / 32, in / group, 32]."""
+    """A matrix in the form that the compiled engine reads. `scales` and `minima` are float32 [out / 32, in / group, 32]."""
 
     form: Form
     values: NDArray[Any]
@@ -63,7 +64,7 @@ class Panels:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale; 0: none do."""
+        """Inputs that share a scale; 0: there are no scales."""
         if self.scales is None:
             return 0
         steps = 8 if self.form is Form.INT4_MINIMUM else 1
@@ -76,7 +77,7 @@ class Panels:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where a block keeps what: byte ranges set so that every q is 0, or 1, and the one that holds its minimum's factor."""
+    """Places within a block: byte ranges to set so that every q is 0, or 1, and the one that holds its minimum's factor."""
 
     group: int
     one: tuple[tuple[int, int, int], ...]  # (start, stop, byte) of q's bits
@@ -98,9 +99,9 @@ _LAYOUTS = {
 
 
 def split(raw: NDArray[np.uint8], kind: Any) -> Quantized | None:
-    """A quantised tensor's bytes [out, bytes of a row] taken apart; None where its kind or its numbers do not allow it.
+    """Split a quantised tensor's bytes [out, bytes of a row]; return None where its kind or its numbers do not allow it.
 
-    The gguf package does the decoding: a scale is what it makes of a block whose every q is 1 and minimum 0.
+    The gguf package does the decoding: a scale is its result for a block whose every q is 1 and minimum 0.
     """
     layout = _LAYOUTS.get(kind.name)
     if layout is None:
@@ -139,7 +140,7 @@ def _split_rows(raw: NDArray[np.uint8], kind: Any, layout: _Layout) -> Quantized
 
 
 def concatenate(parts: Sequence[Quantized]) -> Quantized:
-    """One matrix of several that share their input: the finest groups of any, minima where one has them."""
+    """Return one matrix of several that share their input: the finest groups of any, minima where one has them."""
     group = min(part.group for part in parts)
 
     def refined(part: Quantized, array: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -154,7 +155,7 @@ def concatenate(parts: Sequence[Quantized]) -> Quantized:
 
 
 def quantized_panels(matrix: Quantized) -> Panels:
-    """Packed 4 bits where the values fit, else 8."""
+    """Return 4 packed bits where the values fit, else 8."""
     low, high = int(matrix.values.min()), int(matrix.values.max())
     scales = _cut(matrix.scales)
     if low >= 0 and high <= 15 or (matrix.minima is None and low >= -8 and high <= 7):
@@ -166,7 +167,7 @@ def quantized_panels(matrix: Quantized) -> Panels:
 
 
 def bfloat16_panels(weights: NDArray[np.float32]) -> Panels | None:
-    """Upper halves of float32 weights [out, in] whose lower halves are zero; None where they are not."""
+    """Return the upper halves of float32 weights [out, in] whose lower halves are zero; None where they are not."""
     bits = np.ascontiguousarray(weights).view(np.uint32)
     if np.any(bits & np.uint32(0xFFFF)):
         return None
@@ -174,7 +175,7 @@ def bfloat16_panels(weights: NDArray[np.float32]) -> Panels | None:
 
 
 def panel_arrays(form: Form, rows: int, columns: int, group: int) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """dtype and shape of the arrays of a matrix [rows, columns] in this form."""
+    """Return dtype and shape of the arrays of a matrix [rows, columns] in this form."""
     count = -(-rows // PANEL_WIDTH)
     steps = columns // 8 if form is Form.INT4_MINIMUM else columns
     item = {Form.BFLOAT16: np.uint16, Form.INT4_MINIMUM: np.uint32}.get(form, np.int8)
@@ -187,7 +188,7 @@ def panel_arrays(form: Form, rows: int, columns: int, group: int) -> dict[str, t
 
 
 def _cut(matrix: NDArray[Any]) -> NDArray[Any]:
-    """[out, in] to [out / 32, in, 32], the last panel padded with zeros."""
+    """Cut [out, in] into [out / 32, in, 32], the last panel padded with zeros."""
     rows, columns = matrix.shape
     count = -(-rows // PANEL_WIDTH)
     padded = np.zeros((count * PANEL_WIDTH, columns), dtype=matrix.dtype)
@@ -196,7 +197,7 @@ def _cut(matrix: NDArray[Any]) -> NDArray[Any]:
 
 
 def _packed(panels: NDArray[np.int8]) -> NDArray[np.uint32]:
-    """[panel, in, 32] of 0..15 to [panel, in / 8, 32]: the first of eight inputs in the lowest bits."""
+    """Pack [panel, in, 32] of 0..15 into [panel, in / 8, 32]: the first of eight inputs in the lowest bits."""
     count, columns, width = panels.shape
     eights = panels.view(np.uint8).reshape(count, columns // 8, 8, width)
     packed = np.zeros((count, columns // 8, width), dtype=np.uint32)

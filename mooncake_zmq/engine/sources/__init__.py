@@ -1,4 +1,4 @@
-"""Where weights come from: a GGUF file, a Hugging Face directory, or random numbers of a shape. Reads, never writes."""
+"""Sources of weights: a GGUF file, a Hugging Face directory, or random numbers of a shape. They read and never write."""
 
 from mooncake_zmq.engine.sources.dummy import DUMMY_SHAPES, DummySource
 from mooncake_zmq.engine.sources.gguf_file import GgufSource

@@ -1,4 +1,4 @@
-"""A model's directory as `save_pretrained` writes it, without its weights: config, tokenizer, chat template."""
+"""A model's directory in the form that `save_pretrained` writes, without its weights: config, tokenizer, chat template."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ from mooncake_zmq.engine.errors import ModelError
 
 
 class ModelDirectory:
-    """Reads the files; what they say is checked by who asks."""
+    """Reads the files; the caller checks their content."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config: dict[str, Any] = self.read_json("config.json")
 
     def read_json(self, name: str, *, optional: bool = False) -> Any:
-        """The object in a file; `optional`: an empty one where there is no such file. Raises ModelError."""
+        """Return the object in a file; `optional`: an empty one where there is no such file. Raises ModelError."""
         path = self.path / name
         if optional and not path.exists():
             return {}
@@ -31,12 +31,12 @@ class ModelDirectory:
             raise ModelError(f"{path} cannot be read: {error}") from error
 
     def check_tokenizer(self) -> None:
-        """Raises ModelError where there is none."""
+        """Raise ModelError where there is no tokenizer."""
         if not (self.path / "tokenizer.json").exists():
             raise ModelError(f"{self.path} has no tokenizer.json")
 
     def eos_ids(self) -> tuple[int, ...]:
-        """Those that end an answer."""
+        """Return the ids that end an answer."""
         generation = self.read_json("generation_config.json", optional=True)
         ids: set[int] = set()
         for value in (generation.get("eos_token_id"), self.config.get("eos_token_id")):
@@ -44,7 +44,7 @@ class ModelDirectory:
         return tuple(sorted(ids))
 
     def read_tokenizer(self, eos_ids: tuple[int, ...]) -> tokenizer.TokenizerParts:
-        """Vocabulary and conversation; `eos_ids` of the model, beside the tokenizer's own. Raises ModelError."""
+        """Return vocabulary and conversation; `eos_ids` of the model, beside the tokenizer's own. Raises ModelError."""
         vocabulary = tokenizer.read_vocabulary(self.path / "tokenizer.json")
         settings = self.read_json("tokenizer_config.json", optional=True)
         bos_token, eos_token = _token_text(settings.get("bos_token")), _token_text(settings.get("eos_token"))
@@ -62,7 +62,7 @@ class ModelDirectory:
         return tokenizer.TokenizerParts("tokenizer.json", vocabulary, conversation)
 
     def _chat_template(self, settings: dict[str, Any]) -> str | None:
-        """chat_template.jinja, or else tokenizer_config.json's one template, or the default of its named ones."""
+        """Return chat_template.jinja, or else tokenizer_config.json's one template, or the default of its named ones."""
         file = self.path / "chat_template.jinja"
         try:
             template = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
@@ -77,5 +77,5 @@ class ModelDirectory:
 
 
 def _token_text(entry: Any) -> str:
-    """tokenizer_config.json writes a special token as its text or as a record of it."""
+    """Return the text of a special token, which tokenizer_config.json writes as its text or as a record of it."""
     return str(entry.get("content", "")) if isinstance(entry, dict) else str(entry or "")

@@ -69,7 +69,7 @@ class GgufSource:
         gguf_vocabulary.check(*self._vocabulary)
 
     def _field(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """One metadata value of the wanted type; without a default it must be there."""
+        """Return one metadata value of the wanted type; without a default it must be there."""
         field = self._fields.get(key)
         if field is None:
             if default is None:
@@ -197,7 +197,8 @@ class GgufSource:
 
 
 class _BoundedReader(gguf.GGUFReader):  # type: ignore[misc]  # the package is untyped
-    """The package's reader takes lengths on trust: a damaged one can make it loop for ever at the end of the file."""
+    """The package's reader with checked lengths: a damaged length can make the original loop for ever at the end of the
+    file."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
@@ -225,23 +226,24 @@ def _open(path: Path) -> Any:
 
 
 def _check_places(path: Path, reader: Any) -> None:
-    """A table of tensors that was damaged may still name bytes of the file: others' bytes, or beside their beginning."""
+    """Check the places of tensors: a damaged table may still name bytes of the file that belong to another tensor or begin
+    elsewhere."""
     places = sorted((int(tensor.data_offset), int(tensor.n_bytes), tensor.name) for tensor in reader.tensors)
     end = before = 0
     for place, size, name in places:
         if (place - reader.data_offset) % reader.alignment:
-            told = f"its tensor {_printable(name)} begins at no multiple of {reader.alignment} bytes"
+            problem = f"its tensor {_printable(name)} begins at no multiple of {reader.alignment} bytes"
         elif place < end:
-            told = f"its tensors {_printable(str(before))} and {_printable(name)} overlap"
+            problem = f"its tensors {_printable(str(before))} and {_printable(name)} overlap"
         else:
             end, before = place + size, name
             continue
-        raise ModelError(f"{path} is truncated or damaged; obtain it again ({told})")
+        raise ModelError(f"{path} is truncated or damaged; obtain it again ({problem})")
 
 
 @functools.cache
 def _readable_kinds() -> frozenset[str]:
-    """The names of the types that the package can turn into float32, found by trying one block of each."""
+    """Return the names of the types that the package can turn into float32, found by trying one block of each."""
     kinds = set()
     for kind, (_, block_bytes) in gguf.GGML_QUANT_SIZES.items():
         dtype = {"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8)
@@ -264,6 +266,7 @@ def _stored_name(name: str) -> str:
 
 
 def _unpermute(weights: NDArray[_Item], heads: int) -> NDArray[_Item]:
-    """Llama's files store the rows of Q and K as interleaved rotation pairs (0, d/2, 1, d/2+1, ..); back to halves."""
+    """Return the rows of Q and K, which Llama's files store as interleaved rotation pairs (0, d/2, 1, d/2+1, ..), back in
+    halves."""
     rows, columns = weights.shape
     return weights.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)

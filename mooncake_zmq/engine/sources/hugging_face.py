@@ -1,4 +1,4 @@
-"""A directory as `save_pretrained` writes it: config.json, *.safetensors in one or many shards, tokenizer.json."""
+"""A directory in the form that `save_pretrained` writes: config.json, *.safetensors in one or many shards, tokenizer.json."""
 
 import re
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ class HuggingFaceSource:
             raise ModelError(f"{self._directory}: {what[:300]} is not supported; supported is {SUPPORTED}")
 
     def _map_tensors(self) -> dict[str, SafetensorsFile]:
-        """The file of each tensor: what the index lists, or else model.safetensors, or else all *.safetensors."""
+        """Return the file of each tensor: those that the index lists, or else model.safetensors, or else all *.safetensors."""
         weight_map = self._files_beside.read_json("model.safetensors.index.json", optional=True).get("weight_map")
         listed = _file_names(self._directory, weight_map)
         names = listed or sorted(path.name for path in self._directory.glob("*.safetensors"))
@@ -133,7 +133,8 @@ class HuggingFaceSource:
         return spec
 
     def _rope_settings(self) -> dict[str, Any]:
-        """One form of RoPE's settings: newer configs hold all in rope_parameters, older ones some beside rope_scaling."""
+        """Return RoPE's settings in one form: newer configs hold all in rope_parameters, older ones some beside
+        rope_scaling."""
         config = self._config
         nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(nested, dict):
@@ -143,7 +144,7 @@ class HuggingFaceSource:
         return outer | nested | {"rope_type": str(kind)}
 
     def _unknown_rope(self) -> list[str]:
-        """RoPE settings that turn other dimensions, differ from layer to layer or contradict each other."""
+        """Return the RoPE settings that rotate other dimensions, differ from layer to layer or contradict each other."""
         given, scaling = self._config.get("rope_parameters"), self._config.get("rope_scaling")
         unknown = [f"RoPE settings of {key!r} alone" for key, value in self._rope.items() if isinstance(value, dict)]
         if self._rope.get("partial_rotary_factor", 1) != 1 or self._config.get("partial_rotary_factor", 1) != 1:
@@ -155,7 +156,7 @@ class HuggingFaceSource:
         return unknown
 
     def _sliding_window(self) -> int | None:
-        """Qwen's config carries a window even where it is switched off."""
+        """Return the window, if used: Qwen's config has one even where it is switched off."""
         config = self._config
         window = config.get("sliding_window")
         if window is None or not config.get("use_sliding_window", config["model_type"] == "mistral"):
@@ -181,13 +182,13 @@ class HuggingFaceSource:
 
 
 def stored_name(name: str) -> str:
-    """What these files call a tensor of that canonical name."""
+    """Return the name of a canonical tensor in these files."""
     layer, _, part = name.rpartition(".")
     return f"model.layers.{layer}.{_NAMES[part]}" if layer else _NAMES[part]
 
 
 def _file_names(directory: Path, weight_map: Any) -> list[str]:
-    """The files that an index lists, each of which must lie in the directory itself."""
+    """Return the files that an index lists, each of which must lie in the directory itself."""
     if weight_map is None:
         return []
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

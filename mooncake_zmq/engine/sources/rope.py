@@ -14,14 +14,16 @@ SCALINGS = ("default", "linear", "llama3")
 
 
 def rope_frequencies(spec: ModelSpec) -> NDArray[np.float32]:
-    """theta ** (-2i/d), [head_dim / 2]. float32 steps matter: at position 3,000 one ulp is 2e-4 radians. Raises ModelError."""
+    """Return theta ** (-2i/d), [head_dim / 2]. float32 steps matter: at position 3,000 one ulp is 2e-4 radians. Raises
+    ModelError."""
     exponents = np.arange(0, spec.head_dim, 2, dtype=np.float32) / np.float32(spec.head_dim)
     with np.errstate(all="ignore"):
         return _finite(spec, np.float32(1.0) / np.power(np.float32(spec.rope_theta), exponents))
 
 
 def scaled_frequencies(spec: ModelSpec, settings: Mapping[str, Any]) -> NDArray[np.float32]:
-    """`rope_frequencies` scaled as `spec.rope_scaling` says. Raises ModelError: an unknown scaling, settings that lack."""
+    """Return `rope_frequencies` scaled as `spec.rope_scaling` says. Raises ModelError for an unknown scaling or missing
+    settings."""
     base = rope_frequencies(spec)
     match spec.rope_scaling:
         case "default":
@@ -34,7 +36,7 @@ def scaled_frequencies(spec: ModelSpec, settings: Mapping[str, Any]) -> NDArray[
 
 
 def divided_frequencies(spec: ModelSpec, factors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """`rope_frequencies` divided by factors computed beforehand, [head_dim / 2], as GGUF carries them."""
+    """Return `rope_frequencies` divided by factors computed beforehand, [head_dim / 2], as GGUF has them."""
     base = rope_frequencies(spec)
     if factors.shape != base.shape:
         raise ModelError(f"{spec.name}: its {factors.shape} RoPE factors do not fit {base.shape} frequencies")
@@ -43,7 +45,7 @@ def divided_frequencies(spec: ModelSpec, factors: NDArray[np.float32]) -> NDArra
 
 
 def _llama3_frequencies(spec: ModelSpec, base: NDArray[np.float32], settings: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Llama 3.1's rule: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    """Apply Llama 3.1's rule: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
     factor, low, high, original = (
         _number(spec, settings, key)
         for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

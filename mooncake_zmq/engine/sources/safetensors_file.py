@@ -23,7 +23,7 @@ READABLE = tuple(_READERS)
 
 
 class SafetensorsFile:
-    """Its tensors, by name. Raises ModelError unless each lies within the file and is as long as its shape says."""
+    """The tensors of one file, by name. Raises ModelError unless each lies within the file and is as long as its shape says."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class SafetensorsFile:
             raise ModelError(f"{path} is truncated: {size} bytes of {end}; obtain it again")
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """One tensor; float32 ones are a view of the mapped file. Its kind must be in READABLE."""
+        """Return one tensor; float32 ones are a view of the mapped file. Its kind must be in READABLE."""
         tensor = self.tensors[name]
         dtype, to_float32 = _READERS[tensor.kind]
         raw = np.memmap(self._path, dtype=np.uint8, mode="r", offset=self._begins[name], shape=(tensor.size_bytes,))

@@ -1,4 +1,4 @@
-"""What every source of weights gives: a shape, tensors under canonical names, a tokenizer; and what they must agree on.
+"""The interface of every source of weights: a shape, tensors under canonical names, a tokenizer; and checks that they agree.
 
 Canonical names: embed, head (untied only), final_norm, inv_freq, and for each layer N
 N.attn_norm, N.q, N.k, N.v, N.out, N.ffn_norm, N.gate, N.up, N.down; in families that have them
@@ -41,14 +41,14 @@ class Source(Protocol):
     def stored(self) -> Mapping[str, StoredTensor]: ...
     def tensor(self, name: str) -> NDArray[np.float32]: ...
     def quantized(self, name: str) -> Quantized | None:
-        """`tensor` in the file's own integers; None where it has none, or they do not give exactly the same."""
+        """Return `tensor` in the file's own integers; None where it has none, or they do not give exactly the same."""
         ...
 
     def read_tokenizer(self) -> TokenizerParts: ...
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that a model of this spec has, by canonical name, in file order."""
+    """Return the shape of every tensor that a model of this spec has, by canonical name, in file order."""
     query, kv, family = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, FAMILIES[spec.family]
     shapes: dict[str, tuple[int, ...]] = {"inv_freq": (spec.head_dim // 2,)}
     shapes["embed"] = (spec.vocab_size, spec.hidden)

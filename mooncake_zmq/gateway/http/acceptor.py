@@ -77,7 +77,7 @@ class Door:
         self._logged_at = -math.inf
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._leaving = False
+        self._yielding = False
         self._turns = ParseTurns(self.now)
         if tls is not None:
             SSLProtocol.max_size = RECORD_BYTES
@@ -105,9 +105,9 @@ class Door:
         Closing a listener resets the connections whose handshake is not over. So the kernel first drops new ones: TCP tries
         again after a second, and finds the others.
         """
-        if self._leaving:
+        if self._yielding:
             return
-        self._leaving = True
+        self._yielding = True
         try:
             drop_new_connections(self.listener)
         except OSError as error:  # not permitted here: a connection of the last instant may be reset
@@ -119,7 +119,7 @@ class Door:
         self._timers.pop(self._shut).cancel()
         self._shut()
         self.listener = listener
-        self._leaving = False
+        self._yielding = False
         self._resume()
 
     def _shut(self) -> None:
@@ -136,12 +136,12 @@ class Door:
     @property
     def listens(self) -> bool:
         """True while connections are accepted and the address is not being given up."""
-        return self._loop is not None and not self._leaving
+        return self._loop is not None and not self._yielding
 
     @property
     def has_left(self) -> bool:
         """True once the listener is closed: the kernel routes new connections to the other gateways."""
-        return self._leaving and self.listener.fileno() < 0
+        return self._yielding and self.listener.fileno() < 0
 
     def abort(self) -> None:
         """Cut every connection."""

@@ -1,6 +1,7 @@
-"""What operators do to the cluster at a gateway, under `/admin`: have a node rest (drain, and stay) and serve again.
+"""The routes under `/admin`, by which operators cordon a node (it drains and stays up) and uncordon it.
 
-With API keys it takes one with role=admin. Without, it takes a call from the gateway's own machine and no other site's page.
+With API keys, a call needs one with role=admin. Without, it must come from the gateway's own machine and from no other site's
+page.
 """
 
 from collections.abc import Callable
@@ -19,18 +20,18 @@ _log = structlog.get_logger("gateway")
 
 
 def routes(overview: Overview, *, keyed: Callable[[], bool]) -> list[Route]:
-    """`keyed`: are there API keys, so that `gateway.http.auth` has seen an admin's?"""
+    """Return the routes. `keyed`: whether there are API keys, so that `gateway.http.auth` has checked for an admin's."""
 
     async def drain(request: Request) -> Response:
         if not keyed():
             check_is_here(request.scope, request.headers)
-        node, resting = request.path_params["node"], request.method == "POST"
+        node, cordons = request.path_params["node"], request.method == "POST"
         tenant = request.state.tenant
-        _log.info("drain" if resting else "drain_undone", asked_for=node[:64], by=tenant.name if tenant is not None else "")
+        _log.info("drain" if cordons else "drain_undone", asked_for=node[:64], by=tenant.name if tenant is not None else "")
         try:
-            told = await overview.rest(node, resting)
+            node_state = await overview.rest(node, cordons)
         except NoNode as error:
             raise RequestError(error.status, str(error), code=error.code) from None
-        return Response(msgspec.json.encode(told), media_type="application/json")
+        return Response(msgspec.json.encode(node_state), media_type="application/json")
 
     return [Route("/admin/drain/{node}", drain, methods=["POST", "DELETE"])]

@@ -34,12 +34,13 @@ class ApiKeys(Followed):
 
 
 def api_keys_of(setting: str) -> Path | None:
-    """Where they are: `gateway.api_keys`, else the unit's credential; None: there are none, and everybody may call."""
+    """Return the path of the file: `gateway.api_keys`, else the unit's credential; None: there are no keys, and any caller may
+    call."""
     return Path(setting) if setting else credential(CREDENTIAL)
 
 
 def read(path: Path) -> tuple[Tenant, ...]:
-    """Raises KeysError."""
+    """Read the file. Raises KeysError."""
     try:
         return parse(read_guarded(path))
     except (OSError, KeysError, TenantsError) as error:

@@ -1,4 +1,4 @@
-"""The gateway's HTTP face: routes, streaming and the client's hanging up. What requests mean is decided elsewhere."""
+"""The gateway's HTTP application: routes, streaming and disconnects of clients."""
 
 import asyncio
 import contextlib
@@ -42,21 +42,21 @@ from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status in the log and the metrics of a call whose client hung up; it is not sent."""
+"""The status in the log and the metrics of a call whose client disconnected; it is not sent."""
 CLIENT_ID_CHARS = 256
 """A longer x-request-id is not echoed."""
 SWITCH_S = 0.0005
-"""After which a thread that prepares a prompt gives way: the loop asks for its turn at every call of the system, so that
-Python's 5 ms would add up."""
+"""Time after which a thread that prepares a prompt yields the interpreter: the loop needs it again after every system call, so
+that Python's default of 5 ms would add up."""
 AT_ONCE_BYTES = 1 << 10
-"""The longest body that is made into requests on the loop: a tenth of a millisecond as a rule, and 2 ms of the worst."""
+"""The longest body that is prepared on the loop: it takes a tenth of a millisecond as a rule, and 2 ms at worst."""
 STREAM_TYPE = (b"content-type", EVENT_STREAM["content-type"].encode())
 CLUSTER_ID = b"x-mooncake-request-id"
-"""Our own id, whatever the client calls its request."""
+"""The header with the gateway's own id of a call."""
 CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
-"""Text that every body asking for a grammar contains, and others may."""
+"""Texts of which every body that asks for a grammar contains one; other bodies may too."""
 ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
-"""A letter or an underscore, as JSON may write it too: such a body may say the same in other bytes."""
+"""A letter or an underscore as a JSON escape: such a body may contain the same names in other bytes."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 TAKEN_AWAY = "this API key was taken away"
 COMPILE_S = 1.0
@@ -120,9 +120,9 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 class _Threads:
-    """Threads that make bodies into requests and the scores of whole prompts into JSON: not on the loop, which every stream
-    waits for, but for the shortest bodies, and of the loop's time no more than half. Short ones wait for no long one, and none
-    for a grammar of another."""
+    """Threads that prepare requests from bodies and write the scores of whole prompts as JSON, so that the loop is free for
+    streams. Only the shortest bodies are prepared on the loop, in at most half of its time. Short bodies do not wait for long
+    ones, and none waits for the grammar of another."""
 
     def __init__(self, settings: EdgeSettings) -> None:
         sys.setswitchinterval(SWITCH_S)
@@ -132,19 +132,19 @@ class _Threads:
         self._long = FairPool("prepare-long", settings.tokenize_threads)
         self._constrained = FairPool("prepare-grammar")
         self._loop_free_at = 0.0
-        """Until then the loop's time is for others."""
+        """Time until which no body is prepared on the loop."""
 
     async def run(self, call: Call, tenant: Tenant | None, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
-        """`work`, for that body; what it raises, and HungUp."""
-        lane = self._short if len(raw) <= self._short_bytes else self._long
+        """Run `work` for this body. Raises what `work` raises, and HungUp."""
+        pool = self._short if len(raw) <= self._short_bytes else self._long
         if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
-            lane = self._constrained
+            pool = self._constrained
         elif len(raw) <= self._at_once_bytes and time.monotonic() >= self._loop_free_at:
             return self._at_once(work)
-        return await call.unless_gone(asyncio.wrap_future(lane.submit(tenant.name if tenant else "", work)))
+        return await call.unless_gone(asyncio.wrap_future(pool.submit(tenant.name if tenant else "", work)))
 
     def _at_once(self, work: Callable[[], WorkT]) -> WorkT:
-        """To hand it to a thread and back would take longer."""
+        """Run `work` on the loop: passing it to a thread and back would take longer."""
         began = time.monotonic()
         try:
             return work()
@@ -152,16 +152,16 @@ class _Threads:
             ended = time.monotonic()
             self._loop_free_at = ended + (ended - began)
 
-    async def told(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
-        """`work`, which writes what there is of `reply`; no other task uses `reply` meanwhile."""
+    async def encode(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
+        """Run `work`, which writes the new part of `reply`. No other task uses `reply` meanwhile."""
         if not reply.is_long:
             return work()
         return await asyncio.wrap_future(self._long.submit("", work))
 
     def close(self) -> None:
-        """Begin nothing more."""
-        for lane in (self._short, self._long, self._constrained):
-            lane.close()
+        """Begin no further work."""
+        for pool in (self._short, self._long, self._constrained):
+            pool.close()
 
 
 class _Posted(Generic[WorkT]):
@@ -208,13 +208,13 @@ class _Posted(Generic[WorkT]):
 
 
 class _Asked(Protocol[WorkT]):
-    """The work of one kind of POST."""
+    """The processing of one kind of POST."""
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> WorkT:
-        """In a thread. Raises RequestError."""
+        """Prepare the requests of a body, in a thread. Raises RequestError."""
 
     async def answer(self, call: Call, prepared: WorkT, usage: Usage, scope: Scope, send: Send) -> None:
-        """On the loop."""
+        """Answer the call, on the loop."""
 
 
 class _Tokens:
@@ -259,11 +259,11 @@ class _Generation:
         )
         try:
             if prepared.body.stream:
-                await Stream(call, reply, scope, send, self._threads.told, self._edge.settings).run()
+                await Stream(call, reply, scope, send, self._threads.encode, self._edge.settings).run()
             else:
                 while not reply.done:
                     accept(call, reply, await call.take())
-                whole = await self._threads.told(reply, lambda: msgspec.json.encode(reply.whole()))
+                whole = await self._threads.encode(reply, lambda: msgspec.json.encode(reply.whole()))
                 await Response(whole, media_type="application/json")(scope, _nothing, send)
         finally:
             usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
@@ -345,8 +345,8 @@ class _Envelope:
                 state["status"] = message["status"]
                 if message["status"] >= 400 and self._edge.tenants is not None:
                     await self._put_off(scope)
-                told = ((b"x-request-id", echoed), (CLUSTER_ID, own_id.encode()))
-                message = {**message, "headers": [*message["headers"], *told]}
+                ids = ((b"x-request-id", echoed), (CLUSTER_ID, own_id.encode()))
+                message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         try:
@@ -384,11 +384,11 @@ class _Envelope:
         delay_s = self._refusals.delay_s(self._edge.clock(), tenant.name if tenant else f"at {network_of(address)}")
         if delay_s:
             self._edge.count("edge_refusals_put_off")
-            scope["state"].get("refuse", _nobody_minds)()
+            scope["state"].get("refuse", _ignore)()
             await asyncio.sleep(delay_s)
 
     async def _run_for(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
-        """The call of a tenant, as long as its key is good."""
+        """Run the call of a tenant, and end it if its key is revoked."""
         state, tenants, loop = scope["state"], self._edge.tenants, asyncio.get_running_loop()
         assert tenants is not None
         state["facts"] = {"tenant": tenant.name}
@@ -430,7 +430,7 @@ class _Envelope:
 
 
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a call that is not looked at, or no longer. What more would come on its connection is not worth reading."""
+    """Answer a call with an error. Close its connection if it was one too many or its key was revoked."""
     close = {"connection": "close"} if error.code == TOO_MANY_CONNECTIONS or error.message == TAKEN_AWAY else {}
     await json_response(error.body(), error.status, {**error.headers(), **close})(scope, receive, send)
 
@@ -460,7 +460,7 @@ def _always(_tenant: str) -> bool:
     return True
 
 
-def _nobody_minds() -> None:
+def _ignore() -> None:
     """Stands in where the server counts no connections."""
 
 

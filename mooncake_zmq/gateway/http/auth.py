@@ -15,17 +15,17 @@ from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live"))
 OPERATORS_PATHS = ("/metrics", "/cluster", "/trace")
 ADMINS_PATHS = ("/admin",)
-"""With all that is below them."""
+"""Paths for admins. Like those for operators, they include all paths below them."""
 MAX_KEY_BYTES = 256
 REFUSALS_PER_S = 20
 LATEST_S = 2.0
-"""The longest that a refusal is put off: a tenant with 512 connections is refused 256 times a second at most."""
+"""The longest delay of a refusal: a tenant with 512 connections is refused 256 times a second at most."""
 MAX_REFUSED = 2048
-"""Tenants and addresses that are remembered: more than there are connections."""
+"""Limit on the tenants and addresses that are remembered: more than there are connections."""
 
 
 def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenant | None:
-    """The tenant that calls; None where no key is needed and none was given. Raises RequestError."""
+    """Return the tenant that calls; None where no key is needed and none was given. Raises RequestError."""
     if tenants is None:
         return None
     scheme, _, secret = authorization.strip().partition(b" ")
@@ -43,8 +43,8 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
     if _for_operators(path) and not sees_all(tenants, tenant):
         raise RequestError(403, f"{quoted(path)} is for keys with role=metrics or role=admin", code="insufficient_permissions")
     if not _for_operators(path) and tenant.role == "metrics":
-        told = ", ".join(("/health", *OPERATORS_PATHS))
-        raise RequestError(403, f"a key with role=metrics is for {told} alone", code="insufficient_permissions")
+        allowed = ", ".join(("/health", *OPERATORS_PATHS))
+        raise RequestError(403, f"a key with role=metrics is for {allowed} alone", code="insufficient_permissions")
     return tenant
 
 
@@ -53,25 +53,26 @@ def _for_operators(path: str) -> bool:
 
 
 def is_below(path: str, paths: Sequence[str]) -> bool:
-    """Is it one of these, or below one?"""
+    """Return whether the path is one of these, or below one."""
     return any(path == own or path.startswith(f"{own}/") for own in paths)
 
 
 def sees_all(tenants: Tenants | None, tenant: Tenant | None) -> bool:
-    """May he know how the cluster is, and who uses it?"""
+    """Return whether the caller may read the cluster's state and its tenants' use."""
     return tenants is None or (tenant is not None and tenant.role in ("metrics", "admin"))
 
 
 class Refusals:
-    """How late refusals are to be, of a tenant or of an address without a key. A refused call costs the gateway a millisecond
-    too, in which others wait; a client that asks again at once gets its refusals later and later."""
+    """The delays of refusals, by tenant or by address without a key. A refused call costs the gateway a millisecond too, in
+    which others wait; a client that retries at once is refused with a growing delay."""
 
     def __init__(self) -> None:
         self._due: dict[str, float] = {}
-        """Until when refusals are spoken for, by whom they are for, while that is not over."""
+        """Time of the latest refusal, by tenant or address, as if refusals were evenly spaced: dropped when it is a second
+        old."""
 
     def delay_s(self, now: float, owner: str) -> float:
-        """How late one more refusal is to be: 0 for the first ones of a second."""
+        """Return the delay of one more refusal: 0 for the first ones of a second."""
         if len(self._due) >= MAX_REFUSED:
             self._due = {each: due for each, due in self._due.items() if due > now - 1.0}
         due = max(self._due.get(owner, 0.0), now - 1.0) + 1.0 / REFUSALS_PER_S
@@ -87,7 +88,7 @@ class Usage:
         self._slots = self._tokens = 0
         self._preparing = False
         self.tokens_used = 0
-        """Tokens of prompts and answers, set when the call is over."""
+        """Tokens of prompts and answers, set when the call has ended."""
 
     def __enter__(self) -> "Usage":
         if self._tenants is not None and self._tenant is not None:
@@ -95,13 +96,14 @@ class Usage:
         return self
 
     def prepare(self) -> None:
-        """The call is whole: a place for it, before it takes anything of the others'."""
+        """Take a slot for a call whose body is complete, before it is prepared."""
         if self._tenants is not None and self._tenant is not None:
             self._tenants.prepare(self._clock(), self._tenant)
             self._slots, self._preparing = 1, True
 
     def take(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
-        """For requests that are about to begin, `each` in a row for one prompt, which is computed once."""
+        """Take slots and tokens for requests that are about to begin, `each` in a row for one prompt, which is computed
+        once."""
         if self._tenants is None or self._tenant is None:
             return
         tokens = sum(len(request.tokens) // 4 for request in requests[::each])

@@ -1,4 +1,4 @@
-"""The cluster as this gateway sees it now: reports are asked for while somebody looks, and put together as `cluster` says."""
+"""The current state of the cluster as one gateway sees it. Nodes send reports only while a client reads them."""
 
 import asyncio
 import contextlib
@@ -11,20 +11,20 @@ from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway.requests.cluster_snapshot import Degraded, Listed, Seen, by_reason, degraded, picture, told_node
 
 LOOK_S = 90.0
-"""How long after somebody looked reports still come: longer than a scraper waits, so that what it gets is never old."""
+"""Time for which reports continue after a client read them: longer than a scraper's interval, so that it gets recent ones."""
 FIRST_REPORTS_S = 0.3
-"""How long the first look waits for reports."""
+"""Time for which the first reader waits for reports."""
 POLL_S = 0.01
 FRESH_S = 0.25
-"""A picture is made at most this often, however many ask."""
+"""Shortest time between two snapshots, however many clients read."""
 MAX_STATES, STATE_S = 8, 5.0
-"""States that are being waited for at once, and how long one may take."""
+"""Limit on the states that are awaited at once, and the timeout of each."""
 MAX_RESTS, REST_S = 8, 5.0
-"""Likewise nodes that were asked to rest or to serve again."""
+"""Limit on the nodes that are being cordoned or uncordoned at once, and the timeout of each."""
 
 
 class NoNode(Exception):
-    """A node does not tell or do what was asked; `status`: of HTTP."""
+    """A node did not answer or refused. `status`: the HTTP status."""
 
     def __init__(self, status: int, code: str, text: str) -> None:
         super().__init__(text)
@@ -32,26 +32,26 @@ class NoNode(Exception):
 
 
 class Watching(Protocol):
-    """What is asked of the process; see `core.node.Node`."""
+    """Interface of the process for reports; see `core.node.Node`."""
 
     def look(self, for_s: float) -> None:
-        """Have the peers report for so long."""
+        """Have the peers send reports for `for_s` seconds."""
 
     def heard(self) -> Mapping[str, Heard]:
-        """The last reports, this gateway's own among them."""
+        """Return the last reports, this gateway's own among them."""
 
     def awaits_reports(self) -> bool:
-        """Has a peer that is up not reported yet?"""
+        """Return whether a peer that is up has not reported yet."""
 
     def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
-        """Ask a node for all its state; `tell` hears it, perhaps."""
+        """Request the whole state of a node; `tell` is called with it if it arrives."""
 
     def rest(self, node: str, resting: bool) -> None:
-        """Have a node, or this gateway itself, rest or serve again: its reports tell once it does."""
+        """Cordon or uncordon a node or this gateway itself: its reports show once it is done."""
 
 
 class Overview:
-    """The cluster as this gateway sees it now."""
+    """The current state of the cluster as this gateway sees it."""
 
     def __init__(
         self,
@@ -67,19 +67,19 @@ class Overview:
         about: Mapping[str, Any],
         clock: Callable[[], float],
     ) -> None:
-        """`about`: what never changes, for JSON."""
+        """Hold no report yet. `about`: constant fields of the snapshot, for JSON."""
         self._about = about
         self._gateway, self._model, self._listed, self._watching = gateway, model, listed, watching
         self._status, self._peers, self._refusals, self._clock = status, peers, refusals, clock
         self._recent = recent
         self._looks_until = float("-inf")
         self._made_at = float("-inf")
-        self._picture: dict[str, Any] = {}
-        self._states = self._rests = 0
-        self._asks = 0
+        self._snapshot: dict[str, Any] = {}
+        self._states = self._cordoning = 0
+        self._last_ask_id = 0
 
     async def look(self) -> None:
-        """Somebody looks; if nobody did lately, wait a little for what the nodes say."""
+        """Have the nodes report. Without recent reports, wait a little for the first ones."""
         now = self._clock()
         first, self._looks_until = now >= self._looks_until, now + LOOK_S
         self._watching.look(LOOK_S)
@@ -90,7 +90,7 @@ class Overview:
                         await asyncio.sleep(POLL_S)
 
     def seen(self) -> Seen:
-        """All that is known."""
+        """Return all that this gateway knows."""
         return Seen(
             now=self._clock(),
             gateway=self._gateway,
@@ -103,39 +103,39 @@ class Overview:
         )
 
     def degraded(self) -> list[Degraded]:
-        """What is not as it should be."""
+        """Return everything that is degraded."""
         return degraded(self.seen())
 
     def told(self) -> list[dict[str, str]]:
-        """The same for JSON."""
+        """Return everything that is degraded, for JSON."""
         return [asdict(each) for each in self.degraded()]
 
     def gauges(self) -> dict[str, float]:
-        """The same for metrics, whose scraper looks too."""
+        """Return the degraded nodes by reason, for metrics; reading them requests reports too."""
         self._watching.look(LOOK_S)
         return by_reason(self.degraded())
 
     def picture(self) -> dict[str, Any]:
-        """Everything, for JSON; the same object as long as it is the same picture."""
+        """Return the snapshot, for JSON. The object stays the same until the next snapshot."""
         if self._clock() - self._made_at >= FRESH_S:
-            self._made_at, self._picture = (
+            self._made_at, self._snapshot = (
                 self._clock(),
                 picture(self.seen()) | {"about": self._about, "recent": self._recent()},
             )
-        return self._picture
+        return self._snapshot
 
     async def state(self, node: str) -> bytes:
-        """All of a node's state, as JSON. Raises NoNode."""
+        """Return the whole state of a node, as JSON. Raises NoNode."""
         self._listed_as(node)
         if self._states >= MAX_STATES:
             raise NoNode(503, "overloaded", f"{MAX_STATES} states are being waited for")
         if node != self._gateway and node not in self._peers():
             raise NoNode(503, "node_down", f"{node} does not answer")
         told: asyncio.Future[StateTold] = asyncio.get_running_loop().create_future()
-        self._asks += 1
+        self._last_ask_id += 1
         self._states += 1
         try:
-            self._watching.ask_state(node, self._asks, lambda state: None if told.done() else told.set_result(state))
+            self._watching.ask_state(node, self._last_ask_id, lambda state: None if told.done() else told.set_result(state))
             async with asyncio.timeout(STATE_S):
                 state = await told
         except TimeoutError:
@@ -147,25 +147,25 @@ class Overview:
         return state.state
 
     async def rest(self, node: str, resting: bool) -> dict[str, Any]:
-        """Have a node rest or serve again, and say how it is once it does. Raises NoNode."""
+        """Cordon or uncordon a node, and return its state afterwards. Raises NoNode."""
         role = self._listed_as(node).role
-        if self._rests >= MAX_RESTS:
+        if self._cordoning >= MAX_RESTS:
             raise NoNode(503, "overloaded", f"{MAX_RESTS} nodes are being waited for")
-        self._rests += 1
+        self._cordoning += 1
         try:
             async with asyncio.timeout(REST_S):
                 await self.look()
-                if resting and role == "conductor" and not self._rests_already(node) and not self._other_conductors(node):
+                if resting and role == "conductor" and not self._is_cordoned(node) and not self._other_conductors(node):
                     text = f"gateways would go on asking {node}: no other conductor is there that does not rest"
                     raise NoNode(409, "last_conductor", text)
-                return await self._rested(node, resting)
+                return await self._set_cordon(node, resting)
         except TimeoutError:
             raise NoNode(504, "node_silent", f"{node} did not say within {REST_S:g} s that it does") from None
         finally:
-            self._rests -= 1
+            self._cordoning -= 1
 
-    async def _rested(self, node: str, resting: bool) -> dict[str, Any]:
-        """Asked once only: a message to one who is up arrives, or he is not up any more."""
+    async def _set_cordon(self, node: str, resting: bool) -> dict[str, Any]:
+        """Send the command once and wait: a message to a node that is up arrives, or the node goes down."""
         if not self._is_there(node):
             raise NoNode(503, "node_down", f"{node} does not answer")
         self._watching.rest(node, resting)
@@ -175,12 +175,12 @@ class Overview:
             await asyncio.sleep(POLL_S)
         return next(told_node(self.seen(), each) for each in self._listed if each.name == node)
 
-    def _rests_already(self, node: str) -> bool:
+    def _is_cordoned(self, node: str) -> bool:
         report = self.seen().report(node)
         return report is not None and report.resting
 
     def _other_conductors(self, node: str) -> list[str]:
-        """Those that gateways would ask in its place, as far as is known."""
+        """Return the conductors that gateways would use in place of this one, as far as is known."""
         seen = self.seen()
         others = [each.name for each in self._listed if each.role == "conductor" and each.name != node]
         resting = [name for name in others if (report := seen.report(name)) is not None and report.draining]

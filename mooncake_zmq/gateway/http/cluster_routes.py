@@ -18,21 +18,21 @@ from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, server_sent
 from mooncake_zmq.gateway.requests.traces import MAX_TRACES, Traces
 
 MAX_ONLOOKERS = 16
-"""Clients of `/cluster/events` at once; a further one is answered 503."""
+"""Limit on the clients of `/cluster/events`; a further one is answered 503."""
 LONGEST_S = 300.0
 HEADERS = [(name.encode(), value.encode()) for name, value in EVENT_STREAM.items()]
 HangUp = Callable[[Scope, Receive], Awaitable[None]]
 
 
 class Events:
-    """GET /cluster/events: the picture each second, until the client goes, the gateway drains, or `LONGEST_S` are over: then it
-    comes again, and shows a key that may have been taken away since."""
+    """GET /cluster/events: a snapshot each second, until the client disconnects, the gateway drains, or `LONGEST_S` have
+    passed. The client then connects again, so that a key that was revoked ends its access."""
 
     def __init__(self, overview: Overview, draining: Callable[[], bool], send_timeout_s: float, hang_up: HangUp) -> None:
         self._overview, self._draining = overview, draining
         self._send_timeout_s, self._hang_up = send_timeout_s, hang_up
         self._onlookers = 0
-        self._told: dict[str, Any] = {}
+        self._sent: dict[str, Any] = {}
         self._event = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,14 +59,14 @@ class Events:
             self._onlookers -= 1
 
     def _said(self) -> bytes:
-        """The picture as it is now; all clients are sent the same bytes."""
-        told = self._overview.picture()
-        if told is not self._told:
-            self._told, self._event = told, server_sent(told)
+        """Return the current snapshot as an event; all clients are sent the same bytes."""
+        snapshot = self._overview.picture()
+        if snapshot is not self._sent:
+            self._sent, self._event = snapshot, server_sent(snapshot)
         return self._event
 
     async def _write(self, send: Send, message: Message) -> None:
-        """A client that takes nothing for long is as good as gone."""
+        """Send a message. A client that accepts nothing within the timeout counts as gone."""
         async with asyncio.timeout(self._send_timeout_s):
             await send(message)
 
@@ -78,7 +78,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 def routes(overview: Overview, traces: Traces, events: Events) -> list[Route]:
-    """What `gateway.http.auth` keeps for operators."""
+    """Return the routes that `gateway.http.auth` restricts to operators."""
 
     async def cluster(_request: Request) -> Response:
         await overview.look()

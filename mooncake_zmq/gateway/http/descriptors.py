@@ -41,7 +41,7 @@ class Reserve:
 
 
 def within_files(wanted: int, reserved: int) -> int:
-    """As many connections as the process may have beside what it has open now and `reserved` files more."""
+    """Return the number of connections that the process may have beside its open files and `reserved` further ones."""
     reserved += len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted + reserved:

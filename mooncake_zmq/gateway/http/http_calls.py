@@ -1,7 +1,7 @@
 """The edge between HTTP calls and the gateway's actor: limits, request ids, mailboxes. It never waits for a peer.
 
-Everything here runs on one asyncio loop, the loop to which the runtime is attached: no locks. An HTTP call whose body is here
-holds its slots and its requests in a `Call`; leaving the call, in whatever way, cancels what has not ended.
+Everything here runs without locks on one asyncio loop, to which the runtime is attached. An HTTP call whose body is complete
+holds its slots and its requests in a `Call`; leaving the call cancels the requests that have not ended.
 """
 
 import asyncio
@@ -32,56 +32,56 @@ from mooncake_zmq.gateway.settings import EdgeSettings
 
 OUTPUTS_AT_ONCE = 256
 BUFFERED_OF_EACH = 8
-"""Tokens of each choice that may wait for a reader, however much comes with them."""
+"""Tokens of each choice that may always wait for a reader, even with many probabilities."""
 LINES_AT_ONCE = 32
-"""Of the log, in a turn of the loop: some 40 us each."""
+"""Log lines written in one turn of the loop: each takes about 40 us."""
 ENDS = (Finished, Failed)
 AwaitedT = TypeVar("AwaitedT")
 _log = structlog.get_logger("gateway")
 
 
 class Backing(Watching, Protocol):
-    """What the edge asks of the process it is the face of. Called on the loop; every method returns at once."""
+    """Interface of the process to its edge. The loop calls its methods, and each returns at once."""
 
     def inject(self, event: FromClient) -> None:
-        """Give the actor an event. Its effects may come back through `Edge.deliver` before this returns."""
+        """Pass an event to the actor. Its effects may arrive at `Edge.deliver` before this returns."""
 
     def peers(self) -> Mapping[str, Hello]:
-        """The peers in conversation with this gateway: `Session.up_peers`."""
+        """Return the peers with a session to this gateway: `Session.up_peers`."""
 
     def refusals(self) -> Mapping[str, str]:
-        """Why a peer was refused, by name: `Session.refusals`."""
+        """Return the reasons why peers were refused, by name: `Session.refusals`."""
 
     def cluster(self) -> ClusterView:
-        """What the conductor told of the cluster: `Requests.cluster`."""
+        """Return what the conductor reported of the cluster: `Requests.cluster`."""
 
     def counts(self) -> Mapping[str, float]:
-        """Monotonic counters of actor, session and runtime, named as `Actor.counts` says."""
+        """Return the monotonic counters of actor, session and runtime, named as `Actor.counts` says."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Current levels, named likewise."""
+        """Return the current levels, named like the counters."""
 
     def resting(self) -> bool:
-        """An operator wants this gateway to take no new calls, for a while."""
+        """Return whether an operator cordoned this gateway: it accepts no new calls."""
 
     def is_listening(self) -> bool:
-        """Whether the process accepts connections."""
+        """Return whether the process accepts connections."""
 
     def call_later(self, write: Callable[[], None]) -> None:
-        """Call `write` soon, when the clients of what ended now have their answers."""
+        """Call `write` soon, after the answers that just ended have been sent."""
 
 
 class Full(Exception):
-    """No slot is free, there is no memory for a body, or the gateway drains or rests: HTTP 503 with Retry-After."""
+    """No slot is free, there is no memory for a body, or the gateway drains or is cordoned: HTTP 503 with Retry-After."""
 
 
 class HungUp(Exception):
-    """The client is gone; there is nobody to answer."""
+    """The client has disconnected: no answer can be sent."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """One request in the actor's hands."""
+    """One request that the actor has and that has not ended."""
 
     call: "Call"
     index: int
@@ -89,7 +89,7 @@ class _Open:
 
 
 class Edge:
-    """Between many HTTP calls and one actor."""
+    """The edge of one gateway: it connects many HTTP calls with one actor."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class Edge:
         about: Mapping[str, Any] | None = None,
         export: Callable[[Account, Names], None] = lambda account, names: None,
     ) -> None:
-        """`max_open`: requests that the actor takes at once. `tenants`: who may call; None: this machine, or with
-        `allow_open` everybody. `listed`: the nodes of the deployment. `about`: more for /cluster. `export` is given each
-        request that is over."""
+        """Open an edge. `max_open`: requests that the actor takes at once. `tenants`: those that may call; None: any caller on
+        this machine, or with `allow_open` on any machine. `listed`: the nodes of the deployment. `about`: further fields of
+        /cluster. `export`: called with each request that ended."""
         self.tenants = tenants
         self.allow_open = allow_open
         self.name = name
@@ -124,23 +124,23 @@ class Edge:
         self._unwritten: deque[tuple[Account, Names]] = deque()
         self._will_write = False
         self.traces = Traces()
-        """The last requests that are over."""
+        """The last requests that ended."""
         self.counts: dict[str, float] = {}
         """Counters of the edge itself, named as the actor's are."""
         self.parts: dict[str, Mapping[str, float]] = {}
-        """Those of what works for it, each named by its part."""
+        """Counters of the edge's components, by component."""
         self._id_prefix = f"{name}-{incarnation:x}"
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
-        self._to_tell: list[Call] = []
+        self._with_outputs: list[Call] = []
         self._max_open = max_open
         self._slots_taken = 0
         self.bodies = 0
-        """Calls whose body is coming in, or is not a request yet."""
+        """Calls whose body is being received or parsed."""
         self.reading_bytes = 0
-        """What the long ones among these hold: zero when idle."""
+        """Bytes of the long bodies among them: zero when idle."""
         self.held_scores = 0
-        """Probabilities that answers which are not streamed may come to: zero when idle."""
+        """Probabilities for which answers without streaming have reserved room: zero when idle."""
 
     def _metrics(self) -> EdgeMetrics:
         return EdgeMetrics(
@@ -165,32 +165,32 @@ class Edge:
         )
 
     def reading(self) -> "Reading":
-        """A new HTTP call whose body is to be read; raises Full if it could not be served now."""
+        """Begin to read the body of a new HTTP call. Raises Full if the call could not be served now."""
         self._check_room(1)
         return Reading(self)
 
     def call(self) -> "Call":
-        """Take a slot for an HTTP call that is whole; raises Full."""
+        """Take a slot for an HTTP call whose body is complete. Raises Full."""
         return Call(self)
 
     def tell(self, call: "Call") -> None:
-        """Have a call tell its client what came, once the runtime's turn is over."""
-        if not self._to_tell:
-            asyncio.get_running_loop().call_soon(self._tell_all)
-        self._to_tell.append(call)
+        """Have a call send its client what arrived, once the runtime's turn is over."""
+        if not self._with_outputs:
+            asyncio.get_running_loop().call_soon(self._process_all)
+        self._with_outputs.append(call)
 
-    def _tell_all(self) -> None:
-        calls, self._to_tell = iter(self._to_tell), []
+    def _process_all(self) -> None:
+        calls, self._with_outputs = iter(self._with_outputs), []
         try:
             for call in calls:
                 call.tell()
-        finally:  # an error is of one call alone: the others are told in the next turn
+        finally:  # an error concerns one call alone: the others follow in the next turn
             if rest := list(calls):
-                self._to_tell = rest + self._to_tell
-                asyncio.get_running_loop().call_soon(self._tell_all)
+                self._with_outputs = rest + self._with_outputs
+                asyncio.get_running_loop().call_soon(self._process_all)
 
     def deliver(self, effect: ToClient) -> None:
-        """The actor has something for a client. What comes after a cancel is dropped."""
+        """Pass an output of the actor to its call. Outputs after a cancel are dropped."""
         request = self._open.get(effect.request_id)
         if request is None:
             self.count("edge_outputs_dropped")
@@ -202,19 +202,19 @@ class Edge:
         request.call.receive(request.index, output)
 
     def ended(self, account: Account) -> None:
-        """A request is over, in whatever way: a trace for whoever asks, and one line in the log."""
+        """Keep the trace of a request that ended, export it, and write one line in the log."""
         names = self.traces.end(account)
         self._export(account, names)
         self._unwritten.append((account, names))
         self._write_later()
 
     def close(self) -> None:
-        """Write what is still to be written."""
+        """Write the log lines that are left."""
         while self._unwritten:
             self._write_line()
 
     def _write_later(self) -> None:
-        """The end of an answer does not wait for its line in the log."""
+        """Write log lines later, so that the end of an answer does not wait for them."""
         if self._unwritten and not self._will_write:
             self._will_write = True
             self.backing.call_later(self._write_some)
@@ -229,26 +229,26 @@ class Edge:
 
     def _write_line(self) -> None:
         account, names = self._unwritten.popleft()
-        told = {"id": account.request_id, "x_request_id": names.client_id, "trace_id": names.trace_id}
-        _log.info("request", **told, **line(account))
+        ids = {"id": account.request_id, "x_request_id": names.client_id, "trace_id": names.trace_id}
+        _log.info("request", **ids, **line(account))
 
     def drain(self) -> None:
-        """Refuse new calls; the open ones go on. The actor hears of it from the runtime."""
+        """Refuse new calls; the open ones continue. The runtime informs the actor."""
         self.draining = True
 
     def tells_reuse(self, salt: str | None) -> bool:
-        """May a client learn how much of its prompt was cached? Not where that tells what strangers have asked: of those that
-        share its salt with it, or its machine, it may know. Time tells too, which is why there are salts."""
+        """Return whether a client may learn how much of its prompt was cached. It may not where that reveals the prompts of
+        strangers, but it may of callers with its salt or on its machine. Timing reveals it too: salts prevent that."""
         return bool(salt) or self.tenants is not None or not self.allow_open
 
     @property
     def turns_away(self) -> bool:
-        """It takes no new calls: its process ends, or rests."""
+        """Whether new calls are refused: the gateway drains or is cordoned."""
         return self.draining or self.backing.resting()
 
     @property
     def open_requests(self) -> int:
-        """Requests in the actor's hands: zero when idle."""
+        """Requests that the actor has and that have not ended: zero when idle."""
         return len(self._open)
 
     @property
@@ -257,30 +257,31 @@ class Edge:
         return self._slots_taken
 
     def waiting_and_running(self) -> tuple[int, int]:
-        """Requests without and with a first token."""
+        """Return the number of requests without and with a first token."""
         running = sum(request.times.first_token_at is not None for request in self._open.values())
         return len(self._open) - running, running
 
     def status(self) -> str:
-        """Whether the cluster can serve, as far as this gateway knows: "ok", or why not."""
+        """Return "ok" if the cluster can serve, as far as this gateway knows, else the reason why not."""
         return "draining" if self.turns_away else self.cluster_status()
 
     def cluster_status(self) -> str:
-        """The same, whether or not this gateway takes calls."""
+        """Return the cluster's status, whether or not this gateway accepts calls."""
         return "unavailable" if self.missing() else "ok" if self.backing.cluster().ready else "starting"
 
     @property
     def may_open(self) -> bool:
-        """Has it met all that a request needs, whoever of them rests: it is there then, to have them serve again?"""
+        """Whether all roles that a request needs are connected. Cordoned nodes count: an operator uncordons them through an
+        open gateway."""
         return self.backing.cluster().ready and not missing_roles(self.backing.peers().values())
 
     def missing(self) -> list[str]:
-        """Roles that nobody has who takes requests."""
+        """Return the roles of which no node accepts requests."""
         closed = self.backing.cluster().closed
         return missing_roles(hello for name, hello in self.backing.peers().items() if name not in closed)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether the cluster can serve, what is missing, and what is not as it should be."""
+        """Return whether the cluster can serve, and details: missing roles, degraded nodes, peers."""
         up: dict[str, list[str]] = {"conductor": [], "prefill": [], "decode": []}
         for name, hello in self.backing.peers().items():
             if hello.role != "gateway":
@@ -304,12 +305,12 @@ class Edge:
         return ok, detail
 
     def own_counts(self) -> dict[str, float]:
-        """Without the actor's."""
+        """Return the counters of the edge and its components, without the actor's."""
         parts = {f"{part}_{name}": value for part, counts in self.parts.items() for name, value in counts.items()}
         return {**self.counts, **parts, **(self.tenants.counts() if self.tenants is not None else {})}
 
     def own_gauges(self) -> dict[str, float]:
-        """Without the actor's; all but the last zero when idle."""
+        """Return the levels of the edge, without the actor's. All but the last are zero when idle."""
         levels = {
             "edge_open_requests": self.open_requests,
             "edge_slots_taken": self.slots_taken,
@@ -321,14 +322,14 @@ class Edge:
         return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
 
     def new_id(self) -> str:
-        """Unique among all lives of all gateways."""
+        """Return a request id that is unique among all incarnations of all gateways."""
         return f"{self._id_prefix}-{next(self._numbers):x}"
 
     def count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
 
     def take_slots(self, wanted: int) -> None:
-        """Raises Full."""
+        """Take slots for a call. Raises Full."""
         self._check_room(wanted)
         self._slots_taken += wanted
 
@@ -345,7 +346,7 @@ class Edge:
         assert self._slots_taken >= 0
 
     def open(self, call: "Call", ids: Sequence[str], first_index: int, requests: Sequence[ClientRequest]) -> None:
-        """Requests for answers to one prompt, the first of which tells the actor of the others."""
+        """Pass the requests for answers to one prompt to the actor: the first of them lists the others as its siblings."""
         prompt_tokens = len(requests[0].tokens) // 4
         for index, request_id in enumerate(ids, first_index):
             self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, prompt_tokens))
@@ -357,20 +358,20 @@ class Edge:
         self.backing.inject(FromClient(ids[0], first))
 
     def cancel(self, request_id: str, finished_reason: str) -> None:
-        """Cancel at every hop, unless it has ended. `finished_reason`: as the metrics shall count it."""
+        """Cancel a request at every hop, unless it has ended. `finished_reason`: the label under which metrics count it."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self.metrics.count_end(request.times, finished_reason, self.clock())
             self.backing.inject(FromClient(request_id, ClientGone()))
 
     def stop(self, request_id: str) -> None:
-        """A stop string was found: the actor cancels the rest and still gives its account."""
+        """End an answer in which a stop string was found: the actor cancels the rest and still sends `Finished`."""
         if request_id in self._open:
             self.backing.inject(FromClient(request_id, StopFound()))
 
 
 class Reading:
-    """One body while it comes in and is made into requests: its share of `max_reading_bytes`."""
+    """One body while it is received and parsed: it holds its share of `max_reading_bytes`."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -386,7 +387,7 @@ class Reading:
         self._edge.reading_bytes -= self._held_bytes
 
     def add(self, count_bytes: int) -> None:
-        """So many bytes more have come; raises Full. Short bodies are not counted: connections are."""
+        """Count further bytes of the body. Raises Full. Short bodies do not count: the limit on connections covers them."""
         edge = self._edge
         self._bytes += count_bytes
         held = self._bytes if self._bytes > edge.settings.short_body_bytes else 0
@@ -412,32 +413,32 @@ class Call:
         self._outputs: list[tuple[int, ClientOutput]] = []
         self._waiting: asyncio.Future[None] | None = None
         self._nudged = False
-        self._is_told = False
+        self._is_queued = False
         self._broken = False
-        """The shortcut raised: what of these outputs was said is not known."""
+        """Whether the shortcut raised: which of its outputs were sent is unknown."""
         self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = _wants_none
-        """Takes outputs at once, while nobody takes any from here; False: it does not want these."""
+        """Takes outputs at once while a reader waits. It returns False to leave them to the reader."""
         self._max_buffered = edge.settings.max_buffered_outputs
         self._held_scores = 0
         self._gone = False
         self._awaited: asyncio.Future[Any] | None = None
-        """What is of no use without the client."""
+        """Work that is cancelled when the client disconnects."""
         self._too_slow = False
         self.names: Names | None = None
-        """What its requests are found by; None: by an id of our own."""
+        """Names of its requests; None: an id of the edge's own."""
         self.began_at = edge.clock()
 
     def __enter__(self) -> "Call":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.shortcut = _wants_none  # it may know this call: neither is to wait for the collector of cycles, with its prompt
+        self.shortcut = _wants_none  # it may refer to this call: break the cycle, so that the prompt is freed at once
         self._cancel_all("abort")
         self._edge.held_scores -= self._held_scores
         self._edge.give_slots(self.slots)
 
     def hold(self, scores: int) -> None:
-        """It may keep so many probabilities until its answer is whole; raises Full."""
+        """Reserve room for the probabilities that are kept until the answer is complete. Raises Full."""
         edge = self._edge
         if edge.held_scores + scores > edge.settings.max_held_scores:
             edge.count("edge_rejected[reason=scores]")
@@ -446,15 +447,15 @@ class Call:
         self._held_scores += scores
 
     def submit(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
-        """Hand the choices to the actor, `each` in a row being for one prompt; raises Full when they are more than there are
-        slots, HungUp when nobody waits."""
+        """Pass the choices to the actor, of which `each` in a row have one prompt. Raises Full if there are too few slots, and
+        HungUp if the client has disconnected."""
         if self._gone:
             raise HungUp
         self._edge.take_slots(len(requests) - 1)
         self.slots += len(requests) - 1
-        if told := requests[0].sampling.logprobs:
+        if likeliest := requests[0].sampling.logprobs:
             self._max_buffered = min(
-                self._max_buffered, max(BUFFERED_OF_EACH * len(requests), self._max_buffered // (1 + told))
+                self._max_buffered, max(BUFFERED_OF_EACH * len(requests), self._max_buffered // (1 + likeliest))
             )
         names = self.names or Names(self._edge.new_id())
         self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
@@ -464,7 +465,7 @@ class Call:
                 self._edge.open(self, self._ids[index : index + each], index, requests[index : index + each])
 
     def receive(self, index: int, output: ClientOutput) -> None:
-        """From the edge. A reader that lags too far behind loses everything but an explicit error."""
+        """Take an output from the edge. A reader that lags too far behind gets only an error."""
         if len(self._outputs) >= self._max_buffered and not self._too_slow:
             self._too_slow = True
             self._edge.count("edge_clients_too_slow")
@@ -472,14 +473,14 @@ class Call:
             self._outputs = [(index, Failed(status=503, code="client_too_slow", message="the client reads too slowly"))]
         if not self._too_slow:
             self._outputs.append((index, output))
-        if self._waiting is not None and not self._is_told:
-            self._is_told = True
+        if self._waiting is not None and not self._is_queued:
+            self._is_queued = True
             self._edge.tell(self)
 
     def tell(self) -> None:
-        """From the edge, once for all that came in a turn of the runtime: past the reader if that can be, else he is woken."""
-        self._is_told = False
-        outputs, self._outputs = self._outputs, []  # more may come while these are looked at
+        """Process all outputs of one turn of the runtime: the shortcut takes them if it can, else the reader is woken."""
+        self._is_queued = False
+        outputs, self._outputs = self._outputs, []  # more may arrive while these are processed
         taken: bool | None = None
         try:
             taken = self._waiting is not None and 0 < len(outputs) <= OUTPUTS_AT_ONCE and self.shortcut(outputs)
@@ -490,9 +491,9 @@ class Call:
                 self._wake()
 
     async def take(self) -> list[tuple[int, ClientOutput]]:
-        """What has come, in order; nothing only after a nudge. Raises HungUp when the client is gone, RuntimeError after an
-        error in the shortcut, which the loop tells of. Of a reader that lagged no more at once than keeps the loop for a few
-        milliseconds."""
+        """Wait for outputs and return them in order, or none after a nudge. Raises HungUp if the client has disconnected, and
+        RuntimeError after an error in the shortcut, which the loop logs. A reader that lagged gets them in batches that take
+        the loop a few milliseconds each."""
         if self._outputs:
             await asyncio.sleep(0)
         while not self._outputs and not self._gone and not self._nudged:
@@ -510,7 +511,7 @@ class Call:
         return outputs
 
     def nudge(self) -> None:
-        """Whoever takes shall come back, with nothing if there is nothing."""
+        """Wake the reader, even if there is no output."""
         self._nudged = True
         self._wake()
 
@@ -521,16 +522,16 @@ class Call:
 
     @property
     def name(self) -> str:
-        """What its requests are one call by: the first one's id."""
+        """Name of the call: the id of its first request."""
         return self._ids[0]
 
     @property
     def gone(self) -> bool:
-        """Has the client hung up? Any thread may ask."""
+        """Whether the client has disconnected. Any thread may read it."""
         return self._gone
 
     async def unless_gone(self, awaited: asyncio.Future[AwaitedT]) -> AwaitedT:
-        """Its result, while the client waits for that: else it is cancelled, and HungUp raised at once."""
+        """Return the result. If the client disconnects meanwhile, cancel the work and raise HungUp at once."""
         if self._gone:
             awaited.cancel()
         self._awaited = awaited
@@ -544,7 +545,7 @@ class Call:
             self._awaited = None
 
     def hang_up(self) -> None:
-        """The client is gone."""
+        """Cancel everything, because the client has disconnected."""
         self._gone = True
         if self._awaited is not None:
             self._awaited.cancel()
@@ -552,7 +553,7 @@ class Call:
         self._wake()
 
     def stop(self, index: int) -> None:
-        """A stop string ended this choice: the rest of it is not wanted."""
+        """End a choice in which a stop string was found."""
         self._edge.stop(self._ids[index])
 
     def _cancel_all(self, finished_reason: str) -> None:

@@ -17,22 +17,22 @@ from mooncake_zmq.gateway.openai.errors import RequestError, quoted
 LOCAL = "localhost"
 PASSED_ON = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 """Headers of proxies. One that sends none of them is nginx as it comes, which speaks HTTP/1.0."""
-TELLING_PATHS = ("/cluster", "/trace")
+CLUSTER_PATHS = ("/cluster", "/trace")
 """Paths that show which prompts are cached and how much of each was reused, with all paths below them."""
 READS = ("GET", "HEAD", "OPTIONS")
-"""Methods by which nothing is made; another site's page cannot read what they answer."""
+"""Methods without effects; a page of another site cannot read their answers."""
 
 
 def check_caller(scope: Scope, headers: Mapping[str, str], *, allow_open: bool, origins: Sequence[str]) -> None:
     """Check any call where there are no keys. `origins`: sites whose pages may call. Raises RequestError."""
     if allow_open:
-        if is_below(scope["path"], TELLING_PATHS) and not _is_of_this_machine(scope, headers):
+        if is_below(scope["path"], CLUSTER_PATHS) and not _is_of_this_machine(scope, headers):
             raise _refusal(f"without API keys {quoted(scope['path'])} is for callers on the gateway's own machine")
         return
     host, origin = headers.get("host", ""), headers.get("origin", "")
     if host and not _names_this_machine(host):
-        told = f"without API keys this gateway is called by a loopback address or localhost, not as {quoted(host)}"
-        raise _refusal(f"{told}: see gateway.api_keys and gateway.allow_open")
+        why = f"without API keys this gateway is called by a loopback address or localhost, not as {quoted(host)}"
+        raise _refusal(f"{why}: see gateway.api_keys and gateway.allow_open")
     may_ask = not origin or scope["method"] in READS or "*" in origins or origin in origins
     if not may_ask and not _is_own_page(origin, host):
         raise _refusal(f"pages of {quoted(origin)} may not call this gateway: see gateway.cors_origins")
@@ -58,7 +58,7 @@ def _client(scope: Scope) -> str:
 
 
 def _is_of_this_machine(scope: Scope, headers: Mapping[str, str]) -> bool:
-    """By whichever of its addresses."""
+    """Return whether the caller is on this machine, at any of its addresses."""
     server: Any = scope.get("server") or (None,)
     client = _client(scope)
     return (_is_local(client) or client == server[0]) and not _is_passed_on(scope, headers)

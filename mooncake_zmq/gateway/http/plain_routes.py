@@ -19,7 +19,7 @@ from mooncake_zmq.gateway.openai.errors import unknown_model
 from mooncake_zmq.gateway.served_model import ServedModel
 
 SCRAPE_EVERY_S = 0.1
-"""A page of metrics is made at most this often, however many ask: it takes milliseconds, in which no stream goes on."""
+"""Shortest time between two pages of metrics, however many scrapers read: a page takes milliseconds, in which streams wait."""
 
 
 def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -28,7 +28,7 @@ def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, st
 
 
 def routes(edge: Edge) -> list[Route]:
-    """All of them."""
+    """Return all of these routes."""
     model, health = _Model(edge.model), partial(_health, edge)
     return [
         Route("/", partial(_front, edge.model)),

@@ -1,5 +1,7 @@
-"""A gateway that is to rest leaves the address that it shares first, as long as others serve there: the kernel deals newcomers
-to all that listen. Where none does it stays, and says itself that it takes no calls: whoever has it serve again must reach one.
+"""Listening on an address that several gateways share, between which the kernel distributes new connections.
+
+A cordoned gateway first stops listening there, if other gateways serve the address. If none does, it keeps listening and
+refuses calls itself, because an operator needs a gateway to uncordon it.
 """
 
 import socket
@@ -12,24 +14,24 @@ from mooncake_zmq.core.messages import Report
 from mooncake_zmq.core.watch import EVERY_S, STALE_S
 from mooncake_zmq.gateway.requests.cluster_snapshot import Seen
 
-if TYPE_CHECKING:  # all roles read this module, and only a gateway has what a door needs
+if TYPE_CHECKING:  # all roles import this module, and only a gateway has the dependencies of an acceptor
     from mooncake_zmq.gateway.http.acceptor import Door
 
 LEAVE_S = 1.0
-"""Between leaving a shared address and turning calls away: whoever was let in last has said what he wants."""
+"""Time between leaving a shared address and refusing calls: the last connections have sent their calls by then."""
 FRESH_S = 2.5 * EVERY_S
-"""No older may be the report of one to whom the address is left."""
+"""Greatest age of a report of another gateway that shows that it serves the address."""
 DECIDE_S = 2 * EVERY_S
-"""For how long the others are given to report; calls are served meanwhile."""
+"""Time that other gateways have to report; calls are served meanwhile."""
 LISTENING = "edge_listening"
-"""The gauge of a gateway that lets in who comes."""
+"""Gauge that shows whether a gateway accepts connections."""
 
 log = structlog.get_logger("gateway")
 
 
 class SharedAddress:
-    """`others`: gateways that may listen there too. `listen`: a new listener; raises OSError, and is tried again. `deserted`:
-    does nobody at all listen there, as the kernel knows at once?"""
+    """An address that this gateway may share. `others`: gateways that may listen there too. `listen` opens a new listener;
+    after an OSError it is tried again. `deserted` returns whether no process listens there, which the kernel knows at once."""
 
     def __init__(
         self,
@@ -38,15 +40,15 @@ class SharedAddress:
         listen: Callable[[], socket.socket],
         deserted: Callable[[], bool],
     ) -> None:
-        self._door, self._others, self._listen, self._deserted = door, others, listen, deserted
+        self._acceptor, self._others, self._listen, self._deserted = door, others, listen, deserted
         self._asked_at: float | None = None
         self._left_at: float | None = None
         self._alone_at = float("-inf")
-        """Nobody listened there then: what was heard before says nothing."""
+        """When no process listened there: older reports do not count."""
         self._failed = False
 
     def mind(self, resting: bool, look: Callable[[], Seen]) -> bool:
-        """Now and then: leave, come back, or neither. Whether whoever comes all the same is to be turned away."""
+        """Leave the address, return to it, or neither; called at intervals. Return whether new calls are refused."""
         if not resting:
             self._asked_at = None
             self._come_back()
@@ -56,13 +58,13 @@ class SharedAddress:
         self._choose(seen)
         if self._left_at is not None:
             return seen.now - self._left_at >= LEAVE_S
-        return seen.now - self._asked_at >= DECIDE_S or self._have_told(seen)
+        return seen.now - self._asked_at >= DECIDE_S or self._have_reported(seen)
 
     def _choose(self, seen: Seen) -> None:
         if self._left_at is None:
             if any(map(_serves, self._reports(seen, FRESH_S))):
                 self._left_at = seen.now
-                self._door.leave()
+                self._acceptor.leave()
             return
         if self._deserted():
             self._alone_at = seen.now
@@ -80,13 +82,13 @@ class SharedAddress:
             self._failed = True
             return
         self._left_at, self._failed = None, False
-        self._door.enter(listener)
+        self._acceptor.enter(listener)
 
-    def _have_told(self, seen: Seen) -> bool:
+    def _have_reported(self, seen: Seen) -> bool:
         return len(self._reports(seen, FRESH_S)) == sum(name in seen.peers for name in self._others)
 
     def _reports(self, seen: Seen, within_s: float) -> list[Report]:
-        """What the others say of themselves, as far as it still counts."""
+        """Return the reports of other gateways that still count."""
         since = max(self._alone_at, seen.now - within_s)
         reports = [seen.report(name) for name in self._others if name in seen.heard and seen.heard[name].at > since]
         return [report for report in reports if report is not None]

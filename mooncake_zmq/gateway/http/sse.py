@@ -1,4 +1,4 @@
-"""A reply on its way to a client that reads it as it grows."""
+"""A reply as a stream of server-sent events."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,24 +12,24 @@ from mooncake_zmq.gateway.openai.responses import DONE, KEEP_ALIVE, Reply, serve
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
-Told = Callable[[Reply, Callable[[], bytes]], Awaitable[bytes]]
-"""Writes what there is of a reply, perhaps elsewhere."""
+Encode = Callable[[Reply, Callable[[], bytes]], Awaitable[bytes]]
+"""A function that writes the new part of a reply, perhaps in a thread."""
 
 
 class Stuck(Exception):
-    """A client takes nothing any more, but its connection is open."""
+    """A client does not read any more, but its connection is open."""
 
 
 class Stream:
-    """A reply as server-sent events. Nothing is sent before there is something to say, so an early failure keeps its status;
-    unless that is long in coming."""
+    """A reply as server-sent events. Nothing is sent before the first output, so that an early failure has its own status,
+    unless the first output takes long."""
 
-    def __init__(self, call: Call, reply: Reply, scope: Scope, send: Send, told: Told, settings: EdgeSettings) -> None:
+    def __init__(self, call: Call, reply: Reply, scope: Scope, send: Send, encode: Encode, settings: EdgeSettings) -> None:
         self._call = call
         self._reply = reply
         self._send = send
         self._push: Callable[[bytes], bool] = scope["state"].get("push", _never)
-        self._told = told
+        self._encode = encode
         self._settings = settings
         self._begun = False
         self._loop = asyncio.get_running_loop()
@@ -43,13 +43,13 @@ class Stream:
         self._look()
         try:
             async with self._limit:
-                await self._tell()
+                await self._send_reply()
         except TimeoutError:
             raise Stuck from None
         finally:
             self._timer.cancel()
 
-    async def _tell(self) -> None:
+    async def _send_reply(self) -> None:
         reply = self._reply
         try:
             while not reply.done:
@@ -64,8 +64,8 @@ class Stream:
         await self._say(usage + DONE, last=True)
 
     async def _next(self) -> list[tuple[int, ClientOutput]]:
-        """The next outputs; while none come that say anything, something now and then that is none: a prompt is computed, or an
-        answer goes on elsewhere."""
+        """Return the next outputs, and send comments at intervals until they arrive: the prompt may be in computation, or
+        another attempt may be starting."""
         while True:
             outputs = await self._call.take()
             unsaid, self._unsaid = self._unsaid, b""
@@ -94,8 +94,8 @@ class Stream:
         return True
 
     def _look(self) -> None:
-        """One timer for all the times of a stream, set again only when it fires: to set one for each token, and to take it
-        back, would cost as much as the token."""
+        """Check the stream's timeouts, with one timer that is set again only when it fires: setting and cancelling a timer for
+        each token would cost as much as the token."""
         now, settings = self._loop.time(), self._settings
         due = now + settings.send_timeout_s
         if self._writing_since is not None:
@@ -118,7 +118,7 @@ class Stream:
         await self._write({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def _news(self) -> bytes:
-        return await self._told(self._reply, self._reply.news)
+        return await self._encode(self._reply, self._reply.news)
 
     async def _say(self, events: bytes, *, last: bool = False) -> None:
         if not events:

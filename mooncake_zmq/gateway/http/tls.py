@@ -26,7 +26,8 @@ OTHERS_MAY_READ, OTHERS_MAY_WRITE = 0o004, 0o022
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Where they are. `given`: systemd gave them, and lets the service read them by an ACL that shows as a permission."""
+    """Paths of a certificate and its key. `given`: systemd passed them, readable by an ACL that looks like a file
+    permission."""
 
     certificate: Path
     key: Path
@@ -45,13 +46,13 @@ class Tls:
     """`context` is for connections that begin; `refresh` is for the thread that looks at it."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises KeysError."""
+        """Read the files. Raises KeysError."""
         self._files = files
         self._seen = _identities(files)
         self.context = load(files)
 
     def refresh(self) -> None:
-        """Follow a change of either file. While they do not fit together, or cannot be used, things stay as they were."""
+        """Follow a change of either file. As long as the files do not match or are invalid, the last context stays."""
         seen = _identities(self._files)
         if seen == self._seen:
             return
@@ -78,7 +79,7 @@ def tls_files_of(certificate: str, key: str) -> TlsFiles | None:
 
 
 def load(files: TlsFiles) -> ssl.SSLContext:
-    """The context by which a gateway speaks TLS. Raises KeysError."""
+    """Return the context for a gateway's TLS. Raises KeysError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
@@ -97,12 +98,12 @@ def load(files: TlsFiles) -> ssl.SSLContext:
                 raise KeysError(f"{path}: everybody can read it: chmod o-r it, and have a new key certified")
             paths.append(f"/proc/self/fd/{fd}")
         try:
-            context.load_cert_chain(paths[0], paths[1], password=_ask_nobody)
+            context.load_cert_chain(paths[0], paths[1], password=_no_password)
         except ssl.SSLError as error:
-            told = f"they are no PEM files of a certificate and its private key ({error.reason or 'not readable'})"
+            why = f"they are no PEM files of a certificate and its private key ({error.reason or 'not readable'})"
             if error.reason == "KEY_VALUES_MISMATCH":
-                told = "the key is not that of the certificate"
-            raise KeysError(f"{files.certificate} and {files.key}: {told}") from None
+                why = "the key is not that of the certificate"
+            raise KeysError(f"{files.certificate} and {files.key}: {why}") from None
     return context
 
 
@@ -116,7 +117,8 @@ def trusting(certificate: Path) -> ssl.SSLContext:
 
 
 def presented(files: TlsFiles) -> Presented:
-    """By a handshake in memory: whether clients would take it today. Raises KeysError."""
+    """Return what clients see of a certificate. A handshake in memory checks that they would accept it now. Raises
+    KeysError."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = load(files).wrap_bio(outgoing, incoming, server_side=True)
     client = trusting(files.certificate).wrap_bio(incoming, outgoing)
@@ -127,9 +129,9 @@ def presented(files: TlsFiles) -> Presented:
         raise KeysError(f"{files.certificate}: {error.verify_message}") from None
     except ssl.SSLError as error:
         raise KeysError(f"{files.certificate}: {error.reason}") from None
-    told: Any = client.getpeercert() or {}
-    names = tuple(str(name) for _, name in told.get("subjectAltName", ()))
-    return Presented(names, ssl.cert_time_to_seconds(told["notAfter"]))
+    certificate: Any = client.getpeercert() or {}
+    names = tuple(str(name) for _, name in certificate.get("subjectAltName", ()))
+    return Presented(names, ssl.cert_time_to_seconds(certificate["notAfter"]))
 
 
 def _go_on(side: ssl.SSLObject) -> None:
@@ -137,8 +139,8 @@ def _go_on(side: ssl.SSLObject) -> None:
         side.do_handshake()
 
 
-def _ask_nobody() -> NoReturn:
-    """OpenSSL would ask at the terminal, and wait."""
+def _no_password() -> NoReturn:
+    """Fail instead of letting OpenSSL wait for a password at the terminal."""
     raise KeysError("the TLS key is encrypted: give an unencrypted one, which only the gateway's user can read")
 
 
@@ -154,5 +156,5 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def days_left(until: float, now: float) -> int:
-    """Whole days; negative once it is over."""
+    """Return the whole days until the certificate expires; negative afterwards."""
     return int((until - now) // 86_400)

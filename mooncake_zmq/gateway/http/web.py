@@ -11,19 +11,19 @@ from html import escape
 from importlib.resources import files
 
 POLICY_PLACE, TAPE_PLACE = "<!--policy-->", "<!--tape-->"
-"""Where a replay's page has what a live one has not."""
+"""Places in the page for a replay's policy and data, empty in a live page."""
 _BLANK = re.compile(r"\{\{(\w+)\}\}")
 
 
 @cache
 def sheet() -> str:
-    """The page as it is written; blanks are outside its style and its script."""
+    """Return the page's source; blanks are outside its style and its script."""
     return (files("mooncake_zmq.gateway.http") / "page.html").read_text(encoding="utf-8")
 
 
 @cache
 def headers() -> Mapping[str, str]:
-    """With which it is sent: it may run its own script and style, known by their hashes, and speak with its gateway alone."""
+    """Return the headers of the page: it may run only its own script and style, by their hashes, and call only its gateway."""
     policy = (
         "default-src 'none'",
         *_runs(),
@@ -51,12 +51,12 @@ def replay_page(title: str, tape: bytes) -> str:
 
 
 def front_page(base_url: str, model: str, max_model_len: int) -> str:
-    """With endpoint, model and a line to try it with."""
+    """Return the page with endpoint, model and an example command."""
     base = base_url.rstrip("/")
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     curl = f"curl -N {base}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
-    told = {"base": base, "model": model, "max_model_len": str(max_model_len), "curl": curl}
-    page = _BLANK.sub(lambda blank: escape(told[blank[1]]), sheet())
+    values = {"base": base, "model": model, "max_model_len": str(max_model_len), "curl": curl}
+    page = _BLANK.sub(lambda blank: escape(values[blank[1]]), sheet())
     return page.replace(POLICY_PLACE, "").replace(TAPE_PLACE, "")
 
 

@@ -133,16 +133,16 @@ class Body(Constrained, frozen=True, kw_only=True):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens' probabilities are wanted beside that of each token; None: none at all."""
+        """Number of likeliest tokens to return with each token's probability; None: no probabilities."""
         raise NotImplementedError
 
     @property
     def echoed_likeliest(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """Number of likeliest tokens to return with each token of the prompt; None: no probabilities."""
         return None
 
     def check_no_answer(self) -> None:
-        """No token is to be made. Raises RequestError."""
+        """Check that a request for no token is allowed. Raises RequestError."""
         raise invalid("max_tokens", "max_tokens is at least 1, or 0 for a completion with echo")
 
     def sampling(self, seed: int, prompt_tokens: int, model: ServedModel, constraint: bytes = b"") -> Sampling:
@@ -242,7 +242,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return prompts
 
     def without_prompt(self) -> "CompletionBody":
-        """A copy for the time of the answer, which does not hold the text."""
+        """Return a copy without the text, for the time of the answer."""
         return msgspec.structs.replace(self, prompt=msgspec.Raw())
 
 

@@ -1,4 +1,4 @@
-"""Makes an answer's tokens into text as they come: cut at stop strings, and given out in pieces."""
+"""Detokenizes an answer as its tokens arrive: the text is cut at stop strings and returned in pieces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class StopScanner:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that may go out, and whether a stop string was found; what follows a stop string is cut."""
+        """Return the text that may be sent, and whether a stop string was found; the text after it is cut."""
         if not self._stops:
             return text, False
         start, text = len(self._held), self._held + text
@@ -38,7 +38,7 @@ class StopScanner:
         return text[:free], False
 
     def flush(self) -> str:
-        """The text that was held back and is no stop string."""
+        """Return the text that was held back and is no stop string."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._stops)
         return held
@@ -108,12 +108,12 @@ class Choice:
         self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.finished: Finished | None = None
-        """The actor's account; None if it failed just as a stop string ended the choice."""
+        """The actor's `Finished`; None if the request failed just as a stop string ended the choice."""
         self.settled = False
-        """Whether the actor is done with it: after a stop string its account comes last."""
+        """Whether the actor has ended the request: after a stop string `Finished` arrives last."""
         self.pieces_taken = 0
         self.has_news = False
-        """Whether anything came since the last `take`."""
+        """Whether any output arrived since the last `take`."""
         self._eos_ids = model.tokenizer.eos_ids
         self._calls = tools.reader()
         self._detokenizer = model.tokenizer.stream(special=tools.marked)
@@ -173,7 +173,7 @@ class Choice:
         return self.has_ended and self.finished is None
 
     def settle(self, output: Finished | Failed) -> None:
-        """The actor's last word."""
+        """Take the actor's last output."""
         self.settled = True
         self.finished = output if isinstance(output, Finished) else None
 
@@ -186,11 +186,12 @@ class Choice:
 
     @property
     def says_text_alone(self) -> bool:
-        """Is there a text to say, neither the first nor the last of the answer, and beside it nothing but token ids?"""
+        """Return whether the next piece is text, neither the first nor the last of the answer, with nothing else but token
+        ids."""
         return self.pieces_taken > 0 and self.finish_reason is None and not self._pieces and any(self._text)
 
     def take_text(self) -> tuple[str, list[int]]:
-        """`take`, of what is text alone."""
+        """Take a piece that is text alone."""
         text, ids = "".join(self._text), self._token_ids
         self._text, self._token_ids, self.has_news = [], [], False
         self.pieces_taken += 1
@@ -215,7 +216,7 @@ class Choice:
         self._say(text, "stop" if stopped else None)
 
     def _say(self, text: str, reason: str | None) -> None:
-        """This may go out, and with a reason nothing more."""
+        """Add text that may be sent. A reason ends the answer."""
         self._text.append(text)
         self.finish_reason = reason
         if reason == "stop" and self._calls is not None and self._calls.calls:

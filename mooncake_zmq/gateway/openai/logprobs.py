@@ -16,12 +16,12 @@ def of_completion(
     token of a prompt, which has no probability."""
     texts = [text_of(piece(token)) for token in tokens]
     likeliest = [
-        told and {text_of(piece(each)): value for each, value in [*told[1], (token, told[0])]}
-        for token, told in zip(tokens, logprobs, strict=True)
+        scored and {text_of(piece(each)): value for each, value in [*scored[1], (token, scored[0])]}
+        for token, scored in zip(tokens, logprobs, strict=True)
     ]
     return {
         "tokens": texts,
-        "token_logprobs": [told and told[0] for told in logprobs],
+        "token_logprobs": [scored and scored[0] for scored in logprobs],
         "top_logprobs": likeliest,
         "text_offset": list(offsets),
     }

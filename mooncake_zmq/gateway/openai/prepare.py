@@ -33,7 +33,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_SCORES = 1 << 16
 """Probabilities of prompts' tokens in one answer: about 2 MB of JSON."""
 SCORES_SHARE = 4
-"""So much of `max_held_scores` one call may have: a quarter."""
+"""Divisor of `max_held_scores` for one call: it may have a quarter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Prepared:
 
     @property
     def held_scores(self) -> int:
-        """Probabilities that are held until the answers are whole, at most: nothing of a stream."""
+        """Most probabilities that are held until the answers are complete: none for a stream."""
         likeliest = self.body.likeliest
         if likeliest is None or self.body.stream:
             return 0

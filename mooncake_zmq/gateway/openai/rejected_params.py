@@ -128,10 +128,10 @@ def asked_of_message(given: UnsupportedOfMessage) -> str | None:
 
 
 def _first(given: Struct, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if (raw := getattr(given, name)) is not NULL and not _asks_nothing(name, raw)), None)
+    return next((name for name in names if (raw := getattr(given, name)) is not NULL and not _is_neutral(name, raw)), None)
 
 
-def _asks_nothing(name: str, raw: Raw) -> bool:
+def _is_neutral(name: str, raw: Raw) -> bool:
     said = bytes(raw)
     if said == b"null":
         return True

@@ -19,7 +19,7 @@ class Reply:
     def __init__(
         self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, tells_reuse: bool = True
     ) -> None:
-        """`tells_reuse`: how much of the prompts was cached."""
+        """Begin a reply. `tells_reuse`: whether it says how much of the prompts was cached."""
         self.body = prepared.body
         self.choices = prepared.choices
         self._model = model
@@ -46,7 +46,7 @@ class Reply:
 
     @property
     def prompt_tokens(self) -> int:
-        """A prompt counts once, however many choices it has: it is computed once."""
+        """Number of tokens of the prompts. A prompt counts once, however many choices it has: it is computed once."""
         return sum(len(choice.prompt_ids) for choice in self._first_choices)
 
     @property
@@ -55,14 +55,14 @@ class Reply:
         return sum(choice.completion_tokens for choice in self.choices)
 
     def whole(self) -> dict[str, Any]:
-        """The body of a call that does not stream."""
+        """Return the body of a call that does not stream."""
         body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
         if self._chat and self.body.return_token_ids:
             body["prompt_token_ids"] = self.choices[0].prompt_ids
         return {**body, "usage": self._usage(), "mooncake": self._served()}
 
     def news(self) -> bytes:
-        """Everything new, as server-sent events."""
+        """Return everything new, as server-sent events."""
         return b"".join([self._events(choice) for choice in self.choices if choice.has_news])
 
     def _events(self, choice: Choice) -> bytes:
@@ -93,9 +93,9 @@ class Reply:
             if self.body.return_token_ids:
                 chunk["prompt_token_ids"] = choice.prompt_ids
             yield chunk
-        told = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
+        shows_ids = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
         said = piece.text or piece.calls or choice.finish_reason
-        if not (said or (first and not self._chat) or (told and piece.token_ids)):
+        if not (said or (first and not self._chat) or (shows_ids and piece.token_ids)):
             return
         content = {"delta": self._delta(choice, piece)} if self._chat else {"text": piece.text}
         ids: dict[str, Any] = {}
@@ -117,7 +117,7 @@ class Reply:
         return delta
 
     def _call_salt(self, choice: Choice) -> str:
-        """Makes the ids of its calls its own."""
+        """Salt that makes the ids of its tool calls unique."""
         return f"{self._head['id']}/{choice.index}"
 
     def _message(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -134,8 +134,8 @@ class Reply:
     def _choice(self, choice: Choice) -> dict[str, Any]:
         piece = choice.take()
         text = {"message": self._message(choice, piece)} if self._chat else {"text": piece.text}
-        told = {"logprobs": self._logprobs(piece), "finish_reason": choice.finish_reason}
-        whole: dict[str, Any] = {"index": choice.index, **text, **told}
+        ending = {"logprobs": self._logprobs(piece), "finish_reason": choice.finish_reason}
+        whole: dict[str, Any] = {"index": choice.index, **text, **ending}
         if self.body.return_token_ids:
             whole["token_ids"] = piece.token_ids
             if not self._chat:
@@ -146,7 +146,7 @@ class Reply:
         if self.body.likeliest is None:
             return None
         if self._chat:
-            return of_chat(piece.token_ids, [told for told in piece.logprobs if told], self._model.tokenizer.piece)
+            return of_chat(piece.token_ids, [each for each in piece.logprobs if each], self._model.tokenizer.piece)
         ids = [*piece.echoed_ids, *piece.token_ids]
         return of_completion(ids, piece.logprobs, piece.offsets, self._model.tokenizer.piece)
 
@@ -156,8 +156,8 @@ class Reply:
     def _chunk(
         self, choice: Choice, content: dict[str, Any], piece: Piece | None = None, ids: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        told = {"logprobs": piece and self._logprobs(piece), "finish_reason": piece and choice.finish_reason}
-        said = {"index": choice.index, **content, **told, **(ids or {})}
+        ending = {"logprobs": piece and self._logprobs(piece), "finish_reason": piece and choice.finish_reason}
+        said = {"index": choice.index, **content, **ending, **(ids or {})}
         chunk = {**self._chunk_head(), "choices": [said]}
         if self.body.continuous_usage:
             chunk["usage"] = _usage(len(choice.prompt_ids), choice.completion_tokens)
@@ -165,7 +165,7 @@ class Reply:
 
     @property
     def _first_choices(self) -> list[Choice]:
-        """One for each prompt."""
+        """The first choice of each prompt."""
         return self.choices[:: self.body.choices_per_prompt]
 
     def _usage(self) -> dict[str, Any]:
@@ -177,19 +177,19 @@ class Reply:
     def _served(self) -> dict[str, Any] | None:
         """The nodes and attempts of the first choice, and what was reused, if the client may know that. None where that is not
         known."""
-        accounts = [choice.finished for choice in self._first_choices if choice.finished is not None]
-        if len(accounts) < len(self._first_choices):
+        finished = [choice.finished for choice in self._first_choices if choice.finished is not None]
+        if len(finished) < len(self._first_choices):
             return None
         reused = {
-            "cached_own": sum(account.cached_own for account in accounts),
-            "cached_local": sum(account.cached_local for account in accounts),
-            "cached_remote": sum(account.cached_remote for account in accounts),
+            "cached_own": sum(each.cached_own for each in finished),
+            "cached_local": sum(each.cached_local for each in finished),
+            "cached_remote": sum(each.cached_remote for each in finished),
         }
         return {
             **(reused if self._tells_reuse else dict.fromkeys(reused)),
-            "prefill": accounts[0].prefill,
-            "decode": accounts[0].decode,
-            "attempts": accounts[0].attempts,
+            "prefill": finished[0].prefill,
+            "decode": finished[0].decode,
+            "attempts": finished[0].attempts,
             "request": self._request_id,
         }
 
@@ -216,11 +216,11 @@ def _one_line(written: bytes) -> bytes:
 
 
 _TEXT = "\0text"
-"""Stands where the text of a chunk does; no model's name has such a character."""
+"""Placeholder for the text of a chunk; no model's name has such a character."""
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 """The headers of a stream of events."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which readers of events skip."""
 LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
-"""JSON lets them stand in a string, and clients that cut text into lines take them for ends."""
+"""Characters that JSON permits in a string, but that some clients take for the end of a line."""

@@ -31,7 +31,7 @@ Told = str | Begins | Arguments
 
 
 def merged(told: Iterable[Told]) -> list[Told]:
-    """Adjacent pieces of a kind as one."""
+    """Merge adjacent pieces of one kind."""
     found: list[Told] = []
     for kind, each in groupby(told, type):
         if kind is Begins:
@@ -44,7 +44,7 @@ def merged(told: Iterable[Told]) -> list[Told]:
 
 
 class Reader:
-    """The part that all forms share: pieces in, pieces out."""
+    """The base of the readers of all forms: text in, pieces out."""
 
     def __init__(self) -> None:
         self._state: Callable[[str], None] = self._text
@@ -61,7 +61,7 @@ class Reader:
         return self._take()
 
     def flush(self) -> list[Told]:
-        """The text that was held back and begins no call."""
+        """Return the text that was held back and begins no call."""
         self._give_up()
         return self._take()
 
@@ -70,21 +70,21 @@ class Reader:
         return merged(told)
 
     def _text(self, char: str) -> None:
-        """Beside calls."""
+        """Take a character outside calls."""
         raise NotImplementedError
 
     def _behind(self, char: str) -> None:
-        """Behind a call."""
+        """Take a character behind a call."""
         raise NotImplementedError
 
     def _go(self, state: Callable[[str], None], chars: str = "") -> None:
-        """These characters, taken before, are that state's."""
+        """Pass characters that were taken before to another state."""
         self._state = state
         for char in chars:
             self._state(char)
 
     def _open(self, call: "_Call", chars: str = "") -> None:
-        """A call's object comes."""
+        """Begin to read a call's object."""
         self._call = call
         self._go(self._object, chars)
 
@@ -140,7 +140,7 @@ class Hermes(Marked):
         self._open(_Call())
 
     def _behind(self, char: str) -> None:
-        """The end's mark, which some leave out."""
+        """Take the end mark, which some models leave out."""
         held = (self._held + char).lstrip()
         self._held = ""
         if held == self.END:
@@ -157,7 +157,7 @@ class Hermes(Marked):
         return super().flush()
 
     def _between(self, char: str) -> None:
-        """Space behind a call is none of the text."""
+        """Skip space behind a call: it is not part of the text."""
         if not char.isspace():
             self._go(self._text, char)
 
@@ -172,7 +172,7 @@ class Mistral(Marked):
         self._go(self._name)
 
     def _name(self, char: str) -> None:
-        """Behind the mark: a list, or a name."""
+        """Take what follows the mark: a list or a name."""
         name = self._held.removeprefix(self.MARK).strip()
         if char == "[" and not name:
             self._held += char
@@ -204,7 +204,7 @@ class Llama(Reader):
         self._state = self._begin
 
     def _begin(self, char: str) -> None:
-        """Space, the mark, space, all of which may be missing."""
+        """Take space, the mark and space, all of which may be missing."""
         held = (self._held + char).strip()
         if char == "{" and self._held.strip() in ("", self.MARK):
             self._open(_Call(names=self._names), char)
@@ -225,7 +225,7 @@ class Llama(Reader):
             self._go(self._text, char)
 
     def _next(self, char: str) -> None:
-        """Between two calls."""
+        """Take a character between two calls."""
         if char == "{":
             self._open(_Call(names=self._names), char)
         elif char.isspace():
@@ -246,23 +246,23 @@ class _Call:
         self._names = names
         self._name = name
         self._around = 1 if name is None else 0
-        """Braces around the arguments."""
+        """Depth of the braces around the arguments."""
         self._key: str | None = None
         self._depth = 0
         self._string: list[str] | None = None
         self._escaped = False
         self._given = False
         self._inside = False
-        """Is this the arguments' value?"""
+        """Whether the value being read is that of the arguments."""
         self._pending: list[str] = []
 
     @property
     def raw(self) -> str:
-        """All of it, while no piece of the call is out."""
+        """The whole text of the call, while no piece of it was returned."""
         return "".join(self._raw)
 
     def takes(self, char: str) -> bool:
-        """May it go on so?"""
+        """Return whether the text may continue like this."""
         return self._depth > 0 or char == "{" or char.isspace()
 
     def push(self, char: str) -> list[Told]:
@@ -305,7 +305,7 @@ class _Call:
                 self._word(_read(text))
 
     def _word(self, word: str) -> None:
-        """A string of the object itself: a key, or what stands behind one."""
+        """Take a string of the object itself: a key or a value."""
         if self._key is None:
             self._key = word
         elif self._key == "name":

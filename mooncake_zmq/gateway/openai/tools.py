@@ -90,12 +90,12 @@ class Tools:
     names: tuple[str, ...]
     max_calls: int
     marked: bool
-    """The mark of a call is a special token."""
+    """Whether the mark of a call is a special token."""
     constraint: bytes = b""
     """The grammar of an answer that must have calls, or whose strict functions bind their arguments."""
 
     def reader(self) -> "CallReader | None":
-        """For one answer."""
+        """Return a reader for one answer."""
         return None if self.form is None else CallReader(_READERS[self.form](self.names), self.max_calls)
 
 
@@ -143,7 +143,7 @@ def read_tools(
 
 
 def form_of(template: str) -> CallForm | None:
-    """How a model writes calls, by its template."""
+    """Return the form in which a model writes calls, by its template."""
     return next((form for form, marks in FORMS.items() if any(mark in template for mark in marks)), None)
 
 
@@ -178,7 +178,7 @@ def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _given(raw: bytes) -> tuple[list[dict[str, Any]], list[_Function]]:
-    """As the template takes them, and what they say."""
+    """Return the tools as the template takes them, and parsed."""
     if len(raw) > MAX_TOOLS_BYTES:
         raise ConstraintRefused("tools", f"{len(raw)} bytes of JSON are more than {MAX_TOOLS_BYTES}")
     try:
@@ -206,7 +206,7 @@ def _chosen(raw: bytes) -> "Literal['none', 'auto', 'required'] | _Choice | None
 
 
 def _special_marks(form: CallForm, words: Words) -> dict[str, int]:
-    """Those that are special tokens."""
+    """Return those of the marks that are special tokens."""
     found = {}
     for mark in {"hermes": (Hermes.MARK, Hermes.END), "mistral": (Mistral.MARK,), "llama3_json": (Llama.MARK,)}[form]:
         ids = words.encode(mark, special=False)
@@ -298,25 +298,25 @@ class CallPiece:
 
 
 class CallReader:
-    """One answer's text and calls."""
+    """The text and calls of one answer."""
 
     def __init__(self, reader: Reader, max_calls: int) -> None:
-        """`max_calls`: further ones are left out."""
+        """Read one answer. `max_calls`: further calls are left out."""
         self.calls = 0
         self._reader = reader
         self._max_calls = max_calls
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """Text beside calls, and what is new of these."""
-        return self._told(self._reader.push(text))
+        """Return the text outside calls, and the new parts of the calls."""
+        return self._pieces(self._reader.push(text))
 
     def flush(self) -> tuple[str, list[CallPiece]]:
-        """The text that was held back and begins no call."""
-        return self._told(self._reader.flush())
+        """Return the text that was held back and begins no call."""
+        return self._pieces(self._reader.flush())
 
-    def _told(self, told: list[Told]) -> tuple[str, list[CallPiece]]:
+    def _pieces(self, events: list[Told]) -> tuple[str, list[CallPiece]]:
         text, pieces = "", list[CallPiece]()
-        for each in told:
+        for each in events:
             match each:
                 case Begins(name):
                     self.calls += 1
@@ -343,7 +343,7 @@ def _delta(index: int, new: list[CallPiece], salt: str) -> dict[str, Any]:
 
 
 def whole_calls(pieces: list[CallPiece], salt: str) -> list[dict[str, Any]]:
-    """All calls of an answer."""
+    """Return all calls of an answer."""
     names: dict[int, str] = {}
     texts: defaultdict[int, list[str]] = defaultdict(list)
     for piece in pieces:

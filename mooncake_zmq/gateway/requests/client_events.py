@@ -1,4 +1,4 @@
-"""What clients want of the gateway's actor, and what it has for them: passed between it and the HTTP edge. PURE."""
+"""Events between clients and the gateway's actor, which the HTTP edge passes on. PURE."""
 
 from msgspec import Struct
 
@@ -6,9 +6,9 @@ from mooncake_zmq.core.messages import Sampling, StopRule, TokenLogprob
 
 
 class ClientRequest(Struct, frozen=True, kw_only=True):
-    """A validated request from the HTTP edge. `tokens`: int32 bytes; `keys`: of its complete blocks under `root`.
+    """A validated request from the HTTP edge. `tokens`: int32 bytes; `keys`: keys of its complete blocks under `root`.
 
-    SLOs: None is the deployment's own, 0 none. `priority`: a larger number waits longer.
+    An SLO of None is the deployment's, and 0 is no SLO. `priority`: a larger number waits longer.
     """
 
     tokens: bytes
@@ -20,19 +20,19 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     tbt_slo_s: float | None = None
     priority: int = 0
     tenant: str = ""
-    """Whose shares of the pools its blocks are charged to."""
+    """Tenant to whose shares of the pools its blocks are charged."""
     siblings: tuple[tuple[str, int], ...] = ()
-    """Further answers to the same prompt: request id and seed of each. They are requests of their own, and their prompt is
+    """Request id and seed of each further answer to the same prompt. They are requests of their own, and their prompt is
     computed once as long as none of them has a token."""
     call: str = ""
-    """Which requests make one answer, if they are several: they wait for one another rather than be refused."""
+    """Name of the call, if several requests make one answer: its later parts wait instead of being refused."""
     prompt_logprobs: int | None = None
-    """Tell the probabilities of the prompt's tokens too, and so many of the likeliest. It is computed whole then, and has no
-    siblings."""
+    """Number of the likeliest tokens to send for each token of the prompt, with its probability; None: send none. The prompt is
+    then computed as a whole, and has no siblings."""
 
 
 class ClientGone(Struct, frozen=True):
-    """The client hung up: cancel at every hop. Nothing more is sent to the client."""
+    """The client disconnected: cancel at every hop. Nothing more is sent to the client."""
 
 
 class StopFound(Struct, frozen=True):
@@ -59,9 +59,10 @@ class PromptLogprobs(Struct, frozen=True):
 
 
 class Finished(Struct, frozen=True, kw_only=True):
-    """The end: `reason` is "stop" or "length". Cached tokens: loaded and verified by the prefill of the first attempt.
+    """The end of an answer. `reason` is "stop" or "length". The prefill of the first attempt loaded and verified the cached
+    tokens.
 
-    `queue_s`, `prefill_s`: how long the last attempt waited for its prefill and was computed there; 0 if it gave no token.
+    `queue_s`, `prefill_s`: time that the last attempt waited and computed in its prefill; 0 if it brought no token.
     """
 
     reason: str

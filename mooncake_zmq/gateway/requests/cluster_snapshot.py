@@ -1,6 +1,6 @@
-"""The cluster as one gateway sees it: what its nodes report, put together, and what is not as it should be. PURE.
+"""The cluster as one gateway sees it: the reports of its nodes in one snapshot, and everything that is degraded. PURE.
 
-Nothing is kept here: whoever asks hands in what was heard, and gets JSON-able records.
+The module keeps no state: functions take the reports and return JSON-able records.
 """
 
 from collections import Counter
@@ -13,12 +13,12 @@ from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.watch import STALE_S, Heard
 
 MAX_REASONS = 256
-"""Degradations told at a time; of more, the first."""
+"""Limit on the degradations in a snapshot; of more, the first are shown."""
 TIERS = {
     "prefill": {"slab": ("cached_blocks", "capacity_blocks")},
     "cache-node": {"dram": ("cached_blocks", "capacity_blocks"), "ssd": ("cached_disk_blocks", "capacity_disk_blocks")},
 }
-"""By role: each tier of blocks, and the gauges of what it holds and may hold."""
+"""Tiers of blocks by role, each with the gauges of its used and its total blocks."""
 LEFT = {
     "gateway": ("edge_slots_taken",),
     "conductor": ("bookings",),
@@ -27,12 +27,12 @@ LEFT = {
     "vllm": ("requests_waiting", "requests_running", "requests_closing"),
     "cache-node": ("leases", "pending_leases", "writing_blocks", "demoting_blocks"),
 }
-"""By role: the gauges of what a node that drains has still to finish."""
+"""Gauges, by role, of the work that a draining node has left."""
 REASONS = (
     *("conductor_down", "prefill_down", "decode_down", "cache_node_down", "vllm_down", "gateway_down"),
     *("disk_not_written", "disk_not_read", "engine_gone", "keys_not_followed", "model_differs", "other_differs"),
 )
-"""All there are, for metrics: one that is not the case is told as well."""
+"""All reasons of a degradation: metrics show each of them, at zero if it does not apply."""
 MISS_REASONS = (
     *("never_stored", "evicted", "behind_another", "source_lacks", "slower_than_computing", "no_room", "too_late"),
     *("fetch_failed", "corrupt", "disk_failed", "denied"),
@@ -44,8 +44,8 @@ MISSES = {
     "held_elsewhere": ("recomputed_blocks[reason=held]",),
     "was_coming": ("recomputed_blocks[reason=coming]",),
 }
-"""Why blocks were computed that a request might have reused, by the counters of it: those that a lease did without, those that
-were leased and then not read, and, at the end, those that a conductor left where they were."""
+"""Reasons why reusable blocks were computed again, with their counters: blocks missing from a lease, blocks leased and then not
+read, and, at the end, blocks that a conductor chose not to move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Degraded:
-    """Something is not as it should be, and requests are served all the same."""
+    """A degradation: something is wrong with a node, but requests are served."""
 
     reason: str
     node: str
@@ -68,12 +68,12 @@ class Degraded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """All that a gateway knows. `heard`: of peers and of itself, under its own name."""
+    """All that a gateway knows. `heard`: the last reports of its peers and its own, by name."""
 
     now: float
     gateway: str
     status: str
-    """As /health says it."""
+    """Status that /health shows."""
     model: str
     listed: Sequence[Listed]
     peers: Mapping[str, Hello]
@@ -81,31 +81,31 @@ class Seen:
     heard: Mapping[str, Heard] = field(default_factory=dict)
 
     def report(self, name: str) -> Report | None:
-        """How a node is now; None: it is not there, or did not say."""
+        """Return the recent report of a node; None if the node is down or has not reported."""
         heard = self.heard.get(name)
         there = name in self.peers or name == self.gateway
         return heard.report if heard is not None and there and self.now - heard.at <= STALE_S else None
 
     def reports(self, *roles: str) -> list[Report]:
-        """Of the nodes that have one of these roles now."""
+        """Return the reports of the nodes that have one of these roles now."""
         of_role = [node.name for node in self.listed if self.role_of(node) in roles]
         return [report for name in of_role if (report := self.report(name)) is not None]
 
     def role_of(self, node: Listed) -> str:
-        """Its role now; that of the configuration where it is not there."""
+        """Return the present role of a node, or the configured one if it is down."""
         return self.peers[node.name].role if node.name in self.peers else node.role
 
 
 def degraded(seen: Seen) -> list[Degraded]:
-    """What is not as it should be, in the order of the configuration."""
+    """Return everything that is degraded, in the order of the configuration."""
     found = [each for node in seen.listed for each in _degraded(seen, node)]
     return found[:MAX_REASONS]
 
 
 def by_reason(found: Sequence[Degraded]) -> dict[str, float]:
-    """As gauges: how many nodes each reason has, all reasons being there."""
-    told = Counter(each.reason for each in found)
-    return {f"degraded[reason={reason}]": told[reason] for reason in REASONS}
+    """Return a gauge for each reason: the number of nodes that it applies to."""
+    counted = Counter(each.reason for each in found)
+    return {f"degraded[reason={reason}]": counted[reason] for reason in REASONS}
 
 
 def _degraded(seen: Seen, node: Listed) -> Iterator[Degraded]:
@@ -145,21 +145,21 @@ def _kind_of(refusal: str) -> str:
 
 
 def verdict(status: str, found: Sequence[Degraded], resting: Sequence[str] = ()) -> str:
-    """How the cluster is, in a sentence. `resting`: how the nodes are that take nothing new, as an operator wanted."""
+    """Return the state of the cluster in one sentence. `resting`: texts on the nodes that an operator cordoned."""
     if status == "draining":
         return "This gateway takes no new calls: it is draining."
-    rests = f"; {_first(resting)}" if resting else ""
+    cordoned = f"; {_first(resting)}" if resting else ""
     if status != "ok":
-        return f"The cluster does not serve: it is {status}{rests}."
-    return f"It serves, but {_first([each.text for each in found])}{rests}." if found else f"All is well{rests}."
+        return f"The cluster does not serve: it is {status}{cordoned}."
+    return f"It serves, but {_first([each.text for each in found])}{cordoned}." if found else f"All is well{cordoned}."
 
 
-def _first(told: Sequence[str]) -> str:
-    return f"{told[0]}, and {len(told) - 1} more" if len(told) > 1 else told[0]
+def _first(texts: Sequence[str]) -> str:
+    return f"{texts[0]}, and {len(texts) - 1} more" if len(texts) > 1 else texts[0]
 
 
 def picture(seen: Seen) -> dict[str, Any]:
-    """Everything for an operator: nodes, tiers, where KV moves, hits and misses, rejections, how predictions hold."""
+    """Return the snapshot for operators: nodes, tiers, transfers of KV, hits and misses, rejections, errors of predictions."""
     found = degraded(seen)
     gateways = _sum(seen.reports("gateway"))
     engines = _sum(seen.reports("prefill", "vllm"))
@@ -192,12 +192,12 @@ def picture(seen: Seen) -> dict[str, Any]:
             "cancelled": gateways["requests_cancelled"],
             "attempts_retried": gateways["attempts_retried"],
         },
-        "predictions": {of: _prediction(gateways, of) for of in ("ttft", "tbt")},
+        "predictions": {of: prediction(gateways, of) for of in ("ttft", "tbt")},
     }
 
 
 def told_node(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dict[str, Any]:
-    """One node, with what of `found` is its own."""
+    """Return the state of one node, with the reasons of `found` that apply to it."""
     report, heard = seen.report(node.name), seen.heard.get(node.name)
     there = node.name in seen.peers or node.name == seen.gateway
     mine = [each.reason for each in found if each.node == node.name]
@@ -256,7 +256,7 @@ def _tiers(seen: Seen) -> dict[str, dict[str, float]]:
 
 
 def _flows(seen: Seen) -> list[dict[str, Any]]:
-    """KV from one node to another, since the start of whoever moved it; own SSDs and slabs apart."""
+    """Return the bytes of KV moved between nodes since the moving node started, without its own SSD and slab."""
     flows: list[dict[str, Any]] = []
     for node in seen.listed:
         report = seen.report(node.name)
@@ -276,31 +276,32 @@ def _sum(reports: Sequence[Report]) -> Counter[str]:
 
 
 def _of(counts: Mapping[str, int], base: str, label: str) -> dict[str, int]:
-    """What is counted under a name, by its one label."""
+    """Return the counters of a name by its one label."""
     head = f"{base}[{label}="
     return {name[len(head) : -1]: value for name, value in sorted(counts.items()) if name.startswith(head)}
 
 
 def _turned_away(gateways: Mapping[str, int]) -> dict[str, int]:
-    """Calls that never were requests: refused at the door, by reason, or over what their tenant may do."""
+    """Return the calls that never became requests, by reason: refused by the edge, or over a limit of their tenant."""
     limited = sum(_of(gateways, "tenant_limited", "tenant").values())
     return _of(gateways, "edge_rejected", "reason") | ({"limited": limited} if limited else {})
 
 
 def count_prediction(counts: Tally, of: str, actual_s: float, predicted_s: float) -> None:
-    """What was predicted came true, or another thing. In whole microseconds, as counters are."""
+    """Count a prediction and the actual value, in whole microseconds."""
     counts.add(f"predictions[of={of}]")
     counts.add(f"predicted_microseconds[of={of}]", round(predicted_s * 1e6))
     counts.add(f"actual_microseconds[of={of}]", round(actual_s * 1e6))
     counts.add(f"prediction_error_microseconds[of={of}]", round(abs(predicted_s - actual_s) * 1e6))
 
 
-def _prediction(counts: Mapping[str, int], of: str) -> dict[str, float]:
-    made = counts[f"predictions[of={of}]"]
+def prediction(counts: Mapping[str, int], of: str) -> dict[str, float]:
+    """Return the means of prediction, actual value and absolute error, in seconds."""
+    made = counts.get(f"predictions[of={of}]", 0)
     each = 1e-6 / max(1, made)
     return {
         "count": made,
-        "actual_s": each * counts[f"actual_microseconds[of={of}]"],
-        "predicted_s": each * counts[f"predicted_microseconds[of={of}]"],
-        "absolute_error_s": each * counts[f"prediction_error_microseconds[of={of}]"],
+        "actual_s": each * counts.get(f"actual_microseconds[of={of}]", 0),
+        "predicted_s": each * counts.get(f"predicted_microseconds[of={of}]", 0),
+        "absolute_error_s": each * counts.get(f"prediction_error_microseconds[of={of}]", 0),
     }

@@ -1,7 +1,7 @@
-"""Sends spans of requests that are over to an OpenTelemetry collector, from a thread of its own.
+"""Sending the spans of requests that ended to an OpenTelemetry collector, from a thread of its own.
 
-Nothing waits for it: what does not fit into its queue, or what the collector does not take in time, is dropped and counted.
-Needs the extra `otel`.
+Nothing waits for the thread: requests that do not fit into its queue, or that the collector does not accept in time, are
+dropped and counted. The module needs the extra `otel`.
 """
 
 import logging
@@ -24,10 +24,10 @@ from mooncake_zmq.gateway.requests.traces import Names
 MAX_QUEUED = 2048
 """Requests that wait to be sent: seconds of a busy gateway, a few KiB each."""
 BATCH = 64
-"""Requests in one message, some hundred spans: to write more holds the interpreter for too long."""
+"""Requests in one message, about a hundred spans: encoding more would hold the interpreter for too long."""
 EVERY_S = 1.0
 TIMEOUT_S = 5.0
-"""For one message, with the tries that the exporter makes."""
+"""Timeout for one message, with the exporter's retries."""
 CLOSE_S = 3.0
 TRACES_PATH = "/v1/traces"
 NANOSECONDS = 1_000_000_000
@@ -40,7 +40,7 @@ log = structlog.get_logger("otlp")
 
 
 class Ended(NamedTuple):
-    """A request, with the time at which it was over, in ns of the wall clock."""
+    """A request that ended, with the time of its end in ns of the wall clock."""
 
     account: Account
     names: Names
@@ -48,28 +48,28 @@ class Ended(NamedTuple):
 
 
 def is_installed() -> bool:
-    """Is the extra `otel` here?"""
+    """Return whether the extra `otel` is installed."""
     found = [name for name in ("opentelemetry", "opentelemetry.sdk") if find_spec(name) is not None]
     return len(found) == 2 and find_spec("opentelemetry.exporter") is not None
 
 
 def full_url(endpoint: str) -> str:
-    """As OTLP over HTTP has it: a collector's address alone is that of all signals."""
+    """Return the URL for traces. A collector's address without a path is that of all signals, as OTLP over HTTP defines."""
     parts = urlsplit(endpoint)
     return endpoint if parts.path not in ("", "/") else f"{endpoint.rstrip('/')}{TRACES_PATH}"
 
 
 class Otlp:
-    """Of one gateway. `tell` what is over; `counts` says what became of it."""
+    """The exporter of one gateway. `tell` queues a request that ended; `counts` shows what became of them."""
 
     def __init__(self, endpoint: str, *, gateway: str, model: str, on_crash: Callable[[BaseException], None]) -> None:
-        """Headers, certificates and compression are those of the usual OTEL_EXPORTER_OTLP_... variables."""
+        """Start the thread. Headers, certificates and compression are read from the usual OTEL_EXPORTER_OTLP_... variables."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._made = _Spans(gateway, model)
         self._on_crash = on_crash
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # what it would say again and again is told once below
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # its repeated messages are logged once below
         self._exporter = OTLPSpanExporter(endpoint=full_url(endpoint), timeout=TIMEOUT_S)
         self._queue: queue.Queue[Ended] = queue.Queue(MAX_QUEUED)
         self._closing = threading.Event()
@@ -78,7 +78,7 @@ class Otlp:
         self._thread.start()
 
     def tell(self, account: Account, names: Names) -> None:
-        """A request is over. Whose client said that its trace is not sampled is told nobody."""
+        """Queue a request that ended. Requests whose client marked the trace as not sampled are only counted."""
         if not names.sampled:
             self._count(NOT_SAMPLED)
             return
@@ -88,10 +88,10 @@ class Otlp:
             self._count(QUEUE_FULL)
 
     def close(self) -> None:
-        """Send what waits, if the collector takes it soon."""
+        """Send the queued requests, if the collector accepts them soon."""
         self._closing.set()
         self._thread.join(CLOSE_S)
-        self._exporter.shutdown()  # it may be between two tries
+        self._exporter.shutdown()  # it may be waiting to retry
         self._thread.join(CLOSE_S)
 
     # --- the own thread
@@ -106,7 +106,7 @@ class Otlp:
             log.critical("worker_crashed", thread="otlp", exc_info=error)
 
     def _send_all(self) -> None:
-        """Until nothing waits, or once in vain."""
+        """Send batches until the queue is empty or a batch fails."""
         while batch := self._batch():
             if not self._send(batch):
                 return
@@ -126,7 +126,7 @@ class Otlp:
         spans = [span for each in batch for span in self._made.of(each)]
         try:
             reached = bool(self._exporter.export(spans).name == "SUCCESS")
-        except RequestException:  # some releases of the exporter let it through
+        except RequestException:  # some releases of the exporter do not catch it
             reached = False
         self._count(EXPORTED if reached else NOT_TAKEN, len(batch))
         if reached != self._reached:
@@ -139,7 +139,7 @@ class Otlp:
 
 
 class _Spans:
-    """Makes OpenTelemetry's spans."""
+    """A factory of OpenTelemetry's spans."""
 
     def __init__(self, gateway: str, model: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -152,7 +152,7 @@ class _Spans:
         self._scope = InstrumentationScope(SERVICE, __version__)
 
     def of(self, ended: Ended) -> list[Any]:
-        """In the client's trace, below its span, where it named one."""
+        """Return the spans of a request, in the client's trace and below its span, if the client sent them."""
         names = ended.names
         trace_id = int(names.trace_id, 16) if names.trace_id else secrets.randbits(128) or 1
         caller = int(names.parent_id, 16) if names.parent_id else 0

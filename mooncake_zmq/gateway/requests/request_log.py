@@ -1,7 +1,7 @@
-"""What became of each request: its attempts, why each ended, where its time went. PURE.
+"""The record of each request: its attempts, why each ended, where its time went. PURE.
 
-It is told from what the gateway's actor hears and says, which knows nothing of this. Times are seconds since the request came;
-nodes tell durations, which are laid back from when their messages arrived here.
+Records are made from the events and effects of the gateway's actor, which does not know of them. Times are seconds since the
+request arrived; nodes report durations, which are counted back from the arrival of their messages.
 """
 
 from collections import OrderedDict
@@ -37,15 +37,15 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientRequest, Failed, Finished, TokenOut
 
 MAX_OPEN = 8192
-"""Requests that are followed at once; of more, the oldest is followed no longer."""
+"""Limit on the open records; of more, the oldest is dropped."""
 MAX_ATTEMPTS = 16
-"""Attempts told of a request: the first, and the last ones."""
+"""Limit on the attempts in a record: the first and the last ones are kept."""
 CANCELLED = "cancelled"
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One attempt: who had it, what was predicted, what came. None, or 0 of what a node tells: it did not come so far."""
+    """One attempt: its nodes, predictions and actual times. A time is None, or 0 if a node reports it, until it is known."""
 
     number: int
     began_s: float
@@ -55,23 +55,23 @@ class Attempt:
     decode: str = ""
     stages: tuple[str, ...] = ()
     predicted_ttft_s: float | None = None
-    """From `began_s` on. Of a request that was refused, what it was refused for: from its arrival on."""
+    """Predicted TTFT from `began_s` on. For a request that was refused: from its arrival on."""
     predicted_tbt_s: float | None = None
     first_s: float | None = None
-    """When its first token came."""
+    """When its first token arrived."""
     cached_own: int = 0
     cached_local: int = 0
     cached_remote: int = 0
     queue_s: float = 0.0
     prepare_s: float = 0.0
-    """From its turn in the queue to the engine: lease, the decode's reservation, room."""
+    """Time from the head of the queue to the engine: lease, the decode's reservation, room."""
     load_s: float = 0.0
-    """Of `prefill_s`: until reused KV was loaded."""
+    """Part of `prefill_s` until reused KV was loaded."""
     prefill_s: float = 0.0
     handoff_s: float = 0.0
-    """From the decode's reservation until it had verified all KV."""
+    """Time from the decode's reservation until it had verified all KV."""
     wait_s: float = 0.0
-    """For a place in the batch."""
+    """Time spent waiting for a place in the batch."""
     decode_s: float = 0.0
     steps: int = 0
     ttft_s: float | None = None
@@ -79,12 +79,12 @@ class Attempt:
     tokens: int = 0
     ended_s: float | None = None
     why: str = ""
-    """Why it ended; of the last attempt, as the request did."""
+    """Why the attempt ended; for the last attempt, the request's outcome."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Account:
-    """One request, open or over."""
+    """The record of one request, open or ended."""
 
     request_id: str
     arrived_at: float
@@ -94,15 +94,15 @@ class Account:
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     first_s: float | None = None
-    """When its first token came, of whatever attempt."""
+    """When the first token of any attempt arrived."""
     outcome: str = ""
-    """"stop", "length", "cancelled" or the code of its error."""
+    """Outcome: "stop", "length", "cancelled" or an error code."""
     completion_tokens: int = 0
     duration_s: float = 0.0
     cached: tuple[int, int, int] = (0, 0, 0)
-    """Prompt tokens whose KV was loaded: from the prefill's own slab, its host's pool, other hosts."""
+    """Prompt tokens whose KV was loaded from the prefill's own slab, its host's pool, and other hosts."""
     made: int = 0
-    """Attempts; of more than `MAX_ATTEMPTS` some are left out of `attempts`."""
+    """Number of attempts, of which `attempts` holds at most `MAX_ATTEMPTS`."""
     attempts: list[Attempt] = field(default_factory=list)
 
     @property
@@ -112,7 +112,7 @@ class Account:
 
 
 class Accounts:
-    """Follows all requests of one gateway. `ended` is given each account once."""
+    """The open records of one gateway. `ended` is called once with each record."""
 
     def __init__(self, ended: Callable[[Account], None]) -> None:
         self._ended = ended
@@ -122,10 +122,10 @@ class Accounts:
         return len(self._open)
 
     def observe(self, now: float, event: Event, effects: Sequence[Effect]) -> None:
-        """The actor has handled an event."""
+        """Record an event and the effects that the actor returned for it."""
         match event:
             case Received(sender, message):
-                self._heard(now, sender, message)
+                self._received(now, sender, message)
             case FromClient(request_id, ClientRequest() as client):
                 for each in (request_id, *(sibling for sibling, _ in client.siblings)):
                     self._begin(now, each, client)
@@ -171,7 +171,7 @@ class Accounts:
             self._add(account, Attempt(number=schedule.attempt, began_s=began_s, conductor=conductor))
 
     def _shared(self, now: float, start: StartPrefill) -> None:
-        """Choices of a prompt are placed with the first of them."""
+        """Record the attempts of siblings, which are placed with the first choice."""
         found = self._attempt(start.request_id, start.attempt)
         if found is None:
             return
@@ -186,13 +186,13 @@ class Accounts:
         if len(account.attempts) > MAX_ATTEMPTS:
             del account.attempts[1]
 
-    def _heard(self, now: float, sender: str, message: Message) -> None:
+    def _received(self, now: float, sender: str, message: Message) -> None:
         match message:
             case TokensDecoded(accounts=accounts):
-                for told in accounts:
-                    found = self._attempt(told.request_id, told.attempt)
+                for times in accounts:
+                    found = self._attempt(times.request_id, times.attempt)
                     if found is not None and found[1].decode == sender:
-                        _decoded(found[1], told)
+                        _decoded(found[1], times)
             case Placed():
                 found = self._attempt(message.request_id, message.attempt)
                 if found is not None:
@@ -254,13 +254,13 @@ def _first(account: Account, attempt: Attempt, message: FirstToken, now_s: float
     attempt.load_s, attempt.prefill_s = message.load_s, max(0.0, message.prefill_s - message.prepare_s)
 
 
-def _decoded(attempt: Attempt, told: DecodeTimes) -> None:
-    attempt.handoff_s, attempt.wait_s = told.handoff_s, told.wait_s
-    attempt.decode_s, attempt.steps = told.decode_s, told.steps
+def _decoded(attempt: Attempt, times: DecodeTimes) -> None:
+    attempt.handoff_s, attempt.wait_s = times.handoff_s, times.wait_s
+    attempt.decode_s, attempt.steps = times.decode_s, times.steps
 
 
 def _why(event: Event) -> str:
-    """Why an attempt was given up when this happened."""
+    """Return why an attempt was given up upon this event."""
     match event:
         case Received(sender, AttemptFailed(reason=reason)):
             return f"{sender}: {reason}"
@@ -280,12 +280,12 @@ def _why(event: Event) -> str:
             return type(event).__name__
 
 
-# --- told
+# --- output
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a node did for an attempt."""
+    """A span of time in which a node worked for an attempt."""
 
     name: str
     node: str
@@ -295,7 +295,7 @@ class Span:
 
 
 def spans(account: Account) -> list[Span]:
-    """Where the time went, node by node, attempts in order."""
+    """Return the spans of a request by node, in the order of its attempts."""
     return [span for attempt in account.attempts for span in _spans(attempt, account.duration_s)]
 
 
@@ -328,7 +328,7 @@ def _spans(attempt: Attempt, over_s: float) -> Iterator[Span]:
 
 
 def told(account: Account) -> dict[str, Any]:
-    """All of it, for JSON."""
+    """Return the whole record, for JSON."""
     whole = asdict(account)
     del whole["arrived_at"]
     own, local, remote = whole.pop("cached")
@@ -341,7 +341,7 @@ def told(account: Account) -> dict[str, Any]:
 
 
 def line(account: Account) -> dict[str, Any]:
-    """One line of a log: what came, beside what was predicted, and why attempts were given up."""
+    """Return the fields of a log line: actual and predicted times, and why attempts were given up."""
     last = account.last or Attempt(number=0, began_s=0.0, conductor="")
     own, local, remote = account.cached
     return {

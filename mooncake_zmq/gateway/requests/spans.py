@@ -1,4 +1,4 @@
-"""A request that is over as a tree of spans, as tracing systems keep them: the same facts as `/trace/ID`. PURE."""
+"""A request that ended as a tree of spans, as tracing systems keep them: the same facts as `/trace/ID`. PURE."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,26 +7,26 @@ from mooncake_zmq.gateway.requests.request_log import CANCELLED, Account, Attemp
 from mooncake_zmq.gateway.requests.traces import Names
 
 WELL = ("stop", "length", CANCELLED)
-"""Outcomes that are no errors."""
+"""Outcomes that are not errors."""
 CALLER = -1
 Value = str | int | float | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One span. `parent`: its place in the tree, or `CALLER`. `failed`: why, if it did."""
+    """One span. `parent`: index of its parent in the tree, or `CALLER`. `failed`: the reason, if it failed."""
 
     name: str
     parent: int
     start_s: float
-    """From the request's arrival."""
+    """Start, in seconds since the request arrived."""
     duration_s: float
     attributes: Mapping[str, Value] = field(default_factory=dict)
     failed: str = ""
 
 
 def tree(account: Account, names: Names, *, model: str, gateway: str) -> list[Branch]:
-    """The request, its attempts, and what the nodes did for each."""
+    """Return the spans of the request, its attempts, and the nodes' work for each."""
     failed = "" if account.outcome in WELL else account.outcome
     request = _of_request(account, names, model, gateway)
     branches = [Branch("request", CALLER, 0.0, account.duration_s, request, failed)]
@@ -42,7 +42,7 @@ def tree(account: Account, names: Names, *, model: str, gateway: str) -> list[Br
 
 def _of_request(account: Account, names: Names, model: str, gateway: str) -> dict[str, Value]:
     own, local, remote = account.cached
-    told: dict[str, Value | None] = {
+    values: dict[str, Value | None] = {
         "gen_ai.request.model": model,
         "gen_ai.request.max_tokens": account.max_tokens,
         "gen_ai.usage.input_tokens": account.prompt_tokens,
@@ -58,12 +58,12 @@ def _of_request(account: Account, names: Names, model: str, gateway: str) -> dic
         "mooncake.cached_tokens.remote": remote,
         "mooncake.attempts": account.made,
     }
-    return dict(_known(told))
+    return dict(_known(values))
 
 
 def _of_attempt(account: Account, attempt: Attempt) -> Branch:
     ended_s = account.duration_s if attempt.ended_s is None else attempt.ended_s
-    told: dict[str, Value | None] = {
+    values: dict[str, Value | None] = {
         "mooncake.attempt": attempt.number,
         "mooncake.conductor": attempt.conductor,
         "mooncake.prefill": attempt.prefill or None,
@@ -77,8 +77,8 @@ def _of_attempt(account: Account, attempt: Attempt) -> Branch:
         "mooncake.why": attempt.why or None,
     }
     failed = "" if attempt.why in WELL else attempt.why
-    return Branch("attempt", 0, attempt.began_s, max(0.0, ended_s - attempt.began_s), dict(_known(told)), failed)
+    return Branch("attempt", 0, attempt.began_s, max(0.0, ended_s - attempt.began_s), dict(_known(values)), failed)
 
 
-def _known(told: Mapping[str, Value | None]) -> Iterator[tuple[str, Value]]:
-    return ((name, value) for name, value in told.items() if value is not None)
+def _known(values: Mapping[str, Value | None]) -> Iterator[tuple[str, Value]]:
+    return ((name, value) for name, value in values.items() if value is not None)

@@ -1,10 +1,10 @@
-"""Who may use a gateway, and how much of it: API keys by their hashes, rates by token buckets, shares of the slots. PURE.
+"""The tenants of a gateway and their limits: API keys by their hashes, rates by token buckets, shares of the slots. PURE.
 
-A file of keys has one tenant a line: NAME:SHA256[:LIMITS]; empty lines and those that begin with # tell nothing. LIMITS are
-`requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, a `role`, `priority=N` as the earliest that its
-requests may ask for, `slo=own` where they may name SLOs, and `salt=TEXT`, which sets cached prefixes apart from those of
-whoever else had the name, by commas. Tokens are those of the prompt and of the longest answer asked for; what of that was not
-written comes back.
+A file of keys has one tenant a line: NAME:SHA256[:LIMITS]; empty lines and those that begin with # are ignored. LIMITS are
+separated by commas: `requests=N` and `tokens=N` a minute, `share=F` of the gateway's slots, a `role`, `priority=N` as the
+earliest that its requests may ask for, `slo=own` where they may name SLOs, and `salt=TEXT`, which separates cached prefixes
+from those of an earlier tenant of the same name. Tokens are those of the prompt and of the longest answer asked for; the tokens
+that were not generated are returned.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from mooncake_zmq.core.keys import NAME_PATTERN, each_readable
 from mooncake_zmq.core.messages import MAX_PRIORITY
 
 Role = Literal["user", "metrics", "admin"]
-"""A user may generate; who collects metrics sees those and what /health has to tell, and nothing else; an admin may both."""
+"""Roles: a user may generate, a collector of metrics may read only those and /health, and an admin may do both."""
 SloRight = Literal["", "own"]
 MAX_TENANTS = 1024
 MINUTE_S = 60.0
@@ -29,15 +29,15 @@ _SALT = re.compile(r"[0-9a-z]{0,32}")
 
 
 HANGUPS = 20
-"""Calls a second that a tenant's clients may leave, unless its line says otherwise."""
+"""Default limit on the calls a second that a tenant's clients may abandon."""
 
 
 class TenantsError(ValueError):
-    """A line of the file that cannot be followed: the operator's mistake, told in one line."""
+    """A line of the file is invalid: the message is one line for the operator."""
 
 
 class Limited(Exception):
-    """More than a tenant may: HTTP 429. `retry_after_s`: when it may again; None: nobody knows, or never so much at once."""
+    """A tenant exceeded a limit: HTTP 429. `retry_after_s`: when it may retry; None: unknown, or never so much at once."""
 
     def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)
@@ -46,9 +46,10 @@ class Limited(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One line. Rates are a minute's, 0 for none; `share` is at least one slot. `hangups`: calls a second that its clients may
-    leave before their end, 0 for any number. `priority` and `slo`: what it may ask for its requests at the cost of others';
-    only with a right in its line. `own_salt`: not that of whoever had the name before."""
+    """A tenant: one line of the file. Rates are per minute, 0 for no limit; `share` is at least one slot. `hangups`: calls a
+    second that its clients may abandon, 0 for any number. `priority` and `slo`: rights to favour its requests over others';
+    without them in its line it has none. `own_salt`: separates its cached prefixes from those of an earlier tenant of its
+    name."""
 
     name: str
     digest: str
@@ -76,33 +77,33 @@ class Tenant:
             raise TenantsError("salt is up to 32 of a-z and 0-9")
 
     def line(self) -> str:
-        """As in a file."""
-        told = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
-        told += [f"hangups={self.hangups}"] * (self.hangups != HANGUPS)
-        told += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
-        told += [f"priority={self.priority}"] * bool(self.priority) + [f"slo={self.slo}"] * bool(self.slo)
-        told += [f"salt={self.own_salt}"] * bool(self.own_salt)
-        return ":".join((self.name, self.digest, *([",".join(told)] if told else [])))
+        """Return the tenant's line of a file."""
+        limits = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
+        limits += [f"hangups={self.hangups}"] * (self.hangups != HANGUPS)
+        limits += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
+        limits += [f"priority={self.priority}"] * bool(self.priority) + [f"slo={self.slo}"] * bool(self.slo)
+        limits += [f"salt={self.own_salt}"] * bool(self.own_salt)
+        return ":".join((self.name, self.digest, *([",".join(limits)] if limits else [])))
 
     @property
     def right(self) -> tuple[str, str, Role]:
-        """What a call is let in by: limits may change under it, this may not."""
+        """Key and role by which a call was admitted: a change of them ends the call, a change of limits does not."""
         return self.name, self.digest, self.role
 
     def salt(self, wanted: str) -> str:
-        """Of its block keys: tenants neither share prefixes nor learn by time what others have asked, nor does the next holder
-        of a name whose line has another salt. No name has an @."""
+        """Return the salt of its block keys, so that tenants neither share prefixes nor learn the prompts of others by timing.
+        With `own_salt`, this holds for successive tenants of one name too. No name has an @."""
         holder = f"{self.name}@{self.own_salt}" if self.own_salt else self.name
         return f"tenant/{holder}/{wanted}"
 
 
 def digest_of(secret: str) -> str:
-    """What is kept of a key. Keys are random and long, so that nothing slower is called for."""
+    """Return the stored hash of a key. Keys are random and long, so that a fast hash is safe."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def parse(text: str) -> tuple[Tenant, ...]:
-    """Raises TenantsError with the line."""
+    """Parse a file of keys. Raises TenantsError with the number of an invalid line."""
     found: dict[str, Tenant] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.startswith("#"):
@@ -118,8 +119,8 @@ def parse(text: str) -> tuple[Tenant, ...]:
 
 
 def still_in(known: Sequence[Tenant], text: str) -> tuple[Tenant, ...]:
-    """Those whose keys a text that cannot be followed has yet, for the same role: what is taken away is so whatever else
-    is wrong with it."""
+    """Return the known tenants whose key and role are still in an invalid text: keys removed from it are revoked despite its
+    errors."""
     left = {each.right for each in each_readable(text, lambda line: (_tenant(line.strip()),))}
     return tuple(each for each in known if each.right in left)
 
@@ -127,7 +128,7 @@ def still_in(known: Sequence[Tenant], text: str) -> tuple[Tenant, ...]:
 def _tenant(line: str) -> Tenant:
     name, _, rest = line.partition(":")
     digest, _, limits = rest.partition(":")
-    told = dict(limit.partition("=")[::2] for limit in limits.split(",") if limit)
+    given = dict(limit.partition("=")[::2] for limit in limits.split(",") if limit)
     kinds = {
         "requests": int,
         "tokens": int,
@@ -138,16 +139,17 @@ def _tenant(line: str) -> Tenant:
         "slo": str,
         "salt": str,
     }
-    if unknown := sorted(told.keys() - kinds.keys()):
+    if unknown := sorted(given.keys() - kinds.keys()):
         raise TenantsError(f"{unknown[0]} is no limit: there are {', '.join(kinds)}")
-    own_salt = told.pop("salt", "")
-    limits_told = {key: kinds[key](value) for key, value in told.items()}
-    return Tenant(name=name, digest=digest, own_salt=own_salt, **limits_told)
+    own_salt = given.pop("salt", "")
+    converted = {key: kinds[key](value) for key, value in given.items()}
+    return Tenant(name=name, digest=digest, own_salt=own_salt, **converted)
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """What is left of a minute's amount. It refills evenly, and may be overdrawn once: no call is too large for good."""
+    """A token bucket with a minute's amount. It refills evenly and may be overdrawn once, so that no call is too large
+    forever."""
 
     left: float
     at: float
@@ -157,18 +159,18 @@ class _Bucket:
         self.at = now
 
     def wait_s(self, per_minute: int, wanted: float) -> float:
-        """Until there is so much; 0: there is."""
+        """Return the seconds until the bucket has the amount; 0 if it has."""
         return max(0.0, (wanted - self.left) * MINUTE_S / per_minute)
 
 
 @dataclass(slots=True)
 class _Use:
-    """`calls` and `tokens_used` count what was served, `limited` what was refused, all since the tenant first called."""
+    """A tenant's use since its first call: `calls` and `tokens_used` were served, `limited` calls were refused."""
 
     requests: _Bucket
     tokens: _Bucket
     left_until: float = -math.inf
-    """When its clients may leave further calls: it is put off with each one that they leave."""
+    """When its clients may abandon calls again: each abandoned call delays it."""
     slots: int = 0
     preparing: int = 0
     calls: int = 0
@@ -177,19 +179,19 @@ class _Use:
 
 
 class Tenants:
-    """All tenants of one gateway and what they use."""
+    """The tenants of one gateway and their use."""
 
     def __init__(self, known: Sequence[Tenant], slots: int) -> None:
-        """`slots`: the gateway's."""
+        """Hold the known tenants. `slots`: number of the gateway's slots."""
         self._slots = slots
         self.known: Sequence[Tenant] = ()
         self._uses: dict[str, _Use] = {}
         self._open: dict[Callable[[], None], Tenant] = {}
-        """How each open call is ended, and whose it is."""
+        """Functions that end open calls, with the tenant of each."""
         self.replace(known)
 
     def replace(self, known: Sequence[Tenant]) -> None:
-        """Other keys and limits from now on; who stays keeps what is left to him. Open calls end whose key is taken away."""
+        """Replace keys and limits. Tenants that stay keep their buckets; open calls end whose key was removed."""
         self.known = known
         rights = {tenant.right for tenant in known}
         for end in [end for end, tenant in self._open.items() if tenant.right not in rights]:
@@ -198,7 +200,7 @@ class Tenants:
         self._uses = {name: use for name, use in self._uses.items() if name in names or use.slots}
 
     def of(self, secret: str) -> Tenant | None:
-        """Whose key this is, in a time that does not tell how much of it is right."""
+        """Return the tenant of a key, in a time that does not depend on how much of the key is right."""
         digest = digest_of(secret)
         found = None
         for tenant in self.known:
@@ -208,7 +210,7 @@ class Tenants:
 
     @contextmanager
     def calling(self, tenant: Tenant, end: Callable[[], None]) -> Iterator[None]:
-        """While a call is open; `end` is called if its key is taken away meanwhile."""
+        """Register a call while it is open; `end` is called if its key is removed meanwhile."""
         self._open[end] = tenant
         try:
             yield
@@ -216,7 +218,7 @@ class Tenants:
             del self._open[end]
 
     def begin(self, now: float, tenant: Tenant) -> None:
-        """One more call. Raises Limited."""
+        """Count a new call. Raises Limited."""
         use = self._use(now, tenant)
         if tenant.hangups and use.left_until > now:
             use.limited += 1
@@ -232,24 +234,24 @@ class Tenants:
         use.calls += 1
 
     def hung_up(self, now: float, tenant: Tenant) -> None:
-        """A client left a call whose requests had begun: what was done for them, and what it takes to end them, was in vain."""
+        """Count a call that its client abandoned after its requests had begun: work was wasted on it."""
         if tenant.hangups:
             use = self._use(now, tenant)
             use.left_until = max(use.left_until, now - 1.0) + 1.0 / tenant.hangups
 
     def prepare(self, now: float, tenant: Tenant) -> None:
-        """Before a call is made into requests: a slot for the first of them. Raises Limited."""
+        """Take a slot for the first request of a call, before the call is parsed. Raises Limited."""
         use = self._use(now, tenant)
         self._check_share(use, tenant, 1)
         use.slots += 1
         use.preparing += 1
 
     def prepared(self, now: float, tenant: Tenant) -> None:
-        """It is made into requests, or never will be: its slot stays taken."""
+        """Note that a call was parsed or failed to be: its slot stays taken."""
         self._use(now, tenant).preparing -= 1
 
     def take(self, now: float, tenant: Tenant, slots: int, tokens: int) -> None:
-        """Before a call's requests begin: the slots that they need more, and their tokens at most. Raises Limited."""
+        """Take further slots and the most tokens that a call's requests may use, before they begin. Raises Limited."""
         use = self._use(now, tenant)
         self._check_share(use, tenant, slots)
         if tenant.tokens:
@@ -261,7 +263,7 @@ class Tenants:
         use.slots += slots
 
     def give_back(self, now: float, tenant: Tenant, slots: int, tokens: int, used: int = 0) -> None:
-        """At a call's end: its slots, and of its tokens those not used. `used`: those that were."""
+        """Return the slots and the unused `tokens` of a call that ended. `used`: number of tokens that it used."""
         use = self._use(now, tenant)
         use.tokens_used += used
         use.slots -= slots
@@ -272,25 +274,25 @@ class Tenants:
 
     @property
     def slots_taken(self) -> int:
-        """By all tenants: zero when idle."""
+        """Slots taken by all tenants: zero when idle."""
         return sum(use.slots for use in self._uses.values())
 
     def counts(self) -> dict[str, float]:
-        """For metrics, named as an actor's are: of the tenants that the file names now and that have called."""
-        told: dict[str, float] = {}
+        """Return counters for metrics, named like an actor's, of the present tenants that have called."""
+        values: dict[str, float] = {}
         for name, use in self._uses.items():
-            told[f"tenant_calls[tenant={name}]"] = use.calls
-            told[f"tenant_limited[tenant={name}]"] = use.limited
-            told[f"tenant_tokens[tenant={name}]"] = use.tokens_used
-        return told
+            values[f"tenant_calls[tenant={name}]"] = use.calls
+            values[f"tenant_limited[tenant={name}]"] = use.limited
+            values[f"tenant_tokens[tenant={name}]"] = use.tokens_used
+        return values
 
     def gauges(self) -> dict[str, float]:
-        """Likewise; zero when idle."""
-        told: dict[str, float] = {}
+        """Return gauges of the same tenants; zero when idle."""
+        values: dict[str, float] = {}
         for name, use in self._uses.items():
-            told[f"tenant_slots[tenant={name}]"] = use.slots
-            told[f"tenant_preparing[tenant={name}]"] = use.preparing
-        return told
+            values[f"tenant_slots[tenant={name}]"] = use.slots
+            values[f"tenant_preparing[tenant={name}]"] = use.preparing
+        return values
 
     def _check_share(self, use: _Use, tenant: Tenant, slots: int) -> None:
         most = max(1, int(self._slots * tenant.share))

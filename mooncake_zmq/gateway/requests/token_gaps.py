@@ -5,18 +5,19 @@ from array import array
 from mooncake_zmq.core.gaps import longest_gaps
 
 MAX_KEPT = 4096
-"""Gaps kept: 32 kB. When they are as many the shorter half goes, which matters only past 20,000 tokens of one attempt."""
+"""Limit on the gaps kept: 32 kB. At the limit the shorter half is dropped, which matters only past 20,000 tokens of one
+attempt."""
 
 
 class Gaps:
-    """Seconds between tokens; adding one costs an append."""
+    """The seconds between tokens; adding one costs an append."""
 
     def __init__(self) -> None:
         self._kept = array("d")
         self._count = 0
 
     def add(self, gap_s: float, tokens: int = 1) -> None:
-        """`tokens` came together, `gap_s` after the one before: as evenly spread as the engine made them."""
+        """Add `tokens` that arrived together, `gap_s` after the token before them: their gaps count as even."""
         self._count += tokens
         if tokens == 1:
             self._kept.append(gap_s)
@@ -30,7 +31,7 @@ class Gaps:
 
     @property
     def tbt_s(self) -> float:
-        """Mean of the longest tenth, of one gap at least; 0 without any."""
+        """Mean of the longest tenth of the gaps, of at least one; 0 if there is none."""
         if not self._count:
             return 0.0
         longest = sorted(self._kept)[-longest_gaps(self._count) :]

@@ -1,1 +1,1 @@
-"""The paper's figures, ours beside theirs: one table of what is run, what is assumed, and which conclusions hold."""
+"""The paper's figures, ours beside theirs: one table of the runs, their assumptions, and the conclusions that hold."""

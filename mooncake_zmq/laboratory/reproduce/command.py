@@ -58,7 +58,7 @@ def reproduce(
     hardware; a conclusion is kept only if it holds in all of these.
     """
     if plot is not None:
-        new_figure(1, 1)  # says at once that there is no matplotlib
+        new_figure(1, 1)  # fails at once if there is no matplotlib
     if name in MADE:
         figure = MADE[name](1.0 if quick is None else min(1.0, quick / REQUESTS))
     else:

@@ -1,4 +1,4 @@
-"""What a reproduced figure is: settings with their sources, rows, conclusions, curves. Plain data."""
+"""The data of a reproduced figure: settings with their sources, rows, conclusions, curves."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from mooncake_zmq.laboratory.study import NodeProfile, RunResult, Setup
 
 Source = Literal["paper", "measured", "assumed"]
 HARDWARE: tuple[NodeProfile, ...] = (A800, H800)
-"""The paper's, and another that conclusions must survive."""
+"""The paper's hardware, and another one on which conclusions must hold too."""
 PAPER = A800
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`source`: who says so."""
+    """One setting. `source`: the paper, a measurement or an assumption."""
 
     name: str
     value: str
@@ -43,13 +43,13 @@ class Conclusion:
 
     @property
     def kept(self) -> bool:
-        """Only if it holds in all."""
+        """Whether it holds in all variants."""
         return not self.breaks
 
 
 @dataclass(slots=True)
 class Figure:
-    """All of one figure. `curves`: by label, points of `axes`."""
+    """All results of one figure. `curves`: by label, points of `axes`."""
 
     name: str
     title: str
@@ -62,7 +62,7 @@ class Figure:
 
 
 Measured = Mapping[str, float]
-"""What was measured of one arm."""
+"""The measures of one arm, by name."""
 Arms = Mapping[str, Measured]
 Holds = Callable[[Arms], bool]
 
@@ -86,17 +86,17 @@ class Plan:
     title: str
     base: Setup
     arms: Mapping[str, tuple[tuple[str, str], ...]]
-    """What each sets on top of the base."""
+    """The settings of each arm on top of the base."""
     measure: Callable[[RunResult], dict[str, float]]
     settings: tuple[Setting, ...]
     assumptions: tuple[Assumption, ...]
     claims: tuple[tuple[str, Holds], ...]
     units: Mapping[str, str]
-    """Of each measure that is shown, in order."""
+    """The unit of each measure that is shown, in order."""
     paper: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """By arm and measure."""
+    """The paper's figures, by arm and measure."""
     notes: tuple[str, ...] = ()
     output_tokens: int | None = None
-    """What every request makes, if not what the trace says."""
+    """Output tokens of every request, if not those of the trace."""
     x: str = ""
-    """Arms are points of a curve over this; they are then named by numbers."""
+    """The abscissa over which arms are points of a curve; they are then named by numbers."""

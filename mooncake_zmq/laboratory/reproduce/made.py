@@ -1,4 +1,4 @@
-"""Figures on loads made for them: pipelines of prefills for long prompts, roles that change with a load that shifts."""
+"""Figures on generated loads: pipelines of prefills for long prompts, roles that change with a load that shifts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ OVERLOAD = 1.4
 
 
 def cpp(part: float = 1.0) -> Figure:
-    """TTFT of long prompts over one, two and four prefills, and what others' TTFT becomes beside them. `part`: of the load."""
+    """Return the TTFT of long prompts over one, two and four prefills, and others' TTFT beside them. `part`: of the load."""
     alone = {(node.name, k, n): _alone(node, 1024 * k, n, part) for node in HARDWARE for k in LENGTHS for n in STAGES}
     loaded = {(node.name, rate, n): _loaded(node, rate, n, part) for node in HARDWARE for rate in OTHERS_PER_S for n in STAGES}
     rows = [Row(f"{k}k tokens alone, {_of(n)}: TTFT", "s", alone[PAPER.name, k, n]) for k in LENGTHS for n in STAGES]
@@ -73,7 +73,7 @@ def cpp(part: float = 1.0) -> Figure:
 
 
 def roles(part: float = 1.0) -> Figure:
-    """Goodput of nodes that change their role beside fixed ones, on a load that shifts from prompts to answers."""
+    """Return the goodput of nodes that change their role beside fixed ones, on a load that shifts from prompts to answers."""
     found = {(node.name, after_s): _shifted(node, after_s, part) for node in HARDWARE for after_s in AFTER_S}
     rows = []
     for after_s in AFTER_S:
@@ -116,7 +116,7 @@ MADE = {"cpp": cpp, "roles": roles}
 
 
 def joined(*loads: Sequence[Arrival]) -> list[Arrival]:
-    """Loads beside each other, whose prompts have nothing in common."""
+    """Return loads beside each other, whose prompts have nothing in common."""
     found: list[Arrival] = []
     fresh = 0
     for load in loads:
@@ -148,7 +148,8 @@ def _alone(node: NodeProfile, tokens: int, stages: int, part: float) -> float:
 
 
 def _loaded(node: NodeProfile, per_s: float, stages: int, part: float) -> tuple[float, float, float]:
-    """Mean TTFT of the long prompts; mean and p90 of the others. Twice as fast a node gets twice the load."""
+    """Return the mean TTFT of the long prompts; mean and p90 of the others. A node that is twice as fast gets twice the
+    load."""
     speed = PAPER.costs.compute_s(65_536, 0) / node.costs.compute_s(65_536, 0)
     others, long = (int(LOADED_S * part * rate) for rate in (per_s, 0.1))
     arrivals = joined(

@@ -11,9 +11,9 @@ from mooncake_zmq.laboratory.reproduce.figure import HARDWARE, PAPER, Conclusion
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 
 CAPACITIES = (1_000, 3_000_000 // TRACE_BLOCK_TOKENS, 10_000, 30_000, 50_000, 100_000)
-"""Blocks of 512 tokens; the second is the 3 M tokens that the paper speaks of."""
+"""Blocks of 512 tokens; the second is the paper's 3 M tokens."""
 LENGTHS = (8, 16, 32, 64, 128)
-"""Thousands, of 1,024 tokens."""
+"""Lengths in thousands, of 1,024 tokens."""
 PREFILL_S = (1.00, 2.05, 4.48, 10.58, 27.52)
 CACHED_S = (0.134, 0.227, 0.406, 0.882, 2.33)
 CACHED_SHARE = 0.95
@@ -23,7 +23,7 @@ FIT_ERROR = 0.017
 
 
 def fig9(arrivals: Sequence[Arrival]) -> Figure:
-    """Hit ratio of an LRU cache by its capacity."""
+    """Return the hit ratio of an LRU cache by its capacity."""
     trace = [tuple(each.to_bytes(KEY_BYTES, "little") for each in arrival.hash_ids) for arrival in arrivals]
     most = infinite_hit_ratio(trace)
     points = [(float(capacity), hit_ratio(trace, Slots(capacity))) for capacity in CAPACITIES]
@@ -49,7 +49,7 @@ def fig9(arrivals: Sequence[Arrival]) -> Figure:
 
 
 def fig14() -> Figure:
-    """Prefill times, without a prefix and with most of the prompt cached."""
+    """Return prefill times, without a prefix and with most of the prompt cached."""
     costs = PAPER.costs
     rows = []
     for length, paper_s in zip(LENGTHS, PREFILL_S, strict=True):
@@ -79,7 +79,7 @@ def fig14() -> Figure:
 
 
 def fig15() -> Figure:
-    """Where the time of one request goes: prefill, transfer to the decode, 128 tokens of answer."""
+    """Return the times that one request spends in prefill, in the transfer to the decode, and in 128 tokens of answer."""
     costs = PAPER.costs
     rows = []
     for length, full_s, most_s, paper_ms in zip(LENGTHS, PREFILL_S, CACHED_S, STEP_MS, strict=True):
@@ -105,13 +105,14 @@ FITTED = {"fig14": fig14, "fig15": fig15}
 
 
 def cached_s(costs: Costs, tokens: int) -> float:
-    """Prefill of a prompt most of which is in the host's pool: loading overlaps computing, so the longer counts."""
+    """Return the prefill time of a prompt most of which is in the host's pool: loading overlaps computing, so the longer
+    counts."""
     prefix = int(CACHED_SHARE * tokens)
     return max(costs.compute_s(tokens, prefix), costs.load_s(prefix))
 
 
 def _everywhere(text: str, holds: Callable[[Costs, int], bool]) -> Conclusion:
-    """Judged at every length on every hardware."""
+    """Judge a conclusion at every length on every hardware."""
     tried = [(hardware, length) for hardware in HARDWARE for length in LENGTHS]
     breaks = tuple(f"{length}k tokens on {node.name}" for node, length in tried if not holds(node.costs, 1024 * length))
     return Conclusion(text, len(tried), breaks)

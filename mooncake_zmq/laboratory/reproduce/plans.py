@@ -1,5 +1,5 @@
-"""The figures that are replayed: their arms, what the papers say of them, and what must be assumed. No setting is fitted to a
-figure."""
+"""The figures that are replayed: their arms, the papers' figures and conclusions, and the assumptions. No setting is fitted to
+a figure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def _best(limit: int) -> Holds:
 
 
 def _rising(measure: str, arms: Sequence[str]) -> Holds:
-    """Each arm's measure is above the one's before it."""
+    """Return whether each arm's measure is above the one's before it."""
     return lambda found: all(found[a][measure] < found[b][measure] for a, b in zip(arms, arms[1:], strict=False))
 
 
@@ -202,7 +202,7 @@ BANDWIDTHS = (24, 50, 100, 200, 400)
 
 
 def _falling(found: Arms) -> bool:
-    """Within 2 %: a seed's routing moves the mean by as much."""
+    """Return whether the values fall, within 2 %: a seed's routing moves the mean by as much."""
     means = [found[str(each)]["mean TTFT"] for each in BANDWIDTHS]
     return all(b <= 1.02 * a for a, b in zip(means, means[1:], strict=False))
 

@@ -1,4 +1,4 @@
-"""Runs a plan: every arm under every variant, once each, and judges its conclusions."""
+"""Run of a plan: every arm under every variant, once each, and the judgement of its conclusions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,23 +24,23 @@ from mooncake_zmq.laboratory.settings import assigned
 from mooncake_zmq.laboratory.study import NodeProfile, Setup
 
 Run = Callable[[Sequence[Job]], list[Measured]]
-"""Runs jobs and measures each result."""
+"""A function that runs jobs and measures each result."""
 Variant = tuple[NodeProfile, Assumption | None]
 
 
 def variants(plan: Plan) -> list[Variant]:
-    """The base and every assumption's other value, on each hardware; the paper's base first."""
+    """Return the base and every assumption's other value, on each hardware; the paper's base first."""
     return [(hardware, each) for hardware in HARDWARE for each in (None, *plan.assumptions)]
 
 
 def name_of(variant: Variant) -> str:
-    """As conclusions name it."""
+    """Return the name of a variant in conclusions."""
     hardware, changed = variant
     return hardware.name if changed is None else f"{changed.key} is {changed.other} on {hardware.name}"
 
 
 def setup_of(plan: Plan, arm: str, variant: Variant) -> Setup:
-    """One run of the plan."""
+    """Return the setup of one run of the plan."""
     hardware, changed = variant
     nodes = plan.base.prefill + plan.base.decode
     setup = replace(plan.base, hardware=hardware)
@@ -57,7 +57,7 @@ def setup_of(plan: Plan, arm: str, variant: Variant) -> Setup:
 
 
 def reproduce(plan: Plan, source: Source, run: Run) -> Figure:
-    """The figure, from the runs of all variants. Variants that do not concern an arm are not run again for it."""
+    """Return the figure, from the runs of all variants. Variants that do not concern an arm are not run again for it."""
     source = msgspec.structs.replace(source, output_tokens=plan.output_tokens)
     tried = variants(plan)
     jobs = {(at, arm): Job(source, setup_of(plan, arm, variant)) for at, variant in enumerate(tried) for arm in plan.arms}
@@ -78,13 +78,13 @@ def reproduce(plan: Plan, source: Source, run: Run) -> Figure:
 
 
 def judge(text: str, holds: Callable[[Arms], bool], tried: Sequence[Variant], found: Sequence[Arms]) -> Conclusion:
-    """Where it holds, where not."""
+    """Return the conclusion, with the variants in which it does not hold."""
     breaks = tuple(name_of(variant) for variant, arms in zip(tried, found, strict=True) if not holds(arms))
     return Conclusion(text, len(tried), breaks)
 
 
 def settings_of(plan: Plan) -> list[Setting]:
-    """Those of the plan, of its assumptions, of the hardware."""
+    """Return the settings of the plan, of its assumptions, of the hardware."""
     assumed = [
         Setting(each.key, f"{each.value or 'the default'}, then {each.other}", "assumed", each.why) for each in plan.assumptions
     ]

@@ -1,4 +1,4 @@
-"""A reproduced figure as tables, as JSON, as a plot."""
+"""The output of a reproduced figure: tables, JSON, a plot."""
 
 import math
 from dataclasses import asdict
@@ -15,14 +15,14 @@ MOST_BREAKS = 6
 
 
 def as_json(figure: Figure) -> dict[str, Any]:
-    """`{"name", "title", "settings", "rows", "conclusions", "notes", "curves", "axes"}`."""
+    """Return `{"name", "title", "settings", "rows", "conclusions", "notes", "curves", "axes"}`."""
     found = asdict(figure)
     found["conclusions"] = [asdict(each) | {"kept": each.kept} for each in figure.conclusions]
     return found
 
 
 def show(figure: Figure, console: Console) -> None:
-    """Print it."""
+    """Print the figure."""
     console.print(_rows(figure))
     for conclusion in figure.conclusions:
         console.print(sentence(conclusion), markup=False, highlight=False)
@@ -32,7 +32,7 @@ def show(figure: Figure, console: Console) -> None:
 
 
 def sentence(conclusion: Conclusion) -> str:
-    """`kept (of 8): ...`, or where it does not hold."""
+    """Return `kept (of 8): ...`, or the variants in which it does not hold."""
     if conclusion.kept:
         return f"kept, in all {conclusion.tried}: {conclusion.text}"
     breaks = conclusion.breaks[:MOST_BREAKS]
@@ -62,7 +62,7 @@ def _settings(figure: Figure) -> Table:
 
 
 def plot(figure: Figure, directory: Path) -> Path:
-    """NAME.png: its curves, or ours and the paper's as bars. Raises click.ClickException without matplotlib, OSError."""
+    """Draw NAME.png: its curves, or ours and the paper's as bars. Raises click.ClickException without matplotlib, OSError."""
     drawing = new_figure(8, 5) if figure.curves else new_figure(9, 0.35 * len(figure.rows) + 1.5)
     directory.mkdir(parents=True, exist_ok=True)
     axes = drawing.add_subplot()

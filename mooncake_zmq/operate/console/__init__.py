@@ -1,1 +1,1 @@
-"""What an operator sees of a running cluster from a terminal, on whatever host: all of it comes from its gateways."""
+"""Shows a running cluster in a terminal on any host; all information comes from its gateways."""

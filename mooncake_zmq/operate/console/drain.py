@@ -1,4 +1,4 @@
-"""Has a node rest, by a gateway, and tells how much it has left until that is nothing."""
+"""Drains a node through a gateway, and prints how many requests it has left until there are none."""
 
 import time
 from typing import Any
@@ -11,36 +11,37 @@ from mooncake_zmq.operate.console.gateways import Gateways, NoGateway
 DONE, UNDONE, REFUSED = 0, 1, 2
 EVERY_S = 0.5
 SURE = 5
-"""Looks in a row that find the node serving: reports come each second."""
+"""The number of polls in a row that find the node serving before that is believed: reports arrive once a second."""
 
 
 def drain(gateways: Gateways, node: str, console: Console, *, within_s: float) -> int:
-    """Until nothing is left, or for `within_s` seconds: then it goes on by itself."""
+    """Drain a node and wait until nothing is left, for at most `within_s` seconds; it continues to drain afterwards. Return
+    the exit code."""
     try:
-        gateway, told = gateways.order(_path(node), "POST")
+        gateway, state = gateways.order(_path(node), "POST")
         console.print(f"{node} takes nothing new, as {gateway} sees it", highlight=False)
         ends_at, said, serving = time.monotonic() + within_s, None, 0
-        while told["state"] != "drained" and time.monotonic() < ends_at:
-            if told.get("left") != said:
-                said = told.get("left")
+        while state["state"] != "drained" and time.monotonic() < ends_at:
+            if state.get("left") != said:
+                said = state.get("left")
                 console.print(f"{said or 0:.0f} left to finish", highlight=False)
             time.sleep(EVERY_S)
-            told = _node(gateways, node)
-            serving = serving + 1 if told.get("resting") is False else 0  # one look may be at another gateway, which heard less
+            state = _node(gateways, node)
+            serving = serving + 1 if state.get("resting") is False else 0  # a poll may reach another, outdated gateway
             if serving == SURE:
-                console.print(f"{node} rests no more: it is {told['state']}", highlight=False)
+                console.print(f"{node} rests no more: it is {state['state']}", highlight=False)
                 return UNDONE
     except NoGateway as error:
         return _refused(console, error)
-    if told["state"] != "drained":
-        console.print(f"{node} is not done yet: {told.get('left') or 0:.0f} left to finish", highlight=False)
+    if state["state"] != "drained":
+        console.print(f"{node} is not done yet: {state.get('left') or 0:.0f} left to finish", highlight=False)
         return UNDONE
     console.print(f"{node} is drained; it runs, and serves again after --undo or a restart", highlight=False)
     return DONE
 
 
 def undo(gateways: Gateways, node: str, console: Console) -> int:
-    """Have it serve again."""
+    """Make a drained node serve again; return the exit code."""
     try:
         gateways.order(_path(node), "DELETE")
     except NoGateway as error:

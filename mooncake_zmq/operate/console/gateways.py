@@ -1,4 +1,4 @@
-"""Where a deployment's gateways are, and what one of them says: the first that answers speaks for the cluster."""
+"""Calls the gateways of a deployment: the first one that answers speaks for the cluster."""
 
 import os
 import ssl
@@ -14,20 +14,20 @@ from mooncake_zmq.config.warnings import is_tls
 from mooncake_zmq.gateway.http.tls import trusting
 
 KEY_VARIABLE = "MOONCAKE_ZMQ_API_KEY"
-"""The API key of an operator, where the gateways want one."""
+"""The environment variable with the API key of an operator, for gateways that require one."""
 TIMEOUT_S, CONNECT_S = 6.0, 2.0
 SERVING = ("ok", "degraded")
-NOBODY = "the deployment has no gateway"
+NONE_CONFIGURED = "the deployment has no gateway"
 NONE_OF_OURS = "what answers there is no gateway of ours"
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 class NoGateway(Exception):
-    """None of the gateways told what was asked; in one line."""
+    """Raised when no gateway gave the answer; the message is one line."""
 
 
 class Refused(NoGateway):
-    """One of them answered that it will not."""
+    """Raised when a gateway refused."""
 
 
 class Gateways:
@@ -41,66 +41,66 @@ class Gateways:
         trust: ssl.SSLContext | bool = True,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """`urls`: by the gateway's name."""
+        """Create a client; `urls` holds the URL of each gateway by name."""
         self.urls = dict(urls)
-        # Several gateways may share an address: a new connection may find another one.
+        # Several gateways may share an address: a new connection may reach another one.
         headers = {"connection": "close", **({"authorization": f"Bearer {key}"} if key else {})}
         timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
         self._client = httpx.Client(headers=headers, timeout=timeout, verify=trust, trust_env=False, transport=transport)
 
     @classmethod
     def of(cls, loaded: Loaded, *, ca: str = "") -> "Gateways":
-        """Those of a config; `ca`: a PEM file of whom to trust. Raises ConfigError."""
+        """Return a client of the gateways of a config; `ca` is a PEM file of trusted certificates. Raises ConfigError."""
         places = {node.name: place(loaded, node) for node in loaded.config.of_role("gateway")}
         return cls(places, key=os.environ.get(KEY_VARIABLE, ""), trust=trusted(loaded, ca))
 
     @classmethod
     def at(cls, url: str, *, ca: str = "") -> "Gateways":
-        """The one at `url`, whatever is configured here. Raises ConfigError."""
+        """Return a client of the gateway at `url`, whatever is configured here. Raises ConfigError."""
         return cls({url: url}, key=os.environ.get(KEY_VARIABLE, ""), trust=_trust(ca))
 
     def picture(self) -> tuple[str, Any]:
-        """Who answered, and how the cluster is. A gateway that drains or starts speaks only if no other serves. Raises
-        NoGateway."""
+        """Return the name of the gateway that answered, and the state of the cluster. A gateway that drains or starts is used
+        only if no other serves. Raises NoGateway."""
         last: tuple[str, Any] | None = None
-        told: list[str] = []
+        errors: list[str] = []
         for name in self.urls:
             try:
-                last = name, self._picture(name)
+                last = name, self._cluster(name)
             except NoGateway as error:
-                told.append(str(error))
+                errors.append(str(error))
                 continue
             if last[1].get("status") in SERVING:
                 return last
         if last is None:
-            raise NoGateway("; ".join(told) or NOBODY)
+            raise NoGateway("; ".join(errors) or NONE_CONFIGURED)
         return last
 
-    def _picture(self, name: str) -> Any:
-        told = self._ask(name, "/cluster")
-        if not isinstance(told, dict) or not told.keys() >= {"status", "nodes"}:
+    def _cluster(self, name: str) -> Any:
+        cluster = self._ask(name, "/cluster")
+        if not isinstance(cluster, dict) or not cluster.keys() >= {"status", "nodes"}:
             raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS}")
-        return told
+        return cluster
 
     def ask(self, path: str) -> tuple[str, Any]:
-        """The first who answered, and what. Raises NoGateway."""
+        """Return the name of the first gateway that answered, and its answer. Raises NoGateway."""
         return self._first(path, "GET", final=())
 
     def order(self, path: str, method: str) -> tuple[str, Any]:
-        """Have the first that answers do something; what it says of that. Raises NoGateway; what one refuses the others
-        would too."""
+        """Send a command to the first gateway that answers; return its name and answer. Raises NoGateway. If one refuses, the
+        others are not tried, as they would refuse too."""
         return self._first(path, method, final=Refused)
 
     def _first(self, path: str, method: str, *, final: type[NoGateway] | tuple[()]) -> tuple[str, Any]:
-        told: list[str] = []
+        errors: list[str] = []
         for name in self.urls:
             try:
                 return name, self._ask(name, path, method)
             except NoGateway as error:
                 if isinstance(error, final):
                     raise
-                told.append(str(error))
-        raise NoGateway("; ".join(told) or NOBODY)
+                errors.append(str(error))
+        raise NoGateway("; ".join(errors) or NONE_CONFIGURED)
 
     def _ask(self, name: str, path: str, method: str = "GET") -> Any:
         try:
@@ -108,27 +108,28 @@ class Gateways:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoGateway(f"{self._at(name)}: {error or type(error).__name__}") from None
         try:
-            told = answer.json()
+            body = answer.json()
             if answer.status_code == httpx.codes.OK:
-                return told
-            reason = f"{name}: {answer.status_code} {told['error']['message']}"
+                return body
+            reason = f"{name}: {answer.status_code} {body['error']['message']}"
         except (ValueError, LookupError, TypeError):
             said = f"{answer.status_code} {answer.reason_phrase}"
             raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS} ({said})") from None
         raise (Refused if answer.is_client_error else NoGateway)(reason)
 
     def _at(self, name: str) -> str:
-        """A gateway that is known by its URL alone has that for a name."""
+        """Return the name and URL of a gateway for messages; one that is known by its URL only has that as its name."""
         url = self.urls[name]
         return url if name == url else f"{name} at {url}"
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
         self._client.close()
 
 
 def place(loaded: Loaded, node: NodeSettings) -> str:
-    """The URL of a gateway. One that listens on all addresses is at that of its endpoint, if it has one. Raises ConfigError."""
+    """Return the URL of a gateway. If it listens on all addresses, that of its endpoint is used, if it has one. Raises
+    ConfigError."""
     section = loaded.section(node)
     host = section.http_host
     if host in EVERYWHERE:
@@ -139,8 +140,8 @@ def place(loaded: Loaded, node: NodeSettings) -> str:
 
 
 def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext:
-    """Whom to take for a gateway: who is certified by `ca`, who shows the certificate that the config names, if its file is
-    here, or whomever the system trusts. Raises ConfigError."""
+    """Return how gateways are verified: by the certificates in `ca`, by the certificate that the config names if its file is
+    here, or by the system's trusted certificates. Raises ConfigError."""
     certificates = [Path(loaded.section(node).tls_certificate) for node in loaded.config.of_role("gateway")]
     here = [path for path in certificates if path.is_file()]
     try:
@@ -150,7 +151,7 @@ def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext:
 
 
 def _trust(ca: str) -> ssl.SSLContext:
-    """Empty: whomever the system trusts."""
+    """Return the context for the certificates in `ca`; empty means those that the system trusts."""
     try:
         return ssl.create_default_context(cafile=ca or None)
     except OSError as error:

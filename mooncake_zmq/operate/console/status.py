@@ -1,4 +1,4 @@
-"""How a cluster is: once, with an exit code, or again each second."""
+"""Prints the state of a cluster: once, with an exit code, or again each second."""
 
 import json
 import time
@@ -19,9 +19,9 @@ EVERY_S = 1.0
 
 
 def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
-    """Print how the cluster is; the exit code says the same."""
+    """Print the state of the cluster; the exit code says the same."""
     try:
-        gateway, picture = gateways.picture()
+        gateway, cluster = gateways.picture()
     except NoGateway as error:
         if as_json:
             console.out(json.dumps({"status": "down", "verdict": f"No gateway answers: {error}"}, indent=1), highlight=False)
@@ -29,21 +29,22 @@ def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
             console.print(Text(f"No gateway answers: {error}", style="red"))
         return DOWN
     if as_json:
-        console.out(json.dumps(picture, indent=1), highlight=False)
+        console.out(json.dumps(cluster, indent=1), highlight=False)
     else:
-        console.print(tables.overview(picture))
+        console.print(tables.overview(cluster))
         console.print(Text(f"by {gateway}", style="dim"))
-    return exit_code(picture)
+    return exit_code(cluster)
 
 
-def exit_code(picture: dict[str, Any]) -> int:
-    """Of a picture: 0 all is well, 1 it serves and something is wrong, 2 it does not serve."""
-    return {"ok": OK, "degraded": DEGRADED}.get(str(picture["status"]), DOWN)
+def exit_code(cluster: dict[str, Any]) -> int:
+    """Return the exit code for a cluster's state: 0 if all is well, 1 if it serves and something is wrong, 2 if it does not
+    serve."""
+    return {"ok": OK, "degraded": DEGRADED}.get(str(cluster["status"]), DOWN)
 
 
 def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> int:
-    """Show it again each second, `times` or until interrupted or nobody reads it; the last exit code. A terminal shows the last
-    picture alone; into a pipe goes each as it comes."""
+    """Print the state each second, `times` or until interrupted or the output is closed, and return the last exit code. A
+    terminal shows only the last state; a pipe receives each one."""
     if not console.is_terminal:
         return _watch(gateways, console, console.print, times)
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -53,8 +54,8 @@ def watch(gateways: Gateways, console: Console, *, times: int | None = None) -> 
 def _watch(gateways: Gateways, console: Console, draw: Callable[[RenderableType], None], times: int | None) -> int:
     code = DOWN
     for left in count() if times is None else reversed(range(times)):
-        code, picture = _picture(gateways)
-        draw(picture)
+        code, cluster = _rendered(gateways)
+        draw(cluster)
         if console.quiet:
             break
         if times is None or left:
@@ -62,10 +63,10 @@ def _watch(gateways: Gateways, console: Console, draw: Callable[[RenderableType]
     return code
 
 
-def _picture(gateways: Gateways) -> tuple[int, RenderableType]:
+def _rendered(gateways: Gateways) -> tuple[int, RenderableType]:
     try:
-        gateway, picture = gateways.picture()
+        gateway, cluster = gateways.picture()
     except NoGateway as error:
         return DOWN, Text(f"No gateway answers: {error}", style="red")
     foot = Text(f"by {gateway}; Ctrl-C ends this", style="dim")
-    return exit_code(picture), Group(tables.overview(picture), Text(), tables.traffic(picture), foot)
+    return exit_code(cluster), Group(tables.overview(cluster), Text(), tables.traffic(cluster), foot)

@@ -1,4 +1,4 @@
-"""A cluster's picture, as its gateway's /cluster tells it, for a terminal."""
+"""Renders a cluster's state, as its gateway's /cluster reports it, for a terminal."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,25 +15,25 @@ STYLES = {
     "drained": "yellow",
     "starting": "yellow",
 }
-Picture = Mapping[str, Any]
+Cluster = Mapping[str, Any]
 
 
-def overview(picture: Picture) -> RenderableType:
-    """The verdict, what is degraded, and the nodes."""
-    status = str(picture["status"])
-    head = Text(str(picture["verdict"]), style=STYLES.get(status, "red"))
-    more = [Text(f"  {each['reason']}: {each['text']}", style="yellow") for each in picture["degraded"]]
-    return Group(head, *more, nodes(picture))
+def overview(cluster: Cluster) -> RenderableType:
+    """Return the verdict, what is degraded, and the nodes."""
+    status = str(cluster["status"])
+    head = Text(str(cluster["verdict"]), style=STYLES.get(status, "red"))
+    more = [Text(f"  {each['reason']}: {each['text']}", style="yellow") for each in cluster["degraded"]]
+    return Group(head, *more, nodes(cluster))
 
 
-def nodes(picture: Picture) -> Table:
-    """One line a node; where that is too long, role and host are folded, and figures stay whole."""
+def nodes(cluster: Cluster) -> Table:
+    """Return a table with one line per node; if it is too wide, role and host are folded, and figures stay whole."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("node", "role", "host", "state"):
         table.add_column(name, no_wrap=name in ("node", "state"), overflow="fold")
     for name in ("up", "wait", "run", "full"):
         table.add_column(name, justify="right", no_wrap=True)
-    for node in picture["nodes"]:
+    for node in cluster["nodes"]:
         gauges = node.get("gauges", {})
         table.add_row(
             *(Text(str(node[name])) for name in ("name", "role", "host")),
@@ -45,26 +45,26 @@ def nodes(picture: Picture) -> Table:
     return table
 
 
-def traffic(picture: Picture) -> Table:
-    """Where KV comes from, how much moved, who was refused, and how predictions hold."""
+def traffic(cluster: Cluster) -> Table:
+    """Return where KV came from, how much was moved, which requests were refused, and how accurate predictions were."""
     table = Table.grid(padding=(0, 2))
-    hits = picture["hits"]["tokens"]
+    hits = cluster["hits"]["tokens"]
     whole = sum(hits.values())
-    told = "  ".join(f"{source} {100 * tokens / whole if whole else 0:.0f}%" for source, tokens in hits.items())
-    table.add_row("prompt tokens", f"{whole:,.0f}: {told}")
-    misses = [f"{why} {count:,.0f}" for why, count in picture["misses"].items() if count]
+    shares = "  ".join(f"{source} {100 * tokens / whole if whole else 0:.0f}%" for source, tokens in hits.items())
+    table.add_row("prompt tokens", f"{whole:,.0f}: {shares}")
+    misses = [f"{why} {count:,.0f}" for why, count in cluster["misses"].items() if count]
     table.add_row("misses", "  ".join(misses) or "none")
-    flows = sorted(picture["flows"], key=lambda flow: -flow["bytes"])[:6]
+    flows = sorted(cluster["flows"], key=lambda flow: -flow["bytes"])[:6]
     moved = [f"{flow['from']} > {flow['to']} ({flow['kind']}) {_bytes(flow['bytes'])}" for flow in flows]
     table.add_row("KV moved", "\n".join(moved) or "none")
-    requests = picture["requests"]
+    requests = cluster["requests"]
     for what in ("finished", "rejected", "failed"):
         counted = [f"{name} {count:,}" for name, count in requests[what].items()]
         table.add_row(what, "  ".join(counted) or "none")
-    for of, told_s in picture["predictions"].items():
-        error_s, actual_s = told_s["absolute_error_s"], told_s["actual_s"]
+    for of, sums in cluster["predictions"].items():
+        error_s, actual_s = sums["absolute_error_s"], sums["actual_s"]
         table.add_row(
-            f"{of} predicted", f"{told_s['predicted_s']:.3f} s, was {actual_s:.3f} s, off by {error_s:.3f} s on average"
+            f"{of} predicted", f"{sums['predicted_s']:.3f} s, was {actual_s:.3f} s, off by {error_s:.3f} s on average"
         )
     return table
 
@@ -75,7 +75,7 @@ def _state(node: Mapping[str, Any]) -> str:
 
 
 def _full(node: Mapping[str, Any]) -> str:
-    """How full each tier is."""
+    """Return how full each tier is."""
     tiers = {name: (tier["used_blocks"], tier["blocks"]) for name, tier in node.get("tiers", {}).items()}
     gauges = node.get("gauges", {})
     if "reserved_tokens" in gauges:
@@ -103,21 +103,21 @@ def _bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def request(told: Mapping[str, Any]) -> RenderableType:
-    """One request: what came of it, its attempts, and where its time went."""
-    cached = "/".join(f"{told[f'cached_{source}']:,}" for source in ("own", "local", "remote"))
-    head = Text(f"{told['request_id']}: {told['outcome']} after {told['duration_s']:.3f} s")
-    reused = f"{told['prompt_tokens']:,} prompt tokens, of them reused {cached} (own/local/remote)"
-    attempts = [Text(f"  {_attempt(each)}") for each in told["attempts"]]
+def request(found: Mapping[str, Any]) -> RenderableType:
+    """Return one request: its result, its attempts, and where its time went."""
+    cached = "/".join(f"{found[f'cached_{source}']:,}" for source in ("own", "local", "remote"))
+    head = Text(f"{found['request_id']}: {found['outcome']} after {found['duration_s']:.3f} s")
+    reused = f"{found['prompt_tokens']:,} prompt tokens, of them reused {cached} (own/local/remote)"
+    attempts = [Text(f"  {_attempt(each)}") for each in found["attempts"]]
     table = Table(box=None, pad_edge=False)
     table.add_column("at s", justify="right")
     table.add_column("took s", justify="right")
     for name in ("what", "node", "attempt"):
         table.add_column(name)
-    for span in told["spans"]:
+    for span in found["spans"]:
         places = (f"{span['start_s']:.4f}", f"{span['duration_s']:.4f}", span["name"], span["node"], str(span["attempt"]))
         table.add_row(*(Text(place) for place in places))
-    return Group(head, Text(f"{reused}; {told['completion_tokens']:,} made"), *attempts, table)
+    return Group(head, Text(f"{reused}; {found['completion_tokens']:,} made"), *attempts, table)
 
 
 def _attempt(each: Mapping[str, Any]) -> str:

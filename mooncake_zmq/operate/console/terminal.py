@@ -1,4 +1,4 @@
-"""Where a command writes: a terminal as wide as it is, or a pipe, whose lines are as long as they need to be."""
+"""The output of a command: a terminal of any width, or a pipe, whose lines are never folded."""
 
 import os
 import sys
@@ -6,11 +6,12 @@ import sys
 from rich.console import Console
 
 PIPE_WIDTH = 4096
-"""No line is folded before: `grep` finds all that belongs to what it looks for."""
+"""The width of lines in a pipe: none is folded below it, so `grep` finds whole lines."""
 
 
 class Terminal(Console):
-    """Standard output. Where nobody reads it any more the rest is not said (`quiet`), and exit codes stay what they are."""
+    """Standard output. Once its reader has closed it, the remaining output is dropped (`quiet`), and exit codes stay the
+    same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,7 +19,7 @@ class Terminal(Console):
             self.width = PIPE_WIDTH
 
     def on_broken_pipe(self) -> None:
-        """Rich would end the process with 1, which has a meaning of its own."""
+        """Drop further output: Rich would end the process with 1, which has another meaning here."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Where the time of one request went: for a terminal, as JSON, or as a file that Perfetto shows."""
+"""Shows where the time of one request went: in a terminal, as JSON, or as a file for Perfetto."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MICROSECONDS = 1e6
 
 
 def show(gateways: Gateways, wanted: str, console: Console, as_json: bool, perfetto: str | None) -> int:
-    """Print the requests known by this id; 0 if there are any. Raises ConfigError."""
+    """Print the requests known by this id; return 0 if there are any. Raises ConfigError."""
     try:
         found = gateways.ask(f"/trace/{quote(wanted, safe='')}")[1]["requests"]
     except NoGateway as error:
@@ -29,20 +29,22 @@ def show(gateways: Gateways, wanted: str, console: Console, as_json: bool, perfe
     if as_json:
         console.out(json.dumps(found, indent=1), highlight=False)
     else:
-        for told in found:
-            console.print(tables.request(told))
+        for request in found:
+            console.print(tables.request(request))
     return 0
 
 
 def events(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chrome's trace events: a process for each node, a thread in it for each request."""
+    """Return Chrome trace events, with a process for each node and a thread in it for each request."""
     nodes: dict[str, int] = {}
-    told: list[dict[str, Any]] = []
+    slices: list[dict[str, Any]] = []
     for thread, request in enumerate(found, 1):
         for span in request["spans"]:
             process = nodes.setdefault(span["node"], len(nodes) + 1)
             arguments = {"request": request["request_id"], "attempt": span["attempt"]}
             place = {"pid": process, "tid": thread, "ts": span["start_s"] * MICROSECONDS}
-            told.append({"name": span["name"], "ph": "X", "dur": span["duration_s"] * MICROSECONDS, **place, "args": arguments})
+            slices.append(
+                {"name": span["name"], "ph": "X", "dur": span["duration_s"] * MICROSECONDS, **place, "args": arguments}
+            )
     named = [{"name": "process_name", "ph": "M", "pid": process, "args": {"name": node}} for node, process in nodes.items()]
-    return [*named, *told]
+    return [*named, *slices]

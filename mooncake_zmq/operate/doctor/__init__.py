@@ -1,1 +1,2 @@
-"""Is this machine fit for its nodes of a deployment, and what is to be changed? A module for each area; none changes it."""
+"""Checks whether this machine is fit for its nodes of a deployment, and advises what to change. There is a module for each
+area; none changes anything."""

@@ -1,4 +1,4 @@
-"""Who is let in: keys of this machine's nodes, API keys and certificates of its gateways. Nothing is told of secrets."""
+"""Checks access: keys of this machine's nodes, API keys and certificates of its gateways. Secrets are never printed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ AREA = "access"
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """Each node's own key, then what each gateway shows to its clients and asks of them."""
+    """Yield findings on each node's own key, then on what each gateway exposes and requires of its clients."""
     directory = key_files.directory_of(here.config.security.keys)
     if directory is not None:
         for node in here.nodes:
@@ -27,7 +27,8 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def node_key(directory: Path, name: str, units: bool) -> Finding:
-    """The pair by which a node is known to the others. `units`: systemd has ours, and hands each its secret."""
+    """Check the key pair that authenticates a node to others. `units`: systemd has the project's units, and passes each its
+    secret."""
     advice = "`mooncake-zmq keys make` where keys are made, then copy them here"
     try:
         if units and not (directory / f"{name}.secret").exists():
@@ -43,12 +44,12 @@ def node_key(directory: Path, name: str, units: bool) -> Finding:
 
 
 def tenants_clients(directory: Path, node: NodeSettings, section: Any) -> Iterator[Finding]:
-    """Of a cache-node's store: those that its tenants name and nobody made a key for."""
+    """Yield a finding on tenants of a cache-node's store whose clients have no key."""
     tenants = section.objects.tenants if node.role == "cache-node" and node.store_endpoint else ()
     wanted = {name for tenant in tenants for name in (*tenant.clients, *tenant.readers)}
     try:
         known = {each.name for each in key_files.read_book(directory).keys if "store" in each.kinds}
-    except (KeysError, OSError):  # told of already
+    except (KeysError, OSError):  # reported already
         return
     if missing := sorted(wanted - known):
         advice = f"mooncake-zmq keys make --to DIR {' '.join(f'--store {name}' for name in missing)}, or correct the names"

@@ -1,4 +1,5 @@
-"""Time and the kernel's run: lives are numbered by the clock, and two processes share memory if they know the same boot."""
+"""Checks the clock and the boot id: incarnations are numbered by the clock, and two processes may share memory only if they
+see the same boot."""
 
 import ctypes
 import time
@@ -15,14 +16,15 @@ AHEAD_S = 60.0
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """Synchronized, not behind what earlier lives of nodes saw, and a boot id where a store wants it."""
+    """Yield findings: whether the clock is synchronized and not behind earlier incarnations of nodes, and whether there is a
+    boot id if a store needs it."""
     if is_synchronized():
         yield Finding(AREA, "ok", "the clock is synchronized")
     else:
         yield Finding(AREA, "warning", "nothing synchronizes the clock", "timedatectl set-ntp true, or run chronyd")
     runtime_dir = Path(here.config.cluster.runtime_dir)
     for node in here.nodes:
-        ahead_s = last_life_s(runtime_dir / f"{node.name}.lock") - time.time()
+        ahead_s = last_start_s(runtime_dir / f"{node.name}.lock") - time.time()
         if ahead_s > AHEAD_S:
             found = f"an earlier life of {node.name} began {ahead_s:,.0f} s in the future: the clock went back"
             yield Finding(AREA, "warning", found, "set the clock right; its peers hear the node by numbers that only grow")
@@ -35,14 +37,14 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def is_synchronized() -> bool:
-    """As the kernel has it from whoever disciplines its clock."""
+    """Return whether the kernel considers the clock synchronized."""
     state = ctypes.create_string_buffer(TIMEX_BYTES)
     ctypes.CDLL(None).adjtimex(state)
     return not int.from_bytes(state.raw[STATUS_AT : STATUS_AT + 4], "little") & UNSYNCHRONIZED
 
 
-def last_life_s(lock: Path) -> float:
-    """When the last life of a node began, as its lock remembers; 0: nobody knows."""
+def last_start_s(lock: Path) -> float:
+    """Return when the last incarnation of a node began, by its lock; 0 if unknown."""
     try:
         return int(lock.read_text().split()[1]) / 1000
     except (OSError, ValueError, IndexError):

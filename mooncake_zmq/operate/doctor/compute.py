@@ -1,4 +1,4 @@
-"""Cores, what the CPU can, machine code, GPUs: what this machine's engines compute with."""
+"""Checks what this machine's engines compute with: cores, CPU features, machine code, GPUs."""
 
 import os
 import platform
@@ -13,12 +13,12 @@ from mooncake_zmq.operate.doctor.places import UNIT_DIRECTORIES, units_installed
 
 AREA = "compute"
 FEATURES = {"x86_64": ("avx2", "avx512f", "avx512_bf16"), "aarch64": ("asimd", "asimddp", "sve")}
-"""What NumPy's products are several times faster with."""
+"""The CPU features with which NumPy's products are several times faster."""
 DRIVER = Path("/dev/nvidiactl")
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """The CPU for whoever computes with it, the GPU likewise."""
+    """Yield findings on the CPU and the GPU, each if a node here computes with it."""
     engines = here.of_role(*ENGINE_ROLES)
     computing = [node for node in engines if node.computes and node.device == "cpu"]
     if computing:
@@ -34,7 +34,7 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def cores(threads: int, count: int) -> Finding:
-    """Threads that compute beyond the cores wait for each other."""
+    """Check the threads against the cores: more threads than cores wait for each other."""
     found = f"{count} cores; the engines here compute in {threads} threads"
     if threads <= count:
         return Finding(AREA, "ok", found)
@@ -42,7 +42,7 @@ def cores(threads: int, count: int) -> Finding:
 
 
 def cpu_features(source: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Of those that matter here, by the kernel's names."""
+    """Return the CPU's features that matter here, by the kernel's names."""
     try:
         words = set(source.read_text().split())
     except OSError:
@@ -58,7 +58,7 @@ def features(found: list[str]) -> Finding:
 
 
 def machine_code(*, needed: bool) -> Finding:
-    """What backend = "auto" is here, and whether "compiled" can be had if some node needs that."""
+    """Check what backend "auto" chooses here, and whether "compiled" is available if a node needs it."""
     reason = lacking()
     if not reason:
         return Finding(AREA, "ok", 'machine code can be made and run: backend "auto" is "compiled"')
@@ -87,12 +87,12 @@ def _gpu(names: list[str]) -> Iterator[Finding]:
 
 
 def gpu_units(directories: list[Path]) -> Finding:
-    """Whether units may open the devices: without the drop-in they see none."""
+    """Check whether units may open the GPU's devices: without the drop-in they see none."""
     if any((path / "mooncake-prefill@.service.d/50-gpu.conf").exists() for path in directories):
         return Finding(AREA, "ok", "units may use the GPU")
     return Finding(AREA, "problem", "units may not use the GPU", "bin/install --gpu")
 
 
 def _version(number: int) -> str:
-    """12040 is 12.4."""
+    """Return a CUDA version as text: 12040 is 12.4."""
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,4 +1,4 @@
-"""One thing that was looked at: what was found, and what to change if it is not well. And whose nodes it is looked at for."""
+"""The result of one check: what was found and what to change if it is not well, and the nodes that were checked."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,12 +8,12 @@ from mooncake_zmq.config.records import Config, NodeSettings
 
 Level = Literal["ok", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")
-"""In rising order: a warning works, but not well or not for long; with a problem some node does not run."""
+"""The levels in rising order. Warning: it works, but not well or not for long. Problem: a node does not run with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`advice`: the command or setting that helps; empty only where all is well."""
+    """The result of one check; `advice` is the command or setting that helps, empty only if all is well."""
 
     area: str
     level: Level
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """A deployment and which of its nodes are this machine's. `running`: their processes, by name of the node."""
+    """A deployment, and its nodes on this machine; `running` holds their processes by name of the node."""
 
     loaded: Loaded
     nodes: tuple[NodeSettings, ...]
@@ -34,13 +34,13 @@ class Here:
 
     @property
     def config(self) -> Config:
-        """The whole deployment's."""
+        """The settings of the whole deployment."""
         return self.loaded.config
 
     def section(self, node: NodeSettings) -> Any:
-        """The settings of a node's role."""
+        """Return the settings of a node's role."""
         return self.loaded.section(node)
 
     def of_role(self, *roles: str) -> tuple[NodeSettings, ...]:
-        """This machine's nodes of these roles."""
+        """Return this machine's nodes of these roles."""
         return tuple(node for node in self.nodes if node.role in roles)

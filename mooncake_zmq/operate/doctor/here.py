@@ -1,4 +1,4 @@
-"""Which nodes of a deployment are this machine's, and which of them run."""
+"""Finds the nodes of a deployment that belong to this machine, and those of them that run."""
 
 import errno
 import socket
@@ -12,20 +12,20 @@ AREA = "nodes"
 
 
 def find(loaded: Loaded, host: str | None) -> Here:
-    """`host`: the nodes of that one; without it, those of every host that this machine has an address of."""
+    """Find the nodes of `host`; without it, those of every host that this machine has an address of."""
     hosts = {host} if host is not None else {node.host for node in loaded.config.nodes if is_here(loaded, node)}
     nodes = tuple(node for node in loaded.config.nodes if node.host in hosts)
     return Here(loaded, nodes, _running(loaded, nodes))
 
 
 def is_here(loaded: Loaded, node: NodeSettings) -> bool:
-    """Does it listen on this machine? On a file it does: such nodes are all on one machine."""
+    """Return whether a node listens on this machine. Nodes with ipc endpoints do: they are all on one machine."""
     address = tcp_address(loaded.config.endpoint(node))
     return address is None or is_own(address[0])
 
 
 def tcp_address(endpoint: str) -> tuple[str, int] | None:
-    """None for what is no TCP endpoint; "*" is every address of this machine."""
+    """Return address and port of a TCP endpoint, None for any other; "*" is every address of this machine."""
     if not endpoint.startswith("tcp://"):
         return None
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -33,7 +33,7 @@ def tcp_address(endpoint: str) -> tuple[str, int] | None:
 
 
 def is_own(address: str) -> bool:
-    """Has this machine that address?"""
+    """Return whether this machine has the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -49,7 +49,7 @@ def _running(loaded: Loaded, nodes: tuple[NodeSettings, ...]) -> dict[str, int]:
 
 
 def examine(here: Here) -> list[Finding]:
-    """Which they are, or that there are none."""
+    """Report the nodes of this machine, or that there are none."""
     if not here.nodes:
         hosts = ", ".join(sorted({node.host for node in here.config.nodes})) or "none"
         advice = f"name this machine's host (there are {hosts}): mooncake-zmq doctor --config {here.loaded.path} --host HOST"

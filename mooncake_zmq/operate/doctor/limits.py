@@ -1,4 +1,4 @@
-"""What the kernel grants a process: open files, locked memory. Of the nodes that run, else of this shell."""
+"""Checks the kernel's limits of a process: open files, locked memory. It checks nodes that run, otherwise this shell."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,15 @@ from mooncake_zmq.operate.doctor.memory import size
 
 AREA = "limits"
 FILES = 4096
-"""A gateway of 256 streams, with sockets to some hundred nodes and an SSD's files, stays below this."""
+"""The open files that every node needs at most: a gateway of 256 streams, with sockets to some hundred nodes and an SSD's
+files, stays below it."""
 FILES_ADVICE = "LimitNOFILE=65536 in the unit (ours has it), or for this shell: ulimit -n 65536"
 LOCKED_ADVICE = "LimitMEMLOCK=infinity in the unit (ours has it), or for this shell: ulimit -l unlimited"
 ROWS = {"files": "Max open files", "locked": "Max locked memory"}
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """Open files of each process; locked memory where a GPU is to copy to and from the host's pool."""
+    """Yield findings on open files of each process, and on locked memory if a GPU copies to and from the host's pool."""
     processes = {f"{name} (pid {pid})": pid for name, pid in here.running.items()} or {"this shell": 0}
     pool_bytes = sum(here.section(node).pool_bytes for node in here.of_role("cache-node"))
     pins = any(node.device == "cuda" for node in here.nodes)
@@ -33,10 +34,10 @@ def _judged(enough: bool, found: str, advice: str) -> Finding:
 
 
 def granted(pid: int, what: str) -> float | None:
-    """The soft limit of a process, infinite if there is none; pid 0: of this one. None: it cannot be read."""
+    """Return the soft limit of a process, infinite if there is none; pid 0 is this process. None: it cannot be read."""
     try:
         lines = Path(f"/proc/{pid or 'self'}/limits").read_text().splitlines()
-    except OSError:  # it just ended, or is another user's
+    except OSError:  # it has ended, or belongs to another user
         return None
     soft_text = next(line.removeprefix(ROWS[what]).split()[0] for line in lines if line.startswith(ROWS[what]))
     return float("inf") if soft_text == "unlimited" else int(soft_text)

@@ -1,4 +1,4 @@
-"""Shared memory and RAM against what this machine's nodes are told to use."""
+"""Checks shared memory and RAM against what this machine's nodes are configured to use."""
 
 import os
 from collections.abc import Iterator
@@ -11,11 +11,12 @@ from mooncake_zmq.operate.doctor.finding import Finding, Here
 AREA = "memory"
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 LARGE_BYTES = 8 << 30
-"""From here on the page tables of shared memory cost noticeable time and room."""
+"""The size from which the page tables of shared memory cost noticeable time and memory."""
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """Room in shm_dir for what is not allocated yet, RAM for all, large pages for large pools."""
+    """Yield findings on room in shm_dir for what is not allocated yet, on RAM for all nodes, and on large pages for large
+    pools."""
     directory = Path(here.config.cluster.shm_dir)
     shared = {node.name: shared_bytes(here, node) for node in here.nodes}
     coming_bytes = sum(needed for name, needed in shared.items() if name not in here.running)
@@ -26,7 +27,7 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def shared_bytes(here: Here, node: NodeSettings) -> int:
-    """What the node takes of shm_dir: the most that one of its roles does."""
+    """Return the bytes of shm_dir that a node uses: the most of any of its roles."""
     return max(_of_role(here, node.in_role(role)) for role in node.roles)
 
 
@@ -63,7 +64,8 @@ def _room(here: Here, directory: Path, needed_bytes: int) -> Iterator[Finding]:
 
 
 def _ram(here: Here, shared: int, coming: int) -> Finding:
-    """Shared memory that is allocated, and KV that decodes have, are no longer available: both are asked of what is."""
+    """Check the RAM that is available. Allocated shared memory and the KV of running decodes are no longer in it, so both are
+    left out of what is needed."""
     per_token = here.config.costs.kv_bytes_per_token
     waiting = [node for node in here.of_role("decode") if node.name not in here.running and node.device == "cpu"]
     private = sum(here.section(node).capacity_tokens * per_token for node in waiting)
@@ -76,7 +78,7 @@ def _ram(here: Here, shared: int, coming: int) -> Finding:
 
 
 def large_pages(setting: Path) -> Finding:
-    """Whether the kernel backs shared memory with large pages where it is asked to."""
+    """Check whether the kernel backs shared memory with large pages where it is asked to."""
     try:
         chosen = setting.read_text().partition("[")[2].partition("]")[0]
     except OSError:
@@ -88,7 +90,7 @@ def large_pages(setting: Path) -> Finding:
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """Return a number of bytes for people."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
         if count >= 10 * unit or (count >= unit and unit == 1 << 20):
             return f"{count / unit:,.1f} {name}" if count < 100 * unit else f"{count / unit:,.0f} {name}"

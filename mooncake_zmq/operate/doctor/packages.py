@@ -1,4 +1,4 @@
-"""Python and what the project needs of it."""
+"""Checks Python and the packages that the project needs."""
 
 import importlib.metadata
 import sys
@@ -16,7 +16,7 @@ INSTALL = "bin/install again, or: {python} -m pip install --upgrade '{distributi
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """The versions of Python, of the project and of its packages."""
+    """Yield findings on the versions of Python, of the project and of its packages."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= OLDEST:
         yield Finding(AREA, "ok", f"Python {version}")
@@ -33,7 +33,7 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def unmet() -> Iterator[str]:
-    """Requirements of the installed project with its extra `server` that are not there, or of another version."""
+    """Yield the requirements of the installed project with its extra `server` that are missing or of another version."""
     try:
         needed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Nodes of other machines: who answers at their addresses, and what the nodes that run here say of them."""
+"""Checks the nodes of other machines: whether they answer at their addresses, and what nodes that run here report of them."""
 
 import os
 import socket
@@ -19,7 +19,8 @@ AT_ONCE = 32
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """Every node elsewhere that has an address, then what running nodes have refused or never heard."""
+    """Yield a finding on every node elsewhere that has an address, then on peers that running nodes have refused or never
+    connected to."""
     elsewhere = [node for node in here.config.nodes if node not in here.nodes]
     known = [(node.name, address) for node in elsewhere if (address := tcp_address(here.config.endpoint(node)))]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -30,7 +31,7 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def reached(name: str, address: str, port: int) -> Finding:
-    """Does ZeroMQ answer there?"""
+    """Check whether ZeroMQ answers at an address."""
     where = f"{name} at {address}:{port}"
     try:
         with socket.create_connection((address, port), timeout=ANSWER_S) as stream:
@@ -48,7 +49,8 @@ def reached(name: str, address: str, port: int) -> Finding:
 
 
 def _greeting(stream: socket.socket) -> bytes:
-    """Both sides of ZMTP speak at once; the second half comes only after our signature and version."""
+    """Exchange ZMTP greetings and return the peer's: both sides send at once, and the second half comes only after our
+    signature and version."""
     stream.sendall(zmtp.GREETING)
     got = b""
     while len(got) < zmtp.MECHANISM.stop and (more := stream.recv(zmtp.MECHANISM.stop - len(got))):
@@ -57,19 +59,19 @@ def _greeting(stream: socket.socket) -> bytes:
 
 
 def heard(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
-    """What running nodes know of their peers, by name of the node."""
+    """Yield findings on the peers of running nodes, by name of the node."""
     silent: dict[str, list[str]] = {}
     for name, session in sessions.items():
         for peer, why in session["refusals"].items():
             advice = f"give {peer} the same release, model and cluster.toml as {name}, then restart it"
             yield Finding(AREA, "problem", f"{name} refuses {peer}: {why}", advice)
-        unheard = [peer for peer, state in session["peers"].items() if not state["up"] and peer not in session["refusals"]]
-        for peer in unheard:
+        missing = [peer for peer, state in session["peers"].items() if not state["up"] and peer not in session["refusals"]]
+        for peer in missing:
             silent.setdefault(peer, []).append(name)
         others = session["counts"].get("dropped[reason=version]", 0)
-        if others and unheard:
+        if others and missing:
             found = f"{name} was sent {others:,.0f} frames of another protocol than its own, {PROTOCOL_VERSION}"
-            yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(unheard)}")
+            yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(missing)}")
     for peer, names in silent.items():
         advice = f"start it, or look on its machine: journalctl -u 'mooncake-*@{peer}'"
         yield Finding(AREA, "warning", f"{peer} is not heard by {', '.join(names)}", advice)

@@ -1,4 +1,4 @@
-"""Where nodes meet: the runtime directory and every address that they listen on, free or held by them."""
+"""Checks the runtime directory and every address that nodes here listen on: whether it is free or held by its node."""
 
 import errno
 import os
@@ -20,7 +20,8 @@ MIGRATE_REQ = Path("/proc/sys/net/ipv4/tcp_migrate_req")
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """The runtime directory, then each address of each node here: only who may look into the former knows whose a port is."""
+    """Yield findings on the runtime directory, then on each address of each node here: only a user who may read the directory
+    can find out which process has a port."""
     directory = runtime_directory(Path(here.config.cluster.runtime_dir), units_installed())
     yield directory
     if directory.level == "problem":
@@ -34,7 +35,8 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def migrating(setting: Path) -> Finding:
-    """What becomes of who waits at a gateway that leaves the address it shares. The sysctl is there since Linux 5.14."""
+    """Check what happens to connections that wait at a gateway when it stops listening on a shared address. The sysctl exists
+    since Linux 5.14."""
     try:
         migrates = int(setting.read_text()) == 1
     except (OSError, ValueError):
@@ -46,12 +48,12 @@ def migrating(setting: Path) -> Finding:
 
 
 def units_installed() -> bool:
-    """Does systemd have our units?"""
+    """Return whether systemd has the project's units."""
     return any(Path(directory, "mooncake.target").exists() for directory in UNIT_DIRECTORIES)
 
 
 def runtime_directory(path: Path, units: bool) -> Finding:
-    """One that others cannot write and that all nodes of this machine find."""
+    """Check that other users cannot write to the runtime directory and that all nodes of this machine use the same one."""
     if units and str(path) != UNITS_RUNTIME_DIR:
         advice = (
             f'runtime_dir = "{UNITS_RUNTIME_DIR}" in [cluster]: units are given that one, and this command looks in the file\'s'
@@ -83,10 +85,10 @@ def _user(uid: int) -> str:
 
 
 def addresses(here: Here, node: NodeSettings) -> Iterator[tuple[str, str, int]]:
-    """(setting, address, port) of all that a node listens on over TCP."""
+    """Yield (setting, address, port) of each TCP address that a node listens on."""
     section = here.section(node)
     named = {"endpoint": here.config.endpoint(node), "store_endpoint": node.store_endpoint}
-    if PARTS[node.role].segment_setting:  # who has blocks serves them
+    if PARTS[node.role].segment_setting:  # nodes with blocks serve them
         named["data_endpoint"] = here.config.data_endpoint(node)
     if node.role == "cache-node":
         named["kv_events.endpoint"] = section.kv_events.endpoint
@@ -105,7 +107,8 @@ def addresses(here: Here, node: NodeSettings) -> Iterator[tuple[str, str, int]]:
 
 
 def listening(node: str, what: str, address: str, port: int, pid: int | None, *, shared: bool = False) -> Finding:
-    """`pid`: of the node, if it runs; then the port is its own. `shared`: others of this user may have it too."""
+    """Check an address; `pid` is that of the node if it runs, which then has the port itself. `shared`: other processes of
+    this user may have it too."""
     where = f"{what} {address}:{port} of {node}"
     error = bind_error(address, port, share=shared)
     if error is None and shared:
@@ -127,7 +130,8 @@ def listening(node: str, what: str, address: str, port: int, pid: int | None, *,
 
 
 def bind_error(address: str, port: int, *, share: bool = False) -> int | None:
-    """Why one cannot listen there; None: one can. Where others share it nothing is listened to: a client might come."""
+    """Return the error of binding an address, None if it can be bound. A shared address is bound without listening, since
+    clients might connect."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

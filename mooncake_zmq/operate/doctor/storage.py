@@ -1,4 +1,4 @@
-"""The SSD tiers' directories and the model's: there, ours to write, with room, and read past the page cache."""
+"""Checks the directories of SSD tiers and of the model: whether they exist, are writable, have room, and allow direct I/O."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ AREA = "storage"
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """Each directory that a cache-node here is to keep blocks or values in."""
+    """Yield findings on each directory in which a cache-node here keeps blocks or values."""
     for node in here.of_role("cache-node"):
         section = here.section(node)
         if section.ssd.directory:
@@ -24,7 +24,7 @@ def examine(here: Here) -> Iterator[Finding]:
 
 
 def tier(directory: Path, name: str, wanted_bytes: int) -> Iterator[Finding]:
-    """`name`: of the node's own directory below it."""
+    """Yield findings on the directory of an SSD tier; `name` is that of the node's own directory below it."""
     there = next(path for path in (directory / name, directory, *directory.parents) if path.is_dir())
     if not os.access(there, os.W_OK | os.X_OK):
         advice = f"install -d -o mooncake -g mooncake -m 700 {directory} (and ReadWritePaths={directory} in the unit)"
@@ -41,7 +41,7 @@ def tier(directory: Path, name: str, wanted_bytes: int) -> Iterator[Finding]:
 
 
 def direct(directory: Path) -> Finding:
-    """Tried in a directory of its own: a running node's files stay out of it."""
+    """Check direct I/O in a temporary directory, so that the files of a running node stay untouched."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=directory) as probe:
         if allows_direct(Path(probe)):
             return Finding(AREA, "ok", f"{directory} is read and written past the page cache (O_DIRECT)")

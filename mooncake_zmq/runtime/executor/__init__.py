@@ -1,1 +1,1 @@
-"""Carries out an actor's works live, on threads beside the runtime's."""
+"""Executes an actor's works on threads beside the runtime's."""

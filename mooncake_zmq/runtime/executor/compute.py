@@ -40,7 +40,7 @@ from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
 
 
 class Compute:
-    """Owns the engine's thread."""
+    """Run model steps on the engine's thread."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Compute:
             )
             if scoring:
                 logits = scoring.last
-            for layer in range(self._layout.layers):  # an engine that skipped one must not have used what is not there
+            for layer in range(self._layout.layers):  # an engine that skipped a layer must not have used missing blocks
                 job.before_layer(layer)
         except PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *split_failures(failure.blocks))
@@ -116,7 +116,7 @@ class Compute:
         if work.sampling is not None:
             assert logits is not None
             sampled = self._sample(job, work, logits[0], work.start + len(tokens))
-        token, told = sampled[0] if sampled else (None, None)
+        token, logprob = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s = time.perf_counter() - began
         checksums = self._output_checksums(work)
@@ -126,13 +126,13 @@ class Compute:
             elapsed_s,
             loaded_s=loaded_s,
             waited_s=job.waited_s,
-            logprob=told,
+            logprob=logprob,
             others=sampled[1:],
             scored=tuple(scoring.scored) if scoring else (),
         )
 
     def _sample(self, job: Job, work: ComputeChunk, logits: NDArray[np.float32], position: int) -> tuple[Sampled, ...]:
-        """The token at `position` for each choice; none where it is not known yet what may stand there."""
+        """Return the token at `position` for each choice; none where the mask is not ready."""
         opened = job.sequences[work.sequence]
         if opened.past is not None and opened.past.awaited() is not None:
             opened.unsampled = Unsampled(opened, logits.copy(), work.samplings, position)
@@ -177,11 +177,11 @@ class Compute:
         elif chunk.sampling is not None:
             assert out is not None
             sampled = self._sample(job, chunk, out[0], chunk.start + stage.count)
-        token, told = sampled[0] if sampled else (None, None)
+        token, logprob = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s, waited_s = time.perf_counter() - began, job.waited_s + computes - began
         parts = self._stage_parts(stage)
-        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=told, others=sampled[1:])
+        return StageComputed(parts, token, elapsed_s, loaded_s=loaded_s, waited_s=waited_s, logprob=logprob, others=sampled[1:])
 
     def _stage_parts(self, stage: ComputeStage) -> tuple[int, ...]:
         assert self._segment
@@ -189,7 +189,7 @@ class Compute:
         return tuple(int(checksum) for row in rows for checksum in row)
 
     def _store_outputs(self, work: ComputeChunk, sequence: SequenceKV, layer: int, token_count: int) -> None:
-        """Copy one layer of the new tokens to the output slots, which lie in the own segment."""
+        """Copy one layer of the new tokens to the output slots, which are in the own segment."""
         block_tokens = self._layout.block_tokens
         stop = work.start + token_count
         assert len(work.outputs) <= self._layout.blocks_for(token_count)
@@ -214,7 +214,7 @@ class Compute:
                 sequence.set_length(entry.position)
         pasts = [job.sequences[entry.sequence].past for entry in work.entries]
         asked = any(entry.sampling.logprobs is not None for entry in work.entries)
-        fed, made, told = tuple(entry.token for entry in work.entries), [], []
+        fed, made, logprobs = tuple(entry.token for entry in work.entries), [], []
         failed: dict[int, WorkFailed] = {}
         for step in range(work.steps):
             for row, entry in enumerate(work.entries):
@@ -235,19 +235,19 @@ class Compute:
                     failed[row] = unable(error)
                     chosen.append((0, None))
                     continue
-                if opened.past is not None:  # what may follow is looked for from now on
+                if opened.past is not None:  # the next mask is computed from now on
                     opened.past.feed(chosen[row][0], position)
             fed = tuple(token for token, _ in chosen)
             made.append(fed)
             if asked:
-                told.append(tuple(logprob for _, logprob in chosen))
+                logprobs.append(tuple(logprob for _, logprob in chosen))
             if failed or sat_out or job.cut or job.stopped or job.is_late():
                 break
-        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(told), tuple(failed.items()), sat_out)
+        return StepDecoded(tuple(made), time.perf_counter() - began, tuple(logprobs), tuple(failed.items()), sat_out)
 
 
 def _sitting_out(entries: Sequence[StepEntry], pasts: Sequence[Past | None]) -> tuple[int, ...]:
-    """The rows for which it is still not known what may come next, once the step has waited for them as long as it may."""
+    """Return the rows whose masks are still not ready after the step has waited as long as it may."""
     awaited = {row: future for row, past in enumerate(pasts) if past is not None and (future := past.awaited()) is not None}
     part_s = {row: entries[row].mask_s for row in awaited if entries[row].mask_s}
     wait_for([awaited[row] for row in part_s], max(part_s.values(), default=0.0))

@@ -1,4 +1,4 @@
-"""Copies whole blocks into granted slots: from this host's memory, from other hosts, or from the SSD."""
+"""Copies of whole blocks into granted slots: from this host's memory, from other hosts, or from the SSD."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ class Copies:
             if isinstance(source, DiskBlock):
                 stored.append(index)
                 continue
-            # Pinning takes seconds, for which no heartbeat waits: the copy thread finds what is near. A stream needs no pin.
+            # Pinning takes seconds, longer than a heartbeat: the copy thread sorts out local blocks. A stream needs no pin.
             far = isinstance(source, SlotRef) and self._directory.endpoint((source.node, source.incarnation))
             target = self._directory.segment((grant.node, grant.incarnation), writable=True, pinned=False) if far else None
             if isinstance(source, SlotRef) and target:
@@ -67,7 +67,7 @@ class Copies:
 
 
 class _SlotSink:
-    """Puts a block that comes from another host straight into a granted slot."""
+    """Put a block from another host straight into a granted slot."""
 
     def __init__(self, index: int, target: Segment, grant: SlotGrant, copied: Copied) -> None:
         self._index = index
@@ -85,7 +85,7 @@ class _SlotSink:
         self._checksums.append(checksum)
 
     def end(self, failure: ReadFailure | None) -> None:
-        if not granted(self._target, self._grant):  # others may have written there meanwhile
+        if not granted(self._target, self._grant):  # another writer may have used it in the meantime
             return
         if failure is None:
             self._target.parts(self._grant.slot)[:] = self._checksums

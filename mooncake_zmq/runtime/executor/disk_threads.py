@@ -1,4 +1,4 @@
-"""The SSD tier's reads and writes, on threads apart from each other, so that no promotion waits behind demotions."""
+"""Reads and writes of the SSD tier, on separate threads, so that no promotion waits behind demotions."""
 
 import threading
 from collections import deque
@@ -38,7 +38,7 @@ class Copied:
 
 
 class DiskThreads:
-    """Owns the threads of one disk, which stays the caller's to close."""
+    """Run the threads of one disk, which the caller closes."""
 
     def __init__(self, disk: Disk, directory: SegmentDirectory, on_crash: Callable[[BaseException], None]) -> None:
         self._disk, self._directory = disk, directory
@@ -50,7 +50,7 @@ class DiskThreads:
         self._writes.close()
 
     def read(self, job: Job, work: CopyBlocks, indices: list[int], copied: Copied) -> list[tuple[Worker, Turn]]:
-        """Turns that read the blocks at `indices` of the work from the disk."""
+        """Return turns that read the blocks at `indices` of the work from the disk."""
         blocks = [source for source, _ in work.copies if isinstance(source, DiskBlock)]
         shares = deque([indices[place] for place in share] for share in self._disk.share_out(blocks))
         turn = partial(self._read_blocks, job, work, shares, copied)
@@ -83,7 +83,7 @@ class DiskThreads:
                 copied.fault = str(fault)
 
     def _write_blocks(self, job: Job, work: WriteToDisk, shares: deque[list[int]], written: "_Written") -> None:
-        """Write shares until none remains; the last thread to end makes all of it durable at once."""
+        """Write shares until none remains; the last thread to end makes them all durable at once."""
         assert self._directory.own, "a node without a segment has nothing to demote"
         for share in _taken(shares):
             if job.stopped or job.is_late() or written.fault:
@@ -123,7 +123,7 @@ class _Written:
             self._corrupt.append(index)
 
     def is_last(self) -> bool:
-        """Called by each thread at its end: is it the last?"""
+        """Return whether the calling thread is the last to end; each thread calls this once at its end."""
         with self._lock:
             self._threads -= 1
             return self._threads == 0

@@ -1,12 +1,12 @@
-"""Carries out an actor's works live: model steps on one thread, local copies on another, reads from other hosts on a third,
-and the SSD tier's reads and writes on some more.
+"""Executes an actor's works: model steps on one thread, local copies on another, reads from other hosts on a third, and the SSD
+tier's reads and writes on further threads.
 
-KV moves as a one-sided read by its destination, from a mapped segment, in host or GPU memory, or from a data server; a put
-alone writes, into slots that it was granted. RDMA would be a third way to do the same read. What arrives is verified, by the
-rule of `kv.reading`; what does not verify is reported per block, as a miss.
+KV is transferred by a one-sided read of its destination, from a mapped segment, in host or GPU memory, or from a data server;
+only a put writes, into slots that it was granted. RDMA would be a third way to do the same read. Received blocks are verified
+by the rule of `kv.reading`; those that fail are reported individually, as misses.
 
-A work may have several subtasks (a chunk's computation and the loading of its prefix). Its `WorkDone` is emitted when the
-last of them has ended, so that nothing of a work touches memory after its end.
+A work may have several subtasks (a chunk's computation and the loading of its prefix). Its `WorkDone` is emitted when the last
+of them has ended, so that nothing of a work touches memory after its end.
 """
 
 import time
@@ -53,7 +53,7 @@ from mooncake_zmq.transfer.sockets import Sockets
 
 
 class Executor:
-    """Methods are for the runtime's thread; `emit` and `on_crash` are called from the executor's own threads as well."""
+    """Execute works. Methods are for the runtime's thread; `emit` and `on_crash` are called from the executor's threads too."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Executor:
         verify_local: bool = True,
         grammars: Grammars | None = None,
     ) -> None:
-        """`directory`: of the own segment and the peers'. `disk` stays the caller's to close, after this. Without
-        `verify_local`, local reads of committed blocks check generations alone, and the bytes' checksums only where they come
-        from another host or a disk. `grammars`: for answers with a constraint, closed with this."""
+        """`directory`: of the own segment and the peers'. `disk` is closed by the caller, after this. Without
+        `verify_local`, local reads of committed blocks check only generations, and checksums of bytes only for blocks from
+        another host or a disk. `grammars`: for answers with a constraint, closed with this."""
         self._directory = directory
         self._runtime_dir = runtime_dir
         self._engine = engine
@@ -98,13 +98,13 @@ class Executor:
         return self._reader.counts
 
     def engine_overdue_s(self) -> float:
-        """How far the engine's oldest work is past the deadline by which it was to end: well past, its thread hangs."""
+        """Return how far the engine's oldest work is past its deadline: if far, the engine's thread hangs."""
         return self._works.engine_overdue_s()
 
     # --- peers, sequences, generations
 
     def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None:
-        """Remember where this incarnation's slots can be read; an older one of it is forgotten."""
+        """Record where this incarnation's slots can be read, and forget older ones of the peer."""
         peer = (name, incarnation)
         replaced = self._directory.learn(peer, hello.host, hello.segment)
         if replaced:
@@ -114,7 +114,7 @@ class Executor:
             self._reader.learn(peer, endpoint)
 
     def forget_peer(self, name: str) -> None:
-        """Drop what is known of a peer; reads of it over the network fail at once, copies under way finish."""
+        """Forget a peer; reads from it over the network fail at once, copies under way finish."""
         peer = self._directory.forget(name)
         if peer:
             self._reader.forget(peer)
@@ -148,7 +148,7 @@ class Executor:
     # --- works
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None:
-        """Begin a work that may take `deadline_s` from now. It ends with exactly one `WorkDone`, whatever happens."""
+        """Begin a work that may take `deadline_s` from now. It ends with exactly one `WorkDone` in any case."""
         job = self._works.add(work_id, work, time.monotonic() + deadline_s)
         if job.result is not None:
             self._works.begin(job, Subtasks())
@@ -173,7 +173,7 @@ class Executor:
             case ProbeProcess():
                 return Subtasks([(self._copier, partial(self._probe, work))])
             case Generate() | ProbeEngine() | WatchEngine() | SampleTokens():
-                raise TypeError(work)  # a node beside vLLM has `runtime.generation`
+                raise TypeError(work)  # a node beside vLLM uses `runtime.generation`
 
     def _engine_subtasks(self, job: Job, work: ComputeChunk | ComputeStage | DecodeStep) -> Subtasks:
         assert self._compute, "a node without an engine computes nothing"
@@ -190,7 +190,7 @@ class Executor:
         self._works.cancel(work_id)
 
     def close(self) -> None:
-        """End all works, stop the threads, free all sequences. May be called twice. After a crash works may be left."""
+        """End all works, stop the threads, free all sequences. May be called twice. After a crash works may remain."""
         self._works.close()
         if self._compute is not None:
             self._compute.close()
@@ -211,7 +211,7 @@ class Executor:
 
 
 def _fork(job: Job, work: ForkSequence) -> Result:
-    """Copy a sequence's KV into others; those without memory are named."""
+    """Copy a sequence's KV into others; the result names those without memory."""
     source = job.sequences[work.source].kv
     without = tuple(target for target in work.targets if job.sequences[target].memory is None)
     for target in work.targets:

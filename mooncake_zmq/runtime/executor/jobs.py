@@ -1,4 +1,4 @@
-"""State of one started work, and of one open sequence."""
+"""State of a started work, and of an open sequence."""
 
 import math
 import time
@@ -35,7 +35,7 @@ from mooncake_zmq.transfer.hidden_states import EnteringStates
 from mooncake_zmq.transfer.reading_lane import ReadBatch, RemoteRead
 
 Turn = Callable[[], Result | None]
-"""One subtask of a job; a result ends the job for its other subtasks too."""
+"""A subtask of a job; a result ends the job for its other subtasks too."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Subtasks:
 
 
 class Stopped(Exception):
-    """The work is to end without a result."""
+    """Raised in a work that has to end without a result."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -60,15 +60,15 @@ class OpenSequence:
     """KV of one sequence, and the works that use it."""
 
     memory: SequenceKV | None
-    """None: there was no memory for it."""
+    """Memory of the KV; None if there was none free."""
     past: Past | None = None
     """The tokens so far, where choices depend on them."""
     unsampled: "Unsampled | None" = None
     """Logits that its last work computed and did not sample."""
     uses: int = 0
-    """Works that use its KV."""
+    """Number of works that use its KV."""
     samples: int = 0
-    """Works that use its past alone."""
+    """Number of works that use only its past."""
     closing: bool = False
 
     @property
@@ -77,7 +77,8 @@ class OpenSequence:
         return self.memory
 
     def take_unused(self) -> list[SequenceKV | Past]:
-        """Everything that can be closed: once the sequence is closing, all that no work uses. Each is returned once."""
+        """Return everything that can be closed: once the sequence is closing, whatever no work uses. Each object is returned
+        once."""
         unused: list[SequenceKV | Past] = []
         if self.closing and not self.uses:
             if self.memory:
@@ -91,7 +92,7 @@ class OpenSequence:
 
 @dataclass(slots=True, eq=False)
 class Unsampled:
-    """Logits at `position`, from which a token is to be sampled in each of these ways when that can be done."""
+    """Logits at `position`, from which a token is to be sampled in each of these ways once that is possible."""
 
     source: OpenSequence
     logits: NDArray[np.float32]
@@ -99,15 +100,15 @@ class Unsampled:
     position: int
 
     def sample(self) -> tuple[Sampled, ...]:
-        """May wait, and raises ConstraintError."""
+        """Sample the tokens. May wait, and raises ConstraintError."""
         return tuple(choose(self.logits, sampling, self.position, self.source.past) for sampling in self.samplings)
 
     def awaited(self) -> Future[bytes] | None:
-        """The future that `sample` would wait for."""
+        """Return the future that `sample` would wait for."""
         return self.source.past.awaited() if self.source.past else None
 
     def left_s(self) -> float:
-        """How much longer it may be awaited."""
+        """Return how much longer it may be awaited."""
         return self.source.past.left_s() if self.source.past else 0.0
 
 
@@ -123,7 +124,7 @@ class Job:
     work: Work
     deadline: float
     subtasks: int = 0
-    """Subtasks that have not ended yet."""
+    """Number of subtasks that have not ended yet."""
     stopped: str = ""
     cut: bool = False
     """A run of steps is to end at its next border."""
@@ -131,7 +132,7 @@ class Job:
     conclude: Callable[[], Result] = _nothing
     prefix: Prefix | None = None
     waited_s: float = 0.0
-    """Time spent on waiting for the prefix."""
+    """Seconds spent on waiting for the prefix."""
     entering: EnteringStates | None = None
     batch: ReadBatch | None = None
     unsampled: Unsampled | None = None
@@ -148,7 +149,7 @@ class Job:
             raise Stopped("deadline")
 
     def before_layer(self, layer: int) -> None:
-        """Return once this layer of the prefix is here."""
+        """Return once this layer of the prefix is loaded."""
         self.check()
         if self.prefix:
             waits = time.perf_counter()
@@ -157,12 +158,12 @@ class Job:
 
 
 def needed_sequences(work: Work) -> list[int]:
-    """The sequences without whose memory nothing of a work can be done."""
+    """Return the sequences whose memory a work cannot do without."""
     return [work.source] if isinstance(work, ForkSequence) else sequences_of(work)
 
 
 def sequences_of(work: Work) -> list[int]:
-    """The sequences a work reads or writes, each once."""
+    """Return the sequences that a work reads or writes, each once."""
     match work:
         case ComputeChunk() | ComputeStage() | PullBlocks():
             return [work.sequence]

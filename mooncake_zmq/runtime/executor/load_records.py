@@ -1,4 +1,4 @@
-"""Records of blocks that are loaded into a sequence: which layers arrived, and which blocks failed."""
+"""Records of the loading of blocks into a sequence: which layers arrived, and which blocks failed."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ LayersOfBlock = tuple[range, BlockLoad]
 
 
 class PrefixFailed(Exception):
-    """Blocks of the prefix were not loaded."""
+    """Raised where blocks of the prefix were not loaded."""
 
     def __init__(self, blocks: dict[int, ReadFailure]) -> None:
         super().__init__(blocks)
@@ -21,7 +21,7 @@ class PrefixFailed(Exception):
 
 
 class LoadRecord(Protocol):
-    """Notes loaded blocks; from the copy thread and the reader's thread alike."""
+    """A record of loaded blocks, written by the copy thread and the reader's thread alike."""
 
     failed: dict[int, ReadFailure]
 
@@ -31,7 +31,7 @@ class LoadRecord(Protocol):
 
 
 class Pulled:
-    """Record of a `PullBlocks`. Both writers only append, each for blocks of its own, which needs no lock."""
+    """Record of a `PullBlocks`. Both writers only append, each for its own blocks, which needs no lock."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, int, int]] = []
@@ -49,7 +49,7 @@ class Pulled:
 
 
 class Prefix:
-    """Record of a chunk's prefix: the compute thread waits here for each layer of it."""
+    """Record of a chunk's prefix: the compute thread waits here for each of its layers."""
 
     def __init__(self, layers: int, loads: Iterable[BlockLoad]) -> None:
         self._missing = [0] * layers
@@ -59,7 +59,7 @@ class Prefix:
         self._changed = threading.Condition()
         self._began = time.perf_counter()
         self.loaded_s = 0.0
-        """When the last layer came, counted from the beginning."""
+        """When the last layer arrived, counted from the beginning."""
         self.failed: dict[int, ReadFailure] = {}
 
     def arrived(self, block: int, layers: range, checksums: Sequence[int]) -> None:
@@ -79,18 +79,18 @@ class Prefix:
             self._changed.notify_all()
 
     def wait(self, layer: int, check: Callable[[], None], deadline: float) -> None:
-        """Return when this layer of every block is here; raise when that will not be. `check` raises for a job that is to
-        stop."""
+        """Return when this layer of every block has arrived; raise if that will not happen. `check` raises for a job that is
+        to stop."""
         with self._changed:
             while not self.failed and self._missing[layer]:
                 check()
                 self._changed.wait(max(0.0, deadline - time.monotonic()))
             if self.failed:
-                check()  # it may have failed only because the work was stopped or is late
+                check()  # the failure may come from a stop or a timeout
                 raise PrefixFailed(dict(self.failed))
 
     def until_failed(self, order: Iterable[LayersOfBlock]) -> Iterator[LayersOfBlock]:
-        """Go on to the end of the layer that failed, so as to report all its blocks that do, but not beyond."""
+        """Yield up to the end of the layer that failed, so that all its failed blocks are reported, but not beyond."""
         current = range(0)
         for layers, load in order:
             if self.failed and layers != current:
@@ -100,12 +100,12 @@ class Prefix:
 
 
 def split_failures(failed: dict[int, ReadFailure]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """All failed blocks, and the corrupt ones among them."""
+    """Return all failed blocks, and the corrupt ones among them."""
     corrupt = (block for block, failure in failed.items() if failure is ReadFailure.CORRUPT)
     return tuple(sorted(failed)), tuple(sorted(corrupt))
 
 
 def _note(failed: dict[int, ReadFailure], block: int, failure: ReadFailure) -> None:
-    """A block fails once for each of its reads: one that was corrupt stays so."""
+    """Record a failed read; a block that was corrupt once stays so."""
     if failure is ReadFailure.CORRUPT or block not in failed:
         failed[block] = failure

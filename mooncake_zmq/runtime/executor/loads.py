@@ -1,4 +1,4 @@
-"""Loads blocks into sequences: blocks of this host on the copy thread, blocks of other hosts by the reader."""
+"""Loads of blocks into sequences: blocks of this host on the copy thread, blocks of other hosts by the reader."""
 
 import math
 import time
@@ -42,7 +42,7 @@ class Loads:
         return subtasks
 
     def prefix(self, job: Job, loads: Sequence[BlockLoad], sequence: SequenceKV, until: float) -> Subtasks:
-        """Load a chunk's prefix, one layer of all its blocks after the other; what comes after `until` has failed."""
+        """Load a chunk's prefix, one layer of all its blocks after the other; blocks that arrive after `until` have failed."""
         layers = self._layout.layers
         prefix = job.prefix = Prefix(layers, loads)
         here, far = self._split(loads)
@@ -58,7 +58,7 @@ class Loads:
         return self._directory.endpoint((source.node, source.incarnation)) is not None
 
     def _split(self, loads: Iterable[BlockLoad]) -> tuple[list[BlockLoad], list[BlockLoad]]:
-        """Loads of this host, or of nowhere, and those of other hosts."""
+        """Split into loads of this host, or of an unknown place, and those of other hosts."""
         here: list[BlockLoad] = []
         far: list[BlockLoad] = []
         for load in loads:
@@ -68,7 +68,7 @@ class Loads:
     def _load(
         self, job: Job, order: Iterable[LayersOfBlock], sequence: SequenceKV, record: LoadRecord, until: float = math.inf
     ) -> None:
-        """Load in the given order. What comes too late has failed."""
+        """Load in the given order. Blocks that arrive too late have failed."""
         for together in _batches(order, sequence.parts_at_once):
             is_late = job.is_late() or time.monotonic() >= until
             loads = []
@@ -92,7 +92,7 @@ class Loads:
 
 
 class _SequenceSink:
-    """Puts a block that comes from another host into a sequence."""
+    """Put a block from another host into a sequence."""
 
     def __init__(self, load: BlockLoad, sequence: SequenceKV, layout: BlockLayout, record: LoadRecord) -> None:
         self._load = load
@@ -120,7 +120,7 @@ def _layers_of(load: BlockLoad) -> range:
 
 
 def _batches(order: Iterable[LayersOfBlock], parts_at_once: int) -> Iterator[list[LayersOfBlock]]:
-    """In the same order, so many together as make `parts_at_once`, the last of them whole."""
+    """Group loads in the same order, each group with at least `parts_at_once` layers of blocks except the last."""
     together: list[LayersOfBlock] = []
     layers_together = 0
     for layers, load in order:
@@ -134,6 +134,6 @@ def _batches(order: Iterable[LayersOfBlock], parts_at_once: int) -> Iterator[lis
 
 
 def _by_layer(layers: int, loads: Sequence[BlockLoad]) -> list[LayersOfBlock]:
-    """One layer of all blocks after the other."""
+    """Order the loads by layer: one layer of all blocks after the other."""
     order = ((range(layer, layer + 1), load) for layer in range(layers) for load in loads)
     return [(layer, load) for layer, load in order if load.first_layer <= layer.start < load.stop_layer]

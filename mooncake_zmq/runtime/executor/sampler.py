@@ -1,4 +1,4 @@
-"""A thread that samples for each job when it is known what may come next, or that it will not be."""
+"""A thread that samples for each job when its mask is ready, or has failed."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 class Sampler:
-    """Owns the jobs that wait for a constraint's mask."""
+    """Hold the jobs that wait for a constraint's mask."""
 
     def __init__(self, on_crash: Callable[[BaseException], None]) -> None:
         self._on_crash = on_crash
@@ -36,13 +36,13 @@ class Sampler:
         self.wake()
 
     def wake(self) -> None:
-        """A job came, or was stopped."""
+        """Wake the thread: a job was added or stopped."""
         with self._lock:
             woken, self._woken = self._woken, Future()
         woken.set_result(None)
 
     def close(self) -> None:
-        """Finish the jobs that wait, then stop."""
+        """Finish the waiting jobs, then stop."""
         with self._lock:
             self._closed = True
         self.wake()
@@ -75,6 +75,6 @@ class Sampler:
                 self._waiting.remove(entry)
             sample()
         if len(awaited) < len(waiting):
-            return True  # sampling takes time: another one may be ready by now, or the last one is gone
+            return True  # another mask may have become ready during sampling
         wait_for([woken, *awaited], max(0.0, min(until_s)) if until_s else None, FIRST_COMPLETED)
         return True

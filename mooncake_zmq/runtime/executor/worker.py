@@ -1,4 +1,4 @@
-"""Threads that take tasks in their order."""
+"""Threads that run tasks in their order."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ log = structlog.get_logger()
 
 
 class Worker:
-    """Threads that take their tasks from one queue; one thread, unless `threads` says otherwise."""
+    """One thread, or `threads` of them, that take their tasks from one queue."""
 
     def __init__(self, name: str, on_crash: Callable[[BaseException], None], threads: int = 1) -> None:
         self._on_crash = on_crash
@@ -37,15 +37,15 @@ class Worker:
             try:
                 task()
             except Exception as error:
-                # A thread has no caller that could crash: the process must learn that it is not to go on,
-                # whatever becomes of the log.
+                # A thread has no caller that could crash: the process must be stopped,
+                # even if logging fails.
                 self._on_crash(error)
                 log.critical("worker_crashed", thread=threading.current_thread().name, exc_info=error)
 
 
 def give_way() -> None:
-    """Keep the calling thread from preempting the loop of this process or another when it is woken, unless an operator chose
-    how its process is scheduled. An engine's further threads, which it waits for, stay as they are."""
+    """Keep the calling thread from preempting the loop of this or another process when it wakes, unless an operator chose
+    how its process is scheduled. An engine's further threads, for which it waits, are unchanged."""
     with suppress(OSError):
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

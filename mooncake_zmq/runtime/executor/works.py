@@ -35,7 +35,7 @@ ENGINE_WORKS = (ComputeChunk, ComputeStage, DecodeStep)
 
 
 class Works:
-    """Hands jobs to their subtasks and emits a work's one `WorkDone` when the last of these has ended."""
+    """Pass jobs to their subtasks and emit a work's one `WorkDone` when the last of these has ended."""
 
     def __init__(self, reader: RemoteReader, sampler: Sampler, emit: Emit) -> None:
         self._reader, self._sampler, self._emit = reader, sampler, emit
@@ -50,7 +50,7 @@ class Works:
         return not self._jobs
 
     def engine_overdue_s(self) -> float:
-        """How far the engine's oldest work is past the deadline by which it was to end: well past, its thread hangs."""
+        """Return how far the engine's oldest work is past its deadline: if far, the engine's thread hangs."""
         now = time.monotonic()
         with self._lock:
             deadlines = [job.deadline for job in self._jobs.values() if isinstance(job.work, ENGINE_WORKS)]
@@ -64,7 +64,7 @@ class Works:
         try:
             opened = OpenSequence(engine.new_sequence(capacity_tokens))
             opened.kv.expect(filled_tokens)
-        except MemoryError as error:  # a GPU's, which is taken at once; works with the sequence fail
+        except MemoryError as error:  # of a GPU, whose memory is allocated at once; works with the sequence fail
             log.warning("no_memory_for_sequence", tokens=capacity_tokens, error=str(error))
             opened = OpenSequence(None)
         opened.past = past
@@ -83,7 +83,7 @@ class Works:
     # --- jobs
 
     def add(self, work_id: int, work: Work, deadline: float) -> Job:
-        """The job of a new work, which `begin` or `begin_sampling` then hands to its subtasks."""
+        """Return the job of a new work, which `begin` or `begin_sampling` then passes to its subtasks."""
         job = Job(work_id, work, deadline)
         with self._lock:
             assert not self._closed, "the executor is closed"
@@ -97,7 +97,7 @@ class Works:
         return job
 
     def begin(self, job: Job, subtasks: Subtasks) -> None:
-        """Hand a job to its subtasks. All are counted before the first may finish."""
+        """Pass a job to its subtasks. All are counted before the first may finish."""
         job.subtasks = 1 + len(subtasks.turns) + bool(subtasks.reads)
         if subtasks.reads:
             until = min(job.deadline, subtasks.reads_until)
@@ -109,7 +109,7 @@ class Works:
         self._end(job, None)
 
     def begin_sampling(self, job: Job, work: SampleTokens) -> None:
-        """Hand a job to the sampler."""
+        """Pass a job to the sampler."""
         with self._lock:
             opened = self.sequences[work.logits_of]
             unsampled, opened.unsampled = opened.unsampled, None
@@ -119,7 +119,7 @@ class Works:
         self._sampler.put(job, partial(self._take_turn, job, lambda: TokensSampled(unsampled.sample())))
 
     def cancel(self, work_id: int) -> None:
-        """Ask a work to stop early; one that has ended is none. A run of steps ends at its next border, which is no failure."""
+        """Ask a work to stop early, unless it has ended. A run of steps ends at its next border, which is no failure."""
         with self._lock:
             job = self._jobs.get(work_id)
         if job and isinstance(job.work, DecodeStep) and job.work.steps > 1:
@@ -152,7 +152,7 @@ class Works:
         self._end(job, result)
 
     def _end(self, job: Job, result: Result | None) -> None:
-        """One subtask has ended. The last one ends the job with the first result that was given."""
+        """End one subtask. The last one ends the job with the first result that was given."""
         with self._lock:
             job.result = job.result or result
             job.subtasks -= 1
@@ -189,5 +189,5 @@ class Works:
 
 
 def unable(error: ConstraintError) -> WorkFailed:
-    """The model, the tokens so far and the constraint are the same wherever it is tried again."""
+    """Return a failure that no retry avoids: model, tokens and constraint are the same anywhere."""
     return WorkFailed(f"constraint: {error}", stuck=not isinstance(error, ConstraintNotReady))

@@ -21,8 +21,8 @@ from mooncake_zmq.core.watch import Heard
 from mooncake_zmq.gateway.http import web
 from mooncake_zmq.gateway.requests import cluster_snapshot
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.request import RequestState
 from mooncake_zmq.gateway.requests.request_log import Account, Attempt, Span
-from mooncake_zmq.gateway.requests.requests import RequestState
 from mooncake_zmq.pool.node.misses import REASONS
 
 SOURCE = web.sheet()
@@ -180,7 +180,7 @@ def test_loads_are_gauges_of_their_roles():
     for role, gauges in loads.items():
         source = (HOME / ACTORS[role]).read_text()
         gauges_of = source.partition("def gauges")[2].partition("    def ")[0]
-        states = re.findall(r'^    [A-Z]+ = "(\w+)"', source, re.MULTILINE) if role == "gateway" else []
+        states = [state.value for state in RequestState] if role == "gateway" else []
         for gauge in gauges:
             assert f'"{gauge}": ' in gauges_of or gauge.removeprefix("requests_") in states, (role, gauge)
 

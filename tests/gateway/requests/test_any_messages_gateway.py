@@ -75,9 +75,9 @@ def take_step(node, what, how):
             one = live[-1]
             name = {"request_id": one.request_id, "attempt": one.attempt}
             times = {"own": 1 << 48, "local": 0, "remote": 0, "queue_s": 0.0, "prefill_s": 1e7}
-            if not one.output:
+            if not one.answer.tokens:
                 node.handle(Received("p0", FirstToken(**name, index=0, token=how % VOCABULARY, **times)))
-            following = (one.request_id, one.attempt, len(one.output), (0, how))
+            following = (one.request_id, one.attempt, len(one.answer.tokens), (0, how))
             node.handle(Received(one.decode or "d0", TokensDecoded(entries=(following,))))
         case "wait":
             node.advance(how)

@@ -1,0 +1,278 @@
+"""One request of a gateway: its state, and what it sends and answers. PURE."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_zmq.core.messages import (
+    CancelRequest,
+    Outcome,
+    Placed,
+    PromptScored,
+    Schedule,
+    Sibling,
+    StartPrefill,
+    TokenLogprob,
+)
+from mooncake_zmq.core.shell import Lifecycle, Named
+from mooncake_zmq.gateway.requests.answer import Answer
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Finished, PromptLogprobs
+from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
+from mooncake_zmq.kv.layout import BlockLayout
+
+MAX_EXCLUDED = 4
+"""Nodes that the next attempt avoids: the last ones that failed."""
+
+
+class RequestState(Named):
+    """State of a request."""
+
+    WAITING = "waiting"
+    """Waits for a conductor, or for the pause before the next attempt."""
+    PLACING = "placing"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+class RequestEvent(Named):
+    """Event that changes the state of a request."""
+
+    SCHEDULED = "schedule"
+    PLACED = "placed"
+    FIRST_TOKEN = "first token"
+    RETRY = "retry"
+    END = "end"
+
+
+NEXT_STATE: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.WAITING, RequestEvent.SCHEDULED): RequestState.PLACING,
+    (RequestState.PLACING, RequestEvent.PLACED): RequestState.PREFILLING,
+    (RequestState.PREFILLING, RequestEvent.FIRST_TOKEN): RequestState.DECODING,
+    (RequestState.PLACING, RequestEvent.RETRY): RequestState.WAITING,
+    (RequestState.PREFILLING, RequestEvent.RETRY): RequestState.WAITING,
+    (RequestState.DECODING, RequestEvent.RETRY): RequestState.WAITING,
+    (RequestState.WAITING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.PLACING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.PREFILLING, RequestEvent.END): RequestState.ENDED,
+    (RequestState.DECODING, RequestEvent.END): RequestState.ENDED,
+}
+
+
+PLACED = (RequestState.PREFILLING, RequestState.DECODING)
+"""States in which a request is placed."""
+
+
+@dataclass(slots=True)
+class Request:
+    """A request from its arrival to its end, with its attempt under way."""
+
+    request_id: str
+    client: ClientRequest
+    layout: BlockLayout
+    lifecycle: Lifecycle[RequestState, RequestEvent]
+    answer: Answer
+    arrived_at: float
+    deadline: float
+    family: str = ""
+    """Name of the requests of one call that have its prompt."""
+    state: RequestState = RequestState.WAITING
+    attempt: int = 0
+    missing: str = "no_conductor"
+    """Reason why a request that is not admitted waits."""
+    broken: int = 0
+    """Attempts that ended because something broke."""
+    admitted: bool = False
+    """Whether a conductor has ever placed it."""
+    scheduled: bool = False
+    """Whether an attempt is under way that a conductor may have booked."""
+    conductor: str = ""
+    prefill: str = ""
+    decode: str = ""
+    begun: bool = False
+    """Whether its client has tokens of it or of its family: it is not refused any more."""
+    answered: bool = False
+    """Whether its client has tokens of another part of its call's answer."""
+    led_by: str = ""
+    """Request whose placement it waits for."""
+    booked: bool = False
+    """Whether its attempt has a booking of its own, whose end a conductor has to know."""
+    scored: int = 0
+    """Tokens of the prompt whose probabilities its client has."""
+    exclude: tuple[str, ...] = ()
+    cached: tuple[int, int, int] | None = None
+    prefill_times: tuple[float, float] = (0.0, 0.0)
+    """Times of the attempt under way in the prefill: queued, computed."""
+    received_at: float = 0.0
+    """When the last message for the attempt under way arrived: the stall timer reads it when it fires."""
+    predicted: tuple[float, float] = (0.0, 0.0)
+    """TTFT and TBT of the attempt under way, as its `Placed` predicted them."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.client.tokens) // 4
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the client has the prompt's probabilities, if it asked for them."""
+        return self.client.prompt_logprobs is None or self.scored == self.prompt_tokens - 1
+
+    @property
+    def handing_off(self) -> str:
+        """The prefill, until its decode has sent a token: a decode that never received the request cannot report its loss."""
+        return "" if self.answer.arrived > 1 else self.prefill
+
+    def move(self, event: RequestEvent) -> None:
+        """Change the state."""
+        self.state = self.lifecycle.after(self.state, event)
+
+    def begin_attempt(self, now: float, conductor: str) -> None:
+        """Begin the next attempt, which this conductor is to place."""
+        self.move(RequestEvent.SCHEDULED)
+        self.attempt += 1
+        self.scheduled = True
+        self.conductor, self.prefill, self.decode = conductor, "", ""
+        self.prefill_times = self.predicted = (0.0, 0.0)
+        self.received_at = now
+        self.answer.begin_attempt(now)
+
+    def place(self, now: float, placed: Placed) -> None:
+        """Take the nodes that a conductor chose."""
+        self.move(RequestEvent.PLACED)
+        self.led_by = ""
+        self.prefill, self.decode = placed.prefill, placed.decode
+        self.predicted = (placed.ttft_s, placed.tbt_s)
+        self.received_at = now
+
+    def avoid(self, node: str) -> None:
+        """Exclude a node from the attempts that follow."""
+        self.exclude = (*[each for each in self.exclude if each != node], node)[-MAX_EXCLUDED:]
+
+    def schedule(self, now: float, choices: int) -> Schedule:
+        """Return the message that asks a conductor for a place."""
+        client = self.client
+        return Schedule(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            keys=tuple(self._keys()) if self.is_scored else (),
+            tokens=self.prompt_tokens + len(self.answer.tokens),
+            max_tokens=self.answer.left,
+            exclude=self.exclude,
+            ttft_slo_s=client.ttft_slo_s,
+            tbt_slo_s=client.tbt_slo_s,
+            priority=client.priority,
+            begun=self.begun,
+            waited_s=max(0.0, now - self.arrived_at),
+            choices=choices,
+        )
+
+    def start(self, now: float, placed: Placed, siblings: Sequence["Request"]) -> StartPrefill:
+        """Return the message that starts the attempt, and those of its siblings, at its prefill."""
+        client = self.client
+        return StartPrefill(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            tokens=client.tokens + pack_tokens(self.answer.tokens),
+            root=client.root,
+            keys=tuple(self._keys()),
+            first_index=len(self.answer.tokens),
+            sampling=client.sampling,
+            stop=client.stop,
+            decode=placed.decode,
+            reuse_blocks=placed.reuse_blocks,
+            sources=placed.sources,
+            coming_blocks=0 if client.prompt_logprobs is not None else placed.coming_blocks,
+            coming_s=placed.coming_s,
+            conductor=self.conductor,
+            deadline_s=max(0.0, self.deadline - now),
+            booking=placed.booking,
+            priority=max(client.priority, placed.least_priority),
+            tbt_slo_s=placed.tbt_slo_s,
+            stages=placed.stages if self.is_scored else (),
+            tenant=client.tenant,
+            prompt_logprobs=None if self.is_scored else client.prompt_logprobs,
+            siblings=tuple([each.as_sibling() for each in siblings]),
+        )
+
+    def as_sibling(self) -> Sibling:
+        """Return what a prefill has to know of a request that is placed with another."""
+        return Sibling(request_id=self.request_id, attempt=self.attempt, seed=self.client.sampling.seed)
+
+    def cancel(self) -> CancelRequest:
+        """Return the message that cancels the attempt under way."""
+        return CancelRequest(request_id=self.request_id, attempt=self.attempt)
+
+    def fits_model(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> bool:
+        """Return whether these are tokens of the model, with their probabilities if they were asked for."""
+        if len(logprobs) != (0 if self.client.sampling.logprobs is None else len(tokens)):
+            return False
+        ids = [*tokens, *(token for _, likeliest in logprobs for token, _ in likeliest)] if logprobs else tokens
+        return self.layout.has_token(ids[0] if len(ids) == 1 else max(ids, default=0))
+
+    def fits_prompt(self, message: PromptScored) -> bool:
+        """Return whether these probabilities are of the prompt's tokens and leave none out."""
+        ids = [token for _, likeliest in message.logprobs for token, _ in likeliest]
+        end = message.first + len(message.logprobs)
+        return message.first <= self.scored + 1 and end <= self.prompt_tokens and self.layout.has_token(max(ids, default=0))
+
+    def score(self, now: float, message: PromptScored) -> PromptLogprobs | None:
+        """Take probabilities of the prompt's tokens. Return those that the client lacks: a later attempt sends all of them."""
+        self.received_at = now
+        first, end = self.scored + 1, message.first + len(message.logprobs)
+        if end <= first:
+            return None
+        self.scored = end - 1
+        return PromptLogprobs(first, message.logprobs[first - message.first :])
+
+    def outcome(self, ended: bool) -> Outcome | None:
+        """Return what became of the attempt under way, if it brought a token. `ended`: its answer is complete."""
+        answer = self.answer
+        if answer.ttft_s is None:
+            return None
+        return Outcome(
+            ttft_s=max(0.0, answer.ttft_s),
+            predicted_ttft_s=self.predicted[0],
+            tbt_s=max(0.0, answer.gaps.tbt_s),
+            predicted_tbt_s=self.predicted[1],
+            max_tokens=self.client.stop.max_tokens - answer.resumed_at,
+            output_tokens=len(answer.tokens) - answer.resumed_at,
+            ended=ended,
+        )
+
+    def finished(self, reason: str) -> Finished:
+        """Return the client's last event: the answer is complete."""
+        own, local, remote = self.cached or (0, 0, 0)
+        return Finished(
+            reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=len(self.answer.tokens),
+            cached_own=own,
+            cached_local=local,
+            cached_remote=remote,
+            prefill=self.prefill,
+            decode=self.decode,
+            attempts=self.attempt,
+            queue_s=self.prefill_times[0],
+            prefill_s=self.prefill_times[1],
+        )
+
+    def dump(self, now: float) -> dict[str, Any]:
+        """Return the state for people and tools."""
+        return {
+            "request": self.request_id,
+            "state": self.state.value,
+            "attempt": self.attempt,
+            "age_s": now - self.arrived_at,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": len(self.answer.tokens),
+            "prefill": self.prefill,
+            "decode": self.decode,
+        }
+
+    def _keys(self) -> list[bytes]:
+        """Return the keys of the complete blocks of the prompt and the tokens so far."""
+        client, size = self.client, self.layout.block_tokens
+        full = len(client.keys) * size * 4
+        parent = client.keys[-1] if client.keys else client.root
+        return [*client.keys, *extend_keys(parent, client.tokens[full:] + pack_tokens(self.answer.tokens), size)]
