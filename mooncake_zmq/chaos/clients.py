@@ -18,7 +18,7 @@ DOCUMENTS, DOCUMENT_TOKENS = 10, 1600
 TURNS = (1, 4)
 ANSWER_TOKENS = (40, 250)
 QUESTION_TOKENS = (5, 60)
-PATIENCE_S = 150.0
+GIVE_UP_AFTER_S = 150.0
 """The time after which a request without an answer is lost, over all gateways and however often it was refused."""
 REFUSED_PAUSE_S = 0.3
 WARM_ANSWERS = 2
@@ -96,7 +96,7 @@ class _Stream:
     gateway: str
     asked_at: float
     tokens: list[int] = field(default_factory=list)
-    heard_at: float = 0.0
+    received_at: float = 0.0
     finished: bool = False
 
 
@@ -121,7 +121,7 @@ class Clients:
         """Run all clients until `stopping` is set and every answer has ended."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._count):
-                group.create_task(self._talk(Random(f"client {self._seed} {number}")))
+                group.create_task(self._converse(Random(f"client {self._seed} {number}")))
 
     async def warm_up(self) -> None:
         """Have enough answers that everything that is opened at its first use is open."""
@@ -138,7 +138,7 @@ class Clients:
             random = Random(f"probe {name}")
             await self._ask(random, _words(random, 100), 20, [name])
 
-    async def _talk(self, random: Random) -> None:
+    async def _converse(self, random: Random) -> None:
         while not self.stopping:
             prompt = random.choice(self._documents)[: random.randint(200, DOCUMENT_TOKENS)]
             for _ in range(random.randint(*TURNS)):
@@ -153,12 +153,12 @@ class Clients:
         """Ask until there is an answer, also where a gateway ended amid one; return the expected tokens."""
         expected = await asyncio.to_thread(self._truth.tokens, prompt, count)
         self.open += 1
-        give_up_at = time.monotonic() + PATIENCE_S
+        give_up_at = time.monotonic() + GIVE_UP_AFTER_S
         tries = 0
         while not await self._try(names[tries % len(names)], prompt, expected):
             tries += 1
             if time.monotonic() > give_up_at:
-                self.score.complain(f"a request of {len(prompt)} tokens got no answer in {PATIENCE_S:.0f} s")
+                self.score.complain(f"a request of {len(prompt)} tokens got no answer in {GIVE_UP_AFTER_S:.0f} s")
                 self.score.verdicts["unanswered"] += 1
                 break
             await asyncio.sleep(REFUSED_PAUSE_S * (0.5 + random.random()))
@@ -170,28 +170,28 @@ class Clients:
         score, stream = self.score, _Stream(name, time.monotonic())
         try:
             async for piece in self._api.stream(self._urls[name], prompt, len(expected)):
-                self._hear(stream, piece.tokens)
+                self._receive(stream, piece.tokens)
                 stream.finished = stream.finished or piece.finished
                 if piece.usage:
-                    self._account(piece.usage, piece.served or {})
+                    self._count_usage(piece.usage, piece.served or {})
         except Refused:
             score.refused += 1
             return False
         except Broken as broken:
             return self._end(stream, expected, f"broke off: {broken}")
         except Failed as failed:
-            return self._end(stream, expected, f"was told of an error: {failed}")
+            return self._end(stream, expected, f"got an error: {failed}")
         return self._end(stream, expected, "ended early")
 
-    def _hear(self, stream: _Stream, tokens: tuple[int, ...]) -> None:
+    def _receive(self, stream: _Stream, tokens: tuple[int, ...]) -> None:
         if not tokens:
             return
         now = time.monotonic()
         if not stream.tokens:
             self.score.worst_first_token_s = max(self.score.worst_first_token_s, now - stream.asked_at)
-        elif not self._history.disturbed(stream.gateway, stream.heard_at, now):
-            self._note_pause(stream.heard_at, now)
-        stream.heard_at = now
+        elif not self._history.disturbed(stream.gateway, stream.received_at, now):
+            self._note_pause(stream.received_at, now)
+        stream.received_at = now
         stream.tokens += tokens
         self.score.tokens += len(tokens)
 
@@ -208,7 +208,7 @@ class Clients:
         worst.sort(reverse=True)
         del worst[WORST_KEPT:]
 
-    def _account(self, usage: dict[str, object], served: dict[str, object]) -> None:
+    def _count_usage(self, usage: dict[str, object], served: dict[str, object]) -> None:
         score = self.score
         score.prompt_tokens += _number(usage.get("prompt_tokens"))
         score.cached_tokens += sum(_number(served.get(f"cached_{where}")) for where in ("own", "local", "remote"))

@@ -174,9 +174,9 @@ class Saboteur:
         address, port = self._cluster.control(name)
         forge = partial(forged.frames, self._random, list(self._cluster.children))
         sent = await asyncio.to_thread(forged.send_in_clear, address, port, list(forge(int(fault.amount))), self._random)
-        told = f"{sent} frames sent in clear"
+        done = f"{sent} frames sent in clear"
         if (keys := self._cluster.keys) is None:
-            return told
+            return done
         at = partial(forged.send_by_key, name, f"tcp://{address}:{port}")
         refused = await self._forge_as_strangers(
             name, [partial(at, list(forge(int(fault.amount))), each) for each in keys.of_strangers()]
@@ -185,10 +185,10 @@ class Saboteur:
         try:
             stolen = keys.of(thief)
         except KeysError:  # it is just being rotated
-            return f"{told}; strangers refused {refused} times"
+            return f"{done}; strangers refused {refused} times"
         met = await asyncio.to_thread(at, list(forge(int(fault.amount))), stolen)
         return (
-            f"{told}; strangers refused {refused} times; {int(fault.amount) * bool(met.admitted)} frames by the key of {thief}"
+            f"{done}; strangers refused {refused} times; {int(fault.amount) * bool(met.admitted)} frames by the key of {thief}"
         )
 
     async def _forge_as_strangers(self, name: str, sendings: list[Callable[[], forged.Met]]) -> int:

@@ -20,7 +20,7 @@ from mooncake_zmq.transfer.key_files import Keys
 from mooncake_zmq.transfer.sockets import Limits, Sockets
 
 _TIMEOUT_S = 2.0
-_KNOCK_S = 5.0
+_HANDSHAKE_TIMEOUT_S = 5.0
 """The time in which a running node answers: ZeroMQ's own timeout of a handshake."""
 _FRAMES_PER_CONNECTION = 100
 _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=2 * _FRAMES_PER_CONNECTION, receive_hwm=1)
@@ -101,7 +101,7 @@ class Met:
 def send_by_key(server: str, endpoint: str, forged: Sequence[bytes], keys: Keys) -> Met:
     """Put frames on the control socket of `server` with these `keys`."""
     sockets = Sockets(keys, io_threads=1).borrow()
-    met = [_knock(sockets, server, endpoint, forged[at : at + _FRAMES_PER_CONNECTION]) for at in _starts(forged)]
+    met = [_send_on_one(sockets, server, endpoint, forged[at : at + _FRAMES_PER_CONNECTION]) for at in _starts(forged)]
     sockets.give_back()
     return Met(met.count(zmq.EVENT_HANDSHAKE_SUCCEEDED), met.count(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
 
@@ -110,15 +110,15 @@ def _starts(forged: Sequence[bytes]) -> range:
     return range(0, len(forged), _FRAMES_PER_CONNECTION)
 
 
-def _knock(sockets: Sockets, server: str, endpoint: str, forged: Sequence[bytes]) -> int:
+def _send_on_one(sockets: Sockets, server: str, endpoint: str, forged: Sequence[bytes]) -> int:
     """Send frames on one connection; return the ZeroMQ event of its handshake, or 0 if no node answered."""
     dealer, _ = sockets.connecting(zmq.DEALER, endpoint, "control", _LIMITS, server=server)
-    told = dealer.get_monitor_socket(_HANDSHAKES)
+    monitor = dealer.get_monitor_socket(_HANDSHAKES)
     dealer.connect(endpoint)
     for frame in forged:
         with suppress(zmq.Again):
             dealer.send(frame, zmq.DONTWAIT)
-    event = int(recv_monitor_message(told)["event"]) if told.poll(int(_KNOCK_S * 1000)) else 0
+    event = int(recv_monitor_message(monitor)["event"]) if monitor.poll(int(_HANDSHAKE_TIMEOUT_S * 1000)) else 0
     dealer.disable_monitor()
     # After the handshake the frames are still being sent.
     dealer.close(linger=int(_TIMEOUT_S * 1000) if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else 0)

@@ -193,12 +193,12 @@ def _send(cluster: Cluster, door: Door, count: int, random: Random) -> int:
             return sum(pool.map(partial(_call, address, int(port)), inputs))
     sockets.borrow()
     taken = _pour(sockets, door, inputs)
-    _crowd(sockets, door, seeds)
+    _send_and_leave(sockets, door, seeds)
     sockets.give_back()
     return taken
 
 
-def _crowd(sockets: Sockets, door: Door, seeds: list[bytes]) -> None:
+def _send_and_leave(sockets: Sockets, door: Door, seeds: list[bytes]) -> None:
     """Open many connections that send much, ping in between, and leave whatever the node has read by then."""
     crowd = []
     for _ in range(CROWD):
@@ -234,34 +234,34 @@ def _pour(sockets: Sockets, door: Door, inputs: Iterator[bytes]) -> int:
     connection, _ = sockets.borrow().connecting(door.kind, door.endpoint, door.plane, _LIMITS, server=door.node)
     connection.immediate = True
     connection.sndtimeo = int(STALL_S * 1000)
-    told: zmq.Socket[bytes] = connection.get_monitor_socket(_IN | _OUT)
+    monitor: zmq.Socket[bytes] = connection.get_monitor_socket(_IN | _OUT)
     connection.connect(door.endpoint)
     sent, is_in = 0, False
     with suppress(zmq.Again):
         for raw in inputs:
-            is_in = _is_in(told, is_in)
+            is_in = _is_in(monitor, is_in)
             connection.send_multipart([*door.prefix, raw])
             sent += 1
             if not sent % 100:
-                _hear(connection)
+                _drop_answers(connection)
     connection.disable_monitor()
-    told.close(linger=0)
+    monitor.close(linger=0)
     connection.close(linger=int(STALL_S * 1000))
     sockets.give_back()
     return sent
 
 
-def _is_in(told: "zmq.Socket[bytes]", was_in: bool) -> bool:
+def _is_in(monitor: "zmq.Socket[bytes]", was_in: bool) -> bool:
     """Wait until the connection is admitted. Raises zmq.Again where it is not within `STALL_S`."""
     until = time.monotonic() + STALL_S
-    while told.poll(0 if was_in else max(0, int((until - time.monotonic()) * 1000))):
-        was_in = bool(recv_monitor_message(told)["event"] & _IN)
+    while monitor.poll(0 if was_in else max(0, int((until - time.monotonic()) * 1000))):
+        was_in = bool(recv_monitor_message(monitor)["event"] & _IN)
     if not was_in:
         raise zmq.Again
     return was_in
 
 
-def _hear(connection: "zmq.Socket[bytes]") -> None:
+def _drop_answers(connection: "zmq.Socket[bytes]") -> None:
     """Read and discard the answers, so that they fill no queue."""
     with suppress(zmq.Again):
         while True:

@@ -36,7 +36,7 @@ KNOWN_SHARE = 0.75
 _LIMITS = Limits(max_message_bytes=protocol.MAX_FRAME_BYTES, send_hwm=10, receive_hwm=10)
 
 
-class _NotTold(Exception):
+class _NoTicket(Exception):
     """No ticket was to be had."""
 
 
@@ -67,12 +67,12 @@ def of_blocks(sockets: Sockets, endpoint: str, server: str) -> Iterator[Admissio
     dealer, _ = sockets.connecting(zmq.DEALER, endpoint, "data", _LIMITS, server=server)
     with closing(dealer):
         _patiently(dealer, endpoint)
-        told = _asked(dealer, StreamWanted(block_messages.PROTOCOL_VERSION, 0), block_messages.decode_offer)
-        if isinstance(told, StreamDenied):
-            told = _asked(dealer, StreamWanted(told.protocol, told.incarnation), block_messages.decode_offer)
-        if not isinstance(told, StreamOffered):
-            raise _NotTold(f"{server} denies us a stream")
-        yield Admission(told.where, Ticket(told.token, told.secret, told.sealed))
+        answer = _asked(dealer, StreamWanted(block_messages.PROTOCOL_VERSION, 0), block_messages.decode_offer)
+        if isinstance(answer, StreamDenied):
+            answer = _asked(dealer, StreamWanted(answer.protocol, answer.incarnation), block_messages.decode_offer)
+        if not isinstance(answer, StreamOffered):
+            raise _NoTicket(f"{server} denies us a stream")
+        yield Admission(answer.where, Ticket(answer.token, answer.secret, answer.sealed))
 
 
 def of_values(sockets: Sockets, endpoint: str, server: str) -> Iterator[Admission]:
@@ -82,11 +82,11 @@ def of_values(sockets: Sockets, endpoint: str, server: str) -> Iterator[Admissio
     with closing(dealer):
         dealer.routing_id = b"c" + name + bytes(4)
         _patiently(dealer, endpoint)
-        told = _asked(dealer, protocol.Hello(1, protocol.PROTOCOL_VERSION, "", False), protocol.decode_reply)
-        if not isinstance(told, protocol.Welcome):
-            raise _NotTold(f"{server} does not welcome us")
-        ticket = Ticket(told.token, told.secret, told.sealed)
-        yield Admission(told.stream, ticket, bytes(framed(Attach(name, told.token))))
+        answer = _asked(dealer, protocol.Hello(1, protocol.PROTOCOL_VERSION, "", False), protocol.decode_reply)
+        if not isinstance(answer, protocol.Welcome):
+            raise _NoTicket(f"{server} does not welcome us")
+        ticket = Ticket(answer.token, answer.secret, answer.sealed)
+        yield Admission(answer.stream, ticket, bytes(framed(Attach(name, answer.token))))
 
 
 def _patiently(dealer: "zmq.Socket[bytes]", endpoint: str) -> None:
@@ -100,7 +100,7 @@ def _asked(dealer: "zmq.Socket[bytes]", asked: object, decode: Callable[[bytes],
         dealer.send(encode(asked))
         return decode(dealer.recv())
     except (zmq.Again, NotAMessage) as error:
-        raise _NotTold(str(error)) from error
+        raise _NoTicket(str(error)) from error
 
 
 def pour(sockets: Sockets, endpoint: str, server: str, admit: Admit, count: int, random: Random) -> int:
@@ -109,7 +109,7 @@ def pour(sockets: Sockets, endpoint: str, server: str, admit: Admit, count: int,
     spoilt = cycle(_messages("stream-request" if admit is of_values else "block-request", random, min(count, DRAWN)))
     taken = 0
     sockets.borrow()
-    with suppress(_NotTold):
+    with suppress(_NoTicket):
         for first in range(0, count, INPUTS_PER_TICKET):
             with contextmanager(admit)(sockets, endpoint, server) as admission:
                 for said in islice(spoilt, min(INPUTS_PER_TICKET, count - first)):

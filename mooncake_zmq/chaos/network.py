@@ -17,7 +17,7 @@ from mooncake_zmq.chaos.plan import Kind
 SOURCES = 4
 INSIDE_VARIABLE = "MOONCAKE_ZMQ_CHAOS_INSIDE"
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-_NOBODYS_ADDRESS = "02:00:00:00:00:00"
+_UNUSED_ADDRESS = "02:00:00:00:00:00"
 """A link address that no interface has: frames sent to it are lost silently, as behind a broken switch."""
 
 
@@ -156,7 +156,7 @@ class Namespaces:
     def cut(self, sender: str, receiver: str, *, cut: bool) -> None:
         place = [self._addresses[receiver], "dev", "eth0"]
         if cut:
-            self._on(sender, "ip", "neigh", "replace", *place, "lladdr", _NOBODYS_ADDRESS, "nud", "permanent")
+            self._on(sender, "ip", "neigh", "replace", *place, "lladdr", _UNUSED_ADDRESS, "nud", "permanent")
         else:
             with suppress(OSError):  # of two faults at once, the other has mended it
                 self._on(sender, "ip", "neigh", "del", *place)

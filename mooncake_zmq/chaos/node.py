@@ -92,7 +92,7 @@ def _trust_all_bytes() -> None:
     """Plant a bug: checksums are made and never compared."""
     from mooncake_zmq.kv import reading
 
-    _replace(reading, "part_stands", lambda _found, _told: True)
+    _replace(reading, "part_stands", lambda _found, _checksum: True)
     _replace(reading, "payload_stands", lambda _parts, _checksum: True)
 
 

@@ -57,8 +57,8 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
     if growth := max(outcome.growths.items(), key=lambda each: each[1].bytes_per_h, default=None):
         name, seen = growth
         judged = "" if seen.observed_s >= JUDGED_S else ": too short to judge"
-        told = f"{seen.bytes_per_h / (1 << 20):+.1f}, {name}, over {seen.observed_s / 60:.0f} minutes{judged}"
-        yield "MiB an hour, of the node that grew most", told, not list(growing(outcome.growths))
+        worst = f"{seen.bytes_per_h / (1 << 20):+.1f}, {name}, over {seen.observed_s / 60:.0f} minutes{judged}"
+        yield "MiB an hour, of the node that grew most", worst, not list(growing(outcome.growths))
 
 
 def _longest(outcome: Outcome, *, several: bool) -> str:

@@ -33,7 +33,7 @@ from mooncake_zmq.config.load import Loaded
 
 QUIET_TIMEOUT_S = 120.0
 """The time until every lease has ended: the longest one lasts a minute."""
-TOLD_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 POLL_S = 0.2
 LINES_KEPT = 20
 
@@ -139,13 +139,13 @@ class Run:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
 
-        def told() -> None:
+        def on_signal() -> None:
             if self._over.is_set():
                 task.cancel()
             self._over.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, told)
+            loop.add_signal_handler(number, on_signal)
 
     async def _begin(self, cluster: Cluster, clients: Clients) -> None:
         outcome = self.outcome
@@ -171,7 +171,7 @@ class Run:
         self._say(f"{wanted.clients} clients by {outcome.api}, {len(plan)} faults within {wanted.duration_s:.0f} s")
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.run())
-            telling = group.create_task(self._tell(clients))
+            reporting = group.create_task(self._report(clients))
             if wanted.hostile:
                 made = await assault(cluster, wanted.hostile, wanted.seed, self._say)
                 outcome.inputs = made.taken
@@ -180,7 +180,7 @@ class Run:
                 await self._commit(plan, saboteur)
             clients.stopping = True
             self._say(f"no more faults; {clients.open} answers still to come")
-            telling.cancel()
+            reporting.cancel()
         outcome.took_s = time.monotonic() - outcome.began_at
         outcome.problems += saboteur.problems
         outcome.strangers_refused = saboteur.strangers_refused
@@ -223,9 +223,9 @@ class Run:
         except TimeoutError:
             return
 
-    async def _tell(self, clients: Clients) -> None:
+    async def _report(self, clients: Clients) -> None:
         while True:
-            await asyncio.sleep(TOLD_EVERY_S)
+            await asyncio.sleep(REPORT_EVERY_S)
             score = clients.score
             ill = ", ".join(f"{count} {verdict}" for verdict, count in score.verdicts.items()) or "all right"
             worst = max((pause.seconds for pause in (*score.pauses, *score.pauses_amid_several)), default=0.0)

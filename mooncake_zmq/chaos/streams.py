@@ -89,7 +89,7 @@ class HttpApi:
             async with self._client.stream("POST", f"{url}/v1/completions", json=_body(prompt, max_tokens) | _OWN) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
-                    raise _told(response.status_code, text)
+                    raise _error_of(response.status_code, text)
                 async for event in EventSource(response).aiter_sse():
                     if event.data != "[DONE]":
                         chunk = event.json()
@@ -130,7 +130,7 @@ class OpenAiApi:
                 async for chunk in chunks:
                     yield _piece(chunk.to_dict())
         except openai.APIStatusError as error:
-            raise _told(error.status_code, str(error)) from None
+            raise _error_of(error.status_code, str(error)) from None
         except openai.APIConnectionError as error:
             raise Broken(f"{type(error).__name__}: {error}") from None
         except openai.APIError as error:
@@ -142,7 +142,7 @@ class OpenAiApi:
         await self._client.close()
 
 
-def _told(status: int, text: str) -> Refused | Failed:
+def _error_of(status: int, text: str) -> Refused | Failed:
     return Refused(text) if status in REFUSALS else Failed(f"HTTP {status}: {text[:300]}")
 
 

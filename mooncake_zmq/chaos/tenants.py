@@ -140,8 +140,8 @@ class Bob:
                 answer = await reader.read()
             finally:
                 writer.transport.abort()
-        told, _, payload = answer.partition(b"\r\n\r\n")
-        if (status := told[9:12].decode("latin-1")) != "200":
+        start, _, payload = answer.partition(b"\r\n\r\n")
+        if (status := start[9:12].decode("latin-1")) != "200":
             return status or "cut"
         tokens = json.loads(payload)["choices"][0]["token_ids"]
         assert isinstance(tokens, list)

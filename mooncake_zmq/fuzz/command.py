@@ -88,7 +88,7 @@ def fuzz(
     for name in names or tuple(DECODERS):
         outcome = _fuzz_one(name, 60 * minutes, seed, Path(corpus) if corpus else None, Path(findings))
         outcomes.append(outcome)
-        _tell(outcome)
+        _report(outcome)
     if as_json:
         click.echo(json.dumps([asdict(each) for each in outcomes], indent=1))
     else:
@@ -127,18 +127,18 @@ def _fuzz_one(name: str, seconds: float, seed: int, corpus: Path | None, finding
                 check=False,
                 env={**os.environ, "TMPDIR": files},
             )
-            told = done.stderr.decode(errors="replace")
+            progress = done.stderr.decode(errors="replace")
             outcome.findings = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"{")]
         except subprocess.TimeoutExpired:
-            told, outcome.ended = "", "did not end"
-    if found := _DONE.findall(told):
+            progress, outcome.ended = "", "did not end"
+    if found := _DONE.findall(progress):
         outcome.executions, outcome.edges, _, outcome.inputs = map(int, found[-1])
     elif not outcome.ended:
-        outcome.ended = (told.strip().splitlines() or ["said nothing"])[-1]
+        outcome.ended = (progress.strip().splitlines() or ["said nothing"])[-1]
     return outcome
 
 
-def _tell(outcome: Outcome) -> None:
+def _report(outcome: Outcome) -> None:
     for each in outcome.findings:
         click.echo(f"{outcome.decoder}: {each['what']} at {each['where']}", err=True)
         click.echo(f"  mooncake-zmq fuzz --decoder {outcome.decoder} --replay {each['path']}", err=True)

@@ -124,7 +124,7 @@ def _decode() -> Session:
     return _session("decode-a", "decode", "gateway-a", "gateway")
 
 
-def _hear(raw: bytes) -> None:
+def _receive(raw: bytes) -> None:
     """Receive a frame as the first one of a session, and as a later one."""
     _decode().receive(0.0, raw)
     session = _decode()
@@ -304,8 +304,8 @@ def _gguf_seeds() -> list[bytes]:
 
 def _safetensors_seeds() -> list[bytes]:
     tensors = {"__metadata__": {}, "a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
-    told = json.dumps(tensors).encode()
-    return [struct.pack("<Q", len(told)) + told + bytes(16)]
+    header = json.dumps(tensors).encode()
+    return [struct.pack("<Q", len(header)) + header + bytes(16)]
 
 
 def _card_seeds() -> list[bytes]:
@@ -315,8 +315,8 @@ def _card_seeds() -> list[bytes]:
 def _profile_seeds() -> list[bytes]:
     times = (profile.PrefillTime(tokens=512, prefix=0, seconds=0.1),) * 3
     steps = (profile.StepTime(batch=1, context=512, seconds=0.01),) * 3
-    told = {"model": "toy", "fingerprint": "f", "threads": 1, "backend": "numpy", "machine": "m"}
-    return [profile.encode(profile.Profile(prefill=times, decode=steps, **told))]  # type: ignore[arg-type]
+    fields = {"model": "toy", "fingerprint": "f", "threads": 1, "backend": "numpy", "machine": "m"}
+    return [profile.encode(profile.Profile(prefill=times, decode=steps, **fields))]  # type: ignore[arg-type]
 
 
 _JSON_LINES = b'{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n' * 2
@@ -344,7 +344,7 @@ def _between_nodes() -> Iterable[Decoder]:
     yield Decoder(
         name="message", read=messages.decode, refusals=(messages.ProtocolError,), seeds=_drawn(messages.Message), max_bytes=8192
     )
-    yield Decoder(name="session", read=_hear, seeds=lambda: [*_conversation()[0], *_conversation()[1]], quick=False)
+    yield Decoder(name="session", read=_receive, seeds=lambda: [*_conversation()[0], *_conversation()[1]], quick=False)
     no_message = (NotAMessage,)
     kinds: dict[str, tuple[Callable[[Any], object], Any]] = {
         "stream-wanted": (block_messages.decode_wanted, block_messages.StreamWanted),

@@ -60,7 +60,7 @@ class Finding:
         return f"{self.decoder}: {self.what} at {self.where}, {len(self.raw)} bytes"
 
 
-def examine(decoder: Decoder, raw: bytes, heed: Callable[[str], None] = lambda told: None) -> Finding | None:
+def examine(decoder: Decoder, raw: bytes, heed: Callable[[str], None] = lambda result: None) -> Finding | None:
     """Return what is wrong with how `decoder` reads `raw`, if anything is. `heed` is called with the result or the refusal: for
     a decoder in C that is all there is to see."""
     before, began_s = _Memory.before_input(), time.process_time()

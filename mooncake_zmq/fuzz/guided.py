@@ -41,8 +41,8 @@ def main(name: str, seconds: str, seed: str, corpus: str, found: str) -> None:
         Path(corpus, f"seed-{number}").write_bytes(raw)
     marks = [_mark(atheris) for _ in range(MARKS)]
 
-    def heed(told: str) -> None:
-        what, at, where = told.partition(" - at ")  # msgspec's errors end with the place in the record
+    def heed(result: str) -> None:
+        what, at, where = result.partition(" - at ")  # msgspec's errors end with the place in the record
         kind = f"{_QUOTED.sub('', what)}{_FAR.sub('', where)}" if at else ""
         marks[crc32(kind.encode(errors="replace")) % MARKS]()
 
@@ -52,8 +52,8 @@ def main(name: str, seconds: str, seed: str, corpus: str, found: str) -> None:
         finding = examine(decoder, raw, heed)
         if finding is not None and finding.key not in known and len(known) < MAX_FINDINGS:
             known[finding.key] = finding
-            told = {"what": finding.what, "where": finding.where, "path": str(finding.save(Path(found)))}
-            sys.stdout.write(json.dumps(told) + "\n")
+            line = {"what": finding.what, "where": finding.where, "path": str(finding.save(Path(found)))}
+            sys.stdout.write(json.dumps(line) + "\n")
             sys.stdout.flush()
 
     memory_bytes = psutil.Process().memory_info().vms

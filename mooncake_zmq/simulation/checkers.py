@@ -170,7 +170,7 @@ class Checkers:
             self._gateway_did(event, effects)
         if spec.role == "cache-node":
             pool = self._pools.setdefault((spec.name, incarnation), _Pool(spec.name))
-            self._pool_heard(pool, event)
+            self._note_request(pool, event)
             self._pool_said((spec.name, incarnation), pool, event, effects)
             self._shares.observed(spec.name, incarnation, actor, event, effects)
         if spec.role == "prefill":
@@ -214,11 +214,11 @@ class Checkers:
             elif isinstance(effect, Send) and isinstance(effect.message, StartPrefill):
                 self._attempts |= {sibling.request_id: sibling.attempt for sibling in effect.message.siblings}
 
-    def _only_current(self, told: set[tuple[str, int]], effects: Sequence[Effect]) -> None:
+    def _only_current(self, named: set[tuple[str, int]], effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, ToClient):
                 latest = (effect.request_id, self._attempts.get(effect.request_id, 0))
-                if latest not in told:
+                if latest not in named:
                     raise Violation("I3", f"{effect.request_id} is sent {effect.output} of an older attempt than {latest[1]}")
 
     def leaves(self, process: "Process[Machine]") -> None:
@@ -238,7 +238,7 @@ class Checkers:
         self.transitions.update(getattr(actor, "transitions", {}))
         self.counts.update(getattr(actor, "counts", {}))
 
-    def _pool_heard(self, pool: _Pool, event: Event) -> None:
+    def _note_request(self, pool: _Pool, event: Event) -> None:
         match event:
             case PeerUp(peer, incarnation, _):
                 pool.peers[peer] = incarnation
@@ -266,7 +266,7 @@ class Checkers:
                 case Send(_, BlocksAnnounced(stored=stored)):
                     self._announced(me[0], stored)
                 case Publish(events):
-                    self._published(me[0], [told for told in events if isinstance(told, BlocksStored)])
+                    self._published(me[0], [each for each in events if isinstance(each, BlocksStored)])
 
     def _life(self, pool: _Pool, peer: str) -> LifeId:
         return peer, pool.peers.get(peer, 0)

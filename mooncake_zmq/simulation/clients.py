@@ -110,9 +110,9 @@ class Client:
                 raise Violation("I3", f"{request_id} is sent {output!r}")
 
     def _scored(self, turn: Turn, request: _Open, output: PromptLogprobs) -> None:
-        tokens, told = unpack_tokens(turn.request.tokens), Sampling(logprobs=turn.request.prompt_logprobs)
+        tokens, sampling = unpack_tokens(turn.request.tokens), Sampling(logprobs=turn.request.prompt_logprobs)
         due = range(request.scored + 1, request.scored + 1 + len(output.logprobs))
-        if output.first != due.start or output.logprobs != tuple(logprob_of(tokens[at], at, told) for at in due):
+        if output.first != due.start or output.logprobs != tuple(logprob_of(tokens[at], at, sampling) for at in due):
             raise Violation("I3", f"{request.request_id} is told {output} of its prompt where {due.start} comes next")
         request.scored = due.stop - 1
 
@@ -215,7 +215,7 @@ class Clients:
         self._simulator = simulator
         self._gateways = gateways
         self._clients: list[Client] = []
-        simulator.to_client = self._hear
+        simulator.to_client = self._deliver
         simulator.on_death = self._gateway_died
 
     @property
@@ -232,7 +232,7 @@ class Clients:
             self._clients.append(client)
         return outcomes
 
-    def _hear(self, gateway: str, request_id: str, output: Any) -> None:
+    def _deliver(self, gateway: str, request_id: str, output: Any) -> None:
         client = self._clients[int(request_id.split(".")[0].removeprefix("chat"))]
         if client.ids.get(request_id) == "cancelled" and request_id not in self._simulator.watcher.told_gone:
             return  # sent before the gateway learned of the hang-up

@@ -108,11 +108,11 @@ STRESS_FAULTS = 4
 """The number of additional faults of each kind to be stressed."""
 
 
-_APART = (
+_DRAWN_ALONE = (
     *(FaultKind.REST, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER),
     *(FaultKind.TANGLE, FaultKind.CRASH_SENDER),
 )
-USUAL = tuple(kind for kind in FaultKind if kind not in _APART)
+USUAL = tuple(kind for kind in FaultKind if kind not in _DRAWN_ALONE)
 """The kinds that every seed draws from. Others are drawn by themselves, so that these draws do not depend on them."""
 AMID_LATENESS = (
     FaultKind.COPY_FAIL,
@@ -177,7 +177,7 @@ def draw_halts(random: Random, *, processes: Sequence[str], window_s: float) -> 
     return (*suspends, *(_draw(random, FaultKind.STOP_READER, readers, (), window_s) for _ in readers[:1]))
 
 
-UNTOLD_S = 0.4
+UNEXPECTED_S = 0.4
 """The lateness that a process bears whose past gives no reason to expect it: peer timeout, less a heartbeat, a tick and the
 way."""
 STILL_S = (1.0, 3.4)
@@ -189,12 +189,12 @@ def draw_lates(random: Random, *, processes: Sequence[str], window_s: float) -> 
     time by much, and from then on by about as much as they have reported."""
     at_s, still_s = random.uniform(0.5, 1.5), random.uniform(*STILL_S)
     faults = [
-        Fault(FaultKind.LATE, at_s, random.uniform(0.05, UNTOLD_S), (random.choice(processes),)),
+        Fault(FaultKind.LATE, at_s, random.uniform(0.05, UNEXPECTED_S), (random.choice(processes),)),
         Fault(FaultKind.LATE, at_s + 1.0, still_s, tuple(processes)),
     ]
     at_s += 2.0 + still_s
     while at_s < window_s:
-        late_s = random.uniform(0.2, UNTOLD_S + still_s)
+        late_s = random.uniform(0.2, UNEXPECTED_S + still_s)
         faults.append(Fault(FaultKind.LATE, at_s, late_s, (random.choice(processes),)))
         at_s += late_s + 0.8
     return tuple(faults)

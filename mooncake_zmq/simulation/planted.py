@@ -158,16 +158,16 @@ def _deaf_time_counts() -> Replacements:
     return [(Session, "_counted_s", counted_s)]
 
 
-def _lateness_untold() -> Replacements:
+def _lateness_not_reported() -> Replacements:
     """Envelopes do not report their sender's lateness."""
     note = Session._note_lateness
 
-    def untold(self: Session, now: float) -> float:
+    def none_reported(self: Session, now: float) -> float:
         late_s = note(self, now)
         self.recent_late_s = 0.0
         return late_s
 
-    return [(Session, "_note_lateness", untold)]
+    return [(Session, "_note_lateness", none_reported)]
 
 
 def _keys_not_compared() -> Replacements:
@@ -287,7 +287,7 @@ PLANTED: dict[str, Planted] = {
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
     "keys_not_compared": Planted("the sender is not compared with the key", ("I6",), (K.IMPOSTOR,), _keys_not_compared),
     "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
-    "lateness_untold": Planted("a peer's own lateness is not told", ("I8",), (), _lateness_untold),
+    "lateness_untold": Planted("a peer's own lateness is not told", ("I8",), (), _lateness_not_reported),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "cordon_ends_drain": Planted("a cordon ends a drain", ("I4", "I2"), (K.TANGLE, K.TANGLE, K.ROLE), _cordon_ends_drain),
     "restless": Planted("who rests takes new requests", ("I4",), (), _restless),

@@ -28,7 +28,7 @@ class RestChecker:
 
     def observed(self, now: float, life: LifeId, role: str, actor: Any, event: Event, effects: Sequence[Effect]) -> str | None:
         """Check an event that an actor handled; return what is wrong, if anything."""
-        wrong = self._asks_who_rests(life, event, effects) if role == "gateway" else None
+        wrong = self._asks_cordoned(life, event, effects) if role == "gateway" else None
         return wrong or (self._has_more(now, life, HAS[role], actor, event) if role in HAS else None)
 
     def _has_more(self, now: float, life: LifeId, gauges: Sequence[str], actor: Any, event: Event) -> str | None:
@@ -43,7 +43,7 @@ class RestChecker:
         self._left[life] = left
         return f"{life[0]} rests and takes on more: {before:g} before, {left:g} now" if left > before else None
 
-    def _asks_who_rests(self, life: LifeId, event: Event, effects: Sequence[Effect]) -> str | None:
+    def _asks_cordoned(self, life: LifeId, event: Event, effects: Sequence[Effect]) -> str | None:
         conductors = self._conductors.setdefault(life, {})
         match event:
             case PeerUp(peer, _, hello) if hello.role == "conductor":

@@ -258,11 +258,11 @@ def run_seeds(
     compiled: bool = False,
 ) -> list[SeedResult]:
     """Run seeds in `jobs` worker processes; `progress` gets each result as it comes. `compiled`: on the nodes' machine code."""
-    lanes = [range(first + lane, first + count, jobs) for lane in range(min(jobs, count))]
-    workers = [_spawn(seeds, planted, stores, compiled) for seeds in lanes]
+    shares = [range(first + index, first + count, jobs) for index in range(min(jobs, count))]
+    workers = [_spawn(seeds, planted, stores, compiled) for seeds in shares]
     results: list[SeedResult] = []
     # Workers take equal turns, so reading them round robin keeps all pipes short.
-    pending = {index: iter(seeds) for index, seeds in enumerate(lanes)}
+    pending = {index: iter(seeds) for index, seeds in enumerate(shares)}
     while pending:
         for index in list(pending):
             seed = next(pending[index], None)

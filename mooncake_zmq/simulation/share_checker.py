@@ -29,17 +29,17 @@ class ShareChecker:
     def observed(self, name: str, incarnation: int, actor: Any, event: Event, effects: Sequence[Effect]) -> None:
         """Check an event that a cache-node handled, before its effects are carried out."""
         held = self._held.setdefault((name, incarnation), {medium: set() for medium in Medium})
-        told = [each for effect in effects if isinstance(effect, Publish) for each in effect.events]
+        events = [each for effect in effects if isinstance(effect, Publish) for each in effect.events]
         left: dict[Medium, Counter[str]] = {medium: Counter() for medium in held}
-        for each in told:
+        for each in events:
             if isinstance(each, BlocksStored):
                 held[each.medium].update(each.keys)
             elif isinstance(each, BlocksRemoved):
                 held[each.medium].difference_update(each.keys)
                 left[each.medium].update(map(self._owner, each.keys))
-        if told:
+        if events:
             self._check_limits(name, held)
-        if any(left.values()) and not _tells_of_damage(event):
+        if any(left.values()) and not _is_of_damage(event):
             self._check_promises(name, left, self._came(actor, event, effects))
 
     def _owner(self, key: Key) -> str:
@@ -77,7 +77,7 @@ class ShareChecker:
         return {medium: Counter(map(self._owner, some)) for medium, some in keys.items()}
 
 
-def _tells_of_damage(event: Event) -> bool:
+def _is_of_damage(event: Event) -> bool:
     """Return whether copies go because they are bad, of whatever tenant."""
     match event:
         case Received(_, ReportCorrupt()):

@@ -264,7 +264,7 @@ class StoreClient:
             return None
         return reply
 
-    def _tell(self, note: Any) -> None:
+    def _notify(self, note: Any) -> None:
         self._stores.send(self, self.store, note)
 
     def _meet(self) -> Call:
@@ -276,7 +276,7 @@ class StoreClient:
             if (yield from self._ask(hello)) is None:
                 return False
         if self._abandoned:
-            self._tell(protocol.Release([], list(self._abandoned)))
+            self._notify(protocol.Release([], list(self._abandoned)))
             self._abandoned.clear()
         return True
 
@@ -361,9 +361,9 @@ class StoreClient:
             elif checksum or (entry, generation) not in store.flipped:
                 checker.read_leased(store, self.name, lease_id, entry, value)
                 got.append(key)
-        self._tell(protocol.Release([lease_id], []))
+        self._notify(protocol.Release([lease_id], []))
         if corrupt:
-            self._tell(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
+            self._notify(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
         return lease_id
 
     def _put_streamed(self, keys: Sequence[str], values: Sequence[bytes], pins: Pin) -> Call:
