@@ -11,6 +11,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+from stopping import stop
 
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine import grammar_process
@@ -122,7 +123,7 @@ def test_a_process_that_somebody_ends_is_begun_anew_and_nothing_is_held_against_
 def test_a_process_that_hangs_is_ended_and_nothing_is_held_against_a_grammar(make, monkeypatch):
     grammars = make()
     grammars.check(YES_NO)
-    process_of(grammars).suspend()
+    stop(process_of(grammars).pid)
     with monkeypatch.context() as impatient:
         impatient.setattr(grammars_module, "MAX_WAIT_S", 0.2)
         impatient.setattr(grammars_module, "START", "import time; time.sleep(60)")  # the next one is never ready in time

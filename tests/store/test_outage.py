@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stopping import stop
 from store_harness import wait_for
 
 from mooncake_zmq.store import protocol
@@ -102,7 +103,7 @@ def test_a_store_that_is_stopped_costs_one_call_a_wait_and_is_met_again_once_it_
         send(self, message, deadline)
 
     monkeypatch.setattr(Link, "send", watched)
-    started.send_signal(signal.SIGSTOP)
+    stop(started.pid)
     assert client.hold(["a"]).count == 0
     wait_for(lambda: len(pings) >= 3, "it is pinged")
     asked.clear()
