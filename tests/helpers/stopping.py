@@ -9,8 +9,8 @@ PATIENCE_S = 60.0
 
 
 def stop(pid: int) -> None:
-    """Stop a process. Returns once all of its threads stand still: until one of them has taken the signal, the others go on, which
-    on a loaded machine is long enough to answer."""
+    """Stop a process, and return once all of its threads stand still: until one of them has taken the signal, the others go on,
+    which on a loaded machine is long enough to answer."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE_S
     while any(_state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
