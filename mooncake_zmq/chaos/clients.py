@@ -23,6 +23,8 @@ GIVE_UP_AFTER_S = 150.0
 REFUSED_PAUSE_S = 0.3
 WARM_ANSWERS = 2
 """The answers of each client before the first fault."""
+ENOUGH_TO_REUSE = 50
+"""The answers after which conversations that go on have found some of their prompts cached."""
 POLL_S = 0.1
 NOTICED_S = 0.1
 """The silence from which on it counts as a pause."""
@@ -64,6 +66,11 @@ class Score:
     worst_by_kind_s: dict[str, float] = field(default_factory=dict)
     """The longest pause during each kind of outage, with or without others at the same time."""
     worst_first_token_s: float = 0.0
+
+    @property
+    def reuses(self) -> bool:
+        """Whether some of the prompts came from the cache, as far as there were enough of them to say so."""
+        return self.cached_tokens > 0 or self.answered < ENOUGH_TO_REUSE
 
     def complain(self, what: str) -> None:
         """Note a problem; only the first ones are kept in full."""

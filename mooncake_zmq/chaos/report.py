@@ -25,7 +25,7 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
     yield "answers, every token compared", f"{score.answered:,}", score.answered > 0
     yield "tokens", f"{score.tokens:,}", True
     share = score.cached_tokens / score.prompt_tokens if score.prompt_tokens else 0.0
-    yield "prompt tokens from the cache", f"{score.cached_tokens:,} of {score.prompt_tokens:,} ({share:.0%})", True
+    yield "prompt tokens from the cache", f"{score.cached_tokens:,} of {score.prompt_tokens:,} ({share:.0%})", score.reuses
     yield "answers resumed by their gateway", f"{score.resumed:,}", True
     yield "streams cut by their gateway's end", f"{score.cut:,}", True
     yield "calls of a gateway that was away", f"{score.away:,}", True

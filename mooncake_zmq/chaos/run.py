@@ -267,6 +267,8 @@ class Run:
         kinds = {entry.fault.kind for entry in outcome.done}
         if self._wanted.hostile:
             outcome.problems += swollen(outcome.before, outcome.peaks)
+        if not outcome.score.reuses:
+            outcome.problems.append("no token of any prompt came from the cache")
         outcome.problems += [*cluster.unexpected, *cluster.leftovers(), *growing(outcome.growths)]
         for name, lines in cluster.lines():
             outcome.warnings += warned(lines)
