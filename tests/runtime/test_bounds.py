@@ -99,8 +99,9 @@ def test_a_message_without_end_to_a_server_of_bytes_is_cut(tmp_path: Path, what:
     assert growth < BOUND_BYTES
 
 
-SUBSCRIPTIONS_COST = 8
-"""libzmq's tree of subscriptions takes up to so many times the bytes that name them."""
+SUBSCRIPTIONS_COST = 50
+"""A subscription takes up to so many times its bytes: mostly 8, in libzmq's tree. 26 were seen where the machine was busy, as those
+that nobody has looked at yet are held besides."""
 KV_EVENTS = """
 import os, sys
 from hostile import connect, growth_while_sending
@@ -123,7 +124,7 @@ publisher.close()
 def test_what_a_subscriber_tells_is_bounded(tmp_path: Path, what: str, scheme: str) -> None:
     growth, sent = grown(tmp_path, KV_EVENTS, what, scheme)
     assert sent < (20_000_000 if what == "subscribe" else 200_000_000)
-    assert growth < (SUBSCRIPTIONS_COST * 20_000_000 if what == "subscribe" else BOUND_BYTES)
+    assert growth < (SUBSCRIPTIONS_COST * max(sent, 1 << 20) if what == "subscribe" else BOUND_BYTES)
 
 
 UNREAD_EVENTS = """
