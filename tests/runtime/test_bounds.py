@@ -100,8 +100,8 @@ def test_a_message_without_end_to_a_server_of_bytes_is_cut(tmp_path: Path, what:
 
 
 SUBSCRIPTIONS_COST = 50
-"""A subscription takes up to so many times its bytes: mostly 8, in libzmq's tree. 26 were seen where the machine was busy, as those
-that nobody has looked at yet are held besides."""
+"""A subscription takes up to so many times its bytes: mostly 8, in libzmq's tree. 26 were seen on a busy machine, where those
+that nothing has read yet are held besides."""
 KV_EVENTS = """
 import os, sys
 from hostile import connect, growth_while_sending
