@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import waiting
+from stopping import stop
 
 from mooncake_zmq.chaos.checks import busy, unheard
 from mooncake_zmq.chaos.clients import Truth
@@ -23,19 +26,14 @@ ROOT = Path(__file__).parent.parent.parent
 NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "cache-b", "prefill-b", "decode-b", "gateway-0")
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "") -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what or condition}"
-        time.sleep(0.02)
-    return found
+eventually = partial(waiting.eventually, poll_s=0.02)
 
 
 @contextlib.contextmanager
 def stopped(pids: dict[str, int], serves: Callable[[], set[str]]) -> Iterator[None]:
     """These nodes stand still, and the gateway, whose peers `serves` tells, has missed them."""
     for pid in pids.values():
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     try:
         eventually(lambda: (peers := serves()) and not pids.keys() & peers, 30, f"{list(pids)} are missed")
         yield
@@ -141,7 +139,10 @@ class ToyCluster:
         return int((self.runtime_dir / f"{node}.lock").read_text().split()[0])
 
     def signal(self, node: str, number: signal.Signals) -> None:
-        os.kill(self.pid(node), number)
+        if number == signal.SIGSTOP:
+            stop(self.pid(node))
+        else:
+            os.kill(self.pid(node), number)
 
     @contextlib.contextmanager
     def only(self, host: str) -> Iterator[None]:

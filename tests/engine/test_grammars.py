@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import psutil
 import pytest
 from stopping import stop
+from waiting import eventually
 
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine import grammar_process
@@ -47,13 +47,6 @@ def make(monkeypatch):
 
 def process_of(grammars):
     return psutil.Process(grammars._process.pid)
-
-
-def eventually(holds):
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def next_of(following):
@@ -130,7 +123,7 @@ def test_a_process_that_hangs_is_ended_and_nothing_is_held_against_a_grammar(mak
         impatient.setattr(grammars_module, "START_S", 0.2)
         with pytest.raises(ConstraintNotReady):
             grammars.check(YES_NO)
-        eventually(lambda: grammars.counts.get("ended[reason=late]", 0) >= 1)
+        eventually(lambda: grammars.counts.get("ended[reason=late]", 0) >= 1, 60)
     grammars.check(YES_NO)
 
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 import zmq
 import zmq.utils.monitor
 from store_servers import store_server
@@ -48,11 +50,7 @@ FAR = "tcp://10.11.12.13:7000"
 SMALL = {"slabs": 2, "slab_bytes": 4 << 20}
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.005)
+eventually = partial(waiting.eventually, timeout_s=PATIENCE_S)
 
 
 @pytest.fixture

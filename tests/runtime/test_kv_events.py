@@ -1,12 +1,13 @@
 """KV events over real sockets, heard by a subscriber written from the conventions alone."""
 
 import threading
-import time
 from contextlib import contextmanager
+from functools import partial
 
 import hostile
 import msgpack
 import pytest
+import waiting
 import zmq
 
 from mooncake_zmq.kv.events import AllBlocksCleared, BlocksRemoved, BlocksStored, Medium, batch_bytes
@@ -28,11 +29,7 @@ def stored(number, medium=Medium.CPU):
     return (BlocksStored((key(number),), medium),)
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
+wait_until = partial(waiting.eventually, timeout_s=PATIENCE_S)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import ctypes
 from collections.abc import Callable
-from time import monotonic, sleep
+
+from waiting import eventually
 
 from mooncake_zmq.pool.server.server import StoreServer
 
@@ -12,10 +13,7 @@ SSD_WORK_GAUGES = ("ssd_demoting", "ssd_promoting", "ssd_erasing")
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = monotonic() + timeout_s
-    while not condition():
-        assert monotonic() < deadline, f"waited in vain for: {what}"
-        sleep(0.01)
+    eventually(condition, timeout_s, what)
 
 
 def idle(server: StoreServer) -> bool:

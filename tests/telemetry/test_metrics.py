@@ -3,11 +3,12 @@
 import http.client
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 import pytest
+import waiting
 from prometheus_client import CollectorRegistry, generate_latest
 
 from mooncake_zmq.telemetry import metrics_endpoint
@@ -141,11 +142,7 @@ def test_the_endpoint_says_that_its_port_is_taken() -> None:
         MetricsEndpoint("127.0.0.1", endpoint.port, bytes)
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
+eventually = partial(waiting.eventually, timeout_s=PATIENCE_S)
 
 
 def told_as_vllm(counts: dict[str, float], gauges: dict[str, float]) -> dict[str, float]:

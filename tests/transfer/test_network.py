@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
+import waiting
 import zmq
 from cuda_stand_in import FakeCupy, Gpu
 from segment_bytes import slot_bytes
@@ -107,12 +109,8 @@ def read(ref, layers=range(3), **sink):
     return RemoteRead(ref, layers, Sink(**sink))
 
 
-def eventually(condition):
-    """The server counts after it has answered."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+eventually = partial(waiting.eventually, timeout_s=TIMEOUT_S)
+"""The server counts after it has answered."""
 
 
 def changed(ref, **fields):

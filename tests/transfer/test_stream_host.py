@@ -6,8 +6,10 @@ import resource
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
+import waiting
 
 from mooncake_zmq.core.records import decoder, encode
 from mooncake_zmq.transfer import stream_host
@@ -81,11 +83,7 @@ def house(request, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def eventually(condition):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+eventually = partial(waiting.eventually, timeout_s=TIMEOUT_S)
 
 
 def test_who_shows_a_ticket_is_let_in(house):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import waiting
 
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.client.client import StoreClient
@@ -113,11 +114,7 @@ def answer(lookup: Lookup) -> int:
     return found
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+until = waiting.eventually
 
 
 def in_memory(server: StoreServer, names: list[str]) -> list[bool]:
