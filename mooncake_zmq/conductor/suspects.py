@@ -42,10 +42,9 @@ class Suspects:
 
     def answered(self, placed: Placed, tokens: int) -> None:
         """Clear the nodes that produced so many tokens: the first comes from the prefill, the others from the decode."""
-        if self._suspects:
-            for node in _nodes(placed):
-                if tokens > 1 or node != placed.decode:
-                    self._suspects.pop(node, None)
+        for node in _nodes(placed):
+            if tokens > 1 or node != placed.decode:
+                self._suspects.pop(node, None)
 
     def shuts(self, now: float, node: str) -> bool:
         """Return whether no new request is to be sent to a node."""
