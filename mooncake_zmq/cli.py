@@ -5,45 +5,31 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.config.examples import LOCAL, VLLM, located
 from mooncake_zmq.core.roles import BECOMES, SUMMARIES, Role
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.native import mypyc_code
+from mooncake_zmq.operate.options import ca_option, config_option, found, gateways_of, load_config, set_option, url_option
 
-DEFAULT_CONFIG = "configs/local.toml"
-VLLM_CONFIG = "configs/vllm.toml"
-"""The default files, relative to the current directory or otherwise to the project's own."""
-
-config_option = click.option(
-    "--config",
-    "path",
-    default=DEFAULT_CONFIG,
-    show_default=True,
-    metavar="FILE",
-    help="The deployment's TOML file.",
-    callback=lambda _context, _parameter, value: _located(value),
-)
+file_argument = click.argument("path", metavar="FILE", default=LOCAL, callback=found)
 model_option = click.option(
     "--model", metavar="MODEL", help='"default", "toy", "dummy:SHAPE", a GGUF file or a Hugging Face directory.'
 )
-set_option = click.option(
-    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Override a setting, e.g. session.heartbeat_s=0.2."
-)
-
-
-url_option = click.option("--url", default="", metavar="URL", help="The gateway to call; by default those of the file.")
-ca_option = click.option(
-    "--ca", default="", metavar="FILE", help="Trusted certificates, for gateways with TLS certificates of their own."
-)
+host_option = click.option("--host", metavar="HOST", help="Only nodes of this host.")
 
 
 class Cli(click.Group):
-    """Shows commands in the order of this file, and names the extra that a command needs and lacks."""
+    """Shows commands in the order of this file, and every expected error as one line.
+
+    Exit codes: 2 for a command or setting that is wrong or a machine that lacks something, 1 for work that was done and whose
+    result is bad.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -51,6 +37,12 @@ class Cli(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.ClickException as error:
+            if isinstance(error, click.UsageError):
+                raise  # click prints the usage as well
+            _fail(error.format_message(), error.exit_code)
+        except ConfigError as error:
+            _fail(str(error))
         except ModuleNotFoundError as error:
             from mooncake_zmq.extras import advice
 
@@ -75,7 +67,7 @@ def main() -> None:
 
 def _role_command(role: Role, summary: str) -> None:
     @main.command(
-        role, help=f"{summary}\n\n\b\nExample:\n  mooncake-zmq {role} --config {DEFAULT_CONFIG} --node NAME", short_help=summary
+        role, help=f"{summary}\n\n\b\nExample:\n  mooncake-zmq {role} --config {LOCAL} --node NAME", short_help=summary
     )
     @config_option
     @click.option("--node", required=True, metavar="NAME", help="Which of the file's nodes this process is.")
@@ -84,8 +76,8 @@ def _role_command(role: Role, summary: str) -> None:
     def run(path: str, node: str, model: str | None, assignments: tuple[str, ...]) -> None:
         limit_blas()
         mypyc_code.use(mypyc_code.NODES)
-        loaded = _load(path, model, assignments)
-        found = _or_exit(lambda: loaded.config.node(node))
+        loaded = load_config(path, model, assignments)
+        found = loaded.config.node(node)
         if role not in found.roles:
             _fail(f"{path}: {node} is a {found.role}, not a {role}")
         from mooncake_zmq.runtime.process import main as run_process
@@ -112,8 +104,15 @@ for _role, _summary in SUMMARIES.items():
 @click.option("--demo", is_flag=True, help="Ask questions about one long document, show what was reused, then stop.")
 @click.option("--engine", type=click.Choice(["own", "vllm"]), help="The engine; vllm uses configs/vllm.toml by default.")
 @click.option("--vllm-python", metavar="PYTHON", help="Start a vLLM for each vllm node with this Python.")
+@click.option("--compile", "compiles", is_flag=True, help="Compile what nodes run, once they serve; the next start uses it.")
 def up(
-    path: str, model: str | None, assignments: tuple[str, ...], demo: bool, engine: str | None, vllm_python: str | None
+    path: str,
+    model: str | None,
+    assignments: tuple[str, ...],
+    demo: bool,
+    engine: str | None,
+    vllm_python: str | None,
+    compiles: bool,
 ) -> None:
     """Start every node of FILE on this machine, and stop them with Ctrl-C.
 
@@ -126,16 +125,16 @@ def up(
       mooncake-zmq up --engine vllm --vllm-python ~/vllm/bin/python --model ~/models/Qwen3-8B
     """
     limit_blas()
-    if engine == "vllm" and path == _located(DEFAULT_CONFIG):
-        path = _located(VLLM_CONFIG)
+    if engine == "vllm" and path == located(LOCAL):
+        path = located(VLLM)
     if engine is not None:
         assignments = (*assignments, f"model.engine={engine}")
     if vllm_python is not None and engine != "vllm":
         _fail("--vllm-python goes with --engine vllm")
-    loaded = _load(path, model, assignments)
+    loaded = load_config(path, model, assignments)
     from mooncake_zmq.operate.up import Up
 
-    cluster = Up(loaded, path, model, assignments, vllm_python=vllm_python)
+    cluster = Up(loaded, path, model, assignments, vllm_python=vllm_python, compiles=compiles and not demo)
     if demo:
         from mooncake_zmq.operate.demo import Demo, VllmDemo
 
@@ -150,8 +149,8 @@ def _forward(name: str, module: str, summary: str) -> None:
     @main.command(name, help=summary, add_help_option=False, context_settings=settings)
     @click.pass_context
     def forward(context: click.Context) -> None:
-        command: click.Command = getattr(importlib.import_module(module), name)
-        command.main(context.args, prog_name=f"mooncake-zmq {name}")
+        command: click.Command = getattr(importlib.import_module(module), name.replace("-", "_"))
+        sys.exit(command.main(context.args, prog_name=f"mooncake-zmq {name}", standalone_mode=False))
 
 
 _forward("simtest", "mooncake_zmq.simulation.report", "Run the cluster under virtual time and seeded faults.")
@@ -159,8 +158,11 @@ _forward("chaos", "mooncake_zmq.chaos.command", "Break a real cluster by seeded 
 _forward("fuzz", "mooncake_zmq.fuzz.command", "Feed unexpected bytes to every decoder of outside input.")
 _forward("sim", "mooncake_zmq.laboratory.command", "Replay a trace in virtual time: policies, sizes, SLOs.")
 _forward("reproduce", "mooncake_zmq.laboratory.reproduce.command", "Print a figure of the papers beside this project's own.")
+_forward("trace-data", "mooncake_zmq.laboratory.trace_data", "Where the public trace is; or what is in a trace.")
 _forward("bench", "mooncake_zmq.bench.command", "Measure performance, each value beside its reference.")
 _forward("profile", "mooncake_zmq.bench.command", "Measure the engine for the conductor's predictions.")
+_forward("restart", "mooncake_zmq.operate.console.restart", "Restart all nodes one after the other, without an error.")
+_forward("compile", "mooncake_zmq.native.command", "Compile what every node runs for each message to machine code.")
 _forward("keys", "mooncake_zmq.operate.keys", "Make, list and rotate the keys by which nodes and clients authenticate.")
 
 
@@ -197,7 +199,7 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("path", metavar="FILE", default=DEFAULT_CONFIG, callback=lambda _context, _parameter, value: _located(value))
+@file_argument
 @model_option
 @set_option
 def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
@@ -208,23 +210,22 @@ def check(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
       mooncake-zmq config check cluster.toml
       mooncake-zmq config check configs/local.toml --model ~/models/llama.gguf
     """
-    from mooncake_zmq.config.checks import check_devices, check_local_reads, check_open
+    from mooncake_zmq.config.checks import check_local_reads, check_open
     from mooncake_zmq.config.summary import summary
     from mooncake_zmq.config.warnings import warnings
 
-    loaded = _load(path, model, assignments)
-    _or_exit(lambda: check_devices(loaded.config.nodes))
-    _or_exit(lambda: check_local_reads(loaded, loaded.config.nodes))
-    for line in _or_exit(lambda: list(summary(loaded))):
+    loaded = load_config(path, model, assignments)
+    check_local_reads(loaded, loaded.config.nodes)
+    for line in summary(loaded):
         click.echo(line)
-    for warning in _or_exit(lambda: list(warnings(loaded))):
+    for warning in warnings(loaded):
         click.secho(f"warning: {warning}", fg="yellow", err=True)
-    _or_exit(lambda: check_open(loaded, loaded.config.nodes))
+    check_open(loaded, loaded.config.nodes)
     click.echo(f"{path}: ok")
 
 
 @config.command()
-@click.argument("path", metavar="FILE", default=DEFAULT_CONFIG, callback=lambda _context, _parameter, value: _located(value))
+@file_argument
 @model_option
 @set_option
 def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
@@ -237,13 +238,13 @@ def show(path: str, model: str | None, assignments: tuple[str, ...]) -> None:
     """
     from mooncake_zmq.config.load import effective
 
-    for dotted, value, source in effective(_load(path, model, assignments)):
+    for dotted, value, source in effective(load_config(path, model, assignments)):
         click.echo(f"{dotted} = {value!r}  ({source})")
 
 
 @config.command()
-@click.argument("path", metavar="FILE", default=DEFAULT_CONFIG, callback=lambda _context, _parameter, value: _located(value))
-@click.option("--host", metavar="HOST", help="Only nodes of this host.")
+@file_argument
+@host_option
 def units(path: str, host: str | None) -> None:
     """Print the names of FILE's systemd units, one per line.
 
@@ -251,12 +252,28 @@ def units(path: str, host: str | None) -> None:
     Example:
       systemctl enable --now mooncake.target $(mooncake-zmq config units /etc/mooncake-zmq/cluster.toml --host host-a)
     """
-    nodes = _load(path, None, ()).config.nodes
+    nodes = load_config(path, None, ()).config.nodes
     chosen = [node for node in nodes if host is None or node.host == host]
     if not chosen:
         _fail(f"{path}: no node has host {host!r}; hosts are {', '.join(sorted({node.host for node in nodes})) or 'none'}")
     for node in chosen:
         click.echo(f"mooncake-{node.role}@{node.name}.service")
+
+
+@config.command()
+@file_argument
+@host_option
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of the table.")
+def ports(path: str, host: str | None, as_json: bool) -> None:
+    """Print the TCP ports of FILE's nodes and who connects to each, for a firewall.
+
+    \b
+    Example:
+      mooncake-zmq config ports /etc/mooncake-zmq/cluster.toml --host host-a
+    """
+    from mooncake_zmq.config.ports import print_ports
+
+    print_ports(load_config(path, None, ()), host, as_json=as_json)
 
 
 @main.group()
@@ -297,10 +314,9 @@ def inspect(path: str, cache_dir: str, as_json: bool) -> None:
     try:
         found = inspect_model(path, cache_dir)
     except ModelError as error:
-        if as_json:
-            click.echo(json.dumps({"model": path, "runs": False, "problems": [error.message]}, indent=1))
-        else:
-            click.echo(f"mooncake-zmq: {error.message}", err=True)
+        if not as_json:
+            _fail(error.message, 1)
+        click.echo(json.dumps({"model": path, "runs": False, "problems": [error.message]}, indent=1))
         sys.exit(1)
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=1))
@@ -347,7 +363,8 @@ def card(path: str, cache_dir: str, directory: Path | None) -> None:
 def status(path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: bool) -> None:
     """Print the state of the cluster, from the first of its gateways that answers; works on any host.
 
-    The exit status is 0 if all is well, 1 if it serves and something is degraded, 2 if it does not serve or no gateway answers.
+    The exit status is 0 if all is well, 1 if it serves and something is degraded, 2 if it does not serve or no gateway answers,
+    3 if an API key is needed to ask.
     If gateways require API keys, set MOONCAKE_ZMQ_API_KEY to an operator's (role metrics or admin).
 
     \b
@@ -358,7 +375,7 @@ def status(path: str, assignments: tuple[str, ...], url: str, ca: str, as_json: 
     from mooncake_zmq.operate.console.status import show
     from mooncake_zmq.operate.console.terminal import Terminal
 
-    sys.exit(show(_gateways(path, assignments, url, ca), Terminal(), as_json=as_json))
+    sys.exit(show(gateways_of(path, assignments, url, ca), Terminal(), as_json=as_json))
 
 
 @main.command()
@@ -377,7 +394,7 @@ def top(path: str, assignments: tuple[str, ...], url: str, ca: str) -> None:
     from mooncake_zmq.operate.console.terminal import Terminal
 
     try:
-        sys.exit(watch(_gateways(path, assignments, url, ca), Terminal()))
+        sys.exit(watch(gateways_of(path, assignments, url, ca), Terminal()))
     except KeyboardInterrupt:
         sys.exit(0)
 
@@ -406,7 +423,7 @@ def trace(
     from mooncake_zmq.operate.console.terminal import Terminal
     from mooncake_zmq.operate.console.trace import show
 
-    sys.exit(_or_exit(lambda: show(_gateways(path, assignments, url, ca), request, Terminal(), as_json, perfetto)))
+    sys.exit(show(gateways_of(path, assignments, url, ca), request, Terminal(), as_json, perfetto))
 
 
 @main.command()
@@ -435,15 +452,15 @@ def dump(path: str, assignments: tuple[str, ...], url: str, ca: str, node: str |
         _fail("--url calls a gateway, which returns the state of one node: name it by --node")
     names, dumps = [node or ""], {}
     if not url:
-        loaded = _load(path, None, assignments)
-        names = [_or_exit(lambda: loaded.config.node(node)).name] if node else [each.name for each in loaded.config.nodes]
+        loaded = load_config(path, None, assignments)
+        names = [loaded.config.node(node).name] if node else [each.name for each in loaded.config.nodes]
         dumps = collect_dumps(Path(loaded.config.cluster.runtime_dir), names)
     if node and not dumps:
         try:
-            dumps[node] = _gateways(path, assignments, url, ca).ask(f"/cluster/state/{quote(node, safe='')}")[1]
+            dumps[node] = gateways_of(path, assignments, url, ca).ask(f"/cluster/state/{quote(node, safe='')}")[1]
         except NoGateway as error:
             where = "" if url else " does not run on this machine, and"
-            click.echo(f"{node}{where or ':'} no gateway tells of it: {error}", err=True)
+            click.echo(f"{node}{where or ':'} no gateway knows its state: {error}", err=True)
     click.echo(json.dumps(dumps, indent=1))
     if missing := [name for name in names if name not in dumps]:
         click.echo(f"not running or not answering: {', '.join(missing)}", err=True)
@@ -466,9 +483,9 @@ def replica(key: str, copies: int, path: str, assignments: tuple[str, ...], node
       mooncake-zmq dump --node conductor-0 | grep -A6 recent
       mooncake-zmq replica 0d3f29c1a4e87b5596d2a80c1be47f33 3
     """
-    from mooncake_zmq.core.asks import SetCopies
+    from mooncake_zmq.core.commands import SetCopies
 
-    _ask_conductor(_load(path, None, assignments), node, SetCopies(key, copies))
+    _ask_conductor(load_config(path, None, assignments), node, SetCopies(key, copies))
 
 
 @main.command()
@@ -488,10 +505,11 @@ def role(node: str, role: Role, path: str, assignments: tuple[str, ...], conduct
       mooncake-zmq role prefill-b decode
       mooncake-zmq role prefill-b prefill
     """
-    from mooncake_zmq.core.asks import SetRole
+    from mooncake_zmq.core.commands import SetRole
 
-    loaded = _load(path, None, assignments)
-    _or_exit(lambda: loaded.config.node(node))
+    loaded = load_config(path, None, assignments)
+    if (configured := loaded.config.node(node).role) not in BECOMES:
+        _fail(f"{node} is a {configured}: only a prefill or a decode changes its role")
     _ask_conductor(loaded, conductor, SetRole(node, role))
 
 
@@ -520,7 +538,7 @@ def drain(node: str, path: str, assignments: tuple[str, ...], url: str, ca: str,
     from mooncake_zmq.operate.console import drain as draining
     from mooncake_zmq.operate.console.terminal import Terminal
 
-    gateways = _gateways(path, assignments, url, ca)
+    gateways = gateways_of(path, assignments, url, ca)
     sys.exit(draining.undo(gateways, node, Terminal()) if undo else draining.drain(gateways, node, Terminal(), within_s=wait))
 
 
@@ -546,7 +564,7 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
     limit_blas()
     from mooncake_zmq.operate.doctor import examination
 
-    findings = list(examination.examine(_load(path, None, assignments), host))
+    findings = list(examination.examine(load_config(path, None, assignments), host))
     if as_json:
         click.echo(examination.as_json(findings))
     else:
@@ -554,81 +572,26 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
     sys.exit(examination.exit_code(findings))
 
 
-@main.command(name="compile")
-@click.option("--laboratory", is_flag=True, help="Compile what `sim` replays a trace through instead; this takes minutes.")
-def compile_(*, laboratory: bool) -> None:
-    """Compile what every node runs at each message and token to machine code; nodes that start afterwards use it.
-
-    Needs the extra "mypyc", a C compiler and Python's headers, and takes about two minutes. The result is beside the sources;
-    changed sources run as Python until this is called again, and MOONCAKE_ZMQ_MYPYC=0 runs all of them as Python.
-
-    \b
-    Example:
-      pip install 'mooncake-zmq[mypyc]' && mooncake-zmq compile
-    """
-    from mooncake_zmq.native.mypyc_build import CannotCompile, compile_part
-
-    try:
-        click.echo(f"compiled: {compile_part(mypyc_code.LABORATORY if laboratory else mypyc_code.NODES)}")
-    except CannotCompile as error:
-        _fail(str(error))
-
-
 def _ask_conductor(loaded: Any, name: str | None, request: Any) -> None:
     """Send a request to a conductor and print its answer; a refusal ends the command."""
     import json
 
-    from mooncake_zmq.config.records import ConfigError
-    from mooncake_zmq.core.asks import AskError, decode, encode
+    from mooncake_zmq.core.commands import AskError, decode, encode
     from mooncake_zmq.operate.local_nodes import ask
 
     conductors = [each.name for each in loaded.config.of_role("conductor")]
     if not conductors:
         _fail(f"{loaded.path}: there is no conductor")
-    asked = _or_exit(lambda: loaded.config.node(name)).name if name else conductors[0]
+    asked = loaded.config.node(name).name if name else conductors[0]
     try:
         answer = ask(Path(loaded.config.cluster.runtime_dir), asked, decode(encode(request)))
-    except (AskError, ConfigError) as error:
+    except AskError as error:
         _fail(str(error))
     if "error" in answer:
         _fail(f"{asked}: {answer['error']}")
     click.echo(json.dumps(answer, indent=1))
 
 
-def _gateways(path: str, assignments: tuple[str, ...], url: str, ca: str) -> Any:
-    from mooncake_zmq.operate.console.gateways import Gateways
-
-    return _or_exit(lambda: Gateways.at(url, ca=ca) if url else Gateways.of(_load(path, None, assignments), ca=ca))
-
-
-def _located(path: str) -> str:
-    own = Path(__file__).parent.parent / path
-    return str(own) if path in (DEFAULT_CONFIG, VLLM_CONFIG) and not Path(path).exists() and own.exists() else path
-
-
-def _load(path: str, model: str | None, assignments: tuple[str, ...]) -> Any:
-    from mooncake_zmq.config.load import load
-
-    overrides: dict[str, str] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            _fail(f"--set {assignment}: write KEY=VALUE")
-        overrides[key.strip()] = value.strip()
-    if model is not None:
-        overrides["model.path"] = model
-    return _or_exit(lambda: load(path, overrides))
-
-
-def _or_exit(action: Callable[[], Any]) -> Any:
-    from mooncake_zmq.config.records import ConfigError
-
-    try:
-        return action()
-    except ConfigError as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int = 2) -> NoReturn:
     click.echo(f"mooncake-zmq: {message}", err=True)
-    sys.exit(2)
+    sys.exit(code)

@@ -1,7 +1,13 @@
-"""Finds the extra of the project that brings a package which is missing."""
+"""Finds the extra of the project that brings a package which is missing, and the command that installs it."""
 
 import importlib.metadata
+import json
 import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "mooncake-zmq"
 REQUIREMENT = re.compile(r"""([\w.-]+).*\bextra == ["']([\w-]+)["']""")
@@ -19,5 +25,27 @@ def advice(error: ModuleNotFoundError) -> str | None:
         return None
     for found in map(REQUIREMENT.match, declared):
         if found is not None and found[1] == wanted:
-            return f"{module} is not installed: pip install '{DISTRIBUTION}[{found[2]}]'"
+            return f"{module} is not installed: {installing(found[2])}"
     return None
+
+
+def installing(extra: str) -> str:
+    """Return the command that adds an extra where this program is installed: from the directory or file it came from."""
+    origin: dict[str, Any] = {}
+    with suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        origin = json.loads(importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+    return command(extra, origin, sys.executable)
+
+
+def command(extra: str, origin: dict[str, Any], python: str) -> str:
+    """Return the command for a distribution of this origin, as pip records it; empty: it came from an index."""
+    url = urlsplit(str(origin.get("url", "")))
+    if not url.scheme:
+        return f"{python} -m pip install '{DISTRIBUTION}[{extra}]'"
+    if url.scheme != "file":
+        return f"{python} -m pip install '{DISTRIBUTION}[{extra}] @ {origin['url']}'"
+    path = unquote(url.path)
+    if not Path(path).exists():  # bin/install copies the sources, and removes the copy
+        return f"bin/install --extra {extra}"
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"{python} -m pip install {editable}'{path}[{extra}]'"

@@ -62,7 +62,7 @@ def make_actor(
     may_become: str = "",
 ) -> Actor:
     """Return the actor for one incarnation of a node. `disk`: the contents of a cache-node's SSD; `may_become`: see
-    `core.leaving`."""
+    `core.drain`."""
     parts = PARTS[role]
     more: dict[str, Any] = {"costs": costs} if parts.costs else {}
     if disk is not None and role == "cache-node":

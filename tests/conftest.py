@@ -4,3 +4,5 @@ machine code does not allow: they run the sources."""
 import os
 
 os.environ["MOONCAKE_ZMQ_MYPYC"] = "0"
+
+pytest_plugins = ["helpers.suites"]

@@ -76,6 +76,9 @@ def test_config_check_and_show() -> None:
         (("config", "check", TOY, "--set", "x"), "write KEY=VALUE"),
         (("config", "check", TOY, "--set", "a.b=1"), "there is no setting a.b"),
         (("dump", "--config", TOY, "--node", "nobody"), "there is no node 'nobody'"),
+        (("bench", "serve", "--config", "/nowhere.toml"), "/nowhere.toml: No such file"),
+        (("sim", "/nowhere.jsonl"), "/nowhere.jsonl"),
+        (("keys", "list", "--in", "/nowhere"), "/nowhere/public_keys: No such file"),
     ],
 )
 def test_mistakes_end_with_one_line_and_code_2(arguments: tuple[str, ...], words: str) -> None:

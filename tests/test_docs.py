@@ -21,7 +21,10 @@ PAGES = {path: path.read_text() for path in [README, *sorted(DOCS.glob("*.md"))]
 OPERATING = PAGES[DOCS / "operating.md"]
 ALARM = re.compile(r'log\.(?:error|critical)\(\s*"([a-z_]+)"')
 LINE = re.compile(r'log\.(?:warning|error|critical)\(\s*"([^"]+)"')
-IN_VLLMS_LOG = {"no store of %s answers yet: %s", "the files of %s are not at hand: its name stands for its weights"}
+IN_VLLMS_LOG = {
+    "no store of %s answers yet: %s",
+    "the files of %s are not at hand: its KV is not shared unless the setting 'model' names its weights",
+}
 """Sentences of the connector, which say by themselves what is to be known."""
 QUOTED = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

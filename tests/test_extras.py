@@ -10,6 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from mooncake_zmq.extras import command, installing
+
 ROOT = Path(__file__).parent.parent
 WITHOUT_EXTRAS = """
 import sys
@@ -68,8 +70,25 @@ def test_a_command_that_lacks_an_extra_names_it(command: str) -> None:
     done = run_without_extras(f"from mooncake_zmq.cli import main\nmain({command.split()!r})")
     assert done.returncode == 2
     assert done.stderr.startswith("mooncake-zmq: ")
-    assert done.stderr.endswith("is not installed: pip install 'mooncake-zmq[server]'\n"), done.stderr
+    assert "is not installed: " in done.stderr
+    assert done.stderr.endswith(f"{installing('server')}\n"), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("origin", "said"),
+    [
+        ({}, "py -m pip install 'mooncake-zmq[lab]'"),
+        ({"url": "file://HERE/a%20b", "dir_info": {"editable": True}}, "py -m pip install -e 'HERE/a b[lab]'"),
+        ({"url": "file://HERE/a%20b", "dir_info": {}}, "py -m pip install 'HERE/a b[lab]'"),
+        ({"url": "file://HERE/gone", "dir_info": {}}, "bin/install --extra lab"),
+        ({"url": "https://x.example/m.whl"}, "py -m pip install 'mooncake-zmq[lab] @ https://x.example/m.whl'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_program_came_from(origin: dict, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a b").mkdir()
+    placed = {key: value.replace("HERE", str(tmp_path)) if key == "url" else value for key, value in origin.items()}
+    assert command("lab", placed, "py") == said.replace("HERE", str(tmp_path))
 
 
 def test_a_module_that_no_extra_brings_is_a_fault_of_ours() -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.reading import ReadFailure
-from mooncake_zmq.transfer.directory import Life
+from mooncake_zmq.transfer.channel import RemoteRead
+from mooncake_zmq.transfer.directory import Incarnation
 from mooncake_zmq.transfer.network import RemoteReader
-from mooncake_zmq.transfer.reading_lane import RemoteRead
 from mooncake_zmq.transfer.sockets import Sockets
 
 TIMEOUT_S = 60.0
@@ -26,14 +26,14 @@ class _Sink:
     failure: ReadFailure | None = None
 
     def buffer(self) -> memoryview | None:
-        """See `reading_lane.ReadSink`."""
+        """See `channel.ReadSink`."""
         return self.memory
 
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
-        """See `reading_lane.ReadSink`."""
+        """See `channel.ReadSink`."""
 
     def end(self, failure: ReadFailure | None) -> None:
-        """See `reading_lane.ReadSink`."""
+        """See `channel.ReadSink`."""
         self.failure = failure
 
 
@@ -44,7 +44,7 @@ class BlockFetch:
         self,
         layout: BlockLayout,
         blocks: int,
-        incarnation: Life,
+        incarnation: Incarnation,
         endpoint: str,
         *,
         on_crash: Callable[[BaseException], None],

@@ -69,25 +69,24 @@ class Client:
 
 
 @dataclass(slots=True)
-class Heard:
+class Replayed:
     """The record of a whole replay."""
 
     model: str
     seen: list[Seen] = field(default_factory=list)
     loop_lag_s: list[float] = field(default_factory=list)
-    """How much later than due the loop woke, in each measurement: received bytes may have waited so long for their time
-    stamp."""
+    """Lateness of each wake-up of the loop: received bytes may have waited for as long before they got their time stamp."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     """CPU time of this process."""
 
 
-async def replay(client: Client, arrivals: Sequence[Arrival], progress: Progress) -> Heard:
+async def replay(client: Client, arrivals: Sequence[Arrival], progress: Progress) -> Replayed:
     """Send all requests and wait for the last answer. Raises NoServer, and ValueError for a request that JSON cannot
     express."""
     connections = Connections(Target.of(client.url))
-    heard = Heard(client.model or await _first_model(client, connections))
-    heard.seen = [
+    replayed = Replayed(client.model or (await served_by(client)).model)
+    replayed.seen = [
         Seen(
             due_s=each.at_s / client.speed,
             input_tokens=client.form.length(each),
@@ -99,31 +98,31 @@ async def replay(client: Client, arrivals: Sequence[Arrival], progress: Progress
     bodies: asyncio.Queue[bytes] = asyncio.Queue(AHEAD)
     try:
         async with asyncio.TaskGroup() as group:
-            making = group.create_task(_make(client, heard.model, arrivals, bodies))
+            making = group.create_task(_make(client, replayed.model, arrivals, bodies))
             while not bodies.full() and not making.done():
                 await asyncio.sleep(0)
             cpu_s, began = time.process_time(), time.perf_counter()
-            async with _attended(heard, began, progress):
-                await _Sender(client, connections, heard, began).run(bodies)
-            heard.wall_s, heard.cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
+            async with _attended(replayed, began, progress):
+                await _Sender(client, connections, replayed, began).run(bodies)
+            replayed.wall_s, replayed.cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     finally:
         await connections.close()
-    return heard
+    return replayed
 
 
 class _Sender:
-    def __init__(self, client: Client, connections: Connections, heard: Heard, began: float) -> None:
+    def __init__(self, client: Client, connections: Connections, replayed: Replayed, began: float) -> None:
         self._client, self._connections = client, connections
-        self._heard, self._began = heard, began
+        self._replayed, self._began = replayed, began
         self._room = asyncio.Semaphore(client.max_open)
 
     async def run(self, bodies: "asyncio.Queue[bytes]") -> None:
         freed_s = 0.0
         """The time at which the last request that had to wait got a stream: until then it delayed all behind it."""
         async with asyncio.TaskGroup() as group:
-            for seen in self._heard.seen:
+            for seen in self._replayed.seen:
                 body = await bodies.get()
                 await asyncio.sleep(max(0.0, self._began + seen.due_s - time.perf_counter()))
                 seen.held_s = max(0.0, freed_s - seen.due_s)
@@ -172,8 +171,8 @@ async def _make(client: Client, model: str, arrivals: Sequence[Arrival], bodies:
 
 
 @contextlib.asynccontextmanager
-async def _attended(heard: Heard, began: float, progress: Progress) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(_look(heard.loop_lag_s)), asyncio.create_task(_report_progress(heard, began, progress))]
+async def _attended(replayed: Replayed, began: float, progress: Progress) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(_look(replayed.loop_lag_s)), asyncio.create_task(_report_progress(replayed, began, progress))]
     try:
         yield
     finally:
@@ -189,16 +188,16 @@ async def _look(lags_s: list[float]) -> None:
         lags_s.append(max(0.0, time.perf_counter() - due))
 
 
-async def _report_progress(heard: Heard, began: float, progress: Progress) -> None:
+async def _report_progress(replayed: Replayed, began: float, progress: Progress) -> None:
     while True:
         await asyncio.sleep(PROGRESS_S)
         now_s = time.perf_counter() - began
-        sent = sum(1 for each in heard.seen if each.late_s or each.status or each.error)
-        over = [each for each in heard.seen if each.ended_s >= 0 or each.error]
-        tokens = sum(len(each.token_s) for each in heard.seen)
+        sent = sum(1 for each in replayed.seen if each.late_s or each.status or each.error)
+        over = [each for each in replayed.seen if each.ended_s >= 0 or each.error]
+        tokens = sum(len(each.token_s) for each in replayed.seen)
         bad = sum(1 for each in over if each.outcome != "finished")
         progress(
-            f"{now_s:.0f} s: {sent:,} of {len(heard.seen):,} sent, {sent - len(over):,} open, {len(over):,} over, "
+            f"{now_s:.0f} s: {sent:,} of {len(replayed.seen):,} sent, {sent - len(over):,} open, {len(over):,} over, "
             f"{bad:,} of them rejected or failed, {tokens:,} tokens"
         )
 
@@ -211,31 +210,49 @@ class _Whole:
         self.said = b""
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """See `client_connection.Heard`."""
+        """See `client_connection.Receiver`."""
         self.status = status
 
     def body(self, at: float, piece: bytes) -> None:
-        """See `client_connection.Heard`."""
+        """See `client_connection.Receiver`."""
         self.said = (self.said + piece)[: 1 << 20]
 
     def again(self) -> None:
-        """See `client_connection.Heard`."""
+        """See `client_connection.Receiver`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model that is called. `max_model_len`: the most tokens of a request; None: the server states none."""
+
+    model: str
+    max_model_len: int | None
 
 
 class _Card(msgspec.Struct):
     id: str
+    max_model_len: int | None = None
 
 
 class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
-async def _first_model(client: Client, connections: Connections) -> str:
-    whole = _Whole()
+async def served_by(client: Client) -> Served:
+    """Ask the server for its first model, or the one that is named, and its limit. Raises NoServer, except for a model that is
+    named."""
+    connections, whole = Connections(Target.of(client.url)), _Whole()
     try:
         async with asyncio.timeout(CONNECT_S):
             await connections.call(b"GET", "/v1/models", client.headers, b"", whole)
-        return msgspec.json.decode(whole.said, type=_Cards).data[0].id
-    except (TimeoutError, Broken, IndexError, *NONSENSE) as error:
+        cards = msgspec.json.decode(whole.said, type=_Cards).data
+        card = next(each for each in cards if each.id == (client.model or each.id))
+        return Served(card.id, card.max_model_len)
+    except (TimeoutError, Broken, StopIteration, *NONSENSE) as error:
+        if client.model:
+            return Served(client.model, None)
         why = f"answered {whole.status}" if whole.status not in (0, 200) else str(error) or type(error).__name__
-        raise NoServer(f"{client.url}/v1/models: {why}: name the model by --model") from None
+        what_to_do = ": name the model by --model" if whole.status else ""
+        raise NoServer(f"{client.url}/v1/models: {why}{what_to_do}") from None
+    finally:
+        await connections.close()

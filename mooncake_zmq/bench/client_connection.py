@@ -28,7 +28,7 @@ class Broken(Exception):
     """The connection was not established, or ended before the answer did."""
 
 
-class Heard(Protocol):
+class Receiver(Protocol):
     """Receives one answer, in the loop, as it arrives."""
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
@@ -74,17 +74,17 @@ class Connections:
         self._context = (context or ssl.create_default_context()) if target.tls else None
         self._idle: list[_Connection] = []
 
-    async def call(self, method: bytes, path: str, headers: dict[bytes, bytes], body: bytes, heard: Heard) -> None:
+    async def call(self, method: bytes, path: str, headers: dict[bytes, bytes], body: bytes, receiver: Receiver) -> None:
         """Make one call and wait for its end; where a kept connection was closed while the call was written, make it again,
         once. Raises Broken."""
         kept = self._kept()
         if kept is not None:
             try:
-                return await self._call(kept, method, path, headers, body, heard)
+                return await self._call(kept, method, path, headers, body, receiver)
             except _NotTaken:
-                heard.again()
+                receiver.again()
         try:
-            await self._call(await self._open(), method, path, headers, body, heard)
+            await self._call(await self._open(), method, path, headers, body, receiver)
         except _NotTaken:
             raise Broken("the connection was closed") from None
 
@@ -110,13 +110,13 @@ class Connections:
         return connection
 
     async def _call(
-        self, connection: "_Connection", method: bytes, path: str, headers: dict[bytes, bytes], body: bytes, heard: Heard
+        self, connection: "_Connection", method: bytes, path: str, headers: dict[bytes, bytes], body: bytes, receiver: Receiver
     ) -> None:
         all_headers = {b"host": self.target.authority, b"content-length": b"%d" % len(body), **headers}
         lines = b"".join(b"%b: %b\r\n" % each for each in all_headers.items())
         head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method, (self.target.prefix + path).encode(), lines)
         try:
-            await connection.exchange(head + body, heard)
+            await connection.exchange(head + body, receiver)
         except BaseException:
             connection.transport.abort()
             raise
@@ -137,7 +137,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._lost: str | None = None
-        self._heard: Heard | None = None
+        self._receiver: Receiver | None = None
         self._ended: asyncio.Future[None] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[bytes, bytes] = {}
@@ -149,12 +149,12 @@ class _Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Return whether it can carry another call."""
-        return self._lost is None and self._heard is None
+        return self._lost is None and self._receiver is None
 
-    async def exchange(self, request: bytes, heard: Heard) -> None:
+    async def exchange(self, request: bytes, receiver: Receiver) -> None:
         """Send the request and receive the answer."""
-        assert self._heard is None
-        self._heard, self._begun = heard, False
+        assert self._receiver is None
+        self._receiver, self._begun = receiver, False
         self._ended = asyncio.get_running_loop().create_future()
         if self._lost is not None:
             raise _NotTaken
@@ -176,7 +176,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
-        if self._heard is None:
+        if self._receiver is None:
             self._lost = "it spoke unasked"
             self.transport.abort()
             return
@@ -189,7 +189,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """Called by the parser, as are all methods below."""
-        if self._heard is None:
+        if self._receiver is None:
             self._lost = "it spoke unasked"
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -202,19 +202,19 @@ class _Connection(asyncio.Protocol):
         if self._interim:
             return
         self._until_closed = not headers.keys() & {b"content-length", b"transfer-encoding"}
-        if self._heard is not None:
-            self._heard.answered(self._at, self._parser.get_status_code(), headers)
+        if self._receiver is not None:
+            self._receiver.answered(self._at, self._parser.get_status_code(), headers)
 
     def on_body(self, piece: bytes) -> None:
         """Take more of the body."""
-        if self._heard is not None:
-            self._heard.body(self._at, piece)
+        if self._receiver is not None:
+            self._receiver.body(self._at, piece)
 
     def on_message_complete(self) -> None:
         """End the answer. By now it is known whether the connection is kept; a parser reads one answer after another."""
         if self._interim:
             return
-        self._until_closed, self._heard = False, None
+        self._until_closed, self._receiver = False, None
         if not self._parser.should_keep_alive():
             self._lost = "not kept"
         if self._ended is not None and not self._ended.done():

@@ -1,21 +1,20 @@
 """Figures of a replay against a server: percentiles, goodput, errors by kind, and the lag of the client itself."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from mooncake_zmq.bench.client import Heard
+from mooncake_zmq.bench.client import Replayed
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.report import commit, machine
+from mooncake_zmq.laboratory import rows, tables
 from mooncake_zmq.laboratory.metrics import Spread, spread
 from mooncake_zmq.laboratory.report import percent, written
 
@@ -91,9 +90,9 @@ class Result:
         return any(found is not None and found.p99 > LATE_S for found in (self.late_s, self.loop_lag_s))
 
 
-def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
+def result_of(replayed: Replayed, url: str, bounds: Bounds) -> Result:
     """Return the figures of a replay."""
-    seen = heard.seen
+    seen = replayed.seen
     finished = [each for each in seen if each.outcome == "finished"]
     started = [each for each in seen if each.token_s]
     bad = [each for each in seen if each.outcome != "finished"]
@@ -102,7 +101,7 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
     reporting = [each for each in finished if each.cached_tokens >= 0]
     return Result(
         url=url,
-        model=heard.model,
+        model=replayed.model,
         bounds=bounds,
         requests=len(seen),
         finished=len(finished),
@@ -128,9 +127,9 @@ def result_of(heard: Heard, url: str, bounds: Bounds) -> Result:
         held=sum(1 for each in seen if each.held_s),
         held_s=spread_of([each.held_s for each in seen if each.held_s]),
         late_s=spread_of([each.late_s for each in seen if each.ended_s >= 0]),
-        loop_lag_s=spread_of(heard.loop_lag_s),
+        loop_lag_s=spread_of(replayed.loop_lag_s),
         span_s=span_s,
-        client_cpu=_rate(heard.cpu_s, heard.wall_s),
+        client_cpu=_rate(replayed.cpu_s, replayed.wall_s),
     )
 
 
@@ -158,13 +157,38 @@ def _rate(count: float, span_s: float) -> float:
     return count / span_s if span_s else 0.0
 
 
-def show(heard: Heard, url: str, bounds: Bounds, *, as_json: bool) -> int:
+COLUMNS = {
+    "at_s": "due_s",
+    "input_tokens": "input_tokens",
+    "output_tokens": "output_tokens",
+    "outcome": "outcome",
+    "reason": "error",
+    "ttft_s": "ttft_s",
+    "tbt_s": "tbt_s",
+    "end_s": "ended_s",
+    "tpot_s": "tpot_s",
+    "status": "status",
+    "held_s": "held_s",
+    "late_s": "late_s",
+    "prompt_tokens": "prompt_tokens",
+    "completion_tokens": "completion_tokens",
+    "cached_tokens": "cached_tokens",
+}
+"""Columns of `--csv`, named as those of `mooncake-zmq sim` are, by the attributes of a `Seen`."""
+
+
+def write_rows(csv_file: Path, replayed: Replayed) -> None:
+    """Write a row for each request. Raises StudyError."""
+    rows.write(csv_file, tuple(COLUMNS), rows.rows_of(replayed.seen, tuple(COLUMNS.values())))
+
+
+def show(replayed: Replayed, url: str, bounds: Bounds, *, as_json: bool) -> int:
     """Print to standard output; return an exit code, 1 if no request was answered."""
-    result = result_of(heard, url, bounds)
+    result = result_of(replayed, url, bounds)
     if as_json:
         click.echo(json.dumps(as_dict(result)))
     else:
-        Console(width=None if sys.stdout.isatty() else 140).print(table(result))
+        tables.show([tables.pairs(f"bench client  {result.url}, {result.model}", lines(result))])
     return 0 if result.finished else 1
 
 
@@ -173,21 +197,11 @@ def as_dict(result: Result) -> dict[str, Any]:
     return {"bench": "client", "commit": commit(), "machine": machine(), **asdict(result)}
 
 
-def table(result: Result) -> Table:
-    """Return a table with a row for each figure."""
-    shown = Table(title=f"bench client  {result.url}, {result.model}", title_justify="left", show_header=False)
-    shown.add_column("what")
-    shown.add_column("value", justify="right", no_wrap=True)
-    for what, value in lines(result):
-        shown.add_row(what, value)
-    return shown
-
-
 def lines(result: Result) -> list[tuple[str, str]]:
     """Return the (name, figure) pairs that are printed."""
     counts = f"{result.requests:,} ({result.finished:,}, {result.rejected:,}, {result.failed:,})"
     met = f"{result.goodput_per_s:.3f} ({percent(result.within_slo)})"
-    cached = "not told" if result.cached_tokens is None else f"{result.cached_tokens:,} ({_share(result)})"
+    cached = "not reported" if result.cached_tokens is None else f"{result.cached_tokens:,} ({_share(result)})"
     found = [
         ("requests (finished, rejected with 429, failed)", counts),
         *((f"  {kind or 'ended early'}", f"{count:,}") for kind, count in result.errors.items()),

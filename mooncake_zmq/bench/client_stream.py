@@ -138,7 +138,7 @@ _error_body = msgspec.json.Decoder(_ErrorBody)
 
 
 class Listener:
-    """Writes one answer into a `Seen`; see `client_connection.Heard`."""
+    """Writes one answer into a `Seen`; see `client_connection.Receiver`."""
 
     def __init__(self, seen: Seen) -> None:
         self.seen = seen
@@ -147,13 +147,13 @@ class Listener:
         self._broken = False
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """See `Heard`."""
+        """See `Receiver`."""
         seen = self.seen
         seen.status, seen.answered_s = status, at - self.began_at
         seen.retry_after = headers.get(b"retry-after", b"").decode("latin-1")
 
     def body(self, at: float, piece: bytes) -> None:
-        """See `Heard`."""
+        """See `Receiver`."""
         if self._broken:
             return
         self._rest += piece
@@ -168,7 +168,7 @@ class Listener:
             self.fail("an event too long", f"more than {MAX_EVENT_BYTES} bytes")
 
     def again(self) -> None:
-        """See `Heard`."""
+        """See `Receiver`."""
         self.seen.repeats += 1
 
     def end(self, at: float) -> None:

@@ -57,7 +57,10 @@ class BenchCluster:
         self._nodes = nodes
         # Kept connections: setting up a client takes tens of milliseconds, which do not belong to an answer's time.
         self._client = httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S)
-        self.model = str(self._client.get("/v1/models").json()["data"][0]["id"])
+        model = self._client.get("/v1/models").json()["data"][0]
+        self.model = str(model["id"])
+        self.max_model_len = int(model["max_model_len"])
+        """The most tokens of a prompt and its answer together."""
 
     def complete(self, tokens: list[int], *, max_tokens: int) -> Answer:
         """Stream a greedy completion of a token-id prompt that ends only at `max_tokens`."""
@@ -125,7 +128,7 @@ class BenchCluster:
         """Return once the condition holds for the nodes that the gateway's health names as missing."""
         deadline = time.monotonic() + STATE_TIMEOUT_S
         while time.monotonic() < deadline:
-            if condition(self._client.get("/health").json()["not_heard"]):
+            if condition(self._client.get("/health").json()["not_connected"]):
                 return
             time.sleep(0.1)
         raise click.ClickException(f"waited {STATE_TIMEOUT_S:g} s in vain for {what}")

@@ -4,18 +4,21 @@ from pathlib import Path
 
 import click
 
+from mooncake_zmq.bench.everything import all_, compare
 from mooncake_zmq.bench.load_commands import client, gateway
 from mooncake_zmq.bench.options import (
     backend_option,
     cache_dir_option,
+    config_option,
     json_option,
     model_option,
     numbers_option,
     plot_option,
     rounds_option,
-    tell,
+    show_progress,
 )
 from mooncake_zmq.bench.zoo_command import zoo
+from mooncake_zmq.config.examples import LOCAL, MODELLED
 from mooncake_zmq.engine.cpu import Backend, limit_blas
 from mooncake_zmq.native import mypyc_code
 
@@ -53,13 +56,15 @@ def bench(context: click.Context) -> None:
     context.with_resource(warnings_only())
 
 
+bench.add_command(all_)
 bench.add_command(client)
+bench.add_command(compare)
 bench.add_command(gateway)
 bench.add_command(zoo)
 
 
 @bench.command()
-@click.option("--config", type=click.Path(path_type=Path), default=Path("configs/local.toml"), show_default=True)
+@config_option(LOCAL, "The cluster's TOML file.")
 @rounds_option(3)
 @click.option(
     "--threads",
@@ -83,7 +88,7 @@ def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_js
     limit_blas()
     from mooncake_zmq.bench.serve import bench_serve
 
-    report = bench_serve(config, rounds=rounds, threads=threads, parts=parts or PARTS, progress=tell)
+    report = bench_serve(config, rounds=rounds, threads=threads, parts=parts or PARTS, progress=show_progress)
     report.show(as_json=as_json, plot=plot)
 
 
@@ -108,11 +113,11 @@ def gpu(model: str, cache_dir: str, rounds: int, parts: tuple[str, ...], as_json
     from mooncake_zmq.bench.gpu import GpuBench, bench_gpu
 
     wanted = GpuBench(model=model, cache_dir=cache_dir, rounds=rounds)
-    bench_gpu(wanted, parts=parts or GPU_PARTS, progress=tell).show(as_json=as_json, plot=plot)
+    bench_gpu(wanted, parts=parts or GPU_PARTS, progress=show_progress).show(as_json=as_json, plot=plot)
 
 
 @bench.command()
-@click.option("--config", type=click.Path(path_type=Path), help="Of modelled engines; configs/modelled.toml if none.")
+@config_option(MODELLED, "The TOML file of a cluster of modelled engines.")
 @click.option("--multiple", type=click.FloatRange(min=0.01), default=3.0, show_default=True, help="Of the prefills' capacity.")
 @click.option("--seconds", type=click.FloatRange(min=1), default=40.0, show_default=True, help="How long requests come.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="In the mean.")
@@ -121,7 +126,7 @@ def gpu(model: str, cache_dir: str, rounds: int, parts: tuple[str, ...], as_json
 @json_option
 @plot_option("the ratios")
 def overload(
-    config: Path | None,
+    config: Path,
     multiple: float,
     seconds: float,
     prompt_tokens: int,
@@ -140,10 +145,10 @@ def overload(
       mooncake-zmq bench overload --multiple 1.5 --seconds 120 --prompt-tokens 16384 --plot overload.png
     """
     limit_blas()
-    from mooncake_zmq.bench.overload import MODELLED, Load, bench_overload
+    from mooncake_zmq.bench.overload import Load, bench_overload
 
     wanted = Load(multiple=multiple, duration_s=seconds, prompt_tokens=prompt_tokens, output_tokens=output_tokens, seed=seed)
-    bench_overload(config or MODELLED, wanted, tell).show(as_json=as_json, plot=plot)
+    bench_overload(config, wanted, show_progress).show(as_json=as_json, plot=plot)
 
 
 @bench.command()
@@ -186,7 +191,7 @@ def schedule(
     mypyc_code.use(mypyc_code.NODES)
     from mooncake_zmq.bench.schedule import bench_schedule
 
-    report = bench_schedule(trace, hosts, tell, router_python=router_python, requests=requests, zmq_per_s=zmq_per_s)
+    report = bench_schedule(trace, hosts, show_progress, router_python=router_python, requests=requests, zmq_per_s=zmq_per_s)
     report.show(as_json=as_json, plot=plot)
 
 
@@ -245,7 +250,7 @@ def pool(
         disk_directory=directory,
         mooncake_python=mooncake_python,
     )
-    report = bench_pool(settings, parts=parts or POOL_PARTS, progress=tell)
+    report = bench_pool(settings, parts=parts or POOL_PARTS, progress=show_progress)
     report.show(as_json=as_json, plot=plot)
 
 
@@ -299,7 +304,7 @@ def engine(
         vllm_python=vllm_python,
         vllm_eager=vllm_eager,
     )
-    report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=tell)
+    report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=show_progress)
     report.show(as_json=as_json, plot=plot)
 
 
@@ -331,7 +336,7 @@ def vllm(python: str, model: str, gpu: bool, rounds: int, lengths: tuple[int, ..
 
     log.configure(node="bench", role="bench", form="console", level="warning")
     wanted = VllmBench(python=python, model=model, rounds=rounds, lengths=lengths, gpu=gpu)
-    bench_vllm(wanted, progress=tell).show(as_json=as_json, plot=plot)
+    bench_vllm(wanted, progress=show_progress).show(as_json=as_json, plot=plot)
 
 
 @click.command(epilog=PROFILE_EXAMPLES)
@@ -387,7 +392,7 @@ def profile(
         contexts=contexts,
         chunk_tokens=chunk_tokens,
     )
-    measured = measure(plan, tell)
+    measured = measure(plan, show_progress)
     if out is not None:
         out.write_bytes(encode(measured))
     try:

@@ -106,7 +106,7 @@ class _Tier:
 
     def __init__(self, segment: Segment, disk: Disk, runtime_dir: Path, blocks: int) -> None:
         self._segment = segment
-        self._events: SimpleQueue[WorkProgress | WorkDone | BaseException] = SimpleQueue()
+        self._events: SimpleQueue[WorkProgress | WorkDone[Result] | BaseException] = SimpleQueue()
         self._ids = itertools.count()
         random = np.random.default_rng(3)
         self._refs = [_fill(segment, slot, random) for slot in range(blocks)]

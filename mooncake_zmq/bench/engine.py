@@ -204,7 +204,7 @@ def _rest(sides: Mapping[str, Peer]) -> None:
         busy = [name for name in sides if used[name] - before[name] > QUIET_CPU_S]
         if not busy:
             return
-    raise click.ClickException(f"{', '.join(busy)} computes though nobody asks: no figure would be worth anything")
+    raise click.ClickException(f"{', '.join(busy)} computes without a request: no figure would be worth anything")
 
 
 def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: ModelSpec, unit: str) -> list[Row]:

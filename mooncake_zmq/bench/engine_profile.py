@@ -11,8 +11,6 @@ import click
 import numpy as np
 import psutil
 from msgspec import structs
-from rich.console import Console
-from rich.table import Table
 
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
 from mooncake_zmq.bench.report import machine
@@ -22,6 +20,7 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine
+from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
 
 WARM_UP_TOKENS = 64
@@ -116,12 +115,11 @@ def show(profile: Profile, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"costs": structs.asdict(costs), "measurements": [line.as_dict() for line in lines(profile)]}))
         return
-    table = Table(title=f"profile of {profile.model}, {profile.threads} threads, {profile.backend} ({profile.machine})")
-    for column in ("measured", "ms", "fitted ms", "error"):
-        table.add_column(column, justify="left" if column == "measured" else "right", no_wrap=True)
+    title = f"profile of {profile.model}, {profile.threads} threads, {profile.backend} ({profile.machine})"
+    table = tables.empty(title, ("measured", "ms", "fitted ms", "error"), text=("measured",))
     for line in lines(profile):
         table.add_row(line.name, f"{1e3 * line.seconds:,.1f}", f"{1e3 * line.fitted_s:,.1f}", f"{line.error:+.1%}")
-    Console(width=100).print(table)
+    tables.show([table])
     for name, value in structs.asdict(costs).items():
         click.echo(f"{name} = {value:.4g}")
 

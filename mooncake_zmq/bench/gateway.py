@@ -13,7 +13,7 @@ import click
 import msgspec
 import numpy as np
 
-from mooncake_zmq.bench.client import Client, Heard, replay
+from mooncake_zmq.bench.client import Client, Replayed, replay
 from mooncake_zmq.bench.client_connection import Connections, Target
 from mooncake_zmq.bench.client_prompts import PromptForm
 from mooncake_zmq.bench.client_report import Bounds, Result, figures, result_of
@@ -253,8 +253,8 @@ class _Run:
         drawn = self._random.integers(0, 1 << 60, len(at_s)).tolist()
         arrivals = [Arrival(at, TRACE_BLOCK_TOKENS, tokens, (each,)) for at, each in zip(at_s, drawn, strict=True)]
         cpu_s = threads_cpu_s(self._pid)
-        heard: Heard = asyncio.run(replay(self._client, arrivals, self._progress))
-        return result_of(heard, self._cluster.url, Bounds()), threads_cpu_s(self._pid) - cpu_s
+        replayed: Replayed = asyncio.run(replay(self._client, arrivals, self._progress))
+        return result_of(replayed, self._cluster.url, Bounds()), threads_cpu_s(self._pid) - cpu_s
 
     def _note(self, name: str, result: Result, cpu_s: float) -> None:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in result.errors.items()) or "none"

@@ -3,17 +3,22 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from msgspec import structs
 
-from mooncake_zmq.bench.options import json_option, plot_option, rounds_option, tell
+from mooncake_zmq.bench.options import json_option, plot_option, rounds_option, show_progress
 from mooncake_zmq.engine.cpu import limit_blas
+from mooncake_zmq.laboratory.rows import check_writable, csv_option
+
+if TYPE_CHECKING:
+    from mooncake_zmq.bench.client import Client
 
 CLIENT_EXAMPLES = """\b
 Examples:
-  mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --speed 0.1 --last-id 48000
+  mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --limit 100 --fit
+  mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --speed 0.1 --last-id 48000 --csv rows.csv
   mooncake-zmq bench client http://127.0.0.1:8000 --generate conversation:requests=500,rate=2 --ttft-slo 5 --tbt-slo 0.1
   mooncake-zmq bench client http://127.0.0.1:8000 --generate toolagent:requests=200,rate=4 --block-tokens 64
   mooncake-zmq bench client http://10.0.0.7:8000/v1 --trace BurstGPT_1.csv --limit 1000 --model llama --api-key $KEY --json
@@ -24,6 +29,14 @@ Examples:
   mooncake-zmq bench gateway
   mooncake-zmq bench gateway --only relay --rounds 5 --json
 """
+
+
+class TraceRefused(click.ClickException):
+    """Ends the command before anything is sent."""
+
+    exit_code = 2
+
+
 GATEWAY_PARTS = ("ttft", "relay", "open", "rate")
 
 
@@ -36,7 +49,15 @@ GATEWAY_PARTS = ("ttft", "relay", "open", "rate")
 @click.option("--like", type=click.Path(path_type=Path), metavar="FILE", help="Make a trace by the statistics of FILE.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
 @click.option("--output-tokens", type=click.IntRange(1), metavar="N", help="Of every answer, whatever the trace says.")
-@click.option("--speed", type=click.FloatRange(min=0, min_open=True), default=1.0, help="Arrivals come so many times as fast.")
+@click.option("--speed", type=click.FloatRange(min=0, min_open=True), help="Arrivals come so many times as fast.")
+@click.option(
+    "--fit",
+    "fitting",
+    flag_value="fit",
+    help="Shorten prompts and answers until the server's model takes all, and slow arrivals to what it serves, unless --speed "
+    "is given.",
+)
+@click.option("--as-is", "fitting", flag_value="as-is", help="Send also requests that are longer than the model takes.")
 @click.option("--model", default="", metavar="NAME", help="The first that the server lists by default.")
 @click.option("--api-key", default="", envvar="OPENAI_API_KEY", metavar="KEY", help="Also from OPENAI_API_KEY.")
 @click.option("--max-open", type=click.IntRange(1), default=1024, show_default=True, help="Streams open at once.")
@@ -60,6 +81,7 @@ GATEWAY_PARTS = ("ttft", "relay", "open", "rate")
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True, help="Of an answer, s."
 )
+@csv_option
 @json_option
 def client(
     url: str,
@@ -68,21 +90,13 @@ def client(
     like: Path | None,
     limit: int | None,
     output_tokens: int | None,
-    speed: float,
-    model: str,
-    api_key: str,
-    max_open: int,
-    beyond: Literal["wait", "drop"],
-    text: bool,
-    chat: bool,
-    plain: bool,
-    first_id: int,
-    last_id: int,
-    block_tokens: int,
+    speed: float | None,
+    fitting: Literal["fit", "as-is"] | None,
     ttft_slo: float | None,
     tbt_slo: float | None,
-    timeout: float,
+    csv_file: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Replay a trace against any OpenAI endpoint at URL, each request at its time, and report how it was served.
 
@@ -90,37 +104,51 @@ def client(
     request's longest tenth of gaps. The lag of this client itself stands in the last rows. Where the server sends no token ids
     (--plain, or it does not know them) a piece of text counts as a token where gaps are taken.
 
-    The exit status is 0 if any request was answered to its end, else 1.
+    A trace with requests that are longer than the model's context (max_model_len of /v1/models) is not sent, and the exit
+    status is 2, unless --fit or --as-is says what to do. Else it is 0 if any request was answered to its end, or 1.
     """
     import uvloop
 
-    from mooncake_zmq.bench.client import Client, NoServer, replay
+    from mooncake_zmq.bench.client import NoServer
     from mooncake_zmq.bench.client_connection import BadUrl
-    from mooncake_zmq.bench.client_prompts import PromptForm
-    from mooncake_zmq.bench.client_report import Bounds, show
+    from mooncake_zmq.bench.client_fit import DoesNotFit, send
+    from mooncake_zmq.bench.client_report import Bounds, show, write_rows
     from mooncake_zmq.laboratory.command import source_of
     from mooncake_zmq.laboratory.errors import StudyError
     from mooncake_zmq.laboratory.jobs import load
 
     try:
-        asked = Client(
-            url=url,
-            model=model,
-            api_key=api_key,
-            speed=speed,
-            max_open=max_open,
-            beyond=beyond,
-            form=PromptForm(text=text or chat, first_id=first_id, last_id=last_id, block_tokens=block_tokens),
-            chat=chat,
-            plain=plain,
-            timeout_s=timeout,
-        )
+        check_writable(csv_file)
+        asked = _client(url, speed or 1.0, **options)
         arrivals = load(structs.replace(source_of(trace, generate, like, limit), output_tokens=output_tokens))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            heard = runner.run(replay(asked, arrivals, tell))
+            replayed = runner.run(send(asked, arrivals, fitting, speed is not None, show_progress))
+        if csv_file is not None:
+            write_rows(csv_file, replayed)
+    except DoesNotFit as error:
+        raise TraceRefused(str(error)) from None
     except (BadUrl, NoServer, StudyError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    sys.exit(show(heard, url, Bounds(ttft_s=ttft_slo, tbt_s=tbt_slo), as_json=as_json))
+    sys.exit(show(replayed, url, Bounds(ttft_s=ttft_slo, tbt_s=tbt_slo), as_json=as_json))
+
+
+def _client(
+    url: str,
+    speed: float,
+    *,
+    text: bool,
+    chat: bool,
+    first_id: int,
+    last_id: int,
+    block_tokens: int,
+    timeout: float,
+    **options: Any,
+) -> "Client":
+    from mooncake_zmq.bench.client import Client
+    from mooncake_zmq.bench.client_prompts import PromptForm
+
+    form = PromptForm(text=text or chat, first_id=first_id, last_id=last_id, block_tokens=block_tokens)
+    return Client(url=url, speed=speed, form=form, chat=chat, timeout_s=timeout, **options)
 
 
 @click.command(epilog=GATEWAY_EXAMPLES)
@@ -139,4 +167,4 @@ def gateway(rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | Non
     limit_blas()
     from mooncake_zmq.bench.gateway import bench_gateway
 
-    bench_gateway(rounds, parts or GATEWAY_PARTS, tell).show(as_json=as_json, plot=plot)
+    bench_gateway(rounds, parts or GATEWAY_PARTS, show_progress).show(as_json=as_json, plot=plot)

@@ -6,6 +6,7 @@ from typing import get_args
 
 import click
 
+from mooncake_zmq.config.examples import located
 from mooncake_zmq.engine.cpu import Backend
 
 Option = Callable[[Callable[..., None]], Callable[..., None]]
@@ -18,6 +19,15 @@ cache_dir_option = click.option("--cache-dir", default="", metavar="DIRECTORY", 
 backend_option = click.option(
     "--backend", type=click.Choice(get_args(Backend)), default="auto", show_default=True, help="Of our engine."
 )
+
+
+def config_option(default: str, what: str) -> Option:
+    """Return the option for the configuration file of the cluster that is measured; `default` comes with the project."""
+
+    def find(_context: click.Context, _parameter: click.Parameter, value: str) -> Path:
+        return Path(located(value))
+
+    return click.option("--config", default=default, show_default=True, metavar="FILE", help=what, callback=find)
 
 
 def rounds_option(default: int) -> Option:
@@ -46,6 +56,6 @@ def numbers_option(name: str, least: int, default: str, help: str) -> Option:
     return click.option(name, default=default, show_default=True, metavar="N,N,..", help=help, callback=parse)
 
 
-def tell(text: str) -> None:
+def show_progress(text: str) -> None:
     """Print progress."""
     click.echo(text, err=True)

@@ -19,15 +19,15 @@ from mooncake_zmq.bench.client import Client, replay
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
 from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import costs_of, load
-from mooncake_zmq.config.records import Config, ConfigError
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 
 Progress = Callable[[str], None]
 
-MODELLED = Path(__file__).parent.parent.parent / "configs/modelled.toml"
 SPREAD = 0.8
 """Standard deviation of the logarithm of prompt lengths."""
 SHORTEST_TOKENS = 256

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mooncake_zmq.bench.opposite import Opposite, role_process, runtime_of
+from mooncake_zmq.bench.stub_node import StubNode, role_process, runtime_of
 from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.actor import Drained, Effect, Event, PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
@@ -42,7 +42,7 @@ host = "host-a"
 """
 
 
-class LeaseClient(Opposite):
+class LeaseClient(StubNode):
     """Puts a chain of blocks once, then leases and releases it, again and again; `took_s` has the time of each, release
     included.
 

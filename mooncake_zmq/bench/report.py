@@ -14,10 +14,10 @@ from typing import Any
 
 import click
 import structlog
-from rich.console import Console
 from rich.table import Table
 
 from mooncake_zmq.bench.memory import Footprint
+from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
 
 
@@ -65,31 +65,24 @@ class Report:
         if as_json:
             click.echo(json.dumps(self.as_json()))
         else:
-            console = Console(width=None if sys.stdout.isatty() else 120)
-            console.print(self._table())
-            if self.memory:
-                console.print(self._memory_table())
-            for note in self.notes:
-                console.print(f"  {note}", markup=False, highlight=False)
+            tables.show(self._tables(), (f"  {note}" for note in self.notes))
         if plot is not None:
             self._draw(plot)
 
-    def _table(self) -> Table:
-        table = Table(title=f"bench {self.bench}  ({commit()}, {machine()})")
-        for column in ("name", "unit", "value", "reference", "ratio"):
-            table.add_column(column, justify="left" if column in ("name", "unit") else "right", no_wrap=True)
+    def _tables(self) -> Iterator[Table]:
+        """Yield the table of the rows, and that of the memory if it was measured."""
+        columns = ("name", "unit", "value", "reference", "ratio")
+        table = tables.empty(f"bench {self.bench}  ({commit()}, {machine()})", columns, text=columns[:2])
         for row in self.rows:
             table.add_row(row.name, row.unit, f"{row.value:.4g}", f"{row.reference:.4g}", f"{row.ratio:.3f}")
-        return table
-
-    def _memory_table(self) -> Table:
-        table = Table(title="memory, MiB")
-        for column in ("process", "peak", "private", "mapped files", "shared"):
-            table.add_column(column, justify="left" if column == "process" else "right", no_wrap=True)
-        for each in self.memory:
-            sizes = (each.peak_bytes, each.private_bytes, each.file_bytes, each.shared_bytes)
-            table.add_row(each.name, *(f"{size / (1 << 20):,.0f}" for size in sizes))
-        return table
+        yield table
+        if self.memory:
+            columns = ("process", "peak", "private", "mapped files", "shared")
+            table = tables.empty("memory, MiB", columns, text=columns[:1])
+            for each in self.memory:
+                sizes = (each.peak_bytes, each.private_bytes, each.file_bytes, each.shared_bytes)
+                table.add_row(each.name, *(f"{size / (1 << 20):,.0f}" for size in sizes))
+            yield table
 
     def _draw(self, path: Path) -> None:
         figure = new_figure(9, 0.3 * len(self.rows) + 1.2)

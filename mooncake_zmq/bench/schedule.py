@@ -9,7 +9,7 @@ import gc
 import json
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import click
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from mooncake_zmq.bench.report import Report, Row, commit
@@ -32,6 +31,7 @@ from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.messages import BlocksAnnounced, Placed, Schedule
 from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.native import mypyc_code
 
@@ -123,17 +123,14 @@ class ScheduleReport(Report):
         events = {str(h): [dict(zip(columns, row, strict=True)) for row in t.rows()] for h, t in self.timings.items()}
         return Report.as_json(self) | {"events": events}
 
-    def show(self, *, as_json: bool, plot: Path | None) -> None:
-        """Print the report and a table of the events."""
-        Report.show(self, as_json=as_json, plot=plot)
-        if not as_json:
-            table = Table(title="microseconds of CPU per event")
-            for column in ("hosts", "event", "events", "mean", "p50", "p99", "max"):
-                table.add_column(column, justify="left" if column == "event" else "right")
-            for hosts, timings in self.timings.items():
-                for kind, count, *figures in timings.rows():
-                    table.add_row(str(hosts), kind, f"{count:,}", *(f"{each:,.1f}" for each in figures))
-            Console().print(table)
+    def _tables(self) -> Iterator[Table]:
+        yield from Report._tables(self)
+        columns = ("hosts", "event", "events", "mean", "p50", "p99", "max")
+        table = tables.empty("microseconds of CPU per event", columns, text=("event",))
+        for hosts, timings in self.timings.items():
+            for kind, count, *figures in timings.rows():
+                table.add_row(str(hosts), kind, f"{count:,}", *(f"{each:,.1f}" for each in figures))
+        yield table
 
     def _draw(self, path: Path) -> None:
         figure = new_figure(8, 5)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
-from mooncake_zmq.bench.opposite import Opposite, role_process, runtime_of
 from mooncake_zmq.bench.schedule_load import Asked
+from mooncake_zmq.bench.stub_node import StubNode, role_process, runtime_of
 from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.actor import Effect, Event, PeerUp, Received, Send, SetTimer, TimerFired
@@ -34,7 +34,7 @@ TICK = ("tick",)
 ROLES = {"gateway": GATEWAYS, "prefill": HOSTS, "decode": HOSTS, "cache-node": HOSTS}
 
 
-class Silent(Opposite):
+class Silent(StubNode):
     """A node that is connected and sends nothing."""
 
     def __init__(self, greeted: threading.Semaphore) -> None:

@@ -53,14 +53,16 @@ def bench_serve(config: Path, *, rounds: int, threads: int, parts: Sequence[str]
         run = _Run(engine, cluster, rounds, progress)
         run.warm_up()
         if "cold" in parts:
-            report.rows += [run.cold(tokens) for tokens in COLD_TOKENS]
+            report.rows += [run.cold(tokens) for tokens in COLD_TOKENS if tokens + 2 <= cluster.max_model_len]
         if "warm" in parts:
             report.rows += run.warm([(node.name, node.host) for node in settings.nodes if node.role in ("prefill", "decode")])
-        if "gap" in parts:
+        if "gap" in parts and cluster.max_model_len >= GAP_PREFIX_TOKENS + TAIL_TOKENS + GAP_TOKENS:
             report.rows.append(run.gap())
         if "decode" in parts:
             decodes = [node.name for node in settings.of_role("decode")]
             report.rows += [run.decode(batch, decodes) for batch in BATCHES]
+        if (most := cluster.max_model_len) < COLD_TOKENS[-1] + 2:
+            report.notes.append(f"the model takes {most:,} tokens: rows of longer prompts are left out")
         _add_memory(report, settings, cluster)
     return report
 

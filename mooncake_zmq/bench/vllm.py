@@ -202,7 +202,7 @@ def _rest(name: str, side: Peer) -> None:
         before, used = used, cpu_s(side.pid)
         if used - before < QUIET_CPU_S:
             return
-    raise click.ClickException(f"{name} computes though nobody asks: no figure would be worth anything")
+    raise click.ClickException(f"{name} computes without a request: no figure would be worth anything")
 
 
 def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:

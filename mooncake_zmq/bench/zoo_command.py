@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from mooncake_zmq.bench.options import json_option, tell
+from mooncake_zmq.bench.options import config_option, json_option, show_progress
+from mooncake_zmq.config.examples import TOY
 
 EXAMPLES = """\b
 Examples:
@@ -27,9 +28,7 @@ Examples:
 @click.option("--small", is_flag=True, help="200 requests of each workload: a quick run.")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, show_default="cores", help="Processes at a time.")
 @click.option("--live", is_flag=True, help="Real processes instead, with prompts of toy size; only --only and --seed apply.")
-@click.option(
-    "--config", type=click.Path(path_type=Path), default=Path("configs/toy.toml"), show_default=True, help="With --live."
-)
+@config_option(TOY, "With --live.")
 @json_option
 def zoo(
     only: str,
@@ -62,7 +61,7 @@ def zoo(
     if live:
         from mooncake_zmq.bench.zoo_live import bench_zoo_live
 
-        bench_zoo_live(config, kinds=kinds, seed=seed, progress=tell).show(as_json=as_json)
+        bench_zoo_live(config, kinds=kinds, seed=seed, progress=show_progress).show(as_json=as_json)
         return
     try:
         setup = Setup(prefill=prefill, decode=decode, hardware=find_profile(hardware), seed=seed)

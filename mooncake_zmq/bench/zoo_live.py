@@ -32,7 +32,7 @@ SMALL_BLOCK = 64
 BURSTS = 3
 """Bursts, one after the other, each when the cluster is idle."""
 CHATS = 10
-TOY_PACE = 0.05
+TOY_SPEED = 0.05
 """Factor of estimated ends of requests, where engines are not modelled: they are not an A800's, and their prompts are
 shorter."""
 IDS_PER_GROUP = 1 << 32
@@ -114,14 +114,14 @@ class _Run:
         self._config = config
         self._seed = seed
         self._progress = progress
-        self._pace = 1.0 if any(node.modelled for node in config.nodes) else TOY_PACE
+        self._speed = 1.0 if any(node.modelled for node in config.nodes) else TOY_SPEED
 
     def row(self, kind: str) -> LiveRow:
         """Send a workload and return its figures."""
         form = PromptForm(block_tokens=self._id_tokens(kind))
         before = self._books()
         pairs: list[tuple[Arrival, Seen]] = []
-        for part in parts_of(kind, self._seed, self._pace):
+        for part in parts_of(kind, self._seed, self._speed):
             self._cluster.settle()
             self._progress(f"{kind}: {sum(map(len, part))} requests")
             pairs += zip(chain(*part), asyncio.run(self._send(part, form)), strict=True)
@@ -159,11 +159,11 @@ class _Run:
         return sums
 
 
-def parts_of(kind: str, seed: int, pace: float) -> list[list[list[Arrival]]]:
+def parts_of(kind: str, seed: int, speed: float) -> list[list[list[Arrival]]]:
     """Return groups of chats, sent one group after the other; most chats are of one request. No prompt of a group begins like
     one of another group, of this kind or another."""
     count = BURSTS if kind == "bursts" else 1
-    spec = f"{kind}:{SPECS[kind]}" + (f",pace={pace}" if "pace" in zoo.KINDS[kind].defaults else "")
+    spec = f"{kind}:{SPECS[kind]}" + (f",speed={speed}" if "speed" in zoo.KINDS[kind].defaults else "")
     workloads = [zoo.parse_workload(f"{spec},seed={seed + at}") for at in range(count)]
     if kind == "turns":
         parts = [list(islice(zoo.sessions_of(workloads[0]), CHATS))]

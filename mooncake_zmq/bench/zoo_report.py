@@ -1,16 +1,15 @@
 """The output of `bench zoo`, replayed or live: a row for each workload, as a table or as one JSON object."""
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from mooncake_zmq.bench.report import commit, machine
+from mooncake_zmq.laboratory import tables
 
 
 class ZooLine(Protocol):
@@ -45,15 +44,12 @@ class ZooReport:
         if as_json:
             click.echo(json.dumps(self.as_json()))
             return
-        console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(self._table())
-        for note in self.notes:
-            console.print(f"  {note}", markup=False, highlight=False)
+        tables.show([self._table()], (f"  {note}" for note in self.notes))
 
     def _table(self) -> Table:
-        table = Table(title=f"bench zoo, {self.title}  ({commit()}, {machine()})", title_justify="left")
-        for column in self.rows[0].COLUMNS if self.rows else ():
-            table.add_column(column, justify="left" if column in ("workload", "policy") else "right", no_wrap=True)
+        columns = self.rows[0].COLUMNS if self.rows else ()
+        title = f"bench zoo, {self.title}  ({commit()}, {machine()})"
+        table = tables.empty(title, columns, text=("workload", "policy"))
         for at, row in enumerate(self.rows):
             last = at + 1 == len(self.rows) or self.rows[at + 1].group != row.group
             table.add_row(*row.cells(), end_section=last)

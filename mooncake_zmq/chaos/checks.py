@@ -61,7 +61,9 @@ MORE_RSS_BYTES = 48 << 20
 """The allowed growth in memory: Python's heap after thousands of requests, and the touched pages of peers' segments."""
 
 
-def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> Iterator[str]:
+def grown(
+    before: Mapping[str, Footprint], after: Mapping[str, Footprint], more_rss_bytes: int = MORE_RSS_BYTES
+) -> Iterator[str]:
     """Yield a problem for each process that holds more than when the cluster was fresh and idle."""
     for name, now in after.items():
         then = before.get(name)
@@ -69,12 +71,13 @@ def grown(before: Mapping[str, Footprint], after: Mapping[str, Footprint]) -> It
             continue
         if now.descriptors > then.descriptors + MORE_DESCRIPTORS:
             yield f"{name} has {now.descriptors} descriptors open, and had {then.descriptors} before"
-        if now.rss_bytes > then.rss_bytes + MORE_RSS_BYTES:
+        if now.rss_bytes > then.rss_bytes + more_rss_bytes:
             yield f"{name} has {now.rss_bytes >> 20} MiB resident, and had {then.rss_bytes >> 20} before"
 
 
 MORE_FOR_STRANGERS_BYTES = 64 << 20
-"""The most memory that hostile inputs may make a process hold at any time, beyond its first footprint."""
+"""The most memory that hostile inputs may make a process hold at any time, beyond its first footprint, and keep: the allocator
+returns little of what many small messages took."""
 
 
 def swollen(before: Mapping[str, Footprint], peaks: Mapping[str, Footprint]) -> Iterator[str]:
@@ -100,18 +103,24 @@ class Growth:
     """The time over which warm incarnations were observed."""
     _variance: float = 0.0
     _covariance: float = 0.0
-    _life: int = 0
+    _incarnation: int = 0
     _count: int = 0
     _mean_age_s: float = 0.0
     _mean_bytes: float = 0.0
     _last_age_s: float = 0.0
 
-    def saw(self, life: int, age_s: float, rss_bytes: int) -> None:
-        """Add one sample of the node in its incarnation `life`, in order of time."""
+    def saw(self, incarnation: int, age_s: float, rss_bytes: int) -> None:
+        """Add one sample of the node in its incarnation `incarnation`, in order of time."""
         if age_s < WARM_S:
             return
-        if life != self._life:
-            self._life, self._count, self._mean_age_s, self._mean_bytes, self._last_age_s = life, 0, 0.0, 0.0, age_s
+        if incarnation != self._incarnation:
+            self._incarnation, self._count, self._mean_age_s, self._mean_bytes, self._last_age_s = (
+                incarnation,
+                0,
+                0.0,
+                0.0,
+                age_s,
+            )
         self.observed_s += age_s - self._last_age_s
         self._last_age_s = age_s
         self._count += 1
@@ -136,10 +145,10 @@ def growing(growths: Mapping[str, Growth]) -> Iterator[str]:
             )
 
 
-def unheard(dumps: Mapping[str, Any], names: Collection[str]) -> list[str]:
+def unreached(dumps: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """Return a problem for each node that does not answer and each peer whose session is not up."""
     return [f"{name} does not answer" for name in names if name not in dumps] + [
-        f"{name} does not hear {peer}"
+        f"{name} is not connected to {peer}"
         for name, dump in dumps.items()
         for peer, state in dump["session"]["peers"].items()
         if not state["up"]
@@ -156,11 +165,13 @@ def busy(dumps: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def strangers_in_memory(names: Collection[str], lives: Mapping[str, int]) -> list[str]:
+def strangers_in_memory(names: Collection[str], incarnations: Mapping[str, int]) -> list[str]:
     """Return a problem for each segment that belongs to no running incarnation. `names`: files in a host's shared memory;
-    `lives`: the incarnation of each node."""
-    alive = {f"={node}{part}={life}" for node, life in lives.items() for part in ("", ".objects")}
-    return [f"{name} is nobody's segment" for name in names if not any(name.endswith(life) for life in alive)]
+    `incarnations`: the incarnation of each node."""
+    alive = {f"={node}{part}={incarnation}" for node, incarnation in incarnations.items() for part in ("", ".objects")}
+    return [
+        f"{name} is the segment of no node" for name in names if not any(name.endswith(incarnation) for incarnation in alive)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +184,11 @@ class Allowed:
 
 
 ALLOWED = (
-    Allowed("disk_fault", (Kind.DISK_FULL, Kind.DISK_FAIL), "an SSD was made full or failing, and its tier tells what failed"),
     Allowed(
-        "block_corrupt_in_memory", (Kind.FLIP_MEMORY,), "a block in DRAM was damaged, and its pool tells that it dropped it"
+        "disk_fault", (Kind.DISK_FULL, Kind.DISK_FAIL), "an SSD was made full or failing, and its tier reports what failed"
+    ),
+    Allowed(
+        "block_corrupt_in_memory", (Kind.FLIP_MEMORY,), "a block in DRAM was damaged, and its pool reports that it dropped it"
     ),
 )
 

@@ -35,6 +35,8 @@ START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
 TOKEN_S = 0.005
 HEALTH_TIMEOUT_S = 2.0
+CPU_CLOCK = 2
+"""Linux's number of the clock of a whole process's CPU time, CPUCLOCK_SCHED; above these three bits stands the process."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class Child:
     """The monotonic time before which it is not started."""
     expected: bool = False
     """Whether the run itself ended this process."""
-    lives: int = 0
+    starts: int = 0
     started_at: float = 0.0
 
 
@@ -162,7 +164,7 @@ class Cluster:
             )
         child.expected = False
         child.started_at = time.monotonic()
-        child.lives += 1
+        child.starts += 1
 
     async def supervise(self) -> None:
         """Start nodes that should run and do not, until `stopping`."""
@@ -182,7 +184,7 @@ class Cluster:
     def _ended(self, name: str, child: Child, code: int, now: float) -> None:
         child.process = None
         if not child.expected or code > 0:
-            self.unexpected.append(f"{name} ended with code {code} in its life {child.lives}; see {self.log(name)}")
+            self.unexpected.append(f"{name} ended with code {code} in its run {child.starts}; see {self.log(name)}")
         child.start_at = max(child.start_at, now + RESTART_S * (not child.expected))
 
     def signal(self, name: str, number: signal.Signals) -> None:
@@ -211,9 +213,9 @@ class Cluster:
     async def drain(self, name: str) -> None:
         """Drain a node by SIGTERM, and wait until its next incarnation runs."""
         child = self.children[name]
-        before, deadline = child.lives, time.monotonic() + STOP_TIMEOUT_S
+        before, deadline = child.starts, time.monotonic() + STOP_TIMEOUT_S
         self.signal(name, signal.SIGTERM)
-        while child.lives == before and not self.stopping:
+        while child.starts == before and not self.stopping:
             if time.monotonic() > deadline:
                 self.unexpected.append(f"{name} had not ended {STOP_TIMEOUT_S:.0f} s after SIGTERM")
                 self.kill(name, 0.0)
@@ -296,6 +298,15 @@ class Cluster:
                     found[name] = Footprint(process.num_fds(), process.memory_info().rss)
         return found
 
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU time that each process has used so far."""
+        used = {}
+        for name, child in self.children.items():
+            if child.process is not None:
+                with suppress(OSError):  # it has ended
+                    used[name] = time.clock_gettime((~child.process.pid << 3) | CPU_CLOCK)
+        return used
+
     def segments(self, host: str) -> list[str]:
         """Return the names of the files in a host's shared memory."""
         return sorted(path.name for path in self.shm_dir(host).iterdir())
@@ -317,7 +328,7 @@ class Cluster:
             most = self.peaks.get(name, now)
             self.peaks[name] = Footprint(max(most.descriptors, now.descriptors), max(most.rss_bytes, now.rss_bytes))
             child = self.children[name]
-            self.growths[name].saw(child.lives, time.monotonic() - child.started_at, now.rss_bytes)
+            self.growths[name].saw(child.starts, time.monotonic() - child.started_at, now.rss_bytes)
 
     def _make_keys(self) -> RunKeys:
         nodes = {name: child.node.host for name, child in self.children.items()}

@@ -18,13 +18,12 @@ from rich.markup import escape
 from mooncake_zmq.chaos.floods import KINDS
 from mooncake_zmq.chaos.node import PLANTED
 from mooncake_zmq.chaos.plan import Kind
+from mooncake_zmq.config.examples import CHAOS, located
 from mooncake_zmq.engine.cpu import limit_blas
 
 if TYPE_CHECKING:
     from mooncake_zmq.chaos.run import Wanted
     from mooncake_zmq.config.load import Loaded
-
-DEFAULT_CONFIG = "configs/chaos.toml"
 
 
 @click.command()
@@ -35,9 +34,7 @@ DEFAULT_CONFIG = "configs/chaos.toml"
     "--seed", type=click.IntRange(0), default=1, show_default=True, help="What is broken, when, and what clients ask."
 )
 @click.option("--clients", type=click.IntRange(1, 256), default=8, show_default=True, help="Streams at once.")
-@click.option(
-    "--config", "path", default=DEFAULT_CONFIG, show_default=True, metavar="FILE", help="A deployment of the toy model."
-)
+@click.option("--config", "path", default=CHAOS, show_default=True, metavar="FILE", help="A deployment of the toy model.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print what would be broken, and when; start nothing.")
 @click.option(
     "--fault",
@@ -121,7 +118,7 @@ def chaos(
     loaded = _load(path)
     if tenants:
         _run_tenants(loaded, kinds, seconds, keep=keep, as_json=as_json)
-    wanted_kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_lives)]
+    wanted_kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_processes)]
     if plan_only:
         _print_plan(loaded, seed, minutes, wanted_kinds)
         return
@@ -152,11 +149,11 @@ def _enter(*, alone: bool) -> None:
 
 
 def _load(path: str) -> "Loaded":
+    from mooncake_zmq.config.errors import ConfigError
     from mooncake_zmq.config.load import load
-    from mooncake_zmq.config.records import ConfigError
 
     try:
-        return load(_located(path), {})
+        return load(located(path), {})
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
@@ -216,8 +213,3 @@ def _end(problems: Sequence[str], directory: Path, *, keep: bool) -> NoReturn:
     if not problems and not keep:
         shutil.rmtree(directory, ignore_errors=True)
     sys.exit(1 if problems else 0)
-
-
-def _located(path: str) -> str:
-    own = Path(__file__).parent.parent.parent / path
-    return str(own) if path == DEFAULT_CONFIG and not Path(path).exists() and own.exists() else path

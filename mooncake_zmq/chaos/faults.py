@@ -100,11 +100,11 @@ class Saboteur:
 
     async def _kill(self, names: tuple[str, ...], away_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Kill nodes; return once their next incarnations run. `meanwhile`: what is done before they start."""
-        before = {name: self._cluster.children[name].lives for name in names}
+        before = {name: self._cluster.children[name].starts for name in names}
         for name in names:
             self._cluster.kill(name, away_s)
         meanwhile()
-        while any(self._cluster.children[name].lives == lives for name, lives in before.items()):
+        while any(self._cluster.children[name].starts == starts for name, starts in before.items()):
             if self._cluster.stopping:
                 return
             await asyncio.sleep(_POLL_S)
@@ -165,8 +165,8 @@ class Saboteur:
         layout = toy_layout(self._cluster.config.model.block_tokens)
         for segment in self._cluster.segments(self._cluster.host(name)):
             if f"={name}=" in segment:
-                life = int(segment.rpartition("=")[2])
-                flipped += flip_blocks(directory / segment, life, layout, int(fault.amount), self._random)
+                incarnation = int(segment.rpartition("=")[2])
+                flipped += flip_blocks(directory / segment, incarnation, layout, int(fault.amount), self._random)
         return flipped
 
     async def _forge(self, fault: Fault) -> str:
@@ -213,8 +213,8 @@ def unmet(name: str, met: Sequence[forged.Met], counted: int, *, was_up: bool) -
     refused = sum(each.refused for each in met)
     if counted < refused:
         yield f"{name} refused strangers {refused} times and counted {counted}"
-    if was_up and (unheard := sum(not (each.admitted or each.refused) for each in met)):
-        yield f"{name} neither let in nor refused {unheard} of {len(met)} strangers"
+    if was_up and (unanswered := sum(not (each.admitted or each.refused) for each in met)):
+        yield f"{name} neither let in nor refused {unanswered} of {len(met)} strangers"
 
 
 def _fill(path: Path) -> None:

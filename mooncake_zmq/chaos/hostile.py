@@ -5,7 +5,7 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,16 +43,19 @@ NOISE_SHARE = 1000
 MIN_TAKEN_SHARE = 0.9
 """The share of a socket's inputs that it must take; with less it counts as not attacked."""
 AT_ONCE = 4
-CROWD, CROWD_INPUTS = 40, 200
-"""The number of connections that come to a socket together and leave without a close, and the inputs that each sends."""
-CROWD_S, PING_MS = 0.5, 5
+PER_CONNECTION = 1000
+"""The number of inputs that one connection sends before the next one opens."""
+SENDERS, INPUTS_OF_EACH = 40, 200
+"""The number of connections that come to a socket together after each of these and leave without a close, and the inputs that
+each sends."""
+SENDERS_S, PING_MS = 0.5, 5
 COUNTED = ("dropped", "garbage", "refused", "cut", "strangers")
 _IN, _OUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=200, receive_hwm=200)
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Target:
     """A listening socket of a node. `decoder`: the decoder of its inputs; `kind`: the type of the ZeroMQ socket that
     connects."""
 
@@ -88,68 +91,72 @@ class Assault:
     problems: list[str] = field(default_factory=list)
 
 
-def doors(cluster: Cluster) -> Iterator[Door]:
+def targets_of(cluster: Cluster) -> Iterator[Target]:
     """Return every listening socket of the cluster's nodes."""
     for node in cluster.config.nodes:
-        yield Door(node.name, "control", node.endpoint, "session", counters=(("session", "dropped", 0),))
+        yield Target(node.name, "control", node.endpoint, "session", counters=(("session", "dropped", 0),))
         if node.role in ("prefill", "cache-node"):
             at, garbage = node.data_endpoint, (("data_server", "garbage", 0),)
-            yield Door(node.name, "data", at, "stream-wanted", "data", counters=garbage)
+            yield Target(node.name, "data", at, "stream-wanted", "data", counters=garbage)
             counted = (
                 ("data_server", "streams", 0.1),
-                ("data_server", "strangers_at_door", 0.1),
+                ("data_server", "without_ticket", 0.1),
                 ("data_server", "garbage", 0.1),
             )
-            yield Door(node.name, "data streams", at, plane="data", admit=hostile_streams.of_blocks, counters=counted)
+            yield Target(node.name, "data streams", at, plane="data", admit=hostile_streams.of_blocks, counters=counted)
         if node.store_endpoint:
             at, garbage = node.store_endpoint, (("store", "garbage", 0),)
-            yield Door(node.name, "store", at, "store-request", "store", counters=garbage)
-            counted = (("store", "streams", 0.1), ("store", "strangers_at_door", 0.1), ("store", "stream_garbage", 0.1))
-            yield Door(node.name, "store streams", at, plane="store", admit=hostile_streams.of_values, counters=counted)
+            yield Target(node.name, "store", at, "store-request", "store", counters=garbage)
+            counted = (("store", "streams", 0.1), ("store", "without_ticket", 0.1), ("store", "stream_garbage", 0.1))
+            yield Target(node.name, "store streams", at, plane="store", admit=hostile_streams.of_values, counters=counted)
         if node.role == "cache-node" and (events := node.settings.get("kv_events")):
             cut, garbage = (("kv_events", "subscribers_cut", 0),), (("kv_events", "replay_garbage", 0),)
-            yield Door(node.name, "events", events["endpoint"], "envelope", "events", zmq.XSUB, counters=cut)
+            yield Target(node.name, "events", events["endpoint"], "envelope", "events", zmq.XSUB, counters=cut)
             at = events["replay_endpoint"]
-            yield Door(node.name, "replay", at, "segment-header", "events", prefix=(b"",), counters=garbage)
+            yield Target(node.name, "replay", at, "segment-header", "events", prefix=(b"",), counters=garbage)
     for name, url in cluster.urls().items():
-        yield Door(name, "http", url.replace("http://", "tcp://"), "completions")
+        yield Target(name, "http", url.replace("http://", "tcp://"), "completions")
 
 
 async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], None]) -> Assault:
     """Send `count` inputs to every socket, a few sockets at a time. A socket that took too few or counted none is a problem,
     since the run then shows nothing of it."""
-    made, targets = Assault(), list(doors(cluster))
+    made, targets = Assault(), list(targets_of(cluster))
     slots = asyncio.Semaphore(AT_ONCE)
     before = await cluster.dumps()
 
-    async def one(door: Door) -> None:
+    async def one(target: Target) -> None:
         async with slots:
             began = time.monotonic()
-            made.taken[door.name] = await asyncio.to_thread(_send, cluster, door, count, Random(f"{seed} {door.name}"))
-            say(f"{made.taken[door.name]:,} inputs to {door.name} in {time.monotonic() - began:.0f} s")
+            made.taken[target.name] = await asyncio.to_thread(_send, cluster, target, count, Random(f"{seed} {target.name}"))
+            say(f"{made.taken[target.name]:,} inputs to {target.name} in {time.monotonic() - began:.0f} s")
 
     async with asyncio.TaskGroup() as group:
-        for door in targets:
-            group.create_task(one(door))
+        for target in targets:
+            group.create_task(one(target))
     after = await cluster.dumps()
     counted, counted_before = refusals(after), refusals(before)
     say("counted: " + ", ".join(f"{name} {number - counted_before[name]:,}" for name, number in sorted(counted.items())))
-    for door in targets:
-        made.problems += spared(door, door.wanted(count), made.taken[door.name], before.get(door.node), after.get(door.node))
+    for target in targets:
+        made.problems += spared(
+            target, target.wanted(count), made.taken[target.name], before.get(target.node), after.get(target.node)
+        )
     return made
 
 
-def spared(door: Door, wanted: int, taken: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
+def spared(
+    target: Target, wanted: int, taken: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> list[str]:
     """Return why a socket counts as not attacked. `before`, `after`: dumps of its node; None: it did not answer."""
     found = []
     if taken < MIN_TAKEN_SHARE * wanted or not taken:
-        found.append(f"{door.name} took {taken:,} of {wanted:,} hostile inputs")
+        found.append(f"{target.name} took {taken:,} of {wanted:,} hostile inputs")
     if before is None or after is None:
-        return [*found, f"{door.node} did not tell what it counted of them"]
-    for part, prefix, share in door.counters:
+        return [*found, f"{target.node} did not report its counts of them"]
+    for part, prefix, share in target.counters:
         counted = _counted(after, part, prefix) - _counted(before, part, prefix)
         if counted < max(1.0, share * wanted):
-            found.append(f"{door.name} took {taken:,} hostile inputs, and {part}_{prefix} rose by {counted:,}")
+            found.append(f"{target.name} took {taken:,} hostile inputs, and {part}_{prefix} rose by {counted:,}")
     return found
 
 
@@ -174,44 +181,49 @@ def refusals(dumps: Mapping[str, Any]) -> Counter[str]:
     return found
 
 
-def _send(cluster: Cluster, door: Door, count: int, random: Random) -> int:
-    address, _, port = door.endpoint.removeprefix("tcp://").rpartition(":")
-    wanted, thief = door.wanted(count), next(name for name in cluster.children if name != door.node)
-    who = {"store": OUTSIDER, "events": SUBSCRIBER}.get(door.plane, thief)
+def _send(cluster: Cluster, target: Target, count: int, random: Random) -> int:
+    address, _, port = target.endpoint.removeprefix("tcp://").rpartition(":")
+    wanted, thief = target.wanted(count), next(name for name in cluster.children if name != target.node)
+    who = {"store": OUTSIDER, "events": SUBSCRIBER}.get(target.plane, thief)
     sockets = Sockets(cluster.keys.of(who) if cluster.keys else None, allow_plain_tcp=True, io_threads=1)
-    if door.admit is not None:
-        return hostile_streams.pour(sockets, door.endpoint, door.node, door.admit, wanted, random)
+    if target.admit is not None:
+        return hostile_streams.pour(sockets, target.endpoint, target.node, target.admit, wanted, random)
     for _ in range(count // NOISE_SHARE):
         with suppress(OSError), socket.create_connection((address, int(port)), timeout=TIMEOUT_S) as stream:
             stream.sendall(random.randbytes(random.choice((1, 64, 4096))))
-    seeds = list(DECODERS[door.decoder].seeds())
-    if door.decoder == "session":
+    seeds = list(DECODERS[target.decoder].seeds())
+    if target.decoder == "session":
         seeds += _spoken_by(thief)
     inputs = islice(cycle(mutations(seeds, random, min(count, DRAWN), 8192)), wanted)
-    if door.what == "http":
+    if target.what == "http":
         with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
             return sum(pool.map(partial(_call, address, int(port)), inputs))
     sockets.borrow()
-    taken = _pour(sockets, door, inputs)
-    _send_and_leave(sockets, door, seeds)
+    taken = 0
+    while some := list(islice(inputs, PER_CONNECTION)):
+        took = _pour(sockets, target, some)
+        _send_and_leave(sockets, target, seeds)
+        taken += took
+        if took < len(some):
+            break
     sockets.give_back()
     return taken
 
 
-def _send_and_leave(sockets: Sockets, door: Door, seeds: list[bytes]) -> None:
+def _send_and_leave(sockets: Sockets, target: Target, seeds: list[bytes]) -> None:
     """Open many connections that send much, ping in between, and leave whatever the node has read by then."""
-    crowd = []
-    for _ in range(CROWD):
-        connection, _ = sockets.connecting(door.kind, door.endpoint, door.plane, _LIMITS, server=door.node)
+    senders = []
+    for _ in range(SENDERS):
+        connection, _ = sockets.connecting(target.kind, target.endpoint, target.plane, _LIMITS, server=target.node)
         connection.heartbeat_ivl = PING_MS
-        connection.connect(door.endpoint)
-        crowd.append(connection)
-    for raw in islice(cycle(seeds), CROWD_INPUTS):
-        for connection in crowd:
+        connection.connect(target.endpoint)
+        senders.append(connection)
+    for raw in islice(cycle(seeds), INPUTS_OF_EACH):
+        for connection in senders:
             with suppress(zmq.Again):
-                connection.send_multipart([*door.prefix, raw], zmq.NOBLOCK)
-    time.sleep(CROWD_S)
-    for connection in crowd:
+                connection.send_multipart([*target.prefix, raw], zmq.NOBLOCK)
+    time.sleep(SENDERS_S)
+    for connection in senders:
         connection.close(linger=0)
 
 
@@ -221,26 +233,26 @@ def _spoken_by(name: str) -> list[bytes]:
     for raw in bodies:
         decode(raw)
     common = {"version": PROTOCOL_VERSION, "sender": name, "floor": 1, "to_incarnation": 1, "ack_epoch": 0, "ack": 0}
-    lives = ((1, 0), (1 << 47, 1))
+    incarnations = ((1, 0), (1 << 47, 1))
     return [
-        encode(Envelope(incarnation=life, epoch=1, sequence=sequence, bodies=(body,), **common))  # type: ignore[arg-type]
+        encode(Envelope(incarnation=incarnation, epoch=1, sequence=sequence, bodies=(body,), **common))  # type: ignore[arg-type]
         for body in bodies
-        for life, sequence in lives
+        for incarnation, sequence in incarnations
     ]
 
 
-def _pour(sockets: Sockets, door: Door, inputs: Iterator[bytes]) -> int:
+def _pour(sockets: Sockets, target: Target, inputs: Iterable[bytes]) -> int:
     """Send inputs by a ZeroMQ socket that reconnects when it is cut. Inputs sent while it is disconnected do not count."""
-    connection, _ = sockets.borrow().connecting(door.kind, door.endpoint, door.plane, _LIMITS, server=door.node)
+    connection, _ = sockets.borrow().connecting(target.kind, target.endpoint, target.plane, _LIMITS, server=target.node)
     connection.immediate = True
     connection.sndtimeo = int(STALL_S * 1000)
     monitor: zmq.Socket[bytes] = connection.get_monitor_socket(_IN | _OUT)
-    connection.connect(door.endpoint)
+    connection.connect(target.endpoint)
     sent, is_in = 0, False
     with suppress(zmq.Again):
         for raw in inputs:
             is_in = _is_in(monitor, is_in)
-            connection.send_multipart([*door.prefix, raw])
+            connection.send_multipart([*target.prefix, raw])
             sent += 1
             if not sent % 100:
                 _drop_answers(connection)

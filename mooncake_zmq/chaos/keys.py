@@ -15,7 +15,7 @@ OUTSIDER = "outsider"
 """The name of a client of stores, whose key is valid on no other plane."""
 SUBSCRIBER = "subscriber"
 """The name of a subscriber to KV events."""
-NOBODY = "nobody"
+UNLISTED = "unlisted"
 """The name of a client whose key stands in no file."""
 SPREAD_S = 1.5
 """The time in which every running node has reread the public keys."""
@@ -31,7 +31,7 @@ class RunKeys:
         self._spreading = threading.Lock()
         wanted: list[tuple[str, tuple[Kind, ...]]] = [(name, ("node",)) for name in nodes]
         key_files.make(directory, [*wanted, (OUTSIDER, ("store",)), (SUBSCRIBER, ("events",))])
-        key_files.make(directory / NOBODY, [(NOBODY, ("node",))])
+        key_files.make(directory / UNLISTED, [(UNLISTED, ("node",))])
         for path in hosts.values():
             make_own_directory(path)
         self._spread()
@@ -41,8 +41,8 @@ class RunKeys:
     def of_strangers(self) -> list[Keys]:
         """Return the keys of clients that are not admitted, each with all public keys."""
         outsider = key_files.load(self._directory, OUTSIDER)
-        nobody = key_files.load(self._directory / NOBODY, NOBODY)
-        return [outsider, replace(nobody, book=outsider.book, path=outsider.path)]
+        unlisted = key_files.load(self._directory / UNLISTED, UNLISTED)
+        return [outsider, replace(unlisted, book=outsider.book, path=outsider.path)]
 
     def of(self, name: str) -> Keys:
         """Return one node's own keys, as a thief would have them. Raises KeysError in the midst of a rotation."""

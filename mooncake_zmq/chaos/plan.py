@@ -60,7 +60,7 @@ class Kind(Enum):
         return self in _OUTAGES
 
     @property
-    def ends_lives(self) -> bool:
+    def ends_processes(self) -> bool:
         """Return whether a process ends by it."""
         return self.is_outage and self not in (Kind.STOP, Kind.TAKEOVER, Kind.PARTITION, Kind.ONE_WAY)
 

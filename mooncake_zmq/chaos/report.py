@@ -56,9 +56,11 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
 
     if growth := max(outcome.growths.items(), key=lambda each: each[1].bytes_per_h, default=None):
         name, seen = growth
-        judged = "" if seen.observed_s >= JUDGED_S else ": too short to judge"
-        worst = f"{seen.bytes_per_h / (1 << 20):+.1f}, {name}, over {seen.observed_s / 60:.0f} minutes{judged}"
-        yield "MiB an hour, of the node that grew most", worst, not list(growing(outcome.growths))
+        minutes, least = seen.observed_s / 60, JUDGED_S / 60
+        worst = f"{seen.bytes_per_h / (1 << 20):+.1f}, {name}, over {minutes:.0f} minutes"
+        if seen.observed_s < JUDGED_S:
+            worst = f"{minutes:.0f} minutes are too short to judge: {least:.0f} are needed"
+        yield "MiB an hour, of the node that grew most", worst, bool(outcome.inputs) or not list(growing(outcome.growths))
 
 
 def _longest(outcome: Outcome, *, several: bool) -> str:
@@ -94,7 +96,7 @@ def print_report(outcome: Outcome, wanted: Wanted, console: Console) -> None:
             f"not clean: seed={wanted.seed} minutes={wanted.duration_s / 60:g} logs={outcome.directory}", highlight=False
         )
     else:
-        console.print("[green]clean[/]: everything was heard, returned, closed and removed")
+        console.print("[green]clean[/]: everything was answered, returned, closed and removed")
 
 
 def as_json(outcome: Outcome, wanted: Wanted) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Two tenants of one cluster: bob asks small questions all the time while alice floods it in each way in turn. Bob must be
-answered, and rightly; his latency is measured beside each flood and alone."""
+answered, and rightly; his latency is measured beside each flood and alone, and so is the CPU time that the cluster uses between
+his question and his answer, in which other programs' time does not count."""
 
 import asyncio
 import json
@@ -61,12 +62,16 @@ class Served:
 
     latencies_s: list[float] = field(default_factory=list)
     """The latencies of right answers."""
+    gateway_s: list[float] = field(default_factory=list)
+    """The CPU time that the gateway used during each of them, and then all nodes together."""
+    nodes_s: list[float] = field(default_factory=list)
     problems: Counter[str] = field(default_factory=Counter)
 
-    def percentile_s(self, share: float) -> float:
-        """Return the percentile by nearest rank; NaN where nothing was answered."""
-        ranked = sorted(self.latencies_s)
-        return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else math.nan
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile by nearest rank; NaN where there are no values."""
+    ranked = sorted(values)
+    return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +82,18 @@ class Row:
     alone: Served
     beside: Served
     got: Mapping[str, int]
+    cpu_s: float = 0.0
+    """The CPU time of the flood itself, of what nothing else used: a flood that got little shows nothing."""
 
     @property
     def ratio(self) -> float:
-        return self.beside.percentile_s(0.99) / self.alone.percentile_s(0.99)
+        """The ratio of the latencies' p99."""
+        return percentile(self.beside.latencies_s, 0.99) / percentile(self.alone.latencies_s, 0.99)
+
+    @property
+    def gateway_ratio(self) -> float:
+        """The ratio of the p99 of the gateway's CPU time."""
+        return percentile(self.beside.gateway_s, 0.99) / percentile(self.alone.gateway_s, 0.99)
 
 
 @dataclass(slots=True)
@@ -96,37 +109,48 @@ class Outcome:
 class Bob:
     """A client of one gateway that asks small questions, some at a time, each on a connection of its own."""
 
-    def __init__(self, host: str, port: int, key: str) -> None:
+    def __init__(
+        self, host: str, port: int, key: str, *, gateway: str = "", cpu_s: Callable[[], dict[str, float]] = dict
+    ) -> None:
+        """`cpu_s` returns the CPU time that each process of the cluster has used so far, of which one is the `gateway`."""
         self._host, self._port, self._key = host, port, key
+        self._gateway, self._cpu_s = gateway, cpu_s
         self._random = Random("bob")
         self._truth = Truth()
 
     async def ask_for(self, duration_s: float) -> Served:
         """Ask without a pause for so long, and judge every token afterwards."""
         ends_at = time.monotonic() + duration_s
-        served, answers = Served(), list[tuple[list[int], float, Any]]()
+        served, answers = Served(), list[tuple[list[int], list[float], Any]]()
 
         async def one() -> None:
             while time.monotonic() < ends_at:
                 prompt = [self._random.randrange(EOS_ID) for _ in range(PROMPT_TOKENS)]
-                began = time.monotonic()
+                began = self._clocks()
                 try:
                     got = await self._ask(prompt)
                 except (OSError, TimeoutError, ValueError, LookupError) as error:
                     served.problems[f"no answer: {type(error).__name__} {error}"] += 1
                     await asyncio.sleep(POLL_S)
                 else:
-                    answers.append((prompt, time.monotonic() - began, got))
+                    took = [after - before for before, after in zip(began, self._clocks(), strict=True)]
+                    answers.append((prompt, took, got))
 
         await asyncio.gather(*[one() for _ in range(BOBS)])
-        for prompt, latency_s, got in answers:
+        for prompt, took, got in answers:
             if not isinstance(got, list):
                 served.problems[f"status {got}"] += 1
             elif got != await asyncio.to_thread(self._truth.tokens, prompt, ANSWER_TOKENS):
                 served.problems["wrong tokens"] += 1
             else:
-                served.latencies_s.append(latency_s)
+                for values, value in zip((served.latencies_s, served.gateway_s, served.nodes_s), took, strict=True):
+                    values.append(value)
         return served
+
+    def _clocks(self) -> tuple[float, float, float]:
+        """Return the time, and the CPU time that the gateway and all nodes have used."""
+        used = self._cpu_s()
+        return time.monotonic(), used.get(self._gateway, 0.0), sum(used.values())
 
     async def _ask(self, prompt: list[int]) -> list[int] | str:
         """Return the tokens of an answer, or the status of a refusal."""
@@ -203,7 +227,7 @@ class TenantsRun:
                 return
             gateway, where = next(iter(cluster.urls().items()))
             host, _, port = where.removeprefix("http://").partition(":")
-            bob = Bob(host, int(port), self._secrets["bob"])
+            bob = Bob(host, int(port), self._secrets["bob"], gateway=gateway, cpu_s=cluster.cpu_s)
             node = next(node for node in cluster.config.nodes if node.store_endpoint)
             store = node.store_endpoint.replace("://", f"://{node.name}@")
             keys = str(self.outcome.directory / "keys") if cluster.keys else ""
@@ -235,7 +259,7 @@ class TenantsRun:
         if process.returncode:
             self.outcome.problems.append(f"{kind}: the flood itself failed: {complaint.decode(errors='replace')[-500:]}")
             return
-        row = Row(kind, alone, beside, json.loads(said.splitlines()[-1]))
+        row = Row(kind, alone, beside, **json.loads(said.splitlines()[-1]))
         self.outcome.rows.append(row)
         self._say(f"{kind}: {' '.join(_cells(row)[1:])}")
         for when, served in (("alone before", alone), ("beside", beside)):
@@ -267,22 +291,36 @@ async def _left(cluster: Cluster, gateway: str) -> str | None:
 
 
 def _cells(row: Row) -> list[str]:
-    def both(served: Served) -> str:
-        return f"{served.percentile_s(0.5) * 1000:.0f} / {served.percentile_s(0.99) * 1000:.0f}"
+    def both(values: Sequence[float]) -> str:
+        return f"{percentile(values, 0.5) * 1000:.0f} / {percentile(values, 0.99) * 1000:.0f}"
 
     got = ", ".join(f"{what} {count:,}" for what, count in sorted(row.got.items(), key=lambda each: -each[1]))
-    return [row.kind, both(row.alone), both(row.beside), f"{row.ratio:.2f}", got]
+    alone, beside = row.alone, row.beside
+    times = [both(alone.latencies_s), both(beside.latencies_s), f"{row.ratio:.2f}"]
+    gateways = [both(alone.gateway_s), both(beside.gateway_s), f"{row.gateway_ratio:.2f}"]
+    return [row.kind, *times, *gateways, both(alone.nodes_s), both(beside.nodes_s), f"{row.cpu_s:.1f}", got]
+
+
+HEADS = (
+    *("flood", "alone, ms, p50 / p99", "beside it", "ratio of p99"),
+    *("gateway's CPU alone, ms, p50 / p99", "beside it", "ratio of p99"),
+    *("all nodes' CPU alone, ms, p50 / p99", "beside it", "alice's CPU, s", "what alice got"),
+)
 
 
 def print_report(outcome: Outcome, console: Console) -> None:
     """Print the table, and what was wrong."""
     table = Table(title=f"bob beside alice's floods, {outcome.network}", title_justify="left", box=None)
-    for head in ("flood", "alone, ms, p50 / p99", "beside it", "ratio of p99", "what alice got"):
+    for head in HEADS:
         table.add_column(head, overflow="fold")
     for row in outcome.rows:
         style = "yellow" if not row.ratio <= WANTED_RATIO else "default"
         table.add_row(*(f"[{style}]{escape(cell)}[/]" for cell in _cells(row)))
     console.print(table)
+    console.print(
+        "Alice's clients get only the CPU that nothing else uses: where that is little, a row shows little. The CPU columns "
+        "count what the cluster does between bob's question and his answer; other programs' time is not in them."
+    )
     for problem in outcome.problems:
         console.print(f"[red]{escape(problem)}[/]", soft_wrap=True)
     if above := [row.kind for row in outcome.rows if not row.ratio <= WANTED_RATIO]:
@@ -302,7 +340,9 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
                 "alone_ms": {"count": len(row.alone.latencies_s)} | _percentiles(row.alone),
                 "beside_ms": {"count": len(row.beside.latencies_s)} | _percentiles(row.beside),
                 "ratio": round(row.ratio, 3) if served_at_all(row) else None,
+                "gateway_cpu_ratio": round(row.gateway_ratio, 3) if served_at_all(row) else None,
                 "alice": dict(row.got),
+                "alice_cpu_s": round(row.cpu_s, 2),
             }
             for row in outcome.rows
         ],
@@ -312,7 +352,9 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def _percentiles(served: Served) -> dict[str, float | None]:
+    measured = {"": served.latencies_s, "gateway_cpu_": served.gateway_s, "nodes_cpu_": served.nodes_s}
     return {
-        name: round(served.percentile_s(share) * 1000, 2) if served.latencies_s else None
+        f"{what}{name}": round(percentile(values, share) * 1000, 2) if values else None
+        for what, values in measured.items()
         for name, share in (("p50", 0.5), ("p99", 0.99))
     }

@@ -10,6 +10,7 @@ from typing import Final
 from mooncake_zmq.conductor.choices import NO_LIMIT, DecodeChoice, Limits, PrefillChoice
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.messages import Schedule
+from mooncake_zmq.core.tenant_room import left_free
 
 MIN_RETRY_S: Final = 1.0
 """The shortest Retry-After, which is given in whole seconds."""
@@ -27,7 +28,7 @@ class Admission:
         self._looks_at_decodes = settings.admission not in ("none", "baseline")
         self._ttft_s, self._tbt_s = _bound_s(settings.ttft_slo_s), _bound_s(settings.tbt_slo_s)
         """The SLOs of the deployment, for requests that name none."""
-        self._waiting_share = settings.patience
+        self._waiting_share = settings.waiting_share
 
     def limits(self, schedule: Schedule) -> Limits:
         """Return the request's own SLOs, or the deployment's where it names none; 0 means none."""
@@ -55,12 +56,18 @@ class Admission:
         return bounded(excess_s) if excess_s > 0 else 0.0
 
     def slow_decode_s(self, limits: Limits, decode: DecodeChoice, expected_tokens: float) -> float:
-        """Return after how many seconds to try again, if the later tokens would come too slowly; 0 to admit."""
+        """Return after how many seconds to try again, if the later tokens would come too slowly; 0 to admit. A tenant leaves
+        to others a share of the time by which a step may be longer than for a request alone."""
         slo_s = limits.tbt_s
-        if not self._looks_at_decodes or decode.tbt_s <= slo_s:
+        if not self._looks_at_decodes:
+            return 0.0
+        limit_s = slo_s
+        if decode.tenant_s:
+            limit_s -= left_free(decode.tenant_s, slo_s - decode.alone_s)
+        if decode.tbt_s <= limit_s:
             return 0.0
         batching_s = decode.tbt_s - decode.alone_s
-        excess_s = batching_s - self._waiting_share * decode.alone_s if decode.alone_s >= slo_s else decode.tbt_s - slo_s
+        excess_s = batching_s - self._waiting_share * decode.alone_s if decode.alone_s >= slo_s else decode.tbt_s - limit_s
         if excess_s <= 0 or batching_s <= 0:
             return 0.0
         leavers = math.ceil(decode.batch * min(1.0, excess_s / batching_s))

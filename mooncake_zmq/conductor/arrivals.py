@@ -2,14 +2,15 @@
 
 import math
 from bisect import bisect_left
+from typing import Final
 
-SIZES = 40
-HALF_LIFE_S = 60.0
-SMALLEST_S = 1e-3
-MEASURED_S = 5.0
+SIZES: Final = 40
+HALF_LIFE_S: Final = 60.0
+SMALLEST_S: Final = 1e-3
+MEASURED_S: Final = 5.0
 """The shortest time over which a rate is estimated."""
 MIDDLES_S = tuple([SMALLEST_S * 2 ** (size / 2) for size in range(SIZES)])
-LARGEST_WEIGHT = 1e12
+LARGEST_WEIGHT: Final = 1e12
 PER_S = math.log(2) / HALF_LIFE_S
 """The factor from the sum of all weights to a steady rate."""
 

@@ -10,6 +10,7 @@ and the contents of the node's memory.
 import math
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Final
 
 import msgspec
 
@@ -20,26 +21,26 @@ from mooncake_zmq.conductor.membership import Member, Membership
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Effect, Send, SetTimer
-from mooncake_zmq.core.asks import Answer
+from mooncake_zmq.core.actor_parts import Tally
+from mooncake_zmq.core.commands import Answer
 from mooncake_zmq.core.messages import ChangeRole, DecodeLoad, PrefillLoad
 from mooncake_zmq.core.roles import BECOMES, Role
-from mooncake_zmq.core.shell import Tally
 
 BALANCE = ("balance",)
-SAMPLES = 10
+SAMPLES: Final = 10
 """Samples of the loads taken in `role_change_after_s`; a new sample has `WEIGHT` in their running mean."""
-WEIGHT = 0.3
-ACTING = 3
+WEIGHT: Final = 0.3
+ACTING: Final = 3
 """Samples without any request, after which another conductor is assumed to receive the requests."""
-BUSY = 0.8
+BUSY: Final = 0.8
 """The load below which a role needs no further node, however idle the other role is."""
-QUIET = 2
+QUIET: Final = 2
 """The pause after a change, as a multiple of `role_change_after_s`."""
-PATIENCE = 10
+CHANGE_TIMEOUT: Final = 10
 """The time limit of a change, as a multiple of `role_change_after_s`; after it the change is forgotten."""
-OPERATORS_LIMIT_S = 600.0
+OPERATORS_LIMIT_S: Final = 600.0
 """The time limit of a change when only operators ask for changes."""
-TYPICAL_WEIGHT = 0.02
+TYPICAL_WEIGHT: Final = 0.02
 """The weight of one request in the typical request: about the last fifty count."""
 
 
@@ -124,7 +125,7 @@ class Balance:
         self._outputs = outputs
         self._after_s = after_s = settings.role_change_after_s
         self._every_s = after_s / SAMPLES if after_s else OPERATORS_LIMIT_S / SAMPLES
-        self._limit_s = PATIENCE * after_s if after_s else OPERATORS_LIMIT_S
+        self._limit_s = CHANGE_TIMEOUT * after_s if after_s else OPERATORS_LIMIT_S
         self._lopsided = Lopsided(after_s, settings.role_change_ratio)
         self._change: _Change | None = None
         self._quiet_until = -math.inf
@@ -185,7 +186,7 @@ class Balance:
         leaves = self._change is not None and sender == self._change.node and not load.draining
         return msgspec.structs.replace(load, draining=True) if leaves else load
 
-    def wish(self, now: float, node: str, role: Role) -> tuple[Answer, list[Effect]]:
+    def request_role(self, now: float, node: str, role: Role) -> tuple[Answer, list[Effect]]:
         """Handle an operator's request that `node` changes its role; return the answer to the operator and the effects."""
         member, change = self._members.get(node), self._change
         if member is None:
@@ -197,7 +198,7 @@ class Balance:
         if member.may_become != role:
             return {"error": f"{node} is a {member.role} and may not become a {role}: see may_become of nodes"}, []
         if change is None and node not in [each.name for each in self._working(member.role)]:
-            return {"error": f"{node} drains, or rests: it changes its role when it takes requests again"}, []
+            return {"error": f"{node} drains or is cordoned: it changes its role when it takes requests again"}, []
         if not [each for each in self._working(member.role) if each.name != node]:
             return {"error": f"{node} is the only {member.role} that takes requests"}, []
         effects = [] if change is not None else self._begin(now, member, role)

@@ -2,10 +2,11 @@
 
 import hashlib
 import math
+from typing import Final
 
 from mooncake_zmq.conductor.booking import Booking, BookingKey
 
-COUNTER_BITS = 28
+COUNTER_BITS: Final = 28
 """The bits of the counter in a booking number: it repeats after a quarter of a billion placements. The 20 bits above it
 identify the conductor and its incarnation."""
 
@@ -36,12 +37,12 @@ class Bookings:
         if not self._by_key:
             self._since = booking.at
         self._by_key[booking.key] = booking
-        self._by_number[booking.placed.booking] = booking
+        self._by_number[booking.number] = booking
 
     def remove(self, booking: Booking) -> None:
         """Remove a booking."""
         del self._by_key[booking.key]
-        del self._by_number[booking.placed.booking]
+        del self._by_number[booking.number]
 
     def get(self, key: BookingKey) -> Booking | None:
         """Return the booking of a request, if there is one."""
@@ -80,4 +81,4 @@ class Bookings:
             assert self._since <= booking.at
             assert key == booking.key
             assert key[1] == booking.placed.request_id
-            assert self._by_number[booking.placed.booking] is booking
+            assert self._by_number[booking.number] is booking

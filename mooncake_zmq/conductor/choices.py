@@ -118,11 +118,21 @@ class PrefillChoice:
 class DecodeChoice:
     """The decode chosen for a request: its expected `batch` without the request when that joins, and the predicted TBT with
     it, see `core.gaps`. `alone_s`: the TBT without other requests; `moving_s`: the seconds that the link of the prefill's host
-    carries its KV."""
+    carries its KV; `tenant_s`: what the named tenant's requests there, with this one, add to a step, 0 if there are none."""
 
-    __slots__ = ("alone_s", "batch", "moving_s", "node", "tbt_s")
+    __slots__ = ("alone_s", "batch", "moving_s", "node", "tbt_s", "tenant_s")
 
-    def __init__(self, node: DecodeNode, *, tbt_s: float, batch: float, alone_s: float, moving_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        node: DecodeNode,
+        *,
+        tbt_s: float,
+        batch: float,
+        alone_s: float,
+        moving_s: float = 0.0,
+        tenant_s: float = 0.0,
+    ) -> None:
+        self.tenant_s = tenant_s
         self.moving_s = moving_s
         self.node = node
         self.tbt_s = tbt_s

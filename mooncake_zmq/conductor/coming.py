@@ -65,18 +65,18 @@ class Coming:
         if first >= len(keys):
             return
         starts = self._starts_of(node, keys, first, len(keys))
-        chain = self._chains[booking.placed.booking] = Chain(booking, node, keys, first, tokens, starts)
+        chain = self._chains[booking.number] = Chain(booking, node, keys, first, tokens, starts)
         self._enter(chain, booking.at)
 
     def wait(self, booking: Booking, node: PrefillNode, key: Key, found: Found) -> None:
         """Note that a placement waits for `key`, the last of what was found to be coming of its prompt."""
-        number = booking.placed.booking
+        number = booking.number
         waiter = Waiter(booking, node, key, first=found.held, blocks=found.blocks, links=found.links)
         self._waiters[number] = waiter
         self._wanted.setdefault(key, []).append(waiter)
         for chain, _ in found.links:
             chain.waiters[number] = waiter
-            self._waited.setdefault(chain.node, {})[chain.booking.placed.booking] = chain
+            self._waited.setdefault(chain.node, {})[chain.booking.number] = chain
             self._watched |= dict.fromkeys(chain.starts, chain)
 
     def remove(self, now: float, number: int, *, lost: bool = False) -> None:
@@ -100,7 +100,7 @@ class Coming:
             waiter.links = tuple([link for link in waiter.links if link[0] is not chain])
             if not waiter.links:
                 waiter.until = now + PUT_GRACE_S
-                self._settling[waiter.booking.placed.booking] = waiter
+                self._settling[waiter.booking.number] = waiter
         chain.waiters.clear()
         self._unwatch(chain)
 
@@ -151,7 +151,7 @@ class Coming:
                 self._release(waiter, (holder,))
         if not self._watched.keys().isdisjoint(keys):
             chains = [self._watched[key] for key in keys if key in self._watched]
-            for chain in {chain.booking.placed.booking: chain for chain in chains}.values():
+            for chain in {chain.booking.number: chain for chain in chains}.values():
                 self._advance(chain, holder)
 
     def review(self, now: float, node: PrefillNode) -> None:
@@ -172,7 +172,7 @@ class Coming:
         for number, chain in self._chains.items():
             assert bookings.numbered(number) is chain.booking, f"{number} is not booked, and its blocks are coming"
             assert all(self._waiters.get(each) is waiter for each, waiter in chain.waiters.items())
-        assert all(self._chains[chain.booking.placed.booking] is chain for chain in self._starts.values())
+        assert all(self._chains[chain.booking.number] is chain for chain in self._starts.values())
         assert all(chain.waiters for chain in self._watched.values())
         waited = [chain for chains in self._waited.values() for chain in chains.values()]
         assert len(waited) == sum(1 for chain in self._chains.values() if chain.waiters)
@@ -183,7 +183,7 @@ class Coming:
             assert waiter.links or waiter.until < math.inf, "a waiter that nothing would release"
             assert (number in self._settling) == (waiter.until < math.inf)
             assert all(chain.waiters[number] is waiter for chain, _ in waiter.links)
-            assert all(self._chains.get(chain.booking.placed.booking) is chain for chain, _ in waiter.links)
+            assert all(self._chains.get(chain.booking.number) is chain for chain, _ in waiter.links)
         assert sum(map(len, self._wanted.values())) == len(self._waiters)
 
     # --- leaves
@@ -222,15 +222,15 @@ class Coming:
         self._drop(waiter)
         booking = waiter.booking
         booking.earliest = 0.0
-        chain = self._chains.get(booking.placed.booking)
+        chain = self._chains.get(booking.number)
         if chain is not None and not sources and waiter.first < chain.first and not chain.waiters:
             more = self._starts_of(chain.node, chain.keys, waiter.first, chain.first)
             chain.first, chain.pooled, chain.starts = waiter.first, waiter.first, (*more, *chain.starts)
             self._enter(chain, booking.at)
-        self.ended.append(Ended(waiter.node.name, waiter.booking.placed.booking, sources))
+        self.ended.append(Ended(waiter.node.name, waiter.booking.number, sources))
 
     def _drop(self, waiter: Waiter) -> None:
-        number = waiter.booking.placed.booking
+        number = waiter.booking.number
         del self._waiters[number]
         same = self._wanted[waiter.key]
         same.remove(waiter)
@@ -246,7 +246,7 @@ class Coming:
         if chain.waiters:
             return
         of_node = self._waited.get(chain.node, {})
-        of_node.pop(chain.booking.placed.booking, None)
+        of_node.pop(chain.booking.number, None)
         if not of_node:
             self._waited.pop(chain.node, None)
         for key in chain.starts:

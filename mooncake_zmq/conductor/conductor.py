@@ -19,18 +19,19 @@ from mooncake_zmq.conductor.corrections import Accuracy, OutputLengths
 from mooncake_zmq.conductor.decodes import Decodes
 from mooncake_zmq.conductor.inventory import SWEEP, Inventory
 from mooncake_zmq.conductor.membership import Member, Membership
-from mooncake_zmq.conductor.picture import Picture
 from mooncake_zmq.conductor.placement import Placement, rejected
 from mooncake_zmq.conductor.plans import Plan
 from mooncake_zmq.conductor.prefills import Prefills
 from mooncake_zmq.conductor.roll_call import ROLL_CALL, RollCall
 from mooncake_zmq.conductor.settings import ConductorSettings
-from mooncake_zmq.conductor.sources import SHELF
+from mooncake_zmq.conductor.snapshot import Snapshot
+from mooncake_zmq.conductor.sources import STORE
 from mooncake_zmq.conductor.suspects import Suspects
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.actor import (
     Answered,
     Asked,
+    CordonWanted,
     Drained,
     DrainTimedOut,
     DrainWanted,
@@ -39,13 +40,13 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
-    RestWanted,
     Send,
     SetTimer,
     Started,
     TimerFired,
 )
-from mooncake_zmq.core.asks import SetCopies, SetRole
+from mooncake_zmq.core.actor_parts import Tally
+from mooncake_zmq.core.commands import SetCopies, SetRole
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
@@ -62,13 +63,12 @@ from mooncake_zmq.core.messages import (
     WaitEnded,
 )
 from mooncake_zmq.core.roles import ROLES
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.layout import BlockLayout
 
 Load = TypeVar("Load", PrefillLoad, DecodeLoad)
 
 EXPIRY = ("bookings",)
-EXPIRY_MIN_DELAY_S = 0.01
+EXPIRY_MIN_DELAY_S: Final = 0.01
 """The shortest delay of the timer: rounding may fire it slightly early, and it must not spin."""
 
 
@@ -123,7 +123,7 @@ class Conductor:
             batches=self._placement.batches,
             outputs=self._outputs,
         )
-        self._snapshot = Picture(
+        self._snapshot = Snapshot(
             settings,
             self._members,
             self._prefills,
@@ -185,16 +185,16 @@ class Conductor:
             case TimerFired(key) if key == SWEEP:
                 return self._inventory.on_timer()
             case TimerFired(key) if key == ROLL_CALL:
-                return self._roll_call.tell()
+                return self._roll_call.report()
             case TimerFired(key) if key == BALANCE:
                 return self._balance.on_timer(now)
             case Asked(ask_id, SetCopies(key, copies)):
                 return self._copies.on_wanted(now, ask_id, bytes.fromhex(key), copies)
             case Asked(ask_id, SetRole(node, role)):
-                answer, effects = self._balance.wish(now, node, role)
+                answer, effects = self._balance.request_role(now, node, role)
                 return [*effects, Answered(ask_id, answer)]
-            case RestWanted(resting):
-                return self._roll_call.rest(resting)
+            case CordonWanted(cordoned):
+                return self._roll_call.set_cordon(cordoned)
             case DrainWanted():
                 return [Drained()]
             case Started() | DrainTimedOut():
@@ -207,7 +207,7 @@ class Conductor:
         self._inventory.check()
         self._copies.check(now)
         for node in self._inventory.index.counts:
-            role = self._members.role_of(node.removesuffix(SHELF))
+            role = self._members.role_of(node.removesuffix(STORE))
             assert role in ("cache-node", "prefill", "vllm"), f"the index names {node}"
         vllms = [member.name for member in self._members.of_role("vllm")]
         for role, names in (("prefill", self._prefills.by_name), ("decode", self._decodes.by_name)):
@@ -322,7 +322,7 @@ class Conductor:
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
         index = self._inventory.index
         destination = index.join(sender)
-        self._inventory.sources.rest(destination, load.resting)
+        self._inventory.sources.set_cordon(destination, load.cordoned)
         pending_s = 0.0
         for rate in load.sources:
             if rate.source and self._members.role_of(rate.source) != "cache-node":
@@ -334,7 +334,7 @@ class Conductor:
 
     def _on_blocks(self, _now: float, sender: str, blocks: BlocksAnnounced) -> list[Effect]:
         self._inventory.announced_by_pool(sender, blocks)
-        if blocks.stored and not blocks.shelf:
+        if blocks.stored and not blocks.engine_blocks:
             self._coming.stored(sender, blocks.stored)
         return self._roll_call.announced(sender) if blocks.complete else []
 
@@ -364,7 +364,7 @@ class Conductor:
             self._unbook(now, booking)
         plan = self._placement.planner.plan(now, schedule)
         if attempt == 1:
-            self._copies.note(schedule.keys, plan.best)
+            self._copies.note(plan.keys, plan.best)
         answer = self._place(now, key, schedule, plan)
         if not self._expiry_armed and self._bookings:
             self._expiry_armed = True
@@ -387,11 +387,14 @@ class Conductor:
         self.counts.add("placed")
         if prefill.stages:
             self.counts.add("pipelines_placed")
-        self.counts.add("stand_ins_placed", int(prefill.node.spare or decided.decode.node.spare))
+        if prefill.node.spare or decided.decode.node.spare:
+            self.counts.add("stand_ins_placed")
         self.counts.add(_way(prefill))
         held = max(plan.longest, prefill.reuse_blocks)
-        self.counts.add("recomputed_blocks[reason=held]", held - prefill.reuse_blocks)
-        self.counts.add("recomputed_blocks[reason=coming]", max(0, plan.coming - held))
+        if held > prefill.reuse_blocks:
+            self.counts.add("recomputed_blocks[reason=held]", held - prefill.reuse_blocks)
+        if plan.coming > held:
+            self.counts.add("recomputed_blocks[reason=coming]", plan.coming - held)
         return booking.placed
 
     def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:
@@ -414,7 +417,7 @@ class Conductor:
             self._suspects.answered(placed, ended.outcome.output_tokens)
         if ended.stalled:
             self.counts.add("attempts_silent")
-            self._suspects.stalled(now, placed, told=ended.outcome is not None)
+            self._suspects.stalled(now, placed, had_token=ended.outcome is not None)
 
     # --- bookings
 
@@ -422,7 +425,7 @@ class Conductor:
         """Forget a booking; `gone` names the node of it that is down."""
         self._bookings.remove(booking)
         placed = booking.placed
-        number, prefill = placed.booking, placed.prefill
+        number, prefill = booking.number, placed.prefill
         self._coming.remove(now, number, lost=gone == prefill)
         self._prefills.unbook(now, self._prefills.by_name[prefill], number)
         for name in placed.stages:
@@ -456,8 +459,13 @@ class Conductor:
                 assert named, f"{number} is not booked on {prefill.name}"
         for decode in self._decodes.nodes:
             for booking in decode.coming:
-                assert self._bookings.numbered(booking.placed.booking) is booking, f"{booking.key} is not booked"
+                assert self._bookings.numbered(booking.number) is booking, f"{booking.key} is not booked"
                 assert booking.placed.decode == decode.name
+            for tenant, mine in decode.tenants.items():
+                assert mine, "a tenant without placements is forgotten"
+                for booking in mine:
+                    assert self._bookings.numbered(booking.number) is booking, f"{booking.key} is not booked"
+                    assert (booking.placed.decode, booking.tenant) == (decode.name, tenant)
 
 
 _FETCHED: Final = "plans[prefix=fetched]"

@@ -8,7 +8,7 @@ from mooncake_zmq.conductor.prefills import Prefills
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.conductor.replication import Replication
 from mooncake_zmq.core.actor import Answered, Effect, Send
-from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.kv.block_hash import Key
 
 RECENT_BLOCKS: Final = 512

@@ -7,32 +7,33 @@ factor is drawn towards 1 by both: a node whose first work was slow because its 
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from typing import Final
 
 from mooncake_zmq.conductor.booking import Booking
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import Measured, Outcome
-from mooncake_zmq.core.shell import Tally
 
-PRIOR_REPORTS = 0.5
+PRIOR_REPORTS: Final = 0.5
 """The number of reports that the cost model itself counts as. One measurement has a weight of two thirds, sixteen have 97
 %."""
-MOST_REPORTS = 16.0
+MOST_REPORTS: Final = 16.0
 """The most evidence kept, in reports: about four seconds of them, after which a change has taken effect."""
-MOST_CHANGE = 4.0
+MOST_CHANGE: Final = 4.0
 """The largest ratio to the known factor that one report counts as: a single stall is little evidence, however long it was."""
-MOST_FACTOR = 1e6
+MOST_FACTOR: Final = 1e6
 """The bounds of a factor (this and its inverse), so that an absurd report cannot make estimates infinite or zero."""
-RECENT_OUTCOMES = 128.0
+RECENT_OUTCOMES: Final = 128.0
 """The number of requests over which lateness and bias are averaged."""
-SPARE = 3.0
+SPARE: Final = 3.0
 """The multiple of the mean lateness that is held in reserve: about one request in a hundred is later."""
-MOST_SPARE = 0.25
-MOST_BIAS = 2.0
-OVERHEAD_OUTCOMES = 64
+MOST_SPARE: Final = 0.25
+MOST_BIAS: Final = 2.0
+OVERHEAD_OUTCOMES: Final = 64
 """The number of requests that the overhead is the median of."""
-MOST_OVERHEAD_S = 0.05
-PRIOR_OUTPUTS = 8.0
-MOST_OUTPUTS = 256.0
-MILLION = 1_000_000
+MOST_OVERHEAD_S: Final = 0.05
+PRIOR_OUTPUTS: Final = 8.0
+MOST_OUTPUTS: Final = 256.0
+MILLION: Final = 1_000_000
 KINDS = ("compute", "load", "transfer", "step", "output", "ttft", "tbt")
 """The kinds of predictions: in seconds, and for output in tokens."""
 COUNTERS = {
@@ -213,7 +214,7 @@ class Correction:
 
     def report(self, now: float, measured: Measured) -> bool:
         """Take in a node's report of its recent work, and return whether it is new information. A node's measurement fades
-        from report to report (see `core.pace`), so for the same predicted seconds only a larger difference is new."""
+        from report to report (see `core.speed`), so for the same predicted seconds only a larger difference is new."""
         seconds, predicted_s = measured.seconds, measured.predicted_s
         if not self._reports and predicted_s <= 0:
             return False

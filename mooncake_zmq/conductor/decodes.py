@@ -8,6 +8,7 @@ tokens.
 """
 
 from bisect import insort
+from typing import Final
 
 from mooncake_zmq.conductor.booking import Booking
 from mooncake_zmq.conductor.corrections import Accuracy, Correction, factor_of
@@ -16,7 +17,7 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, Measured
 
-UNLIMITED = 1 << 40
+UNLIMITED: Final = 1 << 40
 
 
 class DecodeNode:
@@ -26,7 +27,7 @@ class DecodeNode:
         "coming",
         "coming_requests",
         "context",
-        "crowd",
+        "candidates",
         "draining",
         "free",
         "held",
@@ -41,12 +42,21 @@ class DecodeNode:
         "spare",
         "step",
         "step_s",
+        "tenants",
         "there",
         "vllm",
     )
 
     def __init__(
-        self, name: str, host: str, *, half_life_s: float, step_s: float, vllm: bool, spare: bool, crowd: "Crowd | None"
+        self,
+        name: str,
+        host: str,
+        *,
+        half_life_s: float,
+        step_s: float,
+        vllm: bool,
+        spare: bool,
+        candidates: "Candidates | None",
     ) -> None:
         self.name = name
         self.host = host
@@ -54,7 +64,7 @@ class DecodeNode:
         self.spare = spare
         """Whether it is a vLLM that prefills for others; it also decodes what it prefilled while no other vLLM is open for
         prompts."""
-        self.crowd = crowd
+        self.candidates = candidates
         """The group in which a search finds it; None if it only takes what it prefilled itself."""
         self.draining = False
         self.load: DecodeLoad | None = None
@@ -80,27 +90,52 @@ class DecodeNode:
         self.coming: list[Booking] = []
         self.coming_requests = 0
         """The sequences of the requests in `coming`, with all choices."""
+        self.tenants: dict[str, dict[Booking, None]] = {}
+        """The placements of each named tenant that have not ended."""
 
-    def will_have_room(self, need_tokens: int, choices: int, wait_s: float, stay_tokens: float) -> bool:
-        """Return whether it has KV and a place for each choice of a request when its prefill begins, in `wait_s`."""
+    def has_room(self, need_tokens: int, choices: int, left_tokens: float = 0.0) -> bool:
+        """Return whether it has KV and a place for each choice of a request now, and so many tokens beside them."""
+        return self.free - left_tokens >= need_tokens and self.places >= choices
+
+    def will_have_room(
+        self, need_tokens: int, choices: int, left_tokens: float, *, wait_s: float, begins: float, stay_tokens: float
+    ) -> bool:
+        """Return whether it has that when the prefill of a request begins, at `begins` in `wait_s`: some requests have left by
+        then, and those placed before that begin later have reserved nothing."""
         gone = min(wait_s / (stay_tokens * self.step_s), 1.0)
-        return self.free + self.held * gone >= need_tokens and self.places + self.there * gone >= choices
+        free, places = self.free + self.held * gone - left_tokens, self.places + self.there * gone
+        for booking in self.coming:
+            if not booking.reserved and booking.begins > begins:
+                free += booking.need_tokens
+                places += booking.choices
+        return free >= need_tokens and places >= choices
+
+    def held_tokens(self, tenant: str, begins: float) -> int:
+        """Return the KV tokens that the tenant's requests have reserved by then."""
+        return sum([booking.need_tokens for booking in self.tenants.get(tenant, ()) if booking.begins <= begins])
+
+    def held_s(self, tenant: str, at: float) -> float:
+        """Return what the tenant's requests that have joined by then add to a step, by the cost model."""
+        return self.scale * sum([booking.load_s for booking in self.tenants.get(tenant, ()) if booking.due <= at])
 
 
-class Crowd:
+class Candidates:
     """The decodes that can continue what the same prefills begin, by host and in the order in which they are searched."""
 
     def __init__(self) -> None:
         self.by_host: dict[str, list[DecodeNode]] = {}
-        self.lightest: Ranking[DecodeNode] = Ranking()
-        """The decodes that do not drain, by the step time of their batch as reported."""
+        self.idle: Ranking[DecodeNode] = Ranking()
+        """The decodes without any request that do not drain, by their step time; the next has the others, by the step time of
+        their batch as reported."""
+        self.busy: Ranking[DecodeNode] = Ranking()
         self.reported: dict[DecodeNode, None] = {}
         """The decodes that reported, the longest ago first."""
 
     def leave(self, node: DecodeNode) -> None:
         """Remove a decode."""
         self.reported.pop(node, None)
-        self.lightest.remove(node)
+        self.idle.remove(node)
+        self.busy.remove(node)
         mine = self.by_host[node.host]
         mine.remove(node)
         if not mine:
@@ -108,8 +143,10 @@ class Crowd:
 
     def check(self, members: list[DecodeNode]) -> None:
         """Assert that the orders match the state of `members`, which are all nodes of this group."""
-        self.lightest.check()
-        assert {name for _, name, _ in self.lightest.entries} == {node.name for node in members if not node.draining}
+        for ranking, there in ((self.idle, False), (self.busy, True)):
+            ranking.check()
+            ranked = {node.name for node in members if not node.draining and (node.there > 0) == there}
+            assert {entry.name for entry in ranking.entries} == ranked
         times = [node.reported_at for node in self.reported]
         assert times == sorted(times)
         assert set(self.reported) == {node for node in members if node.load is not None}
@@ -124,8 +161,8 @@ class Decodes:
         self.nodes: list[DecodeNode] = []
         """All decodes, in name order."""
         self.by_name: dict[str, DecodeNode] = {}
-        self.own = Crowd()
-        self.vllms = Crowd()
+        self.own = Candidates()
+        self.vllms = Candidates()
         self.least_scale = 1.0
         """A lower bound of all corrections."""
         self._unchecked = 0
@@ -136,13 +173,13 @@ class Decodes:
     def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False, spare: bool = False) -> None:
         """Add a decode."""
         step_s = self._costs.step_s(1, 0)
-        crowd = None if stays or spare else self.vllms if vllm else self.own
+        candidates = None if stays or spare else self.vllms if vllm else self.own
         half_life_s = self._settings.correction_half_life_s
-        node = DecodeNode(name, host, half_life_s=half_life_s, step_s=step_s, vllm=vllm, spare=spare, crowd=crowd)
+        node = DecodeNode(name, host, half_life_s=half_life_s, step_s=step_s, vllm=vllm, spare=spare, candidates=candidates)
         insort(self.nodes, node, key=lambda each: each.name)
         self.by_name[name] = node
-        if crowd is not None:
-            crowd.by_host.setdefault(host, []).append(node)
+        if candidates is not None:
+            candidates.by_host.setdefault(host, []).append(node)
         self.least_scale = min(self.least_scale, node.scale)
         self._rank(node)
 
@@ -150,8 +187,8 @@ class Decodes:
         """Remove a decode."""
         self.nodes.remove(node)
         del self.by_name[node.name]
-        if node.crowd is not None:
-            node.crowd.leave(node)
+        if node.candidates is not None:
+            node.candidates.leave(node)
 
     # --- reports
 
@@ -170,16 +207,18 @@ class Decodes:
         node.held = load.capacity_tokens - load.free_tokens
         node.step_s = node.scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
         node.reported_at = now
-        crowd = node.crowd
-        if crowd is not None:
-            crowd.reported.pop(node, None)
-            crowd.reported[node] = None
+        candidates = node.candidates
+        if candidates is not None:
+            candidates.reported.pop(node, None)
+            candidates.reported[node] = None
         self._set_room(node)
         self._rank(node)
 
     def book(self, node: DecodeNode, booking: Booking) -> None:
         """Add a placed request."""
         booking.coming = True
+        if booking.tenant:
+            node.tenants.setdefault(booking.tenant, {})[booking] = None
         node.coming.append(booking)
         node.coming_requests += booking.choices
         if node.load is not None:
@@ -189,6 +228,11 @@ class Decodes:
 
     def unbook(self, node: DecodeNode, booking: Booking) -> None:
         """Remove a request that ended or will never arrive."""
+        if booking.tenant:
+            mine = node.tenants[booking.tenant]
+            del mine[booking]
+            if not mine:
+                del node.tenants[booking.tenant]
         if booking.coming:
             booking.coming = False
             node.coming.remove(booking)
@@ -204,8 +248,8 @@ class Decodes:
     def check(self, now: float) -> None:
         """Assert that the orders match the state of the nodes."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
-        for crowd in (self.own, self.vllms):
-            crowd.check([node for node in self.nodes if node.crowd is crowd])
+        for candidates in (self.own, self.vllms):
+            candidates.check([node for node in self.nodes if node.candidates is candidates])
         for node in self.nodes:
             assert self.by_name[node.name] is node
             assert self.least_scale <= node.scale
@@ -224,7 +268,7 @@ class Decodes:
         horizon = now - self._settings.report_grace_s
         kept: list[Booking] = []
         for booking in node.coming:
-            if booking.placed.booking in named:
+            if booking.number in named:
                 booking.reserved = True
                 booking.coming = booking.due > now
             else:
@@ -242,19 +286,23 @@ class Decodes:
             node.places = load.room - sum([booking.choices for booking in unseen])
 
     def _rank(self, node: DecodeNode) -> None:
-        crowd = node.crowd
-        if crowd is None:
+        candidates = node.candidates
+        if candidates is None:
             return
+        if node.draining or node.there:
+            candidates.idle.remove(node)
+        if node.draining or not node.there:
+            candidates.busy.remove(node)
         if node.draining:
-            crowd.lightest.remove(node)
             return
-        costs, step_s = self._costs, node.step_s
+        costs = self._costs
         if not node.there:
-            step_s = node.scale * costs.decode_step_s
+            candidates.idle.set(node, node.scale * costs.decode_step_s)
         elif node.there + node.coming_requests >= node.max_batch:
             # Requests that wait for a place may leave with their KV, so it must not count in a lower bound.
-            step_s = node.scale * costs.step_s(min(node.there, node.max_batch), 0)
-        crowd.lightest.set(node, step_s)
+            candidates.busy.set(node, node.scale * costs.step_s(min(node.there, node.max_batch), 0))
+        else:
+            candidates.busy.set(node, node.step_s)
 
     def _correct(self, now: float, node: DecodeNode, load: DecodeLoad) -> None:
         measured = load.step

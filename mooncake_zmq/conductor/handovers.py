@@ -31,15 +31,13 @@ class Handover:
         self.reused = prefill.reuse_blocks
         self._sources = sources
         self._groups: list[Group] = plan.groups
-        self._there = min(self.reused, self._run(prefill.node.homes))
+        self._there = min(self.reused, self._run(prefill.node.homes)) if prefill.fetch_s else self.reused
         """The blocks that the prefill's host need not fetch."""
         self._fetch_s = prefill.fetch_s
         self._work_s = prefill.work_s
         self._load_s = costs.load_s(self.reused * block_tokens)
         self._block_s = transfers.rates(home).least_s if home >= 0 else transfers.model_s
         self._behind_s = max(0.0, transfers.out_at(home) - plan.now) if home >= 0 else 0.0
-        self._held: dict[str, int] = {self.host: self.reused}
-        """The blocks held by host, for hosts already looked up."""
         self.latest_s = self.late_s(0)
         """The delay of a decode whose host holds none of the blocks, which is the largest."""
 
@@ -49,24 +47,22 @@ class Handover:
         if home is not None and not self.latest_s:
             return home, 0.0
         found = [] if home is None else home.copy()
-        for mask, blocks, _, _ in self._groups:
+        for group in self._groups:
+            mask = group.mask
             while mask:  # mostly left early, so no list of all bits is made
                 bit = lowest_bit(mask)
                 mask &= mask - 1
                 if (host := self._sources.host_of(bit)) != self.host:
                     found += by_host.get(host, ())
                     if len(found) > HOLDERS:
-                        return found[:HOLDERS], self.late_s(blocks) if self.latest_s else 0.0
+                        return found[:HOLDERS], self.late_s(group.blocks) if self.latest_s else 0.0
             if not self.latest_s:
                 break  # where none is late, the nearest suffices
         return found, self.latest_s
 
     def held(self, node: DecodeNode) -> int:
         """Return how many of the reused blocks a decode has on its own host."""
-        held = self._held.get(node.host)
-        if held is None:
-            held = self._held[node.host] = min(self.reused, self._run(self._sources.pools(node.host)))
-        return held
+        return self.reused if node.host == self.host else min(self.reused, self._run(self._sources.pools(node.host)))
 
     def late_s(self, held: int) -> float:
         """Return the seconds from the first token until a decode has all blocks, if its host's pool holds `held` of them."""
@@ -84,7 +80,7 @@ class Handover:
 
     def _run(self, homes: int) -> int:
         if homes:
-            for mask, blocks, _, _ in self._groups:
-                if mask & homes:
-                    return blocks
+            for group in self._groups:
+                if group.mask & homes:
+                    return group.blocks
         return 0

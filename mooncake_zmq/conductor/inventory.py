@@ -4,10 +4,10 @@ from typing import Final
 
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
-from mooncake_zmq.conductor.sources import SHELF, Sources
+from mooncake_zmq.conductor.sources import STORE, Sources
 from mooncake_zmq.core.actor import Effect, SetTimer
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import BlocksAnnounced
-from mooncake_zmq.core.shell import Tally
 
 SWEEP = ("sweep",)
 SWEEP_S: Final = 0.01
@@ -33,7 +33,7 @@ class Inventory:
 
     def leave_pool(self, name: str) -> int:
         """Remove a cache-node with its store; return its bit, which a later node may get."""
-        self.leave_reader(name + SHELF)
+        self.leave_reader(name + STORE)
         bit = self.index.join(name)
         self.index.drop(name)
         self.sources.leave(bit)
@@ -47,16 +47,16 @@ class Inventory:
     def leave_reader(self, holder: str) -> None:
         """Remove a holder whose blocks only one prefill or vLLM, or the vLLMs of one host, could read."""
         if holder in self.index.counts:
-            self.sources.leave_apart(self.index.join(holder))
+            self.sources.leave_own_or_store(self.index.join(holder))
             self.index.drop(holder)
 
     def announced_by_pool(self, name: str, blocks: BlocksAnnounced) -> None:
         """Enter the blocks that a cache-node has in its pool, or in its store for vLLMs."""
-        if not blocks.shelf:
+        if not blocks.engine_blocks:
             self.announced(name, blocks)
             return
-        store = name + SHELF
-        self.sources.join_shelf(self.index.join(store, pool=False), name, self.hosts[name])
+        store = name + STORE
+        self.sources.join_store(self.index.join(store, pool=False), name, self.hosts[name])
         self.announced(store, blocks)
 
     def announced(self, holder: str, blocks: BlocksAnnounced) -> None:

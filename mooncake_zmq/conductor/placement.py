@@ -13,7 +13,7 @@ from mooncake_zmq.conductor.bookings import Bookings
 from mooncake_zmq.conductor.choices import Decision, DecodeChoice, Limits, PrefillChoice
 from mooncake_zmq.conductor.coming import Coming
 from mooncake_zmq.conductor.corrections import Hindsight, OutputLengths
-from mooncake_zmq.conductor.decodes import Crowd, Decodes
+from mooncake_zmq.conductor.decodes import Candidates, Decodes
 from mooncake_zmq.conductor.handovers import Handover
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
@@ -124,10 +124,10 @@ class Placement:
             return RejectReason.TTFT, late_s, limits.waited_s + ttft_s * spare
         expected = self._outputs.expected(schedule.max_tokens)
         at = now if self._at_once else now + ttft_s
-        joining = self._joining(at, prefill, plan, expected, schedule.choices)
+        joining = self._joining(now, at, prefill, plan, expected, schedule.choices)
         decode = self._choose_decode(now, joining, prefill, schedule)
         if decode is None and schedule.choices > 1:  # the others are placed when this decode has no room for them
-            joining = self._joining(at, prefill, plan, expected, 1)
+            joining = self._joining(now, at, prefill, plan, expected, 1)
             decode = self._choose_decode(now, joining, prefill, schedule)
         if decode is None:
             return self._no_decode(self._candidates(prefill.node), joining.stay_tokens)
@@ -150,7 +150,7 @@ class Placement:
         alone = decode.batch < ALONE_BELOW
         number = self._bookings.next_number()
         placed = Placed(
-            request_id=schedule.request_id,
+            request_id=key[1],
             attempt=schedule.attempt,
             prefill=prefill.node.name,
             decode=decode.node.name,
@@ -166,30 +166,31 @@ class Placement:
             least_priority=prefill.least_priority,
         )
         booking = Booking(
-            key=key,
+            key,
+            placed,
+            number=number,
             at=now,
-            placed=placed,
-            due=now + ttft_s,
+            ttft_s=ttft_s,
+            tbt_s=decode.tbt_s,
             deadline=decision.limits.deadline(now),
             need_tokens=decision.need_tokens,
             load_s=decision.choices * (self._request_s + self._context_s * (plan.tokens + expected / 2)),
             choices=decision.choices,
             expected_tokens=expected,
-            ttft_s=ttft_s,
-            tbt_s=decode.tbt_s,
-            idle=prefill.queue_s <= 0 and not prefill.coming,
+            idle=prefill.queue_s <= 0 and prefill.coming is None,
             alone=alone,
-            earliest=now + ttft_s if prefill.coming else 0.0,
+            waits=prefill.coming is not None,
+            work_s=ttft_s - prefill.queue_s,
+            tenant=schedule.tenant,
         )
         if self._coming is not None and not prefill.stages:
-            self._coming.add(booking, prefill.node, schedule.keys, prefill.reuse_blocks, plan.tokens)
-            if prefill.coming:
-                self._coming.wait(booking, prefill.node, schedule.keys[prefill.coming_blocks - 1], prefill.coming)
+            self._coming.add(booking, prefill.node, plan.keys, prefill.reuse_blocks, plan.tokens)
+            if prefill.coming is not None:
+                self._coming.wait(booking, prefill.node, plan.keys[prefill.coming.blocks - 1], prefill.coming)
         self._outputs.placed(expected)
         work_s = prefill.share_s if prefill.stages else prefill.work_s
-        self._prefills.book(now, prefill.node, work_s, prefill.priority, number)
-        for node in prefill.stages:
-            self._prefills.book(now, node, work_s, prefill.priority, number)
+        for node in (prefill.node, *prefill.stages):
+            self._prefills.book(now, node, work_s, prefill.priority, number, schedule.tenant)
         self._decodes.book(decode.node, booking)
         if prefill.sources:
             self._transfers.book(now, prefill.sources[0], prefill.node.home, prefill.fetch_s)
@@ -217,11 +218,11 @@ class Placement:
         first = () if prefill.whole else self._sources.store_of(prefill.node.host)
         return (*first, *prefill.stores)
 
-    def _candidates(self, prefill: PrefillNode) -> Crowd:
+    def _candidates(self, prefill: PrefillNode) -> Candidates:
         """Return the decodes that can continue what this prefill begins."""
         return self._decodes.vllms if prefill.vllm else self._decodes.own
 
-    def _joining(self, at: float, prefill: PrefillChoice, plan: Plan, expected: float, choices: int) -> Joining:
+    def _joining(self, now: float, at: float, prefill: PrefillChoice, plan: Plan, expected: float, choices: int) -> Joining:
         handed = bool(prefill.reuse_blocks) and not prefill.node.vllm
         return Joining(
             at,
@@ -233,6 +234,8 @@ class Placement:
             stay_tokens=max(1.0, self._outputs.typical),
             choices=choices,
             handover_s=0.0 if prefill.whole or not prefill.node.vllm else self._costs.load_s(plan.tokens),
+            tenant=plan.tenant,
+            begins=now + prefill.queue_s,
         )
 
     def _handover(self, plan: Plan, prefill: PrefillChoice) -> Handover:
@@ -251,7 +254,7 @@ class Placement:
     def _choose_prefill(
         self, now: float, schedule: Schedule, plan: Plan, limits: Limits, without: Sequence[str]
     ) -> PrefillChoice | Refused:
-        """Choose a prefill, never one of `without`, and one that the request excludes only if there is no other."""
+        """Choose a prefill, never one of `without`; one that the request excludes is chosen only if there is no other."""
         barred = (*schedule.exclude, *without)
         pushed_s = 0.0
         for _ in range(TRIES):
@@ -259,7 +262,7 @@ class Placement:
             if choice is None:
                 break
             if self._coming is not None:
-                waiting = self._waits.better(plan, schedule.keys, choice, barred)
+                waiting = self._waits.better(plan, choice, barred)
                 if waiting is not choice and not self._is_late(limits, waiting):  # rather use more engine time than refuse
                     choice = waiting
             self._give_way(now, plan, choice)
@@ -322,18 +325,21 @@ class Placement:
                 least = min(0, order.priority_behind(node.ranks[place], now, choice.work_s))
                 choice.priority = choice.least_priority = least  # lower than its own, as it ranked before that job
                 rank = node.rank(now, choice.work_s, least)
-                choice.queue_s = max(choice.queue_s, node.wait_s(now, rank))
+                choice.queue_s = max(choice.queue_s, node.wait_s(now, rank, plan.tenant, choice.work_s))
                 return
 
     def _pushes_others(self, now: float, plan: Plan, limits: Limits, choice: PrefillChoice) -> bool:
-        """Return whether it would go before a job that would then miss the time it was promised."""
+        """Return whether it would go before a job of its tenant that would then miss the time it was promised. Jobs of other
+        tenants have turns of their own."""
         node = choice.node
         if not (node.overtake or plan.priority) or not limits.may_refuse:
             return False
         after = bisect_right(node.ranks, node.rank(now, choice.work_s, choice.priority))
         if after == len(node.ends):
             return False
-        for end, number in zip(node.ends[after:], node.numbers[after:], strict=True):
+        for end, number, tenant in zip(node.ends[after:], node.numbers[after:], node.tenants[after:], strict=True):
+            if tenant != plan.tenant:
+                continue
             booking = self._bookings.numbered(number)
             if booking is not None and end <= booking.deadline < end + choice.work_s:
                 return True
@@ -351,10 +357,11 @@ class Placement:
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )
 
-    def _no_decode(self, candidates: Crowd, stay_tokens: float) -> Refused:
+    def _no_decode(self, candidates: Candidates, stay_tokens: float) -> Refused:
         """Return the refusal when no decode has room: the retry is after the first request should have left one, or, without
         any decode, after one may be back."""
-        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for _, _, node in candidates.lightest.entries]
+        nodes = [entry.node for entry in (*candidates.idle.entries, *candidates.busy.entries)]
+        leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in nodes]
         if not leave_s:
             return RejectReason.NO_DECODE, NO_NODE_RETRY_S, 0.0
         return RejectReason.NO_ROOM, bounded(min(leave_s)), 0.0

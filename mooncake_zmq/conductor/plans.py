@@ -16,6 +16,7 @@ from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Rates, Transfers
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Schedule
+from mooncake_zmq.kv.block_hash import Key
 
 LOOKED_AT: Final = 8
 """The number of prefills up to which those that hold a run of the prompt are evaluated first; more of them are visited in
@@ -26,9 +27,18 @@ MOST_RARE: Final = 32
 the orders."""
 NO_TIME: Final = math.inf
 
-Group = tuple[int, int, float, int]
-"""Mask of cache-nodes; the number of blocks that they hold; seconds to compute the other blocks, not corrected; tokens in the
-held blocks."""
+
+class Group:
+    """The nodes of `mask`, which hold the first `blocks` blocks of a prompt, with `tokens` tokens; computing the other blocks
+    takes `missing_s` seconds, not corrected."""
+
+    __slots__ = ("blocks", "mask", "missing_s", "tokens")
+
+    def __init__(self, mask: int, blocks: int, tokens: int, missing_s: float) -> None:
+        self.mask = mask
+        self.blocks = blocks
+        self.tokens = tokens
+        self.missing_s = missing_s
 
 
 class Plan:
@@ -46,7 +56,7 @@ class Plan:
     best_s: float = 0.0
     """The seconds to compute all other blocks."""
     best_prefix: int = 0
-    crowd: int = 0
+    candidates: int = 0
     """The marks of prefills not evaluated yet that hold any of the prompt."""
     source: int = -1
     """The bit of the cache-node that all prefills would fetch from; -1 if none fetches."""
@@ -67,9 +77,13 @@ class Plan:
     work_s: float = 0.0
     fetch_s: float = 0.0
 
-    def __init__(self, now: float, tokens: int, priority: int, runs: list[Run], whole_s: float) -> None:
+    def __init__(
+        self, now: float, keys: tuple[Key, ...], tokens: int, tenant: str, priority: int, runs: list[Run], whole_s: float
+    ) -> None:
         self.now = now
+        self.keys = keys
         self.tokens = tokens
+        self.tenant = tenant
         self.priority = priority
         self.runs = runs
         """The runs held, the shortest first."""
@@ -113,13 +127,13 @@ class Planner:
     def plan(self, now: float, schedule: Schedule) -> Plan:
         """Return a plan with what holds for all prefills."""
         tokens = schedule.tokens
-        keys = schedule.keys
+        keys = whole = schedule.keys
         limit = reusable_blocks(tokens=tokens, keys=len(keys), block_tokens=self._block_tokens)
         if limit < len(keys):
             keys = keys[:limit]
         runs = self._index.runs(keys)
         whole_s = (self._a + self._b * tokens) * tokens
-        plan = Plan(now, tokens, schedule.priority, runs, whole_s)
+        plan = Plan(now, whole, tokens, schedule.tenant, schedule.priority, runs, whole_s)
         plan.reusable = limit
         if runs:
             plan.longest = runs[-1][0]
@@ -138,9 +152,9 @@ class Planner:
     def ttft_s(self, plan: Plan, node: PrefillNode) -> float:
         """Return the time to the first token on this prefill."""
         homes, local, unit_s, prefix = node.homes, 0, plan.whole_s, 0
-        for mask, blocks, seconds, held in plan.groups:
-            if homes & mask:
-                local, unit_s, prefix = blocks, seconds, held
+        for group in plan.groups:
+            if homes & group.mask:
+                local, unit_s, prefix = group.blocks, group.missing_s, group.tokens
                 break
         work_s = node.factor * unit_s
         if local:
@@ -151,13 +165,15 @@ class Planner:
         plan.fetches, plan.fetch_s = False, 0.0
         if plan.source >= 0 and local < plan.best and node.home >= 0:
             work_s = self._fetched_s(plan, node, local, work_s)
-        elif node.vllm and plan.stored is not None and local < plan.stored[1]:
+        elif node.vllm and plan.stored is not None and local < plan.stored.blocks:
             work_s = self._from_store_s(plan, plan.stored, node, work_s)
         plan.weighed, plan.work_s = node, work_s
         now, ends, wait_s = plan.now, node.ends, 0.0
         if ends and ends[-1] > now:
-            ahead = bisect_right(node.ranks, now + node.overtake * work_s + node.priority_s * plan.priority)
-            if ahead:
+            rank = now + node.overtake * work_s + node.priority_s * plan.priority
+            if node.tenant != plan.tenant:
+                wait_s = node.wait_s(now, rank, plan.tenant, work_s)
+            elif ahead := bisect_right(node.ranks, rank):
                 wait_s = max(0.0, ends[ahead - 1] - now)
         plan.queue_s = wait_s
         return wait_s + work_s
@@ -167,13 +183,13 @@ class Planner:
         evaluated."""
         if place >= len(self.orders[0]):
             return NO_TIME
-        lead_s = self.orders[1][place][0] - plan.now
+        lead_s = self.orders[1][place].figure - plan.now
         work_s = self.least_work_s(plan, place)
         return work_s + lead_s if lead_s > 0 and plan.priority >= 0 else work_s
 
     def least_work_s(self, plan: Plan, place: int = 0) -> float:
         """Return a lower bound of the work of such prefills."""
-        factor = self.orders[0][place][0]
+        factor = self.orders[0][place].figure
         work_s = max(factor * plan.unseen_s, plan.unseen_load_s)
         return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.moved_s) if plan.source >= 0 else work_s
 
@@ -181,7 +197,7 @@ class Planner:
         """Return a lower bound of the work of prefills that hold nothing of the prompt."""
         if not self.orders[0]:
             return NO_TIME
-        factor = self.orders[0][0][0]
+        factor = self.orders[0][0].figure
         work_s = factor * plan.whole_s
         if plan.rates is None:
             return work_s
@@ -192,28 +208,34 @@ class Planner:
 
     def _group(self, plan: Plan) -> None:
         """Group the runs, and evaluate the prefills that hold the most if they are few."""
+        pooled: Group | None = None
         for blocks, mask in reversed(plan.runs):
-            prefix = blocks * self._block_tokens
-            plan.groups.append((mask, blocks, plan.whole_s - (self._a + self._b * prefix) * prefix, prefix))
-        pooled = next((group for group in plan.groups if self._sources.pooled(group[0])), None)
+            tokens = blocks * self._block_tokens
+            group = Group(mask, blocks, tokens, plan.whole_s - (self._a + self._b * tokens) * tokens)
+            plan.groups.append(group)
+            if pooled is None and self._sources.pooled(mask):
+                pooled = group
+            if plan.stored is None and self._fetches and self._sources.in_stores(mask):
+                plan.stored = group
         if pooled is not None:
-            _, plan.best, plan.best_s, plan.best_prefix = pooled
-        if self._fetches:
-            if pooled is not None:
-                self._name_source(plan, pooled[0])
-            self._find_stored(plan)
+            plan.best, plan.best_s, plan.best_prefix = pooled.blocks, pooled.missing_s, pooled.tokens
+            if self._fetches:
+                self._name_source(plan, pooled.mask)
+        if plan.stored is not None:
+            self._weigh_vllms(plan)
         left = max(LOOKED_AT, min(len(self.orders[0]) // RARE, MOST_RARE))
         rest, plan.unseen_s = 0, plan.whole_s
-        for mask, blocks, unit_s, _ in plan.groups:
+        for group in plan.groups:
+            mask = group.mask
             left -= mask.bit_count()
             if left >= 0:
                 for node in self._sources.readers(mask):
                     if not node.closed:
                         plan.times[node] = self.ttft_s(plan, node)
                 continue
-            if not plan.crowd:
-                rest, plan.unseen_s = blocks, unit_s
-            plan.crowd |= mask << 1
+            if not plan.candidates:
+                rest, plan.unseen_s = group.blocks, group.missing_s
+            plan.candidates |= mask << 1
         plan.unseen_load_s = self._prefills.least_load_s * rest * self._block_tokens
         if plan.rates is not None:
             plan.best_load_s = self._prefills.least_load_s * plan.best_prefix
@@ -238,23 +260,20 @@ class Planner:
         plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, plan.best
         return fetched_s
 
-    def _find_stored(self, plan: Plan) -> None:
-        """Find the longest run in a store for vLLMs; if there is one, evaluate all vLLMs, since no bound covers loads from
-        another host's store."""
-        plan.stored = next((group for group in plan.groups if self._sources.on_shelves(group[0])), None)
-        for node in self._sources.vllms if plan.stored is not None else ():
+    def _weigh_vllms(self, plan: Plan) -> None:
+        """Evaluate all vLLMs where a store for them holds a run, since no bound covers loads from another host's store."""
+        for node in self._sources.vllms:
             if not node.closed:
                 plan.times[node] = self.ttft_s(plan, node)
 
     def _from_store_s(self, plan: Plan, stored: Group, node: PrefillNode, work_s: float) -> float:
         """Return the work of a vLLM that loads missing blocks from the store of another host, where that is quicker. Such a
         load is not measured by itself; the node's own factor covers it together with its computing."""
-        _, blocks, missing_s, prefix = stored
-        local = plan.local
+        local, blocks = plan.local, stored.blocks
         if self._threshold and (local if self._threshold == NO_TIME else local * self._threshold > blocks):
             return work_s
         fetch_s = (blocks - local) * self._transfers.model_s
-        fetched_s = max(node.factor * missing_s, node.load_token_s * prefix) + fetch_s
+        fetched_s = max(node.factor * stored.missing_s, node.load_token_s * stored.tokens) + fetch_s
         if fetched_s >= work_s:
             return work_s
         plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, blocks

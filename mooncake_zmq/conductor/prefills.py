@@ -4,12 +4,14 @@ not have received yet. PURE.
 A booking's number identifies the placements that a report includes. One that the report names is updated by reports from then
 on; one named before and no longer is computed; one never named is kept until it is older than the way to the node takes.
 
-A queue is kept as the times at which its jobs will be done. These do not change as time passes, so nodes without news need no
-work.
+A queue is kept as the times at which its jobs will be done by rank. These do not change as time passes, so nodes without news
+need no work. A prefill with jobs of several tenants computes them by turns (`prefill.queue`): a job waits for its own tenant's
+jobs by rank, and each other tenant gets as much time meanwhile, if it has so much work.
 """
 
 import math
 from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from mooncake_zmq.conductor.corrections import Accuracy, Correction, factor_of
@@ -18,8 +20,8 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad
 
-Job = tuple[float, float, int]
-"""Rank, as a time; seconds of work left; number of the booking, 0 if unknown."""
+Job = tuple[float, float, int, str]
+"""Rank, as a time; seconds of work left; number of the booking, 0 if unknown; tenant."""
 NO_LIMIT: Final = 1 << 40
 EVERYONE: Final = 1
 """The mark that every prefill has."""
@@ -32,6 +34,7 @@ class PrefillNode:
     """One prefill: its jobs in order of rank, each with the time at which it will be done."""
 
     __slots__ = (
+        "chunk_s",
         "chunk_tokens",
         "closed",
         "compute",
@@ -55,6 +58,8 @@ class PrefillNode:
         "room",
         "spare",
         "stays",
+        "tenant",
+        "tenants",
         "unseen",
         "vllm",
     )
@@ -72,13 +77,18 @@ class PrefillNode:
         self.ranks: list[float] = []
         self.ends: list[float] = []
         self.numbers: list[int] = []
-        self.unseen: dict[int, tuple[float, float, float]] = {}
-        """Bookings that no report has named yet, with the time each was made, its rank and its work."""
+        self.tenants: list[str] = []
+        self.tenant: str | None = ""
+        """The tenant of all its jobs; None if they are of several."""
+        self.unseen: dict[int, tuple[float, float, float, str]] = {}
+        """Bookings that no report has named yet, with the time each was made, its rank, its work and its tenant."""
         self.named: dict[int, None] = {}
         """The bookings that the last report named."""
         self.overtake = 0.0
         self.priority_s = 0.0
         self.chunk_tokens = 0
+        self.chunk_s = 0.0
+        """The seconds of a chunk, by the cost model."""
         self.room = NO_LIMIT
         self.draining = False
         self.closed = False
@@ -105,10 +115,24 @@ class PrefillNode:
         """Return the seconds of all queued work."""
         return max(0.0, self.ends[-1] - now) if self.ends else 0.0
 
-    def wait_s(self, now: float, rank: float) -> float:
-        """Return the seconds of work ahead of a job of this rank."""
+    def ahead_s(self, now: float, rank: float) -> float:
+        """Return the seconds of work ahead of a job of this rank, where all jobs are of its tenant."""
         ahead = bisect_right(self.ranks, rank)
         return max(0.0, self.ends[ahead - 1] - now) if ahead else 0.0
+
+    def wait_s(self, now: float, rank: float, tenant: str, work_s: float) -> float:
+        """Return the seconds that a job of this rank and tenant waits until its `work_s` are done. A vLLM knows no tenants."""
+        if self.tenant == tenant or self.vllm:
+            return self.ahead_s(now, rank)
+        own_s, begins = 0.0, now
+        others_s: dict[str, float] = {}
+        for job_rank, end, whose in zip(self.ranks, self.ends, self.tenants, strict=True):
+            left_s, begins = max(0.0, end - begins), max(begins, end)
+            if whose != tenant:
+                others_s[whose] = others_s.get(whose, 0.0) + left_s
+            elif job_rank <= rank:
+                own_s += left_s
+        return own_s + _others_turns_s(max(own_s + work_s, self.chunk_s / 2), others_s.values())
 
     def rank(self, now: float, work_s: float, priority: int) -> float:
         """Return the rank of a job by the node's queue order, see `core.order`."""
@@ -118,7 +142,7 @@ class PrefillNode:
         """Remove finished jobs from the queue."""
         if self.ends and self.ends[0] <= now:
             done = bisect_right(self.ends, now)
-            del self.ranks[:done], self.ends[:done], self.numbers[:done]
+            del self.ranks[:done], self.ends[:done], self.numbers[:done], self.tenants[:done]
 
     def behind_s(self, now: float, rank: float) -> float:
         """Return the seconds of the longest job that a job of this rank would go before; 0 if there is none."""
@@ -153,6 +177,7 @@ class Prefills:
         self._grace_s = settings.report_grace_s
         self._load_token_s = costs.load_s(1)
         self._token_s = costs.prefill_token_s
+        self._costs = costs
         self._accuracy = accuracy
 
     def join(self, name: str, host: str, *, vllm: bool = False, stays: bool = False, spare: bool = False) -> PrefillNode:
@@ -196,7 +221,9 @@ class Prefills:
         `now` those that have been computed."""
         self._correct(now, node, load)
         node.room, node.draining = load.room, load.draining
-        node.overtake, node.priority_s, node.chunk_tokens = load.overtake, load.priority_s, load.chunk_tokens
+        node.overtake, node.priority_s = load.overtake, load.priority_s
+        if node.chunk_tokens != load.chunk_tokens:
+            node.chunk_tokens, node.chunk_s = load.chunk_tokens, self._costs.compute_s(load.chunk_tokens, 0)
         if not (load.jobs or node.ends or node.named or node.unseen):
             self._open_or_close(node)
             return []
@@ -204,34 +231,41 @@ class Prefills:
         complete = len(load.jobs) < MAX_REPORTED
         dues = [(number, now) for number in node.named if number not in named] if complete else []
         node.named = named
-        jobs: list[Job] = [(now + job.rank_s, job.left_s, job.booking) for job in load.jobs]
+        jobs: list[Job] = [(now + job.rank_s, job.left_s, job.booking, job.tenant) for job in load.jobs]
         if node.unseen:
             horizon = now - self._grace_s
             node.unseen = {n: job for n, job in node.unseen.items() if n not in named and job[0] > horizon}
-            jobs += [(rank, work_s, number) for number, (_, rank, work_s) in node.unseen.items()]
+            jobs += [(rank, work_s, number, tenant) for number, (_, rank, work_s, tenant) in node.unseen.items()]
         jobs.sort()
         node.ranks, node.numbers = [job[0] for job in jobs], [job[2] for job in jobs]
+        node.tenants = [job[3] for job in jobs]
+        _set_tenant(node)
         node.ends = ends = []
         end = now
-        for _, left_s, number in jobs:
+        for _, left_s, number, _ in jobs:
             end += left_s
             ends.append(end)
             if number in named:
                 dues.append((number, end))
+        if node.tenant is None and dues and not node.vllm:
+            dues = _dues_by_turns(now, jobs, dues)
         self._retell(now, node)
         return dues
 
-    def book(self, now: float, node: PrefillNode, work_s: float, priority: int, number: int) -> None:
+    def book(self, now: float, node: PrefillNode, work_s: float, priority: int, number: int, tenant: str) -> None:
         """Add a job that was sent to a prefill."""
         rank = node.rank(now, work_s, priority)
         node.settle(now)
         ends, place = node.ends, bisect_right(node.ranks, rank)
         node.ranks.insert(place, rank)
         node.numbers.insert(place, number)
+        node.tenants.insert(place, tenant)
+        if node.tenant != tenant:
+            _set_tenant(node)
         ends.insert(place, (ends[place - 1] if place else now) + work_s)
         for later in range(place + 1, len(ends)):
             ends[later] += work_s
-        node.unseen[number] = now, rank, work_s
+        node.unseen[number] = now, rank, work_s, tenant
         self._retell(now, node)
 
     def unbook(self, now: float, node: PrefillNode, number: int) -> None:
@@ -243,7 +277,9 @@ class Prefills:
             place = node.numbers.index(number)
             ends = node.ends
             left_s = ends[place] - (ends[place - 1] if place else now)
-            del node.numbers[place], node.ranks[place], ends[place]
+            del node.numbers[place], node.ranks[place], node.tenants[place], ends[place]
+            if node.tenant is None:
+                _set_tenant(node)
             for later in range(place, len(ends)):
                 ends[later] -= left_s
         self._retell(now, node)
@@ -273,8 +309,8 @@ class Prefills:
         self.quickest.check()
         self.freest.check()
         opened = {node.name for node in self.nodes if not node.closed}
-        floors = {name: figure for figure, name, _ in self.freest.entries}
-        factors = {name: figure for figure, name, _ in self.quickest.entries}
+        floors = {entry.name: entry.figure for entry in self.freest.entries}
+        factors = {entry.name: entry.figure for entry in self.quickest.entries}
         assert floors.keys() == factors.keys() == opened
         for node in self.nodes:
             assert self.by_name[node.name] is node
@@ -282,14 +318,15 @@ class Prefills:
             assert node in self.by_host[node.host]
             assert node.ranks == sorted(node.ranks)
             assert node.ends == sorted(node.ends)
-            assert len(node.ranks) == len(node.ends) == len(node.numbers)
+            assert len(node.ranks) == len(node.ends) == len(node.numbers) == len(node.tenants)
+            assert node.tenant is None or all(tenant == node.tenant for tenant in node.tenants)
             unneeded = node.spare and any(other.vllm and not (other.spare or other.draining) for other in self.nodes)
             assert node.closed == (node.draining or unneeded or node.room <= len(node.unseen))
             assert not node.unseen.keys() & node.named.keys()
             if not node.closed:
                 assert factors[node.name] == _grain(node.factor)
                 assert floors[node.name] == node.floor_at
-            assert max(0.0, node.floor_at - now) <= node.wait_s(now, now)
+            assert max(0.0, node.floor_at - now) <= node.ahead_s(now, now)
 
     # --- leaves
 
@@ -339,6 +376,31 @@ class Prefills:
         else:
             self.quickest.set(node, _grain(node.factor))
             self.freest.set(node, node.floor_at)
+
+
+def _set_tenant(node: PrefillNode) -> None:
+    names = dict.fromkeys(node.tenants)
+    node.tenant = None if len(names) > 1 else next(iter(names), "")
+
+
+def _others_turns_s(turn_s: float, others_s: Iterable[float]) -> float:
+    """Return the seconds that other tenants, of so much work each, get until one has got `turn_s`: tenants share a prefill's
+    time equally."""
+    return sum([min(work_s, turn_s) for work_s in others_s])
+
+
+def _dues_by_turns(now: float, jobs: Sequence[Job], dues: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the dues of a prefill that has jobs of several tenants."""
+    whole_s: dict[str, float] = {}
+    so_far_s: dict[str, float] = {}
+    ends: dict[int, float] = {}
+    for _, left_s, _, tenant in jobs:
+        whole_s[tenant] = whole_s.get(tenant, 0.0) + left_s
+    for _, left_s, number, tenant in jobs:
+        so_far_s[tenant] = own_s = so_far_s.get(tenant, 0.0) + left_s
+        others_s = [work_s for other, work_s in whole_s.items() if other != tenant]
+        ends[number] = now + own_s + _others_turns_s(own_s, others_s)
+    return [(number, ends.get(number, due)) for number, due in dues]
 
 
 def _grain(factor: float) -> float:

@@ -11,16 +11,17 @@ which takes a tenth of a second for millions.
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Final
 
 from mooncake_zmq.kv.block_hash import Key
 
 Run = tuple[int, int]
 """A number of blocks, and the mask of the nodes that hold so many."""
-SHARDS = 256
+SHARDS: Final = 256
 """The number of dicts: with two million keys, one that grows then takes half a millisecond."""
-PIECE_KEYS = 512
+PIECE_KEYS: Final = 512
 """The keys that the clock handles at a time."""
-SWEPT_AT_ONCE = 2048
+SWEPT_AT_ONCE: Final = 2048
 """The keys swept when a node leaves, about 0.5 ms of work; the others follow piece by piece."""
 
 

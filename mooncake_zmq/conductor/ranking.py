@@ -13,44 +13,56 @@ class Named(Protocol):
 N = TypeVar("N", bound=Named)
 
 
+class Ranked(Generic[N]):
+    """A node with its figure."""
+
+    __slots__ = ("figure", "name", "node")
+
+    def __init__(self, node: N, figure: float) -> None:
+        self.node = node
+        self.name = node.name
+        self.figure = figure
+
+
 class Ranking(Generic[N]):
     """Orders nodes by their figure, the smallest first, and equals by name."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[float, str, N]] = []
+        self.entries: list[Ranked[N]] = []
         """The order; callers only read it."""
-        self._by_name: dict[str, tuple[float, str, N]] = {}
+        self._ranked: dict[N, Ranked[N]] = {}
 
     def set(self, node: N, figure: float) -> None:
         """Set the node's figure."""
-        name = node.name
-        known = self._by_name.get(name)
-        if known is not None:
-            if known[0] == figure:
-                return
-            del self.entries[self._place(known[0], name)]
-        self._by_name[name] = entry = (figure, name, node)
-        self.entries.insert(self._place(figure, name), entry)
+        entry = self._ranked.get(node)
+        if entry is None:
+            entry = self._ranked[node] = Ranked(node, figure)
+        elif entry.figure == figure:
+            return
+        else:
+            del self.entries[self._place(entry)]
+            entry.figure = figure
+        self.entries.insert(self._place(entry), entry)
 
     def remove(self, node: N) -> None:
         """Remove a node."""
-        known = self._by_name.pop(node.name, None)
-        if known is not None:
-            del self.entries[self._place(known[0], node.name)]
+        entry = self._ranked.pop(node, None)
+        if entry is not None:
+            del self.entries[self._place(entry)]
 
     def check(self) -> None:
         """Assert the invariants."""
-        assert self.entries == sorted(self._by_name.values(), key=lambda entry: entry[:2])
-        assert all(entry[1] == entry[2].name == name for name, entry in self._by_name.items())
+        assert self.entries == sorted(self._ranked.values(), key=lambda entry: (entry.figure, entry.name))
+        assert all(entry.node is node and entry.name == node.name for node, entry in self._ranked.items())
 
-    def _place(self, figure: float, name: str) -> int:
-        """Return the index where an entry is, or belongs. `bisect` would compare whole entries, which is far slower."""
-        entries = self.entries
+    def _place(self, entry: Ranked[N]) -> int:
+        """Return the index where an entry is, or belongs. `bisect` with a key would call Python for every comparison."""
+        entries, figure, name = self.entries, entry.figure, entry.name
         low, high = 0, len(entries)
         while low < high:
             middle = (low + high) >> 1
             known = entries[middle]
-            if known[0] < figure or (known[0] == figure and known[1] < name):
+            if known.figure < figure or (known.figure == figure and known.name < name):
                 low = middle + 1
             else:
                 high = middle

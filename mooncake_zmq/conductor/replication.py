@@ -6,22 +6,23 @@ A *chain* is a leading run of blocks, named by its last key: that digest covers 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.sources import MAX_SOURCES
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import ChangeReplica
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 
-WISH_S = 30.0
+COPY_REQUEST_S: Final = 30.0
 """The time after which a copy that was not announced is given up: the node had no room or no time. The node itself gives up
 after as long."""
-ASK_AGAIN_S = 120.0
+ASK_AGAIN_S: Final = 120.0
 """The time for which the same request is not sent to a node again, whatever its result: a node that evicts its copies need not
 fetch them repeatedly, and a node evicts on request only when it needs the room."""
-WISHES_PER_NODE = 4
+REQUESTS_PER_NODE: Final = 4
 """The most copies under way to one node, which works on a few at a time and drops the others."""
-MAX_WISHES = 256
+MAX_REQUESTS: Final = 256
 """The most requests remembered; at the limit none is sent. Requests to evict take at most half of them."""
 
 
@@ -76,13 +77,13 @@ class Replication:
 
     def check(self, now: float) -> None:
         """Assert the invariants."""
-        assert len(self._requests) <= MAX_WISHES
+        assert len(self._requests) <= MAX_REQUESTS
         remembered = {id(request) for request in self._requests}
         for node, asked in self._asked.items():
             assert all(request.node == node and id(request) in remembered for request in asked.values())
 
     def _is_under_way(self, now: float, request: CopyRequest) -> bool:
-        return request.more and now - request.at < WISH_S and not self._index.holds(request.node, request.keys[-1])
+        return request.more and now - request.at < COPY_REQUEST_S and not self._index.holds(request.node, request.keys[-1])
 
     def _standing(self, now: float, keys: tuple[Key, ...], hosts: Mapping[str, str]) -> tuple[set[str], set[str]]:
         """Return the hosts that hold all of `keys` and were not asked to evict them, and further hosts that were asked for a
@@ -124,8 +125,8 @@ class Replication:
             last = self._last(node, keys)
             if last is not None and last.more and node not in going:
                 continue
-            if len(self._requests) >= MAX_WISHES or self._under_way_to(now, node) >= WISHES_PER_NODE:
-                self._counts.add("replica_wishes_deferred")
+            if len(self._requests) >= MAX_REQUESTS or self._under_way_to(now, node) >= REQUESTS_PER_NODE:
+                self._counts.add("requested_copies_deferred")
                 continue
             sources = [holder for holder in holders if hosts[holder] != host]
             if not sources:
@@ -143,8 +144,8 @@ class Replication:
         spare = sorted(self._kept_by(keys), key=lambda node: (hosts[node] in readers, -self._index.held_by(node), node))
         asked: list[tuple[str, ChangeReplica]] = []
         for node in spare[:count]:
-            if len(self._requests) >= MAX_WISHES // 2:
-                self._counts.add("replica_wishes_deferred")
+            if len(self._requests) >= MAX_REQUESTS // 2:
+                self._counts.add("requested_copies_deferred")
                 break
             self._remember(CopyRequest(node, keys, now, more=False))
             asked.append((node, ChangeReplica(keys=keys, sources=())))
@@ -155,7 +156,7 @@ class Replication:
         asked = self._asked.setdefault(request.node, {})
         for key in request.keys:
             asked[key] = request
-        self._counts.add(f"replica_wishes[change={'more' if request.more else 'fewer'}]")
+        self._counts.add(f"requested_copies[change={'more' if request.more else 'fewer'}]")
 
     def _forget_old(self, now: float) -> None:
         while self._requests and now - self._requests[0].at >= ASK_AGAIN_S:

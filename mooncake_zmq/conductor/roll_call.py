@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from mooncake_zmq.conductor.membership import Membership
 from mooncake_zmq.core.actor import Effect, Send, SetTimer, TimerKey
-from mooncake_zmq.core.messages import MAX_NODES, NodesHeard
+from mooncake_zmq.core.messages import MAX_NODES, NodesReported
 
 ROLL_CALL: TimerKey = ("roll call",)
-TELL_AFTER_S = 0.05
+REPORT_AFTER_S = 0.05
 """The delay of a report, so that nodes that start together are in one report."""
 
 
@@ -38,10 +38,10 @@ class RollCall:
         self._closed.discard(node)
         return self.changed()
 
-    def rest(self, cordoned: bool) -> list[Effect]:
+    def set_cordon(self, cordoned: bool) -> list[Effect]:
         """Cordon this conductor by an operator's request, or use it again; gateways receive a report at once."""
         self._cordoned, self._is_reporting = cordoned, True
-        return self.tell()
+        return self.report()
 
     def takes(self, node: str, *, closed: bool) -> list[Effect]:
         """Note whether a prefill, decode or vLLM is closed for new requests; gateways receive a report of a change at once."""
@@ -49,22 +49,22 @@ class RollCall:
             return []
         self._closed ^= {node}
         self._is_reporting = True
-        return self.tell()
+        return self.report()
 
     def changed(self) -> list[Effect]:
         """Send a report soon."""
         if self._armed or not self._is_reporting:
             return []
         self._armed = True
-        return [SetTimer(ROLL_CALL, TELL_AFTER_S)]
+        return [SetTimer(ROLL_CALL, REPORT_AFTER_S)]
 
-    def tell(self) -> list[Effect]:
+    def report(self) -> list[Effect]:
         """Send the report to all gateways."""
         self._armed = False
-        news = NodesHeard(
+        news = NodesReported(
             cache_nodes=tuple(member.name for member in self._members.of_role("cache-node"))[:MAX_NODES],
             missing=tuple(name for name in self._expected if not self._is_ready(name))[:MAX_NODES],
-            resting=self._cordoned,
+            cordoned=self._cordoned,
             closed=tuple(sorted(self._closed))[:MAX_NODES],
         )
         return [Send(gateway.name, news) for gateway in self._members.of_role("gateway")]

@@ -91,8 +91,8 @@ class Router:
         least, place, bound_s = self._least(plan, barred), 0, self._planner.bound_s(plan, 0)
         if bound_s * ROUNDING < least:
             least = min(least, self._first_free(plan, EVERYONE, barred))
-        if plan.crowd and bound_s * ROUNDING < least:
-            least = min(least, self._first_free(plan, plan.crowd, barred))
+        if plan.candidates and bound_s * ROUNDING < least:
+            least = min(least, self._first_free(plan, plan.candidates, barred))
         if bound_s * ROUNDING < least:
             candidates = self._candidates(plan, least * self._tie)
             while bound_s * ROUNDING < least:
@@ -112,7 +112,7 @@ class Router:
         """Evaluate the two prefills at this place of the orders, if they are candidates; return the smaller time."""
         times, least = plan.times, NO_TIME
         for order in self._planner.orders:
-            node = order[place][2]
+            node = order[place].node
             if node.marks & candidates and node not in times:
                 times[node] = time_s = self._planner.ttft_s(plan, node)
                 if time_s < least and node.name not in barred:
@@ -132,7 +132,7 @@ class Router:
     def _candidates(self, plan: Plan, limit: float) -> int:
         """Return the marks of the candidates that may be within the limit: all prefills, or only those that hold a part of the
         prompt."""
-        return EVERYONE if self._planner.least_cold_s(plan) <= limit else plan.crowd
+        return EVERYONE if self._planner.least_cold_s(plan) <= limit else plan.candidates
 
     def _least_score(self, now: float, schedule: Schedule, plan: Plan, barred: Collection[str]) -> PrefillNode | None:
         """Return the prefill with the best score by a policy that does not use predicted times; all are evaluated."""

@@ -25,7 +25,7 @@ NOT_NEGATIVE = (
     "tbt_slo_s",
     "report_grace_s",
     "engine_price",
-    "patience",
+    "waiting_share",
     "role_change_after_s",
 )
 
@@ -59,7 +59,7 @@ class ConductorSettings:
     engine_price: float = 0.25
     """The seconds of a prompt's own time to its first token that one second of prefill engine time is worth. Waiting for KV
     that is being computed costs the former and saves the latter, which all requests share once engines are busy."""
-    patience: float = 0.25
+    waiting_share: float = 0.25
     """A request that would miss its SLO on an idle cluster too is refused only if it would wait for more than this share of
     its own work (of its own step): waiting cannot make that shorter."""
     correction_half_life_s: float = 10.0

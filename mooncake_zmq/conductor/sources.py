@@ -2,17 +2,16 @@
 itself, in its slab or its prefix cache; and the stores that vLLMs of a host can read. PURE."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from mooncake_zmq.conductor.prefills import EVERYONE, PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import Run, bits_of
 
-SHELF = "/store"
+STORE: Final = "/store"
 """The suffix of a cache-node's name for its store of vLLMs' blocks, which are of another kind than the pool's."""
-MAX_SOURCES = 4
+MAX_SOURCES: Final = 4
 """The most cache-nodes named in one plan: the one to fetch from, and three more in case it is down or has evicted the
 blocks."""
-FEW = 16
-"""The number of cache-nodes up to which sorting them is quicker than visiting all in turn."""
 
 
 class Sources:
@@ -63,7 +62,7 @@ class Sources:
         self._mark(host)
         self.settle(self._prefills.by_host.get(host, ()))
 
-    def rest(self, bit: int, cordoned: bool) -> None:
+    def set_cordon(self, bit: int, cordoned: bool) -> None:
         """Cordon a cache-node, or use it again."""
         if cordoned != (bit in self._cordoned):
             self._cordoned ^= {bit}
@@ -75,13 +74,13 @@ class Sources:
         self._own[bit] = node
         self.settle([node])
 
-    def join_shelf(self, bit: int, name: str, host: str) -> None:
+    def join_store(self, bit: int, name: str, host: str) -> None:
         """Add the store of this cache-node, whose blocks the vLLMs on its host can read at once."""
         self._stores[bit] = name, host
         self._store_bits |= 1 << bit
         self.settle(self._prefills.by_host.get(host, ()))
 
-    def leave_apart(self, bit: int) -> None:
+    def leave_own_or_store(self, bit: int) -> None:
         """Remove a store, or what a prefill or vLLM held itself."""
         self._own.pop(bit, None)
         _, host = self._stores.pop(bit, ("", ""))
@@ -123,10 +122,7 @@ class Sources:
             return -1
         if not mask & (mask - 1):
             return mask.bit_length() - 1
-        count = mask.bit_count()
-        if count * count <= len(self._turns):  # of so many, one comes early in the turns
-            return min(bits_of(mask), key=self._rank)
-        return next(bit for bit in self._turns if mask >> bit & 1)
+        return self._in_turn(mask, 1)[0]
 
     def order(self, first: int, runs: Iterable[Run], homes: int, blocks: int) -> tuple[int, ...]:
         """Return `first`, then cache-nodes of other hosts that hold more than so many blocks, the longest runs first."""
@@ -135,15 +131,12 @@ class Sources:
         for longer, mask in reversed(list(runs)):
             mask &= ~without
             if longer > blocks and mask:
-                in_turn = sorted(bits_of(mask), key=self._rank) if mask.bit_count() <= FEW else self._turns
-                for bit in in_turn:
-                    if mask >> bit & 1:
-                        sources.append(bit)
-                        if len(sources) == MAX_SOURCES:
-                            return tuple(sources)
+                sources += self._in_turn(mask, MAX_SOURCES - len(sources))
+                if len(sources) == MAX_SOURCES:
+                    break
         return tuple(sources)
 
-    def on_shelves(self, mask: int) -> bool:
+    def in_stores(self, mask: int) -> bool:
         """Return whether any of these is a store that vLLMs can read."""
         return bool(mask & self._store_bits)
 
@@ -190,6 +183,20 @@ class Sources:
             pool = [] if node.vllm else self._serving(node.host)
             assert node.homes == sum(1 << bit for bit in pool) | self._private_bits(node)
             assert node.home == (pool[0] if pool else -1)
+
+    def _in_turn(self, mask: int, most: int) -> list[int]:
+        """Return up to `most` of these cache-nodes, those whose turns come first."""
+        count = mask.bit_count()
+        if count * count <= len(self._turns):
+            return sorted(bits_of(mask), key=self._rank)[:most]
+        found: list[int] = []  # of so many, some come early in the turns
+        wanted = mask.to_bytes((mask.bit_length() + 7) // 8, "little")  # a large number is slow to shift
+        for bit in self._turns:
+            if bit >> 3 < len(wanted) and wanted[bit >> 3] >> (bit & 7) & 1:
+                found.append(bit)
+                if len(found) == most:
+                    break
+        return found
 
     def _mark(self, host: str) -> None:
         self._masks.pop(host, None)

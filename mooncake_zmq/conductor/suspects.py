@@ -32,9 +32,10 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._suspects)
 
-    def stalled(self, now: float, placed: Placed, *, told: bool) -> None:
-        """Note that an attempt ended without an answer; `told`: its first token had come, so its prefill is not at fault."""
-        for node in (placed.decode,) if told else _nodes(placed):
+    def stalled(self, now: float, placed: Placed, *, had_token: bool) -> None:
+        """Note that an attempt ended without an answer; `had_token`: its first token had come, so its prefill is not at
+        fault."""
+        for node in (placed.decode,) if had_token else _nodes(placed):
             suspect = self._suspects.setdefault(node, _Suspect())
             suspect.strikes += 1
             if suspect.strikes >= STRIKES:

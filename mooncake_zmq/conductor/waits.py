@@ -7,7 +7,7 @@ them once they are also in the pool of the first one's host and their last chunk
 are fetched meanwhile.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from mooncake_zmq.conductor.chain import Found
@@ -19,10 +19,9 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.conductor.sources import MAX_SOURCES
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.kv.block_hash import Key
 
-PATIENCE: Final = 4.0
-PATIENCE_S: Final = 2.0
+TIMEOUT: Final = 4.0
+TIMEOUT_S: Final = 2.0
 """A wait times out after this multiple of its expected time, and this many seconds more; the conductor ends it sooner whenever
 it can."""
 LOOKED_AT: Final = 16
@@ -49,11 +48,11 @@ class Waits:
         self._transfers = transfers
         self._coming = coming
 
-    def better(self, plan: Plan, keys: Sequence[Key], choice: PrefillChoice, barred: Collection[str]) -> PrefillChoice:
+    def better(self, plan: Plan, choice: PrefillChoice, barred: Collection[str]) -> PrefillChoice:
         """Return the cheapest way that waits, if it costs less than `choice`; else `choice`."""
-        found = self._coming.find(plan.now, keys, plan.best, plan.reusable)
+        found = self._coming.find(plan.now, plan.keys, plan.best, plan.reusable)
         if found is None and plan.longest > plan.best:
-            found = self._coming.find(plan.now, keys, plan.longest, plan.reusable)
+            found = self._coming.find(plan.now, plan.keys, plan.longest, plan.reusable)
         if found is None:
             return choice
         plan.coming = found.blocks
@@ -104,13 +103,13 @@ class Waits:
             node=node,
             reuse_blocks=found.blocks,
             sources=() if joins else self._homes(found, node),
-            queue_s=max(node.wait_s(plan.now, node.rank(plan.now, work_s, plan.priority)), at - plan.now),
+            queue_s=max(node.wait_s(plan.now, node.rank(plan.now, work_s, plan.priority), plan.tenant, work_s), at - plan.now),
             work_s=work_s,
             fetch_s=0.0,
         )
         if not node.vllm:  # a vLLM itself shares computed blocks among its requests
             choice.coming = found
-            choice.coming_s = PATIENCE * (at - plan.now) + PATIENCE_S
+            choice.coming_s = TIMEOUT * (at - plan.now) + TIMEOUT_S
         return choice
 
     def _homes(self, found: Found, node: PrefillNode) -> tuple[int, ...]:

@@ -2,22 +2,13 @@
 
 from collections.abc import Iterable
 
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import Loaded
-from mooncake_zmq.config.records import ConfigError, NodeSettings
+from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.core.roles import ENGINE_ROLES
-from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.gateway.http.exposure import unasked
 from mooncake_zmq.transfer.shared_memory import needs_checksums
 from mooncake_zmq.transfer.sockets import is_loopback
-
-
-def check_devices(nodes: Iterable[NodeSettings]) -> None:
-    """Raise ConfigError if a node computes on a device that this machine does not have, or lacks the library for."""
-    for node in nodes:
-        try:
-            array_namespace(node.device)
-        except ValueError as error:
-            raise ConfigError(f"{node.name}: {error}") from None
 
 
 def check_local_reads(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
@@ -36,9 +27,9 @@ def check_open(loaded: Loaded, nodes: Iterable[NodeSettings]) -> None:
     for node in nodes:
         if has_far_metrics(node) and not loaded.config.security.allow_open_metrics:
             raise ConfigError(
-                f"{loaded.path}: {node.name}: metrics_host {node.metrics_host} is not loopback, and nothing asks who reads "
-                "there: leave it out, and have Prometheus, or a proxy that asks, on that machine; or, where whoever reaches "
-                "it may read its metrics, set security.allow_open_metrics = true"
+                f"{loaded.path}: {node.name}: metrics_host {node.metrics_host} is not loopback, and readers are not "
+                "authenticated there: leave it out, and run Prometheus, or a proxy that authenticates, on that machine; or, "
+                "where every client that reaches it may read its metrics, set security.allow_open_metrics = true"
             )
         if node.role == "gateway":
             section = loaded.section(node)

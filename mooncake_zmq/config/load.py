@@ -9,12 +9,14 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import structs
 
-from mooncake_zmq.config.records import Config, ConfigError, NodeSettings
+from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.config.hints import did_you_mean, kind_at, record_of, size, with_sizes, words
+from mooncake_zmq.config.records import Config, NodeSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
@@ -174,20 +176,14 @@ def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str)
     for key, value in raw.items():
         path = f"{under}{key}"
         if key not in hints:
-            near = ", ".join(sorted(hints))
-            raise ConfigError(f"{shown}: {path}: unknown key; known here: {near}")
+            known = ", ".join(sorted(hints))
+            raise ConfigError(f"{shown}: {path}: unknown key{did_you_mean(key, hints)}; known here: {known}")
         if is_dataclass(hints[key]) and isinstance(value, Mapping):
             _check_keys(value, hints[key], shown, f"{path}.")
-        elif (each := _record_of(hints[key])) is not None and isinstance(value, list):
+        elif isinstance(value, list) and not is_dataclass(hints[key]) and (each := record_of(hints[key])) is not None:
             for position, record in enumerate(value):
                 if isinstance(record, Mapping):
                     _check_keys(record, each, shown, f"{path}[{position}].")
-
-
-def _record_of(kind: Any) -> type[Any] | None:
-    """Return the record class of a list of tables, if `kind` is one."""
-    found = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
-    return found if isinstance(found, type) and is_dataclass(found) else None
 
 
 def _paths(raw: Mapping[str, Any], under: str = "") -> Iterator[str]:
@@ -213,29 +209,23 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
         inner[section] = inner = dict(below) if isinstance(below, Mapping) else {}
     hints = get_type_hints(kind) if is_dataclass(kind) else {}
     if key not in hints or is_dataclass(hints[key]) or dotted == "nodes":
-        raise ConfigError(f"{source}: there is no setting {dotted}")
-    words = _words(hints[key])
-    if isinstance(value, str) and hints[key] is not str and value not in words:
+        raise ConfigError(f"{source}: there is no setting {dotted}{did_you_mean(key, hints)}")
+    known = words(hints[key])
+    if isinstance(value, str) and hints[key] is not str and value not in known and size(value) is None:
         try:
             value = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
-            if words:
-                raise ConfigError(f"{source}: {dotted}: {value!r} is none of {', '.join(words)}") from None
-            raise ConfigError(f"{source}: {dotted}: cannot read {value!r}") from None
+            if known:
+                raise ConfigError(f"{source}: {dotted}: {value!r} is none of {', '.join(known)}") from None
+            wanted = "; an integer of bytes or a size like 512MiB is wanted" if key.endswith("bytes") else ""
+            raise ConfigError(f"{source}: {dotted}: cannot read {value!r}{wanted}") from None
     inner[key] = value
     sources[dotted] = source
 
 
-def _words(kind: Any) -> tuple[str, ...]:
-    """Return the words that a setting of this type accepts."""
-    if get_origin(kind) is Literal:
-        return tuple(each for each in get_args(kind) if isinstance(each, str))
-    return tuple(word for part in get_args(kind) for word in _words(part))
-
-
 def _convert(raw: Mapping[str, Any], kind: type[Any], shown: str, sources: Mapping[str, str], under: str = "") -> Any:
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert(with_sizes(raw, kind), kind)
     except msgspec.ValidationError as error:
         what, _, at = str(error).partition(" - at `$")
         path = (under + at.rstrip("`")).lstrip(".")
@@ -243,4 +233,6 @@ def _convert(raw: Mapping[str, Any], kind: type[Any], shown: str, sources: Mappi
         where = shown if source == "file" else source
         what = what.replace("`", "")
         what = what[0].lower() + what[1:] if what.startswith(("Expected", "Object", "Invalid")) else what
+        if what.startswith("invalid enum value") and (known := words(kind_at(kind, at.rstrip("`")))):
+            what += f"; it is one of {', '.join(known)}"
         raise ConfigError(f"{where}: {path}: {what}" if path else f"{where}: {what}") from None

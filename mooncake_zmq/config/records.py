@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from mooncake_zmq.conductor.settings import ConductorSettings
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import NAME_PATTERN
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
@@ -26,10 +27,6 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 """The origin of a page, as browsers write it."""
 ENDPOINT = re.compile(r"https?://[^/?#\s]+")
 """The URL of a collector of spans."""
-
-
-class ConfigError(Exception):
-    """A mistake in the configuration, in one line that names where it is."""
 
 
 def default_runtime_dir() -> str:

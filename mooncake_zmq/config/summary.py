@@ -30,7 +30,7 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 if section.ssd.directory:
                     what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
             case "prefill":
-                tokens = section.max_active * config.model.max_model_len + section.short_lane * section.chunk_tokens
+                tokens = section.max_active * config.model.max_model_len + section.short_jobs * section.chunk_tokens
                 running = tokens * config.costs.kv_bytes_per_token
                 size, what = section.slab_bytes + running, f"slab of {section.slab_bytes / mib:,.0f} MiB"
                 what += f", KV of running prompts {running / mib:,.0f} MiB"

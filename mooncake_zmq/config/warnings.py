@@ -1,19 +1,22 @@
 """Warnings about settings that work, but not well."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mooncake_zmq.config.checks import has_far_metrics
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import Loaded, read_profile
-from mooncake_zmq.config.records import ConfigError, GatewaySettings
+from mooncake_zmq.config.records import GatewaySettings, NodeSettings
 from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.roles import ENGINE_ROLES, ROLES
+from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import chosen
+from mooncake_zmq.extras import installing
 from mooncake_zmq.gateway.http.api_keys import api_keys_of
 from mooncake_zmq.gateway.http.exposure import Judgement, judged
 from mooncake_zmq.gateway.http.tls import tls_files_of
-from mooncake_zmq.gateway.requests.otlp import OTEL, is_installed
+from mooncake_zmq.gateway.requests.otlp import is_installed
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.sockets import is_loopback
 
@@ -28,12 +31,13 @@ def warnings(loaded: Loaded) -> Iterator[str]:
             f"the engines of {loaded.path} have {threads} threads and this machine {cores} cores: "
             "they will wait for each other when all are busy"
         )
+    yield from device_warnings(config.nodes)
     yield from _profile_warnings(loaded)
     yield from _plain_warnings(loaded)
     yield from _quota_warnings(loaded)
     for node in config.of_role("gateway"):
         if loaded.section(node).otlp_endpoint and not is_installed():
-            yield f"{node.name}: otlp_endpoint needs the extra otel on its host, which is not here: {OTEL}"
+            yield f"{node.name}: otlp_endpoint needs the extra otel on its host, which is not here: {installing('otel')}"
         yield from (f"{node.name}: {text}" for text in gateway_warnings(loaded.section(node)))
     pools = {node.host for node in config.of_role("cache-node")}
     for node in config.of_role(*ENGINE_ROLES):
@@ -47,6 +51,15 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for node in config.of_role("decode", "vllm"):
         if loaded.section(node).capacity_tokens < config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
+
+
+def device_warnings(nodes: Iterable[NodeSettings]) -> Iterator[str]:
+    """Yield a warning for each node whose device this machine does not have: the file may be for another machine."""
+    for node in nodes:
+        try:
+            array_namespace(node.device)
+        except ValueError as error:
+            yield f"{node.name}: {error}; on the node's own machine 'mooncake-zmq doctor' checks it"
 
 
 def is_tls(section: GatewaySettings) -> bool:
@@ -93,12 +106,12 @@ def _plain_warnings(loaded: Loaded) -> Iterator[str]:
     keyed = directory_of(security.keys) is not None
     for node in config.nodes:
         if has_far_metrics(node):
-            yield f"{node.name}: whoever reaches {node.metrics_host} sees its metrics (security.allow_open_metrics)"
+            yield f"{node.name}: every client that reaches {node.metrics_host} sees its metrics (security.allow_open_metrics)"
         far = [each for each in (node.endpoint, node.data_endpoint) if each.startswith("tcp://") and not is_loopback(each)]
         if far and not keyed and not security.allow_plain_tcp:
             yield f"{node.name}: no keys, so it will not start: {far[0]} is beyond this machine (security.keys)"
         if node.store_endpoint.startswith("tcp://") and loaded.section(node).objects.tenants and not keyed:
-            yield f"{node.name}: its store has tenants and the cluster no keys: nobody is known there, and may use nothing"
+            yield f"{node.name}: its store has tenants and the cluster no keys: no client is identified, so none has access"
         if keyed and security.encrypt_bulk:
             continue
         if node.data_endpoint.startswith("tcp://") and not is_loopback(node.data_endpoint) and keyed:

@@ -4,18 +4,21 @@
 `Start`ed with an id and a deadline, and its outcome returns as `WorkDone` on every path, failure included.
 """
 
-from typing import Any, Protocol
+import math
+from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from mooncake_zmq.core.asks import Answer, Ask
+from mooncake_zmq.core.actor_parts import Tally
+from mooncake_zmq.core.commands import Answer, Ask
 from mooncake_zmq.core.messages import Hello, Message, Sampling
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import Progress, Result, Work
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import KvEvent
 
 TimerKey = tuple[str | int, ...]
+WorkT = TypeVar("WorkT", covariant=True)
+ResultT = TypeVar("ResultT", covariant=True)
 
 
 class PeerUp(Struct, frozen=True):
@@ -49,11 +52,11 @@ class WorkProgress(Struct, frozen=True):
     progress: Progress
 
 
-class WorkDone(Struct, frozen=True):
+class WorkDone(Struct, Generic[ResultT], frozen=True, gc=False):
     """The end of a `Start`ed work; `WorkFailed` when it could not be done or missed its deadline."""
 
     work_id: int
-    result: Result
+    result: ResultT
 
 
 class Started(Struct, frozen=True):
@@ -64,18 +67,18 @@ class DrainWanted(Struct, frozen=True):
     """Request of the operator to end this process: accept nothing new and finish what is running."""
 
 
-class RestWanted(Struct, frozen=True):
+class CordonWanted(Struct, frozen=True):
     """Request of the operator to cordon this process: accept nothing new, finish what is running and stay; or, if not
-    `resting`, to accept again."""
+    `cordoned`, to accept again."""
 
-    resting: bool
+    cordoned: bool
 
 
 class DrainTimedOut(Struct, frozen=True):
     """The drain's timeout has passed: hand over what is left now. The process ends as soon as that is acknowledged."""
 
 
-class ShelfTold(Struct, frozen=True):
+class EngineBlocksReported(Struct, frozen=True, gc=False):
     """Cache-node only: blocks of vLLMs that its store has stored and removed."""
 
     stored: tuple[Key, ...]
@@ -102,13 +105,13 @@ Event = (
     | Received
     | TimerFired
     | WorkProgress
-    | WorkDone
+    | WorkDone[Result]
     | Started
     | DrainWanted
-    | RestWanted
+    | CordonWanted
     | DrainTimedOut
     | FromClient
-    | ShelfTold
+    | EngineBlocksReported
     | Asked
 )
 
@@ -132,12 +135,12 @@ class CancelTimer(Struct, frozen=True):
     key: TimerKey
 
 
-class Start(Struct, frozen=True):
+class Start(Struct, Generic[WorkT], frozen=True, gc=False):
     """Begin long work. The actor chooses the ids and never reuses one."""
 
     work_id: int
-    work: Work
-    deadline_s: float
+    work: WorkT
+    deadline_s: float = math.inf
 
 
 class CancelWork(Struct, frozen=True):
@@ -201,7 +204,7 @@ Effect = (
     Send
     | SetTimer
     | CancelTimer
-    | Start
+    | Start[Work]
     | CancelWork
     | Fence
     | OpenSequence

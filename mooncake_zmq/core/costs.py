@@ -66,7 +66,7 @@ class Costs:
             raise ValueError(f"{measured} ({self.profiled_model[:12]}, not {fingerprint[:12]}): run mooncake-zmq profile again")
 
     @property
-    def are_nobodys(self) -> bool:
+    def are_default(self) -> bool:
         """Return whether the computing costs are the defaults, which hold for one model on one core."""
         defaults = Costs()
         return all(getattr(self, name) == getattr(defaults, name) for name in COMPUTING)

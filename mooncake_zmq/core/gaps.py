@@ -5,11 +5,13 @@ others: the handoff's last layers have to arrive, and the step that runs then ha
 is mostly that gap. And the step itself grows while the request runs, as all requests of the batch add to their KV.
 """
 
-LONGEST_SHARE = 10
-FIRST_GAP_STEPS = 0.4
+from typing import Final
+
+LONGEST_SHARE: Final = 10
+FIRST_GAP_STEPS: Final = 0.4
 """Steps by which the first gap is longer than a step if others are in the batch: the handoff's end, and the wait for the
 running step, on average less than half of one as a step is delayed for a request that is nearly ready."""
-GROWTH_TOKENS = 512
+GROWTH_TOKENS: Final = 512
 """Upper limit of the expected growth of a sequence's KV while a request runs: others end, and new ones come with less."""
 
 

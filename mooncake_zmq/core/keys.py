@@ -19,7 +19,7 @@ ReadT = TypeVar("ReadT")
 Kind = Literal["node", "store", "events"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LETS_IN: Mapping[Plane, Kind] = {"control": "node", "data": "node", "store": "store", "events": "events"}
-"""Kind of key that a plane requires. The messages that a node may then send stand in `talk.SAYS`."""
+"""Kind of key that a plane requires. The messages that a node may then send stand in `routes.SAYS`."""
 MAX_KEYS_OF_ONE = 2
 MAX_KEYS = 4096
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

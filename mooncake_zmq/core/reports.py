@@ -13,9 +13,10 @@ MAX_RANK_S = 1e9
 """Upper limit of the rank in a message."""
 
 
-def queued_job(now: float, *, booking: int, rank: float, left_s: float) -> QueuedJob:
+def queued_job(now: float, *, booking: int, rank: float, left_s: float, tenant: str = "") -> QueuedJob:
     """Return the report of one job."""
-    return QueuedJob(booking=booking, rank_s=min(MAX_RANK_S, max(-MAX_RANK_S, rank - now)), left_s=min(MAX_LEFT_S, left_s))
+    rank_s = min(MAX_RANK_S, max(-MAX_RANK_S, rank - now))
+    return QueuedJob(booking=booking, rank_s=rank_s, left_s=min(MAX_LEFT_S, left_s), tenant=tenant)
 
 
 class Reports:
@@ -54,5 +55,5 @@ class Reports:
     def send(self, now: float, *messages: Message) -> list[Effect]:
         """Send to every conductor, and arm the timer again. A report may be lost: the next one repeats everything."""
         self._sent_at, self._hurried = now, False
-        told = [Send(name, message, lossy=True) for message in messages for name in self.conductors]
-        return [*told, SetTimer(REPORT, self._interval_s)]
+        sends = [Send(name, message, lossy=True) for message in messages for name in self.conductors]
+        return [*sends, SetTimer(REPORT, self._interval_s)]

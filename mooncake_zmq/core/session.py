@@ -8,8 +8,8 @@ no message sent before.
 Each direction of a conversation is an *epoch* of its sender. Rules, for an envelope from peer P to this process:
 - P's epoch is older than known or than our floor: P itself has given it up. The envelope is dropped and counted.
 - P's incarnation is not the known one: the envelope may be an old incarnation's, long under way, or of a stranger that claims
-  to be P. It is dropped and counted until the known incarnation has been silent: for `SECOND_LIFE_BEATS` heartbeats if the
-  other one is newer (P was restarted), for the peer timeout if it is older (its clock went back and it lost its lock file,
+  to be P. It is dropped and counted until the known incarnation has been silent: for `SECOND_INCARNATION_BEATS` heartbeats if
+  the other one is newer (P was restarted), for the peer timeout if it is older (its clock went back and it lost its lock file,
   or the known one was never P's). So no stranger cuts P off by a number, and P cuts itself off for the peer timeout at most.
 - P's incarnation is another one, and accepted, or its epoch is newer than known: P began anew, and our side of the old
   conversation ends.
@@ -19,7 +19,10 @@ Each direction of a conversation is an *epoch* of its sender. Rules, for an enve
 - P began anew while we were up, yet demands no new epoch of ours (its greeting to our former incarnation reached us late): we
   give up too, or P would take our earlier messages as later ones.
 The first message of an epoch is `Hello`, sent once. A peer is up once its Hello arrived in its current epoch and agrees with
-the configuration. From then on it may send what `talk.SAYS` allows its role to send to ours, and nothing else.
+the configuration. From then on it may send what `routes.SAYS` allows its role to send to ours, and nothing else.
+The last message of a process that ends in order is `Goodbye`, behind all earlier ones: its receiver gives up on the
+epoch at once, which acknowledges it. The process that leaves receives nothing more, and acknowledges no message that it will
+not handle. If the goodbye is lost, the silence that follows ends the conversation.
 
 A frame of an old incarnation O is not accepted after one of a newer incarnation N, unless it was under way for longer than the
 peer timeout: O had ended when N began, so N must have been silent for that long when the frame arrives, and the frame is older
@@ -51,11 +54,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from mooncake_zmq.core.actor import PeerDown, PeerUp, Received
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
     MAX_BODIES,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Envelope,
+    Goodbye,
     Hello,
     Message,
     ProtocolError,
@@ -63,8 +68,7 @@ from mooncake_zmq.core.messages import (
     decode_envelope,
     encode,
 )
-from mooncake_zmq.core.shell import Tally
-from mooncake_zmq.core.talk import SAYS, Kinds, Member
+from mooncake_zmq.core.routes import SAYS, Kinds, Member
 
 SessionEvent = PeerUp | PeerDown | Received
 
@@ -96,7 +100,7 @@ REORDER_LIMIT = 256
 """Messages from a gap on that are kept, and that a retransmission repeats; later ones are sent again later."""
 GAP_BYTES = MAX_MESSAGE_BYTES
 """`REORDER_LIMIT` in bytes: at least one message."""
-SECOND_LIFE_BEATS = 2
+SECOND_INCARNATION_BEATS = 2
 """Heartbeats that a peer's known incarnation must have missed before a newer one is accepted."""
 MAX_LEAP = 1 << 20
 """Epochs that a peer may begin, or demand of us, at once: more would use up the numbers, so that no epoch could follow."""
@@ -137,7 +141,7 @@ class _Peer:
 
     name: str
     member: Member
-    heard: "_Moment"
+    received: "_Moment"
     incarnation: int = 0
     epoch: int = 1
     remote_epoch: int = 0
@@ -163,6 +167,8 @@ class _Peer:
     """Recent lateness of its loop, as it reports."""
     spared: bool = False
     """Whether its present silence would have ended the conversation, had no loop been late."""
+    left: bool = False
+    """Whether it said goodbye, and has not come up since."""
 
     @property
     def up(self) -> bool:
@@ -203,6 +209,8 @@ class Session:
         """Sum of the lateness of all ticks."""
         self.recent_late_s = 0.0
         """Recent lateness of the loop, as reported to peers."""
+        self._departing = False
+        """Whether this process has said goodbye."""
         self._peers = {name: _Peer(name, peers[name], self._moment(now)) for name in sorted(peers) if name != me}
 
     @property
@@ -216,7 +224,12 @@ class Session:
         return {name: peer.hello for name, peer in self._peers.items() if peer.hello is not None}
 
     @property
-    def lives(self) -> Mapping[str, int]:
+    def departed(self) -> list[str]:
+        """Peers that said goodbye and have not come up since."""
+        return [name for name, peer in self._peers.items() if peer.left]
+
+    @property
+    def incarnations(self) -> Mapping[str, int]:
         """Incarnations of the peers with a conversation."""
         return {name: peer.incarnation for name, peer in self._peers.items() if peer.hello is not None}
 
@@ -233,7 +246,7 @@ class Session:
 
     def silent_s(self, now: float, name: str) -> float:
         """Return the time since the last frame from a peer."""
-        return now - self._peers[name].heard.at
+        return now - self._peers[name].received.at
 
     def start(self, now: float) -> None:
         """Greet every peer."""
@@ -244,7 +257,7 @@ class Session:
     def send(self, now: float, to: str, message: Message, *, lossy: bool = False) -> list[SessionEvent]:
         """Queue a message. Returns events, as a peer that leaves a whole window unacknowledged is given up."""
         peer = self._peers.get(to)
-        if peer is None or not peer.up:
+        if peer is None or not peer.up or self._departing:
             self.counts.add("dropped[reason=peer_down]")
             return []
         if lossy:
@@ -255,6 +268,15 @@ class Session:
             return self._give_up(now, peer, "window full")
         self._send_sequenced(now, peer, encode(message))
         return []
+
+    def leave(self, now: float) -> None:
+        """Say goodbye to every peer; from here on nothing is sent but what is unacknowledged, and nothing received."""
+        if self._departing:
+            return
+        self._departing = True
+        for peer in self._peers.values():
+            if peer.up:
+                self._send_sequenced(now, peer, encode(Goodbye()))
 
     def receive(self, now: float, frame: bytes, key_of: str | None = None) -> list[SessionEvent]:
         """Handle one frame. `key_of`: the node whose key its connection has shown; None: the connection needs no key."""
@@ -271,15 +293,18 @@ class Session:
         if peer is None or reason is not None:
             self.counts.add(f"dropped[reason={reason}]")
             return []
+        if self._departing:
+            if envelope.to_incarnation == self.incarnation and envelope.floor > peer.epoch:
+                peer.unacked.clear()  # it has ended the conversation, which acknowledges everything
+            _acknowledge(peer, envelope)
+            return []
         events = self._follow(now, peer, envelope)
-        peer.heard = heard = self._moment(now)
+        peer.received = received = self._moment(now)
         peer.late_s, peer.spared = envelope.late_ms / 1000, False
         if envelope.epoch < peer.floor:
             return events
-        if envelope.ack_epoch == peer.epoch:
-            while peer.unacked and peer.unacked[0].sequence <= envelope.ack:
-                peer.unacked.popleft()
-                peer.acked = heard
+        if _acknowledge(peer, envelope):
+            peer.acked = received
         if envelope.sequence > 0:
             return events + self._accept_sequenced(now, peer, envelope)
         for body in envelope.bodies:
@@ -291,17 +316,21 @@ class Session:
         late_s = self._note_lateness(now)
         events: list[SessionEvent] = []
         for peer in self._peers.values():
-            if peer.up and self._lasts(now, peer, peer.heard):
+            reason = "" if self._departing or not peer.up else self._timed_out(now, peer)
+            if reason:
                 self.counts.add("timeouts")
-                events += self._give_up(now, peer, "silent")
-            elif peer.up and peer.unacked and self._lasts(now, peer, peer.acked):
-                self.counts.add("timeouts")
-                events += self._give_up(now, peer, "acknowledges nothing")
+                events += self._give_up(now, peer, reason)
             if peer.unacked and now - late_s - peer.unacked[0].sent_at >= self._resend_after_s(peer):
                 self._resend(now, peer)
             if peer.unreported or now - peer.sent_at >= self._settings.heartbeat_s:
                 self._transmit(now, peer, 0, ())
         return events
+
+    def _timed_out(self, now: float, peer: _Peer) -> str:
+        """Return why the conversation with a peer ends by the peer timeout; empty: it does not."""
+        if self._lasts(now, peer, peer.received):
+            return "silent"
+        return "acknowledges nothing" if peer.unacked and self._lasts(now, peer, peer.acked) else ""
 
     def _note_lateness(self, now: float) -> float:
         """Return the lateness of this tick, and count it."""
@@ -370,11 +399,11 @@ class Session:
         if peer is None:
             return "stranger"
         if envelope.to_incarnation not in (0, self.incarnation):
-            return "former_life"
+            return "former_incarnation"
         known = max(peer.remote_epoch, peer.floor)
         if envelope.incarnation != peer.incarnation:
-            if peer.incarnation and self._counted_s(now, peer.heard) < self._silence_s(peer, envelope):
-                return "other_life"
+            if peer.incarnation and self._counted_s(now, peer.received) < self._silence_s(peer, envelope):
+                return "other_incarnation"
             known = 1
         elif envelope.epoch < known:
             return "old_epoch"
@@ -384,7 +413,7 @@ class Session:
         """Return how long the known incarnation must have been silent for another one to be accepted."""
         settings = self._settings
         newer = envelope.incarnation > peer.incarnation
-        return SECOND_LIFE_BEATS * settings.heartbeat_s if newer else settings.peer_timeout_s
+        return SECOND_INCARNATION_BEATS * settings.heartbeat_s if newer else settings.peer_timeout_s
 
     def _follow(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
         """Follow the peer into its current incarnation and epoch, and into a new epoch of ours if it gave up on the old one."""
@@ -451,6 +480,9 @@ class Session:
         if not peer.up:
             self.counts.add("dropped[reason=no_hello]")
             return []
+        if isinstance(message, Goodbye):
+            peer.left = True
+            return self._give_up(now, peer, "left")
         if type(message) not in peer.says:
             self.counts.add("dropped[reason=not_of_its_role]")
             return []
@@ -466,12 +498,12 @@ class Session:
                 return []
         if hello.role not in peer.member.roles or hello.host != peer.member.host:
             self.counts.add("refused[reason=member]")
-            told = f"{'/'.join(peer.member.roles)} on {peer.member.host}"
-            self.refusals[peer.name] = f"{peer.name} says it is a {hello.role} on {hello.host}, the configuration: {told}"
+            configured = f"{'/'.join(peer.member.roles)} on {peer.member.host}"
+            self.refusals[peer.name] = f"{peer.name} says it is a {hello.role} on {hello.host}, the configuration: {configured}"
             return []
         self.refusals.pop(peer.name, None)
         peer.hello, peer.says = hello, SAYS.get((hello.role, mine.role), frozenset())
-        peer.acked = self._moment(now)
+        peer.acked, peer.left = self._moment(now), False
         return [PeerUp(peer.name, peer.incarnation, hello)]
 
     def _give_up(self, now: float, peer: _Peer, reason: str) -> list[SessionEvent]:
@@ -541,6 +573,15 @@ class Session:
             )
         )
         self.outgoing.append((peer.name, frame))
+
+
+def _acknowledge(peer: _Peer, envelope: Envelope) -> bool:
+    """Forget what an envelope acknowledges; return whether that is anything."""
+    before = len(peer.unacked)
+    if envelope.ack_epoch == peer.epoch:
+        while peer.unacked and peer.unacked[0].sequence <= envelope.ack:
+            peer.unacked.popleft()
+    return len(peer.unacked) < before
 
 
 def _is_by(sender: str, key_of: str | None) -> bool:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import MAX_LEVEL, MAX_LEVELS, MAX_REFUSALS, Moved, Report, Watch, clip
-from mooncake_zmq.core.shell import Tally
 
 EVERY_S = 1.0
 """Interval of reports to one watcher."""
@@ -24,7 +24,7 @@ class Watchers:
     def __init__(self, counts: Tally) -> None:
         self._counts = counts
         self._until: dict[str, float] = {}
-        self._told_at: dict[str, float] = {}
+        self._sent_at: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._until)
@@ -40,18 +40,18 @@ class Watchers:
     def due(self, now: float) -> list[str]:
         """Return the watchers whose report is due now, and count it as sent."""
         self._expire(now)
-        due = [watcher for watcher in self._until if now - self._told_at.get(watcher, -EVERY_S) >= EVERY_S - EPSILON_S]
-        self._told_at.update(dict.fromkeys(due, now))
+        due = [watcher for watcher in self._until if now - self._sent_at.get(watcher, -EVERY_S) >= EVERY_S - EPSILON_S]
+        self._sent_at.update(dict.fromkeys(due, now))
         return due
 
     def _expire(self, now: float) -> None:
         for watcher in [each for each, until in self._until.items() if until <= now]:
             del self._until[watcher]
-            self._told_at.pop(watcher, None)
+            self._sent_at.pop(watcher, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class PeerReport:
     """The last report of the incarnation `incarnation` of a node."""
 
     at: float
@@ -60,11 +60,11 @@ class Heard:
 
 
 class Looking:
-    """Reports that a gateway gets from its peers while it watches. `heard` holds the last one of each peer that is up."""
+    """Reports that a gateway gets from its peers while it watches. `reports` holds the last one of each peer that is up."""
 
     def __init__(self) -> None:
         self.until = float("-inf")
-        self.heard: dict[str, Heard] = {}
+        self.reports: dict[str, PeerReport] = {}
         self._asked: dict[str, tuple[int, float]] = {}
         """Incarnation and time of the last `Watch`, by peer."""
 
@@ -72,35 +72,38 @@ class Looking:
         """Watch the peers for `for_s` seconds from now on."""
         self.until = max(self.until, now + for_s)
 
-    def to_ask(self, now: float, lives: Mapping[str, int]) -> list[tuple[str, Watch]]:
-        """Return a `Watch` for each peer that needs one now. `lives`: the incarnations of the peers that are up."""
-        for gone in [peer for peer in self._asked if peer not in lives]:
+    def to_ask(self, now: float, incarnations: Mapping[str, int]) -> list[tuple[str, Watch]]:
+        """Return a `Watch` for each peer that needs one now. `incarnations`: the incarnations of the peers that are up."""
+        for gone in [peer for peer in self._asked if peer not in incarnations]:
             del self._asked[gone]
-            self.heard.pop(gone, None)
+            self.reports.pop(gone, None)
         never = (0, float("-inf"))
-        asks: list[tuple[str, Watch]] = []
-        for peer, life in lives.items():
+        watches: list[tuple[str, Watch]] = []
+        for peer, incarnation in incarnations.items():
             known, at = self._asked.get(peer, never)
-            if known != life or now - at >= WATCH_S / 2:
-                self._asked[peer] = life, now
-                asks.append((peer, Watch(for_s=WATCH_S)))
-        return asks
+            if known != incarnation or now - at >= WATCH_S / 2:
+                self._asked[peer] = incarnation, now
+                watches.append((peer, Watch(for_s=WATCH_S)))
+        return watches
 
-    def hear(self, now: float, peer: str, report: Report) -> None:
+    def receive_report(self, now: float, peer: str, report: Report) -> None:
         """Keep a peer's report if it was requested."""
         if peer in self._asked:
-            self.heard[peer] = Heard(now, self._asked[peer][0], report)
+            self.reports[peer] = PeerReport(now, self._asked[peer][0], report)
 
-    def awaits(self, lives: Mapping[str, int]) -> bool:
+    def awaits(self, incarnations: Mapping[str, int]) -> bool:
         """Return whether a peer that is up has not reported in its present incarnation."""
-        return any(peer not in self.heard or self.heard[peer].incarnation != life for peer, life in lives.items())
+        return any(
+            peer not in self.reports or self.reports[peer].incarnation != incarnation
+            for peer, incarnation in incarnations.items()
+        )
 
 
 def report(
     *,
     uptime_s: float,
     draining: bool,
-    resting: bool = False,
+    cordoned: bool = False,
     counts: Mapping[str, float],
     gauges: Mapping[str, float],
     moved: Iterable[Moved],
@@ -109,16 +112,16 @@ def report(
     """Return a report of what fits: gauges first, then counters by name; the others are only counted in `left_off`."""
     levels, totals = _levels(gauges)[:MAX_LEVELS], _levels(counts)
     totals = totals[: MAX_LEVELS - len(levels)]
-    told = sorted(refused.items())[:MAX_REFUSALS]
+    shown = sorted(refused.items())[:MAX_REFUSALS]
     return Report(
         uptime_s=max(0.0, uptime_s),
         draining=draining,
-        resting=resting,
+        cordoned=cordoned,
         gauges=tuple(levels),
         counts=tuple(totals),
         moved=tuple(moved),
-        refused=tuple([(name, clip(why)) for name, why in told]),
-        left_off=len(gauges) + len(counts) + len(refused) - len(levels) - len(totals) - len(told),
+        refused=tuple([(name, clip(why)) for name, why in shown]),
+        left_off=len(gauges) + len(counts) + len(refused) - len(levels) - len(totals) - len(shown),
     )
 
 

@@ -12,6 +12,7 @@ from msgspec import Struct, structs
 from mooncake_zmq.core.messages import Sampled, Sampling, SlotRef, StopRule, TokenLogprob
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.engine_events import EngineEvent
+from mooncake_zmq.kv.object_record import ObjectRecord
 
 
 class SlotGrant(Struct, frozen=True, gc=False):
@@ -69,7 +70,7 @@ class ComputeChunk(Struct, frozen=True):
         return (self.sampling, *(structs.replace(self.sampling, seed=seed) for seed in self.seeds))
 
 
-TOLD_EVERY_S = 0.02
+REPORT_EVERY_S = 0.02
 """Least interval of a chunk's progress reports; a shorter chunk reports its layers with its result. Each report takes the
 interpreter's lock from the computation for a moment."""
 
@@ -115,7 +116,7 @@ class ComputeStage(Struct, frozen=True):
 
     `chunk.tokens` enter the first stage and are empty in the others: these take the hidden states from the slots `entering`,
     one row after the other, as opaque bytes under the part checksums of their slots. The stage's own hidden states are written
-    to `leaving` alike; the last stage writes none, and samples.
+    to `outgoing` alike; the last stage writes none, and samples.
     """
 
     chunk: ComputeChunk
@@ -123,7 +124,7 @@ class ComputeStage(Struct, frozen=True):
     first_layer: int
     stop_layer: int
     entering: tuple[SlotRef, ...] = ()
-    leaving: tuple[SlotGrant, ...] = ()
+    outgoing: tuple[SlotGrant, ...] = ()
 
     @property
     def sequence(self) -> int:
@@ -327,7 +328,7 @@ class WatchEngine(Struct, frozen=True):
     """Work that reports, until cancelled, which blocks the engine beside this node stores and removes."""
 
 
-class EngineTold(Struct, frozen=True):
+class EngineReported(Struct, frozen=True):
     """Progress of `WatchEngine`: the engine's events in their order."""
 
     events: tuple[EngineEvent, ...]
@@ -358,14 +359,104 @@ class ProcessProbed(Struct, frozen=True):
     alive: bool
 
 
+class ReadValue(Struct, frozen=True, gc=False):
+    """One value on disk, and the offset of the memory to which it is to be read."""
+
+    key: str
+    record: ObjectRecord
+    offset: int
+
+
+class ReadValues(Struct, frozen=True, gc=False):
+    """Work of a store: read values into their cells, one after the other. Ends with `ValuesRead`."""
+
+    values: tuple[ReadValue, ...]
+
+
+class WrittenValue(Struct, frozen=True, gc=False):
+    """One value to be written. The writer makes the checksum of its `record`."""
+
+    key: str
+    record: ObjectRecord
+    offset: int
+
+
+class WriteValues(Struct, frozen=True, gc=False):
+    """Work of a store: write records that follow one another up to `end`. They cannot be found before their commit. Ends with
+    `ValuesWritten`."""
+
+    values: tuple[WrittenValue, ...]
+    end: int
+
+
+class CommitValues(Struct, frozen=True, gc=False):
+    """Work of a store: make what was written last durable, and let it be found."""
+
+    rows: tuple[tuple[str, ObjectRecord], ...]
+
+
+class MoveValues(Struct, frozen=True, gc=False):
+    """Work of a store: copy records to the newest segment, `(key, from, to)`, and let them be found there; forget those of
+    `gone`, by sequence."""
+
+    moved: tuple[tuple[str, ObjectRecord, ObjectRecord], ...]
+    gone: tuple[int, ...]
+
+
+class ForgetValues(Struct, frozen=True, gc=False):
+    """Work of a store: forget records, by sequence, durably."""
+
+    sequences: tuple[int, ...]
+
+
+class CreateSegment(Struct, frozen=True, gc=False):
+    """Work of a store: make a file with all its room."""
+
+    segment: int
+    length: int
+
+
+class RemoveSegments(Struct, frozen=True, gc=False):
+    """Work of a store: remove files, durably. `instead`: number of values that could not be forgotten otherwise, and come back
+    if this fails too."""
+
+    segments: tuple[int, ...]
+    instead: int = 0
+
+
+GOOD, BAD, BUSY, UNREAD = "good", "bad", "busy", "unread"
+"""Outcomes of the read of one value. Bad: not what its record says; busy: the system could not read it now."""
+
+
+class ValuesRead(Struct, frozen=True, gc=False):
+    """Result of `ReadValues`: one of GOOD, BAD, BUSY and UNREAD for each value. `fault`: why the disk is not used any more."""
+
+    outcomes: tuple[str, ...]
+    fault: str = ""
+
+
+class ValuesWritten(Struct, frozen=True, gc=False):
+    """Result of `WriteValues`: the checksums of what stands on disk."""
+
+    checksums: tuple[int, ...]
+
+
+class Done(Struct, frozen=True, gc=False):
+    """Result of a work that returns nothing."""
+
+
 class WorkFailed(Struct, frozen=True):
     """Result of a work that failed as a whole or missed its deadline. `stuck`: the answer cannot follow its constraint on any
-    node."""
+    node. `full`: the disk has no room."""
 
     reason: str
     stuck: bool = False
+    full: bool = False
 
 
+StoreWork = ReadValues | WriteValues | CommitValues | MoveValues | ForgetValues | CreateSegment | RemoveSegments
+"""Works of a store's disk: one that changes it at a time, several that read."""
+StoreResult = ValuesRead | ValuesWritten | Done | WorkFailed
 Work = (
     ComputeChunk
     | PullBlocks
@@ -380,7 +471,7 @@ Work = (
     | ForkSequence
     | SampleTokens
 )
-Progress = LayersComputed | TokensGenerated | EngineTold
+Progress = LayersComputed | TokensGenerated | EngineReported
 Result = (
     ChunkComputed
     | BlocksPulled

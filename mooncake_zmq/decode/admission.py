@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 
 from mooncake_zmq.core.actor import Effect, OpenSequence, Send, SetTimer
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.actor_parts import Ids, Tally
+from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import AttemptFailed, DecodeDenied, Hello, ReserveDecode, Sibling, for_sibling
-from mooncake_zmq.core.shell import Ids, Tally
+from mooncake_zmq.core.tenant_room import leaves_room
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.ends import DEADLINE, Ends
 from mooncake_zmq.decode.handoff import Handoff
+from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.decode.request import MISSING, Request
 from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -29,9 +31,10 @@ class Admission:
         peers: Mapping[str, Hello],
         requests: Requests,
         budget: Budget,
+        kept: Kept,
         handoff: Handoff,
         ends: Ends,
-        drain: Leaving,
+        drain: Drain,
         ids: Ids,
         counts: Tally,
     ) -> None:
@@ -41,6 +44,7 @@ class Admission:
         self._peers = peers
         self._requests = requests
         self._budget = budget
+        self._kept = kept
         self._handoff = handoff
         self._ends = ends
         self._drain = drain
@@ -56,7 +60,7 @@ class Admission:
             return [_denied(sender, message, NEWER, full=False)]
         effects = self._replace(now, current)
         budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
-        lack = self._lack(budget)
+        lack = self._lack(budget, message.tenant)
         reason = lack or self._refusal(sender, message, budget)
         if reason is not None:
             self._counts.add("reservations_denied")
@@ -73,7 +77,7 @@ class Admission:
         if current is not None and (current is leader or current.request.attempt >= sibling.attempt):
             return []
         effects = self._replace(now, current)
-        lack = self._lack(budget)
+        lack = self._lack(budget, message.tenant)
         if lack is not None:
             self._counts.add("reservations_denied")
             failed = AttemptFailed(request_id=sibling.request_id, attempt=sibling.attempt, reason=lack, full=True)
@@ -89,14 +93,19 @@ class Admission:
 
     def _admit(self, now: float, prefill: str, message: ReserveDecode, budget: int, effects: list[Effect]) -> Request:
         """Reserve the KV of a request for which there is room."""
-        self._budget.take(budget)
+        self._budget.take(message.tenant, budget)
         full = message.tokens // self._layout.block_tokens
+        remaining = message.stop.max_tokens - message.first_index
+        # A request that asks for many tokens must not get more than the budget can ever give it.
+        capacity = min(message.tokens + max(1, remaining), self._budget.capacity_tokens)
         request = Request(
             request=message,
             prefill=prefill,
             order=self._ids.new(),
             sequence=self._ids.new(),
             budget_tokens=budget,
+            capacity_tokens=capacity,
+            keys=[*message.reuse_keys, *message.new_keys],
             parts=[MISSING] * (self._layout.blocks_for(message.tokens) * self._layout.layers),
             tail=message.tail,
             parent=message.last_key,
@@ -104,21 +113,24 @@ class Admission:
             reserved_at=now,
         )
         self._requests.add(request)
-        remaining = message.stop.max_tokens - message.first_index
-        # A request that asks for many tokens must not get more than the budget can ever give it.
-        capacity = min(message.tokens + max(1, remaining), self._budget.capacity_tokens)
         tokens, tenant = message.tokens, message.tenant
+        effects += self._kept.begin(request)
         effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past, tokens, tenant))
         effects.append(SetTimer((DEADLINE, message.request_id, message.attempt), message.deadline_s))
         return request
 
-    def _lack(self, budget: int) -> str | None:
+    def _lack(self, budget: int, tenant: str) -> str | None:
         """Return what is missing for now, or None. An attempt denied for this counts as one that found no room."""
         if self._drain.draining:
             return "decode is draining"
-        if len(self._requests) >= self._settings.max_requests:
+        most = self._settings.max_requests
+        free = most - len(self._requests)
+        if free < 1:
             return "too many requests"
-        return "no KV left" if self._budget.free_tokens < budget <= self._budget.capacity_tokens else None
+        held = sum(request.tenant == tenant for request in self._requests) if tenant else 0
+        if held and not leaves_room(held, 1, free=free, whole=most):
+            return f"{tenant} has {held} requests in the decode"
+        return "no KV left" if budget <= self._budget.capacity_tokens and self._budget.lacks(tenant, budget) else None
 
     def _refusal(self, sender: str, message: ReserveDecode, budget: int) -> str | None:
         """Return why this decode can never take the request, or None. Such an attempt is repeated a few times at most."""

@@ -1,7 +1,12 @@
-"""The KV that a decode can give to its requests, in tokens of whole blocks. PURE."""
+"""The KV that a decode can give to its requests, in tokens of whole blocks. PURE.
 
-from collections.abc import Sequence
+A tenant leaves room for the others, see `core.tenant_room`.
+"""
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from mooncake_zmq.core.tenant_room import GROWN_OF_FREE, NEW_OF_FREE, leaves_room
 from mooncake_zmq.decode.request import Request
 from mooncake_zmq.kv.layout import BlockLayout
 
@@ -16,14 +21,34 @@ class Budget:
         self._layout = layout
         self.capacity_tokens = capacity_tokens // layout.block_tokens * layout.block_tokens
         self.free_tokens = self.capacity_tokens
+        self._held: Counter[str] = Counter()
+        """The KV that the requests of each tenant hold."""
 
-    def take(self, tokens: int) -> None:
-        """Reserve KV; the caller has checked that enough is free."""
+    def lacks(self, tenant: str, more: int, own: int = 0) -> bool:
+        """Return whether a request that holds `own` must not get more KV, for want of it or to leave room for other tenants. A
+        tenant's only request may have all."""
+        held, free = self._held[tenant], self.free_tokens
+        if more > free:
+            return True
+        multiple = GROWN_OF_FREE if own else NEW_OF_FREE
+        limited = bool(tenant) and held > own
+        return limited and not leaves_room(held, more, free=free, whole=self.capacity_tokens, multiple=multiple)
+
+    @property
+    def largest_tenant(self) -> str:
+        """The tenant whose requests hold the most KV."""
+        return max(self._held, key=self._held.__getitem__)
+
+    def take(self, tenant: str, tokens: int) -> None:
+        """Reserve KV; the caller has checked that it may."""
         self.free_tokens -= tokens
+        self._held[tenant] += tokens
 
     def give_back(self, request: Request) -> None:
         """Free the KV of a request that ended."""
-        self.free_tokens += request.budget_tokens
+        self.take(request.tenant, -request.budget_tokens)
+        if not self._held[request.tenant]:
+            del self._held[request.tenant]
 
     def growth(self, request: Request, steps: int) -> int:
         """Return how much KV so many steps need beyond what is reserved."""
@@ -31,13 +56,13 @@ class Budget:
         return self._layout.blocks_for(needed) * self._layout.block_tokens if needed > 0 else 0
 
     def grow(self, request: Request) -> bool:
-        """Reserve KV for the next token; return False if none is left."""
+        """Reserve KV for the next token; return False if it may not have that."""
         more = self.growth(request, 1)
         if not more:
             return True
-        if more > self.free_tokens:
+        if self.lacks(request.tenant, more, request.budget_tokens):
             return False
-        self.free_tokens -= more
+        self.take(request.tenant, more)
         request.budget_tokens += more
         return True
 
@@ -47,8 +72,8 @@ class Budget:
         if sum(growth) * RUN_SHARE > self.free_tokens:
             return False
         for request, more in zip(members, growth, strict=True):
+            self.take(request.tenant, more)
             request.budget_tokens += more
-        self.free_tokens -= sum(growth)
         return True
 
     def shrink(self, request: Request) -> None:
@@ -56,5 +81,14 @@ class Budget:
         needed, size = request.position + 1, self._layout.block_tokens
         if request.budget_tokens - needed >= size:
             kept = self._layout.blocks_for(needed) * size
-            self.free_tokens += request.budget_tokens - kept
+            self.take(request.tenant, kept - request.budget_tokens)
             request.budget_tokens = kept
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert that the sums are those of these requests, which are all."""
+        held: Counter[str] = Counter()
+        for request in requests:
+            held[request.tenant] += request.budget_tokens
+        assert held == self._held
+        assert self.free_tokens + held.total() == self.capacity_tokens
+        assert self.free_tokens >= 0

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from mooncake_zmq.core.actor import (
+    CordonWanted,
     DrainTimedOut,
     DrainWanted,
     Effect,
@@ -17,14 +18,15 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
-    RestWanted,
     Started,
     TimerFired,
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.drain import Drain
+from mooncake_zmq.core.handlers import Handlers
 from mooncake_zmq.core.messages import (
     MAX_REPORTED,
     BlocksLeased,
@@ -41,16 +43,15 @@ from mooncake_zmq.core.messages import (
     ReserveDecode,
     SlotsReserved,
 )
-from mooncake_zmq.core.reactions import Reactions
 from mooncake_zmq.core.reports import REPORT, Reports
-from mooncake_zmq.core.shell import Ids, Tally
-from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, SequenceForked, StepDecoded, TokensSampled, WorkFailed
+from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, Result, SequenceForked, StepDecoded, TokensSampled, WorkFailed
 from mooncake_zmq.decode.admission import Admission
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.ends import DEADLINE, HELD, Ends
 from mooncake_zmq.decode.flight import Flight
 from mooncake_zmq.decode.forks import Forks
 from mooncake_zmq.decode.handoff import BORDER, Handoff
+from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.decode.offers import Offers
 from mooncake_zmq.decode.request import RequestState
 from mooncake_zmq.decode.requests import Requests
@@ -59,7 +60,7 @@ from mooncake_zmq.decode.steps import Steps
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient
 
-PIECE_TOKENS = 2048
+PIECE_TOKENS = 1024
 """Tokens whose KV is copied at a time, into a sequence or out of it."""
 
 PULLED, DECODED, COPIED = (BlocksPulled, WorkFailed), (StepDecoded, WorkFailed), (BlocksCopied, WorkFailed)
@@ -95,18 +96,26 @@ class Decode:
         self._pool = PoolClient(host, settings.pool, self.counts)
         self._peers: dict[str, Hello] = {}
         self._budget = Budget(layout, settings.capacity_tokens)
+        self._kept = Kept(settings.capacity_tokens if settings.own_reuse else 0)
         self._flight = Flight()
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
-        self._drain = Leaving(may_become, self.counts)
-        pool, requests, budget, flight = self._pool, self.requests, self._budget, self._flight
-        self._ends = Ends(pool=pool, requests=requests, budget=budget, flight=flight, reports=self._reports, counts=self.counts)
+        self._drain = Drain(may_become, self.counts)
+        self._ends = Ends(
+            pool=self._pool,
+            requests=self.requests,
+            budget=self._budget,
+            kept=self._kept,
+            flight=self._flight,
+            reports=self._reports,
+            counts=self.counts,
+        )
         piece_blocks = max(1, PIECE_TOKENS // layout.block_tokens)
         self._offers = Offers(
-            settings=settings, layout=layout, piece_blocks=piece_blocks, pool=pool, ends=self._ends, ids=self._ids
+            settings=settings, layout=layout, piece_blocks=piece_blocks, pool=self._pool, ends=self._ends, ids=self._ids
         )
         self._make_parts(piece_blocks * layout.layers)
-        self._handler_table = Reactions(self.counts, self._handlers(), self._pool.may_say)
+        self._handler_table = Handlers(self.counts, self._handlers(), self._pool.may_say)
 
     def _make_parts(self, piece_parts: int) -> None:
         """Create the components that a request passes through. Copies take `piece_parts` layers of blocks at a time."""
@@ -131,6 +140,7 @@ class Decode:
             piece_parts=piece_parts,
             pool=self._pool,
             requests=requests,
+            kept=self._kept,
             flight=flight,
             steps=steps,
             forks=self._forks,
@@ -146,6 +156,7 @@ class Decode:
             peers=self._peers,
             requests=requests,
             budget=self._budget,
+            kept=self._kept,
             handoff=self._handoff,
             ends=ends,
             drain=self._drain,
@@ -176,7 +187,7 @@ class Decode:
         return effects + self._drained() if self._drain.draining else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
-        # Frequent events come first, see `Reactions`.
+        # Frequent events come first, see `Handlers`.
         if type(event) is Received:
             return self._handler_table.to(now, event.sender, event.message)
         if type(event) is WorkDone:
@@ -204,8 +215,8 @@ class Decode:
             case DrainWanted():
                 self._drain.drain()
                 return self._report(now)
-            case RestWanted(resting):
-                self._drain.rest(resting)
+            case CordonWanted(cordoned):
+                self._drain.set_cordon(cordoned)
                 return self._report(now)
             case DrainTimedOut():
                 self._drain.drain()
@@ -215,12 +226,15 @@ class Decode:
             case _:
                 raise TypeError(event)
 
-    def _on_work(self, now: float, event: WorkDone) -> list[Effect]:
+    def _on_work(self, now: float, event: WorkDone[Result]) -> list[Effect]:
         """Route the end of a work by its id; ids are used once, so each shows which work ended."""
         work_id, result = event.work_id, event.result
         if self._handoff.is_pulling(work_id):
             assert isinstance(result, PULLED)
             return self._handoff.on_pulled(now, work_id, result)
+        if self._handoff.is_copying(work_id):
+            assert isinstance(result, FORKED)
+            return self._handoff.on_copied(now, work_id, result)
         if self._forks.is_copying(work_id):
             assert isinstance(result, FORKED)
             return self._forks.on_forked(now, work_id, result)
@@ -239,12 +253,17 @@ class Decode:
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
         return self._report(now) if self._drain.change(sender, message, self._peers) else []
 
+    @property
+    def kept_sequences(self) -> list[int]:
+        """The sequences of ended requests that stay open."""
+        return self._kept.sequences
+
     def check(self, now: float) -> None:
         """See `core.actor`."""
         self.requests.check()
         self._steps.check()
-        assert self._budget.free_tokens + sum(r.budget_tokens for r in self.requests) == self._budget.capacity_tokens
-        assert self._budget.free_tokens >= 0
+        self._budget.check(self.requests)
+        self._kept.check(self.requests)
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
@@ -252,6 +271,7 @@ class Decode:
         running = sum(1 for r in live.values() if r.state in RUNNING)
         return {
             "capacity_tokens": self._budget.capacity_tokens,
+            "cached_tokens": self._kept.tokens,
             "reserved_tokens": self._budget.capacity_tokens - self._budget.free_tokens,
             "requests_running": running,
             "requests_waiting": len(live) - running,
@@ -328,4 +348,5 @@ class Decode:
         return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
-        return self._drain.drained(idle=not (len(self.requests) or self._pool.puts))
+        idle = not (len(self.requests) or self._pool.puts)
+        return [*(self._kept.close_all() if idle else ()), *self._drain.drained(idle=idle)]

@@ -1,11 +1,12 @@
 """The ends of a decode's requests: gateway and prefill are notified, and everything held for them is freed. PURE."""
 
-from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, Send
+from mooncake_zmq.core.actor import CancelTimer, CancelWork, Effect, Send
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import AttemptFailed, HandoffFailed, clip
 from mooncake_zmq.core.reports import Reports
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.flight import Flight
+from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.decode.request import Request, RequestState
 from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.pool.node.client import PoolClient
@@ -21,11 +22,20 @@ class Ends:
     """End the requests of one decode."""
 
     def __init__(
-        self, *, pool: PoolClient, requests: Requests, budget: Budget, flight: Flight, reports: Reports, counts: Tally
+        self,
+        *,
+        pool: PoolClient,
+        requests: Requests,
+        budget: Budget,
+        kept: Kept,
+        flight: Flight,
+        reports: Reports,
+        counts: Tally,
     ) -> None:
         self._pool = pool
         self._requests = requests
         self._budget = budget
+        self._kept = kept
         self._flight = flight
         self._reports = reports
         self._counts = counts
@@ -60,6 +70,8 @@ class Ends:
         request.wanted = []
         unread = [request.segment.lease_id] if request.segment else []
         request.segment = None
+        if request.kept_lease:
+            unread.append(request.kept_lease)
         if not request.pulling:
             unread += request.reading
             request.reading = []
@@ -83,12 +95,12 @@ class Ends:
         return effects
 
     def try_end(self, request: Request) -> list[Effect]:
-        """Free the sequence of a request that ended, unless a work still uses it."""
+        """Keep or free the sequence of a request that ended, unless a work still uses it."""
         if request.in_flight:
             return []
         self._requests.end(request)
         self._budget.give_back(request)
-        return [CloseSequence(request.sequence)]
+        return self._kept.end(request)
 
 
 def _prefill_notified(request: Request, reason: str) -> list[Effect]:

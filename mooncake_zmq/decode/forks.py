@@ -1,8 +1,8 @@
 """Choices of one prompt at a decode: its KV is handed off once and copied for the other choices. PURE."""
 
 from mooncake_zmq.core.actor import Effect, Start
+from mooncake_zmq.core.actor_parts import Ids
 from mooncake_zmq.core.messages import HandoffDone
-from mooncake_zmq.core.shell import Ids
 from mooncake_zmq.core.work import ForkSequence, SequenceForked, WorkFailed
 from mooncake_zmq.decode.ends import Ends
 from mooncake_zmq.decode.request import Request, RequestEvent, RequestState

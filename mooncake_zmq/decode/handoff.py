@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from mooncake_zmq.core.actor import Effect, Send, SetTimer, Start
+from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import (
     BlocksLeased,
     DecodeDenied,
@@ -15,13 +16,13 @@ from mooncake_zmq.core.messages import (
     ReportCorrupt,
     SlotRef,
 )
-from mooncake_zmq.core.shell import Ids, Tally
-from mooncake_zmq.core.work import BlocksPulled, PullBlocks, WorkFailed
+from mooncake_zmq.core.work import BlocksPulled, ForkSequence, PullBlocks, SequenceForked, WorkFailed
 from mooncake_zmq.decode.ends import HELD, Ends
 from mooncake_zmq.decode.flight import Flight
 from mooncake_zmq.decode.forks import Forks
+from mooncake_zmq.decode.kept import Kept, KeptSequence
 from mooncake_zmq.decode.offers import Offers
-from mooncake_zmq.decode.request import MISSING, Group, Request, RequestEvent, RequestState, Segment
+from mooncake_zmq.decode.request import KEPT, MISSING, Group, Request, RequestEvent, RequestState, Segment
 from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.decode.steps import Steps
@@ -34,7 +35,7 @@ BORDER = "border"
 HELD_GRACE_S = 0.1
 """How long a request waits for its pool after everything is computed: its client sees that as a gap after the first token,
 and the prefill has the missing blocks at hand."""
-MOST_SEGMENTS, LEAST_SEGMENT = 8, 16
+MOST_SEGMENTS, LEAST_SEGMENT = 8, 4
 """Blocks from the pool are leased one segment after the other, in at most so many segments of at least so many blocks: one
 is loaded while the next is fetched."""
 LOADING, CLOSING = RequestState.LOADING, RequestState.CLOSING
@@ -51,6 +52,7 @@ class Handoff:
         piece_parts: int,
         pool: PoolClient,
         requests: Requests,
+        kept: Kept,
         flight: Flight,
         steps: Steps,
         forks: Forks,
@@ -64,6 +66,7 @@ class Handoff:
         self._piece_parts = piece_parts
         self._pool = pool
         self._requests = requests
+        self._kept = kept
         self._flight = flight
         self._steps = steps
         self._forks = forks
@@ -73,14 +76,52 @@ class Handoff:
         self._counts = counts
         self._pulls: dict[int, Request] = {}
         """Requests by the works that copy their blocks."""
+        self._copies: dict[int, tuple[Request, KeptSequence, int]] = {}
+        """By the works that copy kept KV: the request, the source, and how many blocks."""
 
-    # --- from the pool
+    # --- from kept sequences and from the pool
 
     def begin(self, now: float, request: Request) -> list[Effect]:
-        """Notify the prefill that there is room, and ask the pool for the blocks that it is expected to have."""
-        if self._pool.node is not None:
-            request.held_blocks = len(request.request.reuse_keys)
-        return [self._reserved(request), *self._lease_held(now, request)]
+        """Notify the prefill that there is room, copy the blocks that are kept here, and ask the pool for the others that it is
+        expected to have."""
+        copied = self._copy_kept(now, request)
+        pool = self._pool.node is not None
+        request.held_blocks = len(request.request.reuse_keys) if pool else request.leased_blocks
+        request.pooled_blocks = request.held_blocks if pool else 0
+        return [self._reserved(request), *copied, *self._lease_held(now, request)]
+
+    def _copy_kept(self, now: float, request: Request) -> list[Effect]:
+        """Copy the leading blocks that an ended request left here. Other works of the sequence begin after that."""
+        message = request.request
+        source, blocks = self._kept.find(message.reuse_keys)
+        if source is None:
+            return []
+        self._kept.read(source)
+        request.leased_blocks = blocks
+        request.pulling = True
+        request.in_flight += 1
+        work_id = self._ids.new()
+        self._copies[work_id] = request, source, blocks
+        copy = ForkSequence(source.sequence, (request.sequence,), blocks * self._layout.block_tokens)
+        effects: list[Effect] = [Start(work_id, copy, self._settings.pull_deadline_s)]
+        if self._pool.node is not None:  # it gets and keeps them as if they were loaded from there, for prompts elsewhere
+            request.kept_lease, keys = self._ids.new(), message.reuse_keys[:blocks]
+            effects += self._pool.lease(now, request.kept_lease, keys, message.sources, fetch=True)
+        return effects
+
+    def on_copied(self, now: float, work_id: int, result: SequenceForked | WorkFailed) -> list[Effect]:
+        """Handle the end of a copy from a kept sequence."""
+        request, source, blocks = self._copies.pop(work_id)
+        effects = self._kept.release(source) + self._end_copy(request)
+        if request.state is CLOSING:
+            return effects + self._ends.try_end(request)
+        if isinstance(result, WorkFailed):
+            return effects + self._ends.fail(now, request, f"copy of kept KV failed: {result.reason}")
+        if result.without_memory:
+            return effects + self._ends.fail(now, request, "no memory for the sequence", full=True)
+        request.parts[: blocks * self._layout.layers] = [KEPT] * (blocks * self._layout.layers)
+        self._counts.add("handoff_blocks_kept", blocks)
+        return effects + self._pull(now, request) + self._verify(now, request)
 
     def _lease_held(self, now: float, request: Request) -> list[Effect]:
         """Ask the pool for the next segment."""
@@ -99,6 +140,9 @@ class Handoff:
         if sources is None:
             return []
         for request in self._requests.live.values():
+            if request.kept_lease == message.lease_id:
+                request.pooled_blocks = min(request.pooled_blocks, len(sources))
+                break
             segment = request.segment
             if segment is not None and segment.lease_id == message.lease_id:
                 return self._take_segment(now, request, segment, sources[: segment.blocks])  # no more than requested
@@ -116,9 +160,16 @@ class Handoff:
         return [self._reserved(request), *self._pull(now, request), *self._verify(now, request)]
 
     def _reserved(self, request: Request) -> Effect:
+        """Notify the prefill of what the pool has or will have. Where both hosts' pools get the prompt, every second one is to
+        be kept here, so that not everything takes the room of two copies for as long as it is remembered."""
         message = request.request
-        held = request.held_blocks
-        return Send(request.prefill, DecodeReserved(request_id=message.request_id, attempt=message.attempt, held_blocks=held))
+        pool = self._pool.node
+        both = self._settings.store_prompts and pool is not None and pool not in message.sources
+        keeps = both and message.booking % 2 == 1
+        reserved = DecodeReserved(
+            request_id=message.request_id, attempt=message.attempt, held_blocks=request.held_blocks, keeps=keeps
+        )
+        return Send(request.prefill, reserved)
 
     # --- from the prefill
 
@@ -212,12 +263,7 @@ class Handoff:
     def on_pulled(self, now: float, work_id: int, result: BlocksPulled | WorkFailed) -> list[Effect]:
         """Handle the end of a copy: its blocks are verified one by one, and all together once everything arrived."""
         request = self._pulls.pop(work_id)
-        request.in_flight -= 1
-        request.pulling = False
-        effects: list[Effect] = []
-        if not any([load.block < request.held_blocks for load in request.wanted]):
-            effects += [effect for lease_id in request.reading for effect in self._pool.release(lease_id)]
-            request.reading = []
+        effects = self._end_copy(request)
         if request.state is CLOSING:
             return effects + self._ends.try_end(request)
         if isinstance(result, WorkFailed):
@@ -237,6 +283,15 @@ class Handoff:
         for block, layer, checksum in result.parts:
             parts[block * layers + layer] = checksum
         return effects + self._pull(now, request) + self._verify(now, request)
+
+    def _end_copy(self, request: Request) -> list[Effect]:
+        """End a request's copy, and the leases under which nothing more is to be read."""
+        request.in_flight -= 1
+        request.pulling = False
+        if any([load.block < request.held_blocks for load in request.wanted]):
+            return []
+        leases, request.reading = request.reading, []
+        return [effect for lease_id in leases for effect in self._pool.release(lease_id)]
 
     def on_done(self, now: float, sender: str, message: HandoffDone) -> list[Effect]:
         """Take the prefill's checksum of everything that it computed."""
@@ -305,6 +360,10 @@ class Handoff:
             self._counts.add("stale_handoff_messages")
             return None
         return request if request.state is LOADING and not request.forked else None
+
+    def is_copying(self, work_id: int) -> bool:
+        """Return whether this work copies from a kept sequence."""
+        return work_id in self._copies
 
     def is_pulling(self, work_id: int) -> bool:
         """Return whether this work copies blocks here."""

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from mooncake_zmq.core.actor import Effect
+from mooncake_zmq.core.actor_parts import Ids
 from mooncake_zmq.core.messages import HandoffDone, SlotsReserved
-from mooncake_zmq.core.shell import Ids
 from mooncake_zmq.core.work import SequenceBlock
 from mooncake_zmq.decode.ends import Ends
 from mooncake_zmq.decode.request import Request, RequestState
@@ -41,11 +41,11 @@ class Offers:
         return self._put(now, request, keys, sources, done.parent, done.block_tokens)
 
     def _keep_prompt(self, now: float, request: Request) -> list[Effect]:
-        """Offer the blocks that were handed off; the others came from the pool."""
+        """Offer the blocks that did not come from the pool."""
         message = request.request
         if not message.block_tokens:
             return []
-        request.unkept = range(request.held_blocks, len(message.reuse_keys) + len(message.new_keys))
+        request.unkept = range(request.pooled_blocks, len(message.reuse_keys) + len(message.new_keys))
         return self._keep_piece(now, request)
 
     def _keep_piece(self, now: float, request: Request) -> list[Effect]:
@@ -72,6 +72,8 @@ class Offers:
         sources = [SequenceBlock(request.sequence, first + index) for index in range(len(keys))]
         tokens = request.tail[:stop]
         request.parent, request.tail = keys[-1], request.tail[stop:]
+        if len(request.keys) == request.keyed_blocks:
+            request.keys += keys
         request.keyed_blocks += len(keys)
         return self._put(now, request, keys, sources, before, tokens)
 

@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.gaps import longest_step_s
 from mooncake_zmq.core.messages import DecodeTimes, HandoffDone, ReserveDecode, SlotRef
-from mooncake_zmq.core.shell import Named
 from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 
-MISSING = -1
+MISSING, KEPT = -1, 0
+"""In place of the checksum of a part: of one that has not arrived, and of one that was copied within the decode."""
 
 
 class RequestState(Named):
@@ -82,13 +83,21 @@ class Request:
     sequence: int
     budget_tokens: int
     """KV reserved, in whole blocks."""
+    capacity_tokens: int
+    """KV that its sequence can grow to."""
+    keys: list[Key]
+    """The keys of its leading complete blocks, as far as they are known."""
     state: RequestState = RequestState.LOADING
     in_flight: int = 0
     """Number of works that use the sequence."""
     held_blocks: int = 0
     """Leading blocks to load from the host's pool."""
     leased_blocks: int = 0
-    """Number of these blocks for which a lease was requested."""
+    """Number of these blocks for which a lease was requested, or that are copied from a kept sequence."""
+    pooled_blocks: int = 0
+    """Number of these blocks that the pool has or will have, as far as is known."""
+    kept_lease: int = 0
+    """The lease of those of the pool's blocks that are copied from a kept sequence; 0 if there is none."""
     segment: Segment | None = None
     """The last requested segment, while the pool has not answered."""
     reading: list[int] = field(default_factory=list)
@@ -173,7 +182,7 @@ class Request:
         bound_s, message = self.request.tbt_slo_s, self.request
         return longest_step_s(bound_s, message.stop.max_tokens - message.first_index) if bound_s > 0 else math.inf
 
-    def account(self, now: float) -> DecodeTimes:
+    def times(self, now: float) -> DecodeTimes:
         """Return where its time went, once it has ended."""
         return DecodeTimes(
             request_id=self.request.request_id,
@@ -207,7 +216,7 @@ class Request:
 
     def hold_fewer(self, blocks: int) -> None:
         """Load nothing from the pool from block `blocks` on: announced blocks passed over before are queued."""
-        self.held_blocks = blocks
+        self.held_blocks, self.pooled_blocks = blocks, min(self.pooled_blocks, blocks)
         self._want([load for load in self.passed_over if load.block >= blocks])
         self.passed_over = [load for load in self.passed_over if load.block < blocks]
 

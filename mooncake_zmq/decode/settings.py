@@ -31,6 +31,9 @@ class DecodeSettings:
     store_prompts: bool = True
     """Offer prompts prefilled on another host to the own host's pool too, from where the next turn of a chat is loaded
     without a link between hosts. Otherwise the pool gets only what decoding completes, and what is fetched."""
+    own_reuse: bool = True
+    """Keep the KV of requests that ended, as far as `capacity_tokens` leave room beside those that run, and copy from it what
+    later prompts begin with. Only prompts prefilled on another host name the blocks that allow that."""
     measured_half_life_s: float = 60.0
     """Time in which the measured speed of an idle node loses half of its weight, as for a prefill."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)

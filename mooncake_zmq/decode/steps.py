@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from mooncake_zmq.core.actor import Effect, Send, SetTimer, Start
+from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.gaps import growth_tokens
 from mooncake_zmq.core.messages import DecodeTimes, Measured, TokenLogprob, TokensDecoded
-from mooncake_zmq.core.pace import STEP_MEMORY_S, Pace
-from mooncake_zmq.core.shell import Ids, Tally
+from mooncake_zmq.core.speed import STEP_MEMORY_S, Speed
+from mooncake_zmq.core.tenant_room import left_free
 from mooncake_zmq.core.work import DecodeStep, SampleTokens, StepDecoded, StepEntry, TokensSampled, WorkFailed
 from mooncake_zmq.decode.batch import Place, ahead_of, retry_after_s, step_members, victim
 from mooncake_zmq.decode.budget import Budget
@@ -64,7 +65,7 @@ class Steps:
         self._ends = ends
         self._ids = ids
         self._counts = counts
-        self._speed = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._speed = Speed(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
         self._sitting_out: dict[int, Request] = {}
         """Requests that sit out, by the works that sample their tokens."""
 
@@ -87,12 +88,22 @@ class Steps:
         return retry_after_s(
             self._costs,
             slowness=self._speed.ratio(now),
-            slo_s=min([request.longest_step_s, *(r.longest_step_s for r in promised)]),
+            slo_s=self._limit_s(now, request, promised),
             max_batch=self._settings.max_batch,
             others=[Place(r.context, max(0, r.left)) for r in others],
             own_context=request.context + int(growth_tokens(batch, request.left)),
             ahead=ahead_of(others, request.tenant),
         )
+
+    def _limit_s(self, now: float, request: Request, promised: Sequence[Request]) -> float:
+        """Return how long steps may be with the request: as the SLOs of all allow, less what its tenant leaves to others."""
+        slo_s = min([request.longest_step_s, *(r.longest_step_s for r in promised)])
+        mine = [r for r in promised if request.tenant and r.tenant == request.tenant]
+        if not mine:
+            return slo_s
+        costs, ratio = self._costs, self._speed.ratio(now)
+        added_s = sum(costs.decode_request_s + costs.decode_context_s * r.context for r in (*mine, request))
+        return slo_s - left_free(ratio * added_s, slo_s - ratio * costs.step_s(1, request.context))
 
     def join(self, now: float, request: Request, token: int) -> list[Effect]:
         """Add a request that has its KV and its first token to the batch, unless that token ends it."""
@@ -114,7 +125,7 @@ class Steps:
             if not short or self._requests.closing:  # closing requests free KV soon: wait for that
                 members = [r for r in members if r not in short] if short else members
                 break
-            effects += self._preempt(now)
+            effects += self._preempt(now, short[0])
         if not members:
             return effects
         hold_s = self._hold_s(now)
@@ -159,9 +170,14 @@ class Steps:
             steps //= 2
         return 1
 
-    def _preempt(self, now: float) -> list[Effect]:
-        """Preempt the youngest request. Its full blocks are in the pool already, so it resumes cheaply on another node."""
-        youngest = victim([r for r in self._requests.live.values() if r.state is not STEPPING])
+    def _preempt(self, now: float, short: Request) -> list[Effect]:
+        """Preempt the youngest request; where `short` is only to leave room for other tenants, the youngest of the tenant that
+        holds the most. Its full blocks are in the pool already, so it resumes cheaply on another node."""
+        may_end = [r for r in self._requests.live.values() if r.state is not STEPPING]
+        if self._budget.growth(short, 1) <= self._budget.free_tokens:
+            largest = self._budget.largest_tenant
+            may_end = [r for r in may_end if r.tenant == largest] or may_end
+        youngest = victim(may_end)
         assert youngest is not None
         self._counts.add("preemptions")
         return self._ends.fail(now, youngest, "preempted", full=True)
@@ -259,7 +275,7 @@ class Steps:
         entry = (message.request_id, message.attempt, first, taken)
         known = tuple([each for each in logprobs[:stop] if each is not None]) if logprobs else ()
         request.steps += stop
-        batches.setdefault(message.gateway, []).append((entry, known, request.account(now) if ended else None))
+        batches.setdefault(message.gateway, []).append((entry, known, request.times(now) if ended else None))
         return effects + self._ends.close(now, request) if ended else effects
 
     def _take_until_failed(
@@ -288,4 +304,4 @@ class Steps:
 def _decoded(entries: Sequence[Entry]) -> TokensDecoded:
     tokens, logprobs, times = zip(*entries, strict=True)
     over = tuple([each for each in times if each is not None])
-    return TokensDecoded(entries=tokens, logprobs=logprobs if any(logprobs) else (), accounts=over)
+    return TokensDecoded(entries=tokens, logprobs=logprobs if any(logprobs) else (), times=over)

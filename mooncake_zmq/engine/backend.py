@@ -6,20 +6,19 @@ import math
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from mooncake_zmq.engine.cpu import Device
+from mooncake_zmq.engine.kept_memory import Kept, new_memory, of_this_process
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 SMALL_BYTES = 64 << 10
 """Arrays up to this size come from the allocator: to map them, and to advise the kernel, takes longer than to write them."""
-MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it only in later versions
 
 
 def array_namespace(device: Device) -> ModuleType:
@@ -78,38 +77,49 @@ def ended_on_error(step: Step) -> Step:
     return cast(Step, ended)
 
 
-class Zeros(NamedTuple):
-    """A float32 array of zeros, and how its memory is released and enlarged."""
+class KVMemory:
+    """A float32 array for the KV of one sequence.
 
-    array: Any
-    release: Callable[[], None]
-    """Give the memory back."""
-    enlarge: Callable[[], None]
-    """Take the memory in pages as large as there are, each of which is committed whole; call it before anything is written."""
-
-
-def allocate_zeros(xp: ModuleType, shape: tuple[int, ...]) -> Zeros:
-    """Allocate new memory.
-
-    On the host the pages come from a private anonymous mapping: none is committed before its first write, and releasing
-    returns them to the OS at once, even while some view of the array is still alive (it then reads zeros); of `SMALL_BYTES` or
-    less the last reference does. On a device all of it is taken at once, or MemoryError raised; it goes back to CuPy's pool
-    with the last reference.
+    On the host it is a mapping of its own: no page is committed before its first write, and `release` returns them to the OS at
+    once, even while some view of the array is still alive; of `SMALL_BYTES` or less the last reference does. On a device all of
+    it is taken at once, or MemoryError raised; it goes back to CuPy's pool with the last reference.
     """
-    if xp is not np:
-        zeros = xp.zeros(shape, dtype=xp.float32)
-        synchronize(xp)  # threads that copy into it do so on streams of their own, which wait for no other
-        return Zeros(zeros, lambda: None, lambda: None)
-    size_bytes = 4 * math.prod(shape)
-    if size_bytes <= SMALL_BYTES:
-        return Zeros(np.zeros(shape, dtype=np.float32), lambda: None, lambda: None)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    memory = mmap.mmap(-1, max(size_bytes, 1), flags=flags)
 
-    def advise(how: int) -> None:
-        with suppress(OSError):  # a kernel without large pages
-            memory.madvise(how)
+    __slots__ = ("_kept", "_mapping", "array")
 
-    advise(mmap.MADV_NOHUGEPAGE)  # some kernels return large pages unasked
-    array = np.frombuffer(memory, dtype=np.float32, count=size_bytes // 4).reshape(shape)
-    return Zeros(array, lambda: memory.madvise(mmap.MADV_DONTNEED), lambda: advise(mmap.MADV_HUGEPAGE))
+    def __init__(self, xp: ModuleType, shape: tuple[int, ...]) -> None:
+        """Allocate it, with zeros in it."""
+        self._mapping: mmap.mmap | None = None
+        self._kept: Kept | None = None
+        self.array: Any
+        size_bytes = 4 * math.prod(shape)
+        if xp is not np or size_bytes <= SMALL_BYTES:
+            self.array = xp.zeros(shape, dtype=xp.float32)
+            synchronize(xp)  # threads that copy into it do so on streams of their own, which wait for no other
+            return
+        self._mapping = new_memory(size_bytes)
+        self.array = _array(self._mapping, shape)
+
+    def enlarge(self) -> None:
+        """Take the memory in pages as large as there are, each of which is committed whole, or of a sequence that ended, with
+        anything in it; call it before anything is written."""
+        if self._mapping is None or self._kept is not None:
+            return
+        shape = self.array.shape
+        self._kept = of_this_process.take(4 * math.prod(shape))
+        self._mapping = self._kept.memory
+        self.array = _array(self._mapping, shape)
+
+    def release(self) -> None:
+        """Give the memory back, when no thread uses it any more: to the OS, or for another sequence if it was enlarged. May be
+        called twice."""
+        mapping, kept = self._mapping, self._kept
+        self._mapping = self._kept = self.array = None
+        if kept is not None:
+            of_this_process.keep(kept)
+        elif mapping is not None:
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _array(memory: mmap.mmap, shape: tuple[int, ...]) -> Any:
+    return np.frombuffer(memory, dtype=np.float32, count=math.prod(shape)).reshape(shape)

@@ -23,6 +23,7 @@ second."""
 MAX_LINKS = 4000
 """Links of one grammar at most, see `core.grammar`. A gateway admits a quarter of it."""
 SHOWN_CHARS = 200
+OVERLAPPING = "oneOf whose choices may both hold is not supported: use anyOf"
 
 
 class ConstraintError(Exception):
@@ -216,4 +217,5 @@ class _Vocabulary:
 
 def _reason(matcher: "LLMatcher") -> str:
     """Return the library's message, which may quote the grammar at any length."""
-    return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:SHOWN_CHARS]
+    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:SHOWN_CHARS]
+    return OVERLAPPING if "coerce_one_of" in text else text

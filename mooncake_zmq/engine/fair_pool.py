@@ -70,17 +70,20 @@ class FairPool:
         while (work := self._next()) is not None:
             if not work.done.set_running_or_notify_cancel():
                 continue
-            began, result, error = self._clock(), None, None
+            began = self._clock()
             try:
                 result = work.does()
-            except BaseException as raised:  # the caller gets it
-                error = raised
-            with self._lock:  # before its caller may submit again
-                self._turns.charge(work.tenant, work.flow, self._clock() - began)
-            if error is None:
-                work.done.set_result(result)
-            else:
+            except BaseException as error:
+                self._charge(work, began)
                 work.done.set_exception(error)
+            else:
+                self._charge(work, began)
+                work.done.set_result(result)
+
+    def _charge(self, work: "_Work", began: float) -> None:
+        """Count the time of a work that has just ended, before its caller may submit again."""
+        with self._lock:
+            self._turns.charge(work.tenant, work.flow, self._clock() - began)
 
     def _next(self) -> "_Work | None":
         with self._lock:

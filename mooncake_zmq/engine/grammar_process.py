@@ -44,14 +44,14 @@ class Ask(Struct, frozen=True, tag=True):
     drop: tuple[int, ...] = ()
 
 
-class Told(Struct, frozen=True, tag=True):
+class Answer(Struct, frozen=True, tag=True):
     """The result of `Matcher.allowed`, or why there is none; the first one says that the process is ready."""
 
     allowed: bytes = b""
     refused: str = ""
 
 
-def send(connection: socket.socket, message: Begin | Ask | Told) -> None:
+def send(connection: socket.socket, message: Begin | Ask | Answer) -> None:
     """Send one message. Raises OSError."""
     body = msgspec.msgpack.encode(message)
     connection.sendall(len(body).to_bytes(LENGTH_BYTES, "big") + body)
@@ -92,7 +92,7 @@ def _serve(connection: socket.socket) -> None:
         with contextlib.suppress(ConstraintError):  # each request gets this error
             compiler.prepare()
         _bound_memory()
-        send(connection, Told())
+        send(connection, Answer())
         while True:
             ask = decoder.decode(receive(connection))
             for answer in ask.drop:
@@ -110,17 +110,17 @@ def _bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _answer_to(compiler: Compiler, followed: dict[int, Matcher], ask: Ask) -> Told:
+def _answer_to(compiler: Compiler, followed: dict[int, Matcher], ask: Ask) -> Answer:
     try:
         if ask.grammar is not None:
             followed[ask.answer] = compiler.matcher(ask.grammar)
         matcher = followed[ask.answer]
         for token in ask.tokens:
             matcher.feed(token)
-        return Told(matcher.allowed())
+        return Answer(matcher.allowed())
     except ConstraintError as error:
         followed.pop(ask.answer, None)
-        return Told(refused=str(error))
+        return Answer(refused=str(error))
 
 
 def _words(words: str | NamedWords) -> Words:

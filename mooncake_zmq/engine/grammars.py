@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady, NamedWords, digest_of
 from mooncake_zmq.engine.fair_pool import FairPool
-from mooncake_zmq.engine.grammar_process import MEMORY_BYTES, Ask, Begin, Told, receive, send
+from mooncake_zmq.engine.grammar_process import MEMORY_BYTES, Answer, Ask, Begin, receive, send
 
 MAX_COMPILE_S = 8.0
 """CPU seconds for one grammar and the answer so far: far beyond the grammars that a gateway admits, so that no engine refuses
@@ -51,7 +51,7 @@ PASSED_ON = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables for the process; others may hold secrets. One thread computes all: the tokenizer's threads are not
 started."""
 
-_decoder = msgspec.msgpack.Decoder(Told)
+_decoder = msgspec.msgpack.Decoder(Answer)
 
 
 class Following:
@@ -265,7 +265,7 @@ class _Process:
         """Wait until it is ready. Raises EOFError or OSError."""
         self._exchange(self._begin, START_S)
 
-    def ask(self, ask: Ask) -> Told:
+    def ask(self, ask: Ask) -> Answer:
         """Send a request and return the answer. Raises EOFError or OSError."""
         return self._exchange(ask, MAX_WAIT_S)
 
@@ -283,7 +283,7 @@ class _Process:
         self._popen.wait()
         self._ours.close()
 
-    def _exchange(self, message: Begin | Ask, wait_s: float) -> Told:
+    def _exchange(self, message: Begin | Ask, wait_s: float) -> Answer:
         self._ours.settimeout(wait_s)
         try:
             send(self._ours, message)

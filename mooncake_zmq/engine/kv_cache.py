@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mooncake_zmq.engine.backend import Zeros, allocate_zeros
+from mooncake_zmq.engine.backend import KVMemory
 
 KEY_TILE = 64  # tokens in one transposed tile of keys
 
@@ -25,7 +25,8 @@ Part = tuple[int, int, int, Any]
 
 
 class SequenceKV:
-    """`length` tokens of valid KV out of `capacity`; memory is committed as it is written and returned by `close`.
+    """`length` tokens of valid KV out of `capacity`; memory is committed as it is written and returned by `close`. Cells
+    that are not written yet mean nothing.
 
     `keys` is [layer, kv_head, tile, head_dim, KEY_TILE], `values` [layer, kv_head, token, head_dim]; engines read them.
     Parts are arrays of the same namespace; `transfer.cuda` has sequences on a GPU that also take and give them in host memory.
@@ -41,22 +42,22 @@ class SequenceKV:
         if capacity_tokens < 1:
             raise ValueError("a sequence needs room for at least one token")
         tiles = -(-capacity_tokens // KEY_TILE)
-        self.keys: Any
-        self.values: Any
-        keys = allocate_zeros(xp, (layers, kv_heads, tiles, head_dim, KEY_TILE))
-        values = allocate_zeros(xp, (layers, kv_heads, capacity_tokens, head_dim))
-        self.keys, self.values = keys.array, values.array
-        self._memory: tuple[Zeros, ...] = (keys, values)
+        keys = KVMemory(xp, (layers, kv_heads, tiles, head_dim, KEY_TILE))
+        values = KVMemory(xp, (layers, kv_heads, capacity_tokens, head_dim))
+        self.keys: Any = keys.array
+        self.values: Any = values.array
+        self._memory: tuple[KVMemory, ...] = (keys, values)
         self.capacity = capacity_tokens
         self.length = 0
 
     def expect(self, tokens: int) -> None:
         """Prepare for so many tokens at once, before any is written. If they fill most of the capacity, it is allocated in
         large pages: a decode step then reads it a tenth to a quarter faster (measured). Else large pages would commit memory
-        that stays empty."""
-        if 2 * tokens >= self.capacity:
+        that stays empty. What is not written yet is then undefined, as it may be of a sequence that ended."""
+        if self._memory and 2 * tokens >= self.capacity:
             for memory in self._memory:
                 memory.enlarge()
+            self.keys, self.values = (memory.array for memory in self._memory)
 
     def write_part(self, layer: int, start: int, part: Any) -> None:
         """Store one layer's part of a block, [k/v, n, kv_head, head_dim], at tokens start..start+n.
@@ -122,7 +123,7 @@ class SequenceKV:
         self.length = length
 
     def close(self) -> None:
-        """Give the memory back to the OS, once no copy is in flight. May be called twice; then the sequence is dead."""
+        """Give the memory back, once no copy is in flight. May be called twice; then the sequence is dead."""
         self.length = self.capacity = 0
         self.keys = self.values = None
         for memory in self._memory:

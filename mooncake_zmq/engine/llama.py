@@ -138,9 +138,9 @@ class Llama:
                     before_layer(index)
                 rows.store(index)
                 if rank > 0:
-                    team.hear(rank, of=rank - 1)
+                    team.wait_for(rank, of=rank - 1)
                 if rank < last_rank:
-                    team.tell(rank, to=rank + 1)
+                    team.signal(rank, to=rank + 1)
                 elif after_layer:
                     synchronize(xp)  # only then is the layer stored for a thread that copies it
                     after_layer(index)

@@ -30,7 +30,7 @@ class ArrayRowwise:
     def __init__(self, xp: Any, tile_tokens: int) -> None:
         self._xp = xp
         future = np.triu(np.ones((tile_tokens, tile_tokens + KEY_TILE), dtype=bool), k=1)
-        self._mask: Any = xp.asarray(np.where(future, -np.inf, 0.0).astype(np.float32))
+        self._future: Any = xp.asarray(future)
 
     def normalize(self, x: Any, weight: Any, eps: float, out: Any) -> None:
         mean_square = self._xp.einsum("ij,ij->i", x, x) * np.float32(1.0 / x.shape[1])
@@ -48,7 +48,8 @@ class ArrayRowwise:
     def exponentiate(self, scores: Any, visible: int, *, shift: bool) -> Any:
         # Without a shift two of five passes over the scores are saved.
         own = scores[:, :, :, visible - 1 :]
-        own += self._mask[: scores.shape[1], None, : own.shape[3]]
+        # Assigned, not added: a key that is not written yet may be anything, also not a number.
+        self._xp.copyto(own, np.float32(-np.inf), where=self._future[: scores.shape[1], None, : own.shape[3]])
         if shift:
             scores -= scores.max(axis=3, keepdims=True)
         self._xp.exp(scores, out=scores)

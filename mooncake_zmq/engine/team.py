@@ -7,6 +7,7 @@ one thread.
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 
 Share = Callable[[int], None]
@@ -25,16 +26,18 @@ class Team:
         self.size = size
         self._ranks = range(size)
         self._notes: list[list[SimpleQueue[bool]]] = [[SimpleQueue() for _ in self._ranks] for _ in self._ranks]
-        """Queues from a rank (first) to a rank (second): true from `tell`, false when the sender has failed."""
+        """Queues from a rank (first) to a rank (second): true from `signal`, false when the sender has failed."""
         self._tasks: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(size - 1)]
         self._ended: SimpleQueue[None] = SimpleQueue()
-        self._errors: list[BaseException] = []
+        self._failures: list[Future[None]] = [Future() for _ in self._ranks]
+        """Each thread's error, if it has failed."""
+        self._has_failed = False
         for rank, tasks in enumerate(self._tasks):
             threading.Thread(target=_work, args=(tasks,), name=f"compute-{rank}", daemon=True).start()
             weakref.finalize(self, tasks.put, None)
 
     def run(self, share: Share) -> None:
-        """Call `share(rank)` in every thread. Raises the first error of any thread, once all have ended."""
+        """Call `share(rank)` in every thread. Raises the error of the first rank that failed, once all have ended."""
         if self.size == 1:
             share(0)
             return
@@ -43,35 +46,42 @@ class Team:
         self._run(share, self.size - 1)
         for _ in self._ranks:
             self._ended.get()
-        if self._errors:
-            error, self._errors = self._errors[0], []
+        if self._has_failed:
+            failures, self._failures = self._failures, [Future() for _ in self._ranks]
+            self._has_failed = False
             for notes in self._notes:
                 for queue in notes:
                     while not queue.empty():
                         queue.get()
-            raise error
+            next(failure for failure in failures if failure.done()).result()
 
-    def tell(self, rank: int, to: int) -> None:
-        """Let thread `to` pass one of its `hear` calls, now or later. Ends this share if another has failed."""
-        if self._errors:
+    def signal(self, rank: int, to: int) -> None:
+        """Let thread `to` pass one of its `wait_for` calls, now or later. Ends this share if another has failed."""
+        if self._has_failed:
             raise _Abandoned
         self._notes[rank][to].put(True)
 
-    def hear(self, rank: int, of: int) -> None:
-        """Wait for one `tell` of thread `of`."""
+    def wait_for(self, rank: int, of: int) -> None:
+        """Wait for one `signal` of thread `of`."""
         if not self._notes[of][rank].get():
             raise _Abandoned
 
     def _run(self, share: Share, rank: int) -> None:
         try:
             share(rank)
+        except _Abandoned:
+            self._abandon_others(rank)
         except BaseException as error:
-            if not isinstance(error, _Abandoned):
-                self._errors.append(error)
-            for other in self._ranks:
-                self._notes[rank][other].put(False)
+            self._failures[rank].set_exception(error)
+            self._has_failed = True
+            self._abandon_others(rank)
         finally:
             self._ended.put(None)
+
+    def _abandon_others(self, rank: int) -> None:
+        """End the waits of the other threads for this one."""
+        for other in self._ranks:
+            self._notes[rank][other].put(False)
 
 
 class _Abandoned(Exception):

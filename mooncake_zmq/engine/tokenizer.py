@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -18,6 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
+from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.engine.errors import ModelError
 
 VOCABULARY_FILE = "tokenizer.json"
@@ -26,6 +27,8 @@ CONVERSATION_FILE = "conversation.json"
 REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 PENDING_TOKENS_MAX = 16  # a character has at most 4 bytes, so 16 tokens that end in none are invalid bytes: let them out
 
+PIECES_KEPT = 1 << 14
+"""Tokens whose bytes are kept: an answer with probabilities names the same likely ones twenty times a token."""
 
 WORD_BEGINS = "\u2581"
 """SentencePiece's form of a space."""
@@ -60,6 +63,10 @@ class Conversation:
     add_bos: bool = False
 
 
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of the final message while the template is rendered, as Hugging Face does."""
+
+
 class Vocabulary(Protocol):
     """The mapping between text and ids."""
 
@@ -90,6 +97,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary, conversation: Conversation) -> None:
         self._vocabulary = vocabulary
+        self._piece = lru_cache(PIECES_KEPT)(vocabulary.piece)
         self._conversation = conversation
         self._template = _compile(conversation.template) if conversation.template else None
         self.vocab_size = vocabulary.size
@@ -113,31 +121,43 @@ class Tokenizer:
 
     def piece(self, token: int) -> bytes:
         """Return the bytes of a token, perhaps a part of a character. A special token's are those of its name."""
-        return self._vocabulary.piece(token)
+        return self._piece(token)
 
     def stream(self, *, special: bool = False) -> "TokenStream":
         """Return a new stream; `special`: with the names of special tokens."""
         return TokenStream(self._vocabulary, special=special)
 
     def chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+        self, messages: list[dict[str, Any]], form: ChatForm = PLAIN_CHAT, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
         """Return the ids of a conversation, as the model's template writes it. Raises TemplateFailed."""
-        return self._vocabulary.encode(_encodable(self.chat_text(messages, add_generation_prompt, tools)))
+        return self._vocabulary.encode(_encodable(self.chat_text(messages, form, tools)))
 
     def chat_text(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+        self, messages: list[dict[str, Any]], form: ChatForm = PLAIN_CHAT, tools: list[dict[str, Any]] | None = None
     ) -> str:
+        """Return the text of a conversation, as the model's template writes it. Raises TemplateFailed."""
+        if not form.continued:
+            return self._rendered(messages, form, tools)
+        *before, final = messages
+        text = self._rendered([*before, final | {"content": final["content"] + CONTINUED}], form, tools)
+        at = text.rfind(CONTINUED.strip())
+        if at < 0:
+            raise TemplateFailed("the chat template leaves out the final message, so that it cannot be continued")
+        # A template that strips messages would have stripped this one.
+        return text[:at] if text[at:].startswith(CONTINUED) else text[:at].rstrip()
+
+    def _rendered(self, messages: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]] | None) -> str:
         if self._template is None:
             raise TemplateFailed("this model has no chat template: use /v1/completions")
+        given = {
+            "messages": messages,
+            "add_generation_prompt": form.answer,
+            "bos_token": self._conversation.bos_token,
+            "eos_token": self._conversation.eos_token,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self._conversation.bos_token,
-                eos_token=self._conversation.eos_token,
-                **({"tools": tools} if tools else {}),
-            )
+            return self._template.render({**form.variables, **given, **({"tools": tools} if tools else {})})
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise TemplateFailed(f"the chat template refused the messages: {error}") from error
 

@@ -18,11 +18,11 @@ import gguf
 import msgpack
 import numpy as np
 
-from mooncake_zmq.core import asks, keys, messages, profile
+from mooncake_zmq.core import commands, keys, messages, profile
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello
 from mooncake_zmq.core.records import NotAMessage
+from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
-from mooncake_zmq.core.talk import Member
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.engine import card
 from mooncake_zmq.engine.errors import ModelError
@@ -41,9 +41,9 @@ from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EventError, decode_batch
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.object_record import ObjectRecord, header, why_missed
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.traces import read_trace
-from mooncake_zmq.pool.rules.object_record import ObjectRecord, header, why_missed
 from mooncake_zmq.pool.ssd import disk
 from mooncake_zmq.pool.ssd.disk_index import DiskIndex, IndexFault, IndexUnusable
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
@@ -396,13 +396,16 @@ def _of_people() -> Iterable[Decoder]:
         seeds=lambda: _bodies(**chat),
         max_bytes=16_384,
     )
-    yield Decoder(name="ask", read=asks.decode, refusals=(asks.AskError,), seeds=_ask_seeds)
+    yield Decoder(name="ask", read=commands.decode, refusals=(commands.AskError,), seeds=_ask_seeds)
     yield Decoder(name="api-keys", read=_text(tenants.parse), refusals=(tenants.TenantsError,), seeds=lambda: [_API_KEYS])
     yield Decoder(name="public-keys", read=_text(keys.parse), refusals=(keys.KeysError,), seeds=lambda: [_PUBLIC_KEYS])
 
 
 def _ask_seeds() -> list[bytes]:
-    return [asks.encode(asks.SetCopies(key="0f" * 16, copies=2)), asks.encode(asks.SetRole(node="decode-a", role="prefill"))]
+    return [
+        commands.encode(commands.SetCopies(key="0f" * 16, copies=2)),
+        commands.encode(commands.SetRole(node="decode-a", role="prefill")),
+    ]
 
 
 def _of_files() -> Iterable[Decoder]:

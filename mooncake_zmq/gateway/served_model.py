@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
 
 
@@ -39,7 +40,7 @@ class Tokenizer(Protocol):
 
     def stream(self, *, special: bool = False) -> TextStream: ...
     def chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, tools: list[dict[str, Any]] | None = None
+        self, messages: list[dict[str, Any]], form: ChatForm = PLAIN_CHAT, tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
         """Raises ValueError when the chat template refuses the messages."""
         ...

@@ -51,8 +51,8 @@ class EdgeSettings:
     body_timeout_s: float = 30.0
     """Seconds a client may take to send its body."""
     max_reading_bytes: int = 64 << 20
-    """Bytes of all bodies together that are being received or parsed; a call that would need more is answered 503. Short bodies
-    do not count."""
+    """Bytes of all bodies together that are being received or parsed; a call that would need more is answered 503, and 429
+    where its tenant alone would hold more than half. Short bodies do not count."""
     max_choices: int = 128
     """Choices (prompts times n) of one HTTP call, within `requests.max_open`: one call must not take every slot."""
     max_echo_chars: int = 1 << 20
@@ -64,7 +64,8 @@ class EdgeSettings:
     lower for tokens with probabilities, but at least eight for each choice."""
     max_held_scores: int = 1 << 21
     """Probabilities of tokens that all answers without streaming may hold together, at about 150 bytes each: they are kept
-    until the answer is complete. One call may hold a quarter of them (else 400); one that finds no room is answered 503."""
+    until the answer is complete. One call may hold a quarter of them (else 400) and one tenant half (else 429); a call that
+    finds no room is answered 503."""
     send_timeout_s: float = 60.0
     """Seconds for which a client may read nothing, though data is ready, before it counts as gone: it is cut off and its
     requests are cancelled. Up to then 64 KiB wait in its connection, and `max_buffered_outputs` tokens before it."""
@@ -89,8 +90,8 @@ class EdgeSettings:
         for name in ("short_body_bytes", "max_echo_chars", "keep_alive_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative")
-        if self.max_reading_bytes < self.max_body_bytes:
-            raise ValueError("max_reading_bytes must not be below max_body_bytes, or such a body could never be read")
+        if self.max_reading_bytes < 2 * self.max_body_bytes:
+            raise ValueError("max_reading_bytes must be at least twice max_body_bytes, as a tenant may use half of it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

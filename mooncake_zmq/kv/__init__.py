@@ -1,1 +1,1 @@
-"""What a block is: layout, hash keys, checksums, leases. Pure."""
+"""Blocks of KV cache: their layout, hash keys, checksums and leases. Pure."""

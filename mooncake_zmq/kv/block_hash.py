@@ -24,7 +24,7 @@ SALT = "mooncake-zmq:"
 
 
 def salt_of(root: bytes) -> str:
-    """The cache salt by which another engine keeps apart what has another root, and can tell the root again."""
+    """The cache salt that separates blocks of this root from others in another engine; the root can be recovered from it."""
     return SALT + root.hex()
 
 

@@ -17,7 +17,7 @@ def part_checksum(part: Buffer) -> int:
 
 
 def part_checksums(payload: Buffer, part_bytes: int) -> list[int]:
-    """Of every part of a block's bytes, in order."""
+    """The checksum of each part of a block's bytes, in order."""
     return [part_checksum(payload[start : start + part_bytes]) for start in range(0, len(payload), part_bytes)]
 
 
@@ -27,6 +27,6 @@ def block_checksum(parts: Sequence[int]) -> int:
 
 
 def block_checksums(parts: Sequence[int], layers: int) -> list[int]:
-    """Of several blocks, whose part checksums stand one block after the other."""
+    """The block checksums of several blocks, whose part checksums follow one another."""
     packed, size = struct.pack(f"<{len(parts)}Q", *parts), 8 * layers
     return [xxhash.xxh3_64_intdigest(packed[start : start + size]) for start in range(0, len(packed), size)]

@@ -1,4 +1,4 @@
-"""What a vLLM tells of its own prefix cache, as its KV events come over ZeroMQ. PURE; both shapes of the wire format are read.
+"""Decoding of the KV events that a vLLM publishes about its own prefix cache. PURE; both shapes of the wire format are read.
 
 Only what can be reused for a request of ours is kept: full-attention blocks in the engine's own memory, of plain text, under a
 cache salt or after such a block. The rest is passed over.
@@ -21,7 +21,7 @@ FIELDS = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys"),
     *("group_idx", "kv_cache_spec_kind"),
 )
-"""Of a stored one, in the order in which arrays have them."""
+"""The fields of a stored event, in the order in which arrays have them."""
 REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 
 

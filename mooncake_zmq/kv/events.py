@@ -1,4 +1,4 @@
-"""What happens to the blocks of one pool, for routers outside the cluster. PURE; the wire format is vLLM's KV events."""
+"""KV events about the blocks of one pool, for routers outside the cluster. PURE; the wire format is vLLM's KV events."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from mooncake_zmq.kv.block_hash import Key, unpack_tokens
 
 MAX_EVENT_BLOCKS = 1024
 MAX_EVENT_TOKENS = 16_384
-"""What one event may name, at most about 100 kB; an event of more blocks is split."""
+"""Tokens that one event may name, at most about 100 kB; an event of more blocks is split."""
 MAX_BATCH_BYTES = 128 << 10
-"""What one batch takes when it is written; only a single block of more tokens than MAX_EVENT_TOKENS takes more."""
+"""Size of one encoded batch; only a single block of more tokens than MAX_EVENT_TOKENS exceeds it."""
 TOKEN_BYTES = 4
 _BATCH_BYTES, _EVENT_BYTES, _KEY_BYTES, _TOKEN_BYTES = 32, 160, 18, 5
-"""What MessagePack takes at most for a batch and for an event beside its keys and tokens, for a key, and for a token."""
+"""Upper bounds of the MessagePack bytes of a batch and of an event (beside its keys and tokens), of a key, and of a token."""
 
 
 class Medium(Enum):
@@ -29,8 +29,8 @@ class Medium(Enum):
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
     """These blocks can now be read from `medium`. `keys` are a chain after `parent`, which is empty where they begin a prompt
-    or it is not known; `tokens` (int32 bytes), what they hold, is empty where this node was not told: by the put, by the source
-    of a fetch, or by a life before this one that had no KV events."""
+    or the parent is not known. `tokens` (int32 bytes), the blocks' contents, is empty where this node does not know them:
+    neither the put nor the source of a fetch gave them, or an earlier incarnation without KV events wrote the block."""
 
     keys: tuple[Key, ...]
     medium: Medium
@@ -67,7 +67,7 @@ class EventEncoder:
     """Writes batches as `[time, [event, ...], rank]`; ranks are nil, since a pool serves all of its host's engines."""
 
     def __init__(self, form: EventFormat, block_tokens: int) -> None:
-        """`block_tokens`: tokens in a block, told with every stored one."""
+        """`block_tokens`: tokens in a block, named in every stored event."""
         self._form = form
         self._block_tokens = block_tokens
         self.max_blocks = max(1, min(MAX_EVENT_BLOCKS, MAX_EVENT_TOKENS // block_tokens))

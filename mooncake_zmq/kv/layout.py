@@ -28,9 +28,9 @@ class BlockLayout:
     dtype: str = "float32"
     itemsize: int = 4
     hidden_bytes: int = 0
-    """Of one token's hidden state, which stages of a pipeline pass on in slots; 0: this engine is not cut into stages."""
+    """Bytes of one token's hidden state, which stages of a pipeline pass on in slots; 0: this engine is not cut into stages."""
     vocab_size: int = 0
-    """Token ids are below this; 0: nobody looks at them (a replay's prompts have lengths alone)."""
+    """Token ids are below this; 0: token ids are not used (a replay's prompts have lengths alone)."""
 
     @property
     def part_shape(self) -> tuple[int, int, int, int]:

@@ -4,21 +4,21 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
+Process = tuple[str, int]
+"""A node and its incarnation."""
+
 
 class HolderId(Struct, frozen=True):
-    """One lease of one life of one node: a later life never inherits it."""
+    """One lease of one incarnation of one node: a later incarnation never inherits it."""
 
     node: str
     incarnation: int
     number: int
 
-
-@dataclass(slots=True)
-class GrantedLease:
-    """The granter's side: expires `ttl_s` after the granter *handled* the request or a renewal."""
-
-    slots: tuple[int, ...]
-    expires_at: float
+    @property
+    def process(self) -> Process:
+        """The incarnation that holds it."""
+        return self.node, self.incarnation
 
 
 @dataclass(slots=True)

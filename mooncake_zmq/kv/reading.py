@@ -1,16 +1,16 @@
 """May bytes that were read be trusted? The one rule for live and simulated reads: it decides, and never reads itself. PURE.
 
-Who reads a slot was told its generation and its block checksum (0: not committed yet, so none). Beside the bytes lies a row of
-part checksums, one for each layer. The bytes are trusted if, in this order,
+A reader of a slot was given its generation and its block checksum (0: not committed yet, so none). Beside the bytes lies a row
+of part checksums, one for each layer. The bytes are trusted if, in this order,
 
     the slot had the generation before the first byte was read       generation_stands
-    the row folds to the block checksum that was told                row_stands
+    the row folds to the block checksum that was given               row_stands
     each part hashes to its entry in the row                         part_stands
     the slot still has that generation after the last byte           generation_stands
 
 From a disk slot they are trusted if
 
-    the header beside them has the key and block checksum that were told     header_stands
+    the header beside them has the key and block checksum that were given    header_stands
     their parts' checksums fold to that block checksum                       payload_stands
 
 Users call these through the module, so that a simulation can plant a bug in all reads at once.
@@ -27,7 +27,7 @@ class ReadFailure(Enum):
     """Why a read gave no block."""
 
     CORRUPT = "corrupt"
-    """The copy named stands, but its bytes or checksums are not what the reader was told: nobody should find it again."""
+    """The copy named stands, but its bytes or checksums differ from what the reader was given: it should not be found again."""
     UNREACHED = "unreached"
     """It did not come, not in time, or the copy named is no longer there: this says nothing about anybody's bytes."""
 
@@ -38,26 +38,26 @@ def generation_stands(generation: int, named: int, *, committed: bool) -> bool:
 
 
 def row_stands(row: Sequence[int], checksum: int) -> bool:
-    """Do a copy's part checksums fold to the block checksum its reader was told? 0: none was told yet."""
+    """Do a copy's part checksums fold to the block checksum that its reader was given? 0: none was given yet."""
     return checksum == 0 or block_checksum(row) == checksum
 
 
-def part_stands(found: int, told: int) -> bool:
+def part_stands(found: int, given: int) -> bool:
     """Is the checksum of the bytes read the one in the row? 0 there: the part is not written yet."""
-    return found == told != 0
+    return found == given != 0
 
 
-def header_stands(found: tuple[Key, int], told: tuple[Key, int]) -> bool:
-    """On disk, does the header (key, block checksum) name the block that the reader was told?"""
-    return found == told
+def header_stands(found: tuple[Key, int], given: tuple[Key, int]) -> bool:
+    """On disk, does the header (key, block checksum) name the block that the reader was given?"""
+    return found == given
 
 
 def payload_stands(parts: Sequence[int], checksum: int) -> bool:
-    """Do the checksums of the parts that came from disk fold to the block checksum? One is always told."""
+    """Do the checksums of the parts that came from disk fold to the block checksum? One is always given."""
     return block_checksum(parts) == checksum
 
 
 def failure(*, stands: bool) -> ReadFailure:
-    """What bytes mean that are not what was told, by whether the generation still `stands`: torn, if the copy was taken away
-    meanwhile."""
+    """The meaning of bytes that are not the expected ones, by whether the generation still `stands`: torn, if the copy was
+    taken away meanwhile."""
     return ReadFailure.CORRUPT if stands else ReadFailure.UNREACHED

@@ -1,8 +1,9 @@
-"""Whose the slots of one tier are, and who goes when one of them needs room: shares that are limits and promises alike. PURE.
+"""Owners of the slots of one tier, and whose slots are evicted when an owner needs room: shares are limits and promises alike.
+PURE.
 
 An owner with a share never has more slots than that, and those evicted for it are its own: at its share always, else once no
-slot is free and nobody without a share has any to give. So within its share it loses nothing to others. Owners without one
-have what is left, in one order.
+slot is free and the owners without a share have none to give. So within its share it loses nothing to others. Owners without
+one have what is left, in one order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,8 +11,8 @@ from itertools import groupby
 
 from mooncake_zmq.kv.eviction import Lru
 
-NOBODY = 0
-"""The owner of what is nobody's; it has no share."""
+NO_OWNER = 0
+"""The owner of blocks that belong to no tenant; it has no share."""
 
 
 class Shares:
@@ -21,25 +22,25 @@ class Shares:
     def __init__(self, order: Lru, capacity: int, most: Sequence[int]) -> None:
         assert sum(most) <= capacity, "what is promised is there"
         self.of = bytearray(capacity)
-        """Whose each slot is, while it is not free."""
+        """The owner of each slot, while it is not free."""
         self.held = [0] * (len(most) + 1)
         """Slots that each owner has: being written, committed, in quarantine."""
         self.most = [0, *most]
         self._capacity = capacity
         self._orders = [order.sibling() if share else order for share in self.most]
-        self._parties = [NOBODY, *(owner for owner, share in enumerate(self.most) if share)]
-        """Those with an order of their own, and nobody for all others."""
+        self._ordered = [NO_OWNER, *(owner for owner, share in enumerate(self.most) if share)]
+        """Owners with an eviction order of their own, and `NO_OWNER`, whose order all others have in common."""
 
     def victims(self, owner: int, *, free: bool) -> Lru | None:
         """The order from which its next slot comes, which may be empty: it gets none. None: from the free ones, of which there
         are some if `free`."""
-        own, others = self._orders[owner], self._orders[NOBODY]
+        own, others = self._orders[owner], self._orders[NO_OWNER]
         if self.most[owner] and self.held[owner] >= self.most[owner]:
             return own
         return None if free else others or own
 
     def take(self, slot: int, owner: int) -> None:
-        """A slot that was nobody's is reserved for it."""
+        """A slot that belonged to no owner is reserved for this one."""
         self.of[slot] = owner
         self.held[owner] += 1
 
@@ -53,15 +54,15 @@ class Shares:
 
     def windows(self, share: float) -> list[int]:
         """How many of the coldest are that share of the room that each order has, free slots being as good."""
-        shared = self._capacity - sum(self.held[party] for party in self._parties[1:])
+        shared = self._capacity - sum(self.held[owner] for owner in self._ordered[1:])
         free = self._capacity - sum(self.held)
-        own = (int(share * self.most[party]) - self.most[party] + self.held[party] for party in self._parties[1:])
+        own = (int(share * self.most[owner]) - self.most[owner] + self.held[owner] for owner in self._ordered[1:])
         return [max(0, window) for window in (int(share * shared) - free, *own)]
 
     def cold_ends(self, windows: Sequence[int]) -> list[int]:
         """The coldest of each order, so many as `windows` says."""
-        parties = zip(self._parties, windows, strict=True)
-        return [slot for party, window in parties for slot in self._orders[party].coldest(window)]
+        windows_of = zip(self._ordered, windows, strict=True)
+        return [slot for owner, window in windows_of for slot in self._orders[owner].coldest(window)]
 
     # --- as `eviction.Lru`
 
@@ -86,13 +87,13 @@ class Shares:
             start = stop
 
     def coldest(self, limit: int) -> list[int]:
-        return self.cold_ends([limit] * len(self._parties))[:limit]
+        return self.cold_ends([limit] * len(self._ordered))[:limit]
 
     def demote(self, slot: int) -> None:
         self._orders[self.of[slot]].demote(slot)
 
     def __len__(self) -> int:
-        return sum(len(self._orders[party]) for party in self._parties)
+        return sum(len(self._orders[owner]) for owner in self._ordered)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._orders[self.of[slot]]

@@ -90,6 +90,11 @@ class SlotTable:
         slot = self._by_key.get(key)
         return slot if slot is not None and self._state[slot] == COMMITTED else None
 
+    def is_readable(self, slot: int, generation: int) -> bool:
+        """Return whether what was read under this generation can still be found there."""
+        stands = slot < self.capacity and self.generation[slot] == generation and self._state[slot] == COMMITTED
+        return stands and self._by_key.is_named(slot)
+
     def present(self, keys: Sequence[Key]) -> list[int | None]:
         """As `committed`, of each of `keys`."""
         if not self._by_key:  # a pool without an SSD asks that tier as well

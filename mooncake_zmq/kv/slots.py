@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.eviction import Lru
 from mooncake_zmq.kv.key_table import EMPTY
-from mooncake_zmq.kv.shares import NOBODY, Shares
+from mooncake_zmq.kv.shares import NO_OWNER, Shares
 from mooncake_zmq.kv.slot_table import COMMITTED, FREE, STATES, TRANSITIONS, WRITING, SlotEvent, SlotState, SlotTable
 
 
@@ -27,7 +27,7 @@ class Slots(SlotTable):
         self._evictable: Lru | Shares = self._order if self.shares is None else self.shares
         """Committed slots with a key and without a pin."""
         self._untouched = 0
-        """Slots from here on have never been handed out in this life: free, or restored."""
+        """Slots from here on have never been handed out in this incarnation: they are free, or restored."""
         self._free = array("i")
         """The free slots before that, the next to hand out last."""
 
@@ -42,10 +42,10 @@ class Slots(SlotTable):
         return self._pinned
 
     def owner_of(self, slot: int) -> int:
-        """Whose a slot is that is not free."""
-        return self.shares.of[slot] if self.shares is not None else NOBODY
+        """The owner of a slot that is not free."""
+        return self.shares.of[slot] if self.shares is not None else NO_OWNER
 
-    def reserve(self, key: Key | None, owner: int = NOBODY) -> int | None:
+    def reserve(self, key: Key | None, owner: int = NO_OWNER) -> int | None:
         """A slot to write, evicting the coldest if none is free; None if all are pinned, written or retired, or
         other owners'."""
         assert key is None or not self.held(key), "a key is stored once"
@@ -60,14 +60,14 @@ class Slots(SlotTable):
         self, keys: Sequence[Key], most: int, owners: Sequence[int] = (), found: Sequence[int] | None = None
     ) -> tuple[dict[int, int], int]:
         """As `reserve` of those of `keys` that are not held, as far as there is room, of `most` at most: slots by index in
-        `keys`. And how many are held: what this evicts for them was. `owners`: of each key; none: nobody's. `found`: what
-        `find_all` says of `keys`, if that is known."""
+        `keys`. And how many are held: what this evicts for them was. `owners`: of each key; empty: no key has an owner.
+        `found`: what `find_all` says of `keys`, if that is known."""
         missing: dict[Key, int] = {}
         for index, slot in enumerate(self._by_key.slots_of(keys) if found is None else found):
             if slot == EMPTY:
                 missing.setdefault(keys[index], index)
         wanted = list(missing.items())[: max(0, most)]
-        slots = self._take([owners[index] for _, index in wanted] if owners else [NOBODY] * len(wanted))
+        slots = self._take([owners[index] for _, index in wanted] if owners else [NO_OWNER] * len(wanted))
         granted: dict[int, int] = {}
         for (key, index), slot in zip(wanted, slots, strict=False):
             self._by_key.insert(key, slot)
@@ -76,15 +76,15 @@ class Slots(SlotTable):
 
     def reserve_anonymous(self, count: int) -> list[int]:
         """As `reserve` of so many without a key; there is room for them."""
-        slots = self._take([NOBODY] * count)
+        slots = self._take([NO_OWNER] * count)
         assert len(slots) == count, "no room"
         return slots
 
-    def restore(self, slot: int, key: Key, checksum: int, owner: int = NOBODY) -> None:
-        """A copy that survived on its medium is readable again, the generation as it is. Call it for the coldest first: of
-        what is more than its owner's share, the coldest go.
+    def restore(self, slot: int, key: Key, checksum: int, owner: int = NO_OWNER) -> None:
+        """A copy that survived on its medium is readable again, the generation as it is. Call it for the coldest first: of what
+        is more than its owner's share, the coldest go.
 
-        Only for slots never handed out in this life, so before the first `reserve`: what was handed out was overwritten.
+        Only for slots never handed out in this incarnation, so before the first `reserve`: what was handed out was overwritten.
         """
         assert slot >= self._untouched, "handed out before"
         assert not self.held(key), "a key is stored once"
@@ -105,15 +105,15 @@ class Slots(SlotTable):
         """As `commit` of each, of one at least: the blocks of a put come together."""
         states, generations, pins, fences = self._state, self.generation, self.pins, self.fences
         unpinned: list[int] = []
-        moves = TRANSITIONS[SlotEvent.COMMIT]
+        transitions = TRANSITIONS[SlotEvent.COMMIT]
         for slot, checksum in zip(slots, checksums, strict=True):
-            states[slot] = moves[states[slot]][0]
+            states[slot] = transitions[states[slot]][0]
             generations[slot] += 1
             fences.append((slot, generations[slot]))
             self.checksum[slot] = checksum
             if not pins[slot]:
                 unpinned.append(slot)
-        self._count(WRITING, *moves[WRITING], len(slots))
+        self._count(WRITING, *transitions[WRITING], len(slots))
         self._release(unpinned)
 
     def name(self, slot: int, key: Key) -> bool:
@@ -139,7 +139,7 @@ class Slots(SlotTable):
         self._move(slot, SlotEvent.QUARANTINE)
 
     def retire(self, slot: int) -> None:
-        """A committed and unpinned slot whose medium failed is never handed out again in this life."""
+        """A committed and unpinned slot whose medium failed is never handed out again in this incarnation."""
         assert self.pins[slot] == 0
         self._move(slot, SlotEvent.RETIRE)
         self._evictable.remove((slot,))
@@ -157,6 +157,10 @@ class Slots(SlotTable):
         self._unname(slot)
         if self.pins[slot] == 0:
             self._release((slot,))
+
+    def mark(self, slots: Sequence[int], *, spare: bool) -> None:
+        """Note of slots that are pinned or being written whether their copies are spare, see `kv.eviction`."""
+        self._order.mark(slots, spare=spare)
 
     def pin(self, slots: Sequence[int]) -> None:
         """Cover slots by a lease or copy, each as often as it is named."""
@@ -196,7 +200,7 @@ class Slots(SlotTable):
         self._evictable.touch(list(used)[::-1])
 
     def coldest(self, limit: int) -> list[int]:
-        """Up to `limit` slots in the order in which `reserve` would evict them, if all are nobody's; changes nothing."""
+        """Up to `limit` slots in the order in which `reserve` would evict them if none had an owner; changes nothing."""
         return self._evictable.coldest(limit)
 
     def windows(self, share: float) -> list[int]:
@@ -228,7 +232,7 @@ class Slots(SlotTable):
             assert (generation % 2 == 1) == (state in writable), "odd while it may be written"
             assert evictable == (state == COMMITTED and pins == 0)
             assert key is None or (self._by_key.get(key) == slot and state in (WRITING, COMMITTED))
-            assert key is not None or not evictable, "nobody could find it: it should be free"
+            assert key is not None or not evictable, "no key finds it: it should be free"
             assert pins == 0 or state in (COMMITTED, WRITING)
         assert self._pinned == self.capacity - self.pins.count(0)
         assert len(self._evictable) == len(self._evictable.coldest(self.capacity))
@@ -243,14 +247,15 @@ class Slots(SlotTable):
         """A slot to write, which holds nothing, for each of `owners`: those that are free, then the coldest, as far as
         there are any."""
         slots, free = self._take_any(len(owners)) if self.shares is None else self._take_shared(self.shares, owners)
+        self.mark(slots, spare=False)
         states, generations, fences = self._state, self.generation, self.fences
         for slot in slots:
             states[slot] = WRITING
             generation = generations[slot] = generations[slot] + 1
             fences.append((slot, generation))
-        moves = TRANSITIONS[SlotEvent.RESERVE]
-        self._count(FREE, *moves[FREE], free)
-        self._count(COMMITTED, *moves[COMMITTED], len(slots) - free)
+        transitions = TRANSITIONS[SlotEvent.RESERVE]
+        self._count(FREE, *transitions[FREE], free)
+        self._count(COMMITTED, *transitions[COMMITTED], len(slots) - free)
         return slots
 
     def _take_any(self, most: int) -> tuple[list[int], int]:
@@ -294,7 +299,7 @@ class Slots(SlotTable):
         return slot
 
     def _release(self, slots: Sequence[int]) -> None:
-        """Committed slots have no pin (any more): evictable, or free at once if nobody could find them."""
+        """Committed slots have no pin (any more): evictable, or free at once if they could not be found."""
         if self._by_key.all_named(slots):
             self._evictable.insert(slots)
             return
@@ -309,7 +314,7 @@ class Slots(SlotTable):
         self._vacate(lost)
 
     def _vacate(self, slots: Sequence[int]) -> None:
-        """Committed slots that nobody could find are free."""
+        """Committed slots that could not be found are free."""
         states, generations, fences, untouched = self._state, self.generation, self.fences, self._untouched
         for slot in slots:
             states[slot] = FREE
@@ -320,7 +325,7 @@ class Slots(SlotTable):
         self._count(COMMITTED, *TRANSITIONS[SlotEvent.FREE][COMMITTED], len(slots))
 
     def _drop(self, slot: int) -> None:
-        """Nobody finds a committed slot any more, and none may read it: it is free."""
+        """A committed slot is not found any more, and none may read it: it is free."""
         self._unname(slot, announce=False)
         self._disown(slot)
         self._vacate((slot,))

@@ -23,6 +23,7 @@ from mooncake_zmq.core.actor import (
     Started,
     TimerFired,
 )
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -39,7 +40,6 @@ from mooncake_zmq.core.messages import (
     StopRule,
     TokensDecoded,
 )
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.laboratory.keys import ROOT, Prompt, block_keys
@@ -202,6 +202,7 @@ class Arrivals:
             exclude=request.exclude,
             begun=request.tokens > 0,
             waited_s=now - request.arrived_at,
+            tenant=request.arrival.tenant,
         )
         return [Send(conductor, schedule)]
 
@@ -267,6 +268,7 @@ class Arrivals:
             booking=message.booking,
             tbt_slo_s=message.tbt_slo_s,
             stages=message.stages,
+            tenant=request.arrival.tenant,
         )
         return [CancelTimer(("placement", request.name)), Send(message.prefill, start)]
 
@@ -302,7 +304,7 @@ class Arrivals:
         return self._finish(now, request) if request.tokens >= request.max_tokens else []
 
     def _on_tokens(self, now: float, sender: str, entries: tuple[tuple[str, int, int, tuple[int, ...]], ...]) -> list[Effect]:
-        times = self._recorder.told[sender].popleft()
+        times = self._recorder.times[sender].popleft()
         effects: list[Effect] = []
         for name, attempt, first, tokens in entries:
             request = self.open.get(name)

@@ -16,7 +16,7 @@ import msgspec
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.roles import BECOMES, Role
-from mooncake_zmq.core.talk import may_talk
+from mooncake_zmq.core.routes import may_connect
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
@@ -154,7 +154,7 @@ def specs(setup: Setup, cluster: Cluster, gateway: Callable[[], Actor]) -> list[
     """Return the processes, with `gateway` in the gateway's place."""
     named = places(setup, cluster.lab)
     roles = {name: roles_of(role, cluster.lab) for name, (role, _) in named.items()}
-    are_peers = partial(may_talk, pipelines=cluster.conductor.pipeline_stages > 1)
+    are_peers = partial(may_connect, pipelines=cluster.conductor.pipeline_stages > 1)
     return [
         ProcessSpec(
             name=name,

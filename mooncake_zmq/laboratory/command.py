@@ -14,16 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from mooncake_zmq.laboratory import report, zoo
+from mooncake_zmq.laboratory import report, tables, zoo
 from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import KINDS, LIKE, fit, parse_spec
 from mooncake_zmq.laboratory.jobs import Job, Progress, Source, run_jobs, run_on_dask
 from mooncake_zmq.laboratory.profiles import PROFILES, find_profile
+from mooncake_zmq.laboratory.rows import check_writable, csv_option, kept, write_runs
 from mooncake_zmq.laboratory.runs import ADMISSIONS, ORDERS, POLICIES
 from mooncake_zmq.laboratory.settings import assigned, axes_of, split_assignment, sweep
 from mooncake_zmq.laboratory.study import Setup
-from mooncake_zmq.laboratory.traces import read_trace
+from mooncake_zmq.laboratory.traces import PUBLIC, read_trace
 
 EXAMPLES = """\b
 Examples:
@@ -36,6 +37,7 @@ Examples:
   mooncake-zmq sim trace.jsonl --speed 3 --admission prediction --tbt-slo 0.06 --prefill 12 --decode 4
   mooncake-zmq sim trace.jsonl --sweep conductor.kvcache_balancing_threshold=1.05,2,4 --jobs 4
   mooncake-zmq sim trace.jsonl --speed 3 --admission prediction --page replay.html
+  mooncake-zmq sim conversation_trace.jsonl --sweep policy=coming,global --csv rows.csv
   mooncake-zmq sim trace.jsonl --sweep prefill=6,8,10 --dask tcp://head:8786
 """
 
@@ -106,6 +108,7 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
 @click.option("--dask", metavar="ADDRESS", help="Run on this Dask cluster's workers instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw PNGs there.")
+@csv_option
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write it as a page to look at.")
 @one_line
 def sim(trace: Path | None, generate: str | None, like: Path | None, **options: Any) -> None:
@@ -119,12 +122,17 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     runs = sweep(base, axes_of(options["sweeps"]))
     if options["plot"] is not None:
         new_figure(1, 1)  # fails at once if there is no matplotlib
+    csv_file: Path | None = options["csv_file"]
+    check_writable(csv_file)
+    measure = kept(report.outcome_of, csv_file)
     jobs = [Job(source, setup, _page(options, len(runs))) for _, setup in runs]
     with bars(["sim" for _ in runs]) as progress:
         if options["dask"]:
-            outcomes = run_on_dask(options["dask"], jobs, report.outcome_of, progress)
+            found = run_on_dask(options["dask"], jobs, measure, progress)
         else:
-            outcomes = run_jobs(jobs, options["jobs"], report.outcome_of, progress)
+            found = run_jobs(jobs, options["jobs"], measure, progress)
+    write_runs(csv_file, [(setup, rows) for (_, setup), (_, rows) in zip(runs, found, strict=True)])
+    outcomes = [outcome for outcome, _ in found]
     _show([chosen for chosen, _ in runs], outcomes, as_json=options["as_json"], plot=options["plot"])
     if options["page"] is not None:
         click.echo(f"wrote {options['page']}", err=True)
@@ -145,7 +153,7 @@ def _page(options: dict[str, Any], runs: int) -> str:
 def source_of(trace: Path | None, generate: str | None, like: Path | None, first: int | None) -> Source:
     """Return the source of the arrivals, as the options say. Raises StudyError."""
     if (trace is None) == (generate is None and like is None):
-        raise StudyError("give a TRACE, or --generate SPEC, or --like FILE")
+        raise StudyError(f"give a TRACE, or --generate SPEC, or --like FILE; {PUBLIC}")
     if trace is not None:
         read_trace(trace, 1)
         return Source(path=str(trace.resolve()), first=first)
@@ -179,7 +187,6 @@ def _show(chosen: list[dict[str, str]], outcomes: list[report.Outcome], *, as_js
     if as_json:
         click.echo(msgspec.json.encode(report.as_json(chosen, outcomes)).decode())
     else:
-        console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(report.sweep_table(chosen, outcomes) if len(outcomes) > 1 else report.run_table(outcomes[0]))
+        tables.show([report.sweep_table(chosen, outcomes) if len(outcomes) > 1 else report.run_table(outcomes[0])])
     for path in drawn:
         click.echo(f"drew {path}", err=True)

@@ -4,11 +4,13 @@ from typing import Any
 
 import click
 
+from mooncake_zmq.extras import installing
+
 
 def new_figure(width: float, height: float) -> Any:
     """Make an empty figure of matplotlib, its size in inches. Raises click.ClickException where that is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'mooncake-zmq[lab]'") from None
+        raise click.ClickException(f"--plot needs matplotlib: {installing('lab')}") from None
     return Figure(figsize=(width, height), layout="constrained")

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from mooncake_zmq.extras import installing
 from mooncake_zmq.laboratory import zoo
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import Shape, generate
@@ -156,7 +157,7 @@ def run_on_dask(address: str, jobs: Sequence[Job], keep: Callable[[RunResult], F
     try:
         from distributed import Client
     except ImportError:
-        raise StudyError("--dask needs Dask: pip install 'mooncake-zmq[dask]'") from None
+        raise StudyError(f"--dask needs Dask: {installing('dask')}") from None
     try:
         client: Any = Client(address, timeout="10s")
     except (OSError, ValueError, TimeoutError) as error:

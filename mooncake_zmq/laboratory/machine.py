@@ -23,6 +23,7 @@ from mooncake_zmq.core.work import (
     DecodeStep,
     DiskBlock,
     DiskWritten,
+    ForkSequence,
     LayersComputed,
     ProbeProcess,
     ProcessProbed,
@@ -30,6 +31,7 @@ from mooncake_zmq.core.work import (
     PullBlocks,
     Result,
     SequenceBlock,
+    SequenceForked,
     SlotGrant,
     StageComputed,
     StepDecoded,
@@ -45,7 +47,7 @@ from mooncake_zmq.simulation.world import World
 LAYERS = 4
 """Groups of layers that a chunk's KV comes in. The paper's model has 80 layers, each of which a decode could receive by
 itself."""
-TOLD_LAYERS = (LAYERS // 2, LAYERS - 1)
+REPORTED_LAYERS = (LAYERS // 2, LAYERS - 1)
 """Layer groups at whose completion a decode begins to read: each time half of the remaining ones, as a copy may be half as
 fast."""
 PART = 1
@@ -144,7 +146,7 @@ class ModelledMachine:
         self.running[work_id] = running
         if type(work) is ComputeChunk and type(running.result) is ChunkComputed and not running.result.failed:
             layer_s = (running.end_s - running.begin_s) / LAYERS
-            for layers in TOLD_LAYERS:
+            for layers in REPORTED_LAYERS:
                 self._later(running.begin_s + layers * layer_s, self._come_far, work_id, layers)
         self._later(running.end_s, self._end, work_id, running.end_s)
 
@@ -207,6 +209,10 @@ class ModelledMachine:
                 return self._plan_stage(now, work)
             case CopyBlocks(copies=copies):
                 return _Running(work, now, self._copy_end(now, copies), BlocksCopied((BLOCK,) * len(copies)))
+            case ForkSequence(targets=targets, tokens=tokens):
+                # Each token's KV is read, as by a step, and written.
+                copied_s = 2 * len(targets) * tokens * self._costs.decode_context_s
+                return _Running(work, now, now + copied_s, SequenceForked())
             case WriteToDisk(blocks=blocks):
                 end_s = through(now, len(blocks) * self._block_bytes, (self._here.disk,))
                 return _Running(work, now, end_s, DiskWritten((True,) * len(blocks)))

@@ -87,8 +87,10 @@ def _measured(name: str, path: Path) -> NodeProfile:
     try:
         found = measured_profile.decode(path.read_bytes())
         costs = measured_profile.fit(found).costs
+    except FileNotFoundError:
+        raise StudyError(f"there is no {path}: 'mooncake-zmq profile --out {path}' measures this machine's engine") from None
     except OSError as error:
-        raise StudyError(f"cannot read the profile: {error}") from None
+        raise StudyError(f"cannot read {path}: {error.strerror}") from None
     except measured_profile.ProfileError as error:
         raise StudyError(f"{path}: {error}") from None
     largest = max(step.batch for step in found.decode)

@@ -49,7 +49,7 @@ class Recorder:
     """The observer of one run. `ttft_slo_s`, `tbt_slo_s`: the SLOs of which loads are shares; `delay_s`: of a message."""
 
     def __init__(self, *, ttft_slo_s: float, tbt_slo_s: float, with_disk: bool, delay_s: float) -> None:
-        self.told: dict[str, deque[NDArray[np.float64]]] = {}
+        self.times: dict[str, deque[NDArray[np.float64]]] = {}
         """The arrival times of tokens at the gateway if each step were reported at once, in order, by decode."""
         self.engine_s: dict[str, float] = {}
         """Engine time of prefills since its last first token, by open request."""
@@ -70,7 +70,7 @@ class Recorder:
         for loads in self._loads.values():
             loads.pop(process.name, None)
         if process.spec.role == "decode":
-            self.told[process.name] = deque()
+            self.times[process.name] = deque()
             return partial(self._decode_did, process)
         if process.spec.role == "cache-node" and process.spec.disk_slots:
             return partial(self._pool_did, process)
@@ -91,13 +91,13 @@ class Recorder:
                 self._loads["decode"][process.name] = effect.message
 
     def _steps_did(self, process: Process[ModelledMachine], effects: list[Effect]) -> None:
-        assert process.life is not None
-        run = process.life.machine.last_run
+        assert process.current is not None
+        run = process.current.machine.last_run
         assert run is not None
         times = step_times(run) + self._delay_s
         for effect in effects:
             if type(effect) is Send and type(effect.message) is TokensDecoded:
-                self.told[process.name].append(times)
+                self.times[process.name].append(times)
 
     def _prefill_did(self, name: str, event: Event, effects: list[Effect]) -> None:
         if type(event) is WorkProgress:
@@ -127,8 +127,8 @@ class Recorder:
         """Count the blocks that a pool read from its SSD for a lease, when it answers the lease."""
         for effect in effects:
             if type(effect) is Send and type(effect.message) is BlocksLeased:
-                assert process.life is not None
-                counted = process.life.actor.counts.get("lookup_blocks[result=disk]", 0)
+                assert process.current is not None
+                counted = process.current.actor.counts.get("lookup_blocks[result=disk]", 0)
                 blocks = min(counted - self._disk_blocks.get(process.name, 0), len(effect.message.slots))
                 self._disk_blocks[process.name] = self._disk_blocks.get(process.name, 0) + blocks
                 request = self._leases.pop((effect.to, effect.message.lease_id), "")

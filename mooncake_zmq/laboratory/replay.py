@@ -154,16 +154,16 @@ class Replay:
             host_of=self._host_of.__getitem__,
             done=partial(world.work_done, process),
             progressed=partial(world.progressed, process),
-            later=partial(world.in_life, process),
+            later=partial(world.in_incarnation, process),
         )
         if spec.role in ENGINE_ROLES:
             self._engines.append((process.name, spec.role, machine))
-        return machine, spec.make(process.lives, DiskContents(spec.disk_slots))
+        return machine, spec.make(process.starts, DiskContents(spec.disk_slots))
 
     def _actors(self, role: str) -> Iterable[Actor]:
         for process in self.world.processes.values():
-            if process.spec.role == role and process.life is not None:
-                yield process.life.actor
+            if process.spec.role == role and process.current is not None:
+                yield process.current.actor
 
     # --- the result
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.metrics import Spread, Summary, summarize
 from mooncake_zmq.laboratory.study import RunResult, Setup
@@ -53,12 +54,7 @@ def run_table(outcome: Outcome) -> Table:
     """Return the table of one run, a row for each figure."""
     setup, summary = outcome.setup, outcome.summary
     title = f"{setup.policy}, {setup.prefill}P+{setup.decode}D of {setup.hardware.name}, {setup.speed:g}x"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column("what")
-    table.add_column("value", justify="right", no_wrap=True)
-    for what, value in _lines(setup, summary):
-        table.add_row(what, value)
-    return table
+    return tables.pairs(title, _lines(setup, summary))
 
 
 def _lines(setup: Setup, summary: Summary) -> list[tuple[str, str]]:
@@ -115,10 +111,8 @@ def written(found: Spread, scale: float) -> str:
 
 def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> Table:
     """Return a table with a row for each run."""
-    table = Table(title=f"{len(outcomes)} runs; times in seconds, TBT in ms", title_justify="left")
-    for key in chosen[0]:
-        table.add_column(key)
-    for name in (
+    columns = (
+        *chosen[0],
         "in SLO",
         "goodput/s",
         "TTFT",
@@ -132,8 +126,8 @@ def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]
         "prefill",
         "rejected",
         "wasted",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    )
+    table = tables.empty(f"{len(outcomes)} runs; times in seconds, TBT in ms", columns, text=chosen[0])
     for swept, outcome in zip(chosen, outcomes, strict=True):
         s = outcome.summary
         times = (s.ttft_s.mean, s.ttft_s.p50, s.ttft_s.p90, s.ttft_s.p99)

@@ -13,12 +13,13 @@ COUPLED_SECTION = "coupled."
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """One request of a trace. `hash_ids`: one for each complete or begun block of `TRACE_BLOCK_TOKENS` of its prompt; equal ids
-    at equal places after equal ids are the same tokens."""
+    at equal places after equal ids are the same tokens. `tenant`: its client's; traces have none."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

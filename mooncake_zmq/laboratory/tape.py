@@ -7,6 +7,7 @@ It observes and changes nothing. Its size is bounded: of too many snapshots ever
 import gzip
 import io
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,13 +16,14 @@ from typing import Any, cast
 import msgspec
 
 from mooncake_zmq.core.actor import Effect, Event, FromClient, Send, Start, ToClient, WorkDone
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import Hello, Report, Sampling, Schedule, StopRule
-from mooncake_zmq.core.moves import MOVES, Moves
-from mooncake_zmq.core.shell import Tally
-from mooncake_zmq.core.watch import Heard, report
+from mooncake_zmq.core.transfer_stats import COUNTED, TransferStats
+from mooncake_zmq.core.watch import PeerReport, report
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, Failed, Finished
-from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, count_prediction, picture
-from mooncake_zmq.gateway.requests.request_log import Account, Accounts, told
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, count_prediction, snapshot
+from mooncake_zmq.gateway.requests.history import BOUNDS, GAP, SLO_MET, SLO_MISSED, STEP_S, TOKENS, TTFT, History, histogram
+from mooncake_zmq.gateway.requests.request_log import RequestEntry, RequestLog, Slos, as_json
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory.keys import ROOT, Prompt
 from mooncake_zmq.laboratory.study import RequestRecord, Setup
@@ -44,7 +46,7 @@ class _Incarnation:
     """One incarnation of a process."""
 
     began_at: float
-    moves: Moves
+    transfer_stats: TransferStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,15 @@ class Tape:
         self._own = own
         self._block_bytes = layout.block_tokens * setup.hardware.costs.kv_bytes_per_token
         self._incarnations: dict[str, _Incarnation] = {}
-        self._requests = Accounts(self._request_closed)
+        self._requests = RequestLog(self._request_closed)
         self._over: list[tuple[str, RequestRecord]] = []
         """Requests that ended in the event that is being handled."""
         self._counts = Tally()
+        self._slos = Slos(setup.ttft_slo_s, setup.tbt_slo_s)
+        self._buckets = {name: [0] * (len(bounds) + 1) for name, bounds in BOUNDS.items()}
+        """TTFT and TBT of requests that ended: a live gateway has all gaps in place of the latter."""
+        self._history = History()
+        self._step_ends_at = STEP_S
         self._refused = 0
         self._ended: list[_Ended] = []
         self._snapshots: list[_Snapshot] = []
@@ -100,18 +107,18 @@ class Tape:
 
     def watch(self, process: Process[Any]) -> Observe | None:
         """See `World`."""
-        moves = Moves(process.name, self._layout)
-        self._incarnations[process.name] = _Incarnation(self._world.now, moves)
+        transfer_stats = TransferStats(process.name, self._layout)
+        self._incarnations[process.name] = _Incarnation(self._world.now, transfer_stats)
         if process.spec.role == "gateway":
             return self._gateway_did
         own = self._own(process)
 
         def observe(event: Event, effects: list[Effect]) -> None:
             if type(event) is WorkDone:
-                moves.end(event.work_id, event.result)
+                transfer_stats.end(event.work_id, event.result)
             for effect in effects:
-                if type(effect) is Start and type(effect.work) in MOVES:
-                    moves.begin(effect.work_id, effect.work)
+                if type(effect) is Start and type(effect.work) in COUNTED:
+                    transfer_stats.begin(effect.work_id, effect.work)
             if own is not None:
                 own(event, effects)
 
@@ -124,6 +131,9 @@ class Tape:
     def _gateway_did(self, event: Event, effects: list[Effect]) -> None:
         """Observe an event of the replay's gateway, with the messages from and to clients that a live gateway would have."""
         now = self._world.now
+        while now >= self._step_ends_at:
+            self._step_ends_at += STEP_S
+            self._history.sample(self._counted())
         for effect in effects:
             if type(effect) is Send and type(effect.message) is Schedule and effect.message.attempt == 1:
                 self._requests.observe(now, FromClient(effect.message.request_id, _asked(effect.message)), ())
@@ -132,8 +142,14 @@ class Tape:
             self._count(record)
         self._over.clear()
 
+    def _counted(self) -> dict[str, float]:
+        """Return the counters of the gateway's history."""
+        buckets = [histogram(name, counts) for name, counts in self._buckets.items()]
+        return {**self._counts, **buckets[0], **buckets[1]}
+
     def _count(self, record: RequestRecord) -> None:
         """Count a request as `gateway.requests.requests` does."""
+        self._counts.add("requests")
         if record.outcome == "rejected":
             self._refused += 1
             self._counts.add(f"requests_rejected[reason={record.reason}]")
@@ -141,13 +157,19 @@ class Tape:
             self._counts.add(f"requests_failed[code={record.reason}]")
             return
         self._counts.add("requests_finished[reason=length]")
+        self._counts.add(TOKENS, record.output_tokens)
+        self._buckets[TTFT][bisect_left(BOUNDS[TTFT], record.ttft_s)] += 1
+        if record.output_tokens > 1:
+            self._buckets[GAP][bisect_left(BOUNDS[GAP], record.tbt_s)] += 1
         count_prediction(self._counts, "ttft", record.ttft_s, max(0.0, record.predicted_ttft_s))
         if record.output_tokens > 1:
             count_prediction(self._counts, "tbt", record.tbt_s, max(0.0, record.predicted_tbt_s))
 
-    def _request_closed(self, closed: Account) -> None:
+    def _request_closed(self, closed: RequestEntry) -> None:
         refused = closed.outcome != "length"
-        record = {"id": closed.request_id, "x_request_id": "", "trace_id": "", **told(closed)}
+        for of, met in self._slos.judge(closed):
+            self._counts.add(f"{SLO_MET if met else SLO_MISSED}[of={of}]")
+        record = {"id": closed.request_id, "x_request_id": "", "trace_id": "", **as_json(closed)}
         self._ended = _kept([*self._ended, _Ended(refused, msgspec.json.encode(record))])
 
     # --- snapshots
@@ -156,8 +178,8 @@ class Tape:
         """Take a snapshot of the cluster."""
         now = self._world.now
         self.due_at = now + self._every_s
-        more = {"about": self._about(), "recent": [], "replication": self._replication(now)}
-        body = msgspec.json.encode(picture(self._seen(now)) | more)
+        more = {"about": self._about(), "replication": self._replication(now)}
+        body = msgspec.json.encode(snapshot(self._seen(now)) | more)
         packed = zlib.compress(body, 1)
         self._snapshots.append(_Snapshot(now, packed, len(body), len(self._gateway.open), self._refused, self._ended))
         self._refused, self._ended = 0, []
@@ -184,7 +206,7 @@ class Tape:
 
     def _seen(self, now: float) -> Seen:
         processes = self._world.processes.values()
-        alive = [process for process in processes if process.life is not None]
+        alive = [process for process in processes if process.current is not None]
         return Seen(
             now=now,
             gateway=self._gateway.name,
@@ -192,22 +214,23 @@ class Tape:
             model=self._setup.hardware.name,
             listed=[Listed(each.name, each.configured, each.spec.host) for each in processes],
             peers={each.name: self._hello(each) for each in alive if each.name != self._gateway.name},
-            heard={each.name: Heard(now, each.lives, self._report(now, each)) for each in alive},
+            steps=self._history.steps,
+            last_reports={each.name: PeerReport(now, each.starts, self._report(now, each)) for each in alive},
         )
 
     def _replication(self, now: float) -> dict[str, Any]:
         """Return the prefixes requested lately and the nodes that hold them, from the conductor's dump."""
-        incarnations = (each.life for each in self._world.processes.values() if each.spec.role == "conductor")
+        incarnations = (each.current for each in self._world.processes.values() if each.spec.role == "conductor")
         found = next((each.actor.dump(now)["replication"] for each in incarnations if each is not None), None)
         return {"recent": found["recent"][:KEPT_CHAINS] if found else []}
 
     def _report(self, now: float, process: Process[Any]) -> Report:
         """Make a report as `core.node` does; bytes are those that the modelled blocks would have."""
-        incarnation, actor = self._incarnations[process.name], process.life.actor if process.life is not None else None
+        incarnation, actor = self._incarnations[process.name], process.current.actor if process.current is not None else None
         assert actor is not None
         counts = {**actor.counts, **self._counts} if actor is self._gateway else actor.counts
         scale = self._block_bytes / self._layout.block_bytes
-        moved = [msgspec.structs.replace(each, bytes=int(each.bytes * scale)) for each in incarnation.moves.told()]
+        moved = [msgspec.structs.replace(each, bytes=int(each.bytes * scale)) for each in incarnation.transfer_stats.totals()]
         return report(
             uptime_s=now - incarnation.began_at,
             draining="role_changes_begun" in counts,

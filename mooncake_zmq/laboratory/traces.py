@@ -20,6 +20,7 @@ from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
 
+PUBLIC = "'mooncake-zmq trace-data' says where the public trace is"
 MAX_REQUESTS = 2_000_000
 MAX_BLOCKS = 50_000_000
 """The longest trace that is read, in requests and in blocks: about 2 GiB."""
@@ -46,6 +47,8 @@ def read_trace(path: Path, first: int | None = None) -> list[Arrival]:
     try:
         with _open(path) as lines:
             arrivals = list(islice(_read(path, lines), first))
+    except FileNotFoundError:
+        raise StudyError(f"there is no {path}: {PUBLIC}") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         raise StudyError(f"cannot read {path}: {error}") from None
     if not arrivals:
@@ -105,6 +108,8 @@ def _csv(path: Path, header: str, lines: TextIO) -> Iterator[tuple[int, Arrival 
     names = [name.strip() for name in next(csv.reader([header]), [])]
     parse = next((parse for needed, parse in FORMATS.items() if set(needed) <= set(names)), None)
     if parse is None:
+        if not header.strip():
+            raise StudyError(f"{path}: the file is empty")
         known = "; ".join(", ".join(each) for each in FORMATS)
         raise StudyError(f"{path}:1: neither JSON lines nor a CSV with the columns {known}")
     fresh = count()

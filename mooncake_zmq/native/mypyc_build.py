@@ -6,10 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import click
+
+from mooncake_zmq.extras import installing
 from mooncake_zmq.native.mypyc_code import (
     EXTENSION,
     HOME,
@@ -34,19 +40,19 @@ EXACT = "-ffp-contract=off"
 digit."""
 
 
-class CannotCompile(Exception):
+class CannotCompile(click.ClickException):
     """Raised when something needed is missing; the message names it."""
+
+    exit_code = 2
 
 
 def compile_part(part: Part) -> Path:
     """Compile a part, which takes minutes, unless that was done already; then remove what this Python has of other sources. A
     second call waits for the first. Returns the folder. Raises CannotCompile."""
-    if find_spec("mypyc") is None or find_spec("setuptools") is None:
-        raise CannotCompile("mypyc is missing: pip install 'mooncake-zmq[mypyc]'")
+    if lacking := hindrance():
+        raise CannotCompile(lacking)
     try:
-        HOME.mkdir(exist_ok=True)
-        with (HOME / LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked():
             target = folder(PACKAGE, part)
             if not is_complete(compiled_files(target), part):
                 target = _install(part)
@@ -59,9 +65,43 @@ def compile_part(part: Part) -> Path:
     return target
 
 
+def hindrance() -> str:
+    """Return what this machine lacks to compile; empty if it lacks nothing."""
+    if find_spec("mypyc") is None or find_spec("setuptools") is None:
+        return f"mypyc is missing: {installing('mypyc')}"
+    if not shutil.which(str(sysconfig.get_config_var("CC")).split()[0]):
+        return "there is no C compiler: install gcc"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers are missing: install python3-dev"
+    return "" if os.access(HOME if HOME.exists() else HOME.parent, os.W_OK) else f"{HOME} cannot be written"
+
+
+@contextmanager
+def locked(*, wait: bool = True) -> Iterator[None]:
+    """Hold the lock under which one process at a time compiles. Raises BlockingIOError if another has it and `wait` is off."""
+    HOME.mkdir(exist_ok=True)
+    with (HOME / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def is_being_compiled() -> bool:
+    """Return whether another process compiles at this moment."""
+    try:
+        with locked(wait=False):
+            return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+
+
 def _install(part: Part) -> Path:
+    """Build in a folder that is removed again, whatever happens."""
+    with tempfile.TemporaryDirectory(dir=HOME, prefix=NEW, ignore_cleanup_errors=True) as scratch:
+        return _install_from(Path(scratch), part)
+
+
+def _install_from(scratch: Path, part: Part) -> Path:
     """Build from a copy of the sources; an existing folder of that name is incomplete and is replaced."""
-    scratch = Path(tempfile.mkdtemp(dir=HOME, prefix=NEW))
     package = scratch / PACKAGE.name
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns(HOME.name, "__pycache__", "plots"))
     target = HOME / folder(package, part).name

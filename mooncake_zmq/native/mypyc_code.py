@@ -2,7 +2,7 @@
 mypyc where there is a C compiler.
 
 `mypyc_build` writes them to `__mypyc__` beside the sources, as Python does with `__pycache__`, in a folder named after this
-Python, the sources and the compiler: one part for nodes, and one for the laboratory's own processes, in which all that a trace
+Python and the sources: one part for nodes, and one for the laboratory's own processes, in which all that a trace
 passes through is compiled. A process that uses them says so before it imports their modules, and no other does: simulations
 replace methods of actors, which compiled classes do not allow. A source that changed runs as Python until it is compiled
 again. Without compiled modules the decisions are the same, and a quarter as many per second. Constants that every decision
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import xxhash
 
@@ -35,20 +35,21 @@ class Part(NamedTuple):
 
 
 _ACTORS = (
-    *(f"core.{name}" for name in ("chunking", "costs", "gaps", "leaving", "moves", "order", "pace", "reactions")),
-    *(f"core.{name}" for name in ("reports", "shell", "turns")),
+    *(f"core.{name}" for name in ("chunking", "costs", "gaps", "drain", "handlers", "order", "speed", "transfer_stats")),
+    *(f"core.{name}" for name in ("actor_parts", "reports", "timers", "turns")),
     *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slot_table", "slots")),
-    *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "bookings", "chain", "choices")),
-    *(f"conductor.{name}" for name in ("coming", "conductor", "copies", "corrections", "decodes", "handovers")),
+    *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "booking", "bookings", "chain")),
+    *(f"conductor.{name}" for name in ("choices", "coming", "conductor", "copies", "corrections", "decodes", "handovers")),
     *(f"conductor.{name}" for name in ("inventory", "membership")),
     *(f"conductor.{name}" for name in ("placement", "plans", "prefills", "prefix_index", "ranking", "recent", "routing")),
     *(f"conductor.{name}" for name in ("sources", "transfers", "waits")),
     *(f"prefill.{name}" for name in ("admission", "computing", "ends", "handoff", "jobs", "leading", "offers", "prefill")),
     *(f"prefill.{name}" for name in ("queue", "reuse", "slab", "slab_announcer", "waiting", "workload")),
     *(f"decode.{name}" for name in ("admission", "batch", "budget", "decode", "ends", "flight", "forks", "handoff", "offers")),
-    *(f"decode.{name}" for name in ("request", "requests", "steps")),
-    *(f"pool.node.{name}" for name in ("announcer", "block_puts", "cache_node", "chains", "client")),
-    *(f"pool.node.{name}" for name in ("conductors", "contents", "gathering", "peers")),
+    *(f"decode.{name}" for name in ("kept", "request", "requests", "steps")),
+    *(f"pool.node.{name}" for name in ("announcer", "block_leases", "block_puts", "cache_node", "chains")),
+    *(f"pool.node.{name}" for name in ("client", "conductors", "contents", "gathering", "parts", "peers")),
+    *(f"pool.rules.{name}" for name in ("holders", "table")),
 )
 """Modules with msgspec classes are left out, as mypyc cannot compile those."""
 _AROUND_THEM = (
@@ -64,13 +65,16 @@ _REPLAYS = (
     *(f"laboratory.{name}" for name in ("gaps", "keys", "machine", "recorder", "resources")),
     *(f"simulation.{name}" for name in ("links", "world")),
 )
-_ROOMS = ("core", "kv", "conductor", "prefill", "decode", "pool/node")
+_ROOMS = ("core", "kv", "conductor", "prefill", "decode", "pool/node", "pool/rules")
 NODES = Part("nodes", (*_ACTORS, *_AROUND_THEM), (*_ROOMS, "gateway", "runtime"), "3")
 LABORATORY = Part("laboratory", (*_ACTORS, *_REPLAYS), (*_ROOMS, "laboratory", "simulation"), "1")
 PARTS = (NODES, LABORATORY)
 SWITCH = "MOONCAKE_ZMQ_MYPYC"
 """The environment variable that turns it off if it is 0: tests replace methods of classes, which compiled classes do not
 allow."""
+Code = Literal["machine", "off", "stale", "none"]
+"""The code that a part's modules run as: machine code; or Python, because machine code is turned off, of other sources, or
+missing."""
 NOT_COMPILED = "the nodes are not compiled, or their sources have changed since: run mooncake-zmq compile"
 HOME = PACKAGE / "__mypyc__"
 EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -108,27 +112,29 @@ def usable(part: Part) -> dict[str, Path]:
     return files if is_complete(files, part) else {}
 
 
+def code(part: Part) -> Code:
+    """Return what a process that starts now runs of a part."""
+    if os.environ.get(SWITCH) == "0":
+        return "off"
+    if usable(part):
+        return "machine"
+    return "stale" if any(is_complete(compiled_files(other), part) for other in HOME.glob(f"{TAG}-*")) else "none"
+
+
 def in_use() -> bool:
     """Return whether this process uses compiled modules."""
     return str(importlib.import_module(f"{PACKAGE.name}.conductor.routing").__file__).endswith(EXTENSION)
 
 
 def folder(package: Path, part: Part) -> Path:
-    """Return the folder of the compiled modules of a package's sources; other sources, another way to compile them or another
-    mypyc have another folder."""
+    """Return the folder of the compiled modules of a package's sources; other sources or another way to compile them have
+    another folder. The compiler's version is no part of its name: a machine that has the modules need not have mypyc."""
     digest = xxhash.xxh3_128(repr(part).encode())
-    digest.update((package / "native/mypyc_build.py").read_bytes() + compiler_version())
+    digest.update((package / "native/mypyc_build.py").read_bytes())
     for room in part.rooms:
         for path in sorted((package / room).rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return HOME / f"{TAG}-{digest.hexdigest()[:16]}"
-
-
-def compiler_version() -> bytes:
-    """Return the text of mypyc's version; empty if it is missing, so that modules compiled elsewhere are not used."""
-    spec = importlib.util.find_spec("mypy")  # importlib.metadata would cost each start of a command 10 ms
-    said = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
-    return said.read_bytes() if said is not None and said.exists() else b""
 
 
 def compiled_files(folder: Path) -> dict[str, Path]:

@@ -10,7 +10,7 @@ import click
 from mooncake_zmq.core.keys import KeysError, Kind
 from mooncake_zmq.core.messages import MAX_PRIORITY
 from mooncake_zmq.gateway.http.api_keys import read
-from mooncake_zmq.gateway.requests.tenants import HANGUPS, Role, SloRight, Tenant, TenantsError, digest_of
+from mooncake_zmq.gateway.requests.tenants import HANGUPS, SHARE, Role, SloRight, Tenant, TenantsError, digest_of
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.own_files import replace_own
 
@@ -22,6 +22,12 @@ directory_option = click.option(
 
 
 SALT_BYTES = 8
+
+
+class KeysRefused(click.ClickException):
+    """Ends a command whose arguments or files are wrong; the message is one line."""
+
+    exit_code = 2
 
 
 @click.group()
@@ -127,7 +133,9 @@ def drop(name: str, directory: Path) -> None:
     Examples:
       mooncake-zmq keys drop prefill-a --in keys
     """
-    click.echo(f"{name}: {_or_exit(lambda: key_files.drop(directory, name))} dropped; copy public_keys to every host")
+    dropped = _or_exit(lambda: key_files.drop(directory, name))
+    done = f"{dropped} dropped; copy public_keys to every host" if dropped else "it has one key, which stays"
+    click.echo(f"{name}: {done}")
 
 
 @keys.command()
@@ -144,7 +152,13 @@ def drop(name: str, directory: Path) -> None:
     show_default=True,
     help="Calls a second that its clients may abandon before their end; 0: any number.",
 )
-@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Its share of the gateway's slots.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=SHARE,
+    show_default=True,
+    help="Its share of the gateway's slots: 1 where it is the only tenant.",
+)
 @click.option("--role", type=click.Choice(get_args(Role)), default="user", help="user: calls; metrics: only state; admin: all.")
 @click.option(
     "--priority",
@@ -211,8 +225,8 @@ def api(
 
 
 def _nodes(path: str) -> list[str]:
+    from mooncake_zmq.config.errors import ConfigError
     from mooncake_zmq.config.load import load
-    from mooncake_zmq.config.records import ConfigError
 
     try:
         return [node.name for node in load(path).config.nodes]
@@ -230,4 +244,4 @@ def _or_exit(action: Callable[[], T]) -> T:
 
 
 def _fail(message: Any) -> NoReturn:
-    raise click.ClickException(str(message))
+    raise KeysRefused(str(message))

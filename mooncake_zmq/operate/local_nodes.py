@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mooncake_zmq.config.records import ConfigError
-from mooncake_zmq.core.asks import Answer, Ask, encode
+from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.core.commands import Answer, Ask, encode
 from mooncake_zmq.transfer.own_files import read_own, replace_own
 from mooncake_zmq.transfer.process_lock import holder
 

@@ -19,21 +19,25 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mooncake_zmq.config.checks import check_local_reads, check_open
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import Loaded
-from mooncake_zmq.config.records import ConfigError, NodeSettings
+from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.config.warnings import is_tls, warnings
 from mooncake_zmq.core.roles import ENGINE_ROLES, Role
 from mooncake_zmq.gateway.http.tls import tls_files_of, trusting
+from mooncake_zmq.operate.compilation import Compilation
 from mooncake_zmq.runtime.lifecycle import PARENT_VARIABLE, follow_parent, make_private
 from mooncake_zmq.runtime.listening import PortInUse, claim
-from mooncake_zmq.runtime.process import BAD_INPUT, MISTAKES
-from mooncake_zmq.runtime.vllm_server import server_command
+from mooncake_zmq.runtime.mistakes import MISTAKES
+from mooncake_zmq.runtime.process import BAD_INPUT
+from mooncake_zmq.runtime.vllm_server import check_python, server_command
 from mooncake_zmq.telemetry import log_file
 from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files
 from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
 from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
 
 LOCK_NAME = "up"
+COMPILE_LOG = "compile.log"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
 VLLM_START_TIMEOUT_S = 1800.0
@@ -74,15 +78,23 @@ class Up:
     """One cluster of child processes. Only the main thread starts children, as their death signal depends on the thread."""
 
     def __init__(
-        self, loaded: Loaded, path: str, model: str | None, assignments: Sequence[str], *, vllm_python: str | None = None
+        self,
+        loaded: Loaded,
+        path: str,
+        model: str | None,
+        assignments: Sequence[str],
+        *,
+        vllm_python: str | None = None,
+        compiles: bool = False,
     ) -> None:
         """Create the cluster; `vllm_python` is the Python of an environment with vLLM, which also starts each vllm node's
-        server here."""
+        server here. `compiles`: once it serves, compile in the background what the nodes run as Python."""
         self.loaded, self.config = loaded, loaded.config
         self._vllm_python = vllm_python
         self._start_timeout_s = START_TIMEOUT_S if vllm_python is None else VLLM_START_TIMEOUT_S
         self.console = Console(highlight=False)
         self.runtime_dir = Path(self.config.cluster.runtime_dir)
+        self._compilation = Compilation(self.runtime_dir / "logs" / COMPILE_LOG, self.say) if compiles else None
         self._arguments = ["--config", path]
         for assignment in assignments:
             self._arguments += ["--set", assignment]
@@ -183,6 +195,8 @@ class Up:
         for role in needed:
             if not self.config.of_role(role):
                 raise ConfigError(f"{self.loaded.path}: there is no {role}: nothing can be served")
+        if self._vllm_python is not None:
+            check_python(self._vllm_python, self.config)
         check_open(self.loaded, self.config.nodes)
         check_local_reads(self.loaded, self.config.nodes)
         for node in self.config.nodes:
@@ -285,10 +299,14 @@ class Up:
         if self._stops:
             return 0
         self._greet()
+        if self._compilation is not None:
+            self._compilation.begin()
         if scenario is not None:
             threading.Thread(target=self._play, args=(scenario,), daemon=True).start()
         while not self._stops and self._result is None:
             self._look_after_children(starting=False)
+            if self._compilation is not None:
+                self._compilation.look()
             self._wake.wait(POLL_S)
         return self._result if self._result is not None else 130 if scenario else 0
 
@@ -305,8 +323,11 @@ class Up:
         used = self.ram_bytes()
         verdict = "under" if used < RAM_LIMIT_BYTES else "[red]over[/]"
         question = '{"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 64}'
-        self.say(f"[bold green]ready[/]: {self.url}/v1  (model {detail.get('model', '?')})")
-        self.say(f"try: curl -s {self.url}/v1/chat/completions -H 'content-type: application/json' -d '{question}'")
+        model = f"  (model {detail['model']})" if "model" in detail else ""  # with API keys /health does not name it
+        keys = self.loaded.section(self.config.of_role("gateway")[0]).api_keys
+        header = " -H 'authorization: Bearer YOUR_API_KEY'" if keys else ""
+        self.say(f"[bold green]ready[/]: {self.url}/v1{model}")
+        self.say(f"try: curl -s {self.url}/v1/chat/completions -H 'content-type: application/json'{header} -d '{question}'")
         self.say(f"RAM in use: {used / (1 << 30):.2f} GiB, /dev/shm included ({verdict} {RAM_LIMIT_BYTES >> 30} GiB)")
         self.say("Ctrl-C stops")
 
@@ -342,8 +363,13 @@ class Up:
                 raise StartFailed(f"{name} does not stay up; see {child.log}")
 
     def _tail(self, child: _Child) -> str:
+        """Return the last lines of a log; of a vLLM's also the first that names an error, the cause of those after it."""
         lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(f"  {child.name} | {line}" for line in lines[-TAIL_LINES:])
+        shown = lines[-TAIL_LINES:]
+        cause = next((line for line in lines if "Error: " in line), "") if child.server else ""
+        if cause and cause not in shown:
+            shown = [cause, "...", *shown]
+        return "\n".join(f"  {child.name} | {line}" for line in shown)
 
     def _last_words(self, child: _Child) -> str:
         lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -353,6 +379,8 @@ class Up:
 
     def _stop(self) -> None:
         """Stop all children: gateways first, as they wait for their requests, which need other nodes; vLLMs last."""
+        if self._compilation is not None:
+            self._compilation.stop()
         running = [child for child in self._children.values() if child.process is not None]
         if running and self._stops:
             self.say("draining; Ctrl-C again stops at once")

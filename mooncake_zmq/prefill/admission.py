@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import Hello, StartPrefill
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.job import Job, are_known, tokens_of
@@ -11,6 +11,9 @@ from mooncake_zmq.prefill.queue import JobQueue
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.prefill.slab import Slab
 from mooncake_zmq.prefill.waiting import Waiting
+
+TENANT_PART = 2
+"""Divisor of `max_queued` for the jobs of one tenant."""
 
 
 class Admission:
@@ -25,7 +28,7 @@ class Admission:
         peers: Mapping[str, Hello],
         queue: JobQueue[Job],
         waiting: Waiting,
-        drain: Leaving,
+        drain: Drain,
     ) -> None:
         self._settings = settings
         self._layout = layout
@@ -40,11 +43,16 @@ class Admission:
         """Return how many more requests the queue takes; below 0 while jobs whose wait ended exceed its limit."""
         return self._settings.max_queued - self._queue.waiting - len(self._waiting)
 
-    def lack(self) -> str | None:
-        """Return what is missing for now, or None. An attempt denied for this counts as one that found no room."""
+    def lack(self, tenant: str) -> str | None:
+        """Return what is missing for now for a job of this tenant, or None. An attempt denied for this counts as one that found
+        no room. A tenant gets half of the queue, so that another one finds room beside it."""
         if self._drain.draining:
             return "prefill is draining"
-        return "prefill queue is full" if self.room <= 0 else None
+        if self.room <= 0:
+            return "prefill queue is full"
+        most = max(1, self._settings.max_queued // TENANT_PART)
+        waiting = self._queue.waiting_of(tenant) + sum(job.tenant == tenant for job in self._waiting) if tenant else 0
+        return f"{tenant} has {waiting} requests in the prefill queue" if waiting >= most else None
 
     def refusal(self, message: StartPrefill) -> str | None:
         """Return why this prefill can never take the request, or None. Such an attempt is repeated a few times at most."""
@@ -64,7 +72,7 @@ class Admission:
         if message.stages and Group(message, self._layout, self._settings.chunk_tokens).room > self._slab.slots.capacity:
             return "prompt is longer than the slab"
         if message.stages and message.prompt_logprobs is not None:
-            return "a pipeline tells no probabilities of a prompt"
+            return "a pipeline returns no probabilities of a prompt"
         missing = self.missing(message)
         return f"{missing} is not reachable from {self._slab.name}" if missing else None
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from mooncake_zmq.core.actor import CloseSequence, Effect, OpenSequence, Send, Start, WorkProgress
+from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.messages import MAX_SCORED, PromptScored, TokenLogprob
-from mooncake_zmq.core.shell import Ids, Tally
 from mooncake_zmq.core.work import (
     BlockLoad,
     ChunkComputed,
@@ -111,7 +111,7 @@ class Computing:
         work = self._work(job, slots, prefix_s)
         if job.group:
             hidden = self._slab.grants(job.group.begin_own(self._slab))
-            stage = ComputeStage(work, job.chunk_stop - work.start, 0, job.group.own_layers.stop, leaving=hidden)
+            stage = ComputeStage(work, job.chunk_stop - work.start, 0, job.group.own_layers.stop, outgoing=hidden)
             return [Start(job.chunk_work, stage, self._settings.work_deadline_s)]
         written = self._handoff.blocks(job, job.chunk_first_block, self._slab.written(slots), ready=False)
         return [*found, written, Start(job.chunk_work, work, self._settings.work_deadline_s)]
@@ -121,7 +121,7 @@ class Computing:
         size, base = self._layout.block_tokens, len(job.prefix)
         job.chunk_stop = chunk_stop(job.computed, job.length, self._settings.chunk_tokens)
         job.chunk_first_block = job.computed // size
-        job.chunk_began_at, job.chunk_told_layers = now, 0
+        job.chunk_began_at, job.chunk_reported_layers = now, 0
         self._jobs.move(job, JobEvent.CHUNK_BEGAN)
         job.chunk_work = self._ids.new()
         self._job = job
@@ -205,7 +205,7 @@ class Computing:
         base = len(job.prefix)
         slots = job.new_slots[job.chunk_first_block - base : self._layout.blocks_for(job.computed) - base]
         self._jobs.move(job, JobEvent.OWN_DONE if job.computed == job.length else JobEvent.CHUNK_DONE)
-        return group.on_own_done(self._slab.written(slots), result.parts, self._slab.written(group.leaving))
+        return group.on_own_done(self._slab.written(slots), result.parts, self._slab.written(group.outgoing))
 
     def _scored(self, job: Job, first: int, scored: Sequence[TokenLogprob]) -> list[Effect]:
         """Send the gateway the probabilities of the prompt's tokens from position `first` on, as soon as they are computed."""

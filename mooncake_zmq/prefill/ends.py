@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, Send
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import AttemptFailed, HandoffFailed, clip
 from mooncake_zmq.core.reports import Reports
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.prefill.job import Job, JobEvent, JobState
 from mooncake_zmq.prefill.jobs import Jobs
 from mooncake_zmq.prefill.queue import JobQueue

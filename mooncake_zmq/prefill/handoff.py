@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from mooncake_zmq.core.actor import CloseSequence, Effect, Send
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.messages import (
     DecodeDenied,
@@ -21,7 +22,6 @@ from mooncake_zmq.core.messages import (
     SlotRef,
 )
 from mooncake_zmq.core.reports import Reports
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient
@@ -125,7 +125,7 @@ class Handoff:
             return self._on_fewer_held(job, message.held_blocks)
         if not job.is_begun:
             return []
-        job.reserved = True
+        job.reserved, job.spare = True, message.keeps
         if job.held_blocks is None:
             job.held_blocks = message.held_blocks
         return []
@@ -185,9 +185,9 @@ class Handoff:
 
     def layers(self, job: Job, stop_layer: int) -> list[Effect]:
         """Announce these layers of the current chunk to the decode, unless it knows of them."""
-        if stop_layer <= job.chunk_told_layers:
+        if stop_layer <= job.chunk_reported_layers:
             return []
-        job.chunk_told_layers = stop_layer
+        job.chunk_reported_layers = stop_layer
         request, first_block = job.request, job.chunk_first_block
         ready = LayersReady(
             request_id=request.request_id, attempt=request.attempt, first_block=first_block, stop_layer=stop_layer

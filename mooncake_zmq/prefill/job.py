@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.messages import HandoffDone, Sibling, SlotRef, StartPrefill
-from mooncake_zmq.core.shell import Named
 from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.pipeline import Group
@@ -101,7 +101,7 @@ class Estimate:
 
     compute_s: float
     load_s: float
-    rest_s: float
+    remaining_s: float
 
 
 def choices_of(request: StartPrefill) -> tuple[Sibling, ...]:
@@ -151,6 +151,8 @@ class Job:
     """The proof of completeness sent to the decode."""
     reserved: bool = False
     """The decode has confirmed the reservation."""
+    spare: bool = False
+    """The pool of the decode's host keeps the prompt, so the copies in this host's pool may go sooner."""
     computes_anew: bool = False
     """No block of its prompt may be reused from the pool."""
     local_blocks: int = 0
@@ -161,7 +163,7 @@ class Job:
     chunk_stop: int = 0
     chunk_loads: tuple[BlockLoad, ...] = ()
     """Reused blocks that the chunk in flight loads."""
-    chunk_told_layers: int = 0
+    chunk_reported_layers: int = 0
     """Layers of the current chunk already announced to the decode."""
     chunk_began_at: float = 0.0
     estimate: Estimate | None = None

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from mooncake_zmq.core.shell import Lifecycle, Tally
+from mooncake_zmq.core.actor_parts import Lifecycle, Tally
 from mooncake_zmq.prefill.job import NEXT_STATE, Job, JobEvent, JobState
 
 

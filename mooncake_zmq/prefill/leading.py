@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from mooncake_zmq.core.actor import Effect
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import StageDone, StageFailed, StageReady
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.ends import Ends

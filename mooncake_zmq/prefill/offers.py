@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from mooncake_zmq.core.actor import Effect
-from mooncake_zmq.core.messages import SlotsReserved, StartPrefill
-from mooncake_zmq.core.shell import Ids
+from mooncake_zmq.core.actor_parts import Ids
+from mooncake_zmq.core.messages import SlotsReserved
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient, PutEnded
 from mooncake_zmq.prefill.job import Job, tokens_of
@@ -48,16 +48,16 @@ class Offers:
             keys = job.request.keys[first:stop]
             self._announcer.computed([key for slot, key in zip(kept, keys, strict=True) if slots.name(slot, key)])
         slots.commit_all(kept, job.checksums[first - base : stop - base])
-        effects = self._put(now, job.request, first, kept, more=job.computed < job.length)
+        effects = self._put(now, job, first, kept, more=job.computed < job.length)
         return effects + self._waiting.end_found()
 
     def own_hits(self, now: float, job: Job) -> list[Effect]:
         """Offer a job's own hits to the pool, which may have evicted them."""
-        return self._put(now, job.request, 0, job.own_slots) if job.own_slots else []
+        return self._put(now, job, 0, job.own_slots) if job.own_slots else []
 
-    def _put(self, now: float, request: StartPrefill, first: int, slots: Sequence[int], *, more: bool = False) -> list[Effect]:
+    def _put(self, now: float, job: Job, first: int, slots: Sequence[int], *, more: bool = False) -> list[Effect]:
         """Put the blocks from index `first` on, which are in `slots`; `more` of them follow soon."""
-        stop, size = first + len(slots), self._layout.block_tokens * 4
+        request, stop, size = job.request, first + len(slots), self._layout.block_tokens * 4
         self._slab.slots.pin(slots)
         effects = self._pool.put(
             now,
@@ -69,6 +69,7 @@ class Offers:
             tokens=tokens_of(request)[first * size : stop * size],
             tenant=request.tenant,
             more=more,
+            spare=job.spare,
         )
         if effects is None:
             self._slab.slots.unpin(slots)

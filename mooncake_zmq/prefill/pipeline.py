@@ -70,7 +70,7 @@ class Group:
         self.hidden = HiddenSlots()
         self.keys: tuple[bytes, ...] = ()
         """Keys of the blocks that may be reused."""
-        self.leaving: list[int] = []
+        self.outgoing: list[int] = []
         """Slots for the hidden states of the first stage's latest chunk."""
         self._request = request
         self._layout = layout
@@ -174,8 +174,8 @@ class Group:
         chunk = self._begun[0]
         self._begun[0] += 1
         start, stop = self._chunks[chunk]
-        self.leaving = self.hidden.take(slab, chunk, hidden_slots(self._layout, stop - start))
-        return self.leaving
+        self.outgoing = self.hidden.take(slab, chunk, hidden_slots(self._layout, stop - start))
+        return self.outgoing
 
     def expects(self, name: str, message: StageDone) -> bool:
         """Return whether this message completes the chunk that the stage called `name` computes."""
@@ -189,21 +189,21 @@ class Group:
         return (
             len(message.sources) == blocks
             and len(message.parts) == blocks * len(self._layers[stage])
-            and len(message.leaving) == (0 if is_last else hidden_slots(self._layout, stop - start))
+            and len(message.outgoing) == (0 if is_last else hidden_slots(self._layout, stop - start))
             and (message.token is not None) == (is_last and chunk + 1 == len(self._chunks))
             and len(message.others) == (0 if message.token is None else len(self._request.siblings))
         )
 
     def on_done(self, name: str, message: StageDone) -> list[Effect]:
         """Record that a later stage has computed the chunk expected from it."""
-        return self._end(1 + self.names.index(name), message.sources, message.parts, message.leaving)
+        return self._end(1 + self.names.index(name), message.sources, message.parts, message.outgoing)
 
-    def on_own_done(self, sources: tuple[SlotRef, ...], parts: tuple[int, ...], leaving: tuple[SlotRef, ...]) -> list[Effect]:
+    def on_own_done(self, sources: tuple[SlotRef, ...], parts: tuple[int, ...], outgoing: tuple[SlotRef, ...]) -> list[Effect]:
         """Record that the first stage has computed a chunk."""
-        return self._end(0, sources, parts, leaving)
+        return self._end(0, sources, parts, outgoing)
 
     def _end(
-        self, stage: int, sources: tuple[SlotRef, ...], parts: tuple[int, ...], leaving: tuple[SlotRef, ...]
+        self, stage: int, sources: tuple[SlotRef, ...], parts: tuple[int, ...], outgoing: tuple[SlotRef, ...]
     ) -> list[Effect]:
         """Announce this stage's layers to the decode, and to the stages the chunks that they may begin."""
         chunk, layers = self._done[stage], self._layers[stage]
@@ -212,8 +212,8 @@ class Group:
         for index in range(len(sources)):
             of_block = parts[index * len(layers) : (index + 1) * len(layers)]
             self._parts.setdefault(first_block + index, []).extend(of_block)
-        if leaving:
-            self._hidden_states[stage, chunk] = leaving
+        if outgoing:
+            self._hidden_states[stage, chunk] = outgoing
         handoff = HandoffBlocks(
             request_id=self._request.request_id,
             attempt=self._request.attempt,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mooncake_zmq.core.actor import (
+    CordonWanted,
     DrainTimedOut,
     DrainWanted,
     Effect,
@@ -16,7 +17,6 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
-    RestWanted,
     Send,
     SetTimer,
     Started,
@@ -24,8 +24,10 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.drain import Drain
+from mooncake_zmq.core.handlers import Handlers
 from mooncake_zmq.core.messages import (
     BlocksLeased,
     CancelRequest,
@@ -49,15 +51,13 @@ from mooncake_zmq.core.messages import (
     StartStage,
     WaitEnded,
 )
-from mooncake_zmq.core.reactions import Reactions
 from mooncake_zmq.core.reports import REPORT, Reports
-from mooncake_zmq.core.shell import Ids, Tally
-from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, StageComputed, TokensSampled, WorkFailed
+from mooncake_zmq.core.work import BlocksCopied, ChunkComputed, Result, StageComputed, TokensSampled, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.slot_table import SlotState
 from mooncake_zmq.kv.slots import Slots
-from mooncake_zmq.pool.node.client import UNHEARD, PoolClient
+from mooncake_zmq.pool.node.client import POOL_ABSENT, PoolClient
 from mooncake_zmq.prefill.admission import Admission
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.ends import DEADLINE, Ends, attempts_failed
@@ -111,13 +111,13 @@ class Prefill:
         self._layout = layout
         self._peers: dict[str, Hello] = {}
         self._ids = Ids()
-        self._queue: JobQueue[Job] = JobQueue(settings.max_active, settings.short_lane)
+        self._queue: JobQueue[Job] = JobQueue(settings.max_active, settings.short_jobs)
         self._waiting = Waiting(self.slots, self.jobs, self._queue, self.counts)
         self._announcer = SlabAnnouncer(self.slots, self.counts)
         self._workload = Workload(settings, costs, layout.block_tokens)
         self._reports = Reports(settings.report_s)
         self._pool = PoolClient(host, settings.pool, self.counts)
-        self._drain = Leaving(may_become, self.counts)
+        self._drain = Drain(may_become, self.counts)
         self._slab = Slab(name, incarnation, self.slots)
         slab, pool, ids, counts = self._slab, self._pool, self._ids, self.counts
         self._reuse = Reuse(
@@ -134,7 +134,7 @@ class Prefill:
             settings=settings, layout=layout, slab=slab, peers=self._peers, queue=queue, waiting=waiting, drain=self._drain
         )
         self._make_parts()
-        self._handler_table = Reactions(self.counts, self._handlers(), self._pool.may_say)
+        self._handler_table = Handlers(self.counts, self._handlers(), self._pool.may_say)
 
     def _make_parts(self) -> None:
         """Create the components that run a job once it has a place, and the stages of other prefills' pipelines."""
@@ -235,7 +235,7 @@ class Prefill:
         return [Fence(self.slots.take_fences()), *effects] if self.slots.fences else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
-        # Frequent events come first, see `Reactions`.
+        # Frequent events come first, see `Handlers`.
         if type(event) is Received:
             return self._handler_table.to(now, event.sender, event.message)
         if type(event) is TimerFired and event.key == REPORT:
@@ -256,7 +256,7 @@ class Prefill:
                 return self._on_deadline(now, request_id, attempt)
             case TimerFired((kind, str(request_id), int(attempt))) if kind == WAITED:
                 return self._waiting.end_timed_out(request_id, attempt)
-            case TimerFired((kind, int(lease_id))) if kind == UNHEARD:
+            case TimerFired((kind, int(lease_id))) if kind == POOL_ABSENT:
                 return self._leased(lease_id, ()) if self._pool.forgo(lease_id) else []
             case TimerFired((kind, str(request_id), int(attempt))) if kind == STAGE_DEADLINE:
                 return self._stages.on_deadline(request_id, attempt)
@@ -265,8 +265,8 @@ class Prefill:
             case DrainWanted():
                 self._drain.drain()
                 return self._report(now)
-            case RestWanted(resting):
-                self._drain.rest(resting)
+            case CordonWanted(cordoned):
+                self._drain.set_cordon(cordoned)
                 return self._report(now)
             case DrainTimedOut():
                 self._drain.drain()
@@ -276,7 +276,7 @@ class Prefill:
             case _:
                 raise TypeError(event)
 
-    def _on_work(self, now: float, event: WorkDone) -> list[Effect]:
+    def _on_work(self, now: float, event: WorkDone[Result]) -> list[Effect]:
         """Route the end of a work by its id; ids are used once, so each shows which work ended."""
         work_id, result = event.work_id, event.result
         if self._computing.is_computing(work_id):
@@ -355,7 +355,7 @@ class Prefill:
         if current is not None and current.request.attempt >= message.attempt:
             return []
         effects = self._ends.drop(now, current, "a newer attempt is here") if current is not None else []
-        lack = self._admission.lack()
+        lack = self._admission.lack(message.tenant)
         reason = lack or self._admission.refusal(message)
         if reason is not None:
             self.counts.add("jobs_refused")

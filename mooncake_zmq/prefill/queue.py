@@ -4,8 +4,8 @@ PURE.
 A place is the right to hold KV and to get chunks, and `max_active` jobs hold one. The next place goes to the tenant that holds
 fewest, or of equals to the one that has used the least of the engine's time, and there to the job with the smallest rank. A few
 further places are for a job that ranks before another one that holds a place, and for a job of a tenant that has none. So the
-first job of all, and of every tenant, is nearly always prepared when the engine is free. The conductor predicts by ranks alone:
-where one tenant has many waiting jobs, it predicts a longer wait for another tenant than there is.
+first job of all, and of every tenant, is nearly always prepared when the engine is free. The conductor predicts waits by the
+same turns (`conductor.prefills`).
 """
 
 from bisect import bisect_left, insort
@@ -59,6 +59,10 @@ class JobQueue(Generic[J]):
         """Number of jobs without a place."""
         return len(self._waiting)
 
+    def waiting_of(self, tenant: str) -> int:
+        """Return the number of this tenant's jobs without a place."""
+        return self._jobs[tenant] - self._places[tenant]
+
     def __len__(self) -> int:
         return len(self._waiting) + len(self._active)
 
@@ -86,14 +90,18 @@ class JobQueue(Generic[J]):
     def _next(self) -> int:
         """Return the index of the job that gets the next place: the first by rank, among the tenants that hold the fewest
         places, or of equals have used the least time."""
-        if len(self._jobs) == 1:
-            return 0
-        firsts: dict[str, int] = {}
-        for place, (_, _, job) in enumerate(self._waiting):
-            firsts.setdefault(job.tenant, place)
-            if len(firsts) == len(self._jobs):
-                break
-        return min(firsts.values(), key=lambda place: self._claim(self._waiting[place][2]))
+        firsts = self._firsts(self._waiting, len(self._jobs))
+        return min(firsts, key=lambda first: self._claim(first[1]))[0]
+
+    def _firsts(self, entries: list[Entry[J]], tenants: int, wanted: Callable[[J], bool] | None = None) -> list[tuple[int, J]]:
+        """Return the first wanted job of each tenant and its index. The search ends once so many tenants have one."""
+        firsts: dict[str, tuple[int, J]] = {}
+        for place, (_, _, job) in enumerate(entries):
+            if job.tenant not in firsts and (wanted is None or wanted(job)):
+                firsts[job.tenant] = place, job
+                if len(firsts) == tenants:
+                    break
+        return list(firsts.values())
 
     def _claim(self, job: J) -> tuple[int, float, float]:
         return self._places[job.tenant], self._used_s(job), job.rank
@@ -130,13 +138,8 @@ class JobQueue(Generic[J]):
 
     def first(self, wanted: Callable[[J], bool]) -> J | None:
         """Return the first active job for which `wanted` holds, of the tenant that has used the least time."""
-        if len(self._places) <= 1:
-            return next((job for _, _, job in self._active if wanted(job)), None)
-        firsts: dict[str, J] = {}
-        for _, _, job in self._active:
-            if job.tenant not in firsts and wanted(job):
-                firsts[job.tenant] = job
-        return min(firsts.values(), key=self._used_s, default=None)
+        firsts = [job for _, job in self._firsts(self._active, len(self._places), wanted)]
+        return min(firsts, key=self._used_s, default=None)
 
     def active(self) -> list[J]:
         """Return the jobs that hold a place, by rank."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from mooncake_zmq.core.actor import Effect
+from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import SlotRef
-from mooncake_zmq.core.shell import Ids, Tally
 from mooncake_zmq.core.work import BlockLoad, ChunkComputed, StageComputed
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient
@@ -181,7 +181,7 @@ class Reuse:
         if job.lease_id is None:
             return []
         del self._leases[job.lease_id]
-        return self._pool.release(job.lease_id)
+        return self._pool.release(job.lease_id, spare=job.spare)
 
     def check(self, jobs: Sequence[Job]) -> None:
         """Assert that the leases are those of these jobs."""

@@ -17,7 +17,7 @@ class PrefillSettings:
     """Prompt tokens per chunk: about a second on one CPU core with the default model, the longest a short prompt waits."""
     max_active: int = 4
     """Most prompts that hold KV and interleave their chunks."""
-    short_lane: int = 2
+    short_jobs: int = 2
     """Further places for prompts that rank before one that holds a place, so that long prompts do not block short ones."""
     max_queued: int = 64
     """Most waiting jobs; a further one is refused and placed elsewhere."""
@@ -42,8 +42,8 @@ class PrefillSettings:
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens < 1 or self.max_active < 1 or self.short_lane < 0 or self.max_queued < 1:
-            raise ValueError("chunk_tokens, max_active and max_queued must be at least 1, short_lane at least 0")
+        if self.chunk_tokens < 1 or self.max_active < 1 or self.short_jobs < 0 or self.max_queued < 1:
+            raise ValueError("chunk_tokens, max_active and max_queued must be at least 1, short_jobs at least 0")
         if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):
             raise ValueError("overtake and priority_s must be 0 or more, and finite")
         if min(self.report_s, self.measured_half_life_s, self.work_deadline_s) <= 0 or self.slab_bytes <= 0:

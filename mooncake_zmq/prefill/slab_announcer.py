@@ -4,8 +4,8 @@ pool has a copy or not. PURE."""
 from collections.abc import Iterable
 
 from mooncake_zmq.core.actor import Effect, Send
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import BlocksAnnounced
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.announcer import announcements

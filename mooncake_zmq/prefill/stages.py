@@ -11,7 +11,8 @@ from typing import Any
 from msgspec import structs
 
 from mooncake_zmq.core.actor import CancelTimer, CancelWork, CloseSequence, Effect, OpenSequence, Send, SetTimer, Start
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.actor_parts import Ids, Lifecycle, Named, Tally
+from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
     EndStage,
     QueuedJob,
@@ -23,7 +24,6 @@ from mooncake_zmq.core.messages import (
     StartStage,
     clip,
 )
-from mooncake_zmq.core.shell import Ids, Lifecycle, Named, Tally
 from mooncake_zmq.core.work import (
     BlockLoad,
     ComputeChunk,
@@ -107,7 +107,7 @@ class Stage:
     new_slots: list[int] = field(default_factory=list)
     """Slots for all blocks of the prompt, in order."""
     hidden: HiddenSlots = field(default_factory=HiddenSlots)
-    leaving: list[int] = field(default_factory=list)
+    outgoing: list[int] = field(default_factory=list)
     """Slots for the hidden states of the chunk in flight."""
     lease_id: int | None = None
     unsampled: StageDone | None = None
@@ -139,7 +139,7 @@ class Stages:
         pool: PoolClient,
         workload: Workload,
         reuse: Reuse,
-        drain: Leaving,
+        drain: Drain,
         ids: Ids,
         counts: Tally,
         transitions: Tally,
@@ -355,7 +355,7 @@ class Stages:
         self._move(stage, StageEvent.CHUNK_BEGAN)
         is_last = layers.stop == self._layout.layers
         if not is_last:
-            stage.leaving = stage.hidden.take(self._slab, stage.begun, hidden_slots(self._layout, chunk.count))
+            stage.outgoing = stage.hidden.take(self._slab, stage.begun, hidden_slots(self._layout, chunk.count))
         ends = chunk.start + chunk.count == stage.request.tokens
         stage.begun += 1
         work = ComputeStage(
@@ -373,7 +373,7 @@ class Stages:
             first_layer=layers.start,
             stop_layer=layers.stop,
             entering=chunk.entering,
-            leaving=self._slab.grants(stage.leaving),
+            outgoing=self._slab.grants(stage.outgoing),
         )
         work_id = self._ids.new()
         self.computing = (work_id, stage)
@@ -410,7 +410,7 @@ class Stages:
             start=chunk.start,
             sources=self._slab.written(self._blocks_of(stage, chunk)),
             parts=result.parts,
-            leaving=self._slab.written(stage.leaving),
+            outgoing=self._slab.written(stage.outgoing),
             token=result.token,
             logprob=result.logprob,
             others=result.others,

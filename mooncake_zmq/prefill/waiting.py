@@ -8,8 +8,8 @@ of its arrival and computes every block that it does not find.
 from collections.abc import Iterable, Iterator
 
 from mooncake_zmq.core.actor import CancelTimer, Effect, SetTimer
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import WaitEnded
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.job import Job, JobEvent, JobState
 from mooncake_zmq.prefill.jobs import Jobs

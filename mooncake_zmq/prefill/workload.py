@@ -15,8 +15,8 @@ from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad, QueuedJob, StartPrefill, StartStage
 from mooncake_zmq.core.order import Order
-from mooncake_zmq.core.pace import COMPUTE_MEMORY_S, Pace
 from mooncake_zmq.core.reports import MAX_LEFT_S, queued_job
+from mooncake_zmq.core.speed import COMPUTE_MEMORY_S, Speed
 from mooncake_zmq.core.work import ChunkComputed, StageComputed
 from mooncake_zmq.prefill.job import Estimate, Job, JobState
 from mooncake_zmq.prefill.settings import PrefillSettings
@@ -47,8 +47,8 @@ class Workload:
         self._costs = costs
         self._block_tokens = block_tokens
         self._order = Order(settings.overtake, settings.priority_s)
-        self._compute = Pace(memory_s=COMPUTE_MEMORY_S, half_life_s=settings.measured_half_life_s)
-        self._load = Pace(memory_s=LOAD_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._compute = Speed(memory_s=COMPUTE_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._load = Speed(memory_s=LOAD_MEMORY_S, half_life_s=settings.measured_half_life_s)
 
     def rank(self, now: float, request: StartPrefill | StartStage, tokens: int, share: float) -> float:
         """Return the rank of a job that arrives now, which is final: by the work that its plan leaves here, a `share` of the
@@ -93,7 +93,7 @@ class Workload:
     def stage(self, now: float, request: StartStage, rank: float, *, computed: int, share: float) -> QueuedJob:
         """Return the remaining work of a stage of another prefill's pipeline."""
         left_s = share * self._compute.ratio(now) * self._costs.compute_s(request.tokens, computed)
-        return queued_job(now, booking=request.booking, rank=rank, left_s=left_s)
+        return queued_job(now, booking=request.booking, rank=rank, left_s=left_s, tenant=request.tenant)
 
     def report(
         self, now: float, jobs: Sequence[Job], *, room: int, draining: bool, stages: Sequence[QueuedJob] = ()
@@ -110,7 +110,7 @@ class Workload:
             del named[MAX_REPORTED:]
             last = named[-1]
             left_s = min(MAX_LEFT_S, last.left_s + beyond_s)
-            named[-1] = QueuedJob(booking=last.booking, rank_s=last.rank_s, left_s=left_s)
+            named[-1] = QueuedJob(booking=last.booking, rank_s=last.rank_s, left_s=left_s, tenant=last.tenant)
         return PrefillLoad(
             jobs=tuple(named),
             overtake=self._settings.overtake,
@@ -128,7 +128,8 @@ class Workload:
         return {"compute": asdict(self._compute.measured(now)), "load": asdict(self._load.measured(now))}
 
     def _queued(self, now: float, job: Job, speeds: _Speeds) -> QueuedJob:
-        return queued_job(now, booking=job.request.booking, rank=job.rank, left_s=self._left_s(now, job, speeds))
+        left_s = self._left_s(now, job, speeds)
+        return queued_job(now, booking=job.request.booking, rank=job.rank, left_s=left_s, tenant=job.tenant)
 
     def _left_s(self, now: float, job: Job, speeds: _Speeds) -> float:
         estimate = job.estimate
@@ -137,7 +138,7 @@ class Workload:
         chunk_s = max(speeds.compute * estimate.compute_s, speeds.load * estimate.load_s)
         if job.state is JobState.COMPUTING:
             chunk_s = max(0.0, chunk_s - (now - job.chunk_began_at))
-        return chunk_s + speeds.compute * estimate.rest_s
+        return chunk_s + speeds.compute * estimate.remaining_s
 
     def _estimate(self, job: Job) -> Estimate:
         computing = job.state is JobState.COMPUTING
@@ -147,7 +148,7 @@ class Workload:
         return Estimate(
             compute_s=job.share * self._costs.compute_s(stop, start),
             load_s=job.share * self._costs.load_s(loaded),
-            rest_s=job.share * self._costs.compute_s(job.length, stop),
+            remaining_s=job.share * self._costs.compute_s(job.length, stop),
         )
 
     def _start(self, job: Job) -> int:

@@ -2,10 +2,10 @@
 
 from collections import deque
 
-from mooncake_zmq.core.actor import ShelfTold, WorkDone, WorkProgress
+from mooncake_zmq.core.actor import EngineBlocksReported, WorkDone, WorkProgress
 from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.core.work import Result
 from mooncake_zmq.pool.node.disk_tier import DiskContents
-from mooncake_zmq.pool.node.store_events import ShelfChanged
 from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.executor.executor import Executor
@@ -22,23 +22,23 @@ class ActorProcess(NodeProcess):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._executor: Executor | Generation | None = None
-        self._store_changes: deque[ShelfChanged] = deque()
+        self._store_changes: deque[EngineBlocksReported] = deque()
         """Changes in the store that the actor has not received yet."""
 
     def serve(self) -> None:
         plan, node, parts = self.plan, self.plan.node, self.parts
-        with notify.patience("allocating shared memory"):
+        with notify.extended_timeout("allocating shared memory"):
             segment, segment_ref = parts.open_segment()
         if node.may_become:
             plan.segment_slots(node.in_role(node.may_become))  # an error is better reported now than at the change of role
         if node.role == "vllm":
-            with notify.patience("waiting for vLLM"):
+            with notify.extended_timeout("waiting for vLLM"):
                 await_server(plan.settings, plan.model.max_model_len)
         engine, costs = None, plan.costs
         if node.role in ENGINE_ROLES:
-            with notify.patience("loading the engine"):
+            with notify.extended_timeout("loading the engine"):
                 engine = parts.load_engine()
-            with notify.patience("measuring the engine"):
+            with notify.extended_timeout("measuring the engine"):
                 costs = parts.measure(engine)
         pool = plan.settings if node.role == "cache-node" else None
         disk = parts.open_disk(pool.ssd) if pool and pool.ssd.directory else None
@@ -67,10 +67,10 @@ class ActorProcess(NodeProcess):
     def overdue_s(self) -> float:
         return self._executor.engine_overdue_s() if isinstance(self._executor, Executor) else 0.0
 
-    def _emit(self, event: WorkProgress | WorkDone) -> None:
+    def _emit(self, event: WorkProgress | WorkDone[Result]) -> None:
         self.runtime.post(event)
 
-    def _on_store_change(self, change: ShelfChanged) -> None:
+    def _on_store_change(self, change: EngineBlocksReported) -> None:
         """Queue a change for the actor; called from the store's threads, and before there is a loop."""
         self._store_changes.append(change)
         if self._runtime is not None:
@@ -78,8 +78,7 @@ class ActorProcess(NodeProcess):
 
     def _hand_in_store_changes(self) -> None:
         while self._store_changes:
-            change = self._store_changes.popleft()
-            self.runtime.handle(ShelfTold(change.stored, change.removed))
+            self.runtime.handle(self._store_changes.popleft())
 
 
 def _contents(disk: Disk | None) -> DiskContents | None:

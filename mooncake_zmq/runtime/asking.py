@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from mooncake_zmq.core import asks
+from mooncake_zmq.core import commands
 from mooncake_zmq.core.actor import Answered, Asked
 from mooncake_zmq.core.node import printable
 from mooncake_zmq.core.roles import Role
@@ -43,13 +43,13 @@ class OperatorFiles:
             try:
                 content = read_own(path)
                 path.unlink()
-                ask = asks.decode(content)
+                ask = commands.decode(content)
             except FileNotFoundError:  # the operator's command gave up
                 continue
             except OSError as error:
                 log.warning("ask_unreadable", path=str(path), reason=error.strerror)
                 continue
-            except asks.AskError as error:
+            except commands.AskError as error:
                 self.write_answer(Answered(ask_id, {"error": str(error)}))
                 continue
             if self._role not in ANSWERING_ROLES:

@@ -1,16 +1,27 @@
 """Counts, gauges and dumps of a whole process: of the actor and of everything else in it."""
 
+import os
+import resource
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from mooncake_zmq import __version__
+from mooncake_zmq.core import node as node_module
+from mooncake_zmq.native.mypyc_code import EXTENSION
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.telemetry.metrics import Snapshot
+
+RESIDENT_PAGES = 1
+"""The field of /proc/self/statm with the resident pages."""
 
 
 class Facts:
     """Hold the sources of counts, gauges and dumps, by the component of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, node: str, host: str, role: str) -> None:
+        code = "machine" if str(node_module.__file__).endswith(EXTENSION) else "python"
+        self._release = f"release[node={node},host={host},role={role},version={__version__},code={code}]"
         self.threads: dict[str, Mapping[str, float]] = {}
         """Counters of the data plane's threads, by component."""
         self.beside: list[Snapshot] = []
@@ -24,11 +35,23 @@ class Facts:
 
     def of_process(self, runtime: ZmqRuntime) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return counts and gauges of all components and of the runtime, for metrics and for peers that watch the process."""
-        parts = [(counts_of(runtime), runtime.gauges()), (self.of_threads(), {}), *(snapshot() for snapshot in self.beside)]
+        parts = [
+            (counts_of(runtime), runtime.gauges()),
+            (self.of_threads(), {}),
+            *(snapshot() for snapshot in self.beside),
+            self.of_itself(),
+        ]
         return (
             {name: value for counts, _ in parts for name, value in counts.items()},
             {name: value for _, gauges in parts for name, value in gauges.items()},
         )
+
+    def of_itself(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Return the process's CPU time, its resident memory, and a gauge that is 1 and whose labels are node and release."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        pages = int(Path("/proc/self/statm").read_text().split()[RESIDENT_PAGES])
+        gauges = {"process_resident_bytes": pages * os.sysconf("SC_PAGESIZE"), self._release: 1}
+        return {"process_cpu_seconds": used.ru_utime + used.ru_stime}, gauges
 
     def dump(self) -> dict[str, Any]:
         """Return the state of the components beside the actor."""

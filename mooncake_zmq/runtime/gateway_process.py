@@ -6,7 +6,7 @@ import math
 import ssl
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import structlog
@@ -15,16 +15,17 @@ from prometheus_client.metrics_core import Metric
 
 from mooncake_zmq.config.records import GatewaySettings
 from mooncake_zmq.config.warnings import gateway_warnings
-from mooncake_zmq.core.actor import FromClient, RestWanted
-from mooncake_zmq.core.messages import Hello, StateTold
-from mooncake_zmq.core.watch import WATCH_S, Heard
+from mooncake_zmq.core.actor import CordonWanted, FromClient
+from mooncake_zmq.core.messages import Hello, StateReported
+from mooncake_zmq.core.watch import WATCH_S, PeerReport
 from mooncake_zmq.gateway.http.api_keys import REFRESH_S, ApiKeys, api_keys_of
 from mooncake_zmq.gateway.http.http_calls import Edge
-from mooncake_zmq.gateway.http.reuse_port import LEAVE_S, SharedAddress
+from mooncake_zmq.gateway.http.reuse_port import SharedAddress, leave_first
 from mooncake_zmq.gateway.http.tls import Tls, tls_files_of
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.history import STEP_S
 from mooncake_zmq.gateway.requests.readiness import ClusterView
-from mooncake_zmq.gateway.requests.request_log import Accounts
+from mooncake_zmq.gateway.requests.request_log import RequestLog
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.runtime import notify
@@ -52,16 +53,19 @@ class GatewayProcess(NodeProcess):
 
     def __init__(self, parts: Parts) -> None:
         """Raise PortInUse, ConfigError, or an error of opening the certificate, the API keys or the tokenizer."""
-        from mooncake_zmq.gateway.http.acceptor import Door, server_config
+        from mooncake_zmq.gateway.http.acceptor import Acceptor, server_config
         from mooncake_zmq.gateway.http.app import create_app
+        from mooncake_zmq.gateway.http.auth import name_of
 
         super().__init__(parts)
         settings = self.settings
         # A shared address is only claimed: no client is to connect before this gateway can serve.
         self._listener = (claim if settings.reuse_port else listen)(*self._address, share=settings.reuse_port)
         parts.stack.callback(self._listener.close)
-        self._states_asked: OrderedDict[int, tuple[str, Callable[[StateTold], None]]] = OrderedDict()
-        self._requests = self._make_requests()
+        self._states_asked: OrderedDict[int, tuple[str, Callable[[StateReported], None]]] = OrderedDict()
+        requests = self.make_actor(self.plan.costs)
+        assert isinstance(requests, Requests)
+        self._requests = requests
         files = tls_files_of(settings.tls_certificate, settings.tls_key)
         self._tls = Tls(files) if files else None
         for text in gateway_warnings(settings):
@@ -71,13 +75,14 @@ class GatewayProcess(NodeProcess):
         self.edge = self._make_edge()
         self._runtime = self._make_runtime()
         self._server = _Server(server_config(create_app(self.edge, settings.cors_origins), settings.connections))
-        self.acceptor = Door(
+        self.acceptor = Acceptor(
             self._server,
             self._listener,
             settings.connections,
             send_timeout_s=settings.edge.send_timeout_s,
             reserved_files=64 + FILES_PER_PEER * len(self.plan.peers),
             tls=self._tls_context if self._tls else None,
+            whose=partial(name_of, self.edge.tenants),
             count=self.edge.count,
         )
         parts.stack.callback(self._close_listener)
@@ -94,11 +99,6 @@ class GatewayProcess(NodeProcess):
         return self.settings.http_host, self.settings.http_port
 
     # --- components
-
-    def _make_requests(self) -> Requests:
-        requests = self.make_actor(self.plan.costs)
-        assert isinstance(requests, Requests)
-        return requests
 
     def _make_edge(self) -> Edge:
         config, layout, settings = self.plan.loaded.config, self.plan.layout, self.settings
@@ -120,7 +120,7 @@ class GatewayProcess(NodeProcess):
                 "ttft_slo_s": config.conductor.ttft_slo_s,
                 "tbt_slo_s": config.conductor.tbt_slo_s,
             },
-            export=otlp.tell if otlp else lambda account, names: None,
+            export=otlp.export if otlp else lambda entry, names: None,
         )
         self.parts.facts.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         self.parts.facts.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
@@ -136,7 +136,7 @@ class GatewayProcess(NodeProcess):
             max_model_len=self.plan.loaded.longest_request(model.max_model_len, layout.block_tokens),
             vocab_size=min(model.spec.vocab_size, tokenizer.vocab_size),
             block_tokens=layout.block_tokens,
-            model_fingerprint=model.spec.fingerprint,
+            model_fingerprint=model.identity,
             layout_fingerprint=layout.fingerprint,
             tokenizer=tokenizer,
             foreign=model.foreign,
@@ -145,8 +145,9 @@ class GatewayProcess(NodeProcess):
     def _make_runtime(self) -> ZmqRuntime:
         node = self.make_node(
             self._requests,
-            observe=Accounts(self.edge.ended).observe,
+            observe=RequestLog(self.edge.ended).observe,
             on_state=self._on_state,
+            part=self.edge.overview.part,
         )
         runtime = ZmqRuntime(
             node,
@@ -155,6 +156,7 @@ class GatewayProcess(NodeProcess):
             deliver=self.edge.deliver,
             sockets=self.parts.sockets,
         )
+        runtime.every(STEP_S, self.edge.sample)
         for file in (self._tls, self._api_keys):
             if file is not None:
                 runtime.every(REFRESH_S, file.refresh)
@@ -231,10 +233,10 @@ class GatewayProcess(NodeProcess):
         node = self.runtime.node
         if self.lifecycle.signals_seen:
             return
-        if node.rest_wanted:
+        if node.cordon_wanted:
             self.runtime.look(WATCH_S)
-        if address.mind(node.rest_wanted, self.edge.overview.seen) and not node.resting:
-            self.runtime.handle(RestWanted(True))
+        if address.mind(node.cordon_wanted, self.edge.overview.seen) and not node.cordoned:
+            self.runtime.handle(CordonWanted(True))
 
     async def _announce(self) -> None:
         """Report readiness to systemd once everything that /ready requires is there, and until then what is missing."""
@@ -243,7 +245,9 @@ class GatewayProcess(NodeProcess):
             detail = self.edge.health()[1]
             if time.monotonic() - reported_at >= notify.AGAIN_S:
                 reported_at = time.monotonic()
-                notify.status(f"{detail['status']}: missing {', '.join(detail['missing'] or detail['not_heard']) or 'nothing'}")
+                notify.status(
+                    f"{detail['status']}: missing {', '.join(detail['missing'] or detail['not_connected']) or 'nothing'}"
+                )
                 notify.waiting()
             await asyncio.sleep(READY_POLL_S)
         if missing := self.cluster().missing:
@@ -255,8 +259,7 @@ class GatewayProcess(NodeProcess):
         if not self.settings.reuse_port:
             self.drain()
             return
-        self.acceptor.leave()
-        asyncio.get_running_loop().call_later(LEAVE_S, self.runtime.call, self.drain)
+        leave_first(self.acceptor, partial(self.runtime.call, self.drain))
 
     def drain(self) -> None:
         self.edge.drain()
@@ -273,17 +276,20 @@ class GatewayProcess(NodeProcess):
     def refusals(self) -> Mapping[str, str]:
         return self.runtime.node.session.refusals
 
+    def departed(self) -> Sequence[str]:
+        return self.runtime.node.session.departed
+
     def cluster(self) -> ClusterView:
         return self._requests.cluster
 
     def counts(self) -> Mapping[str, float]:
-        return {**counts_of(self.runtime), **self.parts.facts.of_threads()}
+        return {**counts_of(self.runtime), **self.parts.facts.of_threads(), **self.parts.facts.of_itself()[0]}
 
     def gauges(self) -> Mapping[str, float]:
-        return self.runtime.gauges()
+        return {**self.runtime.gauges(), **self.parts.facts.of_itself()[1]}
 
-    def resting(self) -> bool:
-        return self.runtime.node.resting
+    def cordoned(self) -> bool:
+        return self.runtime.node.cordoned
 
     def is_listening(self) -> bool:
         return self.acceptor.listens
@@ -294,32 +300,32 @@ class GatewayProcess(NodeProcess):
     def look(self, for_s: float) -> None:
         self.runtime.look(for_s)
 
-    def heard(self) -> Mapping[str, Heard]:
+    def last_reports(self) -> Mapping[str, PeerReport]:
         node, now = self.runtime.node, time.monotonic()
-        return {**node.looking.heard, node.session.me: Heard(now, node.session.incarnation, node.report(now))}
+        return {**node.looking.reports, node.session.me: PeerReport(now, node.session.incarnation, node.report(now))}
 
     def awaits_reports(self) -> bool:
         node = self.runtime.node
-        return node.looking.awaits(node.session.lives)
+        return node.looking.awaits(node.session.incarnations)
 
-    def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
+    def ask_state(self, node: str, ask_id: int, on_answer: Callable[[StateReported], None], part: str = "") -> None:
         own = self.runtime.node
         if node == own.session.me:
-            tell(StateTold(ask_id=ask_id, state=own.state(time.monotonic())))
+            on_answer(StateReported(ask_id=ask_id, state=own.state(time.monotonic())))
             return
-        self._states_asked[ask_id] = node, tell
+        self._states_asked[ask_id] = node, on_answer
         if len(self._states_asked) > MAX_STATES_ASKED:
             self._states_asked.popitem(last=False)
-        self.runtime.ask_state(node, ask_id)
+        self.runtime.ask_state(node, ask_id, part)
 
-    def rest(self, node: str, resting: bool) -> None:
-        self.runtime.rest(node, resting)
+    def set_cordon(self, node: str, cordoned: bool) -> None:
+        self.runtime.set_cordon(node, cordoned)
 
-    def _on_state(self, sender: str, answer: StateTold) -> None:
-        node, tell = self._states_asked.get(answer.ask_id, ("", None))
-        if node == sender and tell is not None:
+    def _on_state(self, sender: str, answer: StateReported) -> None:
+        node, on_answer = self._states_asked.get(answer.ask_id, ("", None))
+        if node == sender and on_answer is not None:
             del self._states_asked[answer.ask_id]
-            tell(answer)
+            on_answer(answer)
 
 
 class _Server(uvicorn.Server):

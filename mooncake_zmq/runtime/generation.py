@@ -20,7 +20,7 @@ from mooncake_zmq.core.actor import WorkDone, WorkProgress
 from mooncake_zmq.core.messages import MAX_RUN, Hello, Sampling
 from mooncake_zmq.core.work import (
     EngineProbed,
-    EngineTold,
+    EngineReported,
     Generate,
     Generated,
     ProbeEngine,
@@ -31,8 +31,8 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
-from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
-from mooncake_zmq.vllm.hints import told
+from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
+from mooncake_zmq.vllm.hints import as_parameters
 
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ MAX_ERROR_BYTES = 4096
 SHOWN_CHARACTERS = 300
 SEED_LIMIT = (1 << 63) - 1
 
-Emit = Callable[[WorkProgress | WorkDone], None]
+Emit = Callable[[WorkProgress | WorkDone[Result]], None]
 
 
 class Nonsense(Exception):
@@ -180,7 +180,7 @@ def request_body(work: Generate) -> bytes:
         "stream_options": {"include_usage": True},
         "cache_salt": salt_of(work.root),
     }
-    if hints := told(work.sources, work.coming_tokens):
+    if hints := as_parameters(work.sources, work.coming_tokens):
         body["kv_transfer_params"] = hints
     return msgspec.json.encode(body)
 
@@ -195,7 +195,7 @@ class Generation:
         connect_s: float,
         emit: Emit,
         on_crash: Callable[[BaseException], None],
-        subscribe: Callable[[Tell], KvSubscriber] | None = None,
+        subscribe: Callable[[OnEvents], KvSubscriber] | None = None,
     ) -> None:
         """`subscribe`: begins to receive vLLM's KV events, for `WatchEngine`."""
         self._url = url.rstrip("/")
@@ -217,7 +217,7 @@ class Generation:
         assert not self._closed, "closed"
         if isinstance(work, WatchEngine):
             assert self._subscribe is not None, "nothing to hear"
-            self._subscriber = self._subscribe(lambda events: self._emit(WorkProgress(work_id, EngineTold(events))))
+            self._subscriber = self._subscribe(lambda events: self._emit(WorkProgress(work_id, EngineReported(events))))
             return
         self._loop.call_soon_threadsafe(self._begin, work_id, work, deadline_s)
 

@@ -123,7 +123,7 @@ class KvEventPublisher:
         self._queue: deque[tuple[int, float, tuple[KvEvent, ...]]] = deque()
         self._next_number = 0
         self._guard = threading.Lock()
-        """Guards `_queue`, `_queued_bytes`, `_next_number` and the count of dropped batches."""
+        """The lock of `_queue`, `_queued_bytes`, `_next_number` and the count of dropped batches."""
         self._queued_bytes = 0
         self._replays: dict[bytes, _Replay] = {}
         self._foreign: Counter[int] = Counter()

@@ -21,20 +21,20 @@ POLL_MS = 200
 REPLAY_MS = 2000
 """Silence that ends a replay."""
 
-Tell = Callable[[tuple[EngineEvent, ...]], None]
+OnEvents = Callable[[tuple[EngineEvent, ...]], None]
 
 
 class KvSubscriber:
-    """Receive events; `tell` is called from the thread, in the order in which vLLM numbered its batches."""
+    """Receive events; `on_events` is called from the thread, in the order in which vLLM numbered its batches."""
 
     def __init__(
-        self, endpoint: str, *, replay_endpoint: str, topic: str, tell: Tell, on_crash: Callable[[BaseException], None]
+        self, endpoint: str, *, replay_endpoint: str, topic: str, on_events: OnEvents, on_crash: Callable[[BaseException], None]
     ) -> None:
         """Raise zmq.ZMQError for an invalid endpoint."""
         self.counts = {"batches": 0, "gaps": 0, "garbage": 0, "cleared": 0, "replayed": 0}
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
-        self._report = tell
+        self._report = on_events
         self._on_crash = on_crash
         self._next = 0
         """The number of the next batch."""

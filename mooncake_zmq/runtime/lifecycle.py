@@ -10,7 +10,8 @@ from pathlib import Path
 
 import structlog
 
-from mooncake_zmq.config.records import ClusterSettings, ConfigError
+from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.config.records import ClusterSettings
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.transfer.own_files import make_own_directory
 from mooncake_zmq.transfer.process_lock import ProcessLock, is_alive

@@ -1,5 +1,6 @@
 """The cluster's model as a process knows it. Processes with an engine have its weights prepared, the others never do."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ class Model:
     path: Path
     card: ModelCard
     max_model_len: int
+    identity: str
+    """Identity of what the engines compute, which peers compare and keys of blocks begin with."""
     foreign: bool = False
     """Whether another program computes the model, in KV of its own: our blocks are then as small as possible, and none
     exist."""
@@ -116,7 +119,14 @@ def _of_card(config: Config, path: Path, *, with_tokenizer: bool) -> Model:
 
 
 def _bounded(config: Config, path: Path, card: ModelCard) -> Model:
-    return Model(path, card, min(config.model.max_model_len, card.spec.max_positions))
+    return Model(path, card, min(config.model.max_model_len, card.spec.max_positions), _identity(config, card.spec.fingerprint))
+
+
+def _identity(config: Config, fingerprint: str) -> str:
+    """Return the fingerprint, or another where any engine is modelled: its KV is not the model's, and may stay on an SSD."""
+    if not any(node.modelled for node in config.nodes):
+        return fingerprint
+    return hashlib.sha256(f"modelled {fingerprint}".encode()).hexdigest()[: len(fingerprint)]
 
 
 def _prepared_by_another(config: Config, node: NodeSettings, sleep: Callable[[float], None]) -> Path:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_zmq.config.checks import check_local_reads, check_open
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import Loaded
-from mooncake_zmq.config.records import ConfigError, NodeSettings
+from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, SegmentRef
+from mooncake_zmq.core.routes import Member, may_connect
 from mooncake_zmq.core.session import Session
-from mooncake_zmq.core.talk import Member, may_talk
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.roles import PARTS
 from mooncake_zmq.runtime import notify
@@ -34,7 +35,7 @@ class NodePlan:
         ModelError."""
         if node.device == "cuda":
             _find_device(loaded, node)
-        with notify.patience("waiting for the model"):
+        with notify.extended_timeout("waiting for the model"):
             return cls(loaded, node, learn(loaded.config, node))
 
     @cached_property
@@ -73,7 +74,9 @@ class NodePlan:
         """Nodes that this one exchanges messages with, by name."""
         node, config = self.node, self.loaded.config
         vllm_parts = {self.loaded.section(each).part for each in config.of_role("vllm")}
-        exchanges = partial(may_talk, pipelines=config.conductor.pipeline_stages > 1, watched=True, apart=len(vllm_parts) > 1)
+        exchanges = partial(
+            may_connect, pipelines=config.conductor.pipeline_stages > 1, watched=True, disaggregated=len(vllm_parts) > 1
+        )
         return {
             peer.name: peer
             for peer in config.nodes
@@ -105,7 +108,7 @@ class NodePlan:
             protocol=PROTOCOL_VERSION,
             role=node.role,
             host=node.host,
-            model=self.model.spec.fingerprint,
+            model=self.model.identity,
             tokenizer=self.model.tokenizer,
             layout=self.layout.fingerprint,
             segment=segment,

@@ -11,7 +11,7 @@ import structlog
 
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import SegmentRef, StateTold
+from mooncake_zmq.core.messages import SegmentRef, StateReported
 from mooncake_zmq.core.node import Node, Observe
 from mooncake_zmq.core.roles import BECOMES, Role
 from mooncake_zmq.gateway.http.api_keys import REFRESH_S
@@ -80,7 +80,8 @@ class NodeProcess:
         actor: Actor,
         segment: SegmentRef | None = None,
         observe: Observe | None = None,
-        on_state: Callable[[str, StateTold], None] | None = None,
+        on_state: Callable[[str, StateReported], None] | None = None,
+        part: Callable[[str], bytes] | None = None,
     ) -> Node:
         """Create the node of the actor and its session; the arguments are those of `core.node.Node`."""
         return Node(
@@ -91,6 +92,7 @@ class NodeProcess:
             state=self.state,
             observe=observe,
             on_state=on_state,
+            part=part,
         )
 
     # --- end
@@ -141,8 +143,8 @@ class NodeProcess:
 
     def _status(self) -> str:
         session = self.runtime.node.session
-        doing = "draining" if self.lifecycle.signals_seen else "resting" if self.runtime.node.resting else "serving"
-        return f"{doing}; hears {len(session.up_peers)} of {len(self.plan.peers)} peers"
+        doing = "draining" if self.lifecycle.signals_seen else "cordoned" if self.runtime.node.cordoned else "serving"
+        return f"{doing}; connected to {len(session.up_peers)} of {len(self.plan.peers)} peers"
 
     def report_ready(self) -> None:
         """Log that the process serves, and report it to the service manager."""

@@ -55,7 +55,7 @@ def watchdog_s() -> float:
 
 
 @contextlib.contextmanager
-def patience(text: str) -> Iterator[None]:
+def extended_timeout(text: str) -> Iterator[None]:
     """Request time while the block runs, from a thread: the block itself need not report, but has to let other threads run."""
     if not _manager():
         yield

@@ -10,17 +10,18 @@ import structlog
 import zmq
 from prometheus_client.metrics_core import Metric
 
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import costs_of
-from mooncake_zmq.config.records import ConfigError
-from mooncake_zmq.core.actor import WorkDone, WorkProgress
+from mooncake_zmq.core.actor import EngineBlocksReported, WorkDone, WorkProgress
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import SegmentRef
 from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.core.work import Result
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.spec import Engine
-from mooncake_zmq.gateway.requests.otlp import OTEL, Otlp, is_installed
+from mooncake_zmq.extras import installing
+from mooncake_zmq.gateway.requests.otlp import Otlp, is_installed
 from mooncake_zmq.pool.node.settings import KvEventsSettings, SsdSettings
-from mooncake_zmq.pool.node.store_events import ShelfChanged
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.pool.ssd.disk import Disk
@@ -31,7 +32,7 @@ from mooncake_zmq.runtime.executor.executor import Executor
 from mooncake_zmq.runtime.facts import Facts, named
 from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
-from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, Tell
+from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.runtime.lifecycle import Lifecycle
 from mooncake_zmq.runtime.listening import PortInUse
 from mooncake_zmq.runtime.node_plan import NodePlan
@@ -55,7 +56,7 @@ class Parts:
 
     def __init__(self, plan: NodePlan, lifecycle: Lifecycle, stack: ExitStack) -> None:
         self.plan, self.lifecycle, self.stack = plan, lifecycle, stack
-        self.facts = Facts()
+        self.facts = Facts(node=plan.node.name, host=plan.node.host, role=plan.node.role)
         self.sockets = self._open_sockets()
         self.cuda = self._open_device() if plan.node.device == "cuda" else None
 
@@ -93,14 +94,14 @@ class Parts:
         self.facts.threads["kv_events"] = publisher.counts
         return publisher
 
-    def _subscribe(self, tell: Tell) -> KvSubscriber:
+    def _subscribe(self, on_events: OnEvents) -> KvSubscriber:
         settings = self.plan.settings
         try:
             subscriber = KvSubscriber(
                 settings.kv_events,
                 replay_endpoint=settings.kv_events_replay,
                 topic=settings.kv_events_topic,
-                tell=tell,
+                on_events=on_events,
                 on_crash=self.lifecycle.on_crash,
             )
         except zmq.ZMQError as error:
@@ -178,7 +179,7 @@ class Parts:
         log.info("store_ssd_open", directory=str(path), values=len(disk.recovered), direct=disk.direct)
         return disk
 
-    def serve_store(self, objects: ObjectSettings, on_change: Callable[[ShelfChanged], None]) -> None:
+    def serve_store(self, objects: ObjectSettings, on_change: Callable[[EngineBlocksReported], None]) -> None:
         """Serve values to store clients. `on_change` is called from the store's threads."""
         node, cluster, lifecycle = self.plan.node, self.plan.loaded.config.cluster, self.lifecycle
         disk = self._open_store_disk(objects) if objects.ssd.directory else None
@@ -194,7 +195,7 @@ class Parts:
                 on_crash=lifecycle.on_crash,
                 disk=disk,
                 sockets=self.sockets,
-                on_shelf=on_change,
+                on_engine_blocks=on_change,
             )
         except zmq.ZMQError as error:
             raise BadEndpoint(f"cannot listen on store_endpoint {node.store_endpoint}: {error}") from error
@@ -235,7 +236,7 @@ class Parts:
         from mooncake_zmq.engine.own_costs import measured
 
         costs = self.plan.costs
-        if not costs.are_nobodys:
+        if not costs.are_default:
             return costs
         if isinstance(engine, ModelledEngine):
             return costs.computing_as(engine.costs)
@@ -248,7 +249,7 @@ class Parts:
 
     def open_executor(
         self,
-        emit: Callable[[WorkProgress | WorkDone], None],
+        emit: Callable[[WorkProgress | WorkDone[Result]], None],
         segment: Segment | None,
         engine: Engine | None,
         disk: Disk | None,
@@ -299,7 +300,7 @@ class Parts:
         if not endpoint:
             return None
         if not is_installed():
-            raise ConfigError(f"gateway.otlp_endpoint needs the extra otel: {OTEL}")
+            raise ConfigError(f"gateway.otlp_endpoint needs the extra otel: {installing('otel')}")
         otlp = Otlp(endpoint, gateway=self.plan.node.name, model=self.plan.model.spec.name, on_crash=self.lifecycle.on_crash)
         self.stack.callback(otlp.close)
         self.facts.threads["otlp"] = otlp.counts

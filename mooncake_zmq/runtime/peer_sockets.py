@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import zmq
 
 from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES
-from mooncake_zmq.transfer.connections import Connections, skip_rest, take_part
+from mooncake_zmq.transfer.connections import Connections, skip_remaining, take_part
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets, check_endpoint
 
 SEND_HWM = 4096
@@ -93,7 +93,7 @@ class PeerSockets:
         frame, shown = take_part(self._router, self._connections, keyed=self._keyed)
         key_of = None if shown is None else self._sockets.holder("control", shown)
         self._count("frames_received")
-        if skip_rest(self._router, self._connections):
+        if skip_remaining(self._router, self._connections):
             self._count("frames_dropped[reason=not_single_part]")
             return None, key_of
         return frame, key_of

@@ -11,39 +11,19 @@ from contextlib import ExitStack
 import structlog
 
 from mooncake_zmq.config.load import Loaded
-from mooncake_zmq.config.records import ConfigError, NodeSettings
-from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.roles import Role
-from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.pool.ssd.disk_directory import DiskError
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.actor_process import ActorProcess
 from mooncake_zmq.runtime.gateway_process import GatewayProcess
 from mooncake_zmq.runtime.lifecycle import Lifecycle, hold_signals
-from mooncake_zmq.runtime.listening import PortInUse
+from mooncake_zmq.runtime.mistakes import MISTAKES
 from mooncake_zmq.runtime.node_plan import NodePlan, check
 from mooncake_zmq.runtime.parts import Parts
-from mooncake_zmq.runtime.vllm_server import ServerError
 from mooncake_zmq.telemetry import log as logs
-from mooncake_zmq.transfer.process_lock import ProcessLockError
-from mooncake_zmq.transfer.shared_memory import SharedMemoryError
-from mooncake_zmq.transfer.sockets import BadEndpoint
 
 log = structlog.get_logger()
 
 BAD_INPUT = 2
-MISTAKES = (
-    ConfigError,
-    ModelError,
-    ProcessLockError,
-    SharedMemoryError,
-    BadEndpoint,
-    KeysError,
-    DiskError,
-    PortInUse,
-    ServerError,
-)
-"""Errors that the operator can fix: reported in one line."""
 
 
 def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Callable[[Role], object] = lambda role: None) -> int:
@@ -54,7 +34,10 @@ def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Calla
         node = node.in_role(role or node.role)
         logs.configure(node=name, role=node.role, form=loaded.config.cluster.log_format, level=loaded.config.cluster.log_level)
         with ExitStack() as stack:
-            process = _open(loaded, node, stack)
+            check(loaded, node)
+            lifecycle = Lifecycle(loaded.config.cluster, node.name, stack)
+            parts = Parts(NodePlan.learn(loaded, node), lifecycle, stack)
+            process = GatewayProcess(parts) if node.role == "gateway" else ActorProcess(parts)
             process.run()
         hold_signals()
         if process.next_role is not None and not process.lifecycle.signals_seen:
@@ -69,10 +52,3 @@ def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Calla
         log.critical("crashed", exc_info=True)
         return 1
     return 0
-
-
-def _open(loaded: Loaded, node: NodeSettings, stack: ExitStack) -> GatewayProcess | ActorProcess:
-    check(loaded, node)
-    lifecycle = Lifecycle(loaded.config.cluster, node.name, stack)
-    parts = Parts(NodePlan.learn(loaded, node), lifecycle, stack)
-    return GatewayProcess(parts) if node.role == "gateway" else ActorProcess(parts)

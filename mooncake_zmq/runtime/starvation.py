@@ -45,9 +45,10 @@ class LatenessLog:
         self._logged_at = float("-inf")
         self._logged = 0
 
-    def note(self, now: float, late_loops: int, late_s: float) -> None:
-        """Log if the loop was late. `late_loops`: the count so far; `late_s`: how late the loop was recently."""
-        if late_loops == self._logged or now - self._logged_at < LOG_EVERY_S:
+    def note(self, now: float, late_loops: int, late_s: float, *, at_once: bool = False) -> None:
+        """Log if the loop was late. `late_loops`: the count so far; `late_s`: how late the loop was recently; `at_once`:
+        whether the line explains what is about to be logged, and does not wait for the minute to end."""
+        if late_loops == self._logged or (not at_once and now - self._logged_at < LOG_EVERY_S):
             return
         log.warning(
             "loop_was_late",

@@ -2,6 +2,7 @@
 deployment's length. The node waits for a server that is still loading; an operator's mistake ends it with one line."""
 
 import json
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ log = structlog.get_logger()
 POLL_S = 0.5
 WAIT_S = 3600.0
 """How long a node waits for its server: a large model is downloaded, loaded and compiled."""
+MEMORY_SHARE = 0.9
+"""Share of a machine's memory, or its GPU's, that its servers take together. Each alone takes 92 % by default, on CPUs too."""
 
 
 class ServerError(Exception):
@@ -77,8 +80,9 @@ def _longest(answer: httpx.Response) -> int | None:
 
 
 def server_command(python: str, config: Config, settings: VllmSettings, host: str = "") -> list[str]:
-    """Return the command that starts such a server: by its own Python, for the deployment's model and lengths. A server that
-    only prefills or decodes uses our connector, which that Python must have, over all stores, those of `host` first."""
+    """Return the command that starts such a server: by its own Python, for the deployment's model and lengths. With stores in
+    the deployment it uses our connector, which that Python must have, over all of them, those of `host` first. All servers
+    share one machine."""
     place = urlsplit(settings.url)
     options = {
         "--model": config.model.path,
@@ -89,23 +93,41 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
         "--block-size": config.model.block_tokens,
         "--max-num-seqs": settings.max_running,
     }
+    if (servers := len(config.of_role("vllm"))) > 1:
+        options["--gpu-memory-utilization"] = round(MEMORY_SHARE / servers, 3)
     if settings.kv_events:
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}
         events |= {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
         options["--kv-events-config"] = json.dumps(events)
-    if settings.part != "both":
-        options["--kv-transfer-config"] = json.dumps(_transfer(config, host))
+    if stores := _stores(config, host):
+        options["--kv-transfer-config"] = json.dumps(_transfer(stores))
     arguments = [str(part) for name, value in options.items() for part in (name, value)]
     flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]
 
 
-def _transfer(config: Config, host: str) -> dict[str, Any]:
+def check_python(python: str, config: Config) -> None:
+    """Check that this Python can start the servers of a deployment. Raises ServerError."""
+    packages = ["vllm", *(["mooncake_zmq"] if _stores(config) else [])]
+    script = "import sys, importlib.util as u; print(*(name for name in sys.argv[1:] if u.find_spec(name) is None))"
+    try:
+        found = subprocess.run([python, "-c", script, *packages], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ServerError(f"--vllm-python {python} does not run: {error}") from error
+    if missing := found.stdout.split():
+        raise ServerError(f"--vllm-python {python} has no {' and no '.join(missing)}: install it with its pip")
+
+
+def _stores(config: Config, host: str = "") -> list[str]:
+    """Return the endpoints of all stores, those of `host` first."""
     stores = [node for node in config.of_role("cache-node") if node.store_endpoint]
-    stores.sort(key=lambda node: node.host != host)
+    return [node.store_endpoint for node in sorted(stores, key=lambda node: node.host != host)]
+
+
+def _transfer(stores: list[str]) -> dict[str, Any]:
     return {
         "kv_connector": "MooncakeZmqConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "mooncake_zmq.vllm.connector",
-        "kv_connector_extra_config": {"stores": ",".join(node.store_endpoint for node in stores)},
+        "kv_connector_extra_config": {"stores": ",".join(stores)},
     }

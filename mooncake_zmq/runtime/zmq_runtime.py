@@ -5,13 +5,12 @@ descriptor with `add_reader`, drained until empty, serves about four times the m
 """
 
 import asyncio
-import heapq
 import math
 import os
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,9 +42,10 @@ from mooncake_zmq.core.actor import (
     ToClient,
     Transmit,
 )
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import Hello, Sampling
 from mooncake_zmq.core.node import Node
-from mooncake_zmq.core.shell import Tally
+from mooncake_zmq.core.timers import Timers
 from mooncake_zmq.core.work import Work
 from mooncake_zmq.kv.events import KvEvent
 from mooncake_zmq.runtime.peer_sockets import PeerSockets
@@ -56,8 +56,6 @@ log = structlog.get_logger()
 
 FRAMES_PER_TURN = 512
 """Frames taken before timers and finished works get their turn again."""
-MIN_STALE = 1024
-"""Number of cancelled or replaced timers that are not worth a sweep."""
 READ_FIRST_TURNS = 8
 """Turns for which overdue timers wait for frames to be read, even if more are left."""
 LINGER_S = 1.0
@@ -76,47 +74,6 @@ class WorkExecutor(Protocol):
     def close_sequence(self, sequence: int) -> None: ...
     def learn_peer(self, name: str, incarnation: int, hello: Hello) -> None: ...
     def forget_peer(self, name: str) -> None: ...
-
-
-class Timers:
-    """Keyed one-shot timers; setting a key again replaces it."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Hashable]] = []
-        self._live: dict[Hashable, tuple[int, Callable[[], None]]] = {}
-        self._order = 0
-
-    def set(self, key: Hashable, at: float, callback: Callable[[], None]) -> None:
-        self._order += 1
-        self._live[key] = (self._order, callback)
-        heapq.heappush(self._heap, (at, self._order, key))
-        if len(self._heap) > 2 * len(self._live) + MIN_STALE:  # else distant deadlines of past requests would pile up
-            self._heap = [entry for entry in self._heap if self._is_live(entry)]
-            heapq.heapify(self._heap)
-
-    def cancel(self, key: Hashable) -> None:
-        self._live.pop(key, None)
-
-    def next_at(self) -> float | None:
-        """Return when the next timer is due; None if there is none."""
-        while self._heap and not self._is_live(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def pop_due(self, now: float) -> Callable[[], None] | None:
-        """Return the callback of the earliest timer that is due, if any."""
-        at = self.next_at()
-        if at is None or at > now:
-            return None
-        _, _, key = heapq.heappop(self._heap)
-        return self._live.pop(key)[1]
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def _is_live(self, entry: tuple[float, int, Hashable]) -> bool:
-        live = self._live.get(entry[2])
-        return live is not None and live[0] == entry[1]
 
 
 @dataclass(slots=True)
@@ -173,7 +130,7 @@ class ZmqRuntime:
         self._answer = answer
         if executor is not None:
             node.actor = _Introducing(node.actor, executor, node.actor.counts)
-        self._timers = Timers()
+        self._timers: Timers[Callable[[], None]] = Timers()
         self._inbox: deque[Callable[[], None]] = deque()
         self._drained_at: float | None = None
         self._logged_cordon = False
@@ -254,15 +211,15 @@ class ZmqRuntime:
         if not self._closed:
             self._carry_out(self.node.look(time.monotonic(), for_s))
 
-    def ask_state(self, peer: str, ask_id: int) -> None:
+    def ask_state(self, peer: str, ask_id: int, part: str = "") -> None:
         """See `Node.ask_state`."""
         if not self._closed:
-            self._carry_out(self.node.ask_state(time.monotonic(), peer, ask_id))
+            self._carry_out(self.node.ask_state(time.monotonic(), peer, ask_id, part))
 
-    def rest(self, peer: str, resting: bool) -> None:
-        """See `Node.rest`."""
+    def set_cordon(self, peer: str, cordoned: bool) -> None:
+        """See `Node.set_cordon`."""
         if not self._closed:
-            self._carry_out(self.node.rest(time.monotonic(), peer, resting))
+            self._carry_out(self.node.set_cordon(time.monotonic(), peer, cordoned))
 
     def gauges(self) -> dict[str, float]:
         """Return the actor's current gauges."""
@@ -366,7 +323,7 @@ class ZmqRuntime:
 
     def _wait_s(self) -> float:
         at = self._timers.next_at()
-        return 1.0 if at is None else max(0.0, at - time.monotonic())
+        return 1.0 if at == math.inf else max(0.0, at - time.monotonic())
 
     def _turn(self) -> bool:
         """Do everything that is due, once. Return True if frames may be left, which the ROUTER's descriptor will not show:
@@ -387,8 +344,7 @@ class ZmqRuntime:
     def _reads_on(self, busy: bool) -> bool:
         """Return whether to read on before firing timers that are late: a timer for a missing frame may be wrong while that
         frame is still unread after this turn."""
-        at = self._timers.next_at()
-        late = at is not None and time.monotonic() - at > self.node.session.tick_s
+        late = time.monotonic() - self._timers.next_at() > self.node.session.tick_s
         self._turns_unread = self._turns_unread + 1 if busy and late else 0
         return 0 < self._turns_unread <= READ_FIRST_TURNS
 
@@ -415,23 +371,30 @@ class ZmqRuntime:
         return False
 
     def _tick(self) -> None:
-        now, session = time.monotonic(), self.node.session
+        now = time.monotonic()
         self._carry_out(self.node.tick(now))
-        self._lateness.note(now, session.counts.get("late_loops", 0), session.recent_late_s)
         self._peers.try_other_keys(time.monotonic())
-        self._log_peers()
-        if self.node.resting != self._logged_cordon:
-            self._logged_cordon = self.node.resting
-            log.info("resting" if self._logged_cordon else "serves_again")
+        self._log_peers(now)
+        if self.node.cordoned != self._logged_cordon:
+            self._logged_cordon = self.node.cordoned
+            log.info("cordoned" if self._logged_cordon else "serves_again")
 
-    def _log_peers(self) -> None:
-        """Log which peers came, went or were refused since the last tick; this shows a lost link or a wrong model."""
+    def _log_peers(self, now: float) -> None:
+        """Log which peers came, went or were refused since the last tick; this shows a lost link or a wrong model. If this
+        loop was late, that is logged first: silent peers may have sent what it did not read."""
         session = self.node.session
-        known = {name: f"refused: {why}" for name, why in session.refusals.items()} | dict.fromkeys(session.up_peers, "up")
-        for name in sorted(known.keys() | self._logged_states.keys()):
-            state = known.get(name, "down")
-            if state != self._logged_states.get(name, "down"):
-                (log.info if state == "up" else log.warning)("peer", peer=name, state=state)
+        known = {name: f"refused: {why}" for name, why in session.refusals.items()}
+        known |= dict.fromkeys(session.departed, "left") | dict.fromkeys(session.up_peers, "up")
+        changed = {
+            name: state
+            for name in sorted(known.keys() | self._logged_states.keys())
+            if (state := known.get(name, "down")) != self._logged_states.get(name, "down")
+        }
+        late_s, late_loops = session.recent_late_s, session.counts.get("late_loops", 0)
+        self._lateness.note(now, late_loops, late_s, at_once="down" in changed.values())
+        for name, state in changed.items():
+            late = {"own_late_s": round(late_s, 3)} if state == "down" and late_s >= session.tick_s else {}
+            (log.info if state in ("up", "left") else log.warning)("peer", peer=name, state=state, **late)
         self._logged_states = known
 
     def _feed(self, event: Event) -> None:

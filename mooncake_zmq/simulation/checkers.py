@@ -45,12 +45,12 @@ from mooncake_zmq.gateway.requests.client_events import ClientGone
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
+from mooncake_zmq.simulation.cordon_checker import CordonChecker
 from mooncake_zmq.simulation.machine import Machine, Running
 from mooncake_zmq.simulation.memory import Segment
-from mooncake_zmq.simulation.rest_checker import RestChecker
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.violation import Violation
-from mooncake_zmq.simulation.world import Life, Process, ProcessSpec
+from mooncake_zmq.simulation.world import Incarnation, Process, ProcessSpec
 
 EPSILON_S = 1e-6
 LATE_S = 0.1
@@ -58,14 +58,14 @@ LATE_S = 0.1
 IDLE_GAUGES = ("cached_", "capacity_")
 """The prefixes of gauges that may be above zero in an idle cluster."""
 
-LifeId = tuple[str, int]
+IncarnationId = tuple[str, int]
 
 
 class Watched(Protocol):
     """The processes of a simulated cluster and their memory, which the checkers look into."""
 
     now: float
-    segments: dict[LifeId, Segment]
+    segments: dict[IncarnationId, Segment]
     processes: "dict[str, Process[Machine]]"
 
     def clock(self, process: "Process[Machine]") -> float: ...
@@ -76,7 +76,7 @@ class Watched(Protocol):
 class _Lease:
     """A lease granted by a cache-node and not ended yet, as far as its messages show."""
 
-    holder: LifeId
+    holder: IncarnationId
     slots: dict[int, int]
     """Slot -> generation."""
     expires_at: float
@@ -86,7 +86,7 @@ class _Lease:
 class _Put:
     """The slots granted to a writer. It stops in time by itself; a copy under way when it was stopped may end late."""
 
-    writer: LifeId
+    writer: IncarnationId
     keys: tuple[Key, ...]
     slots: dict[int, int]
     expires_at: float
@@ -97,11 +97,11 @@ class _Pool:
     """The leases and puts that one incarnation of a cache-node has granted."""
 
     name: str
-    asked: dict[tuple[LifeId, int], LeaseBlocks] = field(default_factory=dict)
-    leases: dict[tuple[LifeId, int], _Lease] = field(default_factory=dict)
-    puts: dict[tuple[LifeId, int], _Put] = field(default_factory=dict)
+    asked: dict[tuple[IncarnationId, int], LeaseBlocks] = field(default_factory=dict)
+    leases: dict[tuple[IncarnationId, int], _Lease] = field(default_factory=dict)
+    puts: dict[tuple[IncarnationId, int], _Put] = field(default_factory=dict)
     peers: dict[str, int] = field(default_factory=dict)
-    had: dict[tuple[LifeId, int], int] = field(default_factory=dict)
+    had: dict[tuple[IncarnationId, int], int] = field(default_factory=dict)
     """(holder, slot) -> the generation that it was last granted and has not released."""
     fences: dict[int, int] = field(default_factory=dict)
     """The generations set by effects that are not carried out yet: a frame may hold several messages."""
@@ -127,17 +127,17 @@ class Checkers:
         self.works: Counter[str] = Counter()
         self.transitions: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.told_gone: set[str] = set()
+        self.known_gone: set[str] = set()
         """The requests whose gateway knows that the client hung up: nothing more may be sent."""
         self._blocks = blocks
         self._roots = roots
         self._block_tokens = block_tokens
         self._max_lease_s = max_lease_s
         self._shares = shares
-        self._rests = RestChecker()
+        self._cordons = CordonChecker()
         self._attempts: dict[str, int] = {}
         """The latest attempt of each request."""
-        self._pools: dict[LifeId, _Pool] = {}
+        self._pools: dict[IncarnationId, _Pool] = {}
         self._committed: dict[tuple[str, int, int], tuple[int, bytes]] = {}
         """(node, incarnation, slot) -> the generation and bytes that a cache-node committed there."""
         self._actors: dict[str, Any] = {}
@@ -161,11 +161,11 @@ class Checkers:
                 self.messages[type(effect.message).__name__] += 1
             elif isinstance(effect, Start):
                 self.works[type(effect.work).__name__] += 1
-        wrong = self._rests.observed(self._now(spec.name), (spec.name, incarnation), spec.role, actor, event, effects)
+        wrong = self._cordons.observed(self._now(spec.name), (spec.name, incarnation), spec.role, actor, event, effects)
         if wrong is not None:
             raise Violation("I4", wrong)
         if self._all_live and isinstance(event, PeerDown):
-            raise Violation("I8", f"{spec.name} ends its conversation with {event.peer}, which lives: {event.reason}")
+            raise Violation("I8", f"{spec.name} ends its conversation with {event.peer}, which runs: {event.reason}")
         if spec.role == "gateway":
             self._gateway_did(event, effects)
         if spec.role == "cache-node":
@@ -179,14 +179,14 @@ class Checkers:
 
     def _waits_end(self, name: str, actor: Any) -> None:
         """Check I4: no job waits for blocks of another past its bound, unless its process was stopped meanwhile."""
-        life, now = self._watched.processes[name].life, self._now(name)
+        current, now = self._watched.processes[name].current, self._now(name)
         for job in getattr(actor, "_waiting", ()):
-            if now - job.arrived_at > job.request.coming_s + LATE_S and life and life.machine.stopped_at < job.arrived_at:
+            if now - job.arrived_at > job.request.coming_s + LATE_S and current and current.machine.stopped_at < job.arrived_at:
                 raise Violation(
                     "I4", f"{name}: {job.request.request_id} waits for {now - job.arrived_at:.1f} s, past its bound"
                 )
 
-    def _slab_announced(self, me: LifeId, actor: Any, effects: Sequence[Effect]) -> None:
+    def _slab_announced(self, me: IncarnationId, actor: Any, effects: Sequence[Effect]) -> None:
         """Check I1 and I5: the blocks that a prefill announces stand in its slab, and have the contents of their keys."""
         for effect in effects:
             if not (isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced)):
@@ -202,7 +202,7 @@ class Checkers:
         """Check I3: what an attempt that was given up still sends reaches no client."""
         match event:
             case FromClient(request_id, ClientGone()):
-                self.told_gone.add(request_id)
+                self.known_gone.add(request_id)
             case Received(_, TokensDecoded(entries=entries)):
                 self._only_current({(request_id, attempt) for request_id, attempt, _, _ in entries}, effects)
             case Received(_, FirstToken() | PromptScored() as said):
@@ -223,9 +223,9 @@ class Checkers:
 
     def leaves(self, process: "Process[Machine]") -> None:
         """Check I4: an engine that reports itself drained has no work left."""
-        assert process.life is not None
+        assert process.current is not None
         if process.spec.role in (*ENGINE_ROLES, "vllm"):
-            problem = self._idle(process.name, process.life)
+            problem = self._idle(process.name, process.current)
             if problem is not None:
                 raise Violation(problem.invariant, f"drained, as it says, but {problem}")
 
@@ -245,33 +245,33 @@ class Checkers:
             case PeerDown(peer, _):  # the holder forgets its leases too, and does not report it
                 pool.had = {had: generation for had, generation in pool.had.items() if had[0][0] != peer}
             case Received(sender, LeaseBlocks() as ask):
-                pool.asked.setdefault((self._life(pool, sender), ask.lease_id), ask)
+                pool.asked.setdefault((self._incarnation_of(pool, sender), ask.lease_id), ask)
             case Received(sender, ReleaseLease(lease_id=lease_id)):
-                self._released(pool, self._life(pool, sender), lease_id)
+                self._released(pool, self._incarnation_of(pool, sender), lease_id)
             case Received(sender, CommitSlots() as commit):
-                self._commit(pool, self._life(pool, sender), commit)
+                self._commit(pool, self._incarnation_of(pool, sender), commit)
 
-    def _pool_said(self, me: LifeId, pool: _Pool, event: Event, effects: Sequence[Effect]) -> None:
+    def _pool_said(self, me: IncarnationId, pool: _Pool, event: Event, effects: Sequence[Effect]) -> None:
         segment = self._watched.segments[me]
         for effect in effects:
             match effect:
                 case Fence(changes):
                     pool.fences.update(changes)
                 case Send(to, BlocksLeased() as leased):
-                    self._granted(pool, segment, self._life(pool, to), leased)
+                    self._granted(pool, segment, self._incarnation_of(pool, to), leased)
                 case Send(to, LeaseRenewed(lease_id=lease_id)):
-                    self._renewed(pool, self._life(pool, to), lease_id, event)
+                    self._renewed(pool, self._incarnation_of(pool, to), lease_id, event)
                 case Send(to, SlotsReserved() as reserved):
-                    self._reserved(pool, self._life(pool, to), event, reserved)
+                    self._reserved(pool, self._incarnation_of(pool, to), event, reserved)
                 case Send(_, BlocksAnnounced(stored=stored)):
                     self._announced(me[0], stored)
                 case Publish(events):
                     self._published(me[0], [each for each in events if isinstance(each, BlocksStored)])
 
-    def _life(self, pool: _Pool, peer: str) -> LifeId:
+    def _incarnation_of(self, pool: _Pool, peer: str) -> IncarnationId:
         return peer, pool.peers.get(peer, 0)
 
-    def _granted(self, pool: _Pool, segment: Segment, holder: LifeId, leased: BlocksLeased) -> None:
+    def _granted(self, pool: _Pool, segment: Segment, holder: IncarnationId, leased: BlocksLeased) -> None:
         """Check I1: a leased block is committed, stands, and has the contents of its key."""
         ask = pool.asked.get((holder, leased.lease_id))
         if ask is None or not leased.slots:
@@ -293,27 +293,27 @@ class Checkers:
         ttl_s = min(ask.ttl_s, self._max_lease_s)
         pool.leases[holder, leased.lease_id] = _Lease(holder, slots, self._now(pool.name) + ttl_s)
 
-    def _renewed(self, pool: _Pool, holder: LifeId, lease_id: int, event: Event) -> None:
+    def _renewed(self, pool: _Pool, holder: IncarnationId, lease_id: int, event: Event) -> None:
         lease = pool.leases.get((holder, lease_id))
         if lease is None:
-            raise Violation("I2", f"{holder} is told that lease {lease_id} lasts, but it has ended")
+            raise Violation("I2", f"{holder} was sent that lease {lease_id} lasts, but it has ended")
         assert isinstance(event, Received)
         assert isinstance(event.message, RenewLease)
         lease.expires_at = self._now(pool.name) + min(event.message.ttl_s, self._max_lease_s)
 
-    def _reserved(self, pool: _Pool, writer: LifeId, event: Event, reserved: SlotsReserved) -> None:
+    def _reserved(self, pool: _Pool, writer: IncarnationId, event: Event, reserved: SlotsReserved) -> None:
         if isinstance(event, Received) and isinstance(event.message, ReserveSlots) and reserved.grants:
             slots = {grant.slot: grant.generation for grant in reserved.grants}
             ttl_s = min(event.message.ttl_s, self._max_lease_s)
             put = _Put(writer, event.message.keys, slots, self._now(pool.name) + ttl_s)
             pool.puts[writer, reserved.put_id] = put
 
-    def _released(self, pool: _Pool, holder: LifeId, lease_id: int) -> None:
+    def _released(self, pool: _Pool, holder: IncarnationId, lease_id: int) -> None:
         lease = pool.leases.pop((holder, lease_id), None)
         for slot in lease.slots if lease else ():
             pool.had.pop((holder, slot), None)
 
-    def _commit(self, pool: _Pool, writer: LifeId, commit: CommitSlots) -> None:
+    def _commit(self, pool: _Pool, writer: IncarnationId, commit: CommitSlots) -> None:
         pool.puts.pop((writer, commit.put_id), None)
 
     def _announced(self, name: str, stored: Sequence[Key]) -> None:
@@ -329,7 +329,7 @@ class Checkers:
         for event in events:
             after = [event.parent] if event.parent else self._roots
             if not any(extend_keys(parent, event.tokens, self._block_tokens) == list(event.keys) for parent in after):
-                raise Violation("I5", f"{name} tells of {len(event.keys)} blocks on {event.medium.value} what is not in them")
+                raise Violation("I5", f"{name} announces {len(event.keys)} blocks on {event.medium.value} what is not in them")
 
     # --- in the memory
 
@@ -429,38 +429,39 @@ class Checkers:
     def busy(self) -> Violation | None:
         """Return what is not over yet, by I4 (I2 for leases); None when all is quiet."""
         for name, process in self._watched.processes.items():
-            life = process.life
-            if life is None:
+            current = process.current
+            if current is None:
                 return Violation("I4", f"{name} is down")
-            problem = self._idle(name, life)
+            problem = self._idle(name, current)
             if problem is not None:
                 return problem
         return None
 
-    def _idle(self, name: str, life: "Life[Machine]") -> Violation | None:
-        levels = life.actor.gauges(self._now(name)).items()
+    def _idle(self, name: str, current: "Incarnation[Machine]") -> Violation | None:
+        levels = current.actor.gauges(self._now(name)).items()
         above = {gauge: level for gauge, level in levels if level and not gauge.startswith(IDLE_GAUGES)}
         if above:
             leases_only = all("lease" in gauge for gauge in above)
             return Violation("I2" if leases_only else "I4", f"{name} has {above}")
-        works = [type(running.work).__name__ for running in life.machine.works.values()]
+        works = [type(running.work).__name__ for running in current.machine.works.values()]
         if set(works) - {ProbeEngine.__name__}:  # which is sent all the time
             return Violation("I4", f"{name} has works {works}")
-        if life.machine.sequences:
-            return Violation("I4", f"{name} has sequences {list(life.machine.sequences)} open")
+        kept = getattr(current.actor, "kept_sequences", ())
+        if set(current.machine.sequences) != set(kept):
+            return Violation("I4", f"{name} has sequences {list(current.machine.sequences)} open, and keeps {list(kept)}")
         return None
 
     def stale_index(self) -> Violation | None:
         """Check I5: return where a conductor's index differs from what a cache-node or a slab holds; None when it is true."""
-        lives = {name: p.life for name, p in self._watched.processes.items() if p.life is not None}
-        roles = {name: self._watched.processes[name].spec.role for name in lives}
-        pools = {name: life.actor for name, life in lives.items() if roles[name] in ("cache-node", "prefill")}
-        for name, life in lives.items():
+        runs = {name: p.current for name, p in self._watched.processes.items() if p.current is not None}
+        roles = {name: self._watched.processes[name].spec.role for name in runs}
+        pools = {name: current.actor for name, current in runs.items() if roles[name] in ("cache-node", "prefill")}
+        for name, current in runs.items():
             if roles[name] != "conductor":
                 continue
-            index = getattr(life.actor, "_inventory").index  # noqa: B009 (the checkers may look inside; types may not)
-            coming = getattr(life.actor, "_coming")  # noqa: B009
-            if len(coming) > len(getattr(life.actor, "_bookings")):  # noqa: B009
+            index = getattr(current.actor, "_inventory").index  # noqa: B009 (the checkers may look inside; types may not)
+            coming = getattr(current.actor, "_coming")  # noqa: B009
+            if len(coming) > len(getattr(current.actor, "_bookings")):  # noqa: B009
                 return Violation("I5", f"{name} counts on blocks of {len(coming)} placements, and not as many are booked")
             for key in self._blocks:
                 known = index.match((key,))
@@ -477,19 +478,19 @@ class Checkers:
             self._collect(actor)
         self._actors.clear()
 
-    def at_rest(self) -> None:
+    def at_end(self) -> None:
         """Check I1, I2 and every actor's own invariants once nothing is in progress."""
         for place in list(self._committed):
             segment = self._watched.segments[place[:2]]
             if segment.linked:
                 self._check_unchanged(place, segment)
         for name, process in self._watched.processes.items():
-            if process.life is not None:
-                process.life.actor.check(self._now(name))
-            pool = self._pools.get((name, process.life.incarnation if process.life else 0), _Pool(name))
+            if process.current is not None:
+                process.current.actor.check(self._now(name))
+            pool = self._pools.get((name, process.current.incarnation if process.current else 0), _Pool(name))
             for holder, lease in pool.leases.items():
                 if lease.expires_at > self._now(name) and self._watched.alive(*lease.holder):
-                    raise Violation("I2", f"{name}: lease {holder} lasts although nobody reads")
+                    raise Violation("I2", f"{name}: lease {holder} lasts although no lease covers it")
 
 
 def _checksum(segment: Segment, block: bytes) -> int:

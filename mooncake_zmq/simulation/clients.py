@@ -57,7 +57,7 @@ class Client:
         self._try = 0
         self._open: dict[str, _Open] = {}
         """The choices of the turn that have not ended."""
-        self._heard = False
+        self._received_any = False
         """Whether any of them has a token."""
         self.ids: dict[str, str] = {}
         """Every request ever made -> how it ended ("" while it has not)."""
@@ -77,7 +77,7 @@ class Client:
         if mine:
             self._again(RETRY_S)
 
-    def hear(self, request_id: str, output: Any) -> None:
+    def receive(self, request_id: str, output: Any) -> None:
         """Check I3 and I4: every token once, in order, as the undisturbed run gives it; then one end, and nothing after it."""
         request = self._open.get(request_id)
         if request is None:
@@ -92,13 +92,13 @@ class Client:
                 self._token(request, index, token)
                 length = len(turn.request.tokens) // 4 + index
                 if logprob != logprob_of(token, length, turn.request.sampling):
-                    raise Violation("I3", f"{request.request_id} token {index} is told with {logprob}")
+                    raise Violation("I3", f"{request.request_id} token {index} is sent with {logprob}")
                 if request.request_id == self._first_id and turn.cancel_after_tokens == len(request.received):
                     self._hang_up([request] if turn.cancel_alone else list(self._open.values()))
             case Finished():
                 self._finished(turn, request, output)
             case Failed(status=status, retry_after_s=retry_after_s):
-                busy = status in (429, 503) and not self._heard
+                busy = status in (429, 503) and not self._received_any
                 self._end(request, "rejected" if busy else "error")
                 self._leave(list(self._open.values()))  # one failed choice fails the call
                 if busy and self._try + 1 < MAX_TRIES:
@@ -113,7 +113,7 @@ class Client:
         tokens, sampling = unpack_tokens(turn.request.tokens), Sampling(logprobs=turn.request.prompt_logprobs)
         due = range(request.scored + 1, request.scored + 1 + len(output.logprobs))
         if output.first != due.start or output.logprobs != tuple(logprob_of(tokens[at], at, sampling) for at in due):
-            raise Violation("I3", f"{request.request_id} is told {output} of its prompt where {due.start} comes next")
+            raise Violation("I3", f"{request.request_id} is sent {output} of its prompt where {due.start} comes next")
         request.scored = due.stop - 1
 
     def _token(self, request: _Open, index: int, token: int) -> None:
@@ -124,7 +124,7 @@ class Client:
         if index >= len(answer) or token != answer[index]:
             raise Violation("I3", f"{request.request_id} token {index} is {token}, undisturbed: {answer[index : index + 1]}")
         request.received.append(token)
-        self._heard = True
+        self._received_any = True
 
     def _finished(self, turn: Turn, request: _Open, end: Finished) -> None:
         got, prompt, answer = len(request.received), len(turn.request.tokens) // 4, request.answer
@@ -155,10 +155,10 @@ class Client:
         turn = self._chat.turns[self._turn]
         random = self._simulator.random
         gateway = random.choice(self._gateways)
-        if self._simulator.processes[gateway].life is None:
+        if self._simulator.processes[gateway].current is None:
             self._simulator.at(self._simulator.now + RETRY_S, self._ask)
             return
-        self._heard = False
+        self._received_any = False
         first, asked_at = self._first_id, self._simulator.now
         for place, answer in enumerate(turn.answers):
             request_id = f"{first}.{place}" if place else first
@@ -234,9 +234,9 @@ class Clients:
 
     def _deliver(self, gateway: str, request_id: str, output: Any) -> None:
         client = self._clients[int(request_id.split(".")[0].removeprefix("chat"))]
-        if client.ids.get(request_id) == "cancelled" and request_id not in self._simulator.watcher.told_gone:
+        if client.ids.get(request_id) == "cancelled" and request_id not in self._simulator.watcher.known_gone:
             return  # sent before the gateway learned of the hang-up
-        client.hear(request_id, output)
+        client.receive(request_id, output)
 
     def _gateway_died(self, name: str) -> None:
         for client in self._clients:

@@ -10,8 +10,8 @@ from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import Part
 from mooncake_zmq.core.roles import BECOMES, ROLES, Role
+from mooncake_zmq.core.routes import may_connect
 from mooncake_zmq.core.session import SessionSettings
-from mooncake_zmq.core.talk import may_talk
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.events import Medium
@@ -19,7 +19,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClientSettings
 from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.pool.node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
-from mooncake_zmq.pool.node.tenants import PoolTenant
+from mooncake_zmq.pool.rules.tenants import PoolTenant
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.simulation.engine import sim_layout
@@ -32,7 +32,7 @@ HOSTS = ("a", "b", "c")
 CONDUCTORS = ("conductor-1", "conductor-2")
 MEMBERS = tuple(f"{role}-{host}" for role in ("prefill", "decode", "cache-node") for host in HOSTS)
 VLLMS: Mapping[str, Part] = {"b": "both", "c": "both"}
-VLLMS_APART: Mapping[str, Part] = {"a": "decode", "b": "prefill", "c": "decode"}
+VLLMS_DISAGGREGATED: Mapping[str, Part] = {"a": "decode", "b": "prefill", "c": "decode"}
 VLLM_PAIR: Mapping[str, Part] = {"a": "decode", "b": "prefill"}
 """The hosts whose vLLMs only prefill or only decode: each of them is the only one of its part, and stands in for the other."""
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
@@ -104,7 +104,7 @@ class ClusterSettings:
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
         if seed % 3 == 0:
-            parts = (VLLM_PAIR if seed % 4 == 1 else VLLMS_APART) if seed % 2 else VLLMS
+            parts = (VLLM_PAIR if seed % 4 == 1 else VLLMS_DISAGGREGATED) if seed % 2 else VLLMS
             members = (*MEMBERS, *(f"vllm-{host}" for host in parts))
             return replace(plain, vllm_parts=parts, conductor=replace(plain.conductor, members=members))
         conductor = replace(
@@ -136,11 +136,11 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
         places |= {f"{role}-{host}": host for host in HOSTS}
     parts = {f"vllm-{host}": part for host, part in settings.vllm_parts.items()}
     places |= {f"vllm-{host}": host for host in settings.vllm_parts}
-    talk = partial(
-        may_talk,
+    connected = partial(
+        may_connect,
         pipelines=settings.conductor.pipeline_stages > 1,
         watched=settings.watched,
-        apart=len(set(parts.values())) > 1,
+        disaggregated=len(set(parts.values())) > 1,
     )
     return [
         ProcessSpec(
@@ -150,7 +150,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
             peers=tuple(
                 other
                 for other, there in places.items()
-                if other != name and talk(_roles_of(name), host, _roles_of(other), there)
+                if other != name and connected(_roles_of(name), host, _roles_of(other), there)
             ),
             make=partial(_make, settings, role, name, host),
             slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),

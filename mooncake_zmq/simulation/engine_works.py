@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import Sampled, Sampling, TokenLogprob
 from mooncake_zmq.core.work import (
-    TOLD_EVERY_S,
+    REPORT_EVERY_S,
     ChunkComputed,
     ComputeChunk,
     ComputeStage,
@@ -121,8 +121,8 @@ def compute_stage(machine: Machine, running: Running, work: ComputeStage) -> Ste
         return missing.of_stage(machine.now - began_at)
     end = chunk.start + work.count
     kv_hash = machine.sequences[chunk.sequence].hash_kv(work.layers, end, before)
-    if work.leaving:
-        _write_states(machine, running, hidden_states(tokens, kv_hash), work.leaving)
+    if work.outgoing:
+        _write_states(machine, running, hidden_states(tokens, kv_hash), work.outgoing)
     sampled = _sampled(machine, chunk, kv_hash, end)
     token, logprob = sampled[0] if sampled else (None, None)
     parts = [part for grant in chunk.outputs for part in segment.parts[grant.slot][work.first_layer : work.stop_layer]]
@@ -189,7 +189,7 @@ def _run_layers(
         yield layer_s
         for index, grant in enumerate(work.outputs):
             _write_out(machine, running, sequence, layer, work.start + index * machine.layout.block_tokens, end, grant)
-        if reports and (layer + 1 < layers.stop or took_s >= TOLD_EVERY_S):
+        if reports and (layer + 1 < layers.stop or took_s >= REPORT_EVERY_S):
             machine.progressed(running.work_id, LayersComputed(layer + 1))
     return None
 

@@ -42,7 +42,7 @@ class FaultKind(Enum):
     DRAIN = "drain"
     """The operator drains the process, which may take `duration_s`; then it hands over what it has left, exits, and
     restarts."""
-    REST = "rest"
+    CORDON = "cordon"
     """The operator cordons the target by any gateway that runs, so that it takes nothing new, and uncordons it after
     `duration_s`."""
     ROLE = "role"
@@ -88,7 +88,7 @@ MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 
 
 _OF_BLOCKS = (
-    FaultKind.REST,
+    FaultKind.CORDON,
     FaultKind.ROLE,
     FaultKind.TANGLE,
     FaultKind.LATE,
@@ -109,7 +109,7 @@ STRESS_FAULTS = 4
 
 
 _DRAWN_ALONE = (
-    *(FaultKind.REST, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER),
+    *(FaultKind.CORDON, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER),
     *(FaultKind.TANGLE, FaultKind.CRASH_SENDER),
 )
 USUAL = tuple(kind for kind in FaultKind if kind not in _DRAWN_ALONE)
@@ -146,12 +146,12 @@ def draw_faults(
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
-def draw_rests(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
+def draw_cordons(random: Random, *, processes: Sequence[str], window_s: float) -> tuple[Fault, ...]:
     """Draw the cordons that an operator sets for a while. Drawn by themselves, so that other faults do not depend on them."""
-    return tuple(_draw(random, FaultKind.REST, processes, (), window_s) for _ in range(random.randint(3, 7)))
+    return tuple(_draw(random, FaultKind.CORDON, processes, (), window_s) for _ in range(random.randint(3, 7)))
 
 
-TANGLES = tuple(permutations((FaultKind.REST, FaultKind.ROLE, FaultKind.CRASH)))
+TANGLES = tuple(permutations((FaultKind.CORDON, FaultKind.ROLE, FaultKind.CRASH)))
 """The orders in which the steps of a tangle begin."""
 
 
@@ -221,7 +221,7 @@ def _draw(random: Random, kind: FaultKind, processes: Sequence[str], segments: S
             return Fault(kind, at_s, random.uniform(*SUSPENDED_S), (one,), random.choice((0.0, 1.0)))
         case FaultKind.DRAIN:
             return Fault(kind, at_s, random.choice((SHORT_DRAIN_S, duration_s)), (one,))
-        case FaultKind.REST:
+        case FaultKind.CORDON:
             roles = list(dict.fromkeys(name.rpartition("-")[0] for name in processes))
             role = random.choice(roles)  # or a role with few nodes would hardly ever be drawn
             return Fault(kind, at_s, duration_s, (random.choice([name for name in processes if name.startswith(role)]),))

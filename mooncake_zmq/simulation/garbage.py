@@ -21,7 +21,7 @@ class Garbage:
     def impersonate(self, process: Process[Machine], name: str) -> None:
         """Send one frame to `process` from a sender that claims to be a new incarnation of `name`, and no more."""
         simulator = self._simulator
-        running = process.life
+        running = process.current
         if running is None or running.paused or name not in process.spec.peers:
             return
         if simulator.sessions.keyed:
@@ -62,7 +62,7 @@ class Garbage:
 
     def send(self, process: Process[Machine]) -> None:
         """Send a frame that must be dropped and counted, and do nothing else."""
-        running = process.life
+        running = process.current
         if running is None or running.paused:
             return
         kind, frame = self._draw_garbage(process)
@@ -73,9 +73,9 @@ class Garbage:
         self.counts[kind] += 1
         session = _session(process)
         before = _dropped(session)
-        assert process.life is not None
-        assert process.life.node is not None
-        outers = process.life.node.receive(simulator.clock(process), frame, speaker if simulator.sessions.keyed else None)
+        assert process.current is not None
+        assert process.current.node is not None
+        outers = process.current.node.receive(simulator.clock(process), frame, speaker if simulator.sessions.keyed else None)
         if outers or _dropped(session) != before + 1:
             raise Violation("I6", f"{process.name} did not drop and count a {kind} frame: {outers}")
 
@@ -85,9 +85,9 @@ class Garbage:
         former = [frame for peer in peers for frame in self._stale_frames(process, peer)]
         speaking = [peer for peer in peers if self._speaks(process, peer)]
         kinds = ["noise", "truncated", "stranger", "version"]
-        kinds += ["old_life"] * 2 * bool(former) + ["impostor"] * 2 * bool(speaking)
+        kinds += ["old_incarnation"] * 2 * bool(former) + ["impostor"] * 2 * bool(speaking)
         kind = random.choice(kinds)
-        if kind == "old_life":
+        if kind == "old_incarnation":
             return kind, random.choice(former)
         if kind == "noise":
             return kind, random.randbytes(random.randrange(200))
@@ -111,7 +111,7 @@ class Garbage:
         """Return frames to `process` of an incarnation of `peer` that it knows to be over, since its session is with a newer
         one. From a peer that has been silent for too long it accepts any incarnation."""
         simulator = self._simulator
-        current = simulator.processes[peer].life
+        current = simulator.processes[peer].current
         if _session(process).silent_s(simulator.clock(process), peer) >= simulator.silence_s:
             return []
         peers: Any = _session(process).dump()["peers"]
@@ -128,9 +128,9 @@ class Garbage:
 
 
 def _session(process: Process[Machine]) -> Session:
-    assert process.life is not None
-    assert process.life.node is not None
-    return process.life.node.session
+    assert process.current is not None
+    assert process.current.node is not None
+    return process.current.node.session
 
 
 def _dropped(session: Session) -> int:

@@ -44,7 +44,7 @@ class Injection:
         simulator.wake_all()
         for name, process in simulator.processes.items():
             simulator.resume(name)
-            if process.life is None:
+            if process.current is None:
                 simulator.restart(name)
             self.operator.uncordon(name)
 
@@ -80,7 +80,7 @@ class Injection:
                 return
             case FaultKind.DRAIN, (name,):
                 process = simulator.processes[name]
-                simulator.in_life(process, simulator.now, simulator.handle, process, DrainWanted())
+                simulator.in_incarnation(process, simulator.now, simulator.handle, process, DrainWanted())
                 if simulator.stores is not None:
                     simulator.stores.drains(name)
             case FaultKind.ROLE, (name,):
@@ -90,7 +90,7 @@ class Injection:
                 return
             case FaultKind.TANGLE, (name,):
                 self._tangle(fault, name)
-            case FaultKind.REST, (name,):
+            case FaultKind.CORDON, (name,):
                 self.operator.cordon(name, True)
             case FaultKind.BIT_FLIP, (name,):
                 self._flip_bits(name, int(fault.amount))
@@ -135,7 +135,7 @@ class Injection:
                     simulator.feed(name)
             case FaultKind.DRAIN, (name,):
                 simulator.drain_timed_out(simulator.processes[name])
-            case FaultKind.REST, (name,):
+            case FaultKind.CORDON, (name,):
                 self.operator.uncordon(name)
             case FaultKind.ROLE, (name,):
                 self.operator.ask_for_role(name)
@@ -146,7 +146,7 @@ class Injection:
         """Begin its steps one after the other: the crash is over with the fault, as the cordon is."""
         simulator = self._simulator
         begin: dict[FaultKind, Callable[[], None]] = {
-            FaultKind.REST: lambda: self.operator.cordon(name, True),
+            FaultKind.CORDON: lambda: self.operator.cordon(name, True),
             FaultKind.ROLE: lambda: self.operator.ask_for_role(name),
             FaultKind.CRASH: lambda: simulator.crash(name),
         }
@@ -198,7 +198,7 @@ class Injection:
             simulator.disks[name].flip(simulator.random, 4 * blocks)
         if simulator.stores is not None:
             simulator.stores.flip(name, blocks)
-        running = simulator.processes[name].life
+        running = simulator.processes[name].current
         if running is None or running.machine.segment is None:
             return
         segment = running.machine.segment

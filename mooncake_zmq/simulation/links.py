@@ -14,10 +14,10 @@ from typing import Any
 from mooncake_zmq.core.actor import Event, Outer, PeerDown, PeerUp, Received, Send, Started, Transmit
 from mooncake_zmq.core.messages import Hello, Message
 from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
-from mooncake_zmq.core.talk import Member
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.simulation.world import Life, Process, World
+from mooncake_zmq.simulation.world import Incarnation, Process, World
 
 HelloOf = Callable[[Process[Any]], Hello]
 StarvedAt = Callable[[Process[Any], str, int], bool]
@@ -71,24 +71,24 @@ class Sessions:
 
     def begin(self, process: Process[Any]) -> None:
         """See `world.Link`."""
-        life, world = process.life, self._world
-        assert life is not None
+        current, world = process.current, self._world
+        assert current is not None
         session = Session(
             me=process.name,
-            incarnation=life.incarnation,
+            incarnation=current.incarnation,
             hello=self._hello(process),
             peers={name: _member(world.processes[name]) for name in process.spec.peers},
             settings=self._settings,
             now=world.clock(process),
             starved=partial(self._starved, process),
         )
-        looks = life.observe
+        looks = current.observe
         observe = None if looks is None else lambda _now, event, effects: looks(event, effects)
-        life.node = Node(life.actor, session, layout=self._layout, observe=observe)
-        world.in_life(process, world.now, self._start, process)
-        world.in_life(process, world.now + session.tick_s * self._random.random(), self._tick, process)
+        current.node = Node(current.actor, session, layout=self._layout, observe=observe)
+        world.in_incarnation(process, world.now, self._start, process)
+        world.in_incarnation(process, world.now + session.tick_s * self._random.random(), self._tick, process)
 
-    def end(self, process: Process[Any], life: Life[Any]) -> None:
+    def end(self, process: Process[Any], current: Incarnation[Any]) -> None:
         """See `world.Link`."""
 
     def handle(self, process: Process[Any], event: Event) -> None:
@@ -106,9 +106,9 @@ class Sessions:
         for peer in list(node.session.up_peers)[:1]:
             self._carry_out(process, node.ask_state(now, peer, 1))
 
-    def rest(self, process: Process[Any], peer: str, resting: bool) -> None:
+    def set_cordon(self, process: Process[Any], peer: str, cordoned: bool) -> None:
         """Have this gateway cordon a peer or itself, or end that."""
-        self._carry_out(process, _node(process).rest(self._world.clock(process), peer, resting))
+        self._carry_out(process, _node(process).set_cordon(self._world.clock(process), peer, cordoned))
 
     def _start(self, process: Process[Any]) -> None:
         self._carry_out(process, _node(process).start(self._world.clock(process), Started()))
@@ -116,17 +116,17 @@ class Sessions:
     def _tick(self, process: Process[Any]) -> None:
         node, world = _node(process), self._world
         self._carry_out(process, node.tick(world.clock(process)))
-        world.in_life(process, world.now + node.session.tick_s, self._tick, process)
+        world.in_incarnation(process, world.now + node.session.tick_s, self._tick, process)
 
     def _carry_out(self, process: Process[Any], outers: list[Outer]) -> None:
-        life = process.life
-        assert life is not None
+        current = process.current
+        assert current is not None
         for outer in outers:
             if isinstance(outer, Transmit):
-                life.recent.append((outer.to, outer.frame))
+                current.recent.append((outer.to, outer.frame))
                 self._transmit(process.name, outer.to, outer.frame)
             else:
-                self._world.carry_out(process, life, outer)
+                self._world.carry_out(process, current, outer)
 
     def _transmit(self, sender: str, to: str, frame: bytes) -> None:
         random, wires, world = self._random, self.wires, self._world
@@ -146,12 +146,12 @@ class Sessions:
     def arrive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
         """Deliver a frame to the present incarnation; envelopes name the one that they are meant for. `speaker`: the owner of
         the key. A host that is suspended receives nothing: connections to it break."""
-        if process.life is not None and process.still_since is None:
-            self._world.let(process.life, self._receive, (process, frame, speaker))
+        if process.current is not None and process.still_since is None:
+            self._world.let(process.current, self._receive, (process, frame, speaker))
 
-    def read_first(self, life: Life[Any]) -> None:
+    def read_first(self, current: Incarnation[Any]) -> None:
         """Have frames that came while a process stood still read before any of its timers fires, as they lie in its sockets."""
-        life.postponed = deque(sorted(life.postponed, key=lambda waiting: waiting[0] != self._receive))
+        current.postponed = deque(sorted(current.postponed, key=lambda waiting: waiting[0] != self._receive))
 
     def _receive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
         if self._note is not None:
@@ -165,9 +165,9 @@ def _member(process: Process[Any]) -> Member:
 
 
 def _node(process: Process[Any]) -> Node:
-    assert process.life is not None
-    assert process.life.node is not None
-    return process.life.node
+    assert process.current is not None
+    assert process.current.node is not None
+    return process.current.node
 
 
 class Direct:
@@ -186,56 +186,56 @@ class Direct:
     def begin(self, process: Process[Any]) -> None:
         """See `world.Link`."""
         world = self._world
-        world.in_life(process, world.now, self.handle, process, Started())
+        world.in_incarnation(process, world.now, self.handle, process, Started())
         for name in sorted(process.spec.peers):
             peer = world.processes[name]
-            if peer.life is not None and process.name in peer.spec.peers:
+            if peer.current is not None and process.name in peer.spec.peers:
                 self._meet(process, peer)
                 self._meet(peer, process)
 
     def _meet(self, process: Process[Any], peer: Process[Any]) -> None:
         world = self._world
-        up = PeerUp(peer.name, peer.lives, self._hello(peer))
-        world.in_life(process, world.now + self._delay_s, self.handle, process, up)
+        up = PeerUp(peer.name, peer.starts, self._hello(peer))
+        world.in_incarnation(process, world.now + self._delay_s, self.handle, process, up)
 
-    def end(self, process: Process[Any], life: Life[Any]) -> None:
+    def end(self, process: Process[Any], current: Incarnation[Any]) -> None:
         """See `world.Link`."""
         world = self._world
         for name in sorted(process.spec.peers):
             peer = world.processes[name]
-            if peer.life is not None and process.name in peer.spec.peers:
-                down = PeerDown(process.name, "its life is over")
-                world.in_life(peer, world.now + self._delay_s, self.handle, peer, down)
+            if peer.current is not None and process.name in peer.spec.peers:
+                down = PeerDown(process.name, "its incarnation is over")
+                world.in_incarnation(peer, world.now + self._delay_s, self.handle, peer, down)
 
     def handle(self, process: Process[Any], event: Event) -> None:
         """See `world.Link`."""
-        life, world = process.life, self._world
-        assert life is not None
+        current, world = process.current, self._world
+        assert current is not None
         now = world.now
-        effects = life.actor.handle(now, event)
-        if life.observe is not None:
-            life.observe(event, effects)
+        effects = current.actor.handle(now, event)
+        if current.observe is not None:
+            current.observe(event, effects)
         processes, acts, deliver = world.processes, world.acts, self._deliver
         for effect in effects:
             if type(effect) is Send:
-                life.sent_at = now
+                current.sent_at = now
                 to = processes[effect.to]
-                world.post(now + self._delay_s, deliver, (to, to.lives, process, process.lives, effect.message))
+                world.post(now + self._delay_s, deliver, (to, to.starts, process, process.starts, effect.message))
             else:
-                acts[type(effect)](process, life, effect)
+                acts[type(effect)](process, current, effect)
 
     def pending(self, process: Process[Any]) -> int:
         """See `world.Link`."""
-        assert process.life is not None
-        return int(self._world.now <= process.life.sent_at + self._delay_s)
+        assert process.current is not None
+        return int(self._world.now <= process.current.sent_at + self._delay_s)
 
-    def _deliver(self, to: Process[Any], lives: int, sender: Process[Any], sender_lives: int, message: Message) -> None:
+    def _deliver(self, to: Process[Any], starts: int, sender: Process[Any], sender_starts: int, message: Message) -> None:
         """Deliver a message between the two incarnations that ran when it was sent, or not at all."""
-        life = to.life
-        if life is None or to.lives != lives or sender.life is None or sender.lives != sender_lives:
+        current = to.current
+        if current is None or to.starts != starts or sender.current is None or sender.starts != sender_starts:
             return
         event = Received(sender.name, message)
-        if life.paused or life.postponed:
-            life.postponed.append((self.handle, (to, event)))
+        if current.paused or current.postponed:
+            current.postponed.append((self.handle, (to, event)))
         else:
             self.handle(to, event)

@@ -7,7 +7,7 @@ from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import part_checksum
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.simulation.shelf import Shelf
+from mooncake_zmq.simulation.engine_store import EngineStore
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Segment:
     layout: BlockLayout
     slots: int
     memory: bytearray = field(init=False)
-    shelf: Shelf | None = None
+    engine_store: EngineStore | None = None
     """The blocks that the store beside it holds for vLLMs, if it is a cache-node's."""
     generations: list[int] = field(init=False)
     parts: list[list[int]] = field(init=False)

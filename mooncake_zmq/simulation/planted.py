@@ -15,7 +15,7 @@ from msgspec import structs
 from mooncake_zmq.conductor.coming import Coming
 from mooncake_zmq.core import session
 from mooncake_zmq.core.actor import Drained, Effect, Send, SetTimer, Start
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
     FirstToken,
     StartPrefill,
@@ -129,13 +129,13 @@ def _lost_request() -> Replacements:
     return [(Requests, "_on_failed", ignore), (Requests, "handle", deaf)]
 
 
-def _old_life_heard() -> Replacements:
+def _old_incarnation_received() -> Replacements:
     """A session accepts any incarnation or epoch of a peer."""
     refusal = Session._refusal
 
     def lenient(self: Session, now: float, peer: Any, envelope: Any) -> str | None:
         reason = refusal(self, now, peer, envelope)
-        return None if reason in ("other_life", "old_epoch", "former_life") else reason
+        return None if reason in ("other_incarnation", "old_epoch", "former_incarnation") else reason
 
     return [(Session, "_refusal", lenient)]
 
@@ -178,38 +178,38 @@ def _keys_not_compared() -> Replacements:
 def _undrained() -> Replacements:
     """A node that is asked to change its role does so at once, whatever it still has."""
 
-    def at_once(self: Leaving, *, idle: bool) -> list[Effect]:
+    def at_once(self: Drain, *, idle: bool) -> list[Effect]:
         return [Drained(self._become)] if self._become else []
 
-    return [(Leaving, "drained", at_once)]
+    return [(Drain, "drained", at_once)]
 
 
 def _cordon_ends_drain() -> Replacements:
     """A node that drains for another role changes at once when it is cordoned, whatever it still has."""
-    drained = Leaving.drained
+    drained = Drain.drained
 
-    def at_once(self: Leaving, *, idle: bool) -> list[Effect]:
-        return drained(self, idle=idle or (self.resting and bool(self._become)))
+    def at_once(self: Drain, *, idle: bool) -> list[Effect]:
+        return drained(self, idle=idle or (self.cordoned and bool(self._become)))
 
-    return [(Leaving, "drained", at_once)]
+    return [(Drain, "drained", at_once)]
 
 
-def _restless() -> Replacements:
+def _uncordoned() -> Replacements:
     """A cordoned node reports itself cordoned and takes new requests."""
 
-    def rest(self: Leaving, resting: bool) -> None:
-        self.resting = resting
+    def set_cordon(self: Drain, cordoned: bool) -> None:
+        self.cordoned = cordoned
 
-    return [(Leaving, "rest", rest)]
+    return [(Drain, "set_cordon", set_cordon)]
 
 
-def _restless_conductor() -> Replacements:
+def _uncordoned_conductor() -> Replacements:
     """Gateways ask the first conductor, whether it is cordoned or not."""
 
-    def rests(self: Readiness, conductor: str) -> bool:
+    def is_cordoned(self: Readiness, conductor: str) -> bool:
         return False
 
-    return [(Readiness, "_rests", rests)]
+    return [(Readiness, "_is_cordoned", is_cordoned)]
 
 
 def _resume_repeats() -> Replacements:
@@ -283,17 +283,23 @@ PLANTED: dict[str, Planted] = {
     "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
     "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
-    "old_life_heard": Planted("an old life is heard", ("I6",), (K.CRASH, K.GARBAGE), _old_life_heard),
+    "old_incarnation_received": Planted(
+        "a message of an old incarnation is received", ("I6",), (K.CRASH, K.GARBAGE), _old_incarnation_received
+    ),
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
     "keys_not_compared": Planted("the sender is not compared with the key", ("I6",), (K.IMPOSTOR,), _keys_not_compared),
     "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
-    "lateness_untold": Planted("a peer's own lateness is not told", ("I8",), (), _lateness_not_reported),
+    "lateness_unreported": Planted("a peer's own lateness is not reported", ("I8",), (), _lateness_not_reported),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
     "cordon_ends_drain": Planted("a cordon ends a drain", ("I4", "I2"), (K.TANGLE, K.TANGLE, K.ROLE), _cordon_ends_drain),
-    "restless": Planted("who rests takes new requests", ("I4",), (), _restless),
-    "restless_conductor": Planted("a conductor that rests is asked on", ("I4",), (K.REST,), _restless_conductor),
+    "uncordoned": Planted("a cordoned node takes new requests", ("I4",), (), _uncordoned),
+    "uncordoned_conductor": Planted("a cordoned conductor is still asked", ("I4",), (K.CORDON,), _uncordoned_conductor),
     "stale_hidden": Planted(
         "hidden states overwritten unread", ("I3",), (K.SLOW, K.SLOW, K.SLOW), planted_inference.stale_hidden
+    ),
+    "kept_unverified": Planted("a decode keeps what has not come", ("I1", "I3"), (K.CRASH,), planted_inference.kept_unverified),
+    "kept_closed": Planted(
+        "a decode frees what is being copied", ("I2",), (K.SLOW, K.SLOW, K.SLOW), planted_inference.kept_closed
     ),
     "never_woken": Planted("a waiter that nothing wakes", ("I4",), (K.CRASH,), _never_woken),
     "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), planted_inference.coming_believed),

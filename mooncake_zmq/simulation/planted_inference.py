@@ -5,6 +5,7 @@ from typing import Any
 from mooncake_zmq.core.actor import Effect
 from mooncake_zmq.decode import ends as decode_ends
 from mooncake_zmq.decode import handoff as decode_handoff
+from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.handoff import Handoff
 from mooncake_zmq.prefill.job import JobState
@@ -24,6 +25,28 @@ def closed_under_copy() -> Replacements:
         return try_end(self, request)
 
     return [(decode_ends.Ends, "try_end", end_now)]
+
+
+def kept_unverified() -> Replacements:
+    """A decode keeps the KV of a request that ended before all of it had come."""
+    end = Kept.end
+
+    def end_any(self: Kept, request: Any) -> list[Effect]:
+        request.verified_at = 1.0
+        return end(self, request)
+
+    return [(Kept, "end", end_any)]
+
+
+def kept_closed() -> Replacements:
+    """A decode frees KV that it kept although a request copies it."""
+    read = Kept.read
+
+    def unnoticed(self: Kept, kept: Any) -> None:
+        read(self, kept)
+        kept.readers = 0
+
+    return [(Kept, "read", unnoticed)]
 
 
 def stale_hidden() -> Replacements:

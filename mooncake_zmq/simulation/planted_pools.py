@@ -6,31 +6,25 @@ from typing import Any
 from msgspec import structs
 
 from mooncake_zmq.core.actor import Effect, Received, Send
-from mooncake_zmq.core.messages import (
-    BlocksAnnounced,
-    BlocksLeased,
-    CommitSlots,
-    LeaseRenewed,
-    ReleaseLease,
-    SlotsReserved,
-)
+from mooncake_zmq.core.messages import BlocksAnnounced, BlocksLeased, CommitSlots, LeaseRenewed, SlotsReserved
 from mooncake_zmq.core.work import DiskBlock
 from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.eviction import Lru
-from mooncake_zmq.kv.lease import HolderId
 from mooncake_zmq.kv.shares import Shares
 from mooncake_zmq.kv.slots import Slots
-from mooncake_zmq.pool.node import cache_node, client, disk_tier
+from mooncake_zmq.pool.node import client, disk_tier, parts
+from mooncake_zmq.pool.node.block_leases import BlockLeases
 from mooncake_zmq.pool.node.block_puts import BlockPuts
 from mooncake_zmq.pool.node.cache_node import CacheNode
 from mooncake_zmq.pool.node.client import PoolClient, PutEnded
 from mooncake_zmq.pool.node.conductors import Conductors
 from mooncake_zmq.pool.node.contents import Content, Contents
 from mooncake_zmq.pool.node.gathering import Gatherer
+from mooncake_zmq.pool.node.parts import BlockPut
 from mooncake_zmq.prefill.prefill import Prefill
-from mooncake_zmq.simulation import copy_works, engine_works, memory, reads, shelf
+from mooncake_zmq.simulation import copy_works, engine_store, engine_works, memory, reads
 from mooncake_zmq.simulation.planted_stores import Replacements, silent
 
 
@@ -48,7 +42,7 @@ class _PinlessSlots(Slots):
 
 
 def evict_leased() -> Replacements:
-    return [(cache_node, "Slots", _PinlessSlots), (CacheNode, "check", silent)]
+    return [(parts, "Slots", _PinlessSlots), (CacheNode, "check", silent)]
 
 
 def no_generation_check() -> Replacements:
@@ -95,13 +89,12 @@ def disk_unpinned() -> Replacements:
 def late_writer() -> Replacements:
     """A put past its time is given back at once: no quarantine, no probe whether its writer still writes."""
 
-    def on_expired(self: BlockPuts, writer: HolderId) -> list[Effect]:
-        put = self.open.pop(writer, None)
-        for slot in put.slots.values() if put else ():
+    def on_late(self: BlockPuts, _now: float, put: BlockPut) -> list[Effect]:
+        for slot in put.rows if self._holders.end_put(put.client, put.number) else ():
             self._slots.free(slot)
         return []
 
-    return [(BlockPuts, "on_expired", on_expired)]
+    return [(BlockPuts, "on_late", on_late)]
 
 
 def commit_unverified() -> Replacements:
@@ -109,7 +102,8 @@ def commit_unverified() -> Replacements:
     on_commit = BlockPuts.on_commit
 
     def commit_all(self: BlockPuts, now: float, sender: str, message: CommitSlots) -> list[Effect]:
-        put = self.open.get(self._peers.holder(sender, message.put_id))
+        writer = self._peers.holder(sender, message.put_id)
+        put = self._holders.put_of(writer.process, writer.number)
         checksums = dict(message.checksums)
         everything = tuple((index, checksums.get(index, 1)) for index in put.slots) if put else ()
         return on_commit(self, now, sender, CommitSlots(put_id=message.put_id, checksums=everything))
@@ -120,10 +114,17 @@ def commit_unverified() -> Replacements:
 def lease_leak() -> Replacements:
     """Leases end neither by release nor by expiry."""
 
-    def ignore(self: CacheNode, now: float, message: ReleaseLease | HolderId, *_: object) -> list[Effect]:
+    def ignore(self: BlockLeases, *_: object) -> list[Effect]:
         return []
 
-    return [(CacheNode, "_on_release", ignore), (CacheNode, "_on_lease_expired", ignore)]
+    def expire(self: CacheNode, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while (held := self._holders.ends.pop_due(now)) is not None:
+            effects += self._puts.on_late(now, held) if isinstance(held, BlockPut) else ()
+        self._holders.expire(now, self._leases.on_over, lambda _: None)
+        return effects
+
+    return [(BlockLeases, "on_release", ignore), (CacheNode, "_expire", expire)]
 
 
 def contents_stale() -> Replacements:
@@ -226,12 +227,12 @@ def copied_short() -> Replacements:
 
 def saved_wrong() -> Replacements:
     """The blocks that vLLMs load differ from those that they saved."""
-    put = shelf.Shelf.put
+    put = engine_store.EngineStore.put
 
-    def spoilt(self: shelf.Shelf, key: Key, block: bytes) -> None:
+    def spoilt(self: engine_store.EngineStore, key: Key, block: bytes) -> None:
         put(self, key, block[4:] + block[:4])
 
-    return [(shelf.Shelf, "put", spoilt)]
+    return [(engine_store.EngineStore, "put", spoilt)]
 
 
 def _takes_what_is_gone(late: Callable[[Any, Any], bool]) -> Replacements:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mooncake_zmq.pool.node.store_events import GOOD
+from mooncake_zmq.core.work import GOOD
 from mooncake_zmq.pool.node.store_node import StoreNode
 from mooncake_zmq.pool.node.streaming import Streaming
 from mooncake_zmq.pool.node.tiers import PROMOTER, Tiers
@@ -11,7 +11,7 @@ from mooncake_zmq.pool.rules import object_check
 from mooncake_zmq.pool.rules.changes import Change, Changes, copies_on_disk
 from mooncake_zmq.pool.rules.demotion import Demotion
 from mooncake_zmq.pool.rules.disk_quotas import DiskQuotas
-from mooncake_zmq.pool.rules.leases import Leases
+from mooncake_zmq.pool.rules.holders import ObjectPut
 from mooncake_zmq.pool.rules.object_log import ObjectLog
 from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.pool.rules.puts import Puts
@@ -51,25 +51,23 @@ def forgotten_in_memory_only() -> Replacements:
 
 def lease_pins_nothing() -> Replacements:
     """A leased value may be evicted, and its cell be another value's."""
-    lease = Leases.lease
+    lease = Objects.lease
 
-    def unpinned(self: Leases, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> Any:
+    def unpinned(self: Objects, now: float, client: bytes, lease_id: int, keys: Sequence[str], ttl_s: float) -> Any:
         found = lease(self, now, client, lease_id, keys, ttl_s)
-        self.release(client, lease_id)
+        self.holders.release(client, lease_id)
         return found
 
-    return [(Leases, "lease", unpinned), (StoreNode, "check", silent), (Streaming, "check", silent)]
+    return [(Objects, "lease", unpinned), (StoreNode, "check", silent), (Streaming, "check", silent)]
 
 
 def no_quarantine() -> Replacements:
     """Any put may get the cells of a put past its time, though its writer may still write."""
 
-    def expire(self: Puts, holder: Any, put_id: int) -> None:
-        put = holder.puts.pop(put_id)
-        self.close(holder.usage, put)
-        self.drop(put)
+    def on_late(self: Puts, put: ObjectPut) -> None:
+        self.commit(put.expires_at, put.client, put.number, (), ())
 
-    return [(Puts, "expire", expire)]
+    return [(Puts, "on_late", on_late)]
 
 
 def disk_unverified() -> Replacements:
@@ -84,8 +82,8 @@ def disk_unverified() -> Replacements:
 def commit_unverified() -> Replacements:
     """A put on a stream commits all its values, damaged ones too."""
 
-    def came(self: Streaming, number: int, told: Sequence[int], made: Sequence[int]) -> None:
-        right(self, number, told, list(told))
+    def came(self: Streaming, number: int, sent: Sequence[int], made: Sequence[int]) -> None:
+        right(self, number, sent, list(sent))
 
     right = Streaming.came
     return [(Streaming, "came", came)]
@@ -124,10 +122,10 @@ def leases_last() -> Replacements:
     """Leases that are not released never end."""
 
     def expire(self: Objects, now: float) -> None:
-        for holder in self.holders.clients.values():
-            for put_id in [put_id for put_id, put in holder.puts.items() if put.expires_at < now and not put.quarantined]:
-                self.puts.expire(holder, put_id)
-        self.holders.expires_at = now + 1.0
+        while (held := self.holders.ends.pop_due(now)) is not None:
+            if isinstance(held, ObjectPut):
+                self.puts.on_late(held)
+        self.holders.expire(now, lambda _: None, self.puts.on_late)
 
     return [(Objects, "expire", expire), (StoreNode, "check", silent)]
 
@@ -148,7 +146,7 @@ def sent_past_its_lease() -> Replacements:
 
     def lease(self: Streaming, client: bytes, get: Any, keys: Sequence[str]) -> Any:
         get.leases.append(-next(self._ids))
-        return self._objects.leases.lease(self._turn.now, client, get.leases[-1], keys, get.ttl_s)
+        return self._objects.lease(self._turn.now, client, get.leases[-1], keys, get.ttl_s)
 
     return [(Streaming, "_lease", lease)]
 

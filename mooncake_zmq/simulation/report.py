@@ -15,14 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from mooncake_zmq.core.messages import Hello, Message
+from mooncake_zmq.core.messages import Goodbye, Hello, Message
 from mooncake_zmq.core.node import WATCHING
-from mooncake_zmq.core.work import WatchEngine, Work
+from mooncake_zmq.core.work import StoreWork, WatchEngine, Work
 from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway.requests import request as gateway_request
 from mooncake_zmq.kv import slot_table
 from mooncake_zmq.native import mypyc_code
-from mooncake_zmq.pool.node import store_events
 from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
@@ -45,14 +44,18 @@ def possible() -> dict[str, set[str]]:
     """Return everything that can be covered, by kind."""
     return {
         "faults": {kind.value for kind in FaultKind},
-        "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _moves(table)},
-        "messages": {message.__name__ for message in set(get_args(Message)) - WATCHING - {Hello}},  # none is an actor's word
-        "works": {work.__name__ for work in get_args(Work) if work is not WatchEngine},  # a simulated vLLM publishes nothing
-        "store works": {work.__name__ for work in get_args(store_events.Work)},
+        "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _transitions(table)},
+        "messages": {
+            message.__name__ for message in set(get_args(Message)) - WATCHING - {Hello, Goodbye}
+        },  # none is an actor's
+        "works": {
+            work.__name__ for work in set(get_args(Work)) - {WatchEngine, *get_args(StoreWork)}
+        },  # a simulated vLLM publishes nothing
+        "store works": {work.__name__ for work in get_args(StoreWork)},
     }
 
 
-def _moves(table: Mapping[tuple[Enum, str], Enum]) -> Iterable[tuple[Enum, Enum]]:
+def _transitions(table: Mapping[tuple[Enum, str], Enum]) -> Iterable[tuple[Enum, Enum]]:
     return ((before, after) for (before, _), after in table.items())
 
 

@@ -20,11 +20,11 @@ from mooncake_zmq.simulation.faults import (
     USUAL,
     Fault,
     FaultKind,
+    draw_cordons,
     draw_crash_of_sender,
     draw_faults,
     draw_halts,
     draw_lates,
-    draw_rests,
     draw_tangle,
 )
 from mooncake_zmq.simulation.injection import Injection
@@ -105,7 +105,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
         block_tokens=settings.layout.block_tokens,
         max_lease_s=settings.cache_node.max_lease_s,
         shares=ShareChecker(work.owners | probes.owners, shares_of(settings.cache_node)),
-        all_live=all(fault.kind in (*AMID_LATENESS, FaultKind.LATE, FaultKind.REST) for fault in faults),
+        all_live=all(fault.kind in (*AMID_LATENESS, FaultKind.LATE, FaultKind.CORDON) for fault in faults),
     )
     simulator = Simulator(
         random=random,
@@ -148,7 +148,7 @@ def _draw_faults(
     kinds = STORE_FAULTS if stores_only else AMID_LATENESS if settings.starved else USUAL
     faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
     if settings.watched and not stores_only:
-        faults += draw_rests(Random(f"rests of {seed}"), processes=names, window_s=SAFETY_S)
+        faults += draw_cordons(Random(f"rests of {seed}"), processes=names, window_s=SAFETY_S)
         if not settings.starved:
             faults += draw_tangle(Random(f"tangle of {seed}"), processes=CHANGEABLE, window_s=SAFETY_S)
     if settings.starved and not stores_only:
@@ -220,8 +220,8 @@ class Trial:
             problem = Violation("I4", f"no end of {waiting[0]}") if waiting else None
             problem = problem or checkers.busy() or checkers.stale_index() or stores.busy()
             if problem is None:
-                checkers.at_rest()
-                return stores.at_rest()
+                checkers.at_end()
+                return stores.at_end()
             if simulator.now >= bound:
                 raise problem
 

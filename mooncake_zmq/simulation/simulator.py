@@ -26,13 +26,13 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.disk import SimDisk
+from mooncake_zmq.simulation.engine_store import EngineStore
 from mooncake_zmq.simulation.links import Sessions, Wires
 from mooncake_zmq.simulation.machine import Hardware, Machine
 from mooncake_zmq.simulation.memory import Segment
-from mooncake_zmq.simulation.shelf import Shelf
 from mooncake_zmq.simulation.traces import MODEL
 from mooncake_zmq.simulation.works import steps_of
-from mooncake_zmq.simulation.world import LINGER_S, Life, Observe, Process, ProcessSpec, World
+from mooncake_zmq.simulation.world import LINGER_S, Incarnation, Observe, Process, ProcessSpec, World
 
 CHECK_EVERY = 4
 """The number of turns between checks of an actor, as a check costs more than a turn; what it would find wrong lasts, and a seed
@@ -140,8 +140,8 @@ class Simulator(World[Machine]):
         incarnation = process.next_incarnation
         segment = None
         if spec.slots:
-            shelf = Shelf() if spec.role == "cache-node" else None
-            segment = Segment(name, incarnation, spec.host, self.layout, spec.slots, shelf)
+            engine_store = EngineStore() if spec.role == "cache-node" else None
+            segment = Segment(name, incarnation, spec.host, self.layout, spec.slots, engine_store)
             self.segments[name, incarnation] = segment
         disk = self.disks.get(name)
         actor = spec.make(incarnation, disk.contents() if disk else DiskContents())
@@ -153,7 +153,7 @@ class Simulator(World[Machine]):
             layout=self.layout,
             segment=segment,
             disk=disk,
-            later=lambda delay_s, action: self.in_life(process, self.now + delay_s, action),
+            later=lambda delay_s, action: self.in_incarnation(process, self.now + delay_s, action),
             done=partial(self.work_done, process),
             progressed=partial(self.progressed, process),
             clock=partial(self.clock, process),
@@ -170,7 +170,7 @@ class Simulator(World[Machine]):
             model=MODEL,
             tokenizer=MODEL,
             layout=self.layout.fingerprint,
-            segment=SegmentRef(path=f"{name}.{process.lives}", endpoint=f"sim:{name}", slots=slots) if slots else None,
+            segment=SegmentRef(path=f"{name}.{process.starts}", endpoint=f"sim:{name}", slots=slots) if slots else None,
             may_become=process.spec.may_become,
             part=process.spec.part,
         )
@@ -178,7 +178,7 @@ class Simulator(World[Machine]):
     def restart(self, name: str, role: str = "") -> None:
         """Begin a process's next incarnation, unless it runs."""
         process = self.processes[name]
-        if process.life is None:
+        if process.current is None:
             super().restart(name, role)
             if process.still_since is not None:
                 self.pause(name)
@@ -188,31 +188,31 @@ class Simulator(World[Machine]):
     def crash(self, name: str) -> None:
         """End a process at once."""
         process = self.processes[name]
-        if process.life is None:
+        if process.current is None:
             return
         self._note(b"crash", process)
         if self.stores is not None:
             self.stores.died(name)
-        incarnation = process.life.incarnation
+        incarnation = process.current.incarnation
         self.watcher.died(name, incarnation)
         super().crash(name)
 
     def pause(self, name: str) -> None:
         """Stop a process, as by SIGSTOP."""
-        life = self.processes[name].life
-        if life is not None:
-            life.paused = True
-            life.machine.stopped_at = life.machine.now
+        current = self.processes[name].current
+        if current is not None:
+            current.paused = True
+            current.machine.stopped_at = current.machine.now
 
     def resume(self, name: str) -> None:
         """Continue a process, as by SIGCONT: everything that came meanwhile is handled now, in order."""
         process = self.processes[name]
-        life = process.life
-        if life is None or not life.paused or process.still_since is not None:
+        current = process.current
+        if current is None or not current.paused or process.still_since is not None:
             return
-        life.paused = False
-        life.machine.stopped_at = life.machine.now
-        self._catch_up(life)
+        current.paused = False
+        current.machine.stopped_at = current.machine.now
+        self._catch_up(current)
 
     def suspend(self, host: str, for_s: float) -> None:
         """Suspend a host and its clock until it wakes."""
@@ -237,8 +237,8 @@ class Simulator(World[Machine]):
             slept_s = self.now - process.still_since
             process.still_since = None
             process.slept_s += slept_s
-            if process.life is not None:
-                process.life.machine.woke_at = self.now
+            if process.current is not None:
+                process.current.machine.woke_at = self.now
             self.resume(name)
         self.put_back(self._suspended.pop(host), slept_s)
 
@@ -253,9 +253,9 @@ class Simulator(World[Machine]):
     def feed(self, name: str) -> None:
         """Give it the CPU again."""
         self._starving.discard(name)
-        life = self.processes[name].life
-        if life is not None and life.paused:
-            self.sessions.read_first(life)
+        current = self.processes[name].current
+        if current is not None and current.paused:
+            self.sessions.read_first(current)
             self.resume(name)
 
     def wake_all(self) -> None:
@@ -270,21 +270,21 @@ class Simulator(World[Machine]):
         here = self.processes[peer].spec.host == process.spec.host
         return here and peer in self._starving and self.alive(peer, incarnation)
 
-    def _catch_up(self, life: Life[Machine]) -> None:
+    def _catch_up(self, current: Incarnation[Machine]) -> None:
         """Handle one event that came while the process was stopped; the next one takes its own time."""
-        if life.paused or not life.postponed or self.processes[life.machine.name].life is not life:
+        if current.paused or not current.postponed or self.processes[current.machine.name].current is not current:
             return
-        action, arguments = life.postponed[0]
+        action, arguments = current.postponed[0]
         action(*arguments)
-        if life.postponed:
-            life.postponed.popleft()
-        self.at(self.now + CATCH_UP_S * self.random.random(), self._catch_up, life)
+        if current.postponed:
+            current.postponed.popleft()
+        self.at(self.now + CATCH_UP_S * self.random.random(), self._catch_up, current)
 
     # --- observing
 
     def handle(self, process: Process[Machine], event: Event) -> None:
         """Handle an event other than a message."""
-        if process.life is not None:
+        if process.current is not None:
             self._note(type(event).__name__.encode(), process)
             super().handle(process, event)
 
@@ -300,12 +300,12 @@ class Simulator(World[Machine]):
     def _observe(self, process: Process[Machine], event: Event, effects: list[Effect]) -> None:
         if self.log is not None:
             self.write_down(process.name, event, effects)
-        assert process.life is not None
-        process.life.machine.learn(event)
-        self.watcher.observed(process.spec, process.life.incarnation, process.life.actor, event, effects)
+        assert process.current is not None
+        process.current.machine.learn(event)
+        self.watcher.observed(process.spec, process.current.incarnation, process.current.actor, event, effects)
         self._turns += 1
         if self._turns % self._check_every == 0:
-            process.life.actor.check(self.clock(process))
+            process.current.actor.check(self.clock(process))
         if self.traps and any(isinstance(effect, Send) and isinstance(effect.message, POOL_REQUESTS) for effect in effects):
             self._spring(Moment.ASKING, process.name)
 
@@ -340,11 +340,11 @@ class Simulator(World[Machine]):
     def reach(self, reader: str, owner: str, incarnation: int) -> str:
         """Return whether `reader` can read from the incarnation `incarnation` of `owner` over the network: "yes", "no", or
         "silent"."""
-        life = self.processes[owner].life
-        if life is None or life.incarnation != incarnation:
+        current = self.processes[owner].current
+        if current is None or current.incarnation != incarnation:
             return "no"
         cut = self.wires.cut[reader, owner] or self.wires.cut[owner, reader]
-        return "silent" if life.paused or cut else "yes"
+        return "silent" if current.paused or cut else "yes"
 
     def slowness(self, host: str) -> float:
         """Return the factor by which copies and computing are slower on a host."""
@@ -354,22 +354,22 @@ class Simulator(World[Machine]):
 
     def drain_timed_out(self, process: Process[Machine]) -> None:
         """End a drain: the process hands over what it has left and leaves; a new incarnation begins."""
-        lives = process.lives
-        self.in_life(process, self.now, self._hand_over, process)
-        self.at(self.now + LEAVES_WITHIN_S, self._begin_anew, process, lives)
+        starts = process.starts
+        self.in_incarnation(process, self.now, self._hand_over, process)
+        self.at(self.now + LEAVES_WITHIN_S, self._begin_anew, process, starts)
 
     def _hand_over(self, process: Process[Machine]) -> None:
-        self._late.add((process.name, process.lives))
+        self._late.add((process.name, process.starts))
         self.handle(process, DrainTimedOut())
         self._leave(process, self.now + LINGER_S)
 
-    def _begin_anew(self, process: Process[Machine], lives: int) -> None:
-        if process.lives == lives:  # else it has been restarted meanwhile
+    def _begin_anew(self, process: Process[Machine], starts: int) -> None:
+        if process.starts == starts:  # else it has been restarted meanwhile
             self.crash(process.name)  # a stopped process has not received it
             self.restart(process.name)
 
     def _leave(self, process: Process[Machine], latest: float) -> None:
-        if (process.name, process.lives) not in self._late:
+        if (process.name, process.starts) not in self._late:
             self.watcher.leaves(process)
         super()._leave(process, latest)
 

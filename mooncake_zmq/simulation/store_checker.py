@@ -13,31 +13,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mooncake_zmq.core.actor import Fence, TimerFired
+from mooncake_zmq.core.actor import Fence, Start, TimerFired, WorkDone
+from mooncake_zmq.core.work import MoveValues, RemoveSegments, StoreResult, StoreWork, WorkFailed
+from mooncake_zmq.kv.object_record import taken_bytes
 from mooncake_zmq.pool.node.store_events import (
     Asked,
     ClientDied,
-    DiskFailed,
     Effect,
     Event,
-    Hear,
-    MoveValues,
     ReceiveValues,
-    RemoveSegments,
     Reply,
-    Result,
-    Say,
     SendValues,
-    Start,
+    Serve,
     StreamAsked,
     StreamEnded,
     ValuesSent,
-    Work,
-    WorkDone,
 )
-from mooncake_zmq.pool.node.store_node import EXPIRE, StoreNode
+from mooncake_zmq.pool.node.store_node import StoreNode
+from mooncake_zmq.pool.rules.holders import EXPIRE
 from mooncake_zmq.pool.rules.object_log import ObjectLog
-from mooncake_zmq.pool.rules.object_record import taken_bytes
 from mooncake_zmq.simulation.checkers import EPSILON_S
 from mooncake_zmq.simulation.store_disk import StoreDisk
 from mooncake_zmq.simulation.violation import Violation
@@ -184,10 +178,10 @@ class StoreChecker:
         books = self._of(store)
         self._books[store.name] = _Books(books.values, books.since, books.may_return)
 
-    def disk_did(self, name: str, disk: StoreDisk, work: Work, result: Result) -> None:
+    def disk_did(self, name: str, disk: StoreDisk, work: StoreWork, result: StoreResult) -> None:
         """Check the end of a disk's work."""
         self.works[type(work).__name__] += 1
-        if isinstance(result, DiskFailed):
+        if isinstance(result, WorkFailed):
             self.covered[f"{type(work).__name__} failed"] += 1
             if isinstance(work, RemoveSegments) and work.instead:
                 books = self._books.setdefault(name, _Books())
@@ -197,7 +191,7 @@ class StoreChecker:
     def observed(self, store: CheckedStore, event: Event, effects: Sequence[Effect]) -> None:
         """Check a turn of the actor."""
         books = self._of(store)
-        self._heard(store, books, event)
+        self._observed(store, books, event)
         for effect in effects:
             match effect:
                 case Fence(changes):
@@ -208,9 +202,9 @@ class StoreChecker:
                     self._sends(store, books, effect)
                 case ReceiveValues():
                     self._receives(store, books, effect)
-                case Say(stream, stream_messages.Ended(codes)):
+                case Serve(stream, stream_messages.Ended(codes)):
                     self._said(store, books, stream, codes)
-                case Hear(stream):
+                case Serve(stream, None):
                     books.asked.pop(stream, None)
                 case Start(_, MoveValues() as work):
                     self._keeps_promises(store, work)
@@ -219,7 +213,7 @@ class StoreChecker:
         if isinstance(event, WorkDone) or any(isinstance(effect, Fence) for effect in effects):
             self._within_quotas(store, books)
 
-    def at_rest(self, store: CheckedStore) -> None:
+    def at_end(self, store: CheckedStore) -> None:
         """Check I1 once nothing is in progress: the values in memory are those of their keys."""
         objects = store.node.objects
         for key, entry in objects.by_key.items():
@@ -232,7 +226,7 @@ class StoreChecker:
     def _of(self, store: CheckedStore) -> _Books:
         return self._books.setdefault(store.name, _Books())
 
-    def _heard(self, store: CheckedStore, books: _Books, event: Event) -> None:
+    def _observed(self, store: CheckedStore, books: _Books, event: Event) -> None:
         now = self._clock()
         match event:
             case Asked(connection, protocol.Release(leases, puts)):
@@ -298,7 +292,7 @@ class StoreChecker:
                     self._may(store, client, key, size > 0)
                     value = books.values.get(key)
                     if size > 0 and not books.may_return.get(key) and (value is None or len(value) != size):
-                        raise Violation("I1", f"{store.name} tells {size} bytes of {key}, which has other ones")
+                        raise Violation("I1", f"{store.name} answers {size} bytes of {key}, which has other ones")
 
             case protocol.ListKeys(), protocol.KeysListed(keys=keys):
                 for key in keys:
@@ -377,7 +371,7 @@ class StoreChecker:
         books = self._of(store)
         if standing != books.values.get(key) and standing not in books.may_return.get(key, ()):
             had = [value for _, value in books.since.get(key, ())]
-            what = "an older value" if standing in had else "bytes that nobody put there"
+            what = "an older value" if standing in had else "bytes that no client put there"
             raise Violation("I1", f"{store.name}: {key} is {how} as {what}")
         return standing
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from mooncake_zmq.simulation.stores import BYTES_PER_S, COPY_S, Pipe, StoreLife, Stores
+from mooncake_zmq.simulation.stores import BYTES_PER_S, COPY_S, Pipe, StoreIncarnation, Stores
 from mooncake_zmq.simulation.violation import Violation
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.codes import Pin
@@ -91,7 +91,7 @@ class StoreClient:
         self._healed = False
         self._serial = 0
         self._pipe: Pipe | None = None
-        self._memory: StoreLife | None = None
+        self._memory: StoreIncarnation | None = None
         """The incarnation of the store whose memory it maps, or would map."""
         self._token = b""
         self._abandoned: list[int] = []
@@ -108,7 +108,7 @@ class StoreClient:
         """Stop for a while, as its host is suspended."""
         self._stopped_until = max(self._stopped_until, until)
 
-    def received(self, incarnation: int, store: StoreLife, reply: protocol.Reply) -> None:
+    def received(self, incarnation: int, store: StoreIncarnation, reply: protocol.Reply) -> None:
         """Receive the reply to a request."""
         want = self._waits[1] if self._waits is not None else None
         if incarnation == self.incarnation and isinstance(want, Answer) and reply.id == want.request.id:
@@ -118,7 +118,7 @@ class StoreClient:
 
     def streamed(self, pipe: Pipe, message: Any, payload: list[bytes]) -> None:
         """Receive a stream's next message; None: the stream broke."""
-        if pipe.client_life == self.incarnation:
+        if pipe.client_incarnation == self.incarnation:
             pipe.answers.append((message, payload))
             if self._waits is not None and isinstance(self._waits[1], Streamed) and self._waits[1].pipe is pipe:
                 self._go_on(self._waits[0], "something came")

@@ -6,26 +6,26 @@ Records lie in their segments as on the real one, header before bytes; rows that
 from dataclasses import dataclass, field
 from random import Random
 
-from mooncake_zmq.pool.node.store_events import (
+from mooncake_zmq.core.work import (
     BAD,
     GOOD,
     UNREAD,
     CommitValues,
     CreateSegment,
-    DiskFailed,
     Done,
     ForgetValues,
     MoveValues,
     ReadValues,
     RemoveSegments,
-    Result,
+    StoreResult,
+    StoreWork,
     ValuesRead,
     ValuesWritten,
-    Work,
+    WorkFailed,
     WriteValues,
     WrittenValue,
 )
-from mooncake_zmq.pool.rules.object_record import ObjectRecord, header, header_bytes, record_bytes, why_missed
+from mooncake_zmq.kv.object_record import ObjectRecord, header, header_bytes, record_bytes, why_missed
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.store.memory import checksum_of
 
@@ -47,7 +47,7 @@ class StoreDisk:
     unsynced: list[tuple[int, int, int]] = field(default_factory=list)
     """The (segment, offset, bytes) of writes that are not synced."""
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StoreWork) -> float:
         """Return the time of a work."""
         match work:
             case ReadValues(values) | WriteValues(values):
@@ -89,13 +89,13 @@ class StoreDisk:
 
     # --- works
 
-    def half(self, work: Work, memory: bytearray) -> None:
+    def half(self, work: StoreWork, memory: bytearray) -> None:
         """Do the first half of a work."""
         if isinstance(work, WriteValues) and not self.like.fault:
             for value in work.values:
                 self._write(value, memory, checksum=0, half=True)
 
-    def finish(self, work: Work, memory: bytearray, checksums: tuple[int, ...]) -> Result:
+    def finish(self, work: StoreWork, memory: bytearray, checksums: tuple[int, ...]) -> StoreResult:
         """Do the second half of a work; return its result. `checksums`: those made when it began, if it writes."""
         failed = self._fault(work)
         if failed is not None:
@@ -126,16 +126,16 @@ class StoreDisk:
                     self.segments.pop(segment, None)
         return Done()
 
-    def _fault(self, work: Work) -> Result | None:
+    def _fault(self, work: StoreWork) -> StoreResult | None:
         match self.like.fault, work:
             case "failing", ReadValues(values):
                 return ValuesRead((UNREAD,) * len(values), "the disk fails")
             case "failing", _:
-                return DiskFailed("the disk fails")
+                return WorkFailed("the disk fails")
             case "full", ForgetValues() if self.random.random() < 0.5:
-                return DiskFailed("no space, not even for the index", full=True)
+                return WorkFailed("no space, not even for the index", full=True)
             case "full", WriteValues() | CommitValues() | MoveValues() | CreateSegment():
-                return DiskFailed("no space", full=True)
+                return WorkFailed("no space", full=True)
         return None
 
     def _write(self, value: WrittenValue, memory: bytearray, *, checksum: int, half: bool) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol
 
-from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
+from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Start, Started, TimerFired, WorkDone
+from mooncake_zmq.core.work import ReadValues, RemoveSegments, StoreWork, WriteValues
 from mooncake_zmq.pool.node.store_events import (
     Asked,
     ChecksumsMade,
@@ -19,24 +20,18 @@ from mooncake_zmq.pool.node.store_events import (
     Effect,
     Event,
     Greeted,
-    Hear,
     MakeChecksums,
     Probe,
-    ReadValues,
     ReceiveValues,
-    RemoveSegments,
     Reply,
-    Say,
     SendValues,
-    Start,
+    Serve,
     StreamAsked,
     StreamBegan,
     StreamEnded,
     ToStream,
     ValuesCame,
     ValuesSent,
-    WorkDone,
-    WriteValues,
 )
 from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
 from mooncake_zmq.pool.rules.entries import Found
@@ -90,7 +85,7 @@ class StoreCaller(Protocol):
 
     def healed(self) -> None: ...
     def stops(self, until: float) -> None: ...
-    def received(self, incarnation: int, store: "StoreLife", reply: protocol.Reply) -> None: ...
+    def received(self, incarnation: int, store: "StoreIncarnation", reply: protocol.Reply) -> None: ...
     def streamed(self, pipe: "Pipe", message: Any, payload: list[bytes]) -> None: ...
 
 
@@ -100,10 +95,10 @@ class Pipe:
 
     number: int
     client: StoreCaller
-    client_life: int
-    store: "StoreLife"
+    client_incarnation: int
+    store: "StoreIncarnation"
     sent: deque[tuple[StreamRequest, list[bytes]]] = field(default_factory=deque)
-    hears: bool = False
+    reads_next: bool = False
     eager: list[bytes] = field(default_factory=list)
     receiving: ReceiveValues | None = None
     """The values whose bytes are to come."""
@@ -120,12 +115,12 @@ class Pipe:
     """The answers that the client has not taken yet."""
 
 
-class StoreLife:
+class StoreIncarnation:
     """One incarnation of a store: everything but its disk is lost when it ends."""
 
     def __init__(self, stores: "Stores", process: Process[Any], disk: StoreDisk) -> None:
         self.name = process.name
-        self.incarnation = process.lives
+        self.incarnation = process.starts
         self.disk = disk
         self.memory = bytearray(SETTINGS.object_bytes)
         self.flipped: set[tuple[int, int]] = set()
@@ -136,7 +131,7 @@ class StoreLife:
         self.node = StoreNode(SETTINGS, facts, log)
         self.generations = [0] * self.node.objects.entries.table_rows
         self.pipes: dict[int, Pipe] = {}
-        self.works: dict[int, Start] = {}
+        self.works: dict[int, Start[StoreWork]] = {}
         self.turns = 0
         self._stores = stores
         self._process = process
@@ -149,7 +144,7 @@ class StoreLife:
             Start: self._start,
             SetTimer: self._set_timer,
             Drained: lambda effect: None,
-            **dict.fromkeys((Say, Hear, SendValues, MakeChecksums, ReceiveValues, Dismiss), self._to_stream),
+            **dict.fromkeys((Serve, SendValues, MakeChecksums, ReceiveValues, Dismiss), self._to_stream),
         }
 
     @property
@@ -164,7 +159,7 @@ class StoreLife:
     def later(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
         """Schedule a call in this incarnation, and not while its process is stopped."""
         world = self._stores.simulator
-        world.in_life(self._process, world.now + delay_s, action, *arguments)
+        world.in_incarnation(self._process, world.now + delay_s, action, *arguments)
 
     def copy_s(self, size: int) -> float:
         """Return the time in which a stream's server copies so many bytes."""
@@ -191,18 +186,18 @@ class StoreLife:
         self.later(HOP_S, self._attached, pipe, attach)
         return pipe
 
-    def hear(self, pipe: Pipe) -> None:
+    def look(self, pipe: Pipe) -> None:
         """Have the stream's server look for a request, or find its client gone."""
         if pipe.over:
             return
-        if pipe.cut and (pipe.hears or pipe.receiving is not None):
+        if pipe.cut and (pipe.reads_next or pipe.receiving is not None):
             self._end(pipe)
-        elif pipe.hears and pipe.sent:
+        elif pipe.reads_next and pipe.sent:
             request, pipe.eager = pipe.sent.popleft()
-            pipe.hears = False
+            pipe.reads_next = False
             self.take(StreamAsked(pipe.number, request))
 
-    def receive(self, pipe: Pipe, values: Sequence[bytes], told: Sequence[int]) -> None:
+    def receive(self, pipe: Pipe, values: Sequence[bytes], sent: Sequence[int]) -> None:
         """Receive the bytes that a stream's server waits for."""
         asked, pipe.receiving = pipe.receiving, None
         if asked is None or pipe.over:
@@ -210,7 +205,7 @@ class StoreLife:
         damaged = [self._stores.damaged(value) for value in values]
         delay_s = self.copy_s(sum(map(len, values)))
         self.later(delay_s / 2, self._write, pipe, asked, damaged, True)
-        self.later(delay_s, self._came, pipe, asked, damaged, list(told))
+        self.later(delay_s, self._came, pipe, asked, damaged, list(sent))
 
     def _attached(self, pipe: Pipe, attach: Attach) -> None:
         if not pipe.cut:
@@ -224,23 +219,21 @@ class StoreLife:
         if pipe.cut:
             return self._end(pipe)
         match effect:
-            case Say(_, message):
-                pipe.hears = True
-                self._stores.answer(pipe, message, [])
-                self.hear(pipe)
-            case Hear():
-                pipe.hears = True
-                self.hear(pipe)
+            case Serve(_, answer):
+                pipe.reads_next = True
+                if answer is not None:
+                    self._stores.answer(pipe, answer, [])
+                self.look(pipe)
             case SendValues():
                 delay_s = self.copy_s(sum(one.size for one in effect.found)) + pipe.dawdles_s
                 self.later(delay_s / 2, self._send_half, pipe, effect, delay_s)
             case MakeChecksums(_, found):
                 delay_s = self.copy_s(sum(one.size for one in found))
                 self.later(delay_s, self._made, pipe, found)
-            case ReceiveValues(_, _, _, codes, told, within_s):
+            case ReceiveValues(_, _, _, codes, sent, within_s):
                 pipe.receiving = effect
-                if told is not None:
-                    self.receive(pipe, pipe.eager, told)
+                if sent is not None:
+                    self.receive(pipe, pipe.eager, sent)
                 else:
                     self._stores.answer(pipe, Ended(codes or []), [])
                     self.later(within_s, self._too_slow, pipe, effect)
@@ -277,11 +270,11 @@ class StoreLife:
                 stop = len(value) // 2 if half else len(value)
                 self.memory[offset : offset + stop] = value[:stop]
 
-    def _came(self, pipe: Pipe, asked: ReceiveValues, values: Sequence[bytes], told: list[int]) -> None:
+    def _came(self, pipe: Pipe, asked: ReceiveValues, values: Sequence[bytes], sent: list[int]) -> None:
         if pipe.cut:
             return self._end(pipe)
         self._write(pipe, asked, values, False)
-        self.take(ValuesCame(pipe.number, told, [checksum_of(value) for value in values]))
+        self.take(ValuesCame(pipe.number, sent, [checksum_of(value) for value in values]))
         return None
 
     def _too_slow(self, pipe: Pipe, asked: ReceiveValues) -> None:
@@ -307,7 +300,7 @@ class StoreLife:
 
     def _probe(self, clients: Sequence[bytes]) -> None:
         for name in clients:
-            if not self._stores.is_lived(name):
+            if not self._stores.is_running(name):
                 self.take(ClientDied(name, closed=False))
 
     def _set_timer(self, effect: SetTimer) -> None:
@@ -320,7 +313,7 @@ class StoreLife:
             del self._timers[key]
             self.take(TimerFired(key))
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: Start[StoreWork]) -> None:
         writers = [each for each in self.works.values() if not isinstance(each.work, ReadValues)]
         if writers and not isinstance(start.work, ReadValues):
             raise Violation("I2", f"{self.name} has {start.work} done while {writers[0].work} is under way")
@@ -337,7 +330,7 @@ class StoreLife:
         self.later(delay_s / 2, lambda: self.disk.half(start.work, self.memory))
         self.later(delay_s, self._finish, start, checksums)
 
-    def _finish(self, start: Start, checksums: tuple[int, ...]) -> None:
+    def _finish(self, start: Start[StoreWork], checksums: tuple[int, ...]) -> None:
         del self.works[start.work_id]
         result = self.disk.finish(start.work, self.memory, checksums)
         self._stores.checker.disk_did(self.name, self.disk, start.work, result)
@@ -351,7 +344,7 @@ class Stores:
         self.simulator = simulator
         self.random = Random(f"stores of seed {seed}")  # noqa: S311 (not for secrets)
         self.checker = StoreChecker(lambda: simulator.now)
-        self.living: dict[str, StoreLife] = {}
+        self.living: dict[str, StoreIncarnation] = {}
         self.clients: Sequence[StoreCaller] = []
         self._disks = {
             name: StoreDisk(disk, Random(f"store disk {name} of seed {seed}")) for name, disk in simulator.disks.items()
@@ -365,7 +358,7 @@ class Stores:
         """Start the store beside a new incarnation of a process, if it has one."""
         disk = self._disks.get(process.name)
         if disk is not None:
-            store = StoreLife(self, process, disk)
+            store = StoreIncarnation(self, process, disk)
             self.living[process.name] = store
             store.later(0.0, store.take, Started())
 
@@ -405,11 +398,11 @@ class Stores:
                 store.memory[found.offset + self.random.randrange(found.size)] ^= 1 << self.random.randrange(8)
                 store.flipped.add((found.entry, found.generation))
 
-    def is_lived(self, name: bytes) -> bool:
+    def is_running(self, name: bytes) -> bool:
         """Return whether this client still holds its incarnation's lock, as a stopped one does."""
         return any(client.name == name for client in self.clients)
 
-    def saw(self, store: StoreLife, event: Event, effects: list[Effect]) -> None:
+    def saw(self, store: StoreIncarnation, event: Event, effects: list[Effect]) -> None:
         """Check a turn that a store has taken."""
         simulator = self.simulator
         simulator.note(type(event).__name__.encode(), store.name)
@@ -439,7 +432,7 @@ class Stores:
             else:
                 store.later(0.0, store.take, Asked(connection, request, client.user))
 
-    def reply(self, store: StoreLife, reply: Reply) -> None:
+    def reply(self, store: StoreIncarnation, reply: Reply) -> None:
         """Send an answer to its client."""
         client = next((each for each in self.clients if each.connection == reply.connection), None)
         wires = self.simulator.wires
@@ -468,7 +461,7 @@ class Stores:
     def _streamed(self, pipe: Pipe, request: StreamRequest, payload: list[bytes]) -> None:
         pipe.sent.append((request, payload))
         if pipe.store.is_running:
-            pipe.store.later(0.0, pipe.store.hear, pipe)
+            pipe.store.later(0.0, pipe.store.look, pipe)
 
     def upload(self, pipe: Pipe, values: list[bytes], checksums: list[int]) -> None:
         """Send the bytes that a store has asked for."""
@@ -479,7 +472,7 @@ class Stores:
         """Break a stream: its server finds out when it next looks, its client at once."""
         pipe.cut = True
         if pipe.store.is_running:
-            pipe.store.later(HOP_S, pipe.store.hear, pipe)
+            pipe.store.later(HOP_S, pipe.store.look, pipe)
         self.answer(pipe, None, [])
 
     def damaged(self, value: bytes) -> bytes:
@@ -513,9 +506,9 @@ class Stores:
                 return Violation("I4", f"the store of {name} has {above}")
         return None
 
-    def at_rest(self) -> None:
+    def at_end(self) -> None:
         """Check the stores once nothing is in progress."""
         for store in self.living.values():
             store.node.check()
-            self.checker.at_rest(store)
+            self.checker.at_end(store)
             self.checker.covered.update(store.node.counts)

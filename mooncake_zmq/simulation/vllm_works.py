@@ -7,8 +7,8 @@ import numpy as np
 from mooncake_zmq.core.work import EngineProbed, Generate, Generated, TokensGenerated, WorkFailed
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 from mooncake_zmq.simulation.engine import SimSequence, as_tokens
+from mooncake_zmq.simulation.engine_store import EngineStore, block_of, fill
 from mooncake_zmq.simulation.machine import Machine, Running, Steps
-from mooncake_zmq.simulation.shelf import Shelf, block_of, fill
 
 ENGINE_FAILS = 0.05
 """The share of requests that a foreign engine refuses by itself."""
@@ -70,18 +70,19 @@ def _saved(machine: Machine, keys: Sequence[Key]) -> list[bytes]:
     """Return the leading blocks that answering stores have. A torn copy is noticed."""
     world, found = machine.world, list[bytes]()
     for key in keys:
-        held = [block for shelf in _stores(machine) if (block := shelf.get(key)) is not None]
+        held = [block for store in _stores(machine) if (block := store.get(key)) is not None]
         if not held or (world.copy_tear and world.random.random() < world.copy_tear):
             break
         found.append(held[0])
     return found
 
 
-def _stores(machine: Machine) -> list[Shelf]:
+def _stores(machine: Machine) -> list[EngineStore]:
     """Return the blocks of the stores that answer, the one on this host first."""
-    there = [segment for segment in machine.world.segments.values() if segment.shelf is not None and segment.linked]
+    there = [segment for segment in machine.world.segments.values() if segment.engine_store is not None and segment.linked]
     there = [each for each in there if machine.world.reach(machine.name, each.node, each.incarnation) == "yes"]
-    return [each.shelf for each in sorted(there, key=lambda each: each.host != machine.host) if each.shelf is not None]
+    nearest = sorted(there, key=lambda each: each.host != machine.host)
+    return [each.engine_store for each in nearest if each.engine_store is not None]
 
 
 def _save(machine: Machine, work: Generate, sequence: SimSequence, known: bytes, start: int) -> None:
@@ -94,9 +95,9 @@ def _save(machine: Machine, work: Generate, sequence: SimSequence, known: bytes,
 
 
 def _put_in_store(machine: Machine, blocks: Sequence[tuple[Key, bytes]]) -> None:
-    for shelf in _stores(machine)[:1]:
+    for store in _stores(machine)[:1]:
         for key, block in blocks:
-            shelf.put(key, block)
+            store.put(key, block)
 
 
 def probe_engine(machine: Machine) -> Steps:

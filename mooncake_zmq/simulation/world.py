@@ -76,7 +76,7 @@ class Carrier(Protocol):
 M = TypeVar("M", bound=Carrier)
 
 
-class Life(Generic[M]):
+class Incarnation(Generic[M]):
     """One incarnation of a process: everything here is lost when it ends."""
 
     def __init__(self, incarnation: int, machine: M, actor: Actor, observe: Observe | None = None) -> None:
@@ -107,20 +107,20 @@ class Process(Generic[M]):
         self.by_role = {spec.role: spec for spec in specs}
         self.configured = specs[0].role
         self.name = self.spec.name
-        self.lives = 0
+        self.starts = 0
         self.clock_ahead = 0
         """The number by which its host's clock raises new incarnations."""
         self.slept_s = 0.0
         """The total time for which its host has been suspended, and its monotonic clock stood still."""
         self.still_since: float | None = None
         """The time at which its host was suspended; None while it runs."""
-        self.life: Life[M] | None = None
+        self.current: Incarnation[M] | None = None
         self.former_frames: deque[tuple[str, bytes]] = deque(maxlen=RECENT_FRAMES)
 
     @property
     def next_incarnation(self) -> int:
-        """Return the number of the incarnation that begins now, once it is counted among `lives`."""
-        return self.lives + self.clock_ahead
+        """Return the number of the incarnation that begins now, once it is counted among `starts`."""
+        return self.starts + self.clock_ahead
 
 
 class Link(Protocol):
@@ -132,7 +132,7 @@ class Link(Protocol):
     def begin(self, process: Process[Any]) -> None:
         """Start a new incarnation's actor, and greet its peers."""
 
-    def end(self, process: Process[Any], life: Life[Any]) -> None:
+    def end(self, process: Process[Any], current: Incarnation[Any]) -> None:
         """Drop the state of an incarnation that has ended."""
 
     def handle(self, process: Process[Any], event: Event) -> None:
@@ -173,17 +173,19 @@ class World(Generic[M]):
         self._order = 0
         self._stale = 0
         """The number of replaced or cancelled timers in the heap."""
-        self.acts: dict[type[Effect], Callable[[Process[M], Life[M], Any], None]] = {
+        self.acts: dict[type[Effect], Callable[[Process[M], Incarnation[M], Any], None]] = {
             SetTimer: self._set_timer,
             CancelTimer: self._cancel_timer,
-            Start: lambda process, life, effect: life.machine.start(effect.work_id, effect.work, effect.deadline_s),
-            CancelWork: lambda process, life, effect: life.machine.cancel(effect.work_id),
-            Fence: lambda process, life, effect: life.machine.fence(effect.generations),
-            OpenSequence: lambda process, life, effect: life.machine.open(effect.sequence, effect.capacity_tokens, effect.past),
-            CloseSequence: lambda process, life, effect: life.machine.close(effect.sequence),
-            ToClient: lambda process, life, effect: self.to_client(process.name, effect.request_id, effect.output),
-            Publish: lambda process, life, effect: None,
-            Answered: lambda process, life, effect: None,
+            Start: lambda process, current, effect: current.machine.start(effect.work_id, effect.work, effect.deadline_s),
+            CancelWork: lambda process, current, effect: current.machine.cancel(effect.work_id),
+            Fence: lambda process, current, effect: current.machine.fence(effect.generations),
+            OpenSequence: lambda process, current, effect: current.machine.open(
+                effect.sequence, effect.capacity_tokens, effect.past
+            ),
+            CloseSequence: lambda process, current, effect: current.machine.close(effect.sequence),
+            ToClient: lambda process, current, effect: self.to_client(process.name, effect.request_id, effect.output),
+            Publish: lambda process, current, effect: None,
+            Answered: lambda process, current, effect: None,
             Drained: self._drained,
         }
         """The action for each type of effect; matching patterns takes three times as long."""
@@ -205,10 +207,10 @@ class World(Generic[M]):
         self._order += 1
         self._mail.append((time, self._order, action, arguments))
 
-    def in_life(self, process: Process[M], time: float, action: Callable[..., None], *arguments: Any) -> None:
+    def in_incarnation(self, process: Process[M], time: float, action: Callable[..., None], *arguments: Any) -> None:
         """Schedule a call that happens in the process's present incarnation only, and not while it is stopped."""
         self._order += 1
-        heappush(self._heap, (time, self._order, self._alive, (process, process.lives, action, arguments)))
+        heappush(self._heap, (time, self._order, self._alive, (process, process.starts, action, arguments)))
 
     def run_until(self, time: float) -> None:
         """Let time pass."""
@@ -240,19 +242,19 @@ class World(Generic[M]):
         for time, order, action, arguments in held:
             heappush(self._heap, (time + later_s, order, action, arguments))
 
-    def _alive(self, process: Process[M], lives: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        life = process.life
-        if life is None or process.lives != lives:
+    def _alive(self, process: Process[M], starts: int, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        current = process.current
+        if current is None or process.starts != starts:
             return
-        if life.paused or life.postponed:
-            life.postponed.append((action, arguments))
+        if current.paused or current.postponed:
+            current.postponed.append((action, arguments))
         else:
             action(*arguments)
 
-    def let(self, life: Life[M], action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def let(self, current: Incarnation[M], action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Act now, or in turn once the process has caught up."""
-        if life.paused or life.postponed:
-            life.postponed.append((action, arguments))
+        if current.paused or current.postponed:
+            current.postponed.append((action, arguments))
         else:
             action(*arguments)
 
@@ -261,60 +263,60 @@ class World(Generic[M]):
     def restart(self, name: str, role: str = "") -> None:
         """Begin a process's next incarnation, unless it runs: in the role that it is configured for, if in no other."""
         process = self.processes[name]
-        if process.life is not None:
+        if process.current is not None:
             return
         process.spec = process.by_role[role or process.configured]
-        process.lives += 1
+        process.starts += 1
         machine, actor = self._build(process)
-        process.life = Life(process.next_incarnation, machine, actor, self._watch(process))
+        process.current = Incarnation(process.next_incarnation, machine, actor, self._watch(process))
         self.link.begin(process)
 
     def crash(self, name: str) -> None:
         """End an incarnation at once."""
         process = self.processes[name]
-        life = process.life
-        if life is None:
+        current = process.current
+        if current is None:
             return
-        process.former_frames = life.recent
-        process.life = None
-        self._stale += len(life.timers)
-        self.link.end(process, life)
+        process.former_frames = current.recent
+        process.current = None
+        self._stale += len(current.timers)
+        self.link.end(process, current)
         self.on_death(name)
 
     def alive(self, node: str, incarnation: int) -> bool:
         """Return whether this incarnation still holds its lock, as a stopped process does."""
         process = self.processes.get(node)
-        return process is not None and process.life is not None and process.life.incarnation == incarnation
+        return process is not None and process.current is not None and process.current.incarnation == incarnation
 
     def _leave(self, process: Process[M], latest: float) -> None:
         """End a drained process once its last messages are acknowledged, or after a while."""
         if self.now < latest and self.link.pending(process):
-            self.in_life(process, self.now + 0.1, self._leave, process, latest)
+            self.in_incarnation(process, self.now + 0.1, self._leave, process, latest)
         else:
-            self.in_life(process, self.now, self._exit, process)
+            self.in_incarnation(process, self.now, self._exit, process)
 
     def _exit(self, process: Process[M]) -> None:
-        assert process.life is not None
-        become, lives = process.life.become, process.lives
+        assert process.current is not None
+        become, starts = process.current.become, process.starts
         self.crash(process.name)
         if become:
-            self.at(self.now + self._anew_s, self._begin_as, process, lives, become)
+            self.at(self.now + self._anew_s, self._begin_as, process, starts, become)
 
-    def _begin_as(self, process: Process[M], lives: int, role: str) -> None:
-        if process.lives == lives:  # else it has been restarted meanwhile, as what it is configured for
+    def _begin_as(self, process: Process[M], starts: int, role: str) -> None:
+        if process.starts == starts:  # else it has been restarted meanwhile, as what it is configured for
             self.restart(process.name, role)
 
     # --- events
 
     def handle(self, process: Process[M], event: Event) -> None:
         """Handle an event other than a message."""
-        if process.life is not None:
+        if process.current is not None:
             self.link.handle(process, event)
 
     def from_client(self, gateway: str, request_id: str, value: Any) -> None:
         """Pass a client's input to a gateway."""
         process = self.processes[gateway]
-        self.in_life(process, self.now, self.handle, process, FromClient(request_id, value))
+        self.in_incarnation(process, self.now, self.handle, process, FromClient(request_id, value))
 
     def work_done(self, process: Process[M], work_id: int, result: Result) -> None:
         """Report a work's result to its process."""
@@ -324,46 +326,46 @@ class World(Generic[M]):
         """Report a work's progress to its process."""
         self.handle(process, WorkProgress(work_id, progress))
 
-    def _timer(self, process: Process[M], lives: int, key: TimerKey, order: int) -> None:
-        life = process.life
-        if life is None or process.lives != lives or life.timers.get(key) != order:
+    def _timer(self, process: Process[M], starts: int, key: TimerKey, order: int) -> None:
+        current = process.current
+        if current is None or process.starts != starts or current.timers.get(key) != order:
             self._stale -= 1
-        elif life.paused or life.postponed:
-            life.postponed.append((self._fire, (process, key, order)))
+        elif current.paused or current.postponed:
+            current.postponed.append((self._fire, (process, key, order)))
         else:
-            del life.timers[key]
+            del current.timers[key]
             self.handle(process, TimerFired(key))
 
     def _fire(self, process: Process[M], key: TimerKey, order: int) -> None:
         """Fire a timer that came due while its process was stopped."""
-        life = process.life
-        if life is None or life.timers.get(key) != order:
+        current = process.current
+        if current is None or current.timers.get(key) != order:
             self._stale -= 1
             return
-        del life.timers[key]
+        del current.timers[key]
         self.handle(process, TimerFired(key))
 
     # --- effects
 
-    def carry_out(self, process: Process[M], life: Life[M], effect: Effect) -> None:
+    def carry_out(self, process: Process[M], current: Incarnation[M], effect: Effect) -> None:
         """Carry out an actor's effect; sending messages is up to the link."""
-        self.acts[type(effect)](process, life, effect)
+        self.acts[type(effect)](process, current, effect)
 
-    def _set_timer(self, process: Process[M], life: Life[M], effect: SetTimer) -> None:
+    def _set_timer(self, process: Process[M], current: Incarnation[M], effect: SetTimer) -> None:
         self._order = order = self._order + 1
-        if effect.key in life.timers:
+        if effect.key in current.timers:
             self._replaced()
-        life.timers[effect.key] = order
-        heappush(self._heap, (self.now + effect.delay_s, order, self._timer, (process, process.lives, effect.key, order)))
+        current.timers[effect.key] = order
+        heappush(self._heap, (self.now + effect.delay_s, order, self._timer, (process, process.starts, effect.key, order)))
 
-    def _cancel_timer(self, process: Process[M], life: Life[M], effect: CancelTimer) -> None:
-        if life.timers.pop(effect.key, None) is not None:
+    def _cancel_timer(self, process: Process[M], current: Incarnation[M], effect: CancelTimer) -> None:
+        if current.timers.pop(effect.key, None) is not None:
             self._replaced()
 
-    def _drained(self, process: Process[M], life: Life[M], effect: Drained) -> None:
-        life.become = effect.become
-        if not life.drained:
-            life.drained = True
+    def _drained(self, process: Process[M], current: Incarnation[M], effect: Drained) -> None:
+        current.become = effect.become
+        if not current.drained:
+            current.drained = True
             self._leave(process, self.now + LINGER_S)
 
     def _replaced(self) -> None:
@@ -377,6 +379,6 @@ class World(Generic[M]):
             self._stale = 0
 
 
-def _stands(process: Process[Any], lives: int, key: TimerKey, order: int) -> bool:
-    life = process.life
-    return life is not None and process.lives == lives and life.timers.get(key) == order
+def _stands(process: Process[Any], starts: int, key: TimerKey, order: int) -> bool:
+    current = process.current
+    return current is not None and process.starts == starts and current.timers.get(key) == order

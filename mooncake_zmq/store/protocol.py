@@ -1,4 +1,4 @@
-"""What store clients and a store's server say to each other. PURE; versioned, flat, bounded; no clock readings.
+"""The messages between store clients and a store's server. PURE; versioned, flat, bounded; no clock readings.
 
     client DEALER  -- [request] --> ROUTER of the store server
                    <-- [reply] ---
@@ -22,7 +22,7 @@ PROTOCOL_VERSION = 6
 MAX_KEYS = 1024
 """Keys in one request; clients split longer lists."""
 PIECE_BYTES = 1 << 20
-"""What is copied at a time: small enough to stay in the CPU's cache until it is hashed."""
+"""The size of the pieces that are copied: small enough to stay in the CPU's cache until it is hashed."""
 MAX_FRAME_BYTES = 2 << 20
 """Longest frame either side takes: 1024 keys of 1024 bytes with what goes with each."""
 REMOVED_AT_ONCE = 16_384
@@ -46,7 +46,7 @@ class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True,
 
 
 class Hello(_Message, frozen=True, tag=1):
-    """The first message of a connection. `shared`: the client maps the segment and holds the lock of its life file."""
+    """The first message of a connection. `shared`: the client maps the segment and holds the lock of its lock file."""
 
     id: Id
     protocol: Size
@@ -55,7 +55,7 @@ class Hello(_Message, frozen=True, tag=1):
 
 
 class Welcome(_Message, frozen=True, tag=2):
-    """What the client must know of the server. `path` is empty where it cannot share memory.
+    """The server's answer to Hello. `path` is empty where it cannot share memory.
 
     `stream`: where streams connect, `tcp://*:PORT` at the address of this connection or `ipc://PATH`; with `token` and `secret`
     they are the client's. `sealed`: they are encrypted.
@@ -213,7 +213,7 @@ Request = Hello | Exist | Reserve | Commit | Lease | Release | SizesOf | Remove 
 Identified = Hello | Exist | Reserve | Commit | Lease | SizesOf | Remove | RemoveAll | ListKeys
 """Requests answered by one reply that echoes their id."""
 OfMemory = Reserve | Commit | Lease | Release | ReportCorrupt
-"""What a client that maps the memory says where it copies."""
+"""Requests of a client that maps the memory, which copies by itself."""
 Note = Release | ReportCorrupt
 """Not answered."""
 Reply = Welcome | Stranger | Codes | Numbers | Reserved | Leased | KeysListed

@@ -4,8 +4,8 @@
     next          generations  uint64[entries]   odd: being written; changed before a cell serves another value
     data_offset   memory       bytes[memory_bytes]
 
-Named like the block segments, so that the same sweep removes it after a crash. A client that maps it holds the lock of a
-life file beside it for as long as it lives, by which the server tells a late writer from a dead one.
+Named like the block segments, so that the same sweep removes it after a crash. A client that maps it holds the lock on a lock
+file beside it for as long as it runs, by which the server can distinguish a late writer from a dead one.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from mooncake_zmq.transfer.shared_memory import (
     HUGE_PAGE_BYTES,
     MADV_POPULATE_WRITE,
     SharedMemoryError,
-    check_space,
-    create_file,
     file_name,
+    make_file,
+    map_file,
     parse_name,
 )
 
 MAGIC = b"MOONOBJ\n"
 VERSION = 1
 SUFFIX = ".objects"
-"""Of the node's name in a segment's: the same node has a segment of blocks."""
+"""The suffix of the node's name in the segment's: the same node has a segment of blocks."""
 _HEADER = struct.Struct("<8sIQQQ")
 _POPULATE_STEP_BYTES = 64 << 20
 
@@ -59,26 +59,18 @@ class ObjectSegment:
         cls, directory: str | Path, cluster: str, node: str, incarnation: int, *, entries: int, memory_bytes: int
     ) -> "ObjectSegment":
         """Make the file with all its memory, or raise SharedMemoryError with a reason."""
-        directory = Path(directory)
         total = _data_offset(entries) + memory_bytes
-        check_space(directory, total, f"{memory_bytes} bytes of values for {node}; lower object_bytes")
-        path, fd = create_file(directory, file_name(cluster, f"{node}{SUFFIX}", incarnation))
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(fd, 0, total)
-            mapping = _map(fd, total)
-            mapping[: _HEADER.size] = _HEADER.pack(MAGIC, VERSION, incarnation, entries, memory_bytes)
-        except OSError as error:
-            os.unlink(path)
-            os.close(fd)
-            raise SharedMemoryError(f"cannot create {path} of {total} bytes: {error.strerror}; lower object_bytes") from error
+        header = _HEADER.pack(MAGIC, VERSION, incarnation, entries, memory_bytes)
+        what = f"{memory_bytes} bytes of values for {node}; lower object_bytes"
+        name = file_name(cluster, f"{node}{SUFFIX}", incarnation)
+        path, fd, mapping = make_file(Path(directory), name, total, header, what, "object_bytes")
         segment = cls(mapping, path, entries, memory_bytes, fd)
         _populate(segment.address, memory_bytes, lambda: segment)
         return segment
 
     @classmethod
     def attach(cls, path: str | Path, incarnation: int, *, entries: int, memory_bytes: int) -> "ObjectSegment":
-        """Map a server's segment for reading and writing, after checking that it is that life's and of that shape."""
+        """Map a server's segment for reading and writing, after checking that it is that incarnation's and of that shape."""
         path = Path(path)
         named = parse_name(path.name)
         if not path.is_absolute() or named is None or not named[1].endswith(SUFFIX) or named[2] != incarnation:
@@ -91,13 +83,13 @@ class ObjectSegment:
                 expected = _HEADER.pack(MAGIC, VERSION, incarnation, entries, memory_bytes)
                 if header != expected or os.fstat(fd).st_size != total:
                     raise SharedMemoryError(f"{path} is not the segment of incarnation {incarnation}")
-                mapping = _map(fd, total)
+                mapping = map_file(fd, total, writable=True)
             finally:
                 os.close(fd)
         except OSError as error:
             raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
         segment = cls(mapping, path, entries, memory_bytes, -1)
-        # A second for 2 GiB: nobody should wait for it, nor should it keep the mapping when nobody else does.
+        # A second for 2 GiB: no caller should wait for it, nor should it keep the mapping alone.
         arguments = (segment.address, memory_bytes, weakref.ref(segment))
         threading.Thread(target=_populate, args=arguments, name="populate", daemon=True).start()
         return segment
@@ -110,15 +102,15 @@ class ObjectSegment:
             self._owner_fd = -1
 
 
-class Life:
-    """A client's life file: locked by it from before it maps the segment until it ends, whichever way."""
+class ClientLock:
+    """A client's lock file: locked by it from before it maps the segment until it ends, whichever way."""
 
     def __init__(self, directory: Path, cluster: str, client: bytes) -> None:
         """Raises OSError where the directory cannot be written."""
-        self.path = life_path(directory, cluster, client)
+        self.path = lock_path(directory, cluster, client)
         self._fd = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _lives.add(self)
+        _locks.add(self)
 
     def end(self) -> None:
         """May be called twice."""
@@ -127,29 +119,29 @@ class Life:
             self.disown()
 
     def disown(self) -> None:
-        """In a forked child: let go of the descriptor, or the child would keep its parent's life going."""
+        """In a forked child: close the descriptor, or the child would keep its parent's lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
-_lives: "weakref.WeakSet[Life]" = weakref.WeakSet()
+_locks: "weakref.WeakSet[ClientLock]" = weakref.WeakSet()
 
 
 def _disown_all() -> None:
-    for life in list(_lives):
-        life.disown()
+    for lock in list(_locks):
+        lock.disown()
 
 
 os.register_at_fork(after_in_child=_disown_all)
 
 
-def life_path(directory: Path, cluster: str, client: bytes) -> Path:
+def lock_path(directory: Path, cluster: str, client: bytes) -> Path:
     return directory / file_name(cluster, f"client-{client.hex()}", 0)
 
 
-def is_lived(path: Path) -> bool:
-    """Does anybody hold the lock of this life file?"""
+def is_locked(path: Path) -> bool:
+    """Does any process hold the lock on this lock file?"""
     try:
         fd = open_own(path, os.O_RDONLY)
     except OSError:
@@ -164,7 +156,7 @@ def is_lived(path: Path) -> bool:
         os.close(fd)
 
 
-def remove_life(path: Path) -> bool:
+def remove_lock(path: Path) -> bool:
     """Remove what a client that is dead has left: False if there is nothing of it, whatever others put there."""
     try:
         os.close(open_own(path, os.O_RDONLY))
@@ -175,7 +167,7 @@ def remove_life(path: Path) -> bool:
 
 
 def boot_id() -> str:
-    """Of this kernel's run: two processes with the same one may share memory."""
+    """The id of this kernel's run: two processes with the same one may share memory."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
@@ -183,13 +175,6 @@ def boot_id() -> str:
 
 def _data_offset(entries: int) -> int:
     return div_ceil(PAGE_BYTES + entries * 8, HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-
-
-def _map(fd: int, size: int) -> mmap.mmap:
-    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    with contextlib.suppress(OSError):  # only where shmem_enabled is "advise" does it change anything
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
 
 
 def _populate(address: int, size: int, keep: Callable[[], object]) -> None:

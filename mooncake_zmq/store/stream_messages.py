@@ -1,4 +1,4 @@
-"""What goes over a stream of a store, but for the values' bytes. PURE; the order is in `store/stream.py`."""
+"""Messages on a stream of a store, beside the values' bytes. PURE; the order is in `store/stream.py`."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from mooncake_zmq.store.protocol import MAX_KEYS, Id, Ints, Keys, OfMemory, Seconds, Sizes, Stranger, U64s, decoder
 
 EAGER_BYTES = 256 << 10
-"""A put of up to so many bytes is sent without waiting to hear which of its values are wanted."""
+"""A put of up to so many bytes is sent without waiting to learn which of its values are wanted."""
 MAX_PROMOTED_BYTES = 64 << 20
 MAX_ATTACH_BYTES = 256
 
@@ -38,8 +38,8 @@ class Get(_Message, frozen=True, tag=3):
 
 
 class Values(_Message, frozen=True, tag=4):
-    """Of the next keys, at least one: a size, 0 where nothing is here, and a checksum. The bytes of each value that its cap
-    allows follow, in order. All keys at once, but where so much has to be read from disk that it comes in parts."""
+    """The answer for the next keys, at least one: a size, 0 where nothing is here, and a checksum. The bytes of each value that
+    its cap allows follow, in order. All keys at once, but where so much has to be read from disk that it comes in parts."""
 
     sizes: Sizes
     checksums: U64s
@@ -60,7 +60,7 @@ class Put(_Message, frozen=True, tag=5):
 
 
 class Checksums(_Message, frozen=True, tag=6):
-    """Of the values just sent."""
+    """Checksums of the values just sent."""
 
     checksums: U64s
 
@@ -95,5 +95,5 @@ decode_ended = decoder(Ended)
 
 
 def promoted_bytes(memory_bytes: int) -> int:
-    """What is read from disk at a time, beyond one value: all of it must be in memory, which others lose to it."""
+    """Bytes that are read from disk at a time, beyond one value: all of them must be in memory, which others lose to them."""
     return min(MAX_PROMOTED_BYTES, memory_bytes // 4)

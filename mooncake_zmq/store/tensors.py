@@ -28,7 +28,7 @@ _NUMPY_KINDS = "biufc"
 
 
 class NotATensor(ValueError):
-    """What was given, or what lies in the store, is no tensor that can be moved."""
+    """The value given, or the one in the store, is no tensor that can be moved."""
 
 
 class Encoded:

@@ -72,7 +72,8 @@ class Lines:
         """Do nothing, as nothing is buffered here; see io.TextIOBase."""
 
     def _turn_over(self, path: Path) -> None:
-        """Rotate the file; if that fails, on a full disk say, it grows by as much before the next attempt."""
+        """Rotate the file. If that fails, on a full disk for example, the file grows by the same size before the next
+        attempt."""
         self._bytes = 0
         for stream in (sys.stderr, sys.stdout):
             with suppress(OSError):

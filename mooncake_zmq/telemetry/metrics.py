@@ -42,7 +42,12 @@ def as_vllm(model_name: str, counts: Mapping[str, float], gauges: Mapping[str, f
     values = [
         ("num_requests_running", "Requests being computed", "gauge", gauges.get("requests_running", 0)),
         ("num_requests_waiting", "Requests that wait for that", "gauge", gauges.get("requests_waiting", 0)),
-        ("kv_cache_usage_perc", "KV memory in use that nobody else can have, 0 to 1", "gauge", used / there if there else 0),
+        (
+            "kv_cache_usage_perc",
+            "KV memory in use that no other request can have, 0 to 1",
+            "gauge",
+            used / there if there else 0,
+        ),
         ("num_preemptions", "Requests set back for lack of KV memory", "counter", counts.get("preemptions", 0)),
         ("prompt_tokens", "Prompt tokens, computed or reused", "counter", prompt),
         ("generation_tokens", "Tokens sampled", "counter", counts.get("generation_tokens", 0)),

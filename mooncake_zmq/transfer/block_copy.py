@@ -30,7 +30,7 @@ def load_blocks(
     Without `verify_committed` the bytes of a committed block, or of any in GPU memory, are assumed to be as they were written.
     """
     hashed = [verify_committed or (load.source.checksum == 0 and segment.device == HOST) for segment, load, _ in loads]
-    outcomes = [_told(*load, is_hashed=is_hashed) for load, is_hashed in zip(loads, hashed, strict=True)]
+    outcomes = [_expected(*load, is_hashed=is_hashed) for load, is_hashed in zip(loads, hashed, strict=True)]
     parts = [
         (index, layer, checksum)
         for index, (outcome, (_, _, layers)) in enumerate(zip(outcomes, loads, strict=True))
@@ -51,7 +51,7 @@ def load_blocks(
     ]
 
 
-def _told(segment: Segment, load: BlockLoad, layers: range, *, is_hashed: bool) -> list[int] | ReadFailure:
+def _expected(segment: Segment, load: BlockLoad, layers: range, *, is_hashed: bool) -> list[int] | ReadFailure:
     """Return the checksums that the parts must have. Parts that are not compared must at least have been written."""
     expected = expected_parts(segment, load.source, layers)
     if isinstance(expected, list) and 0 in expected and not is_hashed:

@@ -30,8 +30,8 @@ from mooncake_zmq.transfer.block_messages import (
     decode_offer,
     decode_reply,
 )
-from mooncake_zmq.transfer.directory import Life
-from mooncake_zmq.transfer.reading_lane import Lane, LaneLost, RemoteRead
+from mooncake_zmq.transfer.channel import Channel, ChannelLost, RemoteRead
+from mooncake_zmq.transfer.directory import Incarnation
 from mooncake_zmq.transfer.sealing import RECORD_BYTES, Broken, Opener
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets, connect_beside
 from mooncake_zmq.transfer.stream import LENGTH, Stream, StreamError, decoded, framed, length_of
@@ -53,16 +53,16 @@ class BlockStreams:
         self._layout = layout
         self._sockets = sockets
 
-    def open(self, life: Life, endpoint: str, is_over: Callable[[], bool]) -> Lane:
-        """See `reading_lane.OpenLane`."""
+    def open(self, incarnation: Incarnation, endpoint: str, is_over: Callable[[], bool]) -> Channel:
+        """See `channel.OpenChannel`."""
         until = time.monotonic() + OPEN_S
         try:
-            offer = self._ask(life, endpoint, until, is_over)
+            offer = self._ask(incarnation, endpoint, until, is_over)
             if isinstance(offer, StreamDenied):
-                raise LaneLost(f"its life is {offer.incarnation}, its protocol {offer.protocol}")
+                raise ChannelLost(f"its incarnation is {offer.incarnation}, its protocol {offer.protocol}")
             connection = connect_beside(offer.where, endpoint, until - time.monotonic(), is_over)
         except (zmq.ZMQError, BadEndpoint, NotAMessage, OSError, ValueError, OverflowError) as error:
-            raise LaneLost(str(error)) from error
+            raise ChannelLost(str(error)) from error
 
         def idle(_: float) -> None:
             _check(until, is_over)
@@ -71,15 +71,17 @@ class BlockStreams:
         try:
             stream.stop_at = until
             stream.attach(Ticket(offer.token, offer.secret, offer.sealed))
-            return StreamLane(stream, self._layout)
+            return StreamChannel(stream, self._layout)
         except BaseException as error:
             stream.close()
             if isinstance(error, StreamError):
-                raise LaneLost(str(error)) from error
+                raise ChannelLost(str(error)) from error
             raise
 
-    def _ask(self, life: Life, endpoint: str, until: float, is_over: Callable[[], bool]) -> StreamOffered | StreamDenied:
-        socket, _ = self._sockets.connecting(zmq.DEALER, endpoint, "data", LIMITS, server=life[0])
+    def _ask(
+        self, incarnation: Incarnation, endpoint: str, until: float, is_over: Callable[[], bool]
+    ) -> StreamOffered | StreamDenied:
+        socket, _ = self._sockets.connecting(zmq.DEALER, endpoint, "data", LIMITS, server=incarnation[0])
         socket.immediate = True
         socket.sndtimeo = socket.rcvtimeo = int(SLICE_S * 1000)
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_LOSS)
@@ -89,12 +91,12 @@ class BlockStreams:
             while True:
                 with contextlib.suppress(zmq.Again):
                     if not sent:
-                        socket.send(encode(StreamWanted(PROTOCOL_VERSION, life[1])))
+                        socket.send(encode(StreamWanted(PROTOCOL_VERSION, incarnation[1])))
                         sent = True
                     return decode_offer(socket.recv())
                 _check(until, is_over)
                 if monitor.poll(0):
-                    raise LaneLost(f"not connected ({zmq.Event(recv_monitor_message(monitor)['event']).name})")
+                    raise ChannelLost(f"not connected ({zmq.Event(recv_monitor_message(monitor)['event']).name})")
         finally:
             socket.disable_monitor()
             monitor.close(linger=0)
@@ -103,13 +105,13 @@ class BlockStreams:
 
 def _check(until: float, is_over: Callable[[], bool]) -> None:
     if is_over():
-        raise LaneLost("not wanted any more")
+        raise ChannelLost("not wanted any more")
     if time.monotonic() >= until:
-        raise LaneLost("no answer in time")
+        raise ChannelLost("no answer in time")
 
 
-class StreamLane:
-    """See `reading_lane.Lane`."""
+class StreamChannel:
+    """See `channel.Channel`."""
 
     def __init__(self, stream: Stream, layout: BlockLayout) -> None:
         """Take over `stream`, which is attached and has no other user."""
@@ -140,7 +142,7 @@ class StreamLane:
         try:
             self._send(b"".join(map(framed, requests)))
         except Broken as error:
-            raise LaneLost(str(error)) from error
+            raise ChannelLost(str(error)) from error
 
     def ended(self) -> Iterator[tuple[RemoteRead, ReadFailure | None]]:
         try:
@@ -151,9 +153,9 @@ class StreamLane:
                     return
                 yield outcome
         except (StreamError, Broken) as error:
-            raise LaneLost(str(error)) from error
+            raise ChannelLost(str(error)) from error
         except OSError as error:
-            raise LaneLost(f"the connection ended: {error.strerror}") from error
+            raise ChannelLost(f"the connection ended: {error.strerror}") from error
 
     def landing(self) -> Sequence[RemoteRead]:
         return () if self._landing is None else (self._landing,)
@@ -174,7 +176,7 @@ class StreamLane:
             with contextlib.suppress(BlockingIOError):
                 self._unsent = self._unsent[self._connection.send(self._unsent) :]
         except OSError as error:
-            raise LaneLost(f"the connection ended: {error.strerror}") from error
+            raise ChannelLost(f"the connection ended: {error.strerror}") from error
 
     # --- in
 

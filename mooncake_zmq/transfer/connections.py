@@ -1,4 +1,4 @@
-"""Memory limits of the TCP connections of one listening ZeroMQ socket: the connection with the most untaken bytes is cut.
+"""Memory limits of the TCP connections of one listening ZeroMQ socket: of the host that holds most for longest, one is cut.
 
 A high-water mark counts whole messages, and ZMQ_MAXMSGSIZE bounds one part of a message; ZeroMQ holds all parts of a message
 that never ends, and reports none. So bytes are counted on both sides of it: the kernel counts those received on a connection,
@@ -20,8 +20,9 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
 import structlog
@@ -33,11 +34,16 @@ from mooncake_zmq.transfer.sockets import USER_ID
 log = structlog.get_logger()
 
 MAX_UNTAKEN_BYTES = 16 << 20
-"""Limit for all connections of a socket together; beyond it the one with the most is cut, and its peer reconnects."""
+"""Limit for all connections of a socket together. Beyond it connections are cut, first of the host whose untaken bytes, each by
+the time for which it has waited, weigh most: one that sends much and is late by a moment weighs less than many that send little
+and never end. A peer that is cut reconnects."""
 PARTIAL_BYTES = 512 << 10
 PARTIAL_S = 1.0
 PARTIAL_GROWTH_BYTES = 12 << 20
 """Limit of three of the longest messages: a normal message takes as much memory as it has bytes."""
+MAX_OF_A_HOST = 1024
+"""Connections of one host to a socket, a tenth of what the descriptors of a process allow; a further one is cut at once. A host
+whose handshakes fail holds no more either."""
 LOOK_S = 0.01
 """Interval of the checks, in which a network brings no more than some 20 MiB."""
 SHORT_BYTES, LONG_BYTES, LONG_FROM_BYTES = 2, 9, 256
@@ -54,6 +60,23 @@ _BYTES_RECEIVED = struct.Struct("<128xQ")
 """Place of the received bytes in Linux's `struct tcp_info`."""
 
 
+@dataclass(slots=True)
+class _Open:
+    """An open connection of the host `address`."""
+
+    address: str
+    since: float
+    """Time when it last held nothing, or some of it was taken."""
+    received_bytes: int = 0
+    untaken_bytes: float = 0.0
+    partial: tuple[float, int] | None = None
+    """Time since when too much of an incomplete message is held, and the process's size then."""
+
+    def weight(self, now: float) -> float:
+        """Return the untaken bytes by the time for which they have been held."""
+        return self.untaken_bytes * (now - self.since + LOOK_S)
+
+
 class Connections:
     """Counts and cuts connections on a thread of its own, until closed. `took` is for the receiving thread."""
 
@@ -62,7 +85,8 @@ class Connections:
     ) -> None:
         """Start before `listening` binds. Cut connections are added to the owner's `counts`; `on_crash` is called from the
         thread."""
-        counts.setdefault("connections_cut", 0)
+        for what in ("connections_cut", "connections_over_share"):
+            counts.setdefault(what, 0)
         listening.rcvbuf, listening.rcvhwm = RECEIVE_BUFFER_BYTES, 0
         self._counts = counts
         self._listening = listening
@@ -70,13 +94,11 @@ class Connections:
         if listening.type == zmq.XPUB:
             self._added_bytes = XPUB_FRAME_BYTES
         self._on_crash = on_crash
-        self._received: dict[int, int] = {}
-        """Bytes received until the last check, by descriptor."""
-        self._untaken: dict[int, float] = {}
+        self._open: dict[int, _Open] = {}
+        """The connections, by descriptor."""
+        self._of_hosts: Counter[str] = Counter()
         self._taken: deque[tuple[int, int]] = deque()
         """Frames taken since the last check: (descriptor, bytes)."""
-        self._partial: dict[int, tuple[float, int]] = {}
-        """Time since when too much of an incomplete message is held, and the process's size then, by descriptor."""
         self._empty = True
         """Whether all complete messages are taken."""
         self._process = psutil.Process()
@@ -123,7 +145,7 @@ class Connections:
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._stop, zmq.POLLIN)
         looked_at = time.monotonic()
-        while self._stop not in dict(poller.poll(int(LOOK_S * 1000) if self._untaken else None)):
+        while self._stop not in dict(poller.poll(int(LOOK_S * 1000) if self._open else None)):
             self._note()
             now = time.monotonic()
             if now - looked_at >= LOOK_S:
@@ -137,42 +159,65 @@ class Connections:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
                 descriptor = event["value"]
                 if event["event"] == zmq.EVENT_ACCEPTED:
-                    self._received[descriptor], self._untaken[descriptor] = 0, 0.0
+                    self._accept(descriptor, _address(descriptor), time.monotonic())
                 else:
                     self._forget(descriptor)
 
-    def _forget(self, descriptor: int) -> None:
-        self._received.pop(descriptor, None)
-        self._untaken.pop(descriptor, None)
-        self._partial.pop(descriptor, None)
+    def _accept(self, descriptor: int, address: str, now: float) -> None:
+        self._forget(descriptor)
+        self._open[descriptor] = _Open(address, now)
+        self._of_hosts[address] += 1
+        if self._of_hosts[address] > MAX_OF_A_HOST:
+            self._counts["connections_over_share"] += 1
+            self._forget(descriptor)
+            cut(self._listening, descriptor)
+
+    def _forget(self, descriptor: int) -> _Open | None:
+        """Count a connection no more, and return what was known of it."""
+        held = self._open.pop(descriptor, None)
+        if held is not None:
+            self._of_hosts[held.address] -= 1
+            if not self._of_hosts[held.address]:
+                del self._of_hosts[held.address]
+        return held
 
     def _look(self, now: float, elapsed_s: float) -> None:
         taken: Counter[int] = Counter()
         for _ in range(len(self._taken)):
             descriptor, size_bytes = self._taken.popleft()
             taken[descriptor] += size_bytes
-        for descriptor in list(self._untaken):
+        for descriptor, held in list(self._open.items()):
             received = _received_bytes(descriptor)
             if received is None:
                 self._forget(descriptor)
                 continue
-            came = received - self._received[descriptor] - taken[descriptor] - HEARTBEAT_BYTES_PER_S * elapsed_s
-            self._received[descriptor] = received
-            self._untaken[descriptor] = max(0.0, self._untaken[descriptor] + came)
-            if not self._empty or self._untaken[descriptor] <= PARTIAL_BYTES:
-                self._partial.pop(descriptor, None)
+            came = received - held.received_bytes - taken[descriptor] - HEARTBEAT_BYTES_PER_S * elapsed_s
+            held.received_bytes, held.untaken_bytes = received, max(0.0, held.untaken_bytes + came)
+            if taken[descriptor] or not held.untaken_bytes:
+                held.since = now
+            if not self._empty or held.untaken_bytes <= PARTIAL_BYTES:
+                held.partial = None
                 continue
             resident_bytes = self._process.memory_info().rss
-            since, before_bytes = self._partial.setdefault(descriptor, (now, resident_bytes))
+            held.partial = since, before_bytes = held.partial or (now, resident_bytes)
             if now - since > PARTIAL_S or resident_bytes - before_bytes > PARTIAL_GROWTH_BYTES:
                 self._cut(descriptor)
-        while sum(self._untaken.values()) > MAX_UNTAKEN_BYTES:
-            self._cut(max(self._untaken, key=self._untaken.__getitem__))
+        while sum(held.untaken_bytes for held in self._open.values()) > MAX_UNTAKEN_BYTES:
+            self._cut(self._heaviest(now))
+
+    def _heaviest(self, now: float) -> int:
+        """Return the heaviest connection of the host whose connections together weigh most."""
+        weights = {descriptor: held.weight(now) for descriptor, held in self._open.items()}
+        hosts: defaultdict[str, float] = defaultdict(float)
+        for descriptor, weight in weights.items():
+            hosts[self._open[descriptor].address] += weight
+        return max(weights, key=lambda descriptor: (hosts[self._open[descriptor].address], weights[descriptor]))
 
     def _cut(self, descriptor: int) -> None:
+        held = self._forget(descriptor)
+        assert held is not None
         self._counts["connections_cut"] += 1
-        log.warning("connection_cut", untaken_bytes=int(self._untaken[descriptor]), endpoint=_endpoint(self._listening))
-        self._forget(descriptor)
+        log.warning("connection_cut", untaken_bytes=int(held.untaken_bytes), endpoint=_endpoint(self._listening))
         cut(self._listening, descriptor)
 
 
@@ -204,7 +249,7 @@ def take_part(
     return frame.bytes, str(frame.get(USER_ID)) if keyed else None
 
 
-def skip_rest(listening: "zmq.Socket[bytes]", connections: Connections | None) -> bool:
+def skip_remaining(listening: "zmq.Socket[bytes]", connections: Connections | None) -> bool:
     """Take the excess parts of a message, which no valid message has; returns whether there were any."""
     longer = False
     while listening.get(zmq.RCVMORE):
@@ -258,6 +303,15 @@ def _place(connection: socket.socket) -> str:
 
 def _endpoint(listening: "zmq.Socket[bytes]") -> str:
     return listening.get_string(zmq.LAST_ENDPOINT)
+
+
+def _address(descriptor: int) -> str:
+    """Return the address of a connection's other end; empty if it has ended."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            return str(duplicate.getpeername()[0])
+    except (OSError, IndexError):
+        return ""
 
 
 def _received_bytes(descriptor: int) -> int | None:

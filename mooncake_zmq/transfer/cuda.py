@@ -65,7 +65,7 @@ HANDLE_BYTES = 64
 
 
 @dataclass(slots=True)
-class _Lane:
+class _CopyContext:
     """One thread's stream and memory for copies. The first `used` bytes of `staging` and `rows` of `table`, both pinned, are in
     use until the stream is synchronized."""
 
@@ -86,7 +86,7 @@ class Cuda:
         self.counts = dict.fromkeys(names, 0)
         self._runtime = cupy.cuda.runtime
         self._staging_bytes = max(STAGING_BYTES, layout.part_bytes)
-        self._lanes = threading.local()
+        self._contexts = threading.local()
         self._lock = threading.RLock()  # a segment may be freed, and unpinned, in any thread and at any point
         self._pinned: tuple[tuple[int, int], ...] = ()
         """Address ranges of pinned host memory; replaced as a whole, so that readers need no lock."""
@@ -114,14 +114,14 @@ class Cuda:
 
     def stream(self) -> AbstractContextManager[Any]:
         """Return a context in which CuPy's work goes to this thread's stream."""
-        stream: AbstractContextManager[Any] = self._lane().stream
+        stream: AbstractContextManager[Any] = self._context().stream
         return stream
 
     def settle(self) -> None:
         """Wait for all copies that this thread has started."""
-        lane = self._lane()
-        lane.stream.synchronize()
-        lane.used = lane.rows = 0
+        context = self._context()
+        context.stream.synchronize()
+        context.used = context.rows = 0
 
     def write_parts(self, keys: Any, values: Any, parts: Sequence[Part]) -> None:
         """Copy parts into a sequence, from GPU memory or from host memory, which must not change until `settle`."""
@@ -195,26 +195,26 @@ class Cuda:
 
     def _fetched(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
         """Start a copy of device memory into staging memory, which is valid once the stream is synchronized."""
-        room = self._stage(self._lane(), size_bytes)
+        room = self._stage(self._context(), size_bytes)
         self._copy(room.ctypes.data, address, size_bytes, self._runtime.memcpyDeviceToHost)
         return room
 
     def _make_rows(self, count: int) -> None:
         """Make room in the table for so many rows, before any part is staged: waiting for it frees all staging memory."""
-        lane = self._lane()
-        if lane.rows + count > len(lane.table):
+        context = self._context()
+        if context.rows + count > len(context.table):
             self.settle()
 
     def _launch(self, kernel: Any, keys: Any, values: Any, rows: Sequence[PartRow], *more: int) -> None:
         """Launch a kernel on these rows, after `_make_rows`."""
         if not rows:
             return
-        lane = self._lane()
-        table = lane.table[lane.rows : lane.rows + len(rows)]
+        context = self._context()
+        table = context.table[context.rows : context.rows + len(rows)]
         table[...] = rows
-        lane.rows += len(rows)
+        context.rows += len(rows)
         sizes = map(np.int64, (keys.shape[2], values.shape[2], *more))
-        with lane.stream:
+        with context.stream:
             kernel((self._kernels.pieces, len(rows)), (THREADS,), (np.int64(table.ctypes.data), keys, values, *sizes))
 
     def _pieces(self, host: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
@@ -233,8 +233,8 @@ class Cuda:
 
     def _has_room(self, size_bytes: int) -> bool:
         """Return whether staging memory has room without waiting."""
-        lane = self._lane()
-        return lane.used + size_bytes <= len(lane.staging)
+        context = self._context()
+        return context.used + size_bytes <= len(context.staging)
 
     def _staged(self, host: NDArray[Any]) -> NDArray[Any]:
         staged = self._room_like(host)
@@ -242,29 +242,31 @@ class Cuda:
         return staged
 
     def _room_like(self, host: NDArray[Any]) -> NDArray[Any]:
-        room: NDArray[Any] = self._stage(self._lane(), host.nbytes).view(host.dtype).reshape(host.shape)
+        room: NDArray[Any] = self._stage(self._context(), host.nbytes).view(host.dtype).reshape(host.shape)
         return room
 
     def _copy(self, target: int, source: int, size_bytes: int, kind: int) -> None:
-        self._runtime.memcpyAsync(target, source, size_bytes, kind, self._lane().stream.ptr)
+        self._runtime.memcpyAsync(target, source, size_bytes, kind, self._context().stream.ptr)
 
-    def _stage(self, lane: _Lane, size_bytes: int) -> NDArray[np.uint8]:
+    def _stage(self, context: _CopyContext, size_bytes: int) -> NDArray[np.uint8]:
         """Return room in the thread's staging memory, valid until `settle`; if there is none, wait for its users first."""
-        if lane.used + size_bytes > len(lane.staging):
+        if context.used + size_bytes > len(context.staging):
             self.settle()
-        room = lane.staging[lane.used : lane.used + size_bytes]
+        room = context.staging[context.used : context.used + size_bytes]
         assert room.nbytes == size_bytes
-        lane.used += size_bytes
+        context.used += size_bytes
         self.counts["staged_bytes"] += size_bytes
         return room
 
-    def _lane(self) -> _Lane:
-        lane: _Lane | None = getattr(self._lanes, "lane", None)
-        if lane is None:
+    def _context(self) -> _CopyContext:
+        context: _CopyContext | None = getattr(self._contexts, "context", None)
+        if context is None:
             rows = 4 * PARTS_AT_ONCE
             table = self.pinned(8 * rows * PART_FIELDS).view(np.int64).reshape(rows, PART_FIELDS)
-            lane = self._lanes.lane = _Lane(self.xp.cuda.Stream(non_blocking=True), self.pinned(self._staging_bytes), table)
-        return lane
+            context = self._contexts.context = _CopyContext(
+                self.xp.cuda.Stream(non_blocking=True), self.pinned(self._staging_bytes), table
+            )
+        return context
 
     # --- host memory
 

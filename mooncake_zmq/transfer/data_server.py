@@ -84,7 +84,7 @@ class DataServer:
             self._sockets.give_back()
             raise
         self._keyed = self._sockets.keys is not None and endpoint.startswith("tcp://")
-        self._tickets = Tickets(sealed=self._sockets.seals(endpoint), life_s=TICKET_S, lets_in=self._lets_in)
+        self._tickets = Tickets(sealed=self._sockets.seals(endpoint), ttl_s=TICKET_S, lets_in=self._lets_in)
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._socket.router_mandatory = True
         self._connections: Connections | None = None

@@ -18,7 +18,7 @@ from mooncake_zmq.core.work import SlotGrant
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.block_copy import granted, read_parts
-from mooncake_zmq.transfer.reading_lane import RemoteRead
+from mooncake_zmq.transfer.channel import RemoteRead
 from mooncake_zmq.transfer.shared_memory import Segment
 
 

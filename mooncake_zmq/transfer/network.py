@@ -16,8 +16,8 @@ import structlog
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.block_stream import BlockStreams
-from mooncake_zmq.transfer.directory import Life
-from mooncake_zmq.transfer.reading_lane import Lane, LaneLost, OpenLane, ReadBatch, RemoteRead
+from mooncake_zmq.transfer.channel import Channel, ChannelLost, OpenChannel, ReadBatch, RemoteRead
+from mooncake_zmq.transfer.directory import Incarnation
 from mooncake_zmq.transfer.sockets import Sockets
 
 log = structlog.get_logger()
@@ -27,25 +27,25 @@ MAX_OUTSTANDING_READS = 128
 ENDED_AT_ONCE = 8
 """Ended reads of one owner that are handled before another owner's."""
 MAX_WAIT_S = 60.0
-REST_S = 1.0
+PAUSE_S = 1.0
 """Pause after an owner could not be reached: until then reads from it fail at once, without a connection attempt."""
 
 
 class _Link:
-    """Reads from one incarnation's data server. `lane`: None while it is being opened."""
+    """Reads from one incarnation's data server. `channel`: None while it is being opened."""
 
     def __init__(self) -> None:
         self.waiting: deque[RemoteRead] = deque()
         self.outstanding: dict[int, RemoteRead] = {}
         """Requested reads, by id()."""
         self.outstanding_bytes = 0
-        self.lane: Lane | None = None
+        self.channel: Channel | None = None
         self.has_more = False
         """Whether `ended` was left before it was exhausted."""
         self.is_over = False
 
     def landing(self) -> Sequence[RemoteRead]:
-        return self.lane.landing() if self.lane is not None else ()
+        return self.channel.landing() if self.channel is not None else ()
 
     def take_back(self) -> list[RemoteRead]:
         """Remove and return all reads that have not ended, in their order."""
@@ -69,10 +69,10 @@ class RemoteReader:
         on_crash: Callable[[BaseException], None],
         window_bytes: int = 32 << 20,
         sockets: Sockets | None = None,
-        open_lane: OpenLane | None = None,
+        open_channel: OpenChannel | None = None,
     ) -> None:
-        """Start the thread. `sockets`: the process's; None: the reader makes its own. `open_lane`: opens a transport other than
-        streams."""
+        """Start the thread. `sockets`: the process's; None: the reader makes its own. `open_channel`: opens a transport other
+        than streams."""
         self.counts = {"reads": 0, "bytes": 0, "failed": 0, "lost_links": 0}
         self._layout = layout
         self._window_bytes = window_bytes
@@ -84,26 +84,26 @@ class RemoteReader:
         """Whether the thread has ended, or is about to: then the calling thread runs its commands, and all reads fail."""
         self._guard = threading.Lock()
         """Guards `_over`, and appending to `_commands`."""
-        self._endpoints: dict[Life, str] = {}
-        self._links: dict[Life, _Link] = {}
-        self._resting: dict[Life, float] = {}
-        """End of the pause of REST_S, by incarnation; only of those whose endpoints are known."""
+        self._endpoints: dict[Incarnation, str] = {}
+        self._links: dict[Incarnation, _Link] = {}
+        self._paused: dict[Incarnation, float] = {}
+        """End of the pause of PAUSE_S, by incarnation; only of those whose endpoints are known."""
         self._openers: set[threading.Thread] = set()
         self._batches: dict[int, ReadBatch] = {}
         self._sockets = (sockets or Sockets(io_threads=1)).borrow()
-        self._open_lane = open_lane or BlockStreams(layout, self._sockets).open
+        self._open_channel = open_channel or BlockStreams(layout, self._sockets).open
         self._poll = select.epoll()
         self._poll.register(self._wake, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="remote-reader", daemon=True)
         self._thread.start()
 
-    def learn(self, life: Life, endpoint: str) -> None:
+    def learn(self, incarnation: Incarnation, endpoint: str) -> None:
         """Note that this incarnation can be read at `endpoint`."""
-        self._command(lambda: self._learn(life, endpoint))
+        self._command(lambda: self._learn(incarnation, endpoint))
 
-    def forget(self, life: Life) -> None:
+    def forget(self, incarnation: Incarnation) -> None:
         """Fail all reads of this incarnation, which has ended or cannot be reached."""
-        self._command(lambda: self._forget(life))
+        self._command(lambda: self._forget(incarnation))
 
     def submit(self, reads: Sequence[RemoteRead], deadline: float, finished: Callable[[], None]) -> ReadBatch:
         """Begin `reads`, at least one; `deadline` is a time of `time.monotonic`."""
@@ -160,29 +160,29 @@ class RemoteReader:
             self._over = True
         while self._commands:
             self._commands.popleft()()
-        for life in list(self._links):
-            self._drop_link(life)
+        for incarnation in list(self._links):
+            self._drop_link(incarnation)
         for batch in list(self._batches.values()):
             self._end_batch(batch)
         self._poll.close()
         self._sockets.give_back()
 
     def _turn(self) -> None:
-        ready = {descriptor for descriptor, _ in self._poll.poll(self._patience_s())}
+        ready = {descriptor for descriptor, _ in self._poll.poll(self._timeout_s())}
         if self._wake in ready:
             os.eventfd_read(self._wake)
             while self._commands:
                 self._commands.popleft()()
-        for life, link in list(self._links.items()):
-            if link.lane is not None and (link.has_more or link.lane.fileno() in ready):
-                self._take(life, link, link.lane)
+        for incarnation, link in list(self._links.items()):
+            if link.channel is not None and (link.has_more or link.channel.fileno() in ready):
+                self._take(incarnation, link, link.channel)
         now = time.monotonic()
         for batch in [batch for batch in self._batches.values() if batch.deadline <= now]:
             self._end_batch(batch, is_late=True)
-        for life, link in list(self._links.items()):
-            self._ask(life, link)
+        for incarnation, link in list(self._links.items()):
+            self._ask(incarnation, link)
 
-    def _patience_s(self) -> float:
+    def _timeout_s(self) -> float:
         if any(link.has_more for link in self._links.values()):
             return 0.0
         if not self._batches:
@@ -204,23 +204,23 @@ class RemoteReader:
             else:
                 self._end(read, ReadFailure.UNREACHED)
 
-    def _learn(self, life: Life, endpoint: str) -> None:
-        self._endpoints[life] = endpoint
-        self._resting.pop(life, None)
+    def _learn(self, incarnation: Incarnation, endpoint: str) -> None:
+        self._endpoints[incarnation] = endpoint
+        self._paused.pop(incarnation, None)
 
-    def _forget(self, life: Life) -> None:
-        self._endpoints.pop(life, None)
-        self._resting.pop(life, None)
-        for read in self._drop_link(life):
+    def _forget(self, incarnation: Incarnation) -> None:
+        self._endpoints.pop(incarnation, None)
+        self._paused.pop(incarnation, None)
+        for read in self._drop_link(incarnation):
             self._end(read, ReadFailure.UNREACHED)
 
     def _end_batch(self, batch: ReadBatch, *, is_late: bool = False) -> None:
         """Fail the reads of a batch that have not ended. A connection that may still write to its memory is closed, and so is
         one that let it miss its deadline (`is_late`); other batches' reads from there are requested again."""
-        for life, link in list(self._links.items()):
+        for incarnation, link in list(self._links.items()):
             asked = link.outstanding.values() if is_late else link.landing()
             if any(read.batch is batch for read in asked):
-                self._renew(life, without=batch)
+                self._renew(incarnation, without=batch)
         for read in batch.reads:
             if read.is_wanted:
                 self._end(read, ReadFailure.UNREACHED)
@@ -241,87 +241,94 @@ class RemoteReader:
 
     # --- links
 
-    def _link(self, life: Life) -> _Link | None:
-        link = self._links.get(life)
-        if link is not None or life not in self._endpoints or self._over or time.monotonic() < self._resting.get(life, 0.0):
+    def _link(self, incarnation: Incarnation) -> _Link | None:
+        link = self._links.get(incarnation)
+        if (
+            link is not None
+            or incarnation not in self._endpoints
+            or self._over
+            or time.monotonic() < self._paused.get(incarnation, 0.0)
+        ):
             return link
         link = _Link()
-        arguments = (life, link, self._endpoints[life])
+        arguments = (incarnation, link, self._endpoints[incarnation])
         opener = threading.Thread(target=self._open, args=arguments, name="remote-opener", daemon=True)
         try:
             opener.start()
         except RuntimeError as error:  # the system cannot start a thread
-            self._rest(life, str(error))
+            self._pause(incarnation, str(error))
             return None
         self._openers.add(opener)
-        self._links[life] = link
+        self._links[incarnation] = link
         return link
 
-    def _rest(self, life: Life, reason: str) -> None:
-        if life in self._endpoints:
-            self._resting[life] = time.monotonic() + REST_S
-        log.warning("data_not_reached", node=life[0], incarnation=life[1], reason=reason)
+    def _pause(self, incarnation: Incarnation, reason: str) -> None:
+        if incarnation in self._endpoints:
+            self._paused[incarnation] = time.monotonic() + PAUSE_S
+        log.warning("data_not_reached", node=incarnation[0], incarnation=incarnation[1], reason=reason)
 
-    def _open(self, life: Life, link: _Link, endpoint: str) -> None:
+    def _open(self, incarnation: Incarnation, link: _Link, endpoint: str) -> None:
         """Open a connection, on a thread of its own."""
         opener = threading.current_thread()
         try:
-            lane = self._open_lane(life, endpoint, lambda: link.is_over)
-        except LaneLost as error:
+            channel = self._open_channel(incarnation, endpoint, lambda: link.is_over)
+        except ChannelLost as error:
             reason = str(error)
-            self._command(lambda: self._opened(opener, life, link, None, reason))
+            self._command(lambda: self._opened(opener, incarnation, link, None, reason))
         except Exception as error:
             self._crash(error)
-            self._command(lambda: self._opened(opener, life, link, None, "a bug"))
+            self._command(lambda: self._opened(opener, incarnation, link, None, "a bug"))
         else:
-            self._command(lambda: self._opened(opener, life, link, lane, ""))
+            self._command(lambda: self._opened(opener, incarnation, link, channel, ""))
 
-    def _opened(self, opener: threading.Thread, life: Life, link: _Link, lane: Lane | None, reason: str) -> None:
+    def _opened(
+        self, opener: threading.Thread, incarnation: Incarnation, link: _Link, channel: Channel | None, reason: str
+    ) -> None:
         self._openers.discard(opener)
-        if self._links.get(life) is not link or link.is_over:
-            if lane is not None:
-                lane.close()
-        elif lane is None:
-            self._rest(life, reason)
-            self._fail_link(life)
+        if self._links.get(incarnation) is not link or link.is_over:
+            if channel is not None:
+                channel.close()
+        elif channel is None:
+            self._pause(incarnation, reason)
+            self._fail_link(incarnation)
         else:
-            link.lane = lane
-            self._poll.register(lane.fileno(), select.EPOLLIN)
+            link.channel = channel
+            self._poll.register(channel.fileno(), select.EPOLLIN)
 
-    def _renew(self, life: Life, *, without: ReadBatch) -> None:
-        reads = [read for read in self._drop_link(life) if read.batch is not without]
-        link = self._link(life) if reads else None
+    def _renew(self, incarnation: Incarnation, *, without: ReadBatch) -> None:
+        reads = [read for read in self._drop_link(incarnation) if read.batch is not without]
+        link = self._link(incarnation) if reads else None
         for read in reads:
             if link:
                 link.waiting.append(read)
             else:
                 self._end(read, ReadFailure.UNREACHED)
 
-    def _lose_link(self, life: Life, reason: str) -> None:
-        log.warning("data_link_lost", node=life[0], incarnation=life[1], reason=reason)
-        self._fail_link(life)
+    def _lose_link(self, incarnation: Incarnation, reason: str) -> None:
+        log.warning("data_link_lost", node=incarnation[0], incarnation=incarnation[1], reason=reason)
+        self._fail_link(incarnation)
 
-    def _fail_link(self, life: Life) -> None:
+    def _fail_link(self, incarnation: Incarnation) -> None:
         self.counts["lost_links"] += 1
-        for read in self._drop_link(life):
+        for read in self._drop_link(incarnation):
             self._end(read, ReadFailure.UNREACHED)
 
-    def _drop_link(self, life: Life) -> list[RemoteRead]:
+    def _drop_link(self, incarnation: Incarnation) -> list[RemoteRead]:
         """Close a link; returns its reads that have not ended."""
-        link = self._links.pop(life, None)
+        link = self._links.pop(incarnation, None)
         if link is None:
             return []
         link.is_over = True
-        if link.lane is not None:
-            self._poll.unregister(link.lane.fileno())
-            link.lane.close()
+        if link.channel is not None:
+            self._poll.unregister(link.channel.fileno())
+            link.channel.close()
         return link.take_back()
 
-    def _ask(self, life: Life, link: _Link) -> None:
+    def _ask(self, incarnation: Incarnation, link: _Link) -> None:
         """Request reads within the credits, once half of them are free: each request wakes the owner, whose receiving thread
         then takes the CPU from its serving one (0.5 ms each time where both share two cores)."""
         is_busy = link.outstanding_bytes > self._window_bytes // 2 or len(link.outstanding) > MAX_OUTSTANDING_READS // 2
-        if link.lane is None or is_busy:
+        if link.channel is None or is_busy:
             return
         reads: list[RemoteRead] = []
         while link.waiting and len(link.outstanding) < MAX_OUTSTANDING_READS:
@@ -335,15 +342,15 @@ class RemoteReader:
             link.waiting.popleft()
         if reads:
             try:
-                link.lane.ask(reads)
-            except LaneLost as error:
-                self._lose_link(life, str(error))
+                link.channel.ask(reads)
+            except ChannelLost as error:
+                self._lose_link(incarnation, str(error))
 
-    def _take(self, life: Life, link: _Link, lane: Lane) -> None:
+    def _take(self, incarnation: Incarnation, link: _Link, channel: Channel) -> None:
         """Handle the reads that have ended."""
         link.has_more = False
         try:
-            for count, (read, failure) in enumerate(lane.ended(), 1):
+            for count, (read, failure) in enumerate(channel.ended(), 1):
                 del link.outstanding[id(read)]
                 link.outstanding_bytes -= read.size_bytes
                 if read.is_wanted:
@@ -351,8 +358,8 @@ class RemoteReader:
                 if count == ENDED_AT_ONCE:
                     link.has_more = True
                     return
-                self._ask(life, link)
+                self._ask(incarnation, link)
                 if link.is_over:
                     return
-        except LaneLost as error:
-            self._lose_link(life, str(error))
+        except ChannelLost as error:
+            self._lose_link(incarnation, str(error))

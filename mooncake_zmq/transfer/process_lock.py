@@ -44,8 +44,13 @@ class ProcessLock:
             # Milliseconds, as an incarnation travels in a field of 48 bits.
             incarnation = max(time.time_ns() // 1_000_000, last + 1)
             text = f"{os.getpid()} {incarnation}\n".encode()
-            os.pwrite(fd, text, 0)
-            os.ftruncate(fd, len(text))
+            try:
+                os.pwrite(fd, text, 0)
+                os.ftruncate(fd, len(text))
+            except OSError as error:
+                raise ProcessLockError(
+                    f"cannot write {path}: {error.strerror}; make room, or name another directory"
+                ) from error
         except BaseException:
             os.close(fd)
             raise

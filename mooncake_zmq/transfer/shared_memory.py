@@ -130,24 +130,13 @@ class Segment:
     ) -> Self:
         """Make the file with all its memory. Raises SharedMemoryError, which names `setting` as the one to lower."""
         offsets = _Offsets.of(layout, slots, device)
-        check_space(Path(directory), offsets.total, f"{slots} slots of {layout.slot_bytes} bytes for {node}; lower {setting}")
-        path, fd = create_file(Path(directory), file_name(cluster, node, incarnation))
-        try:
-            # Held while this process runs: a sweep by another process, under any runtime directory, leaves the file alone.
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A hole would kill the process that first touches it if memory has run out by then (SIGBUS).
-            os.posix_fallocate(fd, 0, offsets.total)
-            mapping = _map(fd, offsets.total, writable=True)
-            with contextlib.suppress(OSError):  # an older kernel: pages are then mapped as they are touched
-                mapping.madvise(MADV_POPULATE_WRITE)
-            shape = (layout.fingerprint.encode(), slots, layout.slot_bytes, layout.layers)
-            header = (*shape, incarnation, offsets.total, device)
-            mapping[: _HEADER.size] = _HEADER.pack(MAGIC, VERSION, *header)
-        except OSError as error:
-            os.unlink(path)
-            os.close(fd)
-            reason = f"{offsets.total} bytes: {error.strerror}; lower {setting}"
-            raise SharedMemoryError(f"cannot create {path} of {reason}") from error
+        shape = (layout.fingerprint.encode(), slots, layout.slot_bytes, layout.layers)
+        header = _HEADER.pack(MAGIC, VERSION, *shape, incarnation, offsets.total, device)
+        what = f"{slots} slots of {layout.slot_bytes} bytes for {node}; lower {setting}"
+        name = file_name(cluster, node, incarnation)
+        path, fd, mapping = make_file(Path(directory), name, offsets.total, header, what, setting)
+        with contextlib.suppress(OSError):  # an older kernel: pages are then mapped as they are touched
+            mapping.madvise(MADV_POPULATE_WRITE)
         return cls(mapping, path, layout, slots, incarnation, fd, device)
 
     @classmethod
@@ -162,7 +151,7 @@ class Segment:
             raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
         try:
             slots = _check_header(path, os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size, layout, incarnation, device)
-            mapping = _map(fd, _Offsets.of(layout, slots, device).total, writable=writable)
+            mapping = map_file(fd, _Offsets.of(layout, slots, device).total, writable=writable)
         except (OSError, ValueError) as error:  # the latter: the file became shorter meanwhile
             raise SharedMemoryError(f"cannot attach {path}: {error}") from error
         finally:
@@ -284,6 +273,25 @@ def create_file(directory: Path, name: str) -> tuple[Path, int]:
     raise SharedMemoryError(f"cannot create {path}: {taken.strerror}") from taken
 
 
+def make_file(directory: Path, name: str, size: int, header: bytes, what: str, setting: str) -> tuple[Path, int, mmap.mmap]:
+    """Create a segment's file with all its memory and its header, map it and hold its lock. Raises SharedMemoryError, which
+    names `setting` as the one to lower, and `what` the memory is for."""
+    check_space(directory, size, what)
+    path, fd = create_file(directory, name)
+    try:
+        # Held while this process runs: a sweep by another process, under any runtime directory, leaves the file alone.
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A hole would kill the process that first touches it if memory has run out by then (SIGBUS).
+        os.posix_fallocate(fd, 0, size)
+        mapping = map_file(fd, size, writable=True)
+        mapping[: len(header)] = header
+    except OSError as error:
+        os.unlink(path)
+        os.close(fd)
+        raise SharedMemoryError(f"cannot create {path} of {size} bytes: {error.strerror}; lower {setting}") from error
+    return path, fd, mapping
+
+
 def file_name(cluster: str, node: str, incarnation: int) -> str:
     """Return the name of an incarnation's segment, or of another file that the same sweep removes."""
     # Quoting leaves no "=" and no "/" in a name, so `parse_name` can split it.
@@ -343,7 +351,8 @@ def _check_header(path: Path, raw: bytes, size: int, layout: BlockLayout, incarn
     return int(slots)
 
 
-def _map(fd: int, size: int, *, writable: bool) -> mmap.mmap:
+def map_file(fd: int, size: int, *, writable: bool) -> mmap.mmap:
+    """Map a segment's file."""
     mapping = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     with contextlib.suppress(OSError):  # has an effect only if shmem_enabled is "advise"
         mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -36,7 +36,7 @@ USER_ID = "User-Id"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 REFRESH_S = 1.0
 """Interval in which the file of public keys is checked."""
-TOLD_EVERY_S = 10.0
+LOG_EVERY_S = 10.0
 """Least interval of logged refusals; all are counted."""
 HANDSHAKE_MS = 5_000
 CURVE_BYTES, CURVE_HANDSHAKE_BYTES = 64, 1024
@@ -98,7 +98,7 @@ class Sockets:
         self._on_crash = on_crash
         self._in_use: dict[str, str] = {}
         """Key of each name's latest connection to us: the one by which it can be reached."""
-        self._told_at = 0.0
+        self._logged_at = 0.0
         self._users = 0
         self._guard = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=io_threads or len(IO_THREADS))
@@ -196,8 +196,13 @@ class Sockets:
         name, _, key = shown.partition(" ")
         if self.keys is not None and self.keys.book.admitted(plane, key) == name:
             return name
-        self.counts["refused"] += 1
+        self._count("refused")
         return ""
+
+    def _count(self, what: str) -> None:
+        """Count one more, from any thread."""
+        with self._guard:
+            self.counts[what] += 1
 
     def _keys_for(self, endpoint: str) -> Keys | None:
         """Return the keys for an endpoint, None if it is in clear. Raises BadEndpoint."""
@@ -208,7 +213,7 @@ class Sockets:
         if not self._allow_plain_tcp and not is_loopback(endpoint):
             raise BadEndpoint(
                 f"{endpoint}: TCP beyond this machine needs keys: `mooncake-zmq keys make` makes them, and security.keys names "
-                "their directory; on a network that nobody else is on, set security.allow_plain_tcp = true"
+                "their directory; on a network that no others are on, set security.allow_plain_tcp = true"
             )
         return None
 
@@ -252,18 +257,18 @@ class Sockets:
             key = z85.encode(credentials[0]).decode()
             name = keys.book.admitted(plane, key)
         if name is None:
-            self.counts["refused"] += 1
-            self._tell_refused(plane, address.decode())
+            self._count("refused")
+            self._log_refused(plane, address.decode())
             return [version, request_id, b"400", b"no key that is known here", b"", b""]
-        self.counts["admitted"] += 1
+        self._count("admitted")
         if plane == "control":
             self._in_use[name] = key
         return [version, request_id, b"200", b"", f"{name} {key}".encode(), b""]
 
-    def _tell_refused(self, plane: str, address: str) -> None:
+    def _log_refused(self, plane: str, address: str) -> None:
         now = time.monotonic()
-        if now - self._told_at >= TOLD_EVERY_S:
-            self._told_at = now
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
             log.warning("connection_refused", plane=plane, address=address, refused=self.counts["refused"])
 
 

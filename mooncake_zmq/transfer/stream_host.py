@@ -109,7 +109,7 @@ class StreamHost:
         """Start to listen. `make` makes a stream, on the accepting thread, and must not block. `counts`: the owner's counters,
         which are increased here; `name`: the threads' name, also in logs."""
         self._counts = counts
-        for what in ("streams", "streams_refused", "streams_over_share", "strangers_at_door", "silent_at_door"):
+        for what in ("streams", "streams_refused", "streams_over_share", "without_ticket", "ticket_late"):
             counts.setdefault(what, 0)
         self._tickets = tickets
         self._make = make
@@ -131,15 +131,15 @@ class StreamHost:
         self._ready = select.epoll()
         for waits in (self._listener.fileno(), self._stop):
             self._ready.register(waits, select.EPOLLIN)
-        self._door = threading.Thread(target=self._run, name=f"{name}-door", daemon=True)
-        self._door.start()
+        self._acceptor = threading.Thread(target=self._run, name=f"{name}-acceptor", daemon=True)
+        self._acceptor.start()
 
     def close(self) -> None:
         """End all streams. May be called twice."""
         if self._stop < 0:
             return
         os.eventfd_write(self._stop, 1)
-        self._door.join()
+        self._acceptor.join()
         with self._lock:
             open_now = dict(self._open)
         for each in open_now.values():
@@ -166,11 +166,11 @@ class StreamHost:
     def _run(self) -> None:
         try:
             while True:
-                ready = {descriptor for descriptor, _ in self._ready.poll(self._patience_s())}
+                ready = {descriptor for descriptor, _ in self._ready.poll(self._timeout_s())}
                 if self._stop in ready:
                     return
                 for descriptor in ready & self._unattached.keys():
-                    self._hear(self._unattached[descriptor])
+                    self._read_first(self._unattached[descriptor])
                 if self._listener.fileno() in ready:
                     self._accept()
                 self._expire(time.monotonic())
@@ -179,10 +179,10 @@ class StreamHost:
             self._on_crash(error)
             log.critical("streams_crashed", streams=self._name, exc_info=error)
 
-    def _patience_s(self) -> float:
+    def _timeout_s(self) -> float:
         oldest = next(iter(self._unattached.values()), None)
-        patience_s = math.inf if oldest is None else max(0.0, oldest.until - time.monotonic())
-        return min(patience_s, LOOK_S) if self._open else -1 if oldest is None else patience_s
+        timeout_s = math.inf if oldest is None else max(0.0, oldest.until - time.monotonic())
+        return min(timeout_s, LOOK_S) if self._open else -1 if oldest is None else timeout_s
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -200,14 +200,14 @@ class StreamHost:
             unattached = _Unattached(connection, time.monotonic() + ATTACH_S)
             self._unattached[connection.fileno()] = unattached
             self._ready.register(connection.fileno(), select.EPOLLIN)
-            self._hear(unattached)
+            self._read_first(unattached)
 
     def _most_silent(self) -> _Unattached:
         """Return the oldest without a valid opening; if all have one, the oldest."""
         silent = (each for each in self._unattached.values() if each.challenge is None)
         return next(silent, None) or next(iter(self._unattached.values()))
 
-    def _hear(self, unattached: _Unattached) -> None:
+    def _read_first(self, unattached: _Unattached) -> None:
         """Handle the bytes of an unattached connection that have arrived."""
         try:
             said = unattached.connection.recv(unattached.missing)
@@ -226,7 +226,7 @@ class StreamHost:
         except BlockingIOError:
             pass
         except (OSError, Refused):  # counted, not logged: there may be many strangers
-            self.count("strangers_at_door")
+            self.count("without_ticket")
             self._turn_away(unattached)
 
     def _let_in(self, unattached: _Unattached, challenge: Challenge) -> None:
@@ -262,7 +262,7 @@ class StreamHost:
     def _turn_away(self, unattached: _Unattached) -> None:
         self._forget(unattached)
         if not unattached.said and unattached.challenge is None:
-            self.count("silent_at_door")
+            self.count("ticket_late")
         unattached.connection.close()
 
     def _forget(self, unattached: _Unattached) -> None:

@@ -60,12 +60,12 @@ class StreamKeys:
 class Tickets:
     """Tickets of one server. Usable from any thread."""
 
-    def __init__(self, *, sealed: bool, life_s: float = math.inf, lets_in: Callable[[str], bool] = lambda holder: True) -> None:
-        """Make a secret for tickets. `life_s`: validity of a ticket, which may attach any number of streams. `lets_in`: whether
+    def __init__(self, *, sealed: bool, ttl_s: float = math.inf, lets_in: Callable[[str], bool] = lambda holder: True) -> None:
+        """Make a secret for tickets. `ttl_s`: validity of a ticket, which may attach any number of streams. `lets_in`: whether
         a holder's key is still valid; his tickets and streams end with it."""
         self.sealed = sealed
         self._lets_in = lets_in
-        self._life_s = life_s
+        self._ttl_s = ttl_s
         self._master = os.urandom(SECRET_BYTES)
         self._holders = [""]
         """Holders of keys, by their number."""
@@ -92,7 +92,7 @@ class Tickets:
         if len(token) != TOKEN_BYTES or not hmac.compare_digest(mark, self._mark(body)):
             return False
         _, made_at = _MADE.unpack_from(body, _SALT_BYTES)
-        return bool(time.monotonic() - made_at <= self._life_s) and self.stands(token)
+        return bool(time.monotonic() - made_at <= self._ttl_s) and self.stands(token)
 
     def stands(self, token: bytes) -> bool:
         """Return whether the key for whose holder this token was made here is still valid."""

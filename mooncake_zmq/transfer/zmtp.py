@@ -18,5 +18,5 @@ def part(content: bytes, flags: int = 0) -> bytes:
 
 def ready(kind: bytes) -> bytes:
     """Return the command that follows the greeting: the type of our socket, and no identity."""
-    told = b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind + b"\x08Identity" + bytes(4)
-    return part(b"\x05READY" + told, COMMAND)
+    properties = b"\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind + b"\x08Identity" + bytes(4)
+    return part(b"\x05READY" + properties, COMMAND)

@@ -38,7 +38,7 @@ class Verdict(Enum):
     PROBE = auto()
 
 
-class Pace:
+class Speed:
     """Seconds by size: a line through the measured median of each power of two, extended beyond the last one."""
 
     def __init__(self, known: float = math.inf) -> None:
@@ -80,8 +80,8 @@ class Choice:
 
     step_tokens: int = sys.maxsize
     counts: Counter[str] = field(default_factory=Counter)
-    _loads: Pace = field(default_factory=lambda: Pace(KNOWN_LOADS))
-    _steps: Pace = field(default_factory=Pace)
+    _loads: Speed = field(default_factory=lambda: Speed(KNOWN_LOADS))
+    _steps: Speed = field(default_factory=Speed)
     _under_way: dict[int, tuple[float, int]] = field(default_factory=dict)
     """By step: when it was planned, and its tokens."""
     _parts: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class Choice:
         self._saved_s[bits] = saved_s + loss_s
         return Verdict.LEAVE
 
-    def _measure(self, what: str, measured: Pace, size: int, took_s: float) -> None:
+    def _measure(self, what: str, measured: Speed, size: int, took_s: float) -> None:
         expected_s = measured.expected_s(size)
         if expected_s is not None:
             self.counts[f"{what}_us"] += int(MILLION * took_s)

@@ -14,9 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
-from json import dumps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,14 +34,25 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.vllm import hints
+from mooncake_zmq.vllm.adapters import Adapters
 from mooncake_zmq.vllm.choice import Choice
 from mooncake_zmq.vllm.ledger import Ledger, Orders, Progress
 from mooncake_zmq.vllm.lookups import Lookups
 from mooncake_zmq.vllm.mover import HostMemory, Memory, Mover
-from mooncake_zmq.vllm.names import BlockKeys, ByteOrder, LayerOrder, chain_root, derived_keys, token_keys
+from mooncake_zmq.vllm.names import (
+    Adapter,
+    BlockKeys,
+    Engine,
+    LayerOrder,
+    chain_root,
+    derived_keys,
+    is_of_content,
+    speculation,
+    token_keys,
+)
 from mooncake_zmq.vllm.settings import ConnectorSettings, read_settings
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans
-from mooncake_zmq.vllm.weights import fingerprint
+from mooncake_zmq.vllm.weights import identity
 
 log = init_logger("vllm.mooncake_zmq")  # under vLLM's own logger, or it would not be shown
 
@@ -53,6 +61,8 @@ SAVING_SHARE = 0.5
 IDLE_WAIT_S = 4e-3
 """How long a step that computes nothing waits for an answer of the pool, or for a copy to end. Otherwise the engine would
 poll a thousand times a second, and where its ranks spin on all cores, the store that has to answer would get no CPU."""
+DESERTED_WAIT_S = 32e-3
+"""Likewise where saves alone are under way, which a stopped store keeps for seconds: the next request may wait so long."""
 GPU_COPY_THREADS = 4
 """A single thread that verifies what it copies is slower than a GPU that computes the prompt of an 8B model."""
 
@@ -79,10 +89,10 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class RankShelf(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class RankPrefix(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Prefix of the names of one rank's blocks."""
 
-    shelf: str
+    prefix: str
 
 
 class PoolStats(KVConnectorStats):  # type: ignore[misc]
@@ -163,7 +173,7 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._planning.block_pool = gpu_block_pool
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        self._planning.meet([metadata[rank].shelf for rank in sorted(metadata)])
+        self._planning.meet([metadata[rank].prefix for rank in sorted(metadata)])
 
     def on_new_request(self, request: Any) -> None:
         self._planning.add(request)
@@ -217,7 +227,7 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._moving.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return RankShelf(self._moving.shelf)
+        return RankPrefix(self._moving.prefix)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._moving.start_loads(self._step.orders)
@@ -254,6 +264,8 @@ class _SchedulerHalf:
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._anew = ""
         """Part of every chain's root since the engine's KV was last declared invalid."""
+        self._lora_config = vllm_config.lora_config
+        self._adapters = Adapters(time.time_ns())
         self._lookups = Lookups(_connected(settings, settings.asking))
         self._is_asked_again = False
         """Whether a request is deferred in the step that is being planned."""
@@ -270,14 +282,19 @@ class _SchedulerHalf:
             choice=self._choice if settings.load == "faster" else None,
         )
 
-    def meet(self, shelves: Sequence[str]) -> None:
-        self.ledger.shelves = tuple(shelves)
-        log.info("KV blocks are in the pool as %s", ", ".join(shelves))
+    def meet(self, prefixes: Sequence[str]) -> None:
+        self.ledger.prefixes = tuple(prefixes)
+        log.info("KV blocks are in the pool as %s", ", ".join(prefixes))
 
     def add(self, request: Any) -> None:
-        if not request.resumable:  # otherwise its tokens may change
-            self._requests[request.request_id] = request
-            self.ledger.add(request.request_id, self._keys(request), hints.read(request.kv_transfer_params))
+        if request.resumable:  # its tokens may change
+            return
+        keys = self._keys(request)
+        if keys is None:
+            self.ledger.counts["unnamed_requests"] += 1
+            return
+        self._requests[request.request_id] = request
+        self.ledger.add(request.request_id, keys, hints.read(request.kv_transfer_params))
 
     def finished(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -302,7 +319,7 @@ class _SchedulerHalf:
 
     def learn(self, report: StepReport) -> None:
         self._choice.step_ended(time.monotonic(), report.number)
-        ranks = len(self.ledger.shelves)
+        ranks = len(self.ledger.prefixes)
         for number, blocks, took_s in report.loads_took:
             self._choice.part_took(number, blocks, took_s, ranks)
         over = self.ledger.saved(report.saved, ranks)
@@ -331,9 +348,18 @@ class _SchedulerHalf:
             if request is not None:
                 yield Progress(request_id, request.num_computed_tokens + tokens, len(request.all_token_ids))
 
-    def _keys(self, request: Any) -> BlockKeys:
-        root = chain_root(request.cache_salt or "", self._anew)
-        if request.lora_request or request.mm_features or request.prompt_embeds is not None:
+    def _keys(self, request: Any) -> BlockKeys | None:
+        """Return the keys of a request; None if what its adapter or its images hold is not known."""
+        adapter = ""
+        if request.lora_request:
+            content = self._adapters.content(request.lora_request.lora_path)
+            if not content:
+                return None
+            adapter = Adapter(content, self._lora_config, request.lora_request).identity
+        root = chain_root(request.cache_salt or "", self._anew, adapter)
+        if not all(is_of_content(feature.identifier) for feature in request.mm_features):
+            return None
+        if request.mm_features or request.prompt_embeds is not None:
             return derived_keys(root, request.block_hashes)
         return token_keys(root, request.all_token_ids, self._block_tokens)
 
@@ -347,15 +373,14 @@ class _WorkerHalf:
         self._device: list[_DeviceMemory] = []
         self._failed: set[int] = set()
         self._report = StepReport(0, [], [])
-        self.shelf = ""
+        self.prefix = ""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raise ValueError if the KV caches cannot be copied."""
         tensors = _unshared(kv_caches)
         kinds = {tensor.device.type for tensor in tensors.values()}
-        weights = self._settings.model or _identity(self._config)
-        order = _byte_order(weights, self._config, self._cache, tensors)
-        self.shelf = order.shelf(f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}", self._settings.prefix)
+        engine = _engine(self._settings.model, self._config, self._cache, tensors)
+        self.prefix = engine.key_prefix(f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}", self._settings.prefix)
         loading: Memory
         saving: Memory
         threads = 1
@@ -369,7 +394,7 @@ class _WorkerHalf:
         else:
             raise ValueError(f"MooncakeZmqConnector: KV on {sorted(kinds)} is not supported; on cpu or cuda it is")
         threads = self._settings.copy_threads or threads
-        self._mover = Mover(_connected(self._settings, self._settings.client), self.shelf, loading, saving, threads)
+        self._mover = Mover(_connected(self._settings, self._settings.client), self.prefix, loading, saving, threads)
 
     def start_loads(self, orders: Orders) -> None:
         if orders.loads and self._mover is not None:
@@ -387,7 +412,8 @@ class _WorkerHalf:
         """Return the requests whose loads ended."""
         if self._mover is None:
             return set()
-        moved = self._mover.take(IDLE_WAIT_S if orders.idle else 0.0)
+        idle_s = DESERTED_WAIT_S if orders.deserted else IDLE_WAIT_S
+        moved = self._mover.take(idle_s if orders.idle else 0.0)
         self._failed |= moved.failed_blocks
         self._report.saved += moved.saved
         self._report.loads_took += moved.loads_took
@@ -505,49 +531,35 @@ def _connected(settings: ConnectorSettings, client: Any) -> StoreClient:
     return store
 
 
-def _identity(vllm_config: Any) -> str:
-    """Return the identity of the weights by their files; of a model without local files, by its name and revision."""
-    model = vllm_config.model_config
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy {model.seed} {_config_digest(vllm_config)}"
-    place = Path(model.model)
-    if not place.exists():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            place = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-        except (LocalEntryNotFoundError, ValueError, OSError):
-            log.warning("the files of %s are not at hand: its name stands for its weights", model.model)
-            return f"{model.model}@{model.revision}"
-    return fingerprint(place)
+def _identity(model: Any, load_config: Any) -> str:
+    """Return the identity of a model's weights; of unknown weights, one that is this process's alone."""
+    found = identity(model, str(load_config.load_format))
+    if not found:
+        log.warning(
+            "the files of %s are not at hand: its KV is not shared unless the setting 'model' names its weights", model.model
+        )
+    return found or os.urandom(16).hex()
 
 
-def _config_digest(vllm_config: Any) -> str:
-    """Return a digest of how the model is run, as far as that changes KV."""
-    model = vllm_config.model_config
-    described = {k: v for k, v in model.hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    ways = (str(model.dtype), str(model.quantization), str(vllm_config.cache_config.cache_dtype))
-    return sha256(dumps([described, ways], sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _byte_order(weights: str, vllm_config: Any, kv_cache_config: Any, tensors: dict[str, torch.Tensor]) -> ByteOrder:
-    layers = [vllm_config.compilation_config.static_forward_context[name] for name in tensors]
+def _engine(given: str, vllm_config: Any, kv_cache_config: Any, tensors: dict[str, torch.Tensor]) -> Engine:
+    """Return what names are made of. `given`: the identity of the weights, if the settings have it. Raises ValueError."""
     device = next(iter(tensors.values())).device.type
-    sets = {str(getattr(layer, "isa", "")) for layer in layers}
-    if device == "cpu":
-        sets.add(torch.backends.cpu.get_cpu_capability())
-    parallel = vllm_config.parallel_config
-    return ByteOrder(
-        engine=f"vllm {vllm.__version__}",
+    model, drafts = vllm_config.model_config, speculation(vllm_config)
+    weights = given or _identity(model, vllm_config.load_config)
+    draft = getattr(drafts, "draft_model_config", None)
+    if draft is None or draft.model == model.model:
+        draft_weights = weights
+    else:
+        draft_weights = _identity(draft, drafts.draft_load_config or vllm_config.load_config)
+    return Engine(
+        version=vllm.__version__,
         weights=weights,
-        config=_config_digest(vllm_config),
+        draft_weights=draft_weights,
         device=device,
-        layout=str(kv_cache_config.kv_cache_layout),
-        backends=tuple(sorted({layer.get_attn_backend().get_name() for layer in layers})),
-        instruction_sets=tuple(sorted(sets)),
-        block_tokens=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-        ranks=(parallel.pipeline_parallel_size, parallel.tensor_parallel_size),
+        cpu=torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
+        config=vllm_config,
+        cache=kv_cache_config,
+        attention=[vllm_config.compilation_config.static_forward_context[name] for name in tensors],
         layers=tuple(
             LayerOrder(
                 name,

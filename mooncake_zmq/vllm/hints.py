@@ -26,7 +26,7 @@ class Hints:
 NO_HINTS = Hints()
 
 
-def told(sources: Sequence[str], coming_tokens: int) -> dict[str, Any]:
+def as_parameters(sources: Sequence[str], coming_tokens: int) -> dict[str, Any]:
     """Return the hints as `kv_transfer_params`; empty if there are none."""
     said: dict[str, Any] = {SOURCES: list(sources)} if sources else {}
     return said | ({COMING_TOKENS: coming_tokens} if coming_tokens else {})

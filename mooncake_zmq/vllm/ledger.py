@@ -41,6 +41,10 @@ class Lookup(Protocol):
     def holders(self) -> tuple[str, ...]:
         """Names of the stores that have some of the blocks, once there is an answer."""
 
+    @property
+    def reached(self) -> bool:
+        """Whether any store answered, once there is an answer."""
+
 
 class Pool(Protocol):
     """The pool in which blocks are looked up."""
@@ -74,11 +78,13 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Orders to the workers for one step. `idle`: the step computes nothing."""
+    """Orders to the workers for one step. `idle`: the step computes nothing. `deserted`: nor is there any request, so only
+    saves can be under way."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     idle: bool = False
+    deserted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,7 @@ class Ledger:
     lookup_s: float = 1.0
     coming_s: float = 1.0
     choice: Choice | None = None
-    shelves: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
     """One name prefix per rank; before they are known nothing is looked up or saved."""
     counts: Counter[str] = field(default_factory=Counter)
     _requests: dict[str, _Request] = field(default_factory=dict)
@@ -162,7 +168,7 @@ class Ledger:
         As in the engine's own cache, the last token is always computed.
         """
         request = self._requests.get(request_id)
-        if request is None or not self.shelves or not self.may_load:
+        if request is None or not self.prefixes or not self.may_load:
             return 0
         own, partial = divmod(own_tokens, self.block_tokens)
         stop = (tokens - 1) // self.block_tokens
@@ -180,8 +186,8 @@ class Ledger:
             self.counts["lookups_slow"] += 1
             self._let_go(request)
             return 0
-        there = promise.first + found // len(self.shelves)
-        if self._is_coming(now, request, there, stop):
+        there = promise.first + found // len(self.prefixes)
+        if promise.lookup.reached and self._is_coming(now, request, there, stop):
             if now - promise.asked_at >= AGAIN_S:
                 self._ask(now, request, own, stop)
             return None
@@ -213,13 +219,13 @@ class Ledger:
         for progress in scheduled:
             idle = False
             request = self._requests.get(progress.request_id)
-            if request is not None and self.may_save and self.shelves:
+            if request is not None and self.may_save and self.prefixes:
                 stop = min(progress.computed, progress.known) // self.block_tokens
                 stop = min(stop, request.saved + self.most_saving - self._saving)
                 if stop > request.saved:
                     saves += self._save(now, request, stop, blocks_of(progress.request_id))
         loads, self._loads = self._loads, []
-        return Orders(tuple(loads), tuple(saves), idle)
+        return Orders(tuple(loads), tuple(saves), idle, deserted=idle and not self._requests)
 
     def loaded(self, request_ids: Iterable[str], failed: set[int]) -> None:
         """Take note that these loads ended. `failed`: blocks that are missing and computed; one rank may report before
@@ -268,7 +274,7 @@ class Ledger:
 
     def _ask(self, now: float, request: _Request, first: int, stop: int) -> _Promise:
         self._let_go(request)
-        names = object_names(self.shelves, request.keys.upto(stop)[first:])
+        names = object_names(self.prefixes, request.keys.upto(stop)[first:])
         request.promise = _Promise(first, stop, self.pool.ask(names, request.hints.sources), now)
         return request.promise
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from mooncake_zmq.store.client.client import Hold, StoreClient
 from mooncake_zmq.vllm import ledger
-from mooncake_zmq.vllm.lane import Lane
+from mooncake_zmq.vllm.worker import Worker
 
-PATIENCE_S = 4e-3
+FIRST_WAIT_S = 4e-3
 """How long the first look at an answer waits for it: a pool on this host takes about 0.2 ms."""
 MAX_WAITING = 256
 _NOTHING = Hold(0, 0.0)
@@ -22,7 +22,7 @@ class Lookup:
         self.hold = _NOTHING
         self.released = False
         self._done = threading.Event()
-        self._wait_s = PATIENCE_S
+        self._wait_s = FIRST_WAIT_S
 
     def answer(self) -> int | None:
         wait_s, self._wait_s = self._wait_s, 0.0
@@ -35,6 +35,10 @@ class Lookup:
     @property
     def holders(self) -> tuple[str, ...]:
         return self.hold.holders
+
+    @property
+    def reached(self) -> bool:
+        return bool(self.hold.leases)
 
     def end(self, hold: Hold = _NOTHING) -> None:
         """Set the answer."""
@@ -49,7 +53,7 @@ class Lookups:
         self._client = client
         self._answered = threading.Condition()
         """Notified of each answer; it also guards whether a hold is released."""
-        self._worker = Lane("kv-lookups", self._work, Lookup.end, MAX_WAITING)
+        self._worker = Worker("kv-lookups", self._work, Lookup.end, MAX_WAITING)
 
     def ask(self, names: list[str], first: Sequence[str] = ()) -> Lookup:
         """Begin a lookup, which is answered with 0 at once where too many already wait."""

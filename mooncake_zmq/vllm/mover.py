@@ -15,10 +15,10 @@ from typing import Protocol
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
 from mooncake_zmq.store.codes import Code
-from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Load, Save
 from mooncake_zmq.vllm.names import object_names
 from mooncake_zmq.vllm.spans import BlockSpans
+from mooncake_zmq.vllm.worker import Crew, Worker
 
 MAX_WAITING = 4096
 RETRY_S = 1.0
@@ -86,10 +86,10 @@ class Moved:
 class Mover:
     """Carry out loads and saves. One thread calls it."""
 
-    def __init__(self, client: StoreClient, shelf: str, loading: Memory, saving: Memory, threads: int = 1) -> None:
-        """`shelf`: prefix of the names of this rank's blocks. `threads`: how many copy one load in parallel, and as many one
+    def __init__(self, client: StoreClient, prefix: str, loading: Memory, saving: Memory, threads: int = 1) -> None:
+        """`prefix`: prefix of the names of this rank's blocks. `threads`: how many copy one load in parallel, and as many one
         save."""
-        self._client, self._prefix = client, shelf
+        self._client, self._prefix = client, prefix
         self._loading, self._saving = loading, saving
         self._changed = threading.Condition()
         """Guards the fields below."""
@@ -101,8 +101,8 @@ class Mover:
         """Tries of the next save."""
         self._closing = threading.Event()
         self._loaders, self._savers = Crew("kv-load", threads), Crew("kv-save", threads)
-        self._loads = Lane("kv-loads", self._load, lambda load: self._end_load(load, 0), MAX_WAITING)
-        self._saves = Lane("kv-saves", self._save, self._end_save, MAX_WAITING)
+        self._loads = Worker("kv-loads", self._load, lambda load: self._end_load(load, 0), MAX_WAITING)
+        self._saves = Worker("kv-saves", self._save, self._end_save, MAX_WAITING)
 
     def load(self, load: Load) -> None:
         """Begin a load; `take` reports its end in any case."""

@@ -1,6 +1,7 @@
 """The identity of a model's weights, from three samples of every tensor in its files, without reading all of them.
 
-Two models that differ in one whole tensor anywhere have different identities; so has the same model in other files.
+Two models that differ in one whole tensor anywhere have different identities; so has the same model in other files. Of weights
+whose files are not at hand there is none.
 """
 
 import hashlib
@@ -8,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mooncake_zmq.kv.block_hash import KEY_BYTES
 
@@ -17,22 +18,64 @@ SAMPLES = 1024
 """Number of samples of a file whose tensors are unknown."""
 MAX_HEADER_BYTES = 100 << 20
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files that say how text and images become what the tensors compute."""
+FROM_FILES = frozenset(
+    (
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
+        *("pt", "npcache", "mistral", "sharded_state", "bitsandbytes", "gguf"),
+    )
+)
+"""Load formats of vLLM that read the files of the model's directory."""
+
+
+def identity(model: Any, load_format: str) -> str:
+    """Return the identity of the weights of vLLM's `ModelConfig`, or "" if nothing at hand shows it. Raises OSError."""
+    if load_format == "dummy":
+        return f"dummy {model.seed}"
+    if load_format not in FROM_FILES or model.model_weights:
+        return ""
+    place = local_copy(model.model, model.revision)
+    if place is not None:
+        return fingerprint(place) if _weight_files(place) else ""
+    commit = getattr(model.hf_config, "_commit_hash", None) if model.hf_config_path is None else None
+    return f"{model.model}@{commit}" if commit else ""
+
+
+def local_copy(name: str, revision: str | None = None) -> Path | None:
+    """Return where the files are that vLLM reads for a path, or for a name at Hugging Face; None if they are not here."""
+    place = Path(name).expanduser()
+    if place.exists():
+        return place
+    if place.is_absolute():
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        return None
 
 
 def fingerprint(model: Path) -> str:
     """Return the identity of a directory in Hugging Face's layout, or of one file: 128 bits in hexadecimal. Raises OSError."""
     hasher = hashlib.sha256()
-    config = model / "config.json"
-    if config.is_file():
-        hasher.update(config.read_bytes())
-    files = [model] if model.is_file() else sorted({path for pattern in PATTERNS for path in model.glob(pattern)})
-    for path in files:
+    for settings in (model / name for name in SETTINGS):
+        if settings.is_file():
+            content = settings.read_bytes()
+            hasher.update(f"\0{settings.name}\0{len(content)}\0".encode() + content)
+    for path in _weight_files(model):
         hasher.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             for start, length in _samples(file, path.stat().st_size, path.suffix == ".safetensors"):
                 file.seek(start)
                 hasher.update(file.read(length))
     return hasher.hexdigest()[: 2 * KEY_BYTES]
+
+
+def _weight_files(model: Path) -> list[Path]:
+    return [model] if model.is_file() else sorted({path for pattern in PATTERNS for path in model.glob(pattern)})
 
 
 def _samples(file: BinaryIO, size: int, is_safetensors: bool) -> Iterator[tuple[int, int]]:

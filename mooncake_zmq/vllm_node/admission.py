@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Final
 
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import Hello, Part, Sampling, StartPrefill
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.vllm_node.settings import VllmSettings
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mooncake_zmq.core.actor import Effect, Send, Start
-from mooncake_zmq.core.shell import Ids, Tally
+from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.work import WatchEngine
 from mooncake_zmq.kv.block_hash import root_of_salt
 from mooncake_zmq.kv.engine_events import EngineEvent

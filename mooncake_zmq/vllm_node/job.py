@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.messages import StartPrefill
-from mooncake_zmq.core.shell import Named
 
 
 class JobState(Named):

@@ -4,13 +4,14 @@ vLLM computes prompts in the order of their arrival, a few at a time, beside the
 the first token of the prompt before it, and the time of a token from the token before it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, PrefillLoad, StartPrefill
 from mooncake_zmq.core.order import Order
-from mooncake_zmq.core.pace import COMPUTE_MEMORY_S, STEP_MEMORY_S, Pace
 from mooncake_zmq.core.reports import queued_job
+from mooncake_zmq.core.speed import COMPUTE_MEMORY_S, STEP_MEMORY_S, Speed
 from mooncake_zmq.vllm_node.job import Job, JobState
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
@@ -25,8 +26,10 @@ class Load:
         self._order = Order(settings.overtake, settings.priority_s)
         self._first_at = 0.0
         """When the latest first token arrived."""
-        self.compute = Pace(memory_s=COMPUTE_MEMORY_S, half_life_s=settings.measured_half_life_s)
-        self.step = Pace(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self.compute = Speed(memory_s=COMPUTE_MEMORY_S, half_life_s=settings.measured_half_life_s)
+        self._prompts = Speed(memory_s=COMPUTE_MEMORY_S, half_life_s=math.inf)
+        """Measures prompts up to their first tokens, loads included. Does not fade: an idle engine becomes no quicker."""
+        self.step = Speed(memory_s=STEP_MEMORY_S, half_life_s=settings.measured_half_life_s)
 
     def rank(self, now: float, request: StartPrefill) -> float:
         """Return the rank of a request that arrives now, which is final."""
@@ -34,9 +37,11 @@ class Load:
 
     def first(self, now: float, job: Job) -> None:
         """Record the first token of a job."""
-        began_at = max(job.began_at, self._first_at)
+        took_s = max(0.0, now - max(job.began_at, self._first_at))
         self._first_at = now
-        self.compute.add(now, max(0.0, now - began_at), self._compute_s(job.request))
+        self._prompts.add(now, took_s, self._prompt_s(job.request))
+        if not job.taken_over:
+            self.compute.add(now, took_s, self._compute_s(job.request))
 
     def stepped(self, now: float, job: Job, tokens: int, batch: Sequence[Job]) -> None:
         """Record later tokens of `job`, a member of `batch`."""
@@ -66,9 +71,12 @@ class Load:
         )
 
     def under_way_s(self, now: float, jobs: Iterable[Job]) -> float:
-        """Return how long the prompts that vLLM has begun, and that have no token yet, should take from their begin."""
-        ratio = self.compute.ratio(now)
-        return sum([ratio * self._compute_s(job.request) for job in jobs if job.state is JobState.PREFILLING])
+        """Return how long the prompts that vLLM has begun, and that have no token yet, should take from their begin; inf if
+        none was measured yet."""
+        begun = [self._prompt_s(job.request) for job in jobs if job.state is JobState.PREFILLING]
+        if not begun:
+            return 0.0
+        return self._prompts.ratio(now) * sum(begun) if self._prompts.known else math.inf
 
     def of_answers(self, now: float, jobs: Sequence[Job], *, closed: bool) -> DecodeLoad:
         """Return the load report as a decode."""
@@ -95,6 +103,12 @@ class Load:
 
     def _compute_s(self, request: StartPrefill) -> float:
         """Return the time of the cost model, given the reuse of the plan."""
+        return self._costs.compute_s(len(request.tokens) // 4, self._reused(request))
+
+    def _prompt_s(self, request: StartPrefill) -> float:
+        """Return that time and the time to load what is reused."""
+        return self._compute_s(request) + self._costs.load_s(self._reused(request))
+
+    def _reused(self, request: StartPrefill) -> int:
         tokens = len(request.tokens) // 4
-        reused = min(request.reuse_blocks, (tokens - 1) // self._block_tokens) * self._block_tokens
-        return self._costs.compute_s(tokens, reused)
+        return min(request.reuse_blocks, (tokens - 1) // self._block_tokens) * self._block_tokens

@@ -37,9 +37,9 @@ class VllmSettings:
     probe_timeout_s: float = 3.0
     """Longest wait for the answer to a health check, or for a connection."""
     hung_s: float = 3.0
-    """A vLLM that sends no token to any answer for so long, plus four times the expected time of the prompts under way, is
+    """A vLLM that sends no token to any request for so long, plus four times the expected time of the prompts under way, is
     hung: its requests continue on other nodes, and it gets new ones after it has made a token. Each time that it is found
-    hung doubles this for ten minutes, up to `quiet_s`."""
+    hung doubles this for ten minutes, up to `quiet_s`. Until it has computed a prompt, prompts may take up to `quiet_s`."""
     quiet_s: float = 60.0
     """A request for which vLLM sends nothing for so long has failed here and continues on another node. It must be above the
     time that the longest prompt takes to its first token."""

@@ -16,6 +16,7 @@ from msgspec.structs import asdict
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
+    CordonWanted,
     DrainTimedOut,
     DrainWanted,
     Effect,
@@ -23,7 +24,6 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
-    RestWanted,
     Send,
     SetTimer,
     Start,
@@ -32,8 +32,9 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
+from mooncake_zmq.core.actor_parts import Ids, Lifecycle, Tally
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -47,10 +48,9 @@ from mooncake_zmq.core.messages import (
     for_sibling,
 )
 from mooncake_zmq.core.reports import REPORT, Reports
-from mooncake_zmq.core.shell import Ids, Lifecycle, Tally
 from mooncake_zmq.core.work import (
     EngineProbed,
-    EngineTold,
+    EngineReported,
     Generate,
     Generated,
     ProbeEngine,
@@ -115,7 +115,7 @@ class VllmNode:
         self._ids = Ids()
         self._cache = EngineCache(settings, layout, self._ids, self.counts)
         self._admission = Admission(name, settings, layout, self._peers, self.counts)
-        self._drain = Leaving("", self.counts)
+        self._drain = Drain("", self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -125,16 +125,16 @@ class VllmNode:
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
             case WorkProgress(work_id, TokensGenerated(tokens)) if work_id in self._works:
-                self._silence.heard(now)
+                self._silence.received(now)
                 return self._on_tokens(now, self._works[work_id], tokens)
             case Received(sender, message):
                 return self._on_message(now, sender, message)
             case WorkDone(work_id, Generated() | WorkFailed() as result) if work_id in self._works:
-                self._silence.heard(now)
+                self._silence.received(now)
                 return self._on_generated(now, self._works.pop(work_id), result)
             case WorkDone(work_id, EngineProbed() | WorkFailed() as result) if work_id == self._probe:
                 return self._on_probed(now, result)
-            case WorkProgress(work_id, EngineTold(events)) if self._cache.is_watched_by(work_id):
+            case WorkProgress(work_id, EngineReported(events)) if self._cache.is_watched_by(work_id):
                 conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
                 return self._cache.on_events(events, conductors)
             case PeerUp() as up:
@@ -154,8 +154,8 @@ class VllmNode:
             case DrainWanted():
                 self._drain.drain()
                 return self._report(now)
-            case RestWanted(resting):
-                self._drain.rest(resting)
+            case CordonWanted(cordoned):
+                self._drain.set_cordon(cordoned)
                 return self._report(now)
             case DrainTimedOut():
                 self._drain.drain()
@@ -277,7 +277,7 @@ class VllmNode:
             job = min(waiting, key=lambda each: (each.rank, each.order))
             self._move(job, JobEvent.BEGIN)
             if not self._works:
-                self._silence.heard(now)
+                self._silence.owed(now)
             job.work_id, job.began_at = self._ids.new(), now
             self._works[job.work_id] = job
             request = job.request
@@ -377,6 +377,7 @@ class VllmNode:
         request = job.request
         if job.state is JobState.PREFILLING:
             self._move(job, JobEvent.TOKEN)
+            self._load.first(now, job)
         self._load.stepped(now, job, len(tokens), self._decoding)
         # For a request that was taken over, the previous node has reported what was reused before.
         report = ((request.request_id, request.attempt, reused),) if reused and not job.taken_over else ()
@@ -400,7 +401,8 @@ class VllmNode:
         self._probe = None
         effects: list[Effect] = [SetTimer(PROBE, self._settings.probe_s)]
         if isinstance(result, EngineProbed) and result.ready:
-            if self._decoding and self._silence.is_over_long(now, self._load.under_way_s(now, self._jobs.values())):
+            due = [job for job in self._jobs.values() if job.work_id is not None]
+            if due and self._silence.is_over_long(now, self._load.under_way_s(now, due)):
                 return effects + self._on_hung(now)
             well_before, self._trouble, self._lost, self._hung = not self._trouble, "", False, False
             return effects if well_before else effects + self._reports.hurry(now)

@@ -60,6 +60,7 @@ OPENING_INSTEAD = "begin with a noun or a verb"
 _IN_NAMES = re.compile("|".join(f"(?<![a-z])(?P<w{i}>{word.name})(?![a-z])" for i, word in enumerate(WORDS) if word.name))
 _IN_PROSE = re.compile("|".join(rf"\b(?P<w{i}>{word.prose})\b" for i, word in enumerate(WORDS) if word.prose), re.IGNORECASE)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_LABEL = re.compile(r"[a-z0-9]+(?:_[a-z0-9]+)+(?:\[.*)?")
 _COMMENT = re.compile(r"(?:^|  )[ \t]*#(?P<words>.*)$", re.MULTILINE)
 _BACKTICKED = re.compile(r"(`+)[^`]+\1")
 
@@ -102,6 +103,9 @@ def _given(source: Source) -> Iterator[tuple[str, int]]:
     for handler in source.nodes(ast.ExceptHandler):
         if handler.name:
             yield handler.name, handler.lineno
+    for text in source.nodes(ast.Constant):  # counters, labels, fields of JSON
+        if isinstance(text.value, str) and _LABEL.fullmatch(text.value):
+            yield text.value, text.lineno
 
 
 def in_names(source: Source) -> list[Hit]:

@@ -4,10 +4,10 @@ A room is a folder of the package, or a module beside the folders. A new room mu
 """
 
 FLOORS: tuple[frozenset[str], ...] = (
-    # The ground: what a block is, which modules are compiled, the version.
-    frozenset({"__init__", "extras", "kv", "native"}),
-    # Messages, sessions, timers and the cost model.
-    frozenset({"core"}),
+    # The ground: what a block is, the version and the extras.
+    frozenset({"__init__", "extras", "kv"}),
+    # Messages, sessions, timers and the cost model; which modules are compiled.
+    frozenset({"core", "native"}),
     # The model, and the role that needs nothing but the ground.
     frozenset({"engine", "conductor"}),
     # How bytes move.

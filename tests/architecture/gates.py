@@ -20,6 +20,12 @@ EXEMPT_FUNCTIONS = {
 """Modules whose functions may be as long as they need, with the reason."""
 
 PROCESS = "runtime/process"
+IMPORTED_BY_PROCESS = {
+    "config/load": "its `main` is given a loaded file",
+    "core/roles": "its `main` is given a role",
+    "telemetry/log": "it configures the log before anything else",
+}
+"""What `runtime/process.py` imports beside its own room, which builds all parts, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +91,31 @@ def upward_imports(sources: Sources, floors: Mapping[str, int] | None = None) ->
 
 
 def imports_of_process(sources: Sources) -> Found:
-    """The package's modules that `runtime/process.py` imports: each ties one more part to that file."""
+    """Modules of other rooms that `runtime/process.py` imports: each ties one more part to that file."""
     targets = imported_modules(sources).get(PROCESS, {})
-    return {f"{PROCESS} -> {target}": Breach(1, f"line {line}") for target, line in targets.items()}
+    return {
+        f"{PROCESS} -> {target}": Breach(1, f"line {line}")
+        for target, line in targets.items()
+        if room_of(target) != room_of(PROCESS) and target not in IMPORTED_BY_PROCESS
+    }
 
 
 def swallowed_exceptions(sources: Sources) -> Found:
-    """Handlers of everything, KeyboardInterrupt and SystemExit among it, which may end without raising it again."""
+    """Handlers of everything, KeyboardInterrupt and SystemExit among it, in which these may be lost.
+
+    They are kept where the handler raises again, hands the error to the thread that waits for it, or stands below a handler of
+    these two that raises.
+    """
     found: Found = {}
     for module, source in sources.items():
         handlers = [
             each.lineno
-            for each in source.nodes(ast.ExceptHandler)
-            if _catches_everything(each.type) and not _raises_again(each)
+            for attempt in source.nodes(ast.Try, ast.TryStar)
+            for place, each in enumerate(attempt.handlers)
+            if _catches_everything(each.type)
+            and not _raises_again(each)
+            and not _hands_over(each)
+            and not any(map(_lets_exits_pass, attempt.handlers[:place]))
         ]
         lines = handlers + [each.lineno for each in source.nodes(ast.Call) if _suppresses_everything(each)]
         if lines:
@@ -123,8 +141,12 @@ GATES = (
     Gate("module_circles", "modules do not import each other in a circle", modules_in_circles),
     Gate("room_circles", "rooms do not import each other in a circle", rooms_in_circles),
     Gate("upward_imports", "a room imports rooms of lower floors only (floors.py)", upward_imports),
-    Gate("process_imports", f"{PROCESS}.py imports nothing more of the package", imports_of_process),
-    Gate("swallowed_exceptions", "`except BaseException` raises again what it caught", swallowed_exceptions),
+    Gate("process_imports", f"{PROCESS}.py imports its own room, and IMPORTED_BY_PROCESS", imports_of_process),
+    Gate(
+        "swallowed_exceptions",
+        "`except BaseException` raises what it caught, or hands it over",
+        swallowed_exceptions,
+    ),
     Gate("dialect_names", "a name is the field's term (dialect.py)", dialect_in_names),
     Gate("dialect_prose", "a docstring or comment is plain English (dialect.py)", dialect_in_prose),
 )
@@ -220,6 +242,24 @@ def _raises_again(handler: ast.ExceptHandler) -> bool:
         last.exc is None or (isinstance(last.exc, ast.Name) and last.exc.id == handler.name)
     )
     return raises and not any(isinstance(node, ast.Return | ast.Break | ast.Continue) for node in ast.walk(handler))
+
+
+def _hands_over(handler: ast.ExceptHandler) -> bool:
+    """The handler passes what it caught to a future's `set_exception`."""
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "set_exception"
+        and [ast.unparse(each) for each in node.args] == [handler.name]
+        for statement in handler.body
+        for node in ast.walk(statement)
+        if isinstance(statement, ast.Expr)
+    )
+
+
+def _lets_exits_pass(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else []
+    return {ast.unparse(each) for each in kinds} == {"KeyboardInterrupt", "SystemExit"} and _raises_again(handler)
 
 
 def _dialect(sources: Sources, hits_in: Callable[[Source], list[Hit]]) -> Found:

@@ -138,9 +138,12 @@ def test_an_import_of_a_room_that_is_not_on_a_lower_floor_is_found(module: str, 
     assert found("upward_imports", **{module: text}, **others) == breaches
 
 
-def test_each_module_that_the_process_imports_counts_once() -> None:
-    text = "import zmq\nfrom mooncake_zmq.core.actor import Event, Effect\ndef late():\n    from mooncake_zmq import config\n"
-    modules = {"core__actor": "", "config": "", "runtime__network": "from mooncake_zmq import config"}
+def test_each_module_of_another_room_that_the_process_imports_counts_once_but_for_those_named() -> None:
+    text = (
+        "import zmq\nfrom mooncake_zmq.core.actor import Event, Effect\nfrom mooncake_zmq.core.roles import Role\n"
+        "from mooncake_zmq.runtime.network import Net\ndef late():\n    from mooncake_zmq import config\n"
+    )
+    modules = {"core__actor": "", "core__roles": "", "config": "", "runtime__network": "from mooncake_zmq import config"}
     assert found("process_imports", runtime__process=text, **modules) == {
         "runtime/process -> core/actor": 1,
         "runtime/process -> config": 1,
@@ -154,6 +157,10 @@ def handler(line: str, *body: str) -> str:
     return f"for _ in ():\n    try:\n        ...\n    {line}:\n" + "".join(f"        {each}\n" for each in body)
 
 
+def two(kinds: str, body: str) -> str:
+    return handler(f"except {kinds}", body) + "    except BaseException:\n        pass\n"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -164,6 +171,10 @@ def handler(line: str, *body: str) -> str:
         handler("except BaseException as error", "if error:", "    raise"),
         handler("except BaseException as error", "raise ValueError from error"),
         handler("except BaseException", "if ready:", "    continue", "raise"),
+        handler("except BaseException as error", "if wanted:", "    done.set_exception(error)"),
+        handler("except BaseException as error", "done.set_exception(Lost())"),
+        two("(KeyboardInterrupt, SystemExit)", "pass"),
+        two("KeyboardInterrupt", "raise"),
         "with contextlib.suppress(BaseException):\n    ...\n",
     ],
 )
@@ -177,10 +188,12 @@ def test_a_handler_of_everything_that_may_end_without_raising_is_found(text: str
         handler("except BaseException", "close()", "raise"),
         handler("except BaseException as error", "if wrong(error):", "    raise Lost from error", "raise error"),
         handler("except OSError", "pass"),
+        handler("except BaseException as error", "close()", "done.set_exception(error)"),
+        two("(KeyboardInterrupt, SystemExit)", "raise"),
         "with suppress(OSError):\n    ...\n",
     ],
 )
-def test_a_handler_that_raises_again_and_one_of_chosen_errors_pass(text: str) -> None:
+def test_a_handler_that_raises_again_or_hands_over_and_one_of_chosen_errors_pass(text: str) -> None:
     assert found("swallowed_exceptions", kv__slots=text) == {}
 
 
@@ -196,6 +209,7 @@ def test_a_handler_that_raises_again_and_one_of_chosen_errors_pass(text: str) ->
         "MAX_WISHES = 4",
         "def work(whoever): ...",
         "def work(*, old_life: int): ...",
+        "counts.add('former_life[reason=x]')",
         "class Slots:\n    def __init__(self): self._heard_at = 0",
         "class Slots:\n    resting: bool",
         "def on_rest(): ...",

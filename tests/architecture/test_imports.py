@@ -17,6 +17,8 @@ PURE = (
     "decode/",
     "gateway/requests/answer",
     "gateway/requests/families",
+    "gateway/requests/history",
+    "gateway/requests/slowness",
     "gateway/requests/request",
     "gateway/requests/request_log",
     "gateway/requests/client_events",

@@ -94,9 +94,9 @@ def test_an_address_may_end_in_v1_or_have_a_path():
 
 def test_tokens_and_the_servers_own_account_are_seen():
     actor = ScriptedActor(lambda _request, _number: [*([each] for each in tokens("hey")), [finished("length")]])
-    heard = ask(actor, [arrival(), arrival(0.01)], api_key="secret")
-    assert heard.model == "toy"
-    for seen in heard.seen:
+    replayed = ask(actor, [arrival(), arrival(0.01)], api_key="secret")
+    assert replayed.model == "toy"
+    for seen in replayed.seen:
         assert seen.outcome == "finished"
         assert len(seen.token_s) == 3
         assert sorted(seen.token_s) == list(seen.token_s)
@@ -110,10 +110,10 @@ def test_tokens_and_the_servers_own_account_are_seen():
 
 def test_plain_and_chat_ask_for_what_every_server_knows():
     actor = ScriptedActor(max_model_len=4096)
-    heard = ask(actor, [arrival()], chat=True, plain=True, form=PromptForm(text=True, block_tokens=16))
-    assert [each.outcome for each in heard.seen] == ["finished"]
+    replayed = ask(actor, [arrival()], chat=True, plain=True, form=PromptForm(text=True, block_tokens=16))
+    assert [each.outcome for each in replayed.seen] == ["finished"]
     assert actor.only.stop.eos_ids
-    assert heard.seen[0].text_chars == 2
+    assert replayed.seen[0].text_chars == 2
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_plain_and_chat_ask_for_what_every_server_knows():
     ],
 )
 def test_refusals_and_errors_are_told_by_their_kind(script, outcome, error):
-    heard = ask(ScriptedActor(lambda _request, _number: script), [arrival()])
-    result = result_of(heard, "url", Bounds())
-    assert heard.seen[0].outcome == outcome
+    replayed = ask(ScriptedActor(lambda _request, _number: script), [arrival()])
+    result = result_of(replayed, "url", Bounds())
+    assert replayed.seen[0].outcome == outcome
     assert result.errors == {error: 1}
     assert result.goodput_per_s == 0
     assert (result.rejected, result.failed) == ((1, 0) if outcome == "rejected" else (0, 1))
@@ -275,16 +275,16 @@ async def closes_when_asked_again(_reader, writer, number):
 
 def test_a_call_on_a_kept_connection_that_is_closed_is_made_once_more_and_that_is_told(monkeypatch):
     monkeypatch.setattr(client_connection, "AT_ONCE_S", 30.0)
-    heard, calls, connections = answered_by(closes_when_asked_again, **one_by_one(2))
-    result = result_of(heard, "url", Bounds())
+    replayed, calls, connections = answered_by(closes_when_asked_again, **one_by_one(2))
+    result = result_of(replayed, "url", Bounds())
     assert (result.finished, result.repeated, calls, connections) == (2, 1, 3, 2)
     assert ("sent again: a kept connection was closed", "1") in lines(result)
 
 
 def test_a_call_that_the_server_held_before_it_closed_is_not_made_again(monkeypatch):
     monkeypatch.setattr(client_connection, "AT_ONCE_S", 0.0)
-    heard, calls, _ = answered_by(closes_when_asked_again, **one_by_one(2))
-    assert [each.error for each in heard.seen] == ["", "connection"]
+    replayed, calls, _ = answered_by(closes_when_asked_again, **one_by_one(2))
+    assert [each.error for each in replayed.seen] == ["", "connection"]
     assert calls == 2
 
 
@@ -322,8 +322,8 @@ def test_interim_answers_are_no_answers():
         await asyncio.sleep(0.03)  # so that it comes by itself
         writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" + OK)
 
-    heard, calls, connections = answered_by(answer, **one_by_one(3))
-    assert [(each.outcome, each.status) for each in heard.seen] == [("finished", 200)] * 3
+    replayed, calls, connections = answered_by(answer, **one_by_one(3))
+    assert [(each.outcome, each.status) for each in replayed.seen] == [("finished", 200)] * 3
     assert (calls, connections) == (3, 1)
 
 
@@ -331,8 +331,8 @@ def test_a_connection_that_says_more_than_it_was_asked_is_not_used_again():
     async def answer(_reader, writer, _number):
         writer.write(OK + b"HTTP/1.1 500 no\r\ncontent-length: 0\r\n\r\n")
 
-    heard, calls, connections = answered_by(answer, **one_by_one(3))
-    assert [(each.outcome, each.status) for each in heard.seen] == [("finished", 200)] * 3
+    replayed, calls, connections = answered_by(answer, **one_by_one(3))
+    assert [(each.outcome, each.status) for each in replayed.seen] == [("finished", 200)] * 3
     assert (calls, connections) == (3, 3)
 
 
@@ -371,9 +371,9 @@ def test_a_replay_whose_bodies_cannot_be_made_ends():
 
 def test_who_is_not_there_is_told_as_an_error_of_the_connection():
     target = Client(url="http://127.0.0.1:1", model="m", form=FORM)
-    heard = asyncio.run(replay(target, [arrival()], lambda text: None))
-    assert heard.seen[0].error == "connection"
-    with pytest.raises(NoServer, match="name the model"):
+    replayed = asyncio.run(replay(target, [arrival()], lambda text: None))
+    assert replayed.seen[0].error == "connection"
+    with pytest.raises(NoServer, match="no connection"):
         asyncio.run(replay(Client(url="http://127.0.0.1:1", form=FORM), [arrival()], lambda text: None))
 
 
@@ -394,12 +394,12 @@ def test_to_wait_for_a_stream_is_no_lag_of_the_clients(monkeypatch):
         await asyncio.sleep(0.05)
         writer.write(OK)
 
-    heard, *_ = answered_by(answer, **one_by_one(10))
-    for before, each in zip(heard.seen, heard.seen[1:], strict=False):
+    replayed, *_ = answered_by(answer, **one_by_one(10))
+    for before, each in zip(replayed.seen, replayed.seen[1:], strict=False):
         assert each.held_s + each.late_s >= before.held_s + before.ended_s
         assert each.held_s > before.held_s
-    monkeypatch.setattr(client_report, "LATE_S", heard.seen[-1].held_s / 2)
-    assert not result_of(heard, "url", Bounds()).doubtful
+    monkeypatch.setattr(client_report, "LATE_S", replayed.seen[-1].held_s / 2)
+    assert not result_of(replayed, "url", Bounds()).doubtful
 
 
 def test_a_client_that_is_late_itself_says_so():

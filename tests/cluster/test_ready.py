@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 PROMPT = [(7 * position) % 250 for position in range(400)]
 REUSABLE = (len(PROMPT) - 1) // 32 * 32
 CACHES = ("cache-a", "cache-b")
+DECODES = ("decode-a", "decode-b")
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_after_a_crash_of_everything_what_lies_on_disk_is_reused_as_soon_as_a_ga
         eventually(lambda: cluster.dumps()[node]["gauges"]["cached_disk_blocks"] >= REUSABLE // 32, 20, "all is on disk")
         kill_everything(cluster)
         start(*(node for node in NODES if node not in CACHES))
-        eventually(lambda: state(cluster).get("not_heard") == list(CACHES), 30, "the others hear each other")
+        eventually(lambda: state(cluster).get("not_connected") == list(CACHES), 30, "the others hear each other")
         eventually(lambda: not state(cluster)["missing"], 30, "requests could be served")
         assert state(cluster)["status"] == "starting"
         start(*CACHES)
@@ -89,6 +90,8 @@ def test_a_gateway_that_may_wait_no_longer_says_so_in_every_stream(directory: Pa
         cluster.start()
         with cluster.stream(prompt=[1, 2, 3], max_tokens=3000) as stream, httpx.Client(timeout=30) as other:
             stream.read(5)
+            for decode in DECODES:  # or a slow gateway would find the answer whole
+                cluster.signal(decode, signal.SIGSTOP)
             gateway = cluster.pid("gateway-0")
             for _ in range(signals):
                 os.kill(gateway, signal.SIGTERM)
@@ -98,6 +101,8 @@ def test_a_gateway_that_may_wait_no_longer_says_so_in_every_stream(directory: Pa
                 assert (stream.done, [error["code"] for error in stream.errors]) == (False, ["gateway_stopped"])
             other.close()
             eventually(lambda: cluster.pid("gateway-0") != gateway, 20, "it ended")
+            for decode in DECODES:
+                cluster.signal(decode, signal.SIGCONT)
         assert "Traceback" not in log.read_text()
         assert "exception" not in log.read_text()
         until_none(cluster.busy_gauges, 20)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from stopping import stop
 from tiny_llama import llama_config, write_weights
 from toy_cluster import ROOT, Stream, eventually, free_port, greedy, until_none
 from vllm_cluster import VOCABULARY, ApartCluster, VllmCluster, cpu_s, write_model
@@ -62,6 +63,17 @@ class RealCluster(VllmCluster):
         port = self.urls[node].rpartition(":")[2]
         found = subprocess.run(["pgrep", "-f", f"api_server.*--port {port} "], capture_output=True, text=True).stdout.split()
         return int(found[0])
+
+    def processes(self, node: str) -> list[int]:
+        """The pids of its vLLM, its engine's too."""
+        found = subprocess.run(["pgrep", "-g", str(self.server(node))], capture_output=True, text=True).stdout.split()
+        return [int(pid) for pid in found]
+
+    def computed(self) -> float:
+        """Prompt tokens that both vLLMs have computed, neither reused nor loaded."""
+        lines = [line for url in self.urls.values() for line in httpx.get(f"{url}/metrics").text.splitlines()]
+        of = "vllm:prompt_tokens_by_source_total{"
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(of) and '"local_compute"' in line)
 
     def running(self) -> float:
         """Requests in both vLLMs."""
@@ -135,21 +147,52 @@ def test_a_prompt_goes_where_it_is_and_outlives_its_vllm(cluster: RealCluster) -
     print(f"idle {time.monotonic() - gone_at:.2f} s after the client hung up")
 
 
-def test_what_a_node_costs(cluster: RealCluster) -> None:
-    """Printed: a time is no test's to judge."""
-    name, tokens = cluster.model_name, 150
-    nodes = [cluster.pid(node) for node in ("vllm-a", "vllm-b")]
-    before = sum(map(cpu_s, nodes))
+def test_a_burst_with_one_beginning_computes_it_once(cluster: RealCluster) -> None:
+    beginning = [3 + i * 11 % 90 for i in range(1024)]
+    before = cluster.computed()
+    ask_all(cluster, [[*beginning, *[3 + (i + number) % 90 for i in range(20)]] for number in range(8)], 8)
+    assert cluster.computed() - before <= 1.1 * (1024 + 8 * 20)
 
-    def ask() -> None:
-        with Stream(cluster.url, greedy(model=name, prompt=PROMPT[:64], max_tokens=tokens, stream=True)) as stream:
-            assert len(stream.read()) == tokens
 
-    askers = [threading.Thread(target=ask) for _ in range(8)]
+def test_a_stopped_vllm_is_left_with_the_same_tokens(cluster: RealCluster) -> None:
+    name, home = cluster.model_name, served(cluster.complete_text(prompt=PROMPT, max_tokens=8))
+    whole = cluster.complete_text(prompt=PROMPT, max_tokens=300)["choices"][0]["token_ids"]
+    with Stream(cluster.url, greedy(model=name, prompt=PROMPT, max_tokens=300, stream=True)) as stream:
+        stream.read(20)
+        pids, stopped_at = cluster.processes(home), time.monotonic()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        stream.read(len(stream.tokens) + 60)
+        print(f"tokens again {time.monotonic() - stopped_at:.2f} s after the stop")
+        assert stream.read() == whole
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: not cluster.dumps()[home]["actor"]["trouble"], 60, "it serves again")
+
+
+def ask_all(cluster: RealCluster, prompts: list[list[int]], tokens: int) -> None:
+    """Ask all at once, and return when all answers are whole."""
+    name, lengths = cluster.model_name, list[int]()
+
+    def ask(prompt: list[int]) -> None:
+        with Stream(cluster.url, greedy(model=name, prompt=prompt, max_tokens=tokens, stream=True)) as stream:
+            lengths.append(len(stream.read()))
+
+    askers = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
     for asker in askers:
         asker.start()
     for asker in askers:
         asker.join()
+    assert lengths == [tokens] * len(prompts)
+
+
+def test_what_a_node_costs(cluster: RealCluster) -> None:
+    """Printed: a time is no test's to judge."""
+    tokens = 150
+    nodes = [cluster.pid(node) for node in ("vllm-a", "vllm-b")]
+    before = sum(map(cpu_s, nodes))
+
+    ask_all(cluster, [PROMPT[:64]] * 8, tokens)
     print(f"node and HTTP: {1e3 * (sum(map(cpu_s, nodes)) - before) / (8 * tokens):.2f} ms of CPU a token at 8 streams")
 
 
@@ -180,3 +223,35 @@ def test_one_prefills_another_decodes_and_its_death_loses_no_token() -> None:
             os.kill(cluster.server("decode-b"), signal.SIGKILL)
             assert stream.read() == whole
         assert not stream.errors
+
+
+def test_stopped_stores_cost_the_first_request_alone() -> None:
+    """Printed: a time is no test's to judge."""
+    with running(RealApart) as cluster:
+        prompts = [[3 + (i * 7 + number) % 90 for i in range(300)] for number in range(8)]
+        wholes = [alone(cluster, prompt, 20) for prompt in prompts]
+        stores = [cluster.pid(cache) for cache in ("cache-a", "cache-b")]
+        for pid in stores:
+            stop(pid)
+        for prompt, whole in zip(prompts, wholes, strict=True):
+            began_at = time.monotonic()
+            assert cluster.complete_text(prompt=prompt, max_tokens=20)["choices"][0]["token_ids"] == whole
+            print(f"20 tokens in {time.monotonic() - began_at:.2f} s")
+        for pid in stores:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_decode_that_stops_while_idle_is_replaced_by_the_prefill() -> None:
+    with running(RealApart) as cluster:
+        whole = alone(cluster, PROMPT, 20)
+        assert cluster.complete_text(prompt=PROMPT, max_tokens=20)["choices"][0]["token_ids"] == whole
+        engine = [pid for pid in cluster.processes("decode-b") if pid != cluster.server("decode-b")]
+        for pid in engine:
+            os.kill(pid, signal.SIGSTOP)
+        began_at = time.monotonic()
+        answer = cluster.complete_text(prompt=PROMPT, max_tokens=20)
+        print(f"20 tokens in {time.monotonic() - began_at:.2f} s")
+        assert answer["choices"][0]["token_ids"] == whole
+        assert answer["mooncake"]["decode"] == "prefill-a"
+        for pid in engine:
+            os.kill(pid, signal.SIGCONT)

@@ -78,8 +78,7 @@ def test_a_changed_byte_on_disk_is_a_miss_and_the_answer_is_right(cluster: ToyCl
         for at in range(4096 + 100, len(content), 512):
             content[at] ^= 1
         segment.write_bytes(content)
-    cluster.signal(node, signal.SIGKILL)
-    cluster.signal(node, signal.SIGCONT)
+    cluster.signal(node, signal.SIGKILL)  # a stopped process dies of it too
     until_none(cluster.missing, 60)
     eventually(lambda: indexed(cluster, node) == REUSABLE // 32, 20, "the conductor knows what the disk should hold")
     again = ask(cluster)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, stopped, until_none
 
-from mooncake_zmq.chaos.checks import busy, unheard
+from mooncake_zmq.chaos.checks import busy, unreached
 from mooncake_zmq.config.load import load
 from mooncake_zmq.operate.local_nodes import collect_dumps
 from mooncake_zmq.transfer import key_files
@@ -121,7 +121,7 @@ class TwoHosts:
         return dumps
 
     def missing(self) -> list[str]:
-        return unheard(self.dumps(), NODES)
+        return unreached(self.dumps(), NODES)
 
     def busy(self) -> list[str]:
         return busy(self.dumps())
@@ -137,9 +137,14 @@ class TwoHosts:
 
     @contextlib.contextmanager
     def only(self, host: str) -> Iterator[None]:
-        """Let only this host's engines serve: the others are stopped, and the gateway has missed them."""
-        others = [name for name, (role, where) in NODES.items() if role in ("prefill", "decode") and where != host]
-        locks = {name: self.runtime_dir(NODES[name][1]) / f"{name}.lock" for name in others}
+        """Let only this host's engines serve."""
+        with self.without([name for name, (role, where) in NODES.items() if role in ("prefill", "decode") and where != host]):
+            yield
+
+    @contextlib.contextmanager
+    def without(self, names: list[str]) -> Iterator[None]:
+        """Stop these processes; the gateway has missed them."""
+        locks = {name: self.runtime_dir(NODES[name][1]) / f"{name}.lock" for name in names}
         with stopped({name: int(lock.read_text().split()[0]) for name, lock in locks.items()}, self.serves):
             yield
 
@@ -181,6 +186,18 @@ def test_blocks_cross_the_network_to_the_other_host(hosts: TwoHosts) -> None:
     until_none(hosts.missing, 60)
     with hosts.only("b"):
         assert hosts.ask(PROMPT)["cached_remote"] == REUSABLE
+    until_none(hosts.missing, 60)
+
+
+def test_a_decode_copies_what_a_prompt_has_in_common_with_an_earlier_one_there(hosts: TwoHosts) -> None:
+    prompt = [7, *PROMPT]
+    with hosts.without(["prefill-b", "decode-a"]):
+        hosts.ask(prompt)
+        until_none(hosts.busy, 30)
+        before = hosts.dumps()["decode-b"]["counts"].get("handoff_blocks_kept", 0)
+        hosts.ask(prompt)
+        hosts.ask([*prompt, *expected_tokens(prompt, 12), *PROMPT])
+        assert hosts.dumps()["decode-b"]["counts"]["handoff_blocks_kept"] - before >= 2 * REUSABLE // 32
     until_none(hosts.missing, 60)
 
 

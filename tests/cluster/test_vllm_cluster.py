@@ -8,7 +8,7 @@ from stub_vllm import StubVllm
 from toy_cluster import Stream, eventually, greedy, until_none
 from vllm_cluster import ApartCluster, VllmCluster, answering, expected, write_model
 
-from mooncake_zmq.vllm.hints import told
+from mooncake_zmq.vllm.hints import as_parameters
 
 PROMPT = [3 + i % 40 for i in range(50)]
 
@@ -101,7 +101,7 @@ def test_one_prefills_and_another_decodes(directory: Path, stubs: tuple[StubVllm
         assert [body["sampling_params"]["max_tokens"] for body in prefill.asked] == [1]
         (body,) = decode.asked
         assert body["token_ids"] == PROMPT + expected(PROMPT, 1)
-        assert body["kv_transfer_params"] == told(["cache-a"], len(PROMPT))
+        assert body["kv_transfer_params"] == as_parameters(["cache-a"], len(PROMPT))
 
         # The decode hangs up in mid-answer: what is missing is begun at the prefill once more.
         decode.answer = answering(dies_after=lambda: 5 if len(decode.asked) == 2 else None)

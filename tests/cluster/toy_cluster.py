@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -16,9 +15,10 @@ from typing import Any
 
 import httpx
 import waiting
+from ports import free_port
 from stopping import stop
 
-from mooncake_zmq.chaos.checks import busy, unheard
+from mooncake_zmq.chaos.checks import busy, unreached
 from mooncake_zmq.chaos.clients import Truth
 from mooncake_zmq.operate.local_nodes import collect_dumps
 
@@ -40,12 +40,6 @@ def stopped(pids: dict[str, int], serves: Callable[[], set[str]]) -> Iterator[No
     finally:
         for pid in pids.values():
             os.kill(pid, signal.SIGCONT)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def expected_tokens(prompt: list[int], count: int) -> list[int]:
@@ -180,7 +174,7 @@ class ToyCluster:
 
     def missing(self) -> list[str]:
         """Nodes that do not answer, and peers that are not in conversation."""
-        return unheard(self.dumps(), self.nodes)
+        return unreached(self.dumps(), self.nodes)
 
     def busy_gauges(self) -> list[str]:
         return busy(self.dumps())
@@ -232,7 +226,7 @@ class Stream:
         self._stack.close()
 
     def read(self, tokens: int | None = None) -> list[int]:
-        """Read on until `tokens` have come in all, or to the end."""
+        """Read on until `tokens` have come in all, or to the end; fail if the stream ends before it has so many."""
         assert self._lines is not None
         for line in self._lines:
             if not line.startswith("data: "):
@@ -250,4 +244,5 @@ class Stream:
                 self.usage, self.served = chunk["usage"], chunk.get("mooncake", self.served)
             if tokens is not None and len(self.tokens) >= tokens:
                 break
+        assert tokens is None or len(self.tokens) >= tokens, f"the stream ended after {len(self.tokens)}: {self.errors}"
         return self.tokens

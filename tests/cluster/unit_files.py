@@ -8,7 +8,7 @@ import shlex
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,7 @@ CONFIG = """
 [cluster]
 name = "units"
 shm_dir = "{shm}"
-drain_timeout_s = 10.0
+drain_timeout_s = 40.0
 [model]
 path = "toy"
 max_model_len = 4096
@@ -134,17 +134,18 @@ class Service:
     def await_said(self, word: str, times: int = 1, *, from_now: bool = False) -> None:
         """Wait until it has said something that begins with `word` so often."""
         before = len(self.listen()) if from_now else 0
-
-        def heard() -> bool:
-            return sum(each.startswith(word) for each in self.listen()[before:]) >= times
-
-        eventually(heard, 30, f"{self.unit} says {word}; {self.said[-3:]}")
+        self._await(lambda: sum(each.startswith(word) for each in self.listen()[before:]) >= times, 30, f"says {word}")
 
     def await_ready(self) -> None:
-        eventually(
-            lambda: "READY=1" in self.listen() or self.process.poll() is not None, 60, f"{self.unit} is ready; {self.said}"
-        )
+        self._await(lambda: "READY=1" in self.listen() or self.process.poll() is not None, 90, "is ready")
         assert self.process.poll() is None, self.told()
+
+    def _await(self, condition: Callable[[], bool], within_s: float, what: str) -> None:
+        try:
+            eventually(condition, within_s, f"{self.unit} {what}")
+        except AssertionError as error:
+            error.add_note(f"it said {self.said} and logged {self.told()[-4000:]}")
+            raise
 
     def stop(self) -> None:
         """As systemd stops it."""

@@ -52,7 +52,7 @@ class Cluster:
         self.conductor = Conductor(name="k", host="h0", incarnation=1, settings=self.settings, layout=LAYOUT, costs=costs)
         self.now = 100.0
         self.timers = {}
-        self.wishes = []
+        self.copy_requests = []
         """(cache-node, ChangeReplica) in the order of asking."""
         self.serial = 0
         self.handle(Started())
@@ -75,7 +75,7 @@ class Cluster:
             if isinstance(effect, Send):
                 assert decode(encode(effect.message)) == effect.message
                 if isinstance(effect.message, ChangeReplica):
-                    self.wishes.append((effect.to, effect.message))
+                    self.copy_requests.append((effect.to, effect.message))
         return effects
 
     def advance(self, seconds):
@@ -97,21 +97,19 @@ class Cluster:
         return self.handle(Received(sender, message))
 
     def prefill_load(self, name, queued_s=0.0, token_s=0.0, jobs=None, **more):
-        """`jobs`: (booking, rank_s, left_s) each, or one that nobody booked of `queued_s`."""
+        """`jobs`: (booking, rank_s, left_s) each, and perhaps a tenant, or one that nobody booked of `queued_s`."""
         if jobs is None:
             jobs = [(0, 0.0, queued_s)] if queued_s else []
         if token_s:
             more["compute"] = Measured(seconds=1000 * token_s, predicted_s=1000 * COSTS.prefill_token_s)
         load = PrefillLoad(
-            jobs=tuple(QueuedJob(booking=booking, rank_s=rank, left_s=left) for booking, rank, left in jobs),
+            jobs=tuple(QueuedJob(*job) for job in jobs),
             **more,
         )
         self.say(name, load)
 
-    def decode_load(self, name, running=0, reserved=0, free=1_000_000, step_s=0.0, **more):
-        load = DecodeLoad(
-            running=running, reserved=reserved, free_tokens=free, capacity_tokens=1_000_000, step_s=step_s, **more
-        )
+    def decode_load(self, name, running=0, reserved=0, free=1_000_000, step_s=0.0, capacity=1_000_000, **more):
+        load = DecodeLoad(running=running, reserved=reserved, free_tokens=free, capacity_tokens=capacity, step_s=step_s, **more)
         self.say(name, load)
 
     def announce(self, node, stored=(), removed=()):

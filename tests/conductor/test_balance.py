@@ -6,10 +6,10 @@ import pytest
 from conductor_harness import Cluster
 
 from mooncake_zmq.conductor.admission import Admission
-from mooncake_zmq.conductor.balance import BALANCE, PATIENCE, QUIET, Loads, Lopsided
+from mooncake_zmq.conductor.balance import BALANCE, CHANGE_TIMEOUT, QUIET, Loads, Lopsided
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Answered, Asked, Send
-from mooncake_zmq.core.asks import SetRole
+from mooncake_zmq.core.commands import SetRole
 from mooncake_zmq.core.messages import ChangeRole, Placed, Rejected
 
 AFTER_S = 10.0
@@ -76,7 +76,7 @@ class Changing(Cluster):
             self.answer = self.schedule(tokens=1000)
             self.advance(1.0)
 
-    def wish(self, node, role):
+    def request_role(self, node, role):
         (answered,) = [e for e in self.handle(Asked("1", SetRole(node, role))) if isinstance(e, Answered)]
         return answered.answer
 
@@ -148,7 +148,7 @@ def test_a_change_that_does_not_come_about_is_forgotten_and_the_node_used_again(
     cluster = Changing()
     cluster.serve(AFTER_S + 3)
     cluster.crowded = "nobody"
-    cluster.serve(PATIENCE * AFTER_S + 2)
+    cluster.serve(CHANGE_TIMEOUT * AFTER_S + 2)
     assert cluster.counts["role_changes_ended[how=forgotten]"] == 1
     cluster.load()
     decodes = {cluster.schedule(tokens=1000).decode for _ in range(30)}
@@ -188,22 +188,22 @@ def test_refused_requests_show_the_need_too() -> None:
 
 def test_the_operator_is_told_what_happens_and_why_not() -> None:
     cluster = Changing(role_change_after_s=0.0, ttft_slo_s=0.0)
-    assert "is not there" in cluster.wish("nobody", "decode")["error"]
-    assert "may not become a decode" in cluster.wish("p0", "decode")["error"]
-    assert "may not become a decode" in cluster.wish("c0", "decode")["error"]
-    assert cluster.wish("p1", "prefill")["happens"] == "nothing: that is its role"
+    assert "is not there" in cluster.request_role("nobody", "decode")["error"]
+    assert "may not become a decode" in cluster.request_role("p0", "decode")["error"]
+    assert "may not become a decode" in cluster.request_role("c0", "decode")["error"]
+    assert cluster.request_role("p1", "prefill")["happens"] == "nothing: that is its role"
     cluster.prefill_load("p1", jobs=[(0, 0.0, 1.0), (0, 0.0, 1.0)])
-    assert "finishes 2 requests" in cluster.wish("p1", "decode")["happens"]
-    assert "becomes a decode" in cluster.wish("p1", "decode")["happens"]
-    assert "p1 is about to become a decode" in cluster.wish("p2", "decode")["error"]
-    assert "p1 is about to become a decode" in cluster.wish("p1", "prefill")["error"], "it is no prefill for long"
+    assert "finishes 2 requests" in cluster.request_role("p1", "decode")["happens"]
+    assert "becomes a decode" in cluster.request_role("p1", "decode")["happens"]
+    assert "p1 is about to become a decode" in cluster.request_role("p2", "decode")["error"]
+    assert "p1 is about to become a decode" in cluster.request_role("p1", "prefill")["error"], "it is no prefill for long"
     assert cluster.asked == [("p1", "decode")], "said once: the session repeats it"
     assert cluster.conductor.gauges(cluster.now)["role_changes"] == 1
     cluster.down("p1")
     cluster.up("p1", "decode", "h1", incarnation=3, may_become="prefill")
     assert cluster.conductor.gauges(cluster.now)["role_changes"] == 0
     cluster.down("p0")
-    assert "the only prefill" in cluster.wish("p2", "decode")["error"]
+    assert "the only prefill" in cluster.request_role("p2", "decode")["error"]
 
 
 @pytest.mark.parametrize("bad", [{"role_change_ratio": 0.9}, {"ttft_slo_s": 0.0}, {"tbt_slo_s": math.inf}])
@@ -216,7 +216,7 @@ def test_a_node_that_rests_is_not_asked_for_another_role():
     cluster = Changing(role_change_after_s=0.0)
     cluster.load()
     cluster.prefill_load("p1", draining=True)
-    assert "takes requests again" in cluster.wish("p1", "decode")["error"]
+    assert "takes requests again" in cluster.request_role("p1", "decode")["error"]
     assert cluster.asked == []
     cluster.prefill_load("p1")
     assert not cluster.conductor._prefills.by_name["p1"].draining

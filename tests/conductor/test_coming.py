@@ -55,6 +55,15 @@ def test_a_prompt_waits_for_what_another_computes_and_is_promised_that_time():
     assert second.sources == (f"c{first.prefill[1]}",)
 
 
+def test_what_a_queued_prompt_will_compute_is_coming_from_its_placement_on():
+    cluster = Burst()
+    for place in range(3):
+        cluster.prefill_load(f"p{place}", queued_s=50.0, chunk_tokens=CHUNK)
+    first, second = cluster.ask("a"), cluster.ask("b")
+    assert first.ttft_s > 50.0, "no prefill has begun it, or named it in a report"
+    assert second.coming_blocks == 16
+
+
 def test_under_the_paper_s_policy_nothing_is_coming():
     cluster = Burst(policy="global")
     assert [cluster.ask(own).reuse_blocks for own in "abc"] == [0, 0, 0]
@@ -93,7 +102,7 @@ def test_a_wait_ends_when_a_pool_has_the_last_block_and_is_fetched_ahead_chunk_b
     maker, home = f"c{first.prefill[1]}", f"c{second.prefill[1]}"
     cluster.announce(maker, DOC[:2])
     cluster.announce(maker, DOC[2:4])
-    assert cluster.wishes == [
+    assert cluster.copy_requests == [
         (home, ChangeReplica(keys=DOC[:2], sources=(maker,))),
         (home, ChangeReplica(keys=DOC[2:4], sources=(maker,))),
     ]

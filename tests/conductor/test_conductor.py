@@ -12,7 +12,7 @@ from conductor_harness import BLOCK, Cluster, hello, key, keys
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mooncake_zmq.core.actor import Drained, DrainWanted, PeerUp, Received, RestWanted, WorkDone
+from mooncake_zmq.core.actor import CordonWanted, Drained, DrainWanted, PeerUp, Received, WorkDone
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     CacheLoad,
@@ -469,14 +469,14 @@ def test_the_order_of_arrival_decides_nothing():
 def test_a_conductor_that_rests_keeps_its_bookings_until_their_requests_end_and_places_who_still_asks():
     cluster = Cluster(2)
     before = [cluster.schedule(keys(str(i), 4)) for i in range(3)]
-    cluster.handle(RestWanted(True))
+    cluster.handle(CordonWanted(True))
     assert cluster.conductor.gauges(cluster.now)["bookings"] == 3
     late = cluster.schedule(keys("late", 4))
     assert isinstance(late, Placed), "a gateway has not heard, or knows no other"
     for left, placed in zip((3, 2, 1, 0), (*before, late), strict=True):
         cluster.end(placed)
         assert cluster.conductor.gauges(cluster.now)["bookings"] == left
-    cluster.handle(RestWanted(False))
+    cluster.handle(CordonWanted(False))
     assert isinstance(cluster.schedule(DOC), Placed)
 
 
@@ -486,10 +486,10 @@ def test_a_pool_that_rests_is_nobodys_home_until_it_serves_again():
     cluster.announce("c1", stored=chain)
     cluster.prefill_load("p1", queued_s=1e5)
     assert cluster.schedule(chain).reuse_blocks > 0
-    cluster.say("c0", CacheLoad(sources=(), resting=True))
+    cluster.say("c0", CacheLoad(sources=(), cordoned=True))
     placed = cluster.schedule(chain)
     assert (placed.prefill, placed.reuse_blocks, placed.sources) == ("p0", 0, ())
     cluster.conductor._copies.change(cluster.now, chain, 2)
-    assert cluster.wishes == []
+    assert cluster.copy_requests == []
     cluster.say("c0", CacheLoad(sources=()))
     assert cluster.schedule(chain).reuse_blocks > 0

@@ -29,7 +29,7 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.gaps import longest_gaps
 from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, Measured, Outcome, Placed, PrefillLoad, RequestEnded
 from mooncake_zmq.core.order import Order, work_ahead_s
-from mooncake_zmq.core.pace import Pace
+from mooncake_zmq.core.speed import Speed
 from mooncake_zmq.gateway.requests.token_gaps import Gaps
 
 PAPER = Costs(
@@ -162,7 +162,7 @@ def test_queues_equal_a_plain_reference_under_any_rule():
                 priority = chance.choice((0, 0, 1))
                 answer = cluster.schedule(tokens=chance.randrange(10, 2000), priority=priority)
                 chosen = prefills.by_name[answer.prefill]
-                rank, left = chosen.unseen[answer.booking][1:]
+                rank, left = chosen.unseen[answer.booking][1:3]
                 if chosen.priority_s:  # it has told its rule
                     assert rank == pytest.approx(order.rank(now, left, priority))
                 jobs[answer.prefill].append((rank, left, answer.booking, now, left))
@@ -170,7 +170,7 @@ def test_queues_equal_a_plain_reference_under_any_rule():
             for name, mine in jobs.items():
                 each = prefills.by_name[name]
                 rank = each.rank(cluster.now, work_s, priority)
-                assert each.wait_s(cluster.now, rank) == pytest.approx(work_ahead_s([job[:2] for job in mine], rank), abs=1e-6)
+                assert each.ahead_s(cluster.now, rank) == pytest.approx(work_ahead_s([job[:2] for job in mine], rank), abs=1e-6)
             pause = chance.choice((0.0, 0.05, 0.4))
             cluster.advance(pause)
             for name, mine in jobs.items():
@@ -410,7 +410,7 @@ def test_what_a_node_measured_corrects_its_own_costs():
 def test_an_idle_node_repeats_its_measurement_and_that_is_no_news():
     """What it measured fades in its reports, a little each time: four a second counted as four new measurements, so that
     `correction_half_life_s` never came to bear and the errors of predictions that nobody made were counted."""
-    pace = Pace(memory_s=8.0, half_life_s=60.0)
+    pace = Speed(memory_s=8.0, half_life_s=60.0)
     pace.add(0.0, 16.0, 4.0)
     cluster = Cluster(1, correction_half_life_s=10.0)
     began = cluster.now
@@ -521,7 +521,7 @@ def test_numbers_of_bookings_are_unique_across_conductors_and_lives():
         ("booking_ttl_s", 0.1),
         ("max_keys", 0),
         ("max_bookings", 0),
-        ("patience", -1),
+        ("waiting_share", -1),
         ("correction_half_life_s", 0),
     ],
 )
@@ -655,6 +655,16 @@ def test_a_decode_with_nothing_to_do_begins_a_step_at_once():
     assert tbt(cluster, max_tokens=8) == pytest.approx(0.02)
     cluster.decode_load("d0", running=4)
     assert tbt(cluster, max_tokens=8) == pytest.approx(gaps.stretch(8) * 0.02)
+
+
+def test_a_short_answer_goes_where_it_waits_for_no_step_of_others():
+    """The longest tenth of few gaps is the first one, which is longer where others are; that of many gaps hardly shows it."""
+    cluster = Cluster(2, costs=Costs(decode_step_s=0.02, decode_request_s=0.0), expected_output_tokens=400)
+    cluster.decode_load("d0", running=4)
+    short, long = (cluster.schedule(tokens=10, max_tokens=most, exclude=("p1",)) for most in (8, 400))
+    assert (short.prefill, short.decode) == ("p0", "d1")
+    assert short.tbt_s == pytest.approx(0.02)
+    assert long.decode == "d0", "the decode at home"
 
 
 def test_the_bias_of_crowded_decodes_does_not_touch_predictions_for_idle_ones():

@@ -10,15 +10,15 @@ from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import MOST_RECENT, RecentChains
 from mooncake_zmq.conductor.replication import (
     ASK_AGAIN_S,
-    MAX_WISHES,
-    WISH_S,
-    WISHES_PER_NODE,
+    COPY_REQUEST_S,
+    MAX_REQUESTS,
+    REQUESTS_PER_NODE,
     Replication,
 )
 from mooncake_zmq.core.actor import Answered, Asked
-from mooncake_zmq.core.asks import SetCopies
+from mooncake_zmq.core.actor_parts import Tally
+from mooncake_zmq.core.commands import SetCopies
 from mooncake_zmq.core.messages import ChangeReplica
-from mooncake_zmq.core.shell import Tally
 
 DOC = keys("doc", 20)
 
@@ -79,7 +79,7 @@ def test_another_host_is_asked_once_a_wish_is_given_up():
     pool = Pool(3)
     pool.index.stored("c0", DOC)
     (first,) = pool.change(DOC, 2, obey=False)
-    pool.now += WISH_S - 1
+    pool.now += COPY_REQUEST_S - 1
     assert pool.change(DOC, 2) == []
     pool.now += 1
     (second,) = pool.change(DOC, 2)
@@ -130,25 +130,25 @@ def test_a_node_is_asked_for_a_few_copies_at_a_time():
     documents = [keys(f"d{i}", 4) for i in range(20)]
     for document in documents:
         pool.index.stored("c0", document)
-    asked = [wish for document in documents for wish in pool.change(document, 2, obey=False)]
-    assert len(asked) == WISHES_PER_NODE
-    assert pool.counts["replica_wishes_deferred"] == 20 - WISHES_PER_NODE
+    asked = [request for document in documents for request in pool.change(document, 2, obey=False)]
+    assert len(asked) == REQUESTS_PER_NODE
+    assert pool.counts["requested_copies_deferred"] == 20 - REQUESTS_PER_NODE
     pool.obey(asked)
-    assert len([wish for document in documents for wish in pool.change(document, 2, obey=False)]) == WISHES_PER_NODE
+    assert len([request for document in documents for request in pool.change(document, 2, obey=False)]) == REQUESTS_PER_NODE
 
 
 def test_at_the_limit_of_wishes_nothing_is_let_go_but_copies_are_still_made():
     pool = Pool(2)
-    documents = [keys(f"d{i}", 1) for i in range(MAX_WISHES + 10)]
+    documents = [keys(f"d{i}", 1) for i in range(MAX_REQUESTS + 10)]
     for node in pool.hosts:
         for document in documents:
             pool.index.stored(node, document)
-    asked = [wish for document in documents for wish in pool.change(document, 1)]
-    assert len(asked) == MAX_WISHES // 2
+    asked = [request for document in documents for request in pool.change(document, 1)]
+    assert len(asked) == MAX_REQUESTS // 2
     pool.index.stored("c0", DOC)
     assert pool.change(DOC, 2)
     pool.now += ASK_AGAIN_S
-    assert pool.change(documents[-1], 1), "old wishes are forgotten"
+    assert pool.change(documents[-1], 1), "old copy_requests are forgotten"
 
 
 def test_what_nobody_holds_cannot_be_copied_and_the_last_copy_stays():
@@ -231,9 +231,9 @@ def test_an_operator_may_ask_for_copies_of_a_prefix_that_was_asked_for():
     effects = cluster.handle(Asked("a1", SetCopies(DOC[-1].hex(), 3)))
     (answered,) = [effect for effect in effects if isinstance(effect, Answered)]
     assert answered.ask_id == "a1"
-    assert answered.answer == {"blocks": len(DOC), "holders": ["c2"], "asked": [node for node, _ in cluster.wishes]}
-    assert len(cluster.wishes) == 2
-    assert {message.keys for _, message in cluster.wishes} == {DOC}
+    assert answered.answer == {"blocks": len(DOC), "holders": ["c2"], "asked": [node for node, _ in cluster.copy_requests]}
+    assert len(cluster.copy_requests) == 2
+    assert {message.keys for _, message in cluster.copy_requests} == {DOC}
 
 
 def test_recent_chains_are_the_latest_and_no_more_than_so_many():
@@ -253,4 +253,4 @@ def test_copies_of_an_unknown_prefix_are_answered_with_an_error():
     cluster = Cluster(2)
     (answered,) = cluster.handle(Asked("a1", SetCopies("0" * 32, 2)))
     assert answered == Answered("a1", {"error": "that prefix is not known: see recent in this conductor's dump"})
-    assert cluster.wishes == []
+    assert cluster.copy_requests == []

@@ -3,9 +3,9 @@
 from conductor_harness import Cluster, keys
 from msgspec import structs
 
-from mooncake_zmq.conductor.roll_call import TELL_AFTER_S
-from mooncake_zmq.core.actor import RestWanted, Send
-from mooncake_zmq.core.messages import BlocksAnnounced, NodesHeard
+from mooncake_zmq.conductor.roll_call import REPORT_AFTER_S
+from mooncake_zmq.core.actor import CordonWanted, Send
+from mooncake_zmq.core.messages import BlocksAnnounced, NodesReported
 
 MEMBERS = ("c0", "d0", "p0")
 
@@ -20,26 +20,26 @@ class Told(Cluster):
     def handle(self, event):
         effects = super().handle(event)
         for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, NodesHeard):
+            if isinstance(effect, Send) and isinstance(effect.message, NodesReported):
                 self.told.setdefault(effect.to, []).append(effect.message)
         return effects
 
     def news(self, gateway="g"):
-        self.advance(TELL_AFTER_S)
+        self.advance(REPORT_AFTER_S)
         return self.told[gateway][-1]
 
 
 def test_a_gateway_hears_who_is_missing_until_all_are_there_with_their_blocks():
     cluster = Told(members=MEMBERS)
-    assert cluster.news() == NodesHeard(missing=MEMBERS)
+    assert cluster.news() == NodesReported(missing=MEMBERS)
     cluster.up("p0", "prefill", "h0")
     cluster.up("d0", "decode", "h0")
     assert cluster.news().missing == ("c0",)
     cluster.up("c0", "cache-node", "h0")
     cluster.announce("c0", keys("a", 3))
-    assert cluster.news() == NodesHeard(cache_nodes=("c0",), missing=("c0",)), "its blocks may be only some"
+    assert cluster.news() == NodesReported(cache_nodes=("c0",), missing=("c0",)), "its blocks may be only some"
     cluster.say("c0", BlocksAnnounced(complete=True))
-    assert cluster.news() == NodesHeard(cache_nodes=("c0",))
+    assert cluster.news() == NodesReported(cache_nodes=("c0",))
 
 
 def test_a_node_that_went_is_missing_until_it_has_told_of_its_blocks_anew():
@@ -47,7 +47,7 @@ def test_a_node_that_went_is_missing_until_it_has_told_of_its_blocks_anew():
     cluster.say("c0", BlocksAnnounced(complete=True))
     assert cluster.news().missing == ()
     cluster.down("c0")
-    assert cluster.news() == NodesHeard(missing=("c0",))
+    assert cluster.news() == NodesReported(missing=("c0",))
     cluster.up("c0", "cache-node", "h0", incarnation=2)
     assert cluster.news().missing == ("c0",)
     cluster.say("c0", BlocksAnnounced(complete=True))
@@ -58,7 +58,7 @@ def test_a_gateway_that_comes_later_is_told_too():
     cluster = Told(hosts=1, members=MEMBERS)
     cluster.news()
     cluster.up("g2", "gateway", "h0")
-    assert cluster.news("g2") == NodesHeard(cache_nodes=("c0",), missing=("c0",))
+    assert cluster.news("g2") == NodesReported(cache_nodes=("c0",), missing=("c0",))
 
 
 def test_nodes_that_come_together_are_told_of_together():
@@ -71,21 +71,21 @@ def test_whether_it_rests_is_told_at_once_and_to_who_comes_later():
     cluster = Told(hosts=1, members=MEMBERS)
     cluster.news()
     before = cluster.told["g"][-1]
-    cluster.handle(RestWanted(True))
-    assert cluster.told["g"][-1] == structs.replace(before, resting=True)
+    cluster.handle(CordonWanted(True))
+    assert cluster.told["g"][-1] == structs.replace(before, cordoned=True)
     cluster.up("g2", "gateway", "h0")
-    assert cluster.news("g2").resting
-    cluster.handle(RestWanted(False))
+    assert cluster.news("g2").cordoned
+    cluster.handle(CordonWanted(False))
     assert [cluster.told[gateway][-1] for gateway in ("g", "g2")] == [before, before]
 
 
 def test_whether_it_rests_is_told_without_a_config_too():
     cluster = Told()
-    cluster.handle(RestWanted(True))
+    cluster.handle(CordonWanted(True))
     cluster.up("g2", "gateway", "h0")
-    assert cluster.news("g2").resting
-    cluster.handle(RestWanted(False))
-    assert not cluster.news("g2").resting
+    assert cluster.news("g2").cordoned
+    cluster.handle(CordonWanted(False))
+    assert not cluster.news("g2").cordoned
 
 
 def test_without_a_config_nothing_is_told():

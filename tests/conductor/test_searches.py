@@ -60,13 +60,13 @@ class AllDecodes(Batches):
 
     compared = 0
 
-    def choose(self, now, joining, crowd, host, exclude):
-        found = super().choose(now, joining, crowd, host, exclude)
+    def choose(self, now, joining, candidates, host, exclude):
+        found = super().choose(now, joining, candidates, host, exclude)
         for barred in (exclude, ()):
             gaps = [
                 (self._look_at(joining, node), node)  # gaps are kept, so each is predicted once
                 for node in self._decodes.nodes
-                if node.crowd is crowd and not node.draining and node.name not in barred
+                if node.candidates is candidates and not node.draining and node.name not in barred
             ]
             least = min([gap_s for gap_s, _ in gaps], default=float("inf"))
             if least < float("inf"):
@@ -136,7 +136,7 @@ class Life:
     def vllm_step(self, i, pool):
         doc, part = self.chance.choice(self.docs), PARTS[i % 3]
         some = self.chance.randrange(len(doc) + 1)
-        self.say(f"c{pool}", BlocksAnnounced(stored=doc[:some], removed=doc[some : some + 2], shelf=True))
+        self.say(f"c{pool}", BlocksAnnounced(stored=doc[:some], removed=doc[some : some + 2], engine_blocks=True))
         if part != "decode":
             self.say(f"v{i}", self.prefill_load())
             self.say(f"v{i}", BlocksAnnounced(stored=doc[: some // 2], removed=doc[some // 2 : some]))
@@ -272,4 +272,4 @@ def test_a_ranking_knows_the_latest_figure_of_each():
             figures[node.name] = chance.randrange(5)
             ranks.set(node, figures[node.name])
         ranks.check()
-        assert [(figure, name) for figure, name, _ in ranks.entries] == sorted((f, n) for n, f in figures.items())
+        assert [(each.figure, each.name) for each in ranks.entries] == sorted((f, n) for n, f in figures.items())

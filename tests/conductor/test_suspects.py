@@ -2,7 +2,7 @@
 
 from conductor_harness import Cluster, keys
 
-from mooncake_zmq.core.messages import NodesHeard, Outcome, RequestEnded
+from mooncake_zmq.core.messages import NodesReported, Outcome, RequestEnded
 
 REPORT_S = 0.25
 
@@ -22,7 +22,7 @@ class Grey(Cluster):
 
     def handle(self, event):
         effects = super().handle(event)
-        self.news += [e.message for e in effects if hasattr(e, "message") and isinstance(e.message, NodesHeard)]
+        self.news += [e.message for e in effects if hasattr(e, "message") and isinstance(e.message, NodesReported)]
         return effects
 
     def report(self, seconds=REPORT_S):

@@ -17,7 +17,7 @@ class Vllms(Cluster):
             self.decode_load(f"v{i}")
 
     def shelve(self, node, stored=(), removed=()):
-        self.say(node, BlocksAnnounced(stored=tuple(stored), removed=tuple(removed), shelf=True))
+        self.say(node, BlocksAnnounced(stored=tuple(stored), removed=tuple(removed), engine_blocks=True))
 
 
 def where(answer):
@@ -101,8 +101,8 @@ def test_copies_are_made_of_what_pools_hold_alone():
     cluster.shelve("s0", keys("a", 4))
     assert cluster.conductor._copies.change(cluster.now, keys("a", 4), 2) == []
     cluster.announce("c0", keys("a", 4))
-    (wish,) = cluster.conductor._copies.change(cluster.now, keys("a", 4), 2)
-    assert wish.message.sources == ("c0",)
+    (request,) = cluster.conductor._copies.change(cluster.now, keys("a", 4), 2)
+    assert request.message.sources == ("c0",)
 
 
 def test_one_that_takes_nothing_new_gets_nothing():

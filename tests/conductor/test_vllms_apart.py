@@ -27,7 +27,7 @@ class Apart(Cluster):
         return answer.prefill, answer.decode
 
     def shelve(self, node, stored):
-        self.say(node, BlocksAnnounced(stored=tuple(stored), shelf=True))
+        self.say(node, BlocksAnnounced(stored=tuple(stored), engine_blocks=True))
 
 
 def test_one_prefills_and_another_decodes_and_load_spreads_over_both():

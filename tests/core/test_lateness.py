@@ -11,7 +11,7 @@ from mooncake_zmq.core.session import (
     LATE_BEATS,
     LATE_HALF_LIFE_S,
     MOST_EXCUSED,
-    SECOND_LIFE_BEATS,
+    SECOND_INCARNATION_BEATS,
     Session,
 )
 
@@ -168,15 +168,15 @@ def test_one_that_stands_still_and_waits_for_no_cpu_is_down_after_the_timeout() 
     assert not pair.up["a"]
 
 
-def test_no_other_life_is_heard_because_we_were_late() -> None:
+def test_no_other_incarnation_is_heard_because_we_were_late() -> None:
     pair = settled()
     pair.run(2.0)
     frame = a_frame(pair)
     session = pair.alive["a"]
     forged = envelope_of(frame, incarnation=9, sequence=0, bodies=(), to_incarnation=0)
-    starve(pair, "ab", 2 * SECOND_LIFE_BEATS * SETTINGS.heartbeat_s)
+    starve(pair, "ab", 2 * SECOND_INCARNATION_BEATS * SETTINGS.heartbeat_s)
     assert session.receive(pair.now, forged) == []
-    assert session.counts["dropped[reason=other_life]"] == 1
+    assert session.counts["dropped[reason=other_incarnation]"] == 1
     pair.run(2.0)
     assert pair.downs() == 0
 
@@ -186,7 +186,7 @@ def test_a_restart_while_we_were_late_is_noticed() -> None:
     pair.kill("b")
     pair.boot("b")
     starve(pair, "a", 2.0)
-    pair.run(SECOND_LIFE_BEATS * SETTINGS.heartbeat_s + SETTINGS.retransmit_s)
+    pair.run(SECOND_INCARNATION_BEATS * SETTINGS.heartbeat_s + SETTINGS.retransmit_s)
     assert [e.incarnation for e in pair.log["a"] if isinstance(e, PeerUp)] == [1, 2]
 
 

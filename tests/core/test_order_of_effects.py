@@ -14,11 +14,11 @@ from mooncake_zmq.core.actor import (
     TimerFired,
     Transmit,
 )
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import CancelRequest, Hello, decode, decode_envelope
 from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
-from mooncake_zmq.core.shell import Tally
-from mooncake_zmq.core.talk import Member
 from mooncake_zmq.core.work import ProbeProcess
 
 OPEN, FENCE = OpenSequence(1, 4), Fence(((0, 1),))

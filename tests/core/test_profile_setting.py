@@ -7,8 +7,8 @@ import sys
 import pytest
 from planted_profile import COSTS, planted
 
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import effective, load
-from mooncake_zmq.config.records import ConfigError
 from mooncake_zmq.config.summary import summary
 from mooncake_zmq.config.warnings import warnings
 from mooncake_zmq.core.costs import Costs

@@ -14,6 +14,7 @@ from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     ChangeRole,
     Envelope,
+    Goodbye,
     Hello,
     LeaseBlocks,
     LeaseRenewed,
@@ -22,16 +23,16 @@ from mooncake_zmq.core.messages import (
     decode_envelope,
     encode,
 )
+from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import (
     FRAME_BYTES,
     GAP_BYTES,
     MAX_LEAP,
     REORDER_LIMIT,
-    SECOND_LIFE_BEATS,
+    SECOND_INCARNATION_BEATS,
     Session,
     SessionSettings,
 )
-from mooncake_zmq.core.talk import Member
 
 SETTINGS = SessionSettings()
 HELLO = Hello(protocol=1, role="cache-node", host="h", model="m", tokenizer="t", layout="l")
@@ -82,6 +83,10 @@ class Pair:
     def kill(self, name):
         del self.alive[name]
         self.up[name] = False
+
+    def leave(self, name):
+        self.alive[name].leave(self.now)
+        self.flush(name)
 
     def schedule(self, delay, name, frame, life=0):
         self.order += 1
@@ -152,6 +157,8 @@ class Pair:
         self.delay_s = 0.001
         self.cut.clear()
         for name in OTHER:
+            if name in self.alive and self.alive[name]._departing:
+                self.kill(name)
             if name not in self.alive:
                 self.boot(name)
 
@@ -203,7 +210,9 @@ def test_any_faults_then_health(seed):
             pair.cut = set(rng.sample([("a", "b"), ("b", "a")], rng.randint(0, 2)))
         elif roll < 0.22:
             name = rng.choice("ab")
-            if name in pair.alive:
+            if name in pair.alive and not pair.alive[name]._departing and rng.random() < 0.5:
+                pair.leave(name)
+            elif name in pair.alive:
                 pair.kill(name)
             else:
                 pair.boot(name)
@@ -262,13 +271,13 @@ def test_a_restart_is_noticed_by_its_larger_incarnation():
     pair.say("b")
     pair.kill("a")
     pair.boot("a")
-    pair.run(SECOND_LIFE_BEATS * SETTINGS.heartbeat_s + SETTINGS.retransmit_s)
+    pair.run(SECOND_INCARNATION_BEATS * SETTINGS.heartbeat_s + SETTINGS.retransmit_s)
     assert [e.reason for e in pair.log["b"] if isinstance(e, PeerDown)] == ["restarted"]
     assert [e.incarnation for e in pair.log["b"] if isinstance(e, PeerUp)] == [1, 2]
     pair.assert_settled(within=0.5)
 
 
-def test_a_greeting_to_a_former_life_that_arrives_late_makes_no_lopsided_conversation():
+def test_a_greeting_to_a_former_incarnation_that_arrives_late_makes_no_lopsided_conversation():
     pair = Pair()
     pair.boot("b")
     late = next(frame for _, _, _, frame, _ in pair.wire if frame)  # b's Hello, sent before it knew any life of a
@@ -337,9 +346,9 @@ def test_a_peer_with_another_fingerprint_is_refused(field):
     [
         ({"sender": "mallory"}, "stranger"),
         ({"version": PROTOCOL_VERSION + 1}, "version"),
-        ({"to_incarnation": 77}, "former_life"),
-        ({"incarnation": 0}, "other_life"),
-        ({"incarnation": 2**48 - 1}, "other_life"),
+        ({"to_incarnation": 77}, "former_incarnation"),
+        ({"incarnation": 0}, "other_incarnation"),
+        ({"incarnation": 2**48 - 1}, "other_incarnation"),
         ({"epoch": 2 + MAX_LEAP}, "leap"),
         ({"floor": 2 + 2 * MAX_LEAP}, "leap"),
         ({"epoch": 0}, "old_epoch"),
@@ -372,7 +381,7 @@ def test_a_frame_that_names_a_peer_cuts_nobody_off():
     for _ in range(40):
         assert pair.alive["a"].receive(pair.now, forged(frame)) == []
         pair.run(0.25)
-    assert pair.alive["a"].counts["dropped[reason=other_life]"] == 40
+    assert pair.alive["a"].counts["dropped[reason=other_incarnation]"] == 40
     assert pair.downs() == 0
 
 
@@ -380,7 +389,7 @@ def test_a_peer_that_was_silent_when_another_took_its_name_is_heard_again():
     pair = settled()
     frame = a_frame(pair)
     pair.cut = {("b", "a")}
-    pair.run(SECOND_LIFE_BEATS * SETTINGS.heartbeat_s)
+    pair.run(SECOND_INCARNATION_BEATS * SETTINGS.heartbeat_s)
     pair.learn("a", pair.alive["a"].receive(pair.now, forged(frame)))
     assert pair.log["a"][-1] == PeerDown("b", "restarted")
     pair.cut.clear()
@@ -406,7 +415,7 @@ def test_a_life_with_a_lower_incarnation_is_heard_once_the_known_one_is_silent()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_old_life_is_not_heard_after_a_newer_one_unless_its_frames_outlast_the_timeout(seed):
+def test_an_old_incarnation_is_not_heard_after_a_newer_one_unless_its_frames_outlast_the_timeout(seed):
     pair = settled(seed=seed)
     pair.delay_s = 0.9 * SETTINGS.peer_timeout_s
     for _ in range(30):
@@ -630,3 +639,68 @@ def test_who_has_the_key_of_one_does_not_speak_as_another():
         assert hearing.receive(0.0, frame, key_of) == []
     assert hearing.counts == {"dropped[reason=not_its_key]": 3}
     assert hearing.receive(0.0, frame, "a") == [PeerUp("a", 1, HELLO)]
+
+
+def test_a_goodbye_ends_the_conversation_at_once_behind_all_that_was_sent_before():
+    pair = settled()
+    for _ in range(3):
+        pair.say("a")
+    pair.leave("a")
+    pair.run(0.01)
+    assert pair.log["b"][-1] == PeerDown("a", "left")
+    assert len(pair.heard["b"]) == 3
+    assert pair.alive["b"].departed == ["a"]
+    assert pair.alive["a"].unacknowledged == 0, "what ended the conversation has acknowledged it"
+    pair.run(3 * SETTINGS.peer_timeout_s)
+    assert pair.alive["b"].up_peers == {}, "it comes back by no heartbeat of the one that leaves"
+    pair.kill("a")
+    pair.heal()
+    pair.assert_settled(within=2.0)
+    assert pair.alive["b"].departed == []
+
+
+def test_a_lost_goodbye_is_sent_again_and_without_it_the_silence_counts_as_before():
+    pair = settled()
+    pair.cut = {("a", "b")}
+    pair.leave("a")
+    pair.run(0.3)
+    pair.cut = set()
+    pair.run(SETTINGS.retransmit_s + 0.1)
+    assert pair.log["b"][-1] == PeerDown("a", "left")
+    pair = settled()
+    pair.cut = {("a", "b")}
+    pair.leave("a")
+    pair.kill("a")
+    pair.run(2 * SETTINGS.peer_timeout_s)
+    assert pair.log["b"][-1] == PeerDown("a", "silent")
+    assert pair.alive["b"].departed == []
+
+
+def test_one_that_leaves_acknowledges_no_message_that_it_does_not_handle():
+    pair = settled()
+    pair.cut = {("a", "b")}
+    pair.leave("a")
+    pair.cut = set()
+    pair.say("b")
+    pair.run(SETTINGS.retransmit_s - 0.1)
+    assert pair.up["b"], "the goodbye was lost"
+    assert pair.heard["a"] == []
+    assert pair.alive["b"].unacknowledged == 1
+
+
+def test_no_process_can_say_goodbye_for_another_node_nor_for_a_later_incarnation():
+    pair = settled()
+    pair.leave("a")
+    frames = [frame for _, _, _, frame, _ in pair.wire if frame is not None]
+    (goodbye,) = (frame for frame in frames if any(decode(body) == Goodbye() for body in decode_envelope(frame).bodies))
+    hearing = pair.alive["b"]
+    for key_of in ("", "b", "c"):
+        assert hearing.receive(pair.now, goodbye, key_of) == []
+    assert hearing.counts["dropped[reason=not_its_key]"] == 3
+    pair.kill("a")
+    pair.run(2.0)
+    pair.boot("a")
+    pair.run(2.0)
+    assert pair.up["b"]
+    assert hearing.receive(pair.now, goodbye, "a") == []
+    assert pair.up == {"a": True, "b": True}

@@ -2,23 +2,23 @@
 
 import json
 
-from mooncake_zmq.core.actor import RestWanted, Started, Transmit
+from mooncake_zmq.core.actor import CordonWanted, Started, Transmit
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
     MAX_LEVELS,
     AskState,
     Hello,
     PrefillLoad,
     Report,
-    SetResting,
-    StateTold,
+    SetCordon,
+    StateReported,
     Watch,
     decode,
     encode,
 )
 from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
-from mooncake_zmq.core.shell import Tally
-from mooncake_zmq.core.talk import Member
 from mooncake_zmq.core.watch import EVERY_S, MAX_WATCHERS, WATCH_S, Looking, Watchers, report
 
 
@@ -67,15 +67,15 @@ def test_a_gateway_asks_everybody_who_is_up_while_somebody_looks_and_anew_in_a_n
 def test_of_those_who_are_gone_nothing_is_kept_and_of_those_not_asked_nothing_is_heard():
     looking = Looking()
     looking.look(0.0, 60.0)
-    looking.hear(0.0, "p", full_report())
-    assert looking.heard == {}
+    looking.receive_report(0.0, "p", full_report())
+    assert looking.reports == {}
     looking.to_ask(0.0, {"p": 1})
     assert looking.awaits({"p": 1})
-    looking.hear(0.0, "p", full_report())
+    looking.receive_report(0.0, "p", full_report())
     assert not looking.awaits({"p": 1})
     assert looking.awaits({"p": 2})
     looking.to_ask(1.0, {})
-    assert looking.heard == {}
+    assert looking.reports == {}
 
 
 def test_a_report_is_bounded_and_says_what_it_has_no_room_for():
@@ -150,13 +150,13 @@ def test_a_node_reports_and_its_actor_hears_nothing_of_it():
     pair.run(1.0)
     before = [node.actor.events.copy() for node in pair.nodes.values()]
     pair.carry("g", pair.nodes["g"].look(pair.now, 3.0))
-    heard = pair.nodes["g"].looking.heard["p"]
+    heard = pair.nodes["g"].looking.reports["p"]
     assert (heard.at, heard.incarnation) == (pair.now, 1)
     assert dict(heard.report.gauges) == {"cached_blocks": 7.0}
     assert dict(heard.report.counts) == {"seen": 3.0}
     pair.nodes["p"].actor.counts.add("seen")
     pair.run(2.0)
-    assert dict(pair.nodes["g"].looking.heard["p"].report.counts) == {"seen": 4.0}
+    assert dict(pair.nodes["g"].looking.reports["p"].report.counts) == {"seen": 4.0}
     assert [node.actor.events for node in pair.nodes.values()] == before
     pair.run(2 * WATCH_S)
     assert len(pair.nodes["p"].watchers) == 0
@@ -165,13 +165,19 @@ def test_a_node_reports_and_its_actor_hears_nothing_of_it():
 def test_who_is_no_gateway_may_not_ask():
     pair = Pair("p", "d")
     pair.run(1.0)
-    for message in (Watch(for_s=5.0), AskState(ask_id=1), Report(uptime_s=1.0), StateTold(ask_id=1), SetResting(resting=True)):
+    for message in (
+        Watch(for_s=5.0),
+        AskState(ask_id=1),
+        Report(uptime_s=1.0),
+        StateReported(ask_id=1),
+        SetCordon(cordoned=True),
+    ):
         pair.nodes["d"].session.send(pair.now, "p", message)
     pair.carry("d", pair.nodes["d"].tick(pair.now))
     pair.run(1.0)
     assert len(pair.nodes["p"].watchers) == 0
     assert pair.nodes["p"].session.counts["dropped[reason=not_of_its_role]"] == 5
-    assert not pair.nodes["p"].resting
+    assert not pair.nodes["p"].cordoned
 
 
 def test_all_of_a_nodes_state_comes_once_when_it_is_asked_for():
@@ -181,6 +187,16 @@ def test_all_of_a_nodes_state_comes_once_when_it_is_asked_for():
     ((sender, answer),) = pair.answers
     assert (sender, answer.ask_id) == ("p", 7)
     assert json.loads(answer.state)["actor"] == {"key": "01"}
+
+
+def test_a_part_of_a_state_is_what_a_node_that_has_parts_sends_for_it():
+    pair = Pair("g", "p")
+    pair.run(1.0)
+    pair.nodes["p"]._part = lambda name: json.dumps(name).encode()
+    for part, state in (("history", "history"), ("", {"key": "01"})):
+        pair.carry("g", pair.nodes["g"].ask_state(pair.now, "p", 7, part))
+        given = json.loads(pair.answers[-1][1].state)
+        assert (given if part else given["actor"]) == state
 
 
 def test_a_state_that_no_message_takes_is_told_to_be_too_long():
@@ -196,22 +212,22 @@ def test_who_is_to_rest_hears_it_once_and_tells_until_it_is_undone():
     pair = Pair("g", "p")
     pair.run(1.0)
     pair.carry("g", pair.nodes["g"].look(pair.now, 30.0))
-    for resting in (True, True, False):
-        pair.carry("g", pair.nodes["g"].rest(pair.now, "p", resting))
+    for cordoned in (True, True, False):
+        pair.carry("g", pair.nodes["g"].set_cordon(pair.now, "p", cordoned))
         pair.run(1.5)
-        told = pair.nodes["g"].looking.heard["p"].report
-        assert (told.resting, told.draining) == (resting, resting)
-    asked = [event for event in pair.nodes["p"].actor.events if isinstance(event, RestWanted)]
-    assert asked == [RestWanted(True), RestWanted(False)]
+        told = pair.nodes["g"].looking.reports["p"].report
+        assert (told.cordoned, told.draining) == (cordoned, cordoned)
+    asked = [event for event in pair.nodes["p"].actor.events if isinstance(event, CordonWanted)]
+    assert asked == [CordonWanted(True), CordonWanted(False)]
 
 
 def test_a_gateway_that_is_to_rest_itself_needs_nobody_for_it():
     pair = Pair("g")
-    for resting in (True, True, False):
-        assert pair.nodes["g"].rest(pair.now, "g", resting) == []
-        assert pair.nodes["g"].report(pair.now).resting == resting
-    asked = [event for event in pair.nodes["g"].actor.events if isinstance(event, RestWanted)]
-    assert asked == [RestWanted(True), RestWanted(False)]
+    for cordoned in (True, True, False):
+        assert pair.nodes["g"].set_cordon(pair.now, "g", cordoned) == []
+        assert pair.nodes["g"].report(pair.now).cordoned == cordoned
+    asked = [event for event in pair.nodes["g"].actor.events if isinstance(event, CordonWanted)]
+    assert asked == [CordonWanted(True), CordonWanted(False)]
 
 
 def test_a_rest_that_its_process_defers_is_told_once_it_is_so_and_may_be_undone_before():
@@ -219,21 +235,21 @@ def test_a_rest_that_its_process_defers_is_told_once_it_is_so_and_may_be_undone_
     node = pair.nodes["g"]
     node.defer_cordon()
     for _ in range(2):
-        node.rest(pair.now, "g", True)
+        node.set_cordon(pair.now, "g", True)
         told = node.report(pair.now)
-        assert (told.draining, told.resting, node.rest_wanted) == (True, False, True)
-        node.rest(pair.now, "g", False)
+        assert (told.draining, told.cordoned, node.cordon_wanted) == (True, False, True)
+        node.set_cordon(pair.now, "g", False)
         assert not node.report(pair.now).draining
-    node.rest(pair.now, "g", True)
-    assert not [event for event in node.actor.events if isinstance(event, RestWanted)]
-    node.handle(pair.now, RestWanted(True))
-    assert node.report(pair.now).resting
-    node.rest(pair.now, "g", True)
-    node.rest(pair.now, "g", False)
+    node.set_cordon(pair.now, "g", True)
+    assert not [event for event in node.actor.events if isinstance(event, CordonWanted)]
+    node.handle(pair.now, CordonWanted(True))
+    assert node.report(pair.now).cordoned
+    node.set_cordon(pair.now, "g", True)
+    node.set_cordon(pair.now, "g", False)
     told = node.report(pair.now)
-    assert (told.draining, told.resting) == (False, False)
-    asked = [event for event in node.actor.events if isinstance(event, RestWanted)]
-    assert asked == [RestWanted(True), RestWanted(False)]
+    assert (told.draining, told.cordoned) == (False, False)
+    asked = [event for event in node.actor.events if isinstance(event, CordonWanted)]
+    assert asked == [CordonWanted(True), CordonWanted(False)]
 
 
 def test_loads_go_where_they_went_before():

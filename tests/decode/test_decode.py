@@ -40,8 +40,10 @@ from mooncake_zmq.core.work import (
     BlocksPulled,
     CopyBlocks,
     DecodeStep,
+    ForkSequence,
     PullBlocks,
     SampleTokens,
+    SequenceForked,
     StepDecoded,
     TokensSampled,
     WorkFailed,
@@ -198,7 +200,7 @@ def node():
 
 def assert_nothing_left(node):
     assert node.busy() == {}
-    assert node.sequences == set()
+    assert node.sequences == set(node.actor.kept_sequences)
     assert not [timer for timer in node.timers if timer[0] == "deadline"]
 
 
@@ -283,13 +285,13 @@ def test_a_draining_decode_denies_new_requests_and_finishes_the_old(node):
 
 def test_a_resting_decode_denies_new_requests_stays_and_takes_them_again(node):
     node.run("r0", max_tokens=2)
-    node.rest()
+    node.set_cordon()
     node.reserve("r1")
     assert node.one(DecodeDenied).full
     node.step()
     node.settle()
     assert not node.drained
-    node.rest(False)
+    node.set_cordon(False)
     assert not node.take(DecodeLoad)[-1].draining
     node.run("r2", max_tokens=2)
 
@@ -420,6 +422,145 @@ def test_a_prompt_prefilled_elsewhere_is_kept_in_the_own_pool(node):
     node.handoff_done(held=1, prefill="p1")
     put = node.one(ReserveSlots, "c")
     assert (put.keys, put.parent, put.tokens) == (tuple(keys[1:2]), keys[0], tokens[4 * B :]), "what did not come from there"
+
+
+# --- kept KV
+
+
+def finish(node, request_id, length, *, reuse=0, max_tokens=2, tokens=None):
+    """Prefill a prompt on another host, hand it off and end the request, after which its KV is kept."""
+    keys = extend_keys(ROOT, pack_tokens([1000 + i for i in range(length)]), B)
+    options = {"prefill": "p1", "reuse": reuse, "max_tokens": max_tokens}
+    node.reserve(request_id, length, new_keys=tuple(keys[reuse:]), **options)
+    node.blocks(request_id, prefill="p1")
+    node.pulled()
+    node.handoff_done(request_id, prefill="p1")
+    node.step(9)
+    node.put_all()
+
+
+def kept_node(**settings):
+    node = Node(**{"capacity_tokens": 100 * B} | settings)
+    finish(node, "r0", 3 * B)
+    node.sent.clear()
+    return node
+
+
+def test_a_prompt_that_begins_as_one_that_ended_here_copies_its_kv():
+    node = kept_node()
+    (kept,) = node.actor.kept_sequences
+    node.reserve("r1", 6 * B, prefill="p1", reuse=5)
+    work_id, copy = node.work(ForkSequence)
+    assert (copy.source, copy.tokens) == (kept, 3 * B)
+    copied, rest = node.take(LeaseBlocks, "c")
+    assert (len(copied.keys), len(rest.keys)) == (3, 2)
+    assert copied.fetch_s > 0, "its pool gets what it lacks as well"
+    node.pool_has(rest, 2, first=3)
+    node.blocks("r1", first=5, prefill="p1")
+    assert not any(isinstance(work, PullBlocks) for work in node.works.values()), "one copy at a time"
+    node.done(work_id, SequenceForked())
+    assert [load.block for load in node.pulled().loads] == [3, 4, 5]
+    node.handoff_done("r1", held=5, prefill="p1")
+    assert node.one(HandoffReceived, "p1")
+    node.pool_has(copied, 3)
+    released = [each.lease_id for each in node.take(ReleaseLease, "c")]
+    assert released == [rest.lease_id, copied.lease_id], "the pool keeps them for others"
+
+
+def test_without_a_pool_kept_kv_is_copied_and_the_rest_handed_off():
+    node = kept_node()
+    node.down("c")
+    node.reserve("r1", 6 * B, prefill="p1", reuse=5)
+    assert node.one(DecodeReserved, "p1").held_blocks == 3
+    node.done(node.work(ForkSequence)[0], SequenceForked())
+    node.blocks("r1", first=3, prefill="p1")
+    node.pulled()
+    node.handoff_done("r1", held=3, prefill="p1")
+    assert node.one(HandoffReceived, "p1")
+
+
+def test_the_pool_is_offered_what_it_lacks_of_copied_blocks():
+    node = kept_node()
+    tokens = pack_tokens([1000 + i for i in range(4 * B)])
+    keys = extend_keys(ROOT, tokens, B)
+    node.reserve("r1", 4 * B, prefill="p1", reuse=3, new_keys=tuple(keys[3:]), block_tokens=tokens)
+    node.pool_has(node.one(LeaseBlocks, "c"), 1)
+    node.done(node.work(ForkSequence)[0], SequenceForked())
+    node.blocks("r1", first=3, prefill="p1")
+    node.pulled()
+    node.handoff_done("r1", held=3, prefill="p1")
+    assert node.one(ReserveSlots, "c").keys == tuple(keys[1:])
+
+
+def test_of_two_sequences_that_begin_alike_the_longer_is_kept():
+    node = kept_node()
+    (shorter,) = node.actor.kept_sequences
+    finish(node, "r1", 5 * B)
+    (longer,) = node.actor.kept_sequences
+    assert longer != shorter
+    finish(node, "r2", 4 * B)
+    assert node.actor.kept_sequences == [longer]
+    assert node.sequences == {longer}
+
+
+def test_kept_kv_goes_when_others_need_the_room_the_least_recently_used_first():
+    node = kept_node(capacity_tokens=12 * B)
+    node.reserve("r1", 4 * B, prefill="p1", reuse=3, max_tokens=4)
+    assert len(node.sequences) == 2
+    node.reserve("r2", 6 * B, prefill="p0", max_tokens=4)
+    assert len(node.sequences) == 3, "a sequence that is being copied stays"
+    node.done(node.work(ForkSequence)[0], SequenceForked())
+    assert node.actor.kept_sequences == []
+    assert len(node.sequences) == 2
+
+
+@pytest.mark.parametrize("result", [WorkFailed("test"), SequenceForked(without_memory=(0,))], ids=["failed", "no memory"])
+def test_a_copy_of_kept_kv_that_fails_fails_the_attempt(result):
+    node = kept_node()
+    node.reserve("r1", 5 * B, prefill="p1", reuse=4)
+    copied, rest = node.take(LeaseBlocks, "c")
+    node.pool_has(rest, 1, first=3)
+    node.done(node.work(ForkSequence)[0], result)
+    failed = node.one(AttemptFailed, "g")
+    assert failed.full == isinstance(result, SequenceForked)
+    assert {each.lease_id for each in node.take(ReleaseLease, "c")} == {copied.lease_id, rest.lease_id}
+    assert_nothing_left(node)
+
+
+def test_a_request_that_ends_while_kept_kv_is_copied_is_closed_after_it():
+    node = kept_node()
+    node.reserve("r1", 5 * B, prefill="p1", reuse=4)
+    copied, rest = node.take(LeaseBlocks, "c")
+    node.pool_has(rest, 1, first=3)
+    node.say("g", CancelRequest(request_id="r1", attempt=1))
+    assert len(node.sequences) == 2
+    node.done(node.work(ForkSequence)[0], SequenceForked())
+    assert {each.lease_id for each in node.take(ReleaseLease, "c")} == {copied.lease_id, rest.lease_id}
+    assert_nothing_left(node)
+
+
+def test_a_draining_decode_keeps_nothing():
+    node = kept_node()
+    node.drain()
+    assert node.drained
+    assert node.sequences == set()
+
+
+def test_a_decode_keeps_nothing_where_it_is_not_to():
+    node = kept_node(own_reuse=False)
+    assert node.sequences == set()
+    node.reserve("r1", 6 * B, prefill="p1", reuse=5)
+    assert node.works == {}
+
+
+@pytest.mark.parametrize(
+    ("store_prompts", "sources", "booking", "keeps"),
+    [(True, ("c1",), 1, True), (True, ("c1",), 2, False), (True, ("c",), 1, False), (False, ("c1",), 1, False)],
+)
+def test_of_two_pools_that_get_a_prompt_one_is_to_keep_it_by_turns(store_prompts, sources, booking, keeps):
+    node = Node(store_prompts=store_prompts)
+    node.reserve(prefill="p1", sources=sources, booking=booking)
+    assert node.one(DecodeReserved, "p1").keeps == keeps
 
 
 def test_a_step_waits_a_little_for_whoever_is_nearly_there(node):
@@ -805,7 +946,7 @@ def test_an_answer_that_ends_while_it_sits_out_holds_its_memory_until_that_work_
 def test_a_late_token_that_ends_the_answer_ends_it(node):
     late_id, _ = sits_out(node)
     node.done(late_id, TokensSampled(((9, None),)))
-    assert node.one(TokensDecoded).accounts[0].request_id == "r0"
+    assert node.one(TokensDecoded).times[0].request_id == "r0"
     assert "r0" not in node.actor.requests.live
 
 

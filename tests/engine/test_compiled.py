@@ -90,6 +90,19 @@ def test_every_shapes_prefill_in_chunks(cache_dir, shape, threads):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4)
 
 
+def test_cells_that_are_not_written_mean_nothing(cache_dir):
+    _, engine = open_both(prepare("dummy:tiny", cache_dir), 2)
+    tokens = np.random.default_rng(4).integers(0, 500, 200).astype(np.int32)
+    results = []
+    for content in (0, np.nan):
+        sequence = engine.new_sequence(512)
+        sequence.keys[:] = sequence.values[:] = content
+        logits = [engine.prefill(sequence, chunk) for chunk in (tokens[:130], tokens[130:170])]
+        logits += [engine.decode([sequence], tokens[at : at + 1]) for at in range(170, 200)]
+        results.append(np.concatenate(logits))
+    np.testing.assert_array_equal(*results)
+
+
 def test_scores_that_need_a_shift_get_it(cache_dir):
     def enlarge(spec, tensors):
         for layer in range(spec.layers):

@@ -230,3 +230,8 @@ def test_a_chain_of_rules_or_references_ends_no_process():
     ran = subprocess.run([sys.executable, "-c", CHAINS], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["followed"] * 12 + ["refused"] * 6
+
+
+def test_choices_that_overlap_are_refused_in_the_clients_words():
+    with pytest.raises(ConstraintError, match="oneOf whose choices may both hold is not supported: use anyOf"):
+        Compiler(byte_tokenizer, 512).matcher(of_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}))

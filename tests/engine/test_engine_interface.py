@@ -51,6 +51,18 @@ def test_a_batch_equals_its_members_alone(engine):
         assert batch[row].length == length + 1
 
 
+def test_cells_that_are_not_written_mean_nothing(engine):
+    """A sequence may have the memory of one that ended."""
+    results = []
+    for content in (0, np.nan):
+        sequence = engine.new_sequence(512)
+        sequence.keys[:] = sequence.values[:] = content
+        for chunk in (TOKENS[:130], TOKENS[130:170]):
+            engine.prefill(sequence, chunk)
+        results.append(np.concatenate([engine.decode([sequence], TOKENS[at : at + 1]) for at in range(170, 200)]))
+    np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.parametrize("asked", [range(300), [5], range(3, 300, 4)])
 def test_logits_in_slices_are_the_same_and_no_slice_is_large(engine, asked):
     whole = engine.prefill(engine.new_sequence(512), TOKENS, logits_at=asked)

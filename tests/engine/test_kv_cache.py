@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mooncake_zmq.engine import backend
+from mooncake_zmq.engine.kept_memory import KeptMemory
 from mooncake_zmq.engine.kv_cache import SequenceKV
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -50,11 +52,63 @@ def test_memory_is_committed_as_written_and_returned_by_close():
     for layer in range(30):
         sequence.write_part(layer, 0, part)
     assert resident_bytes() - before > 80 << 20
-    view = sequence.values  # a view that someone still holds must not keep the memory
+    view = sequence.values  # a view that someone still holds must not keep the memory of a sequence that is mostly empty
     sequence.close()
     sequence.close()
     assert resident_bytes() - before < 16 << 20
     assert view[0, 0, 0, 0] == 0
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What this process keeps, nothing at first."""
+    fresh = KeptMemory(limit_bytes=8 << 20)
+    monkeypatch.setattr(backend, "of_this_process", fresh)
+    return fresh
+
+
+def full_sequence(tokens):
+    sequence = SequenceKV(layers=2, kv_heads=2, head_dim=64, capacity_tokens=tokens)
+    sequence.expect(tokens)
+    return sequence
+
+
+def test_the_memory_of_a_full_sequence_is_used_by_the_next_also_a_longer_one(kept):
+    first = full_sequence(600)
+    places = {first.keys.ctypes.data, first.values.ctypes.data}
+    first.keys[:] = first.values[:] = 7
+    first.close()
+    first.close()
+    second = full_sequence(700)
+    assert {second.keys.ctypes.data, second.values.ctypes.data} == places
+    assert second.keys.shape == (2, 2, 11, 64, 64)
+    assert 7 in second.values, "it was not cleared"
+    other = full_sequence(600)
+    assert not places & {other.keys.ctypes.data, other.values.ctypes.data}, "a sequence's memory is its own"
+    assert not other.keys.any()
+
+
+def test_no_more_is_kept_than_the_limit_and_the_oldest_goes_first(kept):
+    sequences = [full_sequence(2048) for _ in range(5)]  # 2 MiB of keys and of values each
+    last = sequences[-1].values.ctypes.data
+    before = resident_bytes()
+    for sequence in sequences:
+        sequence.keys[:] = sequence.values[:] = 1
+    for sequence in sequences:
+        sequence.close()
+    assert resident_bytes() - before < 12 << 20
+    assert last in {
+        getattr(full, what).ctypes.data for full in (full_sequence(2048), full_sequence(2048)) for what in ("keys", "values")
+    }
+
+
+def test_a_short_sequence_does_not_take_the_memory_of_a_long_one_while_a_shorter_is_kept(kept):
+    long, short = full_sequence(2000), full_sequence(300)
+    places = {short.keys.ctypes.data, short.values.ctypes.data}
+    short.close()
+    long.close()
+    again = full_sequence(300)
+    assert {again.keys.ctypes.data, again.values.ctypes.data} == places
 
 
 def large_page_bytes(sequence):

@@ -78,10 +78,10 @@ def test_what_was_measured_leaves_the_engine_as_it_was():
 
 
 def test_costs_that_somebody_gave_are_theirs():
-    assert Costs().are_nobodys
-    assert Costs(kv_bytes_per_token=5, transfer_bytes_per_s=1.0).are_nobodys
-    assert not Costs(prefill_token_s=1e-3).are_nobodys
-    assert not Costs(decode_context_s=1e-9).are_nobodys
+    assert Costs().are_default
+    assert Costs(kv_bytes_per_token=5, transfer_bytes_per_s=1.0).are_default
+    assert not Costs(prefill_token_s=1e-3).are_default
+    assert not Costs(decode_context_s=1e-9).are_default
 
 
 def test_waits_that_are_told_late_make_no_work_shorter_than_what_it_computed():

@@ -23,12 +23,12 @@ def pass_on(team, said, steps, culprit=None):
     def share(rank):
         for step in range(steps):
             if rank > 0:
-                team.hear(rank, of=rank - 1)
+                team.wait_for(rank, of=rank - 1)
             said.append((step, rank))
             if rank + 1 < team.size:
-                team.tell(rank, to=rank + 1)
+                team.signal(rank, to=rank + 1)
             if rank == culprit:
-                team.tell(rank, to=(rank + 1) % team.size)
+                team.signal(rank, to=(rank + 1) % team.size)
                 raise LookupError("this one")
 
     return share
@@ -55,7 +55,7 @@ def test_a_rank_that_only_tells_ends_when_another_has_failed():
         if rank == 1:
             raise LookupError("this one")
         while True:
-            team.tell(rank, to=1)
+            team.signal(rank, to=1)
 
     with pytest.raises(LookupError, match="this one"):
         team.run(share)

@@ -220,6 +220,22 @@ def test_fingerprint_follows_the_weights(tmp_path):
     assert weights.read_spec(prepare(str(changed), tmp_path)).fingerprint != first
 
 
+def test_fingerprint_follows_what_is_computed_with_the_same_weights(tmp_path):
+    linear = {"rope_type": "linear", "factor": 2.0}
+    changes = [
+        {},
+        {"rope_scaling": linear},
+        {"rope_scaling": linear | {"factor": 4.0}},
+        {"rope_theta": 5e5},
+        {"rms_norm_eps": 1e-3},
+    ]
+    prints = set()
+    for number, change in enumerate(changes):
+        directory = write_hugging_face(tmp_path / str(number), DummySource("tiny"), **change)
+        prints.add(weights.read_spec(prepare(str(directory), tmp_path)).fingerprint)
+    assert len(prints) == len(changes)
+
+
 def prepare_and_report(cache_dir, results):
     began = []
     prepare("dummy:tiny", cache_dir, lambda what, share: began.append(what))

@@ -169,7 +169,7 @@ def test_bandwidths_are_told(cuda, gpu, capsys):
     pageable, pinned = np.ones(size, np.uint8), cuda.pinned(size)
     pinned[:] = 1
     gpu.cuda.get_current_stream().synchronize()
-    runtime, stream = gpu.cuda.runtime, cuda._lane().stream
+    runtime, stream = gpu.cuda.runtime, cuda._context().stream
 
     def speed(target, source, kind):
         times = []

@@ -8,6 +8,7 @@ from mooncake_zmq.core.actor import (
     CancelTimer,
     CancelWork,
     CloseSequence,
+    CordonWanted,
     Drained,
     DrainTimedOut,
     DrainWanted,
@@ -18,7 +19,6 @@ from mooncake_zmq.core.actor import (
     PeerUp,
     Publish,
     Received,
-    RestWanted,
     Send,
     SetTimer,
     Start,
@@ -63,7 +63,7 @@ class Harness:
         self.sent = []
         self.clients = []
         self.published = []
-        self.drained = self.rests = False
+        self.drained = self.cordons = False
         self.peers = {}
         self.work_ids = Counter()
         self.handle(Started())
@@ -147,9 +147,9 @@ class Harness:
     def drain(self):
         self.handle(DrainWanted())
 
-    def rest(self, resting=True):
-        self.rests = resting
-        return self.handle(RestWanted(resting))
+    def set_cordon(self, cordoned=True):
+        self.cordons = cordoned
+        return self.handle(CordonWanted(cordoned))
 
     def run_out_of_drain(self):
         self.handle(DrainTimedOut())

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from mooncake_zmq.core import messages
-from mooncake_zmq.core.talk import SAYS
+from mooncake_zmq.core.routes import SAYS
 
 NAMES = ("g", "k", "p", "d", "c", "p0", "p1", "d0", "d1", "c0", "c1", "me", "nobody")
 KEYS = tuple(bytes([i]) * 16 for i in range(6))

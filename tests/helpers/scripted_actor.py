@@ -13,10 +13,10 @@ import uvicorn
 from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
-from mooncake_zmq.core.messages import Hello, Report, StateTold
-from mooncake_zmq.core.watch import Heard
+from mooncake_zmq.core.messages import Hello, Report, StateReported
+from mooncake_zmq.core.watch import PeerReport
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
-from mooncake_zmq.gateway.http.acceptor import Door, new_loop, server_config
+from mooncake_zmq.gateway.http.acceptor import Acceptor, new_loop, server_config
 from mooncake_zmq.gateway.http.app import create_app
 from mooncake_zmq.gateway.http.http_calls import Edge
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
@@ -78,10 +78,10 @@ class ScriptedActor:
     actor_counts: dict[str, float] = field(default_factory=dict)
     tls: Callable[[], ssl.SSLContext] | None = None
     listed: list[Listed] = field(default_factory=list)
-    reports: dict[str, Heard] = field(default_factory=dict)
+    reports: dict[str, PeerReport] = field(default_factory=dict)
     looks: list[float] = field(default_factory=list)
-    states: dict[str, StateTold] = field(default_factory=dict)
-    rests: list[tuple[str, bool]] = field(default_factory=list)
+    states: dict[str, StateReported] = field(default_factory=dict)
+    cordons: list[tuple[str, bool]] = field(default_factory=list)
     writes_later: bool = False
     writes: list[Callable[[], None]] = field(default_factory=list)
     """Lines of the log that are not written yet, where `writes_later`."""
@@ -135,6 +135,9 @@ class ScriptedActor:
     def peers(self) -> dict[str, Hello]:
         return self.up
 
+    def departed(self) -> list[str]:
+        return []
+
     def refusals(self) -> dict[str, str]:
         return {"prefill-9": "model differs"}
 
@@ -147,8 +150,8 @@ class ScriptedActor:
     def gauges(self) -> dict[str, float]:
         return {"requests[state=placing]": 0.0}
 
-    def resting(self) -> bool:
-        return self.edge.name in self.reports and self.reports[self.edge.name].report.resting
+    def cordoned(self) -> bool:
+        return self.edge.name in self.reports and self.reports[self.edge.name].report.cordoned
 
     def is_listening(self) -> bool:
         return False
@@ -159,20 +162,20 @@ class ScriptedActor:
     def look(self, for_s: float) -> None:
         self.looks.append(for_s)
 
-    def heard(self) -> dict[str, Heard]:
+    def last_reports(self) -> dict[str, PeerReport]:
         return self.reports
 
     def awaits_reports(self) -> bool:
         return False
 
-    def ask_state(self, node: str, ask_id: int, tell: Callable[[StateTold], None]) -> None:
+    def ask_state(self, node: str, ask_id: int, on_answer: Callable[[StateReported], None], part: str = "") -> None:
         if node in self.states:
-            tell(self.states[node])
+            on_answer(self.states[node])
 
-    def rest(self, node: str, resting: bool) -> None:
-        self.rests.append((node, resting))
+    def set_cordon(self, node: str, cordoned: bool) -> None:
+        self.cordons.append((node, cordoned))
         if not self.deaf:
-            self.reports[node] = Heard(self.edge.clock(), 1, Report(uptime_s=1.0, draining=resting, resting=resting))
+            self.reports[node] = PeerReport(self.edge.clock(), 1, Report(uptime_s=1.0, draining=cordoned, cordoned=cordoned))
 
     async def _play(self, request_id: str, batches: Batches) -> None:
         for batch in batches:
@@ -205,12 +208,12 @@ class ScriptedActor:
         assert self.edge.slots_taken == 0
 
     def serve(self, client: Callable[[int], Awaitable[None]]) -> None:
-        """Run `client(port)` against a real server on a loopback port, behind a door as a gateway's is."""
+        """Run `client(port)` against a real server on a loopback port, behind a acceptor as a gateway's is."""
 
         async def go() -> None:
             server = uvicorn.Server(server_config(self.app, self.connections))
             listener = listen("127.0.0.1", 0, share=self.share)
-            self.door = Door(
+            self.acceptor = Acceptor(
                 server,
                 listener,
                 self.connections,
@@ -219,15 +222,15 @@ class ScriptedActor:
                 count=self.edge.count,
             )
             serving = asyncio.create_task(server.serve(sockets=[]))
-            await self.door.open()
+            await self.acceptor.open()
             try:
                 await client(listener.getsockname()[1])
             finally:
-                self.door.close()
+                self.acceptor.close()
                 listener.close()
                 server.should_exit = True
                 await serving
-            assert not self.door.connections
+            assert not self.acceptor.connections
 
         with asyncio.Runner(loop_factory=partial(new_loop, tls=self.tls is not None)) as runner:
             runner.run(go())

@@ -2,11 +2,10 @@
 
 A bug that is planted in each of them is found."""
 
-import os
 import sys
 from collections import Counter, deque
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,33 +13,19 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import zmq
-from thread_schedule import first_failure
+from thread_schedule import first_failure, its_descriptors
 
-from mooncake_zmq.core import keys as key_texts
 from mooncake_zmq.core import turns
 from mooncake_zmq.engine import fair_pool, grammars
 from mooncake_zmq.engine.constraint import ConstraintError
-from mooncake_zmq.engine.grammar_process import Ask, Told
+from mooncake_zmq.engine.grammar_process import Answer, Ask
 from mooncake_zmq.runtime.executor import load_records, sampler
-from mooncake_zmq.transfer import connections, key_files, sockets, stream_host
-from mooncake_zmq.transfer.own_files import replace_own
+from mooncake_zmq.transfer import connections, stream_host
 
 HERE = sys.modules[__name__]
 SEEDS = range(100)
 SOON_S = 10.0
 """Virtual: a thread that waits for so long was not woken."""
-
-
-@contextmanager
-def its_descriptors(owner, *closed):
-    """Close them after a run that failed, in which the owner's own `close` was not reached."""
-    try:
-        yield owner
-    finally:
-        if owner._stop >= 0:
-            for name in closed:
-                getattr(owner, name).close()
-            os.close(owner._stop)
 
 
 # --- the pool in which requests are prepared
@@ -127,7 +112,7 @@ class GrammarProcess:
         if self.stopped or known is None:  # as the live one ends when it is asked for an answer that it does not have
             raise EOFError
         self.answers[ask.answer] = known = [*known, *ask.tokens]
-        return Told(allowed=bytes([sum(known)]))
+        return Answer(allowed=bytes([sum(known)]))
 
     def stop(self):
         self.stopped = True
@@ -301,7 +286,7 @@ def honest_and_endless(schedule):
         watching = Watched(Listening(), {}, lambda error: None)
         watching._process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0))
         for descriptor in received:
-            watching._received[descriptor], watching._untaken[descriptor] = 0, 0.0
+            watching._open[descriptor] = connections._Open("10.0.0.1", 0.0)
 
         def sends():
             for _ in range(6):
@@ -410,108 +395,6 @@ def room_by_sum_alone(self, holder):
         self._wait_for_room(lambda: list(self._open), stream_host.MAX_STREAMS)
 
 
-# --- the thread that answers for keys
-
-
-OWN, OLD, NEW = (zmq.curve_keypair()[0].decode() for _ in range(3))
-
-
-def book_of(*its_keys):
-    made = [("here", OWN), *(("there", key) for key in its_keys)]
-    return "".join(f"{name} node 2026-01-01 {key}\n" for name, key in made)
-
-
-def keys_in_rotation(directory):
-    """A node's key is rotated under load: it is let in by either key while the file has both, and by the old one no more once
-    that is dropped; and at every moment there is a key by which it can be reached."""
-
-    def case(schedule):
-        def body():
-            path = directory / key_files.PUBLIC_KEYS
-            replace_own(path, book_of(OLD).encode())
-            mine = key_files.Keys(
-                path=path,
-                _seen=None,
-                name="here",
-                public=OWN,
-                secret=b"",
-                book=key_texts.parse(book_of(OLD)),
-                clock=lambda: 0.0,
-            )
-            with patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()):
-                shared, over = sockets.Sockets(mine), []
-
-            def operator():
-                replace_own(path, book_of(OLD, NEW).encode())
-                schedule.wait_until(lambda: shared.holder("control", f"there {NEW}") == "there", SOON_S)
-                assert schedule.now < SOON_S
-                assert shared.holder("control", f"there {OLD}") == "there"
-                replace_own(path, book_of(NEW).encode())
-                schedule.wait_until(lambda: shared.holder("control", f"there {OLD}") == "", SOON_S)
-                assert schedule.now < SOON_S
-                over.append(True)
-
-            def follows():
-                while not over:
-                    mine.refresh()
-                    schedule.switch()
-
-            def connects():
-                while not over:
-                    assert shared.key_of("there") in (OLD, NEW)
-                    assert any(shared.holder("control", f"there {key}") for key in (OLD, NEW, OLD))
-                    schedule.switch()
-
-            with patch.object(key_files, "log", SimpleNamespace(info=lambda *_, **__: None)), its_descriptors(shared):
-                schedule.together(operator, follows, connects)
-
-        return body
-
-    return case
-
-
-def take_piecemeal(self, text):
-    """Planted: the book is emptied, and filled again line by line."""
-    self.book = key_texts.KeyBook()
-    for key in key_texts.parse(text).keys:
-        self.book = self.book.with_key(key)
-    return len(self.book.keys)
-
-
-def one_authenticator(schedule):
-    """However many sockets begin to listen at once, one thread answers for keys; the last part that gives back ends it."""
-
-    def body():
-        began, ended = [], []
-        with (
-            patch.object(sockets.Sockets, "inner", lambda self, kind: SimpleNamespace(bind=began.append, close=lambda: None)),
-            patch.object(sockets.Sockets, "_run", lambda self: None),
-            patch.object(sockets.Sockets, "_end", lambda self: ended.append(self)),
-            patch.object(zmq, "Context", lambda io_threads: SimpleNamespace()),
-        ):
-            shared = sockets.Sockets()
-            for _ in range(3):
-                shared.borrow()
-
-            def part():
-                shared._answer_for_keys()
-                shared.give_back()
-
-            with its_descriptors(shared):
-                schedule.together(part, part, part)
-        assert began == [sockets.ZAP_ENDPOINT]
-        assert ended == [shared]
-
-    return body
-
-
-def give_back_without_the_guard(self):
-    """Planted: two parts that give back at once may both, or neither, be the last."""
-    self._users -= 1
-    if self._users == 0:
-        self._end()
-
-
 # --- all of them
 
 CASES = {
@@ -520,7 +403,6 @@ CASES = {
     "the sampler": (sampler_of_jobs, (sampler,), sampler.Sampler, "put", wake_before_the_job_is_there),
     "a chunk's prefix": (prefix_of_a_chunk, (load_records,), load_records.Prefix, "arrived", arrived_without_the_lock),
     "connections": (honest_and_endless, (connections,), connections.Connections, "_look", look_that_loses),
-    "the sockets' keys": (one_authenticator, (sockets,), sockets.Sockets, "give_back", give_back_without_the_guard),
 }
 
 
@@ -549,12 +431,3 @@ def test_a_flood_of_streams_leaves_others_theirs(tmp_path):
 def test_a_bug_planted_in_the_shares_of_streams_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(stream_host.StreamHost, "_make_room", room_by_sum_alone)
     assert first_failure(flood_of_streams(tmp_path), SEEDS, stream_host, HERE) != ""
-
-
-def test_a_key_is_rotated_under_load(tmp_path):
-    assert first_failure(keys_in_rotation(tmp_path), SEEDS, sockets, key_files, HERE) == ""
-
-
-def test_a_bug_planted_in_a_rotation_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(key_files.Keys, "_take", take_piecemeal)
-    assert first_failure(keys_in_rotation(tmp_path), range(400), sockets, key_files, HERE) != ""

@@ -5,6 +5,7 @@ virtual: it passes when no thread can run. The same seed gives the same run; a d
 """
 
 import math
+import os
 import sys
 import threading
 from collections import deque
@@ -415,3 +416,15 @@ def first_failure(case: Callable[[Schedule], Callable[[], object]], seeds: Itera
             except Exception as error:
                 return f"seed {seed}: {type(error).__name__}: {error}"
     return ""
+
+
+@contextmanager
+def its_descriptors(owner: Any, *closed: str) -> Iterator[Any]:
+    """Close them after a run that failed, in which the owner's own `close` was not reached."""
+    try:
+        yield owner
+    finally:
+        if owner._stop >= 0:
+            for name in closed:
+                getattr(owner, name).close()
+            os.close(owner._stop)

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_zmq.kv.shares import NOBODY
+from mooncake_zmq.kv.shares import NO_OWNER
 from mooncake_zmq.kv.slot_table import SlotState
 from mooncake_zmq.kv.slots import Slots
 
@@ -56,31 +56,31 @@ def test_within_its_share_an_owner_loses_nothing_to_others():
     tier = Tier()
     tier.store(RED, 3)
     tier.store(BLUE, 2)
-    tier.store(NOBODY, 3)
-    for owner in (NOBODY, GREEN, NOBODY, GREEN, BLUE):
+    tier.store(NO_OWNER, 3)
+    for owner in (NO_OWNER, GREEN, NO_OWNER, GREEN, BLUE):
         tier.store(owner, 2)
-    assert set(tier.gone()) == {NOBODY, GREEN, BLUE}
+    assert set(tier.gone()) == {NO_OWNER, GREEN, BLUE}
     assert tier.slots.shares.held[RED] == 3
 
 
 def test_who_has_a_share_gets_it_from_those_who_have_none():
     tier = Tier()
-    tier.store(NOBODY, 5)
+    tier.store(NO_OWNER, 5)
     tier.store(GREEN, 3)
     tier.store(RED, 3)
-    assert tier.gone() == [NOBODY] * 3, "used longest ago"
+    assert tier.gone() == [NO_OWNER] * 3, "used longest ago"
     assert tier.slots.shares.held == [2, 3, 0, 3]
 
 
 def test_what_nobody_can_give_is_the_owners_own_or_nothing():
     tier = Tier()
-    pinned = tier.store(NOBODY, 7)
+    pinned = tier.store(NO_OWNER, 7)
     tier.slots.pin(pinned)
     tier.store(RED)
     tier.store(RED)
     assert tier.gone() == [RED], "below its share, but there is no other room"
     assert tier.reserve(BLUE) is None
-    assert tier.reserve(NOBODY) is None
+    assert tier.reserve(NO_OWNER) is None
     tier.slots.unpin(pinned)
     tier.store(BLUE)
 
@@ -109,14 +109,14 @@ def test_the_cold_end_is_each_orders_own():
     red = tier.store(RED, 3)
     assert tier.slots.windows(0.5) == [0, 1, 0], "at its share, though most of the pool is free"
     assert tier.slots.cold_ends([0, 1, 0]) == red[:1]
-    nobodys = tier.store(NOBODY, 3)
+    nobodys = tier.store(NO_OWNER, 3)
     assert tier.slots.windows(1.0) == [3, 3, 0]
     assert set(tier.slots.cold_ends([2, 3, 0])) == {*red, *nobodys[:2]}
 
 
 OPERATIONS = st.tuples(
     st.sampled_from(("reserve", "commit", "free", "pin", "unpin", "forget", "demote", "retire")),
-    st.integers(NOBODY, GREEN),
+    st.integers(NO_OWNER, GREEN),
     st.integers(0, CAPACITY - 1),
 )
 
@@ -133,7 +133,7 @@ def test_whatever_happens_shares_are_kept(operations):
                 held = list(slots.shares.held)
                 tier.reserve(owner)
                 for other, (has, had) in enumerate(zip(slots.shares.held, held, strict=True)):
-                    assert has >= had or other in (NOBODY, GREEN), "only who has no share gives to others"
+                    assert has >= had or other in (NO_OWNER, GREEN), "only who has no share gives to others"
             case "commit" if state is SlotState.WRITING:
                 slots.commit(slot, 1)
             case "free" if state is SlotState.WRITING and not pinned:

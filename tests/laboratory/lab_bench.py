@@ -120,7 +120,7 @@ class Bench:
                 progressed=lambda work_id, progress: self.told[process.name].append(
                     (self.world.now, WorkProgress(work_id, progress))
                 ),
-                later=lambda *what: self.world.in_life(process, *what),
+                later=lambda *what: self.world.in_incarnation(process, *what),
             )
             return machine, _Idle()
 
@@ -140,9 +140,9 @@ class Bench:
             self.world.restart(name)
 
     def machine(self, name: str) -> ModelledMachine:
-        life = self.world.processes[name].life
-        assert life is not None
-        return life.machine
+        current = self.world.processes[name].current
+        assert current is not None
+        return current.machine
 
     def start(self, name: str, work_id: int, work: Work, deadline_s: float = 1e3) -> None:
         self.machine(name).start(work_id, work, deadline_s)

@@ -23,7 +23,7 @@ from mooncake_zmq.core.work import (
     WriteToDisk,
 )
 from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.laboratory.machine import BLOCK, LAYERS, PART, TOLD_LAYERS
+from mooncake_zmq.laboratory.machine import BLOCK, LAYERS, PART, REPORTED_LAYERS
 from mooncake_zmq.laboratory.resources import Shared, through
 
 PLACES = {"prefill": "a", "pool": "a", "decode": "b", "decode-2": "c", "pool-b": "b"}
@@ -161,7 +161,7 @@ def test_a_chunk_tells_how_far_it_is_before_it_ends() -> None:
     bench.pass_time(100.0)
     whole_s = COSTS.compute_s(1000, 0)
     told = [(at, event.progress.stop_layer) for at, event in bench.told["prefill"] if isinstance(event, WorkProgress)]
-    assert [layer for _, layer in told] == [*TOLD_LAYERS, LAYERS]
+    assert [layer for _, layer in told] == [*REPORTED_LAYERS, LAYERS]
     assert [at for at, _ in told] == pytest.approx([whole_s * layer / LAYERS for _, layer in told])
 
 

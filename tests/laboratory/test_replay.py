@@ -199,7 +199,7 @@ def test_a_change_of_role_ends_no_request_early() -> None:
     )
     one = Replay(setup, shifting_trace(120.0))
     result = one.run(quiet)
-    assert sum(process.lives > 1 for process in one.world.processes.values()) >= 4
+    assert sum(process.starts > 1 for process in one.world.processes.values()) >= 4
     finished = [record for record in result.requests if record.outcome == "finished"]
     refused = ("ttft_slo", "tbt_slo", "refused by the decode")
     assert all(record.reason in refused for record in result.requests if record.outcome != "finished")

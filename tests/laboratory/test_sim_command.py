@@ -3,17 +3,21 @@
 import json
 
 import msgspec
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.cli import main
+from mooncake_zmq.extras import installing
 from mooncake_zmq.laboratory import report
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import parse_spec
 from mooncake_zmq.laboratory.jobs import Job, Line, Source, load, run_job, run_jobs, run_on_dask, run_text
 from mooncake_zmq.laboratory.profiles import A800, H800
+from mooncake_zmq.laboratory.rows import rows_of
 from mooncake_zmq.laboratory.settings import assigned, axes_of, sweep
-from mooncake_zmq.laboratory.study import Setup
+from mooncake_zmq.laboratory.study import RequestRecord, Setup
+from mooncake_zmq.laboratory.trace_data import trace_data
 
 SPEC = "conversation:requests=40,seed=2"
 SETUP = Setup(prefill=2, decode=1, hardware=A800, policy="vllm")
@@ -84,9 +88,11 @@ def test_help_has_examples():
     ("arguments", "said"),
     [
         ([], "give a TRACE"),
-        (["none.jsonl"], "cannot read none.jsonl"),
+        (["none.jsonl"], "there is no none.jsonl: 'mooncake-zmq trace-data' says"),
         (["--generate", "nothing"], "'nothing' is none of"),
-        (["--generate", SPEC, "--like", "none.csv"], "cannot read none.csv"),
+        (["--generate", SPEC, "--like", "none.csv"], "there is no none.csv"),
+        (["--generate", SPEC, "--hardware", "measured:none.json"], "'mooncake-zmq profile --out none.json'"),
+        (["--generate", SPEC, "--csv", "none/rows.csv"], "--csv none/rows.csv: No such file"),
         (["--generate", SPEC, "--policy", "best"], "policy 'best' is none of"),
         (["--generate", SPEC, "--admission", "maybe"], "admission 'maybe'"),
         (["--generate", SPEC, "--order", "last"], "order 'last'"),
@@ -152,7 +158,7 @@ def test_jobs_and_results_travel_as_json():
 def test_the_first_failing_job_is_the_error(tmp_path):
     good = Job(Source(shape=parse_spec(SPEC)), SETUP)
     bad = Job(Source(path=str(tmp_path / "none")), SETUP)
-    with pytest.raises(StudyError, match="cannot read"):
+    with pytest.raises(StudyError, match="there is no /"):
         run_jobs([good, bad, good], 2, lambda result: None, ignored)
 
 
@@ -161,7 +167,7 @@ def test_the_same_runs_come_from_a_dask_cluster():
     jobs = [Job(Source(shape=parse_spec(SPEC)), assigned(SETUP, "speed", speed)) for speed in ("1", "2")]
     with distributed.LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster:
         there = run_on_dask(cluster.scheduler_address, jobs, lambda result: result.requests, ignored)
-        with pytest.raises(StudyError, match="cannot read"):
+        with pytest.raises(StudyError, match="there is no /"):
             run_on_dask(cluster.scheduler_address, [Job(Source(path="/none"), SETUP)], lambda result: None, ignored)
     assert there == [run_job(job, lambda share: None).requests for job in jobs]
 
@@ -170,6 +176,36 @@ def test_without_dask_or_matplotlib_it_says_what_to_install(monkeypatch, tmp_pat
     monkeypatch.setitem(__import__("sys").modules, "distributed", None)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     result = sim("--generate", SPEC, "--policy", "vllm", "--dask", "tcp://none:1")
-    assert (result.exit_code, "mooncake-zmq[dask]" in result.output) == (2, True)
+    assert (result.exit_code, installing("dask") in result.output) == (2, True)
     result = sim("--generate", SPEC, "--policy", "vllm", "--plot", str(tmp_path))
-    assert (result.exit_code, "mooncake-zmq[lab]" in result.output) == (2, True)
+    assert (result.exit_code, installing("lab") in result.output) == (2, True)
+
+
+def test_rows_of_requests_are_an_array_of_numpy_with_the_settings_that_differ(tmp_path):
+    path = tmp_path / "rows.csv"
+    options = ["--prefill", "1", "--decode", "1", "--csv", str(path)]
+    result = sim("--generate", SPEC, "--sweep", "policy=vllm,vllm-both", "--sweep", "prefill=1,2", *options, "--json")
+    assert result.exit_code == 0, result.output
+    rows = np.genfromtxt(path, delimiter=",", names=True, dtype=None, encoding="utf-8")
+    assert set(rows.dtype.names[:4]) == {"run", "prefill_nodes", "policy", "at_s"}
+    runs = json.loads(result.stdout)["runs"]
+    assert len(rows) == sum(run["summary"]["requests"] for run in runs)
+    for number, run in enumerate(runs):
+        mine = rows[rows["run"] == number]
+        assert set(mine["policy"]) == {run["setup"]["policy"]}
+        assert mine["ttft_s"][mine["ttft_s"] >= 0].mean() == pytest.approx(run["summary"]["ttft_s"]["mean"])
+
+
+def test_a_value_of_a_row_has_nothing_that_a_simple_reader_stumbles_over():
+    (row,) = rows_of([RequestRecord(0.5, 1, 2, reason='1, "a"\nb')], ["at_s", "reason", "outcome"])
+    assert row == "0.5,1; 'a' b,"
+
+
+def test_a_file_that_is_not_the_public_trace_is_said_to_be_another(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "input_length": 100, "output_length": 3, "hash_ids": [1]}) + "\n")
+    result = CliRunner().invoke(trace_data, [str(path)])
+    assert result.exit_code == 0
+    assert "not that of the public conversation trace" in result.output
+    assert CliRunner().invoke(trace_data, ["none.jsonl"]).exit_code == 2
+    assert "https://raw.githubusercontent.com/kvcache-ai/Mooncake/" in CliRunner().invoke(trace_data, []).output

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from lab_bench import NODE, small_setup, small_trace
 
 from mooncake_zmq.cli import main
-from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, picture
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, snapshot
 from mooncake_zmq.laboratory import tape as taping
 from mooncake_zmq.laboratory.replay import run
 from mooncake_zmq.laboratory.study import RunResult, Setup
@@ -69,8 +69,8 @@ def test_the_last_picture_tells_what_the_run_came_to() -> None:
 def test_it_has_the_shape_of_a_live_picture() -> None:
     _, _, pictures, requests = taped(small_setup())
     listed = (Listed("g", "gateway", "h"),)
-    live = picture(Seen(now=1.0, gateway="g", status="ok", model="m", listed=listed, peers={}))
-    assert pictures[0].keys() == live.keys() | {"about", "recent", "replication"}
+    live = snapshot(Seen(now=1.0, gateway="g", status="ok", model="m", listed=listed, peers={}))
+    assert pictures[0].keys() == live.keys() | {"about", "replication"}
     loads = {role: {name for name in node["gauges"]} for node in pictures[-1]["nodes"] for role in [node["role"]]}
     assert {"requests_prefilling", "requests_decoding", "requests_waiting"} <= loads["gateway"]
     assert all(each["spans"] and each["attempts"] for each in requests)
@@ -92,10 +92,10 @@ def test_its_requests_are_those_of_the_run() -> None:
 def test_prefixes_and_their_copies_are_those_that_the_conductor_knows_at_the_time() -> None:
     _, _, pictures, _ = taped(small_setup())
     pools = {node["name"] for node in pictures[-1]["nodes"] if node["role"] == "cache-node"}
-    told = [picture["replication"]["recent"] for picture in pictures]
+    told = [snapshot["replication"]["recent"] for snapshot in pictures]
     assert told[0] == []
     assert max(map(len, told)) > 1
-    chains = [chain for picture in told for chain in picture]
+    chains = [chain for snapshot in told for chain in snapshot]
     assert {holder for chain in chains for holder in chain["holders"]} == pools
     assert len({(chain["key"], len(chain["holders"])) for chain in chains}) > len({chain["key"] for chain in chains})
     assert max(map(len, told)) <= taping.KEPT_CHAINS

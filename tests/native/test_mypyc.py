@@ -97,7 +97,7 @@ def test_machine_code_decides_alike_and_goes_with_its_source(tmp_path):
     run("-m", "mooncake_zmq", "compile")
     assert run("-c", AS_NODE + DECISIONS) == ["so", *as_python[1:]]
     assert run("-c", DECISIONS) == as_python, "who does not say that he is a node runs Python"
-    assert run("-c", "from mooncake_zmq.core import shell" + AS_NODE + DECISIONS) == as_python, "never half of it"
+    assert run("-c", "from mooncake_zmq.core import actor_parts" + AS_NODE + DECISIONS) == as_python, "never half of it"
     checked = run("-m", "mooncake_zmq", "config", "check", str(CONFIGS / "chaos.toml"))
     assert checked[-1] == "ok", "costs set in part have their defaults"
     a_cluster, same = run("-c", AS_NODE + SEEDS), run("-c", SEEDS)
@@ -202,7 +202,7 @@ def test_the_command_line_has_imported_nothing_of_it_by_then():
     assert not imported & {f"mooncake_zmq.{name}" for part in PARTS for name in part.modules}
 
 
-def test_what_is_compiled_otherwise_is_not_taken_for_this(tmp_path, monkeypatch):
+def test_what_is_compiled_otherwise_is_not_taken_for_this(tmp_path):
     package = tmp_path / "mooncake_zmq"
     (package / "native").mkdir(parents=True)
     build = package / "native/mypyc_build.py"
@@ -210,11 +210,20 @@ def test_what_is_compiled_otherwise_is_not_taken_for_this(tmp_path, monkeypatch)
     found = [folder(package, LABORATORY), folder(package, LABORATORY._replace(optimize="3"))]
     build.write_text("FLAGS = 2")
     found.append(folder(package, LABORATORY))
-    assert b"version" in mypyc_code.compiler_version()
-    monkeypatch.setattr(mypyc_code, "compiler_version", lambda: b"another")
-    found.append(folder(package, LABORATORY))
     assert len(set(found)) == len(found)
     assert folder(package, LABORATORY) == found[-1]
+
+
+def test_a_process_says_what_it_would_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(mypyc_code, "HOME", tmp_path)
+    assert mypyc_code.code(NODES) == "off"
+    monkeypatch.delenv("MOONCAKE_ZMQ_MYPYC")
+    assert mypyc_code.code(NODES) == "none"
+    for name, found in ((f"{mypyc_code.TAG}-other", "stale"), (folder(mypyc_code.PACKAGE, NODES).name, "machine")):
+        (tmp_path / name).mkdir()
+        for module in (*(f"mooncake_zmq.{each}" for each in NODES.modules), "0a1b__mypyc"):
+            (tmp_path / name / f"{module}{mypyc_code.EXTENSION}").touch()
+        assert mypyc_code.code(NODES) == found
 
 
 @pytest.mark.parametrize(

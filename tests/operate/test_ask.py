@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_zmq.config.records import ConfigError
-from mooncake_zmq.core.asks import AskError, SetCopies, decode, encode
+from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.core.commands import AskError, SetCopies, decode, encode
 from mooncake_zmq.operate import local_nodes
 from mooncake_zmq.operate.local_nodes import ask
 from mooncake_zmq.transfer.process_lock import ProcessLock

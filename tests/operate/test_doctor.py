@@ -335,12 +335,12 @@ def test_what_running_nodes_refuse_or_do_not_hear_is_told() -> None:
         "peers": {"old": {"up": False}, "silent": {"up": False}, "up": {"up": True}},
         "counts": {},
     }
-    found = list(peers.heard({"me": session, "also me": session}))
+    found = list(peers.unreached_peers({"me": session, "also me": session}))
     assert levels(found) == ["problem", "problem", "warning"]
-    assert found[-1].found == "silent is not heard by me, also me"
+    assert found[-1].found == "silent is not received by me, also me"
     other = {**session, "counts": {"dropped[reason=version]": 3}}
-    assert levels(peers.heard({"me": other})) == ["problem", "problem", "warning"]
-    assert levels(peers.heard({"me": {"refusals": {}, "peers": {"up": {"up": True}}, "counts": {}}})) == ["ok"]
+    assert levels(peers.unreached_peers({"me": other})) == ["problem", "problem", "warning"]
+    assert levels(peers.unreached_peers({"me": {"refusals": {}, "peers": {"up": {"up": True}}, "counts": {}}})) == ["ok"]
 
 
 def test_a_node_that_runs_is_known_by_its_lock(tmp_path: Path) -> None:

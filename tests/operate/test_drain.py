@@ -10,8 +10,8 @@ from mooncake_zmq.operate.console import drain as draining
 from mooncake_zmq.operate.console.gateways import Gateways
 
 
-def node(state: str, left: float = 0, *, resting: bool = True) -> dict:
-    return {"name": "d", "state": state, "left": left, "resting": resting}
+def node(state: str, left: float = 0, *, cordoned: bool = True) -> dict:
+    return {"name": "d", "state": state, "left": left, "cordoned": cordoned}
 
 
 def gateways(*answers: httpx.Response, asked: list[str]) -> Gateways:
@@ -29,7 +29,7 @@ def ok(told: dict) -> httpx.Response:
     return httpx.Response(200, json=told)
 
 
-def picture(told: dict) -> httpx.Response:
+def snapshot(told: dict) -> httpx.Response:
     return ok({"status": "ok", "nodes": [told]})
 
 
@@ -45,7 +45,7 @@ def _at_once(monkeypatch):
 
 def test_it_tells_what_is_left_until_nothing_is():
     asked: list[str] = []
-    answers = (ok(node("draining", 2)), picture(node("draining", 1)), picture(node("draining", 1)), picture(node("drained")))
+    answers = (ok(node("draining", 2)), snapshot(node("draining", 1)), snapshot(node("draining", 1)), snapshot(node("drained")))
     code, text = said(gateways(*answers, asked=asked))
     assert code == 0
     assert [line for line in text.splitlines() if "left" in line] == ["2 left to finish", "1 left to finish"]
@@ -58,15 +58,15 @@ def test_what_takes_longer_goes_on_and_is_1():
 
 
 def test_one_that_somebody_else_has_serve_again_is_1():
-    serving = [picture(node("ready", 0, resting=False))] * draining.SURE
+    serving = [snapshot(node("ready", 0, cordoned=False))] * draining.SURE
     code, text = said(gateways(ok(node("draining", 2)), *serving, asked=[]))
-    assert (code, "rests no more: it is ready" in text) == (1, True)
+    assert (code, "is no longer cordoned: it is ready" in text) == (1, True)
 
 
 def test_a_gateway_that_heard_less_or_nothing_lately_is_not_taken_at_its_word():
-    stale, silent = node("ready", 0, resting=False), node("draining", 1)
-    del silent["resting"]
-    code, _ = said(gateways(ok(node("draining", 2)), *map(picture, (stale, silent, stale, node("drained"))), asked=[]))
+    stale, silent = node("ready", 0, cordoned=False), node("draining", 1)
+    del silent["cordoned"]
+    code, _ = said(gateways(ok(node("draining", 2)), *map(snapshot, (stale, silent, stale, node("drained"))), asked=[]))
     assert code == 0
 
 
@@ -89,3 +89,10 @@ def test_undo():
     output = StringIO()
     assert draining.undo(gateways(ok(node("ready")), asked=asked), "d", Console(file=output)) == 0
     assert (asked, "serves again" in output.getvalue()) == (["DELETE /admin/drain/d"], True)
+
+
+@pytest.mark.parametrize(("others", "warns"), [([], True), ([{"name": "e", "role": "decode", "state": "ready"}], False)])
+def test_a_drain_of_the_last_decode_warns(others: list[dict], warns: bool):
+    mine = {**node("drained"), "role": "decode"}
+    code, text = said(gateways(ok(mine), ok({"status": "ok", "nodes": [mine, *others]}), asked=[]))
+    assert (code, "nothing decodes now" in text) == (0, warns)

@@ -45,10 +45,11 @@ def test_a_rotated_name_has_two_keys_until_one_is_dropped(tmp_path: Path) -> Non
     assert former == first
     assert key_files.load(directory, "a").public == newest
     again = run("rotate", "a", "--in", directory)
-    assert again.exit_code == 1
+    assert again.exit_code == 2
     assert "drop the former one" in again.output
     assert run("drop", "a", "--in", directory).exit_code == 0
     assert run("show", "a", "--in", directory).output.split() == [newest]
+    assert "has one key, which stays" in run("drop", "a", "--in", directory).output
 
 
 def test_what_cannot_be_done_is_told_in_a_line(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_what_cannot_be_done_is_told_in_a_line(tmp_path: Path) -> None:
         ("make", "--config", tmp_path / "cluster.toml", "--to", directory, "--store", "a"),
     ):
         told = run(*arguments)
-        assert told.exit_code == 1
+        assert told.exit_code == 2
         assert len(told.output.splitlines()) == 1
         assert told.output.startswith("Error: ")
 
@@ -77,7 +78,7 @@ def test_an_api_key_is_printed_once_and_its_hash_is_kept(tmp_path: Path) -> None
     assert tenants.of(secret) is not None
     assert [(each.name, each.requests, each.share, each.role) for each in read(path)] == [
         ("alice", 60, 0.25, "user"),
-        ("root", 0, 1.0, "admin"),
+        ("root", 0, 0.5, "admin"),
     ]
     assert "--replace" in run("api", "alice", "--in", path).output
     other = run("api", "alice", "--in", path, "--replace").output.strip()
@@ -99,7 +100,7 @@ def test_a_name_made_anew_shares_no_prefix_with_the_one_before_unless_it_was_rep
     assert len({first, forgotten, salt()}) == 3
     path.write_text(f"alice:{'0' * 64}\n")
     assert salt("--replace") == "tenant/alice/", "as of lines of older releases"
-    assert run("api", "alice", "--in", path, "--forget").exit_code == 1
+    assert run("api", "alice", "--in", path, "--forget").exit_code == 2
 
 
 def test_whose_api_key_is_taken_away_is_out_whatever_else_is_wrong_with_the_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from mooncake_zmq.cli import main
 from mooncake_zmq.config.load import load
-from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, picture
+from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, snapshot
 from mooncake_zmq.operate.console.gateways import KEY_VARIABLE, Gateways, NoGateway, place
 from mooncake_zmq.operate.console.status import show, watch
 
@@ -25,7 +25,7 @@ CONFIG = Path(__file__).parent.parent.parent / "configs"
 
 def told(status: str = "ok", **seen) -> dict:
     listed = (Listed("gateway-0", "gateway", "h"), Listed("cache-0", "cache-node", "h"))
-    return picture(Seen(now=1.0, gateway="gateway-0", status=status, model="toy", listed=listed, peers={}, **seen))
+    return snapshot(Seen(now=1.0, gateway="gateway-0", status=status, model="toy", listed=listed, peers={}, **seen))
 
 
 def gateways(answers: dict[str, httpx.Response | Exception]) -> Gateways:
@@ -78,13 +78,27 @@ def test_a_gateway_by_its_url_needs_no_settings(tmp_path: Path):
 
 
 def test_where_no_gateway_answers_it_says_why_and_2():
-    key = httpx.Response(401, json={"error": {"message": "You didn't provide an API key"}})
-    code, text = said(gateways({"dead": httpx.ConnectError("refused"), "locked": key}))
+    code, text = said(gateways({"dead": httpx.ConnectError("refused"), "strange": httpx.Response(200, text="hello")}))
     assert code == 2
     assert "refused" in text
-    assert "didn't provide an API key" in text
+    assert "no gateway of ours" in text
     code, text = said(gateways({"dead": httpx.ConnectError("refused")}), as_json=True)
     assert (code, json.loads(text)["status"]) == (2, "down")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_gateway_that_wants_a_key_is_no_outage(as_json: bool):
+    no_key = httpx.Response(401, json={"error": {"message": "You didn't provide an API key"}})
+    code, text = said(gateways({"dead": httpx.ConnectError("refused"), "locked": no_key}), as_json=as_json)
+    assert (code, "set MOONCAKE_ZMQ_API_KEY" in text, "outage" in text) == (3, True, False)
+    wrong_role = httpx.Response(403, json={"error": {"message": "is for keys with role=metrics"}})
+    code, text = said(gateways({"locked": wrong_role}), as_json=as_json)
+    assert (code, "role=metrics" in text) == (3, True)
+
+
+def test_an_address_without_its_scheme_is_answered_with_both():
+    result = CliRunner().invoke(main, ["status", "--url", "localhost:8000"])
+    assert (result.exit_code, "write http://localhost:8000 or https://localhost:8000" in result.output) == (2, True)
 
 
 def test_json_is_what_the_gateway_tells():
@@ -207,7 +221,7 @@ def test_a_reader_who_goes_changes_no_exit_code(command: list[str]):
     "answer",
     [
         httpx.Response(200, text="<html>"),
-        httpx.Response(200, json=["no picture"]),
+        httpx.Response(200, json=["no snapshot"]),
         httpx.Response(404, text="File not found"),
         httpx.Response(404, json={"detail": "Not Found"}),
     ],
@@ -220,7 +234,7 @@ def test_what_answers_and_is_no_gateway_is_told_as_that(answer: httpx.Response):
 
 def test_a_gateway_that_is_known_by_its_url_alone_is_named_once():
     with pytest.raises(NoGateway) as error:
-        Gateways.at("http://127.0.0.1:1").picture()
+        Gateways.at("http://127.0.0.1:1").snapshot()
     assert str(error.value).count("http://127.0.0.1:1") == 1
 
 
@@ -229,4 +243,4 @@ def test_without_a_cluster_status_is_2_and_dump_says_that_nobody_tells(tmp_path:
     assert CliRunner().invoke(main, ["status", *settings]).exit_code == 2
     result = CliRunner().invoke(main, ["dump", "--node", "decode-a", *settings])
     assert result.exit_code == 1
-    assert "no gateway tells of it" in result.output
+    assert "no gateway knows its state" in result.output

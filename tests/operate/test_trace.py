@@ -8,13 +8,13 @@ import httpx
 import pytest
 from rich.console import Console
 
-from mooncake_zmq.config.records import ConfigError
-from mooncake_zmq.gateway.requests.request_log import Account, Attempt, told
+from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.gateway.requests.request_log import Attempt, RequestEntry, as_json
 from mooncake_zmq.operate.console.gateways import Gateways
 from mooncake_zmq.operate.console.trace import show
 
 ATTEMPT = Attempt(number=1, began_s=0.0, conductor="k0", placed_s=0.1, prefill="p0", decode="d0", first_s=0.5, why="length")
-REQUEST = told(Account(request_id="gw-1", arrived_at=9.0, outcome="length", duration_s=2.0, made=1, attempts=[ATTEMPT]))
+REQUEST = as_json(RequestEntry(request_id="gw-1", arrived_at=9.0, outcome="length", duration_s=2.0, made=1, attempts=[ATTEMPT]))
 
 
 def gateways(wanted: list[str]) -> Gateways:

@@ -43,6 +43,16 @@ def add(up: Up, name: str, process: Any) -> _Child:
     return child
 
 
+def test_the_end_of_a_vllm_is_shown_with_its_first_error(up: Up) -> None:
+    child = add(up, "decode-a", None)
+    child.server, cause = ("vllm",), "ERROR ValueError: Available memory is less than desired"
+    child.log.write_text("\n".join(["INFO begins", cause, *["at a place"] * 30, "RuntimeError: see above"]))
+    shown = up._tail(child)
+    assert cause in shown
+    assert shown.endswith("see above")
+    assert "INFO" not in shown
+
+
 def test_a_servers_log_that_grows_is_cut_under_its_writer(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up_module.log_file, "MAX_BYTES", 100)
     child = add(up, "decode-a", Process())

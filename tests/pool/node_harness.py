@@ -1,29 +1,23 @@
 """A store's actor by itself, and what its works do where that is nothing: what tests of it share."""
 
-from mooncake_zmq.core.actor import Started, TimerFired
+from mooncake_zmq.core.actor import Start, Started, TimerFired, WorkDone
+from mooncake_zmq.core.work import Done, ForgetValues, ValuesWritten, WorkFailed, WriteValues
+from mooncake_zmq.kv.object_record import ObjectRecord
 from mooncake_zmq.pool.node.store_events import (
     Asked,
-    DiskFailed,
-    Done,
-    ForgetValues,
     Greeted,
     ReceiveValues,
     Reply,
-    Say,
     SendValues,
-    Start,
+    Serve,
     StreamAsked,
     StreamBegan,
     ValuesCame,
     ValuesSent,
-    ValuesWritten,
-    WorkDone,
-    WriteValues,
 )
 from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
 from mooncake_zmq.pool.node.tiers import LOOK
 from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.pool.rules.object_record import ObjectRecord
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.codes import Pin
@@ -99,7 +93,7 @@ class Store:
         (receive,) = [effect for effect in effects if isinstance(effect, ReceiveValues)]
         effects = self.take(ValuesCame(self.names[user], [7] * len(receive.sizes), [7] * len(receive.sizes)))
         effects += self.settle()
-        (ended,) = [effect.message for effect in effects if isinstance(effect, Say)]
+        (ended,) = [effect.answer for effect in effects if isinstance(effect, Serve)]
         return ended.codes
 
     def get(self, user, *keys):
@@ -118,7 +112,7 @@ class Store:
             if isinstance(start.work, WriteValues):
                 result = ValuesWritten(tuple(7 for _ in start.work.values))
             elif self.full and isinstance(start.work, ForgetValues):
-                result = DiskFailed("full", full=True)
+                result = WorkFailed("full", full=True)
             effects += self.take(WorkDone(start.work_id, result))
         return effects
 

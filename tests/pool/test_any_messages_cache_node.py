@@ -67,7 +67,7 @@ def test_any_messages_leave_a_cache_node_sound(steps, tells, has_disk):
     for what, how in steps:
         take_step(node, what, how)
         gauges = node.actor.gauges(node.now)
-        assert gauges["leases"] + gauges["pending_leases"] <= MAX_LEASES * len(PEERS) + BASE.max_wishes
+        assert gauges["leases"] + gauges["pending_leases"] <= MAX_LEASES * len(PEERS) + BASE.max_requested_copies
     settle(node)
     assert not node.busy()
 

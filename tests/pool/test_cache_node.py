@@ -36,12 +36,13 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.events import BlocksStored, Medium
 from mooncake_zmq.kv.slot_table import SlotState
-from mooncake_zmq.pool.node import cache_node
+from mooncake_zmq.pool.node import block_leases
 from mooncake_zmq.pool.node.cache_node import CacheNode
 from mooncake_zmq.pool.node.client import COPY_MARGIN
 from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.pool.node.settings import CacheNodeSettings, KvEventsSettings, SsdSettings
-from mooncake_zmq.pool.node.tenants import PoolTenant
+from mooncake_zmq.pool.rules.holders import EXPIRE
+from mooncake_zmq.pool.rules.tenants import PoolTenant
 
 CAPACITY = 8
 BASE = CacheNodeSettings(
@@ -120,17 +121,17 @@ class Pool(Harness):
         for name, index in self.index.items():
             if name in self.peers:
                 here = dict.fromkeys(on_disk, Medium.DISK) | dict.fromkeys(in_dram, Medium.CPU)
-                here = {} if self.rests else here
+                here = {} if self.cordons else here
                 assert index == here, "the index says what is here, and in which tier"
 
-    def put(self, *numbers, client="p0", put_id=None, parent=None, tenant=""):
+    def put(self, *numbers, client="p0", put_id=None, parent=None, tenant="", spare=False):
         put_id = put_id or self.fresh()
         known = {"parent": parent, "tokens": tokens(*numbers)} if self.tells else {}
-        self.say(client, ReserveSlots(put_id=put_id, keys=keys(*numbers), ttl_s=15.0, tenant=tenant, **known))
+        self.say(client, ReserveSlots(put_id=put_id, keys=keys(*numbers), ttl_s=15.0, tenant=tenant, spare=spare, **known))
         return put_id, self.one(SlotsReserved, client)
 
-    def store(self, *numbers, parent=None, tenant=""):
-        put_id, reserved = self.put(*numbers, parent=parent, tenant=tenant)
+    def store(self, *numbers, **options):
+        put_id, reserved = self.put(*numbers, **options)
         sums = tuple((grant.index, 1000 + numbers[grant.index]) for grant in reserved.grants)
         self.say("p0", CommitSlots(put_id=put_id, checksums=sums))
 
@@ -167,7 +168,7 @@ class Pool(Harness):
 
     def rows(self):
         """What is on disk, as a restart would find it."""
-        slots, names = self.actor.disk.slots, self.actor._tenants.names
+        slots, names = self.actor.disk.slots, self.actor._parts.tenants.names
         order = [slot for slot in slots.coldest(slots.capacity) if slots.key_of(slot)]
         return tuple(
             DiskBlock(slot, slots.key_of(slot), slots.checksum[slot], tenant=names[slots.owner_of(slot)]) for slot in order
@@ -220,6 +221,25 @@ def test_a_released_lease_ends_at_once_and_only_once(pool):
     assert pool.busy() == {}
 
 
+def test_what_another_pool_keeps_as_well_goes_before_what_was_used_a_little_earlier(pool):
+    pool.store(1, 2)
+    pool.store(3, spare=True)
+    pool.store(4, 5)
+    pool.store(10, 11, 12)
+    pool.store(13)
+    assert pool.held() == {1, 2, 4, 5, 10, 11, 12, 13}, "put as spare"
+    lease_id, _ = pool.leased(1, 2)
+    pool.say("p0", ReleaseLease(lease_id=lease_id, spare=True))
+    lease_id, _ = pool.leased(4, 5, client="c1")
+    pool.say("c1", ReleaseLease(lease_id=lease_id))
+    pool.store(20)
+    pool.store(21)
+    assert pool.held() == {4, 5, 10, 11, 12, 13, 20, 21}, "read as spare, and used after all but 4 and 5"
+    pool.store(22)
+    pool.store(23)
+    assert pool.held() == {4, 5, 10, 13, 20, 21, 22, 23}, "a slot's next block is not spare"
+
+
 def test_a_lease_ends_by_the_granters_clock(pool):
     pool.store(1)
     pool.leased(1, ttl_s=10.0)
@@ -253,13 +273,13 @@ def test_no_lease_is_longer_than_the_longest_allowed(pool):
 
 def test_a_committed_put_leaves_no_timer(pool):
     pool.store(1, 2)
-    assert not [key for key in pool.timers if key[0] == "put"]
+    assert len(pool.actor._holders.ends) == 0
 
 
 def test_a_lease_timer_that_fires_early_does_not_lose_the_lease(pool):
     pool.store(1)
     pool.leased(1, ttl_s=10.0)
-    (timer,) = [t for t in pool.timers if t[0] == "lease"]
+    (timer,) = [t for t in pool.timers if t == EXPIRE]
     pool.timers[timer] -= 0.5
     pool.advance(9.7)
     assert pool.busy()["leases"] == 1
@@ -516,7 +536,7 @@ def test_a_copy_from_a_source_ends_well_before_its_lease_there(pool):
 
 def told(pool):
     pool.take(CacheLoad)
-    pool.advance(pool.actor._settings.report_s)
+    pool.advance(pool.actor._parts.settings.report_s)
     return {
         rate.source: (rate.block_s, rate.pending_blocks) for load in pool.take(CacheLoad, "k")[-1:] for rate in load.sources
     }
@@ -680,9 +700,9 @@ def test_a_reported_copy_is_forgotten_unless_the_slot_has_moved_on(pool):
     pool.store(1)
     _, blocks = pool.leased(1)
     stale = SlotRef(node="me", incarnation=3, slot=blocks[0].slot, generation=0, checksum=1)
-    other_life = SlotRef(node="me", incarnation=2, slot=blocks[0].slot, generation=2, checksum=1)
+    other_incarnation = SlotRef(node="me", incarnation=2, slot=blocks[0].slot, generation=2, checksum=1)
     absurd = SlotRef(node="me", incarnation=3, slot=10_000, generation=2, checksum=1)
-    pool.say("d0", ReportCorrupt(slots=(stale, other_life, absurd)))
+    pool.say("d0", ReportCorrupt(slots=(stale, other_incarnation, absurd)))
     assert pool.held() == {1}
     pool.say("d0", ReportCorrupt(slots=(blocks[0],)))
     assert pool.held() == set()
@@ -1154,11 +1174,11 @@ def test_a_copy_too_many_is_the_next_to_go(pool):
 
 
 def test_wishes_are_limited():
-    pool = Pool(max_wishes=1)
+    pool = Pool(max_requested_copies=1)
     pool.say("k", ChangeReplica(keys=keys(1), sources=("c1",)))
     pool.say("k", ChangeReplica(keys=keys(2), sources=("c1",)))
     assert pool.one(LeaseBlocks, "c1").keys == keys(1)
-    assert pool.actor.counts["wishes_left"] == 1
+    assert pool.actor.counts["copies_not_made"] == 1
 
 
 # --- what is told
@@ -1224,7 +1244,7 @@ def test_a_source_is_told_only_on_request_and_only_what_is_known():
 
 
 def test_blocks_past_what_a_message_may_tell_are_leased_without(monkeypatch):
-    monkeypatch.setattr(cache_node, "MAX_TOKENS", 2 * LAYOUT.block_tokens)
+    monkeypatch.setattr(block_leases, "MAX_TOKENS", 2 * LAYOUT.block_tokens)
     pool = Pool(kv_events=EVENTS)
     pool.store(1, 2, 3)
     pool.lease(1, 2, 3, client="c1", contents=True)
@@ -1267,7 +1287,7 @@ def test_what_a_block_holds_goes_to_disk_with_it_and_is_told_after_a_restart():
     pool.written()
     told = BlocksStored(keys(1, 2, 3), Medium.DISK, key(99), tokens(1, 2, 3))
     assert pool.told == [told]
-    again = Pool(disk=DiskContents(20, rows), ssd=pool.actor._settings.ssd, kv_events=EVENTS)
+    again = Pool(disk=DiskContents(20, rows), ssd=pool.actor._parts.settings.ssd, kv_events=EVENTS)
     assert again.told == [told]
     again.lease(1, 2, 3)
     again.copied()
@@ -1416,7 +1436,7 @@ def test_a_draining_pool_grants_nothing_and_ends_when_all_is_given_back(pool):
 def test_a_resting_pool_grants_nothing_is_planned_without_and_then_tells_what_it_holds(pool):
     pool.store(1)
     lease_id, _ = pool.leased(1)
-    pool.rest()
+    pool.set_cordon()
     assert pool.index["k"] == {}
     assert pool.leased(1, client="d0")[1] == ()
     assert pool.put(5)[1].grants == ()
@@ -1424,7 +1444,7 @@ def test_a_resting_pool_grants_nothing_is_planned_without_and_then_tells_what_it
     assert pool.index["k2"] == {}
     pool.say("p0", ReleaseLease(lease_id=lease_id))
     assert not pool.drained
-    pool.rest(False)
+    pool.set_cordon(False)
     assert pool.index["k"] == pool.index["k2"] == {key(1): Medium.CPU}
     assert pool.leased(1)[1] != ()
     assert len(pool.put(5)[1].grants) == 1
@@ -1481,9 +1501,9 @@ def test_any_order_of_events_keeps_the_invariants_and_ends_idle(seed):
                     pool.say("k", ChangeReplica(keys=keys(*some), sources=sources))
                 elif names and client:
                     slot = pool.actor.slots.committed(rng.choice(names))
-                    pool.say(client, ReportCorrupt(slots=(pool.actor._ref(slot),)))
-            case 11 if pool.rests or rng.random() < 0.2:
-                pool.rest(not pool.rests)
+                    pool.say(client, ReportCorrupt(slots=(pool.actor._parts.ref(slot),)))
+            case 11 if pool.cordons or rng.random() < 0.2:
+                pool.set_cordon(not pool.cordons)
             case _:
                 asks += [(to, m) for to, m in pool.sent if isinstance(m, LeaseBlocks)]
                 pool.sent.clear()

@@ -4,6 +4,7 @@ import pytest
 from actor_harness import leased
 
 from mooncake_zmq.core.actor import CancelTimer, PeerUp, Send, SetTimer
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
     CommitSlots,
     GrantedSlot,
@@ -16,9 +17,8 @@ from mooncake_zmq.core.messages import (
     SlotRef,
     SlotsReserved,
 )
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import BlocksCopied, WorkFailed
-from mooncake_zmq.pool.node.client import COPY_MARGIN, UNHEARD, PoolClient, PoolClientSettings
+from mooncake_zmq.pool.node.client import COPY_MARGIN, POOL_ABSENT, PoolClient, PoolClientSettings
 
 SETTINGS = PoolClientSettings(lease_ttl_s=10.0, fetch_s=2.0, max_puts=2)
 REF = SlotRef(node="c", incarnation=1, slot=4, generation=2, checksum=9)
@@ -89,10 +89,10 @@ def test_a_lease_only_asked_for_is_not_renewed_until_granted(client):
 
 def test_a_lease_that_waits_for_the_pool_counts_from_when_it_was_asked_for():
     client = PoolClient("h0", SETTINGS, Tally())
-    assert client.lease(0.0, 1, KEYS, (), fetch=True, wait_s=1.0) == [SetTimer((UNHEARD, 1), 1.0)]
+    assert client.lease(0.0, 1, KEYS, (), fetch=True, wait_s=1.0) == [SetTimer((POOL_ABSENT, 1), 1.0)]
     assert client.peer_up(0.5, up("p", role="prefill")) == []
     stopped, asked = client.peer_up(1.0, up())
-    assert stopped == CancelTimer((UNHEARD, 1))
+    assert stopped == CancelTimer((POOL_ABSENT, 1))
     assert (asked.to, asked.message.lease_id) == ("c", 1)
     assert not client.forgo(1), "it is asked for: the pool answers"
     client.on_leased(leased(1, [REF]))
@@ -101,7 +101,7 @@ def test_a_lease_that_waits_for_the_pool_counts_from_when_it_was_asked_for():
 
 def test_a_lease_waits_for_the_pool_no_longer_than_for_other_hosts():
     client = PoolClient("h0", SETTINGS, Tally())
-    assert client.lease(0.0, 1, KEYS, (), fetch=True, wait_s=60.0) == [SetTimer((UNHEARD, 1), SETTINGS.fetch_s)]
+    assert client.lease(0.0, 1, KEYS, (), fetch=True, wait_s=60.0) == [SetTimer((POOL_ABSENT, 1), SETTINGS.fetch_s)]
     assert client.wants(1)
     assert client.forgo(1)
     assert not client.wants(1)

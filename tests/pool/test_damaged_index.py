@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_zmq.core.work import DiskBlock
-from mooncake_zmq.pool.rules.object_record import ObjectRecord
+from mooncake_zmq.kv.object_record import ObjectRecord
 from mooncake_zmq.pool.ssd.disk_index import DiskIndex, IndexUnusable
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
 

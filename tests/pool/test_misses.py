@@ -103,7 +103,7 @@ def test_a_full_pool_has_no_room_for_it(pool: Pool) -> None:
 
 def test_who_rests_denies(pool: Pool) -> None:
     pool.store(1)
-    pool.rest()
+    pool.set_cordon()
     pool.leased(1, 2)
     assert why(pool) == {"denied": 2}
 
@@ -152,6 +152,6 @@ def test_hits_and_misses_are_of_what_a_prefill_asks_for(pool: Pool, asker: str) 
 
 
 def test_what_a_decode_is_denied_is_no_miss(pool: Pool) -> None:
-    pool.rest()
+    pool.set_cordon()
     pool.lease(1, 2, client="d0")
     assert why(pool) == {}

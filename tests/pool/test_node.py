@@ -4,37 +4,31 @@ import node_harness
 import pytest
 from node_harness import SLAB, TOKEN
 
-from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, TimerFired
+from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Start, TimerFired, WorkDone
+from mooncake_zmq.core.work import GOOD, Done, ValuesRead, ValuesWritten, WriteValues
 from mooncake_zmq.pool.node import store_node as node_module
 from mooncake_zmq.pool.node.store_events import (
-    GOOD,
     Asked,
     ChecksumsMade,
     ClientDied,
     Dismiss,
-    Done,
     Greeted,
-    Hear,
     MakeChecksums,
     Probe,
     ReceiveValues,
     Reply,
-    Say,
     SendValues,
-    Start,
+    Serve,
     StreamAsked,
     StreamBegan,
     StreamEnded,
     ValuesCame,
-    ValuesRead,
     ValuesSent,
-    ValuesWritten,
-    WorkDone,
-    WriteValues,
 )
-from mooncake_zmq.pool.node.store_node import EXPIRE, PROBE
+from mooncake_zmq.pool.node.store_node import PROBE
 from mooncake_zmq.pool.node.tiers import LOOK, LOOK_S
 from mooncake_zmq.pool.rules import changes
+from mooncake_zmq.pool.rules.holders import EXPIRE
 from mooncake_zmq.pool.rules.object_log import ObjectSsdSettings
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.codes import Code
@@ -79,7 +73,7 @@ def test_a_resident_value_costs_a_turn_to_send_it_and_one_to_let_it_go() -> None
     store.store("k")
     assert kinds(store.take(StreamAsked(1, Get(["k"], [], 20.0)), 1.0))[0] is SendValues
     assert store.node.gauges()["leases"] == 1
-    assert store.take(ValuesSent(1), 1.0) == [Hear(1)]
+    assert store.take(ValuesSent(1), 1.0) == [Serve(1)]
     assert store.node.gauges()["leases"] == 0
 
 
@@ -123,7 +117,7 @@ def test_a_put_that_waits_for_the_disk_is_made_though_its_stream_is_gone() -> No
     store.take(StreamAsked(1, Put(["k"], [10], 4, 20.0, [7], False)), 0.0)
     (start,) = [effect for effect in store.take(ValuesCame(1, [7], [7]), 0.0) if isinstance(effect, Start)]
     store.take(StreamEnded(1), 0.0)
-    assert not any(isinstance(effect, Say) for effect in store.take(done(start), 1.0))
+    assert not any(isinstance(effect, Serve) for effect in store.take(done(start), 1.0))
     assert store.node.objects.by_key
 
 
@@ -149,7 +143,7 @@ def test_a_value_that_two_streams_want_is_read_once() -> None:
     assert Start in kinds(store.take(StreamAsked(1, Promote(["k"], [])), 0.0))
     assert store.take(StreamAsked(2, Promote(["k", "no such"], [])), 0.0) == []
     effects = store.take(WorkDone(1, ValuesRead((GOOD,))), 0.0)
-    assert [effect for effect in effects if isinstance(effect, Say)] == [Say(1, Ended([])), Say(2, Ended([]))]
+    assert [effect for effect in effects if isinstance(effect, Serve)] == [Serve(1, Ended([])), Serve(2, Ended([]))]
 
 
 @pytest.mark.parametrize("damaged_before", ["written", "sent"])

@@ -16,7 +16,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.pool.rules.object_record import ObjectRecord, header, place, record_bytes, round_up, why_missed
+from mooncake_zmq.kv.object_record import ObjectRecord, header, place, record_bytes, round_up, why_missed
 from mooncake_zmq.pool.ssd import object_disk
 from mooncake_zmq.pool.ssd.disk_directory import DiskError, DiskFault
 from mooncake_zmq.pool.ssd.object_disk import ObjectDisk

@@ -7,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mooncake_zmq.kv.object_record import ObjectRecord
 from mooncake_zmq.pool.rules.changes import copies_on_disk, replaced
-from mooncake_zmq.pool.rules.cold_end import ColdEnd
 from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
-from mooncake_zmq.pool.rules.object_record import ObjectRecord
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.pool.rules.tenants import StoreTenant, Tenants
+from mooncake_zmq.pool.rules.write_back import WriteBackOrder
 from mooncake_zmq.store.codes import Code, Pin
 
 SLAB = 1 << 16
@@ -188,7 +188,7 @@ def test_what_cannot_be_read_is_not_found_but_still_known():
 # --- the cold end
 
 
-class ColdEndMachine(RuleBasedStateMachine):
+class WriteBackMachine(RuleBasedStateMachine):
     """The model: a list in the order of use, what of it is saved, and the tenants, by odd and even rows, that have no room."""
 
     ROWS = range(2, 12)
@@ -196,7 +196,7 @@ class ColdEndMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.sizes = array("Q", (10 * row for row in range(12)))
-        self.cold = ColdEnd(12, self.sizes, [row % 2 for row in range(12)])
+        self.cold = WriteBackOrder(12, self.sizes, [row % 2 for row in range(12)])
         self.full = set()
         self.order = []
         self.saved = set()
@@ -266,8 +266,8 @@ class ColdEndMachine(RuleBasedStateMachine):
         assert all(self.cold.is_saved(row) == (row in self.saved) for row in self.order)
 
 
-ColdEndMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestColdEndAgainstModel = ColdEndMachine.TestCase
+WriteBackMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestWriteBackAgainstModel = WriteBackMachine.TestCase
 
 
 # --- both tiers
@@ -373,7 +373,7 @@ def test_what_is_read_in_memory_counts_as_read_on_disk():
         put(objects, key)
     write(objects)
     objects.entries.find("a")
-    objects.leases.lease(0.0, ME, 1, ["b", "none"], 10)
+    objects.lease(0.0, ME, 1, ["b", "none"], 10)
     ((*step,),) = objects.log.standing(1)
     assert {key: used for key, _, used in step} == {"a": True, "b": True, "c": False}
 

@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_zmq.pool.rules.holders import LEAST_ENDS
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.store.codes import Code, Pin
@@ -40,7 +39,7 @@ def test_nothing_is_readable_before_its_commit():
     grant = reserve(objects, "k")
     assert grant.generation % 2 == 1
     assert objects.entries.find("k") is None
-    assert objects.leases.lease(0, OTHER, 1, ["k"], 5) == [None]
+    assert objects.lease(0, OTHER, 1, ["k"], 5) == [None]
     assert objects.puts.commit(0, ME, 1, [0], [9]) == [Code.OK]
     found = objects.entries.find("k")
     assert (found.offset, found.size, found.generation, found.checksum) == (grant.offset, 100, grant.generation + 1, 9)
@@ -77,13 +76,13 @@ def test_a_repeated_reserve_gets_the_same_cells_and_a_repeated_commit_finds_noth
 def test_an_upsert_replaces_at_its_commit_and_readers_of_the_old_value_finish():
     objects = make()
     put(objects, "k", 100)
-    (old,) = objects.leases.lease(0, OTHER, 1, ["k"], 5)
+    (old,) = objects.lease(0, OTHER, 1, ["k"], 5)
     reserve(objects, "k", 200, pins=Pin.UPSERT)
     assert objects.size_of("k") == 100
     objects.puts.commit(0, ME, 1, [0], [2])
     assert objects.size_of("k") == 200
     assert objects.generation[old.entry] == old.generation, "still leased, still unchanged"
-    objects.leases.release(OTHER, 1)
+    objects.holders.release(OTHER, 1)
     assert objects.generation[old.entry] != old.generation
     objects.check()
 
@@ -99,7 +98,7 @@ def test_a_full_pool_evicts_the_least_recently_used_and_never_what_is_leased():
     objects = make(slabs=1)
     for name in "abcd":
         assert put(objects, name, SLAB // 4) is Code.OK
-    objects.leases.lease(0, OTHER, 1, ["a"], 5)
+    objects.lease(0, OTHER, 1, ["a"], 5)
     objects.entries.find("b")
     assert put(objects, "e", SLAB // 4) is Code.OK
     assert objects.entries.find("c") is None
@@ -170,21 +169,21 @@ def test_past_max_objects_the_oldest_of_all_classes_goes():
 def test_a_removed_object_lives_until_its_last_reader_is_done():
     objects = make()
     put(objects, "k")
-    (found,) = objects.leases.lease(0, OTHER, 1, ["k"], 5)
+    (found,) = objects.lease(0, OTHER, 1, ["k"], 5)
     assert objects.remove("k")
     assert not objects.remove("k")
     assert objects.generation[found.entry] == found.generation
-    objects.leases.release(OTHER, 1)
+    objects.holders.release(OTHER, 1)
     assert objects.gauges()["free_slabs"] == 2
 
 
 def test_an_expired_lease_protects_nothing():
     objects = make()
     put(objects, "k")
-    objects.leases.lease(0, OTHER, 1, ["k"], 5)
+    objects.lease(0, OTHER, 1, ["k"], 5)
     objects.expire(5.1)
     assert objects.gauges()["leases"] == 0
-    objects.leases.release(OTHER, 1)
+    objects.holders.release(OTHER, 1)
     objects.check()
 
 
@@ -203,7 +202,7 @@ def test_a_late_writer_keeps_its_cell_in_quarantine_until_it_answers():
 def test_burying_a_client_ends_its_leases_and_frees_its_half_written_and_quarantined_cells():
     objects = make()
     put(objects, "k", client=OTHER)
-    objects.leases.lease(0, ME, 1, ["k"], 5)
+    objects.lease(0, ME, 1, ["k"], 5)
     reserve(objects, "a", put_id=2, ttl_s=1)
     objects.expire(2)
     reserve(objects, "b", put_id=3, now=2)
@@ -223,8 +222,8 @@ def test_one_client_cannot_reserve_more_than_its_share():
 def test_leases_and_puts_per_client_are_limited():
     objects = make(max_leases_per_client=1, max_puts_per_client=1)
     put(objects, "k")
-    assert objects.leases.lease(0, ME, 1, ["k"], 5) != [None]
-    assert objects.leases.lease(0, ME, 2, ["k"], 5) == [None]
+    assert objects.lease(0, ME, 1, ["k"], 5) != [None]
+    assert objects.lease(0, ME, 2, ["k"], 5) == [None]
     assert reserve(objects, "a", put_id=1).code is Code.OK
     assert reserve(objects, "b", put_id=2).code is Code.NO_ROOM
 
@@ -236,12 +235,12 @@ def test_clients_with_one_key_share_its_limits_and_others_have_their_own():
     for name in names:
         objects.holders.join(name, "red")
     objects.holders.join(b"x", "blue")
-    found = [objects.leases.lease(0, name, 1, ["k"], 5) != [None] for name in (*names, b"x", b"keyless", b"as keyless")]
+    found = [objects.lease(0, name, 1, ["k"], 5) != [None] for name in (*names, b"x", b"keyless", b"as keyless")]
     assert found == [True, True, False, True, True, True]
     codes = [reserve(objects, f"{name}", client=name).code for name in (*names, b"x", b"keyless")]
     assert codes == [Code.OK, Code.OK, Code.NO_ROOM, Code.OK, Code.OK]
     objects.bury(b"a")
-    assert objects.leases.lease(0, b"c", 2, ["k"], 5) != [None], "who is gone holds nothing"
+    assert objects.lease(0, b"c", 2, ["k"], 5) != [None], "who is gone holds nothing"
     assert reserve(objects, "c", client=b"c").code is Code.OK
     objects.check()
 
@@ -272,31 +271,21 @@ def test_what_ends_is_found_without_a_look_at_what_does_not():
     objects = make()
     put(objects, "k")
     for number in range(100):
-        objects.leases.lease(0, b"%d" % number, 1, ["k"], 30)
-        objects.leases.lease(0, b"stream", number, ["k"], None)
-    objects.leases.lease(0, ME, 1, ["k"], 1)
+        objects.lease(0, b"%d" % number, 1, ["k"], 30)
+        objects.lease(0, b"stream", number, ["k"], None)
+    objects.lease(0, ME, 1, ["k"], 1)
     reserve(objects, "a", ttl_s=2.0)
     objects.holders.clients = Unseen(objects.holders.clients)
     for client in (b"1", ME):
         objects.holders.clients[client].leases = Unseen(objects.holders.clients[client].leases)
-    assert objects.holders.next_expiry() == 1
+    assert objects.holders.ends.next_at() == 1
     objects.expire(1.5)
-    assert (objects.counts["leases_expired"], objects.counts["puts_expired"], objects.holders.next_expiry()) == (1, 0, 2)
+    assert (objects.counts["leases_expired"], objects.counts["puts_expired"], objects.holders.ends.next_at()) == (1, 0, 2)
     objects.expire(2.5)
-    assert (objects.counts["leases_expired"], objects.counts["puts_expired"], objects.holders.next_expiry()) == (1, 1, 30)
+    assert (objects.counts["leases_expired"], objects.counts["puts_expired"], objects.holders.ends.next_at()) == (1, 1, 30)
     objects.expire(30.5)
     assert objects.counts["leases_expired"] == 101
-    assert objects.holders.next_expiry() == math.inf, "a stream's leases do not end by time"
-
-
-def test_leases_that_are_over_are_not_kept_until_their_time():
-    objects = make()
-    put(objects, "k")
-    for number in range(1000):
-        objects.leases.lease(0, ME, number, ["k"], 30)
-        objects.leases.release(ME, number)
-        assert len(objects.holders.ends) <= LEAST_ENDS + 3
-    objects.check()
+    assert objects.holders.ends.next_at() == math.inf, "a stream's leases do not end by time"
 
 
 def test_a_copy_reported_corrupt_is_gone_but_a_later_copy_is_not():
@@ -381,7 +370,7 @@ class ObjectsMachine(RuleBasedStateMachine):
     @rule(client=CLIENTS, keys=KEY_LISTS)
     def lease(self, client, keys):
         lease_id, self.next_id = self.next_id, self.next_id + 1
-        found = self.objects.leases.lease(self.now, client, lease_id, keys, 5)
+        found = self.objects.lease(self.now, client, lease_id, keys, 5)
         granted = [(self.values[key], one) for key, one in zip(keys, found, strict=True) if one]
         if granted:
             self.leases[lease_id] = (client, granted, self.now + 5)
@@ -390,7 +379,7 @@ class ObjectsMachine(RuleBasedStateMachine):
     def release(self, data):
         if self.leases:
             lease_id = data.draw(st.sampled_from(sorted(self.leases)))
-            self.objects.leases.release(self.leases.pop(lease_id)[0], lease_id)
+            self.objects.holders.release(self.leases.pop(lease_id)[0], lease_id)
 
     @rule(key=KEYS)
     def remove(self, key):

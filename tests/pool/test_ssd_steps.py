@@ -7,7 +7,8 @@ import pytest
 from tiers_harness import CONNECTION, Tiers
 
 from mooncake_zmq.core.actor import TimerFired
-from mooncake_zmq.pool.node.store_events import Asked, CommitValues, WriteValues
+from mooncake_zmq.core.work import CommitValues, WriteValues
+from mooncake_zmq.pool.node.store_events import Asked
 from mooncake_zmq.pool.node.tiers import LOOK
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.codes import Pin
@@ -100,7 +101,7 @@ def test_a_tier_smaller_than_memory_is_not_written_over_and_over(tiers):
     for _ in range(1000):
         if not both.step():
             break
-    assert not both.works, "it never rests"
+    assert not both.works, "it never cordons"
     assert both.log.by_key
 
 

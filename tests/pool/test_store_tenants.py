@@ -1,4 +1,4 @@
-"""Tenants of a store: nobody reads, lists, replaces or removes what is another's, and nobody has more than his quota."""
+"""Tenants of a store: nobody reads, lists, replaces or removes what is another's, and no tenant has more than its quota."""
 
 from dataclasses import replace
 
@@ -8,17 +8,11 @@ from hypothesis import strategies as st
 from node_harness import SLAB, SSD, TOKEN, Store
 
 from mooncake_zmq.core.actor import Drained, DrainWanted, TimerFired
-from mooncake_zmq.pool.node.store_events import (
-    Asked,
-    Greeted,
-    Reply,
-    StreamAsked,
-    StreamEnded,
-)
+from mooncake_zmq.kv.object_record import taken_bytes
+from mooncake_zmq.pool.node.store_events import Asked, Greeted, Reply, StreamAsked, StreamEnded
 from mooncake_zmq.pool.node.tiers import LOOK
-from mooncake_zmq.pool.rules.cold_end import MAX_STEPS
-from mooncake_zmq.pool.rules.object_record import taken_bytes
 from mooncake_zmq.pool.rules.tenants import Reach, StoreTenant, Tenants, check_tenants
+from mooncake_zmq.pool.rules.write_back import MAX_STEPS
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.stream_messages import Promote, Recheck
@@ -140,7 +134,7 @@ def test_to_remove_all_looks_at_ones_own_alone(ssd):
 
 
 def test_clients_with_one_key_share_its_leases(store):
-    store.node.objects.entries.settings = replace(store.node.objects.settings, max_leases_per_client=3)
+    store.node.objects.settings = replace(store.node.objects.settings, max_leases_per_client=3)
 
     def lease(name):
         connection = b"c" + name.ljust(16, b"_") + b"1234"

@@ -4,8 +4,8 @@ import itertools
 import mmap
 import time
 
-from mooncake_zmq.core.actor import Fence, Started, TimerFired
-from mooncake_zmq.pool.node.store_events import Asked, Greeted, Reply, Say, Start, StreamAsked, StreamBegan, WorkDone
+from mooncake_zmq.core.actor import Fence, Start, Started, TimerFired, WorkDone
+from mooncake_zmq.pool.node.store_events import Asked, Greeted, Reply, Serve, StreamAsked, StreamBegan
 from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
 from mooncake_zmq.pool.node.tiers import LOOK
 from mooncake_zmq.pool.rules.object_log import ObjectLog, ObjectSsdSettings
@@ -62,8 +62,8 @@ class Tiers:
                     self.works.append(effect)
                 case Reply(_, reply):
                     self.replies.append(reply)
-                case Say():
-                    self.said += 1
+                case Serve(_, answer):
+                    self.said += answer is not None
                 case Fence():
                     pass
 
@@ -115,7 +115,7 @@ class Tiers:
 
     def evict(self, *keys):
         for key in keys:
-            self.objects.entries.retire(self.objects.by_key[key])
+            self.objects.entries.forget(self.objects.by_key[key])
 
     def promote(self, *keys):
         said = self.said

@@ -122,7 +122,7 @@ def leased(lease_id, blocks):
 
 
 def new_node():
-    settings = PrefillSettings(slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4)
+    settings = PrefillSettings(slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_jobs=1, max_queued=4)
     node = Harness(Prefill(name="me", host="h0", incarnation=2, settings=settings, layout=LAYOUT, costs=Costs()))
     for name in ("g", "c", "k", "d0", "d1"):
         node.up(name, 7)

@@ -51,7 +51,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.pool.node.client import UNHEARD, PoolClientSettings
+from mooncake_zmq.pool.node.client import POOL_ABSENT, PoolClientSettings
 from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
 
@@ -59,7 +59,7 @@ B = LAYOUT.block_tokens
 ROOT = namespace(model="m", layout="l")
 COSTS = Costs()
 BASE = PrefillSettings(
-    overtake=1.0, slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_lane=1, max_queued=4
+    overtake=1.0, slab_bytes=16 * LAYOUT.slot_bytes, chunk_tokens=2 * B, max_active=2, short_jobs=1, max_queued=4
 )
 
 
@@ -581,7 +581,7 @@ def test_long_prompts_that_hold_every_place_do_not_keep_a_short_one_out(node):
 
 
 def test_a_full_queue_refuses_at_once():
-    node = Node(max_active=1, short_lane=0, max_queued=1)
+    node = Node(max_active=1, short_jobs=0, max_queued=1)
     for i in range(3):
         node.start(f"r{i}")
     failed = node.one(AttemptFailed, "g")
@@ -621,7 +621,7 @@ def test_a_draining_prefill_refuses_new_jobs_and_finishes_the_old(node):
 
 def test_a_resting_prefill_refuses_new_jobs_stays_and_takes_jobs_again(node):
     node.ready("r0")
-    node.rest()
+    node.set_cordon()
     assert node.one(PrefillLoad, "k").draining, "it says so at once"
     node.start("r1")
     assert node.one(AttemptFailed).full
@@ -629,12 +629,12 @@ def test_a_resting_prefill_refuses_new_jobs_stays_and_takes_jobs_again(node):
     node.received("r0")
     node.put_all()
     assert not node.drained
-    node.rest(False)
+    node.set_cordon(False)
     assert not node.take(PrefillLoad)[-1].draining
     node.ready("r2")
-    node.rest()
+    node.set_cordon()
     node.drain()
-    node.rest(False)
+    node.set_cordon(False)
     node.start("r3")
     assert node.one(AttemptFailed).request_id == "r3", "who leaves does so, whether it rested or not"
     node.finish()
@@ -680,7 +680,7 @@ def told(node):
 
 
 def test_a_report_names_every_job_with_its_rank_and_what_is_left_of_it():
-    node = Node(max_active=1, short_lane=0, report_s=0.001)
+    node = Node(max_active=1, short_jobs=0, report_s=0.001)
     node.ready("a", prompt(20), booking=11)
     node.start("b", prompt(12, base=100), booking=12, reuse_blocks=2)
     node.start("c", prompt(4, base=200), booking=13, priority=2)
@@ -913,7 +913,7 @@ def set_aside(node, request_id="r"):
 
 
 def test_a_job_whose_first_token_waits_for_its_grammar_keeps_no_other_waiting():
-    node = Node(max_active=1, short_lane=0)
+    node = Node(max_active=1, short_jobs=0)
     sampling = set_aside(node)
     assert node.take(HandoffDone) == []
     assert node.take(FirstToken) == []
@@ -1005,6 +1005,17 @@ def test_a_requests_blocks_and_its_decode_are_told_whose_it_is(node):
     assert {reserve.tenant for reserve in node.take(ReserveSlots)} == {"alice"}
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_copies_are_spare_where_the_decodes_pool_keeps_the_prompt(node, keeps):
+    node.start()
+    lease_id = node.lease(1)
+    node.say("d", DecodeReserved(request_id="r", attempt=1, held_blocks=1, keeps=keeps))
+    node.finish()
+    assert {reserve.spare for reserve in node.take(ReserveSlots)} == {keeps}
+    node.received()
+    assert node.one(ReleaseLease) == ReleaseLease(lease_id=lease_id, spare=keeps)
+
+
 def test_puts_are_bounded(node):
     node = Node(pool=PoolClientSettings(max_puts=1))
     run = [("r0", prompt(5)), ("r1", prompt(5, base=50))]
@@ -1024,17 +1035,17 @@ STATES = ["queued", "preparing", "reserved", "ready", "computing", "handing off"
 
 def job_in(state):
     """A node whose job "r" (of prompt(18), two chunks, a leased prefix) is in `state`."""
-    node = Node(max_active=1, short_lane=0)
+    node = Node(max_active=1, short_jobs=0)
     if state in ("queued", "ready"):
         node.ready("other", prompt(20, base=500))
     if state == "ready":
-        node = Node(max_active=2, short_lane=0)
+        node = Node(max_active=2, short_jobs=0)
         node.ready("other", prompt(20, base=500))
     node.start("r", prompt(18))
     if state not in ("queued", "preparing"):
         node.lease(1)
     if state == "reserved":  # by the decode alone
-        node = Node(max_active=1, short_lane=0)
+        node = Node(max_active=1, short_jobs=0)
         node.start("r", prompt(18))
         node.reserve("r")
     elif state in ("ready", "computing", "handing off"):
@@ -1068,7 +1079,7 @@ def settle(node):
 def assert_nothing_left(node):
     assert node.busy() == {}
     assert node.sequences == set()
-    assert not [timer for timer in node.timers if timer[0] in ("deadline", UNHEARD)]
+    assert not [timer for timer in node.timers if timer[0] in ("deadline", POOL_ABSENT)]
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -1326,3 +1337,20 @@ def test_another_tenants_short_prompt_waits_for_one_chunk_of_many_long_ones():
     node.now += 0.1
     node.computed()
     assert node.work(ComputeChunk)[1].tokens == pack_tokens(prompt(B, 50))
+
+
+def test_a_tenant_fills_half_of_the_queue_and_another_one_is_taken_beside_it():
+    node = Node(max_active=1, short_jobs=0, overtake=0.0, max_queued=8)
+    node.ready("first", tenant="alice")
+    for number in range(4):
+        node.start(f"alice-{number}", prompt(B, 10 * number), tenant="alice")
+    assert node.take(AttemptFailed) == []
+    node.start("alice-4", prompt(B, 60), tenant="alice")
+    refused = node.one(AttemptFailed, "g")
+    assert refused.full
+    assert refused.reason == "alice has 4 requests in the prefill queue"
+    for number in range(4):
+        node.start(f"bob-{number}", prompt(B, 70 + number), tenant="bob")
+    assert node.take(AttemptFailed) == []
+    node.start("bob-4", prompt(B, 90), tenant="bob")
+    assert node.one(AttemptFailed, "g").reason == "prefill queue is full"

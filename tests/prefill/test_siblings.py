@@ -76,7 +76,7 @@ def test_who_leaves_gets_no_token_and_the_others_do(node, gone):
 
 def test_no_room_is_taken_for_who_left_the_queue():
     """The decode has heard of the cancel before, and would hear of it no more."""
-    node = Node(max_active=1, short_lane=0)
+    node = Node(max_active=1, short_jobs=0)
     node.down("c")
     node.ready("before")
     node.start(siblings=SIBLINGS[:3])

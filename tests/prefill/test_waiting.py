@@ -195,7 +195,7 @@ def test_waiters_count_as_queued(node):
 
 
 def test_a_waiting_job_keeps_its_rank():
-    node = Node(slab_bytes=64 * LAYOUT.slot_bytes, max_queued=8, overtake=0.0, max_active=1, short_lane=0)
+    node = Node(slab_bytes=64 * LAYOUT.slot_bytes, max_queued=8, overtake=0.0, max_active=1, short_jobs=0)
     wait(node)
     node.ready("a", prompt(2 * B, base=300))
     node.start("b", prompt(2 * B, base=400))

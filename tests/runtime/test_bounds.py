@@ -112,7 +112,7 @@ endpoint = f"ipc://{os.getcwd()}/kv.ipc" if scheme == "ipc" else "tcp://127.0.0.
 publisher = KvEventPublisher(endpoint, topic="kv@a", block_tokens=4, on_crash=print)
 stranger = connect(publisher.endpoint, b"SUB")
 if what == "subscribe":
-    told = (b"".join(part(b"\\1" + os.urandom(250)) for _ in range(100)) for _ in range(1000))
+    told = (b"".join(part(b"\\1" + os.urandom(250)) for _ in range(100)) for _ in range(2000))
 else:
     told = (part(bytes(255), MORE) * 10_000 for _ in range(100))
 print(*growth_while_sending(stranger, told))
@@ -123,7 +123,7 @@ publisher.close()
 @pytest.mark.parametrize(("what", "scheme"), [("subscribe", "tcp"), ("subscribe", "ipc"), ("endless", "tcp")])
 def test_what_a_subscriber_tells_is_bounded(tmp_path: Path, what: str, scheme: str) -> None:
     growth, sent = grown(tmp_path, KV_EVENTS, what, scheme)
-    assert sent < (20_000_000 if what == "subscribe" else 200_000_000)
+    assert sent < (50_000_000 if what == "subscribe" else 200_000_000), "it was cut"
     assert growth < (SUBSCRIPTIONS_COST * max(sent, 1 << 20) if what == "subscribe" else BOUND_BYTES)
 
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import hostile
@@ -16,7 +16,7 @@ import zmq
 
 from mooncake_zmq.pool.server import request_socket as store_server
 from mooncake_zmq.runtime import kv_events, peer_sockets
-from mooncake_zmq.transfer import data_server, key_files, zmtp
+from mooncake_zmq.transfer import connections, data_server, key_files, zmtp
 from mooncake_zmq.transfer.connections import Connections, _received_bytes, came_by, cut, receive
 from mooncake_zmq.transfer.sockets import PROBE_S, Limits, Sockets
 
@@ -131,6 +131,29 @@ def test_of_what_is_taken_not_a_byte_too_many_is_counted(tmp_path: Path, keyed: 
             assert 64 <= received - counted <= 1024
         watched.close()
     sockets.give_back()
+
+
+def test_a_host_has_no_more_connections_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_OF_A_HOST", 3)
+    sockets, counts = Sockets(io_threads=1).borrow(), dict[str, int]()
+    with sockets.listening(zmq.ROUTER, "tcp://127.0.0.1:*", "store", store_server.LIMITS) as listening:
+        watched = Connections(listening, counts, pytest.fail)
+        listening.bind("tcp://127.0.0.1:*")
+        endpoint = listening.get_string(zmq.LAST_ENDPOINT)
+        with ExitStack() as stack:
+            peers = [stack.enter_context(closing(hostile.connect(endpoint, b"DEALER"))) for _ in range(3)]
+            eventually(lambda: len(watched._open) == 3)
+            with socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as further:
+                further.settimeout(PATIENCE_S)
+                while further.recv(4096):  # its greeting, if that came first
+                    pass
+            peers[0].close()
+            eventually(lambda: len(watched._open) == 2)
+            stack.enter_context(closing(hostile.connect(endpoint, b"DEALER")))
+            eventually(lambda: len(watched._open) == 3)
+        watched.close()
+    sockets.give_back()
+    assert (counts["connections_over_share"], counts["connections_cut"]) == (1, 0)
 
 
 def test_the_kernel_notices_that_the_other_host_is_gone(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from test_zmq_runtime import HELLO, SETTINGS, Echo, running
 from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.records import encode
+from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session
-from mooncake_zmq.core.talk import Member
 from mooncake_zmq.kv.events import AllBlocksCleared
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node import streaming

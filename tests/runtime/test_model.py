@@ -54,6 +54,27 @@ def test_a_card_is_all_that_a_process_without_an_engine_needs(made: Path, card: 
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_kv_of_modelled_engines_goes_by_another_name_than_the_models_own(card: Path, tmp_path: Path, role: str) -> None:
+    """An SSD outlives a trial of the deployment."""
+    config = config_of(tmp_path, "conductor", "prefill", "decode", card=card)
+    trial = replace(
+        config, nodes=tuple(replace(node, backend="modelled:p") if node.role == role else node for node in config.nodes)
+    )
+    own, modelled = (learn(each, each.nodes[0], no_sleep) for each in (config, trial))
+    assert own.identity == own.spec.fingerprint == modelled.spec.fingerprint
+    assert modelled.identity != own.identity
+    assert len(modelled.identity) == len(own.identity)
+    assert learn(trial, trial.nodes[0], no_sleep) == modelled, "by every node of the deployment the same"
+
+
+def test_engines_of_other_longest_requests_share_kv(card: Path, tmp_path: Path) -> None:
+    """No RoPE that our engine computes follows it."""
+    config = config_of(tmp_path, "conductor", "prefill", card=card)
+    shorter = replace(config, model=replace(config.model, max_model_len=64))
+    assert learn(shorter, shorter.nodes[0], no_sleep).identity == learn(config, config.nodes[0], no_sleep).identity
+
+
 def test_a_gateway_takes_its_tokenizer_from_beside_the_card(made: Path, card: Path, tmp_path: Path) -> None:
     alone = config_of(tmp_path, "gateway", card=card)
     with pytest.raises(ModelError, match="--to DIR"):

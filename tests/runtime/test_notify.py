@@ -39,7 +39,7 @@ def test_a_long_step_asks_for_time_again_and_again_until_it_is_over(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "AGAIN_S", 0.01)
-    with notify.patience("converting"):
+    with notify.extended_timeout("converting"):
         assert said(manager) == ["STATUS=converting"]
         assert [said(manager) for _ in range(3)] == [["EXTEND_TIMEOUT_USEC=60000000", "WATCHDOG=1"]] * 3
     notify.status("done")
@@ -54,7 +54,7 @@ def test_a_long_step_asks_for_time_again_and_again_until_it_is_over(
 def test_without_a_manager_nothing_is_told(monkeypatch: pytest.MonkeyPatch, where: str | None) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", where) if where is not None else monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     notify.ready("serving")
-    with notify.patience("converting"):
+    with notify.extended_timeout("converting"):
         pass
 
 

@@ -7,6 +7,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from ports import free_port
+from waiting import eventually
+
+from mooncake_zmq.transfer import key_files
+from mooncake_zmq.transfer.own_files import replace_own
 
 TOY = Path(__file__).parent.parent.parent / "configs/toy.toml"
 CRASHES_EARLY = """
@@ -60,11 +65,10 @@ device = "cuda"
 """
 
 
-@pytest.mark.parametrize("command", [["config", "check", "FILE"], ["decode", "--config", "FILE", "--node", "d"]], ids=" ".join)
-def test_a_device_that_is_missing_is_told_in_one_line(tmp_path: Path, command: list[str]) -> None:
+def test_a_device_that_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text(DEVICE.format(directory=tmp_path))
-    arguments = [str(file) if word == "FILE" else word for word in command]
+    arguments = ["decode", "--config", str(file), "--node", "d"]
     ended = subprocess.run([sys.executable, "-c", WITHOUT_CUPY, *arguments], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2, ended.stderr
     (told,) = ended.stderr.splitlines()
@@ -123,3 +127,53 @@ def test_sockets_are_for_us_alone_whatever_the_umask() -> None:
         arguments = [sys.executable, "-c", SHOWS_SOCKET, str(TOY), directory]
         ended = subprocess.run(arguments, capture_output=True, text=True, timeout=30, umask=0)
         assert ended.stdout == "0o140700\n", ended.stderr
+
+
+LEAVES_SOON = """
+import sys
+from mooncake_zmq.config.load import load
+from mooncake_zmq.runtime import process
+from mooncake_zmq.transfer import key_files
+
+key_files.DROPPED_S = 0.5
+process.main(load(sys.argv[1]), "conductor-0")
+"""
+KEYED = """
+[model]
+path = "toy"
+[cluster]
+runtime_dir = "{directory}/run"
+shm_dir = "{directory}"
+[security]
+keys = "{directory}/keys"
+[[nodes]]
+name = "conductor-0"
+role = "conductor"
+endpoint = "tcp://127.0.0.1:{port}"
+[[nodes]]
+name = "gateway-0"
+role = "gateway"
+endpoint = "tcp://127.0.0.1:{other_port}"
+"""
+
+
+def test_a_node_whose_own_key_is_dropped_leaves_and_one_of_whom_another_is_dropped_serves(tmp_path: Path) -> None:
+    file, book = tmp_path / "keyed.toml", tmp_path / "keys" / key_files.PUBLIC_KEYS
+    file.write_text(KEYED.format(directory=tmp_path, port=free_port(), other_port=free_port()))
+    key_files.make(tmp_path / "keys", [("conductor-0", ("node",)), ("gateway-0", ("node",))])
+    own = "".join(line for line in book.read_text().splitlines(keepends=True) if not line.startswith("gateway-0"))
+    with (tmp_path / "log").open("w") as log:
+        node = subprocess.Popen([sys.executable, "-c", LEAVES_SOON, str(file)], stdout=log, stderr=log)
+    try:
+        eventually(lambda: "ready" in (tmp_path / "log").read_text(), 30)
+        replace_own(book, own.encode(), mode=key_files.WORLD_READABLE)
+        eventually(lambda: "public_keys_read" in (tmp_path / "log").read_text(), 30)
+        assert node.poll() is None
+        replace_own(book, b"", mode=key_files.WORLD_READABLE)
+        assert node.wait(30) == 0, (tmp_path / "log").read_text()
+    finally:
+        node.kill()
+        node.wait()
+    told = (tmp_path / "log").read_text()
+    assert "own_key_dropped" in told
+    assert told.index("own_key_dropped") < told.index("draining") < told.index("stopped")

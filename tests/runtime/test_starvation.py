@@ -76,6 +76,16 @@ def test_a_lock_that_names_no_process_spares_nobody(tmp_path: Path) -> None:
         lock.release()
 
 
+def test_lateness_that_explains_what_is_logged_next_does_not_wait_for_its_minute() -> None:
+    lateness = LatenessLog()
+    with capture_logs() as logs:
+        lateness.note(0.0, 1, 0.7)
+        lateness.note(1.0, 2, 0.7)
+        lateness.note(2.0, 3, 0.9, at_once=True)
+        lateness.note(3.0, 3, 0.9, at_once=True)
+    assert [(line["times"], line["late_s"]) for line in logs] == [(1, 0.7), (2, 0.9)]
+
+
 def test_lateness_is_logged_once_in_a_while_with_what_to_do() -> None:
     lateness = LatenessLog()
     with capture_logs() as logs:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,11 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.messages import Hello, ReleaseLease, Sampling
 from mooncake_zmq.core.node import Node
+from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
-from mooncake_zmq.core.talk import Member
 from mooncake_zmq.core.work import ProbeProcess, ProcessProbed
-from mooncake_zmq.runtime.zmq_runtime import READ_FIRST_TURNS, Timers, ZmqRuntime
+from mooncake_zmq.runtime import peer_sockets
+from mooncake_zmq.runtime.zmq_runtime import READ_FIRST_TURNS, ZmqRuntime
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint
 
 # A peer is not taken for dead while a busy machine keeps it waiting: what was on its way would be void.
@@ -48,6 +49,9 @@ SETTINGS = SessionSettings(heartbeat_s=0.05, peer_timeout_s=3.0, retransmit_s=0.
 QUIET = SessionSettings(heartbeat_s=100.0, peer_timeout_s=1000.0, retransmit_s=100.0)
 """No tick within a test, to wake a loop that missed something else."""
 ANSWER = 1 << 20
+NOT_SENDABLE = "frames_dropped[reason=not_sendable]"
+MANY = 2000
+"""Frames of which some are lost where a queue holds 50."""
 HELLO = Hello(protocol=1, role="cache-node", host="here", model="m", tokenizer="t", layout="l")
 
 
@@ -179,17 +183,6 @@ def _transmits(runtime: ZmqRuntime, to: str, message: ReleaseLease, lossy: bool)
         runtime.node.actor = real
 
 
-def test_timers_that_were_cancelled_do_not_pile_up():
-    timers = Timers()
-    timers.set("stays", 5.0, lambda: None)
-    for number in range(10_000):
-        timers.set(number, 1e7, lambda: None)
-        timers.cancel(number)
-    assert len(timers) == 1
-    assert len(timers._heap) < 2000
-    assert timers.next_at() == 5.0
-
-
 def test_peers_greet_and_exchange_messages_in_order(tmp_path: Path) -> None:
     a, b = Echo(), Echo()
     with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"], actor=b)):
@@ -240,6 +233,36 @@ def test_the_log_tells_who_came_went_and_was_refused(tmp_path: Path) -> None:
         other.node.session._hello = msgspec.structs.replace(HELLO, model="another")
         with running(other):
             eventually(lambda: "refused: model" in states())
+
+
+def test_a_loop_that_was_late_itself_says_so_before_it_calls_a_peer_down(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as lines, running(make(tmp_path, "a", ["b"])) as left:
+        with running(make(tmp_path, "b", ["a"])):
+            eventually(lambda: left.node.session.up_peers)
+            left.node.session.counts.add("late_loops")
+            left.node.session.recent_late_s = 0.7
+            eventually(lambda: any(line["event"] == "loop_was_late" for line in lines))
+            left.node.session.counts.add("late_loops")  # within the same minute
+            left.node.session.recent_late_s = 0.9
+        eventually(lambda: any(line.get("state") == "down" for line in lines))
+    told = [line for line in lines if line["event"] in ("peer", "loop_was_late")]
+    assert [line["event"] for line in told[-2:]] == ["loop_was_late", "peer"]
+    assert (told[-1]["state"], told[-1]["own_late_s"] > 0) == ("down", True)
+
+
+def test_a_node_that_stops_in_order_is_gone_at_once_and_no_log_warns_of_it(tmp_path: Path) -> None:
+    a, b = Echo(), Echo(busy=False)
+    with structlog.testing.capture_logs() as lines, running(make(tmp_path, "a", ["b"], actor=a)) as left:
+        with running(make(tmp_path, "b", ["a"], actor=b)) as leaving:
+            eventually(lambda: a.of(PeerUp) and b.of(PeerUp))
+            leaving.call(leaving.drain)
+            eventually(lambda: leaving.stopped)
+        eventually(lambda: a.of(PeerDown))
+        assert a.of(PeerDown) == [PeerDown("b", "left")]
+        assert b.of(PeerDown) == []
+        eventually(lambda: any(line.get("state") == "left" for line in lines))
+        assert left.node.session.up_peers == {}
+    assert [line for line in lines if line["log_level"] == "warning" and line["event"] == "peer"] == []
 
 
 def test_garbage_frames_are_counted_and_harm_nobody(tmp_path: Path) -> None:
@@ -294,16 +317,23 @@ def test_an_event_from_another_thread_wakes_an_idle_loop_once(drive, tmp_path: P
 
 
 def test_frames_lost_at_the_high_water_mark_are_counted_and_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake_zmq.runtime.peer_sockets.SEND_HWM", 50)
-    monkeypatch.setattr("mooncake_zmq.runtime.peer_sockets.RECEIVE_HWM", 50)
+    monkeypatch.setattr(peer_sockets, "LIMITS", replace(peer_sockets.LIMITS, send_hwm=50, receive_hwm=50))
     a, b = Echo(), Echo()
     with running(make(tmp_path, "a", ["b"], actor=a)) as left, running(make(tmp_path, "b", ["a"], actor=b)) as right:
         eventually(lambda: a.of(PeerUp) and b.of(PeerUp))
-        right.call(lambda: time.sleep(0.2))  # b hears nothing for a while
-        left.call(lambda: [send(left, "b", lease) for lease in range(500)])
-        eventually(lambda: len(b.leases()) == 500, timeout_s=20)
-        assert b.leases() == list(range(500))
-        assert left.counts["frames_dropped[reason=not_sendable]"] > 0
+        lost, sent = threading.Event(), []
+        before = left.counts.get(NOT_SENDABLE, 0)  # frames of the time before the connection
+        right.call(lambda: lost.wait(20) and None)  # b receives nothing meanwhile
+
+        def send_until_one_is_lost() -> None:
+            while left.counts.get(NOT_SENDABLE, 0) == before and len(sent) < MANY:
+                send(left, "b", len(sent))
+                sent.append(len(sent))
+            lost.set()
+
+        left.call(send_until_one_is_lost)
+        eventually(lambda: lost.is_set() and b.leases() == sent, timeout_s=20)
+        assert left.counts[NOT_SENDABLE] > before
         assert left.node.session.counts["retransmits"] > 0
 
 
@@ -324,21 +354,6 @@ def test_timers_fire_once_in_order_and_can_be_replaced_and_cancelled(tmp_path: P
         # What must not fire was due before the last one.
         eventually(lambda: TimerFired(("last",)) in actor.events)
         assert [event.key for event in actor.of(TimerFired)] == [("early",), ("replaced",), ("last",)]
-
-
-def test_timers_keep_no_ghosts() -> None:
-    timers = Timers()
-    fired: list[int] = []
-    for turn in range(3):
-        timers.set("key", 1.0 + turn, lambda turn=turn: fired.append(turn))
-    timers.set("other", 1.5, lambda: fired.append(9))
-    timers.cancel("other")
-    assert timers.next_at() == 3.0
-    assert timers.pop_due(2.9) is None
-    callback = timers.pop_due(3.0)
-    assert callback is not None
-    callback()
-    assert (fired, len(timers), timers.next_at()) == ([2], 0, None)
 
 
 @dataclass

@@ -46,7 +46,7 @@ class Puppet:
 
 
 class World:
-    """Puppets by name, all lives of each, on two hosts."""
+    """Puppets by name, all incarnations of each, on two hosts."""
 
     def __init__(
         self, places: dict[str, str], *, slots: int = 4, role: str = "prefill", seed: int = 1, blocks: Any = None
@@ -87,13 +87,13 @@ class World:
         return puppet
 
     def puppet(self, name: str) -> Puppet:
-        """The present life."""
+        """The present current."""
         return self.puppets[name][-1]
 
     def does(self, name: str, *effects: Effect) -> None:
         """Let the process carry out effects now, as if its actor had just asked for them."""
         process = self.simulator.processes[name]
-        assert process.life is not None
+        assert process.current is not None
         puppet = self.puppet(name)
         before, puppet.react = puppet.react, lambda now, event: list(effects)
         self.simulator.from_client(name, "test", "do")
@@ -101,9 +101,9 @@ class World:
         puppet.react = before
 
     def machine(self, name: str) -> Any:
-        life = self.simulator.processes[name].life
-        assert life is not None
-        return life.machine
+        current = self.simulator.processes[name].current
+        assert current is not None
+        return current.machine
 
     def pass_time(self, seconds: float) -> None:
         self.simulator.run_until(self.simulator.now + seconds)

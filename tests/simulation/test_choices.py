@@ -73,9 +73,9 @@ class Sixteen:
     def decode(self) -> str:
         """Where they run."""
         loads = {
-            name: process.life.node.actor.gauges(self.simulator.now)["requests_running"]
+            name: process.current.node.actor.gauges(self.simulator.now)["requests_running"]
             for name, process in self.simulator.processes.items()
-            if name.startswith("decode") and process.life is not None
+            if name.startswith("decode") and process.current is not None
         }
         return max(loads, key=loads.__getitem__)
 

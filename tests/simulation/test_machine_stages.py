@@ -23,15 +23,15 @@ def ref(node: str, slot: int) -> SlotRef:
 def first_stage(world: World, layers: int) -> tuple[SlotRef, ...]:
     """`first` computes some layers of six tokens: where its hidden states stand."""
     outputs = tuple(grant("first", slot, 1) for slot in (0, 1))
-    leaving = tuple(grant("first", slot, 1) for slot in range(2, 2 + HIDDEN_SLOTS))
+    outgoing = tuple(grant("first", slot, 1) for slot in range(2, 2 + HIDDEN_SLOTS))
     chunk = ComputeChunk(7, 0, TOKENS.tobytes(), (), outputs, None)
     fence = Fence(tuple((slot, 1) for slot in range(2 + HIDDEN_SLOTS)))
-    world.does("first", fence, OpenSequence(7, 8), Start(1, ComputeStage(chunk, 6, 0, layers, (), leaving), 5.0))
+    world.does("first", fence, OpenSequence(7, 8), Start(1, ComputeStage(chunk, 6, 0, layers, (), outgoing), 5.0))
     world.pass_time(0.2)
     result = results(world, "first")[1]
     assert isinstance(result, StageComputed)
     assert len(result.parts) == 2 * layers
-    return tuple(ref("first", grant.slot) for grant in leaving)
+    return tuple(ref("first", grant.slot) for grant in outgoing)
 
 
 def last_stage(world: World, layers: int, entering: tuple[SlotRef, ...]) -> object:

@@ -41,6 +41,7 @@ def test_seeds_hold_and_cover() -> None:
     assert counts["prefix_blocks_unreached"] > 0
     assert counts["jobs_begun_ahead"] > SEEDS
     assert counts["handoff_blocks_failed"] > counts["handoff_blocks_corrupt"] > 0
+    assert counts["handoff_blocks_kept"] > SEEDS
     assert counts["fetch_failures[source=node]"] > counts["fetched_blocks_corrupt"] > 0
     assert counts["fetched_blocks[source=disk]"] > SEEDS
     assert counts["evicted_blocks[tier=disk]"] > 0

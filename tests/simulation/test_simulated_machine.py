@@ -81,7 +81,7 @@ def pull(world: World, refs: tuple[SlotRef, ...], name: str = "decode", work_id:
 def test_the_last_layer_of_a_short_chunk_is_told_with_its_result(
     monkeypatch: pytest.MonkeyPatch, told_every_s: float, told: list[int]
 ) -> None:
-    monkeypatch.setattr(engine_works, "TOLD_EVERY_S", told_every_s)
+    monkeypatch.setattr(engine_works, "REPORT_EVERY_S", told_every_s)
     world = World(PLACES)
     computed(world)
     assert [event.progress.stop_layer for event in world.puppet("prefill").events(WorkProgress)] == told

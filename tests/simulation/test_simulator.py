@@ -1,4 +1,4 @@
-"""The simulated world by itself: time, wires, lives and faults, with actors that only do what they are told."""
+"""The simulated world by itself: time, wires, starts and faults, with actors that only do what they are told."""
 
 import pytest
 from simulation_harness import World
@@ -161,7 +161,7 @@ def test_garbage_is_dropped_and_counted() -> None:
     heard = len(world.puppet("one").heard)
     world.injection.schedule(Fault(FaultKind.GARBAGE, world.simulator.now, 0.0, ("one",), 200))
     world.pass_time(0.001)
-    assert set(world.injection.garbage.counts) == {"noise", "truncated", "stranger", "version", "old_life", "impostor"}
+    assert set(world.injection.garbage.counts) == {"noise", "truncated", "stranger", "version", "old_incarnation", "impostor"}
     assert len(world.puppet("one").heard) == heard
 
 

@@ -6,6 +6,8 @@ import pytest
 from store_harness import Memory
 
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig, SoftPinAction
+from mooncake_zmq.store.client.caller_memory import CallerMemory
+from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.codes import Pin
 
 
@@ -84,6 +86,34 @@ def test_without_a_store_ranges_and_copies_are_unreached():
     store = MooncakeDistributedStore()
     assert store.get_into_ranges([1], [["k"]], [[[0]]], [[[0]]], [[[1]]]) == [[[-900]]]
     assert store.batch_replica_clear(["k"]) == []
+
+
+def test_a_store_closed_amid_a_row_of_ranges_was_not_asked_for_the_others(store, monkeypatch):
+    assert store.put("k", b"1234") == 0
+    target, copy_parts = Memory(8), CallerMemory._copy_parts
+
+    def copies_then_closes(self, value, *parts):
+        found = copy_parts(self, value, *parts)
+        store.close()
+        return found
+
+    monkeypatch.setattr(CallerMemory, "_copy_parts", copies_then_closes)
+    row = [["k", "k", "none"]], [[[0], [4], [4]]], [[[0]] * 3], [[[4]] * 3]
+    assert store.get_into_ranges([target.address], *row) == [[[4], [-900], [-900]]]
+
+
+def test_values_of_which_no_store_was_asked_are_unreached_not_missing(store, monkeypatch):
+    monkeypatch.setattr("mooncake_zmq.store.client.client.CHUNK_BYTES", 4)
+    assert store.put("k", b"1234") == 0
+    target, fetch_at = Memory(12), StoreClient._fetch_at
+
+    def fetches_then_closes(self, *arguments):
+        fetch_at(self, *arguments)
+        store.close()
+
+    monkeypatch.setattr(StoreClient, "_fetch_at", fetches_then_closes)
+    places = [target.address, target.address + 4, target.address + 8]
+    assert store.batch_get_into(["none", "k", "none"], places, [4, 4, 4]) == [-704, -900, -900]
 
 
 def test_copies_go_from_every_store_or_the_named_one(make_server, connect):

@@ -125,7 +125,7 @@ def test_a_repeated_request_changes_nothing_more(server, raw):
     lease = protocol.Lease(peer.next_id(), ["k", "no"], 5.0)
     assert ask(peer, lease, protocol.Leased) == ask(peer, lease, protocol.Leased)
     assert server.gauges()["leases"] == 1
-    peer.call(lambda call: call.link.tell(protocol.Release([lease.id], [])))
+    peer.call(lambda call: call.link.send_note(protocol.Release([lease.id], [])))
     wait_for(lambda: idle(server), "the release")
 
 
@@ -535,7 +535,7 @@ def test_who_maps_the_memory_needs_no_place_among_the_streams(server, connect, m
 def test_nobody_has_answers_sent_to_a_stream_by_taking_its_name(server, raw):
     peer = raw(True)
     with streaming(peer) as stream, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        (number,) = server._streams._told
+        (number,) = server._streams._effects_of
         dealer.linger = 0
         dealer.routing_id = b"s" + peer._client_name + number.to_bytes(4, "big")
         dealer.connect(server.endpoint)

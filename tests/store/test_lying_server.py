@@ -15,7 +15,7 @@ FAR = (4 * SLAB_BYTES - SIZE + 1, 1 << 40, 1 << 48)
 
 @pytest.fixture
 def lie(monkeypatch):
-    """Has every reply of a kind tell something else."""
+    """Has every reply of a kind send_note something else."""
     ask = Call.ask
 
     def replies(kind, **told):

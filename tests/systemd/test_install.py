@@ -73,6 +73,9 @@ def test_uninstall_leaves_settings_and_data_and_purge_leaves_nothing(installed: 
     enabled = installed / "etc/systemd/system/mooncake-workers.target.wants/mooncake-decode@d.service"
     enabled.parent.mkdir(parents=True)
     enabled.symlink_to("/usr/local/lib/systemd/system/mooncake-decode@.service")
+    wanted = installed / "etc/systemd/system/multi-user.target.wants/mooncake.target"
+    wanted.parent.mkdir()
+    wanted.symlink_to("/usr/local/lib/systemd/system/mooncake.target")
     assert run(ROOT / "bin/uninstall", "--root", installed).returncode == 0
     assert [path for path in installed.rglob("*") if path.is_file() or path.is_symlink()] == sorted(kept)
     assert run(ROOT / "bin/uninstall", "--root", installed, "--purge").returncode == 0

@@ -63,7 +63,7 @@ def beside(tmp_path: Path) -> Iterator[set[str]]:
         disk = stack.enter_context(closing(Disk.open(tmp_path / "blocks", LAYOUT, 1 << 20)))
         segment = stack.enter_context(closing(Segment.create(tmp_path, "test", "c0", LAYOUT, 1, 1)))
         store = stack.enter_context(closing(store_server(tmp_path, slabs=4, slab_bytes=1 << 18, ssd={})))
-        subscriber = KvSubscriber(ANYWHERE.replace("*", "9"), replay_endpoint="", topic="", tell=Mock(), **told)
+        subscriber = KvSubscriber(ANYWHERE.replace("*", "9"), replay_endpoint="", topic="", on_events=Mock(), **told)
         parts = {
             "disk": disk,
             "data_server": stack.enter_context(closing(DataServer(segment, ANYWHERE, sockets=sockets, **told))),
@@ -105,7 +105,26 @@ def test_what_is_asked_for_some_node_tells(expression: str) -> None:
 
 def test_every_alert_says_what_it_means_and_what_to_do() -> None:
     for rule in RULES:
-        assert rule["annotations"].keys() == {"summary", "action"}, rule["alert"]
+        assert rule["annotations"].keys() == {"summary", "action", "runbook_url"}, rule["alert"]
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert f"\n## {anchor.capitalize()}\n" in (PACKAGE.parent / page).read_text(), rule["alert"]
+
+
+def test_a_summary_that_names_a_node_has_its_label() -> None:
+    for rule in RULES:
+        labels = set(re.findall(r"\$labels\.(node|host)", rule["annotations"]["summary"]))
+        assert all(label in rule["expr"] for label in labels), rule["alert"]
+
+
+def test_the_first_row_has_the_four_numbers_and_each_panel_keeps_to_the_nodes_chosen() -> None:
+    stats = [panel for panel in DASHBOARD["panels"] if panel["type"] == "stat"]
+    assert [panel["gridPos"]["y"] for panel in stats] == [0] * 4
+    assert [len(panel["targets"]) for panel in stats] == [2] * 4
+    assert {each["name"] for each in DASHBOARD["templating"]["list"]} == {"source", "host", "node"}
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            assert len(NAME.findall(target["expr"])) == target["expr"].count('{instance=~"$node"'), panel["title"]
 
 
 def test_the_manual_has_every_alert_and_no_other() -> None:

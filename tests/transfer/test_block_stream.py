@@ -14,8 +14,8 @@ from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.transfer.block_messages import ReadReply, ReadStatus
-from mooncake_zmq.transfer.block_stream import StreamLane
-from mooncake_zmq.transfer.reading_lane import LaneLost, ReadBatch, RemoteRead
+from mooncake_zmq.transfer.block_stream import StreamChannel
+from mooncake_zmq.transfer.channel import ChannelLost, ReadBatch, RemoteRead
 from mooncake_zmq.transfer.sealing import Sealer
 from mooncake_zmq.transfer.stream import Stream, framed
 
@@ -42,10 +42,10 @@ class Sink:
 
 
 def answered(raw, *, sealed, straight):
-    """What a lane makes of bytes that answer three reads of the same block: (failure or None, parts) of each that ended."""
+    """What a channel makes of bytes that answer three reads of the same block: (failure or None, parts) of each that ended."""
     here, there = socket.socketpair()
     stream = Stream(here, lambda _: None, slice_s=1.0, opens=KEY if sealed else None)
-    lane = StreamLane(stream, LAYOUT)
+    channel = StreamChannel(stream, LAYOUT)
     reads = [
         RemoteRead(REF, range(3), Sink(memoryview(bytearray(LAYOUT.block_bytes)) if straight else None)) for _ in range(READS)
     ]
@@ -53,11 +53,11 @@ def answered(raw, *, sealed, straight):
     for read in reads:
         read.batch = batch
     ended = []
-    with there, contextlib.closing(lane), contextlib.suppress(LaneLost):
-        lane.ask(reads)
+    with there, contextlib.closing(channel), contextlib.suppress(ChannelLost):
+        channel.ask(reads)
         there.sendall(raw)
         there.shutdown(socket.SHUT_WR)
-        for read, failure in lane.ended():
+        for read, failure in channel.ended():
             ended.append((failure, read.sink.parts))
     return ended
 

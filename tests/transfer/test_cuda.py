@@ -101,17 +101,17 @@ def test_staging_is_bounded_whatever_goes_through_it(cuda, monkeypatch, size):
     out = np.zeros(size, np.uint8)
     cuda.to_host(base, out)
     assert np.array_equal(out, host)
-    tables = cuda._lane().table.nbytes
+    tables = cuda._context().table.nbytes
     assert sum(memory.nbytes for memory in cuda.xp.runtime.host_memory.values()) == 64 + tables
     cuda.free(base)
 
 
 def test_threads_do_not_share_staging_or_streams(cuda):
-    lanes = [cuda._lane()]
-    thread = threading.Thread(target=lambda: lanes.append(cuda._lane()))
+    lanes = [cuda._context()]
+    thread = threading.Thread(target=lambda: lanes.append(cuda._context()))
     thread.start()
     thread.join()
-    assert lanes[0] is cuda._lane() is not lanes[1]
+    assert lanes[0] is cuda._context() is not lanes[1]
     assert lanes[0].stream.ptr != lanes[1].stream.ptr
     assert lanes[0].staging.ctypes.data != lanes[1].staging.ctypes.data
 

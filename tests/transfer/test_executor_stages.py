@@ -43,7 +43,7 @@ class Stage:
     def work(self, start, stop, entering=(), prefix=()):
         layout = self.rig.segment.layout
         slots = div_ceil((stop - start) * HIDDEN_BYTES, layout.block_bytes)
-        leaving = () if self.last else self.rig.grants(*range(FIRST_HIDDEN_SLOT, FIRST_HIDDEN_SLOT + slots))
+        outgoing = () if self.last else self.rig.grants(*range(FIRST_HIDDEN_SLOT, FIRST_HIDDEN_SLOT + slots))
         chunk = ComputeChunk(
             sequence=1,
             start=start,
@@ -53,7 +53,7 @@ class Stage:
             sampling=GREEDY if self.last and stop == len(PROMPT) else None,
             prefix_s=TIMEOUT_S,
         )
-        return ComputeStage(chunk, stop - start, self.layers.start, self.layers.stop, entering, leaving)
+        return ComputeStage(chunk, stop - start, self.layers.start, self.layers.stop, entering, outgoing)
 
 
 def rigs_of(make_rig, stages, hosts):
@@ -79,7 +79,7 @@ def test_stages_compute_what_one_node_computes(make_rig, stages, hosts):
             blocks = range(start // 4, start // 4 + len(work.chunk.outputs))
             cells = [(block, layer) for block in blocks for layer in stage.layers]
             parts |= dict(zip(cells, result.parts, strict=True))
-            entering, token = refs(work.leaving), result.token
+            entering, token = refs(work.outgoing), result.token
     first, more = reference()
     assert token == first
     decode.executor.open_sequence(1, 32)
@@ -109,7 +109,7 @@ def test_a_later_stage_loads_its_layers_of_a_prefix_alone(make_rig):
         work = stage.work(8, len(PROMPT), entering, mine)
         result = rig.run(work)
         assert isinstance(result, StageComputed)
-        entering = refs(work.leaving)
+        entering = refs(work.outgoing)
     assert result.token == token
 
 
@@ -120,12 +120,12 @@ def test_hidden_states_that_are_not_what_was_written_end_the_work(make_rig, host
     first, second = Stage(one, 0, 2), Stage(two, 1, 2)
     work = first.work(0, 8)
     assert isinstance(one.run(work), StageComputed)
-    slot = work.leaving[0].slot
-    entering = refs(work.leaving)
+    slot = work.outgoing[0].slot
+    entering = refs(work.outgoing)
     if harm == "torn":
         one.segment.part_view(slot, 0).reshape(-1).view(np.uint8)[3] ^= 1
     elif harm == "taken away":
-        one.executor.fence([(slot, work.leaving[0].generation + 2)])
+        one.executor.fence([(slot, work.outgoing[0].generation + 2)])
     else:
         two.executor.forget_peer(one.name)
     result = two.run(second.work(0, 8, entering))
@@ -149,7 +149,7 @@ def test_hidden_states_pass_through_slots_in_gpu_memory(cuda, make_slab, layout)
 def test_hidden_states_go_to_no_slot_that_is_not_granted(make_rig):
     one, _, _ = rigs_of(make_rig, 2, ("a",))
     work = Stage(one, 0, 2).work(0, 8)
-    one.executor.fence([(work.leaving[0].slot, work.leaving[0].generation + 2)])
+    one.executor.fence([(work.outgoing[0].slot, work.outgoing[0].generation + 2)])
     result = one.run(work)
     assert isinstance(result, WorkFailed)
     assert "no longer granted" in result.reason
@@ -162,6 +162,6 @@ def test_a_stage_that_waits_for_a_silent_host_ends_when_it_is_cancelled(make_rig
     one.run(work)
     one.server.close()
     one.server = None
-    running = two.start(second.work(0, 8, refs(work.leaving)))
+    running = two.start(second.work(0, 8, refs(work.outgoing)))
     two.executor.cancel(running)
     assert isinstance(two.result(running), WorkFailed)

@@ -36,10 +36,10 @@ from mooncake_zmq.transfer.block_messages import (
     decode_reply,
     decode_request,
 )
+from mooncake_zmq.transfer.channel import ChannelLost, RemoteRead
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.network import RemoteReader
-from mooncake_zmq.transfer.reading_lane import LaneLost, RemoteRead
 from mooncake_zmq.transfer.sockets import Sockets
 from mooncake_zmq.transfer.stream import LENGTH, Stream, StreamError
 from mooncake_zmq.transfer.tickets import Ticket
@@ -569,11 +569,11 @@ def test_nobody_at_the_endpoint_fails_at_once(reader, segment):
 def test_an_owner_that_cannot_be_reached_is_left_in_peace_for_a_while_or_until_it_is_told_of_anew(layout, segment, crashes):
     opened = []
 
-    def unreachable(life, endpoint, is_over):
+    def unreachable(incarnation, endpoint, is_over):
         opened.append(endpoint)
-        raise LaneLost("nobody is there")
+        raise ChannelLost("nobody is there")
 
-    reader = RemoteReader(layout, on_crash=crashes.append, open_lane=unreachable)
+    reader = RemoteReader(layout, on_crash=crashes.append, open_channel=unreachable)
     reader.learn(LIFE, "tcp://a:1")
     for _ in range(5):
         fetch(reader, [read(segment.refs[0])])

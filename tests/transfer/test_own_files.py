@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_zmq.pool.ssd.disk_directory import DiskError, take
-from mooncake_zmq.store.segment import Life, ObjectSegment, is_lived, life_path, remove_life
+from mooncake_zmq.store.segment import ClientLock, ObjectSegment, is_locked, lock_path, remove_lock
 from mooncake_zmq.transfer.own_files import NotOurs, make_own_directory, open_own, own_files, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder, is_alive
 from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
@@ -151,7 +151,7 @@ def test_a_sweep_neither_hangs_nor_ends_at_what_others_put_there(tmp_path: Path,
     for odd in ("=", "=x", "=test=..=1", "=test==1", "=test=%2E%2E%2Fetc%2Fx=1", f"=test=x={'9' * 200}", "=test=\udcff=1"):
         (tmp_path / f"mooncake{odd}").touch()
     (tmp_path / "run").mkdir(mode=0o700)
-    sweep(tmp_path, "test", lambda name, life: is_alive(tmp_path / "run", name, life))
+    sweep(tmp_path, "test", lambda name, lock: is_alive(tmp_path / "run", name, lock))
     assert os.path.lexists(tmp_path / "mooncake=test=x=1")
 
 
@@ -226,26 +226,26 @@ def test_a_stores_segment_is_attached_only_where_it_is_a_file_of_ours_with_such_
 
 @TRAPS
 def test_a_life_file_is_a_file_of_ours_or_none(tmp_path: Path, trap: Callable[[Path], None]) -> None:
-    path = life_path(tmp_path, "test", b"me")
+    path = lock_path(tmp_path, "test", b"me")
     trap(path)
     with pytest.raises(OSError):
-        Life(tmp_path, "test", b"me")
-    assert not is_lived(path)
-    assert not remove_life(path)
+        ClientLock(tmp_path, "test", b"me")
+    assert not is_locked(path)
+    assert not remove_lock(path)
     assert path.exists() or path.is_symlink(), "what others put there stays"
 
 
 def test_another_users_file_is_no_life_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    life = Life(tmp_path, "test", b"me")
-    assert is_lived(life.path)
+    lock = ClientLock(tmp_path, "test", b"me")
+    assert is_locked(lock.path)
     become_another_user(monkeypatch)
-    assert not is_lived(life.path)
-    assert not remove_life(life.path)
+    assert not is_locked(lock.path)
+    assert not remove_lock(lock.path)
     monkeypatch.undo()
-    life.disown()
-    assert remove_life(life.path), "its process died"
-    assert not life.path.exists()
-    assert not remove_life(life.path)
+    lock.disown()
+    assert remove_lock(lock.path), "its process died"
+    assert not lock.path.exists()
+    assert not remove_lock(lock.path)
 
 
 @TRAPS

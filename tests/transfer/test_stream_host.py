@@ -107,7 +107,7 @@ def test_who_does_not_is_not(house):
         assert len(connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
         connection.sendall(bytes(PROOF_BYTES))
         assert connection.recv(1) == b""
-    eventually(lambda: house.counts["strangers_at_door"] == 3)
+    eventually(lambda: house.counts["without_ticket"] == 3)
     assert house.counts["streams"] == 0
 
 
@@ -121,10 +121,10 @@ def test_a_recorded_attaching_lets_nobody_in(house):
             challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
             proof = proof or attaching.answer(challenge)[0]
             connection.sendall(proof)
-            eventually(lambda: house.counts["strangers_at_door"] or house.counts["streams"])
+            eventually(lambda: house.counts["without_ticket"] or house.counts["streams"])
             if replayed:
                 assert connection.recv(1) == b""
-    assert (house.counts["streams"], house.counts["strangers_at_door"]) == (1, 1)
+    assert (house.counts["streams"], house.counts["without_ticket"]) == (1, 1)
 
 
 def test_garbage_and_half_an_opening_end_at_the_door(house, monkeypatch):
@@ -157,7 +157,7 @@ def test_silent_strangers_lock_no_client_out_and_hold_no_thread(house, many_file
                 stack.enter_context(house.connect())
             assert house.answers()
         eventually(lambda: threading.active_count() <= threads)
-        assert house.counts["silent_at_door"] >= SILENT - MAX_UNATTACHED - 1
+        assert house.counts["ticket_late"] >= SILENT - MAX_UNATTACHED - 1
         assert len(house.host._unattached) <= MAX_UNATTACHED
         assert house.counts["streams_refused"] == 0
 
@@ -177,7 +177,7 @@ def test_silence_at_the_door_ends(house, monkeypatch):
     with house.connect() as connection:
         connection.setblocking(True)
         assert connection.recv(1) == b""
-    assert house.counts["silent_at_door"] == 1
+    assert house.counts["ticket_late"] == 1
     assert house.answers()
 
 

@@ -81,7 +81,7 @@ def test_a_client_proves_nothing_to_who_does_not_know_the_secret():
 def test_a_ticket_is_good_for_its_time(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(tickets_module.time, "monotonic", lambda: now)
-    tickets = Tickets(sealed=False, life_s=30.0)
+    tickets = Tickets(sealed=False, ttl_s=30.0)
     token = tickets.make().token
     now += 30
     assert tickets.is_good(token)

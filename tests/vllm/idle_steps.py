@@ -20,7 +20,9 @@ def half(address: str) -> connector._SchedulerHalf:
     scheduler = Told(max_num_scheduled_tokens=64, max_num_batched_tokens=64)
     cache = Told(kv_cache_groups=[Told(kv_cache_spec=Told(block_size=BLOCK_TOKENS))], num_blocks=8)
     made = connector._SchedulerHalf(
-        Told(kv_transfer_config=transfer, scheduler_config=scheduler), cache, read_settings({"stores": address})
+        Told(kv_transfer_config=transfer, scheduler_config=scheduler, lora_config=None),
+        cache,
+        read_settings({"stores": address}),
     )
     made.meet(["vllm/digest/0.0/"])
     return made

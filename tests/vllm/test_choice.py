@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.vllm.choice import LATEST, MOST_LOADS, MOST_STEPS, PROBE_SHARE, SLOWER, Choice, Pace, Verdict
+from mooncake_zmq.vllm.choice import LATEST, MOST_LOADS, MOST_STEPS, PROBE_SHARE, SLOWER, Choice, Speed, Verdict
 
 B = 16
 """Tokens of a block."""
@@ -212,7 +212,7 @@ def test_a_rank_that_never_reports_leaves_nothing_behind():
 
 @given(measured, sizes)
 def test_a_pace_expects_nothing_beyond_what_it_has_seen(durations, size):
-    pace = Pace()
+    pace = Speed()
     for each, rate in durations * 2:
         pace.add(each, each * rate)
     seen = [rate for _, rate in durations]
@@ -224,14 +224,14 @@ def test_a_pace_expects_nothing_beyond_what_it_has_seen(durations, size):
 
 @pytest.mark.parametrize(("slow_at", "count"), [*((number, LATEST) for number in range(LATEST)), (0, 2), (1, 2)])
 def test_a_pace_is_not_moved_by_one_bad_moment(slow_at, count):
-    pace = Pace()
+    pace = Speed()
     for number in range(count):
         pace.add(100, 1000.0 if number == slow_at else 1.0)
     assert pace.expected_s(100) == 1.0
 
 
 def test_one_bad_moment_is_no_pace():
-    pace = Pace()
+    pace = Speed()
     for _ in range(2):
         pace.add(100, 1.0)
     pace.add(1000, 1e6)
@@ -239,7 +239,7 @@ def test_one_bad_moment_is_no_pace():
 
 
 def test_a_pace_knows_that_small_things_take_longer_for_their_size():
-    pace = Pace()
+    pace = Speed()
     for _ in range(2):
         pace.add(8, 0.037)
         pace.add(2048, 0.051)
@@ -249,7 +249,7 @@ def test_a_pace_knows_that_small_things_take_longer_for_their_size():
 
 
 def test_a_pace_that_grew_no_slower_does_not_run_backwards():
-    pace = Pace()
+    pace = Speed()
     for _ in range(2):
         pace.add(1, 0.021)
         pace.add(32, 0.020)

@@ -254,9 +254,10 @@ def test_two_ranks_load_what_two_saved(begin: Callable[..., Vllm]) -> None:
     second.kill()
 
 
-@pytest.mark.parametrize("name", ["device_memory.py", "refusals.py", "idle_steps.py"])
+@pytest.mark.parametrize("name", ["device_memory.py", "refusals.py", "idle_steps.py", "names_table.py"])
 def test_in_vllms_own_python(name: str, tmp_path: Path) -> None:
-    """Blocks of a device come and go through staging memory; what cannot work is refused at the start; who waits for what."""
+    """Blocks of a device come and go through staging memory; what cannot work is refused at the start; who waits for what; what
+    names are made of is there."""
     command = [PYTHON, str(Path(__file__).with_name(name)), f"ipc://{tmp_path}/nobody.sock"]
     run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

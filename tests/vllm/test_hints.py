@@ -7,13 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.vllm.hints import COMING_TOKENS, MAX_NAME, MAX_SOURCES, MAX_TOKENS, NO_HINTS, SOURCES, Hints, read, told
+from mooncake_zmq.vllm.hints import (
+    COMING_TOKENS,
+    MAX_NAME,
+    MAX_SOURCES,
+    MAX_TOKENS,
+    NO_HINTS,
+    SOURCES,
+    Hints,
+    as_parameters,
+    read,
+)
 
 
 def test_what_is_told_is_read_on_the_other_side_of_http():
     for sources, coming in (((), 0), (("cache-a",), 0), ((), 300), (("cache-b", "cache-a"), 4096)):
-        assert read(json.loads(json.dumps(told(sources, coming)))) == Hints(sources, coming)
-    assert told((), 0) == {}
+        assert read(json.loads(json.dumps(as_parameters(sources, coming)))) == Hints(sources, coming)
+    assert as_parameters((), 0) == {}
 
 
 @pytest.mark.parametrize(

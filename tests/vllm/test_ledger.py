@@ -21,6 +21,7 @@ class FakeLookup:
     count: int | None
     until: float = 1e9
     holders: tuple[str, ...] = ("cache-b",)
+    reached: bool = True
 
     def answer(self) -> int | None:
         return self.count
@@ -32,6 +33,7 @@ class FakePool:
 
     there: set[str] = field(default_factory=set)
     slow: bool = False
+    reached: bool = True
     held: list[FakeLookup] = field(default_factory=list)
     asked: int = 0
     first: Sequence[str] = ()
@@ -40,7 +42,7 @@ class FakePool:
         self.asked += 1
         self.first = first
         missing = [index for index, name in enumerate(names) if name not in self.there]
-        lookup = FakeLookup(names, None if self.slow else (missing[0] if missing else len(names)))
+        lookup = FakeLookup(names, None if self.slow else (missing[0] if missing else len(names)), reached=self.reached)
         self.held.append(lookup)
         return lookup
 
@@ -51,8 +53,8 @@ class FakePool:
 class World:
     def __init__(self, ranks: int = 1, most_saving: int = 100, may_load: bool = True, may_save: bool = True) -> None:
         self.pool = FakePool()
-        self.shelves = tuple(f"{rank}/" for rank in range(ranks))
-        self.ledger = Ledger(B, self.pool, may_load, may_save, most_saving, shelves=self.shelves)
+        self.prefixes = tuple(f"{rank}/" for rank in range(ranks))
+        self.ledger = Ledger(B, self.pool, may_load, may_save, most_saving, prefixes=self.prefixes)
         self.blocks: dict[str, list[int]] = {}
         self.now = 0.0
 
@@ -64,7 +66,7 @@ class World:
 
     def fill(self, count: int, tokens: list[int] = TOKENS) -> None:
         """The pool has the first `count` blocks."""
-        self.pool.there |= set(object_names(self.shelves, token_keys(chain_root(), tokens, B).upto(count)))
+        self.pool.there |= set(object_names(self.prefixes, token_keys(chain_root(), tokens, B).upto(count)))
 
     def matched(self, own: int = 0, name: str = "r", tokens: int = len(TOKENS)) -> int | None:
         return self.ledger.matched(self.now, name, own, tokens)
@@ -271,7 +273,7 @@ def test_a_role_that_may_not_does_not():
 
 def test_before_the_ranks_have_told_their_shelves_nothing_is_asked_or_saved():
     world = World()
-    world.ledger.shelves = ()
+    world.ledger.prefixes = ()
     world.add()
     assert world.matched() == 0
     assert not world.step(computed=2 * B).saves
@@ -296,6 +298,16 @@ def test_the_stores_that_a_request_names_are_asked_first_and_who_has_it_is_read_
     world.ledger.allocated("r", 6 * B, world.blocks["r"])
     (load,) = world.step().loads
     assert load.holders == ("cache-b",)
+
+
+def test_a_step_without_any_request_waits_longer_for_saves():
+    world = World()
+    assert world.step().deserted
+    world.add()
+    assert not world.step(computed=4).deserted
+    assert not world.step().deserted, "it may be waiting for an answer of the pool"
+    world.ledger.finished("r")
+    assert world.step().deserted
 
 
 def test_what_another_engine_is_still_saving_is_waited_for():
@@ -326,6 +338,18 @@ def test_what_does_not_come_in_time_is_computed():
     world.fill(10)
     world.now += AGAIN_S
     assert world.matched() == 3 * B, "once it is decided, that is that"
+
+
+def test_blocks_that_are_coming_are_not_waited_for_while_no_store_answers():
+    world = World()
+    world.add(hints=Hints(coming_tokens=len(TOKENS)))
+    assert world.matched() is None
+    world.pool.reached = False
+    world.now += AGAIN_S
+    world.matched()
+    assert world.matched() == 0
+    world.add("later", hints=Hints(coming_tokens=len(TOKENS)))
+    assert world.matched(name="later") == 0
 
 
 def test_more_than_the_prompt_is_never_waited_for():

@@ -14,16 +14,16 @@ from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.vllm import mover as mover_module
-from mooncake_zmq.vllm.lane import Crew, Lane
 from mooncake_zmq.vllm.ledger import Ledger, Load, Progress, Save
 from mooncake_zmq.vllm.lookups import Lookup, Lookups
 from mooncake_zmq.vllm.mover import TRIES, HostMemory, Moved, Mover
 from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans
+from mooncake_zmq.vllm.worker import Crew, Worker
 
 BLOCKS = 12
 SLAB = 1 << 20
-SHELF = "vllm/digest/0.0/"
+PREFIX = "vllm/digest/0.0/"
 TOKENS = list(range(65))
 KEYS = tuple(token_keys(chain_root(), TOKENS, 8).upto(8))
 QUICK = ClientSettings(timeout_s=0.3, setup_timeout_s=0.3)
@@ -32,7 +32,7 @@ QUICK = ClientSettings(timeout_s=0.3, setup_timeout_s=0.3)
 class Engine:
     """Two layers of KV as NumPy arrays, and a worker's half beside them."""
 
-    def __init__(self, address: str, settings: ClientSettings = QUICK, shelf: str = SHELF, threads: int = 1) -> None:
+    def __init__(self, address: str, settings: ClientSettings = QUICK, prefix: str = PREFIX, threads: int = 1) -> None:
         random = np.random.default_rng(7)
         self.layers = [random.standard_normal((BLOCKS, 2, 8, 16), dtype=np.float32) for _ in range(2)]
         self.was = [layer.copy() for layer in self.layers]
@@ -40,7 +40,7 @@ class Engine:
         self.memory = HostMemory(BlockSpans(layers))
         client = StoreClient([address], settings)
         client.connect()
-        self.mover = Mover(client, shelf, self.memory, self.memory, threads)
+        self.mover = Mover(client, prefix, self.memory, self.memory, threads)
         self.number = 0
         self.loads_took: list[tuple[int, int, float]] = []
 
@@ -152,7 +152,7 @@ def test_blocks_that_are_on_disk_alone_come_too(make_pool, engine, lookups):
     filler = StoreClient([server.endpoint])
     filler.connect()
     other = np.zeros(200_000, np.uint8)
-    names = object_names([SHELF], KEYS[:4])
+    names = object_names([PREFIX], KEYS[:4])
     while set(in_memory(server, names)) != {False}:
         filler.put([f"other-{time.monotonic_ns()}"], [[(other.__array_interface__["data"][0], len(other))]])
     filler.close()
@@ -168,7 +168,7 @@ def test_a_gap_ends_a_load_and_what_follows_is_told_as_failed(make_pool, engine)
     one.save(0, 1, 2, 3)
     client = StoreClient([server.endpoint])
     client.connect()
-    client.remove(object_names([SHELF], KEYS[1:2]))
+    client.remove(object_names([PREFIX], KEYS[1:2]))
     client.close()
     one.wipe()
     assert one.load(4, 5, 6, 7) == {5, 6, 7}
@@ -198,7 +198,7 @@ def test_a_flipped_byte_is_a_miss_that_is_counted_and_the_copy_goes(make_pool, e
 def test_another_shelf_or_another_size_has_nothing(make_pool, engine, lookups):
     server = make_pool()
     engine(server).save(0, 1)
-    other = engine(server, QUICK, shelf="vllm/other/0.0/")
+    other = engine(server, QUICK, prefix="vllm/other/0.0/")
     assert other.load(0, 1) == {0, 1}
     assert answer(lookups(server).ask(object_names(["vllm/other/0.0/"], KEYS[:2]))) == 0
     smaller = engine(server)
@@ -214,10 +214,10 @@ def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(
     server.close()
     assert one.load(4, 5) == {4, 5}
     one.save(0, 1)
-    assert answer(asks.ask(object_names([SHELF], KEYS[:2]))) == 0
+    assert answer(asks.ask(object_names([PREFIX], KEYS[:2]))) == 0
     server = make_pool(endpoint=server.endpoint, incarnation=2)
     deadline = time.monotonic() + 20
-    while answer(asks.ask(object_names([SHELF], KEYS[:2]))) < 2:  # as soon as it is asked again
+    while answer(asks.ask(object_names([PREFIX], KEYS[:2]))) < 2:  # as soon as it is asked again
         one.save(0, 1)
         assert time.monotonic() < deadline
     one.wipe()
@@ -227,7 +227,7 @@ def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(
 
 def test_what_ranks_save_while_their_store_is_silent_for_a_while_is_saved(make_pool, engine):
     server = make_pool()
-    ranks = [engine(server, shelf=f"vllm/digest/0.{rank}/") for rank in range(2)]
+    ranks = [engine(server, prefix=f"vllm/digest/0.{rank}/") for rank in range(2)]
     with server._turns:
         for each in ranks:
             each.mover.save(Save(1, KEYS[:4], (0, 1, 2, 3)))
@@ -284,7 +284,7 @@ def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, 
     one, asks = engine(server), lookups(server)
     one.save(0, 1)
     with server._turns:  # it hears, and does not answer
-        lookup = asks.ask(object_names([SHELF], KEYS[:2]))
+        lookup = asks.ask(object_names([PREFIX], KEYS[:2]))
         asked = Load(1, "r", KEYS[:2], (4, 5))
         one.mover.load(asked)
         assert lookup.answer() is None, "after moments"
@@ -305,7 +305,7 @@ def test_what_a_lookup_found_stays_until_it_is_released(make_pool, engine, looku
     server = make_pool(slabs=2)
     one, asks = engine(server), lookups(server)
     one.save(0, 1, 2, 3)
-    names = object_names([SHELF], KEYS[:5])
+    names = object_names([PREFIX], KEYS[:5])
     held = asks.ask(names)
     assert answer(held) == 4
     assert held.until > time.monotonic() + 10
@@ -330,9 +330,9 @@ def test_a_lookup_released_before_its_answer_holds_nothing(make_pool, engine, lo
     engine(server).save(0, 1)
     asks = lookups(server)
     for _ in range(20):
-        lookup = asks.ask(object_names([SHELF], KEYS[:2]))
+        lookup = asks.ask(object_names([PREFIX], KEYS[:2]))
         asks.release(lookup)
-    last = asks.ask(object_names([SHELF], KEYS[:2]))
+    last = asks.ask(object_names([PREFIX], KEYS[:2]))
     assert answer(last) == 2
     asks.release(last)
     until(lambda: not server.gauges()["leases"])
@@ -351,7 +351,7 @@ def test_both_halves_together(make_pool, engine, lookups):
     one, asks = engine(server), lookups(server)
 
     def plan() -> Ledger:
-        return Ledger(8, asks, may_load=True, may_save=True, most_saving=100, shelves=(SHELF,))
+        return Ledger(8, asks, may_load=True, may_save=True, most_saving=100, prefixes=(PREFIX,))
 
     def found(request_id: str, own_tokens: int) -> int:
         deadline = time.monotonic() + 20
@@ -394,15 +394,15 @@ def test_a_lane_refuses_what_is_too_much_and_loses_no_job():
         go.wait(20)
         done.append(job)
 
-    lane: Lane[int] = Lane("test", work, dropped.append, limit=2)
-    assert lane.offer(1)
+    worker: Worker[int] = Worker("test", work, dropped.append, limit=2)
+    assert worker.offer(1)
     assert begun.wait(20)
-    assert [lane.offer(job) for job in (2, 3, 4)] == [True, True, False]
+    assert [worker.offer(job) for job in (2, 3, 4)] == [True, True, False]
     threading.Timer(0.05, go.set).start()
-    lane.close()
+    worker.close()
     assert done == [1]
     assert dropped == [2, 3]
-    assert not lane.offer(5)
+    assert not worker.offer(5)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -421,7 +421,7 @@ def test_the_store_that_is_named_is_asked_before_those_that_do_not_answer(make_p
     home, silent, far = (make_pool(name) for name in ("home", "silent", "far"))
     writer = engine(far)
     writer.save(0, 1)
-    names = object_names([SHELF], KEYS[:2])
+    names = object_names([PREFIX], KEYS[:2])
     client = StoreClient([home.endpoint, silent.endpoint, far.endpoint], QUICK)
     assert client.connect() is None
     with silent._turns:  # it hears, and does not answer
@@ -499,6 +499,6 @@ def test_blocks_come_back_as_they_were_by_several_threads_and_a_gap_ends_what_ca
     assert one.same(*range(8))
     client = StoreClient([pool.endpoint], QUICK)
     client.connect()
-    client.remove(object_names([SHELF], KEYS[4:5]))
+    client.remove(object_names([PREFIX], KEYS[4:5]))
     client.close()
     assert one.load(*range(8)) == {4, 5, 6, 7}

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -12,15 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 600.0
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Vllm:

@@ -13,7 +13,7 @@ from test_vllm_node import BASE, LAYOUT, Harness
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import BlocksAnnounced
-from mooncake_zmq.core.work import EngineTold, WatchEngine
+from mooncake_zmq.core.work import EngineReported, WatchEngine
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens, root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EngineBatch, EngineCleared, EngineRemoved, EngineStored, EventError, decode_batch
 from mooncake_zmq.runtime.kv_events import END
@@ -262,7 +262,7 @@ def removed(name):
 def test_gaps_are_replayed_and_a_new_life_of_vllm_clears_what_was_heard(publisher):
     crashes = []
     heard = KvSubscriber(
-        publisher.endpoint, replay_endpoint=publisher.replay, topic="", tell=publisher.told.append, on_crash=crashes.append
+        publisher.endpoint, replay_endpoint=publisher.replay, topic="", on_events=publisher.told.append, on_crash=crashes.append
     )
     try:
         assert publisher.pub.recv() == b"\x01"
@@ -297,9 +297,9 @@ def test_conductors_hear_of_blocks_that_vllm_holds_now_and_when_they_come():
     (watch,) = [work_id for work_id, work in node.works.items() if isinstance(work, WatchEngine)]
     tokens = list(range(LAYOUT.block_tokens * 3))
     keys = extend_keys(ROOT, pack_tokens(tokens), LAYOUT.block_tokens)
-    node.progress(watch, EngineTold((stored(tokens, LAYOUT.block_tokens),)))
+    node.progress(watch, EngineReported((stored(tokens, LAYOUT.block_tokens),)))
     assert node.one(BlocksAnnounced).stored == tuple(keys)
-    node.progress(watch, EngineTold((EngineRemoved((hashes(tokens, LAYOUT.block_tokens)[2],)),)))
+    node.progress(watch, EngineReported((EngineRemoved((hashes(tokens, LAYOUT.block_tokens)[2],)),)))
     assert node.one(BlocksAnnounced).removed == (keys[2],)
     node.down("k")
     node.up("k", 2)

@@ -1,16 +1,18 @@
 """The settings of a cluster beside vLLM: what is wrong is told before anything starts, and `up` starts vLLM as they say."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import load
-from mooncake_zmq.config.records import ConfigError
 from mooncake_zmq.config.summary import summary
 from mooncake_zmq.config.warnings import warnings
 from mooncake_zmq.operate.up import Up
-from mooncake_zmq.runtime.vllm_server import server_command
+from mooncake_zmq.runtime.vllm_server import ServerError, check_python, server_command
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 CONFIG = Path(__file__).parents[2] / "configs/vllm.toml"
@@ -80,14 +82,58 @@ def test_up_counts_servers_among_its_children_only_if_they_are_its_own(tmp_path:
     assert all(child.server for child in children)
 
 
-def test_one_that_prefills_or_decodes_alone_has_the_connector_over_all_stores_its_own_first() -> None:
-    loaded = load(APART, {}, {})
-    node = loaded.config.node("decode-b")
+@pytest.mark.parametrize(
+    ("config", "name", "stores"),
+    [
+        (APART, "decode-b", "tcp://127.0.0.1:7302,tcp://127.0.0.1:7301"),
+        (APART, "prefill-a", "tcp://127.0.0.1:7301,tcp://127.0.0.1:7302"),
+        (CONFIG, "vllm-b", "tcp://127.0.0.1:7301"),
+    ],
+)
+def test_a_server_has_the_connector_over_all_stores_its_own_first(config: Path, name: str, stores: str) -> None:
+    loaded = load(config, {}, {})
+    node = loaded.config.node(name)
     command = server_command("python", loaded.config, loaded.section(node), node.host)
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector_extra_config"] == {"stores": "tcp://127.0.0.1:7302,tcp://127.0.0.1:7301"}
+    assert transfer["kv_connector_extra_config"] == {"stores": stores}
     assert transfer["kv_role"] == "kv_both"
-    assert "decode alone" in "\n".join(summary(loaded))
+
+
+def test_servers_on_one_machine_share_its_memory_unless_the_settings_say_otherwise(tmp_path: Path) -> None:
+    option = "--gpu-memory-utilization"
+    for config in (CONFIG, APART):
+        loaded = load(config, {}, {})
+        nodes = loaded.config.of_role("vllm")
+        commands = [server_command("python", loaded.config, loaded.section(node), node.host) for node in nodes]
+        shares = [float(command[command.index(option) + 1]) for command in commands]
+        assert len(shares) > 1
+        assert sum(shares) <= 0.91
+    alone = replace(loaded.config, nodes=tuple(node for node in loaded.config.nodes if node is nodes[0] or node.role != "vllm"))
+    assert option not in server_command("python", alone, VllmSettings())
+    own = load(CONFIG, {"vllm.serve_arguments": [option, "0.3"]}, {})
+    command = server_command("python", own.config, own.section(own.config.node("vllm-b")))
+    assert command[-2:] == [option, "0.3"], "the last one counts"
+
+
+def test_a_server_without_stores_has_no_connector(tmp_path: Path) -> None:
+    loaded = load(written(tmp_path, "store_endpoint", "# store_endpoint"), {}, {})
+    assert "--kv-transfer-config" not in server_command("python", loaded.config, VllmSettings())
+
+
+def test_the_summary_names_the_part_of_a_vllm() -> None:
+    assert "decode alone" in "\n".join(summary(load(APART, {}, {})))
+
+
+def test_a_python_that_cannot_start_servers_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = load(CONFIG, {}, {}).config
+    with pytest.raises(ServerError, match="does not run"):
+        check_python(str(tmp_path / "python"), config)
+    python = tmp_path / "python"
+    for printed, said in (("", None), ("vllm mooncake_zmq", "has no vllm and no mooncake_zmq")):
+        python.write_text(f"#!/bin/sh\necho {printed}\n")
+        python.chmod(0o700)
+        with pytest.raises(ServerError, match=said) if said else nullcontext():
+            check_python(str(python), config)
 
 
 @pytest.mark.parametrize(

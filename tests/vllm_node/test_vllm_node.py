@@ -235,14 +235,14 @@ def test_a_drained_node_finishes_what_it_has_and_hands_over_what_takes_too_long(
 def test_a_resting_node_finishes_what_it_has_stays_and_takes_requests_again():
     node = Node()
     node.begin("a")
-    node.rest()
+    node.set_cordon()
     assert node.take(PrefillLoad)[-1].draining
     assert node.take(DecodeLoad)[-1].draining
     node.begin("b")
     assert node.one(AttemptFailed).full
     node.ends(Generated((9,)))
     assert not node.drained
-    node.rest(False)
+    node.set_cordon(False)
     assert not node.take(PrefillLoad)[-1].draining
     node.begin("c")
     assert node.generating
@@ -529,6 +529,15 @@ def test_a_server_that_does_not_answer_is_left_within_five_seconds():
     assert hang(node, ready=False) <= 5
 
 
+def test_what_begins_amid_a_health_check_without_answer_is_moved_with_it():
+    node = Node()
+    node.advance(node.own.probe_s)
+    node.begin("a")
+    node.advance(node.own.probe_timeout_s)
+    node.probed(ready=False)
+    assert node.one(AttemptFailed).request_id == "a"
+
+
 def test_a_bad_answer_of_the_server_leaves_what_runs_alone():
     node = Node()
     node.begin("a")
@@ -542,13 +551,46 @@ def test_a_bad_answer_of_the_server_leaves_what_runs_alone():
 
 def test_answers_wait_for_a_prompt_beside_them_by_what_it_should_take():
     node = Node(quiet_s=1000.0)
+    takes(node, 10.0, length=100)
     node.begin("a")
     node.gives(1)
-    prompts_s = Costs().compute_s(100, 0)
-    node.actor._load.compute.add(node.now, 10.0, prompts_s)  # what was measured: ten seconds
     node.begin("b", length=100)
     assert not node.take(AttemptFailed)
     assert hang(node) > 8
+
+
+def takes(node, seconds, **prompt):
+    """Let vLLM take so long for a prompt."""
+    node.begin("measured", max_tokens=1, **prompt)
+    node.advance(seconds)
+    node.ends(Generated((3,)))
+
+
+def test_prompts_that_get_no_first_token_are_left_by_what_they_should_take():
+    node = Node()
+    takes(node, 0.1, length=6)
+    node.begin("a")
+    assert hang(node) <= 5
+    node = Node(quiet_s=1000.0)
+    takes(node, 10.0, length=100)
+    node.begin("a", length=100)
+    assert hang(node) > 8
+
+
+def test_before_a_prompt_was_measured_its_first_token_may_take_long():
+    node = Node()
+    node.begin("a")
+    assert hang(node) is None
+
+
+def test_a_decode_that_hangs_before_it_goes_on_is_left_too():
+    node = Decoding()
+    node.take_over("a", length=11, max_tokens=4)
+    node.advance(0.1)
+    node.gives(1)
+    node.take_over("b", length=11, max_tokens=4)
+    node.ends(Generated((2, 3)))
+    assert hang(node) <= 5
 
 
 def test_a_judgement_that_came_too_early_makes_the_next_one_slower():

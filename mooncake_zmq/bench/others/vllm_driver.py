@@ -39,7 +39,7 @@ METERED = {
     ),
     "mover.Mover": ("_load", "_save"),
     "lookups.Lookups": ("_work",),
-    "lane._Share": ("run",),
+    "worker._Share": ("run",),
 }
 """All functions of our connector, on the engine's thread and on its own; some of them call others of these."""
 

@@ -50,6 +50,7 @@ from mooncake_zmq.core.messages.fields import (
 )
 from mooncake_zmq.core.messages.greeting import (
     Envelope,
+    Goodbye,
     Hello,
     Part,
     SegmentRef,
@@ -75,7 +76,7 @@ from mooncake_zmq.core.messages.pipeline import (
     StartStage,
 )
 from mooncake_zmq.core.messages.placing import (
-    NodesHeard,
+    NodesReported,
     Outcome,
     Placed,
     Rejected,
@@ -112,8 +113,8 @@ from mooncake_zmq.core.messages.watching import (
     AskState,
     Moved,
     Report,
-    SetResting,
-    StateTold,
+    SetCordon,
+    StateReported,
     Watch,
 )
 
@@ -136,6 +137,7 @@ __all__ = [
     "EndStage",
     "Envelope",
     "FirstToken",
+    "Goodbye",
     "GrantedSlot",
     "HandoffBlocks",
     "HandoffDone",
@@ -166,7 +168,7 @@ __all__ = [
     "Measured",
     "Message",
     "Moved",
-    "NodesHeard",
+    "NodesReported",
     "Outcome",
     "PROTOCOL_VERSION",
     "Part",
@@ -190,7 +192,7 @@ __all__ = [
     "Sampling",
     "Schedule",
     "SegmentRef",
-    "SetResting",
+    "SetCordon",
     "Sibling",
     "Slo",
     "SlotRef",
@@ -202,7 +204,7 @@ __all__ = [
     "StageReady",
     "StartPrefill",
     "StartStage",
-    "StateTold",
+    "StateReported",
     "StopRule",
     "TokenLogprob",
     "TokensDecoded",
@@ -217,6 +219,7 @@ __all__ = [
 
 Message = (
     Hello
+    | Goodbye
     | Schedule
     | Placed
     | Rejected
@@ -258,12 +261,12 @@ Message = (
     | StageDone
     | StageFailed
     | EndStage
-    | NodesHeard
+    | NodesReported
     | Watch
     | Report
     | AskState
-    | StateTold
-    | SetResting
+    | StateReported
+    | SetCordon
 )
 
 

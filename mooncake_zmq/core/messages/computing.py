@@ -180,6 +180,8 @@ class DecodeReserved(TaggedRecord, frozen=True):
     request_id: RequestId
     attempt: Count
     held_blocks: Count
+    keeps: bool = False
+    """Whether its host's pool will keep the prompt, so that the copies of the prefill's host are spare."""
 
 
 class DecodeDenied(TaggedRecord, frozen=True):
@@ -279,5 +281,5 @@ class TokensDecoded(TaggedRecord, frozen=True):
     reused: Annotated[tuple[tuple[RequestId, Count, Count], ...], Meta(max_length=4096)] = ()
     """Reuse of requests whose engine reports it only with the last token, not in `FirstToken`: (request_id, attempt, tokens
     whose KV was not computed)."""
-    accounts: Annotated[tuple[DecodeTimes, ...], Meta(max_length=4096)] = ()
+    times: Annotated[tuple[DecodeTimes, ...], Meta(max_length=4096)] = ()
     """Times of the requests that end with this message."""

@@ -1,10 +1,10 @@
 """Field types that messages share, with their limits, and the two base classes of records on the wire."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 18
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -40,7 +40,7 @@ TokenLogprob = tuple[Logprob, Annotated[tuple[tuple[Token, Logprob], ...], Meta(
 """A token's logarithmic probability as the model gave it, and the likeliest tokens with theirs, in order."""
 Slo = Annotated[float, Meta(ge=0, le=1e7)] | None
 """A bound in seconds; None: the deployment's default; 0: no bound."""
-MAX_PRIORITY = 1000
+MAX_PRIORITY: Final = 1000
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 """Priority of a request: a larger number waits longer, as in vLLM."""
 MAX_NODES = 4096

@@ -1,4 +1,4 @@
-"""The first message of every conversation, and the envelope that each frame holds."""
+"""The first and the last message of a conversation, and the envelope that each frame holds."""
 
 from typing import Annotated, Literal
 
@@ -38,6 +38,10 @@ class Hello(TaggedRecord, frozen=True):
     """The role to which a conductor may change it; empty: none."""
     part: Part = "both"
     """A vLLM's part: it prefills for others, decodes for others, or does both."""
+
+
+class Goodbye(TaggedRecord, frozen=True):
+    """The last message of a process that ends in order: its peers end the conversation at once, as if it had been silent."""
 
 
 class Envelope(Record, frozen=True):

@@ -1,10 +1,10 @@
 """Messages of nodes' load and blocks, and the conductor's requests to nodes."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
-from mooncake_zmq.core.messages.fields import Count, Keys, Name, Record, Seconds, TaggedRecord
+from mooncake_zmq.core.messages.fields import Count, Keys, Name, Record, Seconds, TaggedRecord, Tenant
 
 
 class Measured(Record, frozen=True):
@@ -21,9 +21,10 @@ class QueuedJob(Record, frozen=True):
     booking: Count
     rank_s: Annotated[float, Meta(ge=-1e9, le=1e9)]
     left_s: Seconds
+    tenant: Tenant = ""
 
 
-MAX_REPORTED = 512
+MAX_REPORTED: Final = 512
 """Jobs or requests that a load report names one by one."""
 
 
@@ -85,7 +86,7 @@ class CacheLoad(TaggedRecord, frozen=True):
     """Fetches of a cache-node, sent every report interval while it has any (lossy)."""
 
     sources: Annotated[tuple[SourceRate, ...], Meta(max_length=256)]
-    resting: bool = False
+    cordoned: bool = False
     """Whether it is cordoned and serves no request; sent at once on each change, and to each conductor that comes up."""
 
 
@@ -107,7 +108,7 @@ class BlocksAnnounced(TaggedRecord, frozen=True):
     on_disk: Keys = ()
     complete: bool = False
     """Whether this is the last message of the whole set that follows a PeerUp."""
-    shelf: bool = False
+    engine_blocks: bool = False
     """Whether these are blocks of vLLMs in the store, not of the pool. Our own engines cannot read them."""
 
 

@@ -71,14 +71,14 @@ class StageChunk(TaggedRecord, frozen=True):
 
 class StageDone(TaggedRecord, frozen=True):
     """Result of the chunk at `start`: KV of the stage's layers at `sources`, with the part checksums `parts` of one block
-    after the other, and the hidden states at `leaving`, or the token sampled."""
+    after the other, and the hidden states at `outgoing`, or the token sampled."""
 
     request_id: RequestId
     attempt: Count
     start: Count
     sources: Slots
     parts: Annotated[tuple[Checksum, ...], Meta(max_length=1 << 16)]
-    leaving: Slots = ()
+    outgoing: Slots = ()
     token: Token | None = None
     logprob: TokenLogprob | None = None
     others: Annotated[tuple[Sampled, ...], Meta(max_length=MAX_CHOICES)] = ()

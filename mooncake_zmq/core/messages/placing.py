@@ -17,6 +17,7 @@ from mooncake_zmq.core.messages.fields import (
     Seconds,
     Slo,
     TaggedRecord,
+    Tenant,
 )
 from mooncake_zmq.core.messages.sampling import MAX_CHOICES
 
@@ -39,6 +40,7 @@ class Schedule(TaggedRecord, frozen=True):
     """Time that its client has waited already: earlier attempts used up that much of `ttft_slo_s`."""
     choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     """Number of answers to this prompt, which is computed once; all of them run on one decode."""
+    tenant: Tenant = ""
 
 
 class Placed(TaggedRecord, frozen=True):
@@ -118,14 +120,14 @@ class RequestEnded(TaggedRecord, frozen=True):
     """Whether it ended because nothing arrived for too long."""
 
 
-class NodesHeard(TaggedRecord, frozen=True):
+class NodesReported(TaggedRecord, frozen=True):
     """Message from conductor to gateways when a conversation begins and soon after each change: the cache-nodes that are up,
     the nodes of its configuration that are not up or whose blocks it does not have yet, and the nodes that accept nothing
     new."""
 
     cache_nodes: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
-    resting: bool = False
+    cordoned: bool = False
     """Whether this conductor is cordoned: gateways use another one that is up and not cordoned, if there is any."""
     closed: Annotated[tuple[Name, ...], Meta(max_length=MAX_NODES)] = ()
     """Prefills, decodes and vLLMs that are up but get nothing new: they drain, their vLLM is gone, or requests there

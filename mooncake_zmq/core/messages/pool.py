@@ -101,6 +101,8 @@ class ReleaseLease(TaggedRecord, frozen=True):
     """End of a lease: the holder has stopped reading."""
 
     lease_id: Count
+    spare: bool | None = None
+    """Whether another pool keeps the same blocks and these copies may go sooner; None: as it was."""
 
 
 class ReserveSlots(TaggedRecord, frozen=True):
@@ -116,6 +118,8 @@ class ReserveSlots(TaggedRecord, frozen=True):
     tenant: Tenant = ""
     more: bool = False
     """Whether the blocks after these are put soon: the use of the whole chain counts with the last of them."""
+    spare: bool = False
+    """Whether another pool keeps the same blocks, so that these copies may go sooner."""
 
 
 class GrantedSlot(Record, frozen=True):

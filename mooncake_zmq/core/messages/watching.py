@@ -45,24 +45,26 @@ class Report(TaggedRecord, frozen=True):
     """Peers whose conversation it refuses, and why."""
     left_off: Count = 0
     """Number of entries that the report has no room for."""
-    resting: bool = False
+    cordoned: bool = False
     """Whether an operator has cordoned the node."""
 
 
-class SetResting(TaggedRecord, frozen=True):
+class SetCordon(TaggedRecord, frozen=True):
     """Request of an operator, sent by a gateway to any node, to cordon it: accept nothing new, finish what is running and stay;
-    or, if not `resting`, to accept again. Reports show the result. Idempotent."""
+    or, if not `cordoned`, to accept again. Reports show the result. Idempotent."""
 
-    resting: bool
+    cordoned: bool
 
 
 class AskState(TaggedRecord, frozen=True):
-    """Request of a gateway to any node to send its whole state once."""
+    """Request of a gateway to any node to send its state once."""
 
     ask_id: Count
+    part: Text = ""
+    """The part of the state that is wanted, of a node that has parts; empty: the whole."""
 
 
-class StateTold(TaggedRecord, frozen=True):
+class StateReported(TaggedRecord, frozen=True):
     """Reply to `AskState`: JSON, or an error."""
 
     ask_id: Count

@@ -11,9 +11,10 @@ import socket
 import ssl
 import time
 from asyncio.sslproto import SSLProtocol
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable
 from functools import partial
+from heapq import nsmallest
 from typing import Any
 
 import structlog
@@ -23,12 +24,21 @@ from starlette.types import ASGIApp
 
 from mooncake_zmq.gateway.http.connection import REFUSAL, Connection
 from mooncake_zmq.gateway.http.descriptors import NO_RESOURCE, Reserve, within_files
-from mooncake_zmq.gateway.http.parse_turns import ParseTurns
+from mooncake_zmq.gateway.http.loop_turns import LoopTurns
 from mooncake_zmq.gateway.http.syn_filter import drop_new_connections
 from mooncake_zmq.gateway.settings import ConnectionSettings
 
-ACCEPTS_PER_TURN = 32
-"""Connections accepted in one turn of the loop, which then serves the streams."""
+ACCEPTS_PER_TURN = 128
+"""Connections taken from the kernel in one turn of the loop: about 2 ms. The kernel has them in the order in which they came,
+so that only what was taken can go by turns between addresses."""
+MAX_UNMET = 256
+"""Limit on the connections that were taken and wait for their turn; more wait in the kernel."""
+MEET_S, CALL_S = 0.0002, 0.0005
+"""The time that the loop needs for a new connection, and for the beginning of a call or its refusal, once its turn has come."""
+SPARE_AT_ONCE = 32
+"""Spare connections that one search finds, for as many new ones."""
+NONE_SPARE_S = 0.02
+"""Time for which a search that finds none serves."""
 WATCH_S = 1.0
 """The longest time between two checks of the connections' timeouts."""
 PAUSE_S = 0.2
@@ -46,7 +56,7 @@ TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length
 log = structlog.get_logger("gateway")
 
 
-class Door:
+class Acceptor:
     """Accepts connections within the limits, and cuts those that only take up room."""
 
     def __init__(
@@ -58,17 +68,18 @@ class Door:
         send_timeout_s: float,
         reserved_files: int = 64,
         tls: Callable[[], ssl.SSLContext] | None = None,
+        whose: Callable[[bytes], str] = lambda authorization: "",
         count: Callable[[str], None] = lambda name: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`listener` listens already. `reserved_files`: descriptors that the rest of the process may still open. `tls` returns
-        the context for a new connection; None: without TLS."""
+        the context for a new connection; None: without TLS. `whose` returns the tenant of a call, or nothing."""
         self.settings = settings
         self.send_timeout_s = send_timeout_s
         self.connections: set[Connection] = set()
-        self.max_connections = within_files(settings.max_connections, reserved_files)
+        self.max_connections = within_files(settings.max_connections, reserved_files + MAX_UNMET)
         self._server, self.listener, self._tls = server, listener, tls
-        self._count, self._clock = count, clock
+        self._whose, self._count, self._clock = whose, count, clock
         self._by_address: Counter[str] = Counter()
         self._by_tenant: Counter[str] = Counter()
         self._arriving: dict[Connection, asyncio.Task[None]] = {}
@@ -78,7 +89,13 @@ class Door:
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._yielding = False
-        self._turns = ParseTurns(self.now)
+        self._turns = LoopTurns(self.now)
+        self._unmet: dict[socket.socket, str] = {}
+        """Connections that were taken from the kernel and wait for their turn, with their addresses."""
+        self._spare: dict[str, deque[Connection]] = {}
+        """Connections that were spare at the last search, by what they make room for."""
+        self._none_spare: dict[str, float] = {}
+        """Time of the last search that found none."""
         if tls is not None:
             SSLProtocol.max_size = RECORD_BYTES
 
@@ -93,6 +110,9 @@ class Door:
     def close(self) -> None:
         """Accept no more; open connections stay."""
         self._pause()
+        for incoming in self._unmet:
+            incoming.close()
+        self._unmet.clear()
         for timer in self._timers.values():
             timer.cancel()
         self._reserve.close()
@@ -124,6 +144,9 @@ class Door:
 
     def _shut(self) -> None:
         self._pause()
+        unmet, self._unmet = self._unmet, {}
+        for incoming, address in unmet.items():
+            self._meet(incoming, address)
         with contextlib.suppress(OSError):  # none waits any more, or no descriptor is left
             while True:
                 incoming, address = self.listener.accept()
@@ -161,8 +184,22 @@ class Door:
             self._count_for(connection, "")
 
     def received(self, connection: Connection, data: bytes) -> None:
-        """Have a connection parse what it received, within the share of this turn of the loop or a later one."""
-        self._turns.add(connection, data)
+        """Have a connection parse what it received, within the share of this turn of the loop or a later one. It is not read
+        meanwhile."""
+        if self._turns.has_time:
+            connection.take(data)
+        else:
+            connection.transport.pause_reading()
+            self._turns.add(connection.owner, partial(connection.take_later, data))
+
+    def begin_call(self, connection: Connection, authorization: bytes, begin: Callable[[], None]) -> None:
+        """Begin a call likewise."""
+        if self._turns.has_time:
+            self._turns.spend(CALL_S)
+            begin()
+        else:
+            tenant = self._whose(authorization)
+            self._turns.add((tenant, "") if tenant else connection.owner, begin, CALL_S)
 
     def now(self) -> float:
         """The time by which connections are judged."""
@@ -175,7 +212,7 @@ class Door:
             return True
         most = max(1, int(self.max_connections * self.settings.max_tenant_share))
         if self._by_tenant[tenant] >= most:
-            spare = self._most_spare(each for each in self.connections if each.tenant == tenant)
+            spare = self._most_spare(tenant, lambda each: each.tenant == tenant)
             if spare is None:
                 self._count("http_connections_refused")
                 return False
@@ -211,7 +248,24 @@ class Door:
                     raise
                 self._out_of_files(error)
                 return
-            self._meet(incoming, network_of(address[0]))
+            network = network_of(address[0])
+            if self._turns.has_time:
+                self._turns.spend(MEET_S)
+                self._meet(incoming, network)
+                continue
+            self._unmet[incoming] = network
+            self._turns.add(("", network), partial(self._meet_next, incoming), MEET_S)
+            if len(self._unmet) >= MAX_UNMET:
+                self._pause()
+                return
+
+    def _meet_next(self, incoming: socket.socket) -> None:
+        """Meet a connection that waited for its turn."""
+        if incoming not in self._unmet:  # the acceptor was closed, or left its address
+            return
+        if len(self._unmet) == MAX_UNMET:
+            self._resume()
+        self._meet(incoming, self._unmet.pop(incoming))
 
     def _meet(self, incoming: socket.socket, address: str) -> None:
         incoming.setblocking(False)
@@ -269,23 +323,32 @@ class Door:
         address_is_full = self._by_address[address] >= self.settings.max_per_address
         if not address_is_full and len(self.connections) < self.max_connections:
             return True
-        spare = self._most_spare(each for each in self.connections if not address_is_full or each.address == address)
+        spare = self._most_spare(f"at {address}" * address_is_full, lambda each: not address_is_full or each.address == address)
         if spare is None:
             return False
         self._displace(spare)
         return True
 
-    def _most_spare(self, among: Iterable[Connection]) -> Connection | None:
-        """The connection to go first, of the owner that has the most spare ones; None: none is spare."""
-        now = self._clock()
-        groups: dict[tuple[str, str], list[Connection]] = {}
-        for each in among:
-            if each.is_spare(now):
-                groups.setdefault(each.owner, []).append(each)
-        if not groups:
+    def _most_spare(self, name: str, fits: Callable[[Connection], bool]) -> Connection | None:
+        """Return the connection to go first among those that fit, of the owner that has the most spare ones; None if none is
+        spare. A search goes through all connections, so its result serves for a while, under this `name`."""
+        now, found = self._clock(), self._spare.get(name, deque())
+        if now - self._none_spare.get(name, -math.inf) < NONE_SPARE_S:
             return None
-        largest = max(groups.values(), key=len)
-        return min(largest, key=lambda each: each.idle_first)
+        while found:
+            each = found.popleft()
+            if each in self.connections and fits(each) and each.is_spare(now):
+                return each
+        groups: dict[tuple[str, str], list[Connection]] = {}
+        for each in self.connections:
+            if fits(each) and each.is_spare(now):
+                groups.setdefault(each.owner, []).append(each)
+        largest = max(groups.values(), key=len, default=[])
+        if not largest:
+            self._none_spare[name] = now
+            return None
+        found = self._spare[name] = deque(nsmallest(SPARE_AT_ONCE, largest, key=lambda each: each.idle_first))
+        return found.popleft()
 
     def _refuse(self, incoming: socket.socket) -> None:
         if self._tls is None:  # a client of TLS cannot read it
@@ -321,8 +384,10 @@ class Door:
     def _watch(self) -> None:
         """Cut connections that were silent for too long, or whose client does not read the last of an answer."""
         now = self._clock()
+        self._spare.clear()
+        self._none_spare.clear()
         for connection in list(self.connections):
-            if connection.transport is None:  # its handshake has a timeout of its own
+            if connection.transport is None or connection.lingers:  # which have a timeout of their own
                 continue
             if connection.calling:
                 connection.quiet_since = None
@@ -342,10 +407,12 @@ class Door:
         if connection.transport.is_closing():
             connection.abort()
             return
+        connection.quiet_since = None
         if connection.begun:
             connection.transport.write(TOO_SLOW)
-        connection.quiet_since = None
-        connection.close()
+            connection.linger()
+        else:
+            connection.close()
 
     def _later(self, delay_s: float, what: Callable[[], None]) -> None:
         if self._loop is not None:

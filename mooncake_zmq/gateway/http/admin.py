@@ -29,7 +29,7 @@ def routes(overview: Overview, *, keyed: Callable[[], bool]) -> list[Route]:
         tenant = request.state.tenant
         _log.info("drain" if cordons else "drain_undone", asked_for=node[:64], by=tenant.name if tenant is not None else "")
         try:
-            node_state = await overview.rest(node, cordons)
+            node_state = await overview.set_cordon(node, cordons)
         except NoNode as error:
             raise RequestError(error.status, str(error), code=error.code) from None
         return Response(msgspec.json.encode(node_state), media_type="application/json")

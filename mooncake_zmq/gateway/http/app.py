@@ -7,9 +7,9 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-import msgspec
 import structlog
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -30,7 +30,7 @@ from mooncake_zmq.gateway.http.auth import Refusals, Usage, tenant_at
 from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.plain_routes import json_response
-from mooncake_zmq.gateway.http.sse import Stream, Stuck, accept
+from mooncake_zmq.gateway.http.sse import Stream, Stuck, accept, accept_tokens
 from mooncake_zmq.gateway.openai.bodies import SEED_BITS, ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS, RequestError, quoted
 from mooncake_zmq.gateway.openai.prepare import Prepared, prepare
@@ -136,12 +136,17 @@ class _Threads:
 
     async def run(self, call: Call, tenant: Tenant | None, raw: bytearray, work: Callable[[], WorkT]) -> WorkT:
         """Run `work` for this body. Raises what `work` raises, and HungUp."""
-        pool = self._short if len(raw) <= self._short_bytes else self._long
-        if any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw):
+        name = tenant.name if tenant else ""
+        if len(raw) > self._short_bytes:
+            pool = self._long
+            constrains = await call.unless_gone(asyncio.wrap_future(pool.submit(name, lambda: _may_constrain(raw))))
+        else:
+            pool, constrains = self._short, _may_constrain(raw)
+        if constrains:
             pool = self._constrained
         elif len(raw) <= self._at_once_bytes and time.monotonic() >= self._loop_free_at:
             return self._at_once(work)
-        return await call.unless_gone(asyncio.wrap_future(pool.submit(tenant.name if tenant else "", work)))
+        return await call.unless_gone(asyncio.wrap_future(pool.submit(name, work)))
 
     def _at_once(self, work: Callable[[], WorkT]) -> WorkT:
         """Run `work` on the loop: passing it to a thread and back would take longer."""
@@ -152,16 +157,19 @@ class _Threads:
             ended = time.monotonic()
             self._loop_free_at = ended + (ended - began)
 
-    async def encode(self, reply: Reply, work: Callable[[], bytes]) -> bytes:
-        """Run `work`, which writes the new part of `reply`. No other task uses `reply` meanwhile."""
-        if not reply.is_long:
-            return work()
-        return await asyncio.wrap_future(self._long.submit("", work))
+    async def encode(self, tenant: str, work: Callable[[], bytes]) -> bytes:
+        """Run `work`, which writes a long part of a reply. No other task uses the reply meanwhile."""
+        return await asyncio.wrap_future(self._long.submit(tenant, work))
 
     def close(self) -> None:
         """Begin no further work."""
         for pool in (self._short, self._long, self._constrained):
             pool.close()
+
+
+def _may_constrain(raw: bytearray) -> bool:
+    """Return whether a body may ask for a grammar."""
+    return any(word in raw for word in CONSTRAINING) or ESCAPED_NAME.search(raw) is not None
 
 
 class _Posted(Generic[WorkT]):
@@ -177,7 +185,7 @@ class _Posted(Generic[WorkT]):
         try:
             with contextlib.ExitStack() as stack:
                 usage = stack.enter_context(Usage(self._edge.tenants, tenant, self._edge.clock))
-                with self._edge.reading() as reading:
+                with self._edge.reading(tenant.name if tenant else "") as reading:
                     raw = await _read_body(Request(scope, receive), reading, self._edge.settings)
                     usage.prepare()
                     call = stack.enter_context(self._edge.call())
@@ -188,7 +196,7 @@ class _Posted(Generic[WorkT]):
                     del raw
                 await self._asked.answer(call, prepared, usage, scope, send)
         except Stuck:
-            scope["state"]["told"] = False  # its requests know only that they were cancelled
+            scope["state"]["reported"] = False  # its requests know only that they were cancelled
             await _hang_up(scope, receive)
         except (HungUp, ClientDisconnect):
             scope["state"]["status"] = CLIENT_CLOSED_REQUEST
@@ -247,23 +255,25 @@ class _Generation:
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
-        call.hold(prepared.held_scores)
+        call.hold(prepared.requests[0].tenant, prepared.held_scores)
         call.submit(prepared.requests, each)
-        scope["state"]["told"] = True
+        scope["state"]["reported"] = True
         reply = Reply(
             prepared,
             self._edge.model,
             request_id=scope["state"]["id"],
             created=int(time.time()),
-            tells_reuse=self._edge.tells_reuse(prepared.body.cache_salt),
+            shows_reuse=self._edge.shows_reuse(prepared.body.cache_salt),
         )
+        encode = partial(self._threads.encode, prepared.requests[0].tenant)
         try:
             if prepared.body.stream:
-                await Stream(call, reply, scope, send, self._threads.encode, self._edge.settings).run()
+                await Stream(call, reply, scope, send, encode, self._edge.settings).run()
             else:
+                call.shortcut = partial(accept_tokens, call, reply)
                 while not reply.done:
                     accept(call, reply, await call.take())
-                whole = await self._threads.encode(reply, lambda: msgspec.json.encode(reply.whole()))
+                whole = await encode(reply.encoded) if reply.is_long_as_whole else reply.encoded()
                 await Response(whole, media_type="application/json")(scope, _nothing, send)
         finally:
             usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
@@ -336,7 +346,7 @@ class _Envelope:
             "echoed": echoed,
             "status": 500,
             "facts": {},
-            "told": False,
+            "reported": False,
             "tenant": None,
         }
 
@@ -360,12 +370,12 @@ class _Envelope:
         except RequestError as error:  # who has no key gets no further
             await _refuse(error, scope, receive, send_with_id)
         except BaseException:
-            state["told"] = False
+            state["reported"] = False
             raise
         finally:
             self._edge.count(f"edge_http_responses[status={state['status']}]")
             # What was made into requests has a line for each of them, and says there how it ended; unless that was our bug.
-            log = _log.info if scope["path"].startswith("/v1/") and not state["told"] else _log.debug
+            log = _log.info if scope["path"].startswith("/v1/") and not state["reported"] else _log.debug
             log(
                 "http",
                 method=scope["method"],

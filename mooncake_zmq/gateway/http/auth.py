@@ -28,12 +28,11 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
     """Return the tenant that calls; None where no key is needed and none was given. Raises RequestError."""
     if tenants is None:
         return None
-    scheme, _, secret = authorization.strip().partition(b" ")
-    is_key = scheme.lower() == b"bearer" and 0 < len(secret) <= MAX_KEY_BYTES
-    tenant = tenants.of(secret.strip().decode("latin-1")) if is_key else None
+    secret = _secret_in(authorization)
+    tenant = tenants.of(secret) if secret else None
     if path in OPEN_PATHS:
         return tenant
-    if not is_key:
+    if not secret:
         text = "You didn't provide an API key: it goes into the header Authorization, as Bearer YOUR_KEY"
         raise RequestError(401, text, code="invalid_api_key")
     if tenant is None:
@@ -46,6 +45,20 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
         allowed = ", ".join(("/health", *OPERATORS_PATHS))
         raise RequestError(403, f"a key with role=metrics is for {allowed} alone", code="insufficient_permissions")
     return tenant
+
+
+def name_of(tenants: Tenants | None, authorization: bytes) -> str:
+    """Return the name of the tenant whose key this is; empty if it is none's."""
+    secret = _secret_in(authorization)
+    tenant = tenants.of(secret) if tenants is not None and secret else None
+    return "" if tenant is None else tenant.name
+
+
+def _secret_in(authorization: bytes) -> str:
+    """Return the key in this header; empty if there is none."""
+    scheme, _, secret = authorization.strip().partition(b" ")
+    is_key = scheme.lower() == b"bearer" and 0 < len(secret) <= MAX_KEY_BYTES
+    return secret.strip().decode("latin-1") if is_key else ""
 
 
 def _for_operators(path: str) -> bool:

@@ -1,4 +1,5 @@
-"""How operators see the cluster at a gateway: `/cluster`, the same each second as events, and any node's whole state."""
+"""Routes by which operators see the cluster at a gateway: `/cluster`, the same each second as events, the last requests of all
+gateways, and any node's whole state."""
 
 import asyncio
 import time
@@ -13,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mooncake_zmq.core.watch import EVERY_S
 from mooncake_zmq.gateway.http.cluster_reports import NoNode, Overview
+from mooncake_zmq.gateway.http.peer_gateways import wanted_of
 from mooncake_zmq.gateway.openai.errors import RequestError, quoted
 from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, server_sent
 from mooncake_zmq.gateway.requests.traces import MAX_TRACES, Traces
@@ -60,7 +62,7 @@ class Events:
 
     def _said(self) -> bytes:
         """Return the current snapshot as an event; all clients are sent the same bytes."""
-        snapshot = self._overview.picture()
+        snapshot = self._overview.snapshot()
         if snapshot is not self._sent:
             self._sent, self._event = snapshot, server_sent(snapshot)
         return self._event
@@ -82,7 +84,10 @@ def routes(overview: Overview, traces: Traces, events: Events) -> list[Route]:
 
     async def cluster(_request: Request) -> Response:
         await overview.look()
-        return _json(msgspec.json.encode(overview.picture()))
+        return _json(msgspec.json.encode(overview.snapshot()))
+
+    async def requests(request: Request) -> Response:
+        return _json(msgspec.json.encode(await overview.requests(wanted_of(request.url.query))))
 
     async def state(request: Request) -> Response:
         try:
@@ -102,6 +107,7 @@ def routes(overview: Overview, traces: Traces, events: Events) -> list[Route]:
         Route("/trace/{id:path}", trace),
         Route("/cluster", cluster),
         Route("/cluster/events", events, methods=["GET"]),
+        Route("/cluster/requests", requests),
         Route("/cluster/state/{node}", state),
     ]
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +15,9 @@ from mooncake_zmq.gateway.settings import ConnectionSettings
 
 SLOW_S = 1.0
 """A body that takes longer makes room for new connections, and so does an answer whose end is not read."""
+LINGER_S = 1.0
+"""The time for which input after a refusal is discarded: data that meets a closed connection resets it,
+and the client may lose the answer."""
 WRITE_BUFFER_BYTES = 64 << 10
 """The part of an answer that is held for a client that does not read it, one write apart; then the stream waits."""
 PIECES, PIECE_BYTES = 32, 256
@@ -47,6 +51,9 @@ class Owner(Protocol):
     def received(self, connection: "Connection", data: bytes) -> None:
         """Have `Connection.take` called, now or in a later turn of the loop."""
 
+    def begin_call(self, connection: "Connection", authorization: bytes, begin: Callable[[], None]) -> None:
+        """Have `begin` called, now or in a later turn of the loop."""
+
     def claim(self, connection: "Connection", tenant: str) -> bool:
         """Count a connection for a tenant; False: it may have no more."""
 
@@ -77,6 +84,8 @@ class Connection(HttpToolsProtocol):
         """True while a part of a call's headers has come."""
         self._ignores_input = False
         """True once the open call is the last: nothing more is read."""
+        self.lingers = False
+        """True once all is answered and what still comes is discarded."""
         self._pieces = self._bytes = 0
         """Count the body that comes."""
         self._beside = self._beside_now = 0
@@ -116,6 +125,13 @@ class Connection(HttpToolsProtocol):
         self._beside += self._beside_now
         if self._beside > self._owner.settings.max_head_bytes + FRAME_BYTES * (self._bytes // PIECE_BYTES):
             self.send_400_response("Too much beside the body.")
+
+    def take_later(self, data: bytes) -> None:
+        """Parse what was received in an earlier turn of the loop, and read on."""
+        if not self.transport.is_closing():
+            self.take(data)
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
 
     def _parse(self, data: bytes) -> None:
         try:
@@ -162,9 +178,15 @@ class Connection(HttpToolsProtocol):
         if self._owner.has_left:  # it came after the address was left: the next call is for the others
             cycle.keep_alive = False
         if cycle.scope["method"] != "HEAD":  # its answer is a head alone
-            cycle.transport = HeadWithBody(self.transport)  # type: ignore[assignment]
-        chunks = cycle.scope["http_version"] == "1.1"
-        super()._start_asgi_task(cycle, app if chunks else partial(_without_chunks, cycle, app))
+            cycle.transport = HeadWithBody(self.transport, self._end_answer)  # type: ignore[assignment]
+        if cycle.scope["http_version"] != "1.1":
+            app = partial(_without_chunks, cycle, app)
+        authorization = next((value for name, value in cycle.scope["headers"] if name == b"authorization"), b"")
+        self._owner.begin_call(self, authorization, partial(self._begin_call, cycle, app))
+
+    def _begin_call(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if not (cycle.disconnected or self.transport.is_closing()):  # meanwhile
+            super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._pieces += 1
@@ -227,6 +249,21 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
         self.end_tls()
 
+    def linger(self) -> None:
+        """Close once the client has, or after LINGER_S; until then discard what it still sends."""
+        self._ignores_input = self.lingers = True
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.close)
+
+    def _end_answer(self) -> None:
+        """Close after the last answer."""
+        if self.cycle.more_body:
+            self.linger()
+        else:
+            self.transport.close()
+
     def end_tls(self) -> None:
         """Abort a closing TLS connection once all is sent: TLS waits for a close_notify, which an idle client never sends."""
         below = getattr(getattr(self.transport, "_ssl_protocol", None), "_transport", None)
@@ -279,8 +316,8 @@ class HeadWithBody:
     """The transport of one answer, which sends the head with the first part of the body if both come in one turn of the loop:
     apart, they would wake the client twice."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self._close = transport, close
         self._head: bytes | None = None
         self._begun = False
 
@@ -296,7 +333,7 @@ class HeadWithBody:
 
     def close(self) -> None:
         self._flush()
-        self._transport.close()
+        self._close()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()

@@ -42,7 +42,8 @@ def unasked(*, http_host: str, api_keys: str, allow_open: bool) -> str:
     far = _far(http_host)
     if not far or allow_open or api_keys_of(api_keys) is not None:
         return ""
-    return f"{far}, and there are no API keys: {ADVICE}, or, where whoever reaches it may call it, gateway.allow_open = true"
+    open_to_all = "or, where every client that reaches it may call it, gateway.allow_open = true"
+    return f"{far}, and there are no API keys: {ADVICE}, {open_to_all}"
 
 
 def _far(http_host: str) -> str:
@@ -60,7 +61,8 @@ def _callers(path: Path | None, far: str, allow_open: bool) -> Judgement:
         return Judgement("ok", "no API keys, and it listens on this machine alone")
     if not allow_open:
         return Judgement("problem", f"{far}, and there are no API keys: it will not start", f"{ADVICE}{UNSEEN}")
-    found = f"{far or 'gateway.allow_open'}, and without gateway.api_keys whoever reaches it may call it, and see its metrics"
+    who = "every client that reaches it may call it and read its metrics"
+    found = f"{far or 'gateway.allow_open'}, and without gateway.api_keys {who}"
     return Judgement("warning", found, f"{ADVICE}{UNSEEN}")
 
 

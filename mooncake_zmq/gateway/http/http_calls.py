@@ -19,12 +19,15 @@ from msgspec import structs
 from mooncake_zmq.core.actor import FromClient, ToClient
 from mooncake_zmq.core.messages import Hello
 from mooncake_zmq.gateway.http.cluster_reports import Overview, Watching
+from mooncake_zmq.gateway.http.loop_turns import LoopTurns
 from mooncake_zmq.gateway.http.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.http.reuse_port import LISTENING
+from mooncake_zmq.gateway.http.shared_amount import SharedAmount
 from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
+from mooncake_zmq.gateway.requests.history import SLO_MET, SLO_MISSED, History
 from mooncake_zmq.gateway.requests.readiness import ClusterView, missing_roles
-from mooncake_zmq.gateway.requests.request_log import Account, line
+from mooncake_zmq.gateway.requests.request_log import RequestEntry, Slos, line
 from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names, Traces
 from mooncake_zmq.gateway.served_model import ServedModel
@@ -52,6 +55,9 @@ class Backing(Watching, Protocol):
     def refusals(self) -> Mapping[str, str]:
         """Return the reasons why peers were refused, by name: `Session.refusals`."""
 
+    def departed(self) -> Sequence[str]:
+        """Return the peers that ended in order and have not come back: `Session.departed`."""
+
     def cluster(self) -> ClusterView:
         """Return what the conductor reported of the cluster: `Requests.cluster`."""
 
@@ -61,7 +67,7 @@ class Backing(Watching, Protocol):
     def gauges(self) -> Mapping[str, float]:
         """Return the current levels, named like the counters."""
 
-    def resting(self) -> bool:
+    def cordoned(self) -> bool:
         """Return whether an operator cordoned this gateway: it accepts no new calls."""
 
     def is_listening(self) -> bool:
@@ -105,7 +111,7 @@ class Edge:
         allow_open: bool = False,
         listed: Sequence[Listed] = (),
         about: Mapping[str, Any] | None = None,
-        export: Callable[[Account, Names], None] = lambda account, names: None,
+        export: Callable[[RequestEntry, Names], None] = lambda entry, names: None,
     ) -> None:
         """Open an edge. `max_open`: requests that the actor takes at once. `tenants`: those that may call; None: any caller on
         this machine, or with `allow_open` on any machine. `listed`: the nodes of the deployment. `about`: further fields of
@@ -118,12 +124,16 @@ class Edge:
         self.backing = backing
         self.metrics = self._metrics()
         self.clock = clock
-        self.overview = self._overview(listed, about or {})
+        about = about or {}
+        self._slos = Slos(about.get("ttft_slo_s"), about.get("tbt_slo_s"))
+        self.history = History()
+        """The last five minutes in numbers."""
+        self.overview = self._overview(listed, about)
         self.draining = False
         self._export = export
-        self._unwritten: deque[tuple[Account, Names]] = deque()
+        self._unwritten: deque[tuple[RequestEntry, Names]] = deque()
         self._will_write = False
-        self.traces = Traces()
+        self.traces = Traces(self._slos)
         """The last requests that ended."""
         self.counts: dict[str, float] = {}
         """Counters of the edge itself, named as the actor's are."""
@@ -133,14 +143,16 @@ class Edge:
         self._numbers = count(1)
         self._open: dict[str, _Open] = {}
         self._with_outputs: list[Call] = []
+        self._turns = LoopTurns(clock)
+        """The turns by which the outputs of tenants' calls are written."""
         self._max_open = max_open
         self._slots_taken = 0
         self.bodies = 0
         """Calls whose body is being received or parsed."""
-        self.reading_bytes = 0
-        """Bytes of the long bodies among them: zero when idle."""
-        self.held_scores = 0
-        """Probabilities for which answers without streaming have reserved room: zero when idle."""
+        self.reading_bytes = SharedAmount(settings.max_reading_bytes, "bytes of bodies")
+        """Bytes of the long bodies among them."""
+        self.held_scores = SharedAmount(settings.max_held_scores, "probabilities")
+        """Probabilities for which answers without streaming have reserved room."""
 
     def _metrics(self) -> EdgeMetrics:
         return EdgeMetrics(
@@ -159,31 +171,37 @@ class Edge:
             status=self.status,
             peers=self.backing.peers,
             refusals=self.backing.refusals,
-            recent=lambda: self.traces.recent(),
+            departed=self.backing.departed,
+            recent=lambda wanted: self.traces.recent(self.clock(), wanted),
+            steps=lambda: self.history.steps,
             about=about,
             clock=lambda: self.clock(),
         )
 
-    def reading(self) -> "Reading":
+    def reading(self, tenant: str = "") -> "Reading":
         """Begin to read the body of a new HTTP call. Raises Full if the call could not be served now."""
         self._check_room(1)
-        return Reading(self)
+        return Reading(self, tenant)
 
     def call(self) -> "Call":
         """Take a slot for an HTTP call whose body is complete. Raises Full."""
         return Call(self)
 
-    def tell(self, call: "Call") -> None:
+    def schedule_output(self, call: "Call") -> None:
         """Have a call send its client what arrived, once the runtime's turn is over."""
         if not self._with_outputs:
             asyncio.get_running_loop().call_soon(self._process_all)
         self._with_outputs.append(call)
 
     def _process_all(self) -> None:
+        """Have the calls send what arrived. What does not fit into this turn of the loop goes by turns among the tenants."""
         calls, self._with_outputs = iter(self._with_outputs), []
         try:
             for call in calls:
-                call.tell()
+                if self._turns.has_time:
+                    call.send_output()
+                else:
+                    self._turns.add((call.tenant, ""), call.send_output)
         finally:  # an error concerns one call alone: the others follow in the next turn
             if rest := list(calls):
                 self._with_outputs = rest + self._with_outputs
@@ -201,12 +219,19 @@ class Edge:
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
 
-    def ended(self, account: Account) -> None:
+    def ended(self, entry: RequestEntry) -> None:
         """Keep the trace of a request that ended, export it, and write one line in the log."""
-        names = self.traces.end(account)
-        self._export(account, names)
-        self._unwritten.append((account, names))
+        for of, met in self._slos.judge(entry):
+            self.count(f"{SLO_MET if met else SLO_MISSED}[of={of}]")
+        names = self.traces.end(entry)
+        self._export(entry, names)
+        self._unwritten.append((entry, names))
         self._write_later()
+
+    def sample(self) -> None:
+        """End a step of the history; to be called every `STEP_S`."""
+        self.history.sample({**self.backing.counts(), **self.own_counts(), **self.metrics.counted()})
+        self.overview.note()
 
     def close(self) -> None:
         """Write the log lines that are left."""
@@ -228,15 +253,15 @@ class Edge:
             self._write_later()
 
     def _write_line(self) -> None:
-        account, names = self._unwritten.popleft()
-        ids = {"id": account.request_id, "x_request_id": names.client_id, "trace_id": names.trace_id}
-        _log.info("request", **ids, **line(account))
+        entry, names = self._unwritten.popleft()
+        ids = {"id": entry.request_id, "x_request_id": names.client_id, "trace_id": names.trace_id}
+        _log.info("request", **ids, **line(entry))
 
     def drain(self) -> None:
         """Refuse new calls; the open ones continue. The runtime informs the actor."""
         self.draining = True
 
-    def tells_reuse(self, salt: str | None) -> bool:
+    def shows_reuse(self, salt: str | None) -> bool:
         """Return whether a client may learn how much of its prompt was cached. It may not where that reveals the prompts of
         strangers, but it may of callers with its salt or on its machine. Timing reveals it too: salts prevent that."""
         return bool(salt) or self.tenants is not None or not self.allow_open
@@ -244,7 +269,7 @@ class Edge:
     @property
     def turns_away(self) -> bool:
         """Whether new calls are refused: the gateway drains or is cordoned."""
-        return self.draining or self.backing.resting()
+        return self.draining or self.backing.cordoned()
 
     @property
     def open_requests(self) -> int:
@@ -293,10 +318,10 @@ class Edge:
         ok = status == "ok"
         detail = {
             "status": status,
-            "degraded": self.overview.told(),
+            "degraded": self.overview.degraded_parts(),
             "gateway": self.name,
             "missing": self.missing(),
-            "not_heard": list(cluster.missing),
+            "not_connected": list(cluster.missing),
             "model": self.model.id,
             "peers": {role: sorted(names) for role, names in up.items()},
             "refused": dict(self.backing.refusals()),
@@ -315,8 +340,8 @@ class Edge:
             "edge_open_requests": self.open_requests,
             "edge_slots_taken": self.slots_taken,
             "edge_bodies": self.bodies,
-            "edge_reading_bytes": self.reading_bytes,
-            "edge_held_scores": self.held_scores,
+            "edge_reading_bytes": self.reading_bytes.taken,
+            "edge_held_scores": self.held_scores.taken,
             LISTENING: float(self.backing.is_listening()),
         }
         return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
@@ -373,8 +398,9 @@ class Edge:
 class Reading:
     """One body while it is received and parsed: it holds its share of `max_reading_bytes`."""
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, tenant: str) -> None:
         self._edge = edge
+        self._tenant = tenant
         self._bytes = 0
         self._held_bytes = 0
         edge.bodies += 1
@@ -384,17 +410,18 @@ class Reading:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._edge.bodies -= 1
-        self._edge.reading_bytes -= self._held_bytes
+        if self._held_bytes:
+            self._edge.reading_bytes.give_back(self._tenant, self._held_bytes)
 
     def add(self, count_bytes: int) -> None:
-        """Count further bytes of the body. Raises Full. Short bodies do not count: the limit on connections covers them."""
+        """Count further bytes of the body. Raises Full, and Limited where its tenant has too many. Short bodies do not count:
+        the limit on connections covers them."""
         edge = self._edge
         self._bytes += count_bytes
         held = self._bytes if self._bytes > edge.settings.short_body_bytes else 0
-        if edge.reading_bytes + held - self._held_bytes > edge.settings.max_reading_bytes:
+        if held and not edge.reading_bytes.take(self._tenant, held - self._held_bytes):
             edge.count("edge_rejected[reason=bodies]")
             raise Full(f"the gateway is reading {edge.bodies} bodies and has no room for this one")
-        edge.reading_bytes += held - self._held_bytes
         self._held_bytes = held
 
 
@@ -420,6 +447,8 @@ class Call:
         """Takes outputs at once while a reader waits. It returns False to leave them to the reader."""
         self._max_buffered = edge.settings.max_buffered_outputs
         self._held_scores = 0
+        self.tenant = ""
+        """The tenant by whose turns its outputs are sent."""
         self._gone = False
         self._awaited: asyncio.Future[Any] | None = None
         """Work that is cancelled when the client disconnects."""
@@ -434,17 +463,17 @@ class Call:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.shortcut = _wants_none  # it may refer to this call: break the cycle, so that the prompt is freed at once
         self._cancel_all("abort")
-        self._edge.held_scores -= self._held_scores
+        if self._held_scores:
+            self._edge.held_scores.give_back(self.tenant, self._held_scores)
         self._edge.give_slots(self.slots)
 
-    def hold(self, scores: int) -> None:
-        """Reserve room for the probabilities that are kept until the answer is complete. Raises Full."""
-        edge = self._edge
-        if edge.held_scores + scores > edge.settings.max_held_scores:
-            edge.count("edge_rejected[reason=scores]")
+    def hold(self, tenant: str, scores: int) -> None:
+        """Note the tenant, and reserve room for the probabilities that are kept until the answer is complete. Raises Full, and
+        Limited where the tenant has too many."""
+        if scores and not self._edge.held_scores.take(tenant, scores):
+            self._edge.count("edge_rejected[reason=scores]")
             raise Full("the gateway holds too many probabilities of other answers: try again, or stream the answer")
-        edge.held_scores += scores
-        self._held_scores += scores
+        self.tenant, self._held_scores = tenant, scores
 
     def submit(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
         """Pass the choices to the actor, of which `each` in a row have one prompt. Raises Full if there are too few slots, and
@@ -475,9 +504,9 @@ class Call:
             self._outputs.append((index, output))
         if self._waiting is not None and not self._is_queued:
             self._is_queued = True
-            self._edge.tell(self)
+            self._edge.schedule_output(self)
 
-    def tell(self) -> None:
+    def send_output(self) -> None:
         """Process all outputs of one turn of the runtime: the shortcut takes them if it can, else the reader is woken."""
         self._is_queued = False
         outputs, self._outputs = self._outputs, []  # more may arrive while these are processed

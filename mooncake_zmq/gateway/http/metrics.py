@@ -12,13 +12,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.requests.history import GAP, GAP_BOUNDS_S, TOKENS, TTFT, TTFT_BOUNDS_S, histogram
 from mooncake_zmq.telemetry.metrics import families
 
-TTFT_BUCKETS_S = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1),
-    *(2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
-)
-ITL_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
 
@@ -49,10 +45,10 @@ class EdgeMetrics(Collector):
         self.registry = CollectorRegistry()
         self._waiting_and_running, self._counts, self._gauges = waiting_and_running, counts, gauges
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from a call to its first token.", TTFT_BUCKETS_S)
         # Of every token: what the library does for a histogram would take a tenth of the time that a token is given here.
         self._tokens = 0
-        self._gaps, self._gaps_s = [0] * (len(ITL_BUCKETS_S) + 1), 0.0
+        self._first, self._first_s = [0] * (len(TTFT_BOUNDS_S) + 1), 0.0
+        self._gaps, self._gaps_s = [0] * (len(GAP_BOUNDS_S) + 1), 0.0
         self._e2e = self._histogram("e2e_request_latency_seconds", "Seconds from a call to its end.", REQUEST_BUCKETS_S)
         self._queue = self._histogram(
             "request_queue_time_seconds", "Seconds that a request waited for its prefill.", REQUEST_BUCKETS_S
@@ -75,11 +71,13 @@ class EdgeMetrics(Collector):
                 self._tokens += 1
                 if times.first_token_at is None:
                     times.first_token_at = now
-                    self._ttft.observe(now - times.began_at)
+                    ttft_s = now - times.began_at
+                    self._first[bisect_left(TTFT_BOUNDS_S, ttft_s)] += 1
+                    self._first_s += ttft_s
                     self._prompt.inc(times.prompt_tokens)
                 else:
                     gap_s = now - times.last_token_at
-                    self._gaps[bisect_left(ITL_BUCKETS_S, gap_s)] += 1
+                    self._gaps[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
                     self._gaps_s += gap_s
                 times.last_token_at = now
             case Finished():
@@ -117,10 +115,19 @@ class EdgeMetrics(Collector):
         tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens delivered.", labels=labels)
         tokens.add_metric(values, self._tokens)
         yield tokens
-        bounds = [*map(floatToGoString, (*ITL_BUCKETS_S, math.inf))]
-        gaps = HistogramMetricFamily("vllm:inter_token_latency_seconds", "Seconds between two tokens.", labels=labels)
-        gaps.add_metric(values, [*zip(bounds, accumulate(self._gaps), strict=True)], self._gaps_s)
-        yield gaps
+        for name, text, bounds, counts, sum_s in (
+            ("time_to_first_token", "Seconds from a call to its first token.", TTFT_BOUNDS_S, self._first, self._first_s),
+            ("inter_token_latency", "Seconds between two tokens.", GAP_BOUNDS_S, self._gaps, self._gaps_s),
+        ):
+            family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=labels)
+            ends = [*map(floatToGoString, (*bounds, math.inf))]
+            family.add_metric(values, [*zip(ends, accumulate(counts), strict=True)], sum_s)
+            yield family
+
+    def counted(self) -> dict[str, float]:
+        """Return the tokens and both histograms as counters, for `gateway.requests.history`."""
+        ttft, gaps = histogram(TTFT, self._first), histogram(GAP, self._gaps)
+        return {TOKENS: self._tokens, **ttft, **gaps}
 
     def describe(self) -> list[Metric]:
         """Nothing: registering must not ask the actor, which may not run yet."""

@@ -4,6 +4,7 @@ A cordoned gateway first stops listening there, if other gateways serve the addr
 refuses calls itself, because an operator needs a gateway to uncordon it.
 """
 
+import asyncio
 import socket
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -15,10 +16,15 @@ from mooncake_zmq.core.watch import EVERY_S, STALE_S
 from mooncake_zmq.gateway.requests.cluster_snapshot import Seen
 
 if TYPE_CHECKING:  # all roles import this module, and only a gateway has the dependencies of an acceptor
-    from mooncake_zmq.gateway.http.acceptor import Door
+    from mooncake_zmq.gateway.http.acceptor import Acceptor
 
 LEAVE_S = 1.0
-"""Time between leaving a shared address and refusing calls: the last connections have sent their calls by then."""
+"""Least time between leaving a shared address and refusing calls."""
+MOST_LEAVE_S = 10.0
+"""Greatest time between them, while connections that were accepted last have sent no call: on a machine that is busy their
+clients may need seconds, and a call that is refused is an error of a request."""
+LOOK_S = 0.1
+"""Interval at which a gateway that ends looks whether it may refuse calls."""
 FRESH_S = 2.5 * EVERY_S
 """Greatest age of a report of another gateway that shows that it serves the address."""
 DECIDE_S = 2 * EVERY_S
@@ -35,21 +41,21 @@ class SharedAddress:
 
     def __init__(
         self,
-        door: "Door",
+        acceptor: "Acceptor",
         others: Collection[str],
         listen: Callable[[], socket.socket],
         deserted: Callable[[], bool],
     ) -> None:
-        self._acceptor, self._others, self._listen, self._deserted = door, others, listen, deserted
+        self._acceptor, self._others, self._listen, self._deserted = acceptor, others, listen, deserted
         self._asked_at: float | None = None
         self._left_at: float | None = None
         self._alone_at = float("-inf")
         """When no process listened there: older reports do not count."""
         self._failed = False
 
-    def mind(self, resting: bool, look: Callable[[], Seen]) -> bool:
+    def mind(self, cordoned: bool, look: Callable[[], Seen]) -> bool:
         """Leave the address, return to it, or neither; called at intervals. Return whether new calls are refused."""
-        if not resting:
+        if not cordoned:
             self._asked_at = None
             self._come_back()
             return False
@@ -57,7 +63,7 @@ class SharedAddress:
         self._asked_at = seen.now if self._asked_at is None else self._asked_at
         self._choose(seen)
         if self._left_at is not None:
-            return seen.now - self._left_at >= LEAVE_S
+            return _may_refuse(self._acceptor, seen.now - self._left_at)
         return seen.now - self._asked_at >= DECIDE_S or self._have_reported(seen)
 
     def _choose(self, seen: Seen) -> None:
@@ -85,13 +91,37 @@ class SharedAddress:
         self._acceptor.enter(listener)
 
     def _have_reported(self, seen: Seen) -> bool:
-        return len(self._reports(seen, FRESH_S)) == sum(name in seen.peers for name in self._others)
+        """Return whether all other gateways have. One that is missing may be there in a moment: it may have been late, or
+        this gateway itself."""
+        return len(self._reports(seen, FRESH_S)) == len(self._others)
 
     def _reports(self, seen: Seen, within_s: float) -> list[Report]:
         """Return the reports of other gateways that still count."""
         since = max(self._alone_at, seen.now - within_s)
-        reports = [seen.report(name) for name in self._others if name in seen.heard and seen.heard[name].at > since]
+        reports = [
+            seen.report(name) for name in self._others if name in seen.last_reports and seen.last_reports[name].at > since
+        ]
         return [report for report in reports if report is not None]
+
+
+def leave_first(acceptor: "Acceptor", then: Callable[[], None]) -> None:
+    """Leave the shared address, and call `then` once calls may be refused; for a gateway that ends."""
+    acceptor.leave()
+    left_at = acceptor.now()
+
+    def look() -> None:
+        if _may_refuse(acceptor, acceptor.now() - left_at):
+            then()
+        else:
+            asyncio.get_running_loop().call_later(LOOK_S, look)
+
+    look()
+
+
+def _may_refuse(acceptor: "Acceptor", since_s: float) -> bool:
+    """Return whether calls may be refused `since_s` after the address was left."""
+    some_silent = any(connection.cycle is None for connection in acceptor.connections)
+    return since_s >= (MOST_LEAVE_S if some_silent else LEAVE_S)
 
 
 def _serves(report: Report) -> bool:

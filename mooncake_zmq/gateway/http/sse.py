@@ -12,7 +12,7 @@ from mooncake_zmq.gateway.openai.responses import DONE, KEEP_ALIVE, Reply, serve
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
-Encode = Callable[[Reply, Callable[[], bytes]], Awaitable[bytes]]
+Encode = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 """A function that writes the new part of a reply, perhaps in a thread."""
 
 
@@ -77,12 +77,8 @@ class Stream:
     def _say_at_once(self, outputs: list[tuple[int, ClientOutput]]) -> bool:
         """Write tokens of an answer that has begun without waking its task, unless the client does not read for now: most
         outputs are such tokens."""
-        if not self._begun:
+        if not self._begun or not accept_tokens(self._call, self._reply, outputs):
             return False
-        for _, output in outputs:
-            if type(output) is not TokenOut:
-                return False
-        accept(self._call, self._reply, outputs)
         events = self._reply.news()
         if not events:
             return True
@@ -118,7 +114,7 @@ class Stream:
         await self._write({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def _news(self) -> bytes:
-        return await self._encode(self._reply, self._reply.news)
+        return await self._encode(self._reply.news)
 
     async def _say(self, events: bytes, *, last: bool = False) -> None:
         if not events:
@@ -152,3 +148,12 @@ def accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) ->
         choice.accept(output)
         if choice.was_cut:
             call.stop(index)
+
+
+def accept_tokens(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -> bool:
+    """Feed the choices, if all outputs are tokens: no task has to wake for them. Else return False."""
+    for _, output in outputs:
+        if type(output) is not TokenOut:
+            return False
+    accept(call, reply, outputs)
+    return True

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from mooncake_zmq.core.chat import PLAIN_CHAT, TEMPLATE_NAMES, ChatForm
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule
 from mooncake_zmq.gateway.openai.constraints import Constrained
 from mooncake_zmq.gateway.openai.errors import (
@@ -42,12 +43,20 @@ Prompt = str | list[int] | list[ChatTurn]
 _stops = msgspec.json.Decoder(Filled | Annotated[list[Filled], Meta(max_length=STOPS)] | None)
 STOPS_BYTES = 2 * STOPS * STOP_CHARS * len(r"\ud83d\ude42")
 """As JSON, in whatever way it is written; more is not even read."""
+STOP_TOKENS = 32
+STOP_TOKENS_BYTES = 32 * STOP_TOKENS
 BIASES = 1024
 _biases = msgspec.json.Decoder(Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES)] | None)
 BIASES_BYTES = 64 * BIASES
+VARIABLES_BYTES = 4096
+VARIABLE = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
+Scalar = Annotated[str, Meta(max_length=STOP_CHARS)] | int | float | bool | None
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+_variables = msgspec.json.Decoder(dict[str, Scalar] | None)
 _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
 _ids = msgspec.json.Decoder(list[TokenId])
+_stop_tokens = msgspec.json.Decoder(Annotated[list[TokenId], Meta(max_length=STOP_TOKENS)] | None)
 _lists_of_ids = msgspec.json.Decoder(list[list[TokenId]])
 _OPENING = re.compile(rb"\s*(?:\[\s*)?(.)", re.DOTALL)
 """Finds the first character of a prompt, behind the bracket of a list."""
@@ -63,7 +72,8 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Body(Constrained, frozen=True, kw_only=True):
     """The fields of both endpoints. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt, priority (a
-    lower one is earlier). Ours: ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none."""
+    lower one is earlier), stop_token_ids, include_stop_str_in_output, skip_special_tokens, truncate_prompt_tokens. Ours:
+    ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none."""
 
     model: str | None = None
     stream: bool | None = None
@@ -75,6 +85,11 @@ class Body(Constrained, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=1 << 24)] | None = None
     seed: Annotated[int, Meta(ge=-SEEDS, le=SEEDS - 1)] | None = None
     stop: msgspec.Raw = msgspec.Raw(b"null")
+    stop_token_ids: msgspec.Raw = NULL
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 48)] | None = None
+    """How many of the prompt's last tokens are used; -1: as many as leave room for the answer."""
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 48)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -117,6 +132,39 @@ class Body(Constrained, frozen=True, kw_only=True):
         with json_errors("stop"):
             found = _stops.decode(given)
         return [found] if isinstance(found, str) else found or []
+
+    def stop_tokens(self, model: ServedModel) -> tuple[int, ...]:
+        """The tokens that end an answer beside the model's own. Raises RequestError."""
+        given = bytes(self.stop_token_ids)
+        if len(given) > STOP_TOKENS_BYTES:
+            raise invalid("stop_token_ids", f"at most {STOP_TOKENS} token ids")
+        with json_errors("stop_token_ids"):
+            found = _stop_tokens.decode(given) or []
+        if found and max(found) >= model.vocab_size:
+            raise invalid("stop_token_ids", f"{max(found)} is no token id: the vocabulary has {model.vocab_size} ids")
+        return tuple(found)
+
+    def textless(self, stop: StopRule, model: ServedModel) -> frozenset[int]:
+        """The tokens whose text is no part of an answer."""
+        if self.include_stop_str_in_output:
+            return frozenset()
+        own = () if self.skip_special_tokens is False else model.tokenizer.eos_ids
+        return frozenset((*stop.eos_ids, *own))
+
+    def truncated(self, ids: list[int], model: ServedModel) -> list[int]:
+        """The last tokens of a prompt, as many as are asked for. Raises RequestError."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return ids
+        if kept == -1:
+            kept = model.max_model_len - (self.requested_tokens or 1)
+        if kept < 1:
+            raise invalid("truncate_prompt_tokens", "a prompt has one token at least, and leaves room for the answer")
+        return ids[-kept:]
+
+    def chat_form(self) -> ChatForm:
+        """How a conversation is written as a prompt. Raises RequestError."""
+        return PLAIN_CHAT
 
     @property
     def requested_tokens(self) -> int | None:
@@ -188,7 +236,8 @@ class Body(Constrained, frozen=True, kw_only=True):
         min_tokens = self.min_tokens or 0
         if min_tokens > max_tokens:
             raise invalid("min_tokens", f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be made")
-        eos_ids = () if self.ignore_eos else model.tokenizer.eos_ids
+        own = () if self.ignore_eos else model.tokenizer.eos_ids
+        eos_ids = tuple(dict.fromkeys((*own, *self.stop_tokens(model))))
         return StopRule(max_tokens=max_tokens, min_tokens=min_tokens, eos_ids=eos_ids)
 
 
@@ -217,8 +266,10 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     def prompts(self, model: ServedModel, max_prompts: int) -> list[Prompt]:
         """One prompt, or a list of them; a list of ids is one prompt."""
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise invalid("truncate_prompt_tokens", "echo repeats the whole prompt: leave one of the two out")
         if self.echoed_likeliest is not None and self.choices_per_prompt > 1:
-            raise invalid("n", "logprobs with echo tell of the prompt, for one choice: leave n out")
+            raise invalid("n", "logprobs with echo cover the prompt, for one choice only: leave n out")
         given = bytes(self.prompt)
         opening = _OPENING.match(given)
         first = opening[1] if opening else b""
@@ -295,7 +346,12 @@ class ChatBody(Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     parallel_tool_calls: bool | None = None  # type: ignore[assignment]
-    done: ClassVar[frozenset[str]] = frozenset({"tools", "tool_choice"})
+    add_generation_prompt: bool | None = None  # type: ignore[assignment]
+    continue_final_message: bool | None = None  # type: ignore[assignment]
+    reasoning_effort: Effort | None = None  # type: ignore[assignment]
+    done: ClassVar[frozenset[str]] = frozenset(
+        ("tools", "tool_choice", "add_generation_prompt", "continue_final_message", "reasoning_effort", "chat_template_kwargs")
+    )
 
     def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
         """See `Body`."""
@@ -315,7 +371,34 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
     def without_prompt(self) -> "ChatBody":
         """See `CompletionBody`."""
-        return msgspec.structs.replace(self, messages=[], tools=NULL)
+        return msgspec.structs.replace(self, messages=[], tools=NULL, chat_template_kwargs=NULL)
+
+    def chat_form(self) -> ChatForm:
+        """See `Body`."""
+        return chat_form(
+            bytes(self.chat_template_kwargs), self.add_generation_prompt, self.continue_final_message, self.reasoning_effort
+        )
+
+
+def chat_form(
+    kwargs: bytes, add_generation_prompt: bool | None, continue_final_message: bool | None, effort: Effort | None = None
+) -> ChatForm:
+    """How a conversation is written as a prompt, as a body's fields say. Raises RequestError."""
+    if continue_final_message and add_generation_prompt:
+        raise invalid("continue_final_message", "either the final message is continued or an answer begins: one of the two")
+    if len(kwargs) > VARIABLES_BYTES:
+        raise invalid("chat_template_kwargs", f"{len(kwargs)} bytes of JSON are more than {VARIABLES_BYTES}")
+    with json_errors("chat_template_kwargs"):
+        variables = _variables.decode(kwargs) or {}
+    for name in variables:
+        if name in TEMPLATE_NAMES:
+            raise invalid("chat_template_kwargs", f"{name} cannot be set here")
+        if not VARIABLE.fullmatch(name):
+            raise invalid("chat_template_kwargs", f"{quoted(name)} is no name of a template's variable")
+    if effort is not None:
+        variables = {"reasoning_effort": effort} | variables
+    continued = bool(continue_final_message)
+    return ChatForm(add_generation_prompt is not False and not continued, continued, variables)
 
 
 def turns_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[ChatTurn]:

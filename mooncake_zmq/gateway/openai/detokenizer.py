@@ -19,8 +19,10 @@ def stop_tables(stops: Sequence[str]) -> list[StopTable]:
 class StopScanner:
     """Finds the first stop string to be completed, holding back text that may be the start of one (Knuth-Morris-Pratt)."""
 
-    def __init__(self, stops: Sequence[StopTable]) -> None:
+    def __init__(self, stops: Sequence[StopTable], *, with_stop: bool = False) -> None:
+        """`with_stop`: the stop string that is found is a part of the text."""
         self._stops = stops
+        self._with_stop = with_stop
         self._matched = [0] * len(stops)
         self._held = ""
 
@@ -32,7 +34,7 @@ class StopScanner:
         for end in range(start, len(text)):
             found = self._step(text[end])
             if found:
-                return text[: end + 1 - found], True
+                return text[: end + 1 - (0 if self._with_stop else found)], True
         free = len(text) - max(self._matched)
         self._held = text[free:]
         return text[:free], False
@@ -96,12 +98,17 @@ class Choice:
         *,
         stops: Sequence[StopTable],
         min_tokens: int,
+        textless: frozenset[int],
+        with_stop: bool = False,
+        special: bool = False,
         echo: str,
         tools: Tools = NO_TOOLS,
         offsets: list[int] | None = None,
         silent: bool = False,
     ) -> None:
-        """`offsets`: those of the prompt's tokens, if their scores are asked for. `silent`: the answer itself is left out."""
+        """`textless`: the tokens whose text is left out. `with_stop`: the text has the stop string that ends it; `special`: the
+        names of special tokens. `offsets`: those of the prompt's tokens, if their scores are asked for. `silent`: the answer
+        itself is left out."""
         self.index = index
         self._silent = silent
         self.prompt_ids = prompt_ids
@@ -114,10 +121,10 @@ class Choice:
         self.pieces_taken = 0
         self.has_news = False
         """Whether any output arrived since the last `take`."""
-        self._eos_ids = model.tokenizer.eos_ids
+        self._textless = textless
         self._calls = tools.reader()
-        self._detokenizer = model.tokenizer.stream(special=tools.marked)
-        self._scanner = StopScanner(stops)
+        self._detokenizer = model.tokenizer.stream(special=tools.marked or special)
+        self._scanner = StopScanner(stops, with_stop=with_stop)
         self._min_tokens = min_tokens
         self._text = [echo]
         self._token_ids: list[int] = []
@@ -129,7 +136,7 @@ class Choice:
         """Characters of the text so far, held back or not."""
 
     def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
-        """Take the actor's next output; the text of an end-of-sequence token is no part of the answer."""
+        """Take the actor's next output; the text of a token that ends the answer is usually no part of it."""
         assert not self.has_ended
         if isinstance(output, TokenOut):
             if not self._silent:
@@ -155,11 +162,11 @@ class Choice:
         if output.logprob is not None:
             self._logprobs.append(output.logprob)
             self._offsets.append(self._chars)
-        if output.token not in self._eos_ids:
+        if output.token not in self._textless:
             self._add(self._detokenizer.push(output.token))
 
     @property
-    def tells_prompt(self) -> bool:
+    def has_prompt(self) -> bool:
         """True if the next piece has the scores of the prompt."""
         return bool(self._echoed_ids)
 

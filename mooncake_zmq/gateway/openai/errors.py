@@ -108,8 +108,8 @@ def json_errors(param: str | None = None) -> Iterator[None]:
     try:
         yield
     except msgspec.ValidationError as error:
-        # "... - at `$.stop[0]`" or "Object missing required field `prompt`"
-        found = re.search(r"`\$\.(\w+)|required field `(\w+)`$", str(error))
+        # "... - at `$.stop[0]`", "Object missing required field `prompt`" or "Object contains unknown field `foo`"
+        found = re.search(r"`\$\.(\w+)|(?:required|unknown) field `([^`]{1,200})`$", str(error))
         raise invalid(param or (found and (found[1] or found[2])), of_a_library(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(None, f"the body is not JSON: {of_a_library(error)}", "invalid_json") from None

@@ -1,12 +1,15 @@
 """Tokens' logarithmic probabilities in the two shapes that OpenAI gives them. PURE."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from mooncake_zmq.core.messages import TokenLogprob
 
 Piece = Callable[[int], bytes]
 """The bytes that a token stands for: perhaps a part of a character."""
+KEPT = 1 << 14
+"""Tokens whose texts are kept: an answer names the same likely ones again and again, twenty with each of its tokens."""
 
 
 def of_completion(
@@ -37,10 +40,16 @@ def of_chat(tokens: Sequence[int], logprobs: Sequence[TokenLogprob], piece: Piec
 
 
 def _entry(token: int, logprob: float, piece: Piece) -> dict[str, Any]:
-    raw = piece(token)
-    return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+    text, raw = _text_and_bytes(piece(token))
+    return {"token": text, "logprob": logprob, "bytes": raw}
 
 
+@lru_cache(KEPT)
+def _text_and_bytes(raw: bytes) -> tuple[str, tuple[int, ...]]:
+    return raw.decode(errors="replace"), tuple(raw)
+
+
+@lru_cache(KEPT)
 def text_of(raw: bytes) -> str:
     """The text of a token. Where no `bytes` stand beside it, a part of a character is written as OpenAI writes it."""
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway.openai.bodies import SEEDS, Body, ChatBody, ChatTurn, CompletionBody, Prompt, parse_body
@@ -80,9 +81,7 @@ def prepare(
     for prompt in prompts:
         common.add(prompt, prepared)
     if prepared.held_scores > (most := settings.max_held_scores // SCORES_SHARE):
-        text = (
-            f"an answer that is not streamed tells at most {most} probabilities: stream it, or lower max_tokens, n or logprobs"
-        )
+        text = f"an answer that is not streamed has at most {most} probabilities: stream it, or lower max_tokens, n or logprobs"
         raise invalid("logprobs", text)
     return prepared
 
@@ -103,6 +102,7 @@ class _Common:
     ) -> None:
         self._body, self._model, self._seed, self._stops = body, model, seed, stops
         self._tools, self._constraint = tools, constraint
+        self._form = body.chat_form()
         self._tenant = "" if tenant is None else tenant.name
         salt = body.cache_salt or ""
         self._salt = salt if tenant is None else tenant.salt(salt)
@@ -113,7 +113,8 @@ class _Common:
     def add(self, prompt: Prompt, prepared: Prepared) -> None:
         """Add the requests and choices for one prompt. Raises RequestError."""
         body, model, param = self._body, self._model, _param_of(self._body)
-        ids = tokenized(prompt, model, param, tools=self._tools.given)
+        ids = tokenized(prompt, model, param, form=self._form, tools=self._tools.given)
+        ids = body.truncated(ids, model)
         stop = body.stop_rule(len(ids), self._default_tokens, model, param)
         tokens = pack_tokens(ids)
         root, keys = model.hash_prompt(tokens, self._salt)
@@ -139,6 +140,9 @@ class _Common:
                 model,
                 stops=self._stops,
                 min_tokens=stop.min_tokens,
+                textless=body.textless(stop, model),
+                with_stop=bool(body.include_stop_str_in_output),
+                special=body.skip_special_tokens is False,
                 echo=echo,
                 tools=self._tools,
                 offsets=offsets,
@@ -158,7 +162,7 @@ class _Common:
             return echo, None
         self._scores_left -= len(ids) * (1 + likeliest)
         if self._scores_left < 0:
-            raise invalid("logprobs", f"an answer tells at most {MAX_SCORES} probabilities of its prompts")
+            raise invalid("logprobs", f"an answer has at most {MAX_SCORES} probabilities of its prompts")
         return echo, _offsets(ids, prompt, model)
 
 
@@ -239,18 +243,18 @@ def tokenized(
     param: str,
     *,
     special: bool = True,
-    answer: bool = True,
+    form: ChatForm = PLAIN_CHAT,
     tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """Its ids, at least one. `special`: with what the model puts before a text; `answer`: a conversation ends where the answer
-    begins; `tools`: which it may call. Raises RequestError."""
+    """Its ids, at least one. `special`: with what the model puts before a text; `form`: how a conversation is written;
+    `tools`: which it may call. Raises RequestError."""
     if isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt) if special else model.tokenizer.encode(prompt, special=False)
     elif isinstance(prompt[0], int):
         ids = [item for item in prompt if isinstance(item, int)]
     else:
         try:
-            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], answer, tools)
+            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], form, tools)
         except ValueError as error:
             raise invalid(param, of_a_library(error)) from None
     if not ids:

@@ -43,7 +43,6 @@ class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     function_call: Raw = NULL
     functions: Raw = NULL
     guided_decoding_backend: Raw = NULL
-    include_stop_str_in_output: Raw = NULL
     kv_transfer_params: Raw = NULL
     length_penalty: Raw = NULL
     logits_processors: Raw = NULL
@@ -52,14 +51,11 @@ class Unsupported(Harmless, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt_logprobs: Raw = NULL
     reasoning_effort: Raw = NULL
     service_tier: Raw = NULL
-    skip_special_tokens: Raw = NULL
     spaces_between_special_tokens: Raw = NULL
-    stop_token_ids: Raw = NULL
     store: Raw = NULL
     suffix: Raw = NULL
     tool_choice: Raw = NULL
     tools: Raw = NULL
-    truncate_prompt_tokens: Raw = NULL
     use_beam_search: Raw = NULL
     verbosity: Raw = NULL
     web_search_options: Raw = NULL
@@ -87,14 +83,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),

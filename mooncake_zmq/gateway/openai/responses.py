@@ -12,20 +12,23 @@ from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
 from mooncake_zmq.gateway.served_model import ServedModel
 
+LONG_SCORES = 2048
+"""Probabilities in a body that takes long to write: half a millisecond or more."""
+
 
 class Reply:
     """The JSON of one HTTP call, whole or in chunks."""
 
     def __init__(
-        self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, tells_reuse: bool = True
+        self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, shows_reuse: bool = True
     ) -> None:
-        """Begin a reply. `tells_reuse`: whether it says how much of the prompts was cached."""
+        """Begin a reply. `shows_reuse`: whether it says how much of the prompts was cached."""
         self.body = prepared.body
         self.choices = prepared.choices
         self._model = model
         self._chat = isinstance(self.body, ChatBody)
         self._request_id = request_id
-        self._tells_reuse = tells_reuse
+        self._shows_reuse = shows_reuse
         self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
         self._forms: dict[int, list[bytes]] = {}
         self._head = {
@@ -42,7 +45,13 @@ class Reply:
     @property
     def is_long(self) -> bool:
         """True if the next part has the scores of whole prompts, which take long to write."""
-        return any(choice.tells_prompt and choice.has_news for choice in self.choices)
+        return any(choice.has_prompt and choice.has_news for choice in self.choices)
+
+    @property
+    def is_long_as_whole(self) -> bool:
+        """True if the body of a call that does not stream takes long to write: it has many probabilities."""
+        scores = 0 if self.body.likeliest is None else self.completion_tokens * (1 + self.body.likeliest)
+        return scores > LONG_SCORES or self.is_long
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,6 +69,10 @@ class Reply:
         if self._chat and self.body.return_token_ids:
             body["prompt_token_ids"] = self.choices[0].prompt_ids
         return {**body, "usage": self._usage(), "mooncake": self._served()}
+
+    def encoded(self) -> bytes:
+        """Return the same as JSON."""
+        return msgspec.json.encode(self.whole())
 
     def news(self) -> bytes:
         """Return everything new, as server-sent events."""
@@ -170,7 +183,7 @@ class Reply:
 
     def _usage(self) -> dict[str, Any]:
         usage = _usage(self.prompt_tokens, self.completion_tokens)
-        served = self._served() if self._tells_reuse else None
+        served = self._served() if self._shows_reuse else None
         cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
         return {**usage, "prompt_tokens_details": cached}
 
@@ -186,7 +199,7 @@ class Reply:
             "cached_remote": sum(each.cached_remote for each in finished),
         }
         return {
-            **(reused if self._tells_reuse else dict.fromkeys(reused)),
+            **(reused if self._shows_reuse else dict.fromkeys(reused)),
             "prefill": finished[0].prefill,
             "decode": finished[0].decode,
             "attempts": finished[0].attempts,

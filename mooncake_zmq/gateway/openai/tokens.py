@@ -5,10 +5,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from mooncake_zmq.gateway.openai.bodies import ChatMessage, Prompt, parsed, read_ids, turns_of
+from mooncake_zmq.gateway.openai.bodies import ChatMessage, Prompt, chat_form, parsed, read_ids, turns_of
 from mooncake_zmq.gateway.openai.errors import RequestError, check_model
 from mooncake_zmq.gateway.openai.logprobs import text_of
 from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
+from mooncake_zmq.gateway.openai.rejected_params import NULL
 from mooncake_zmq.gateway.served_model import ServedModel
 
 
@@ -22,6 +23,8 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Adds the tokens that the model puts before a text, unless this is false; a conversation's template writes them itself."""
     add_generation_prompt: bool | None = None
     """Ends a conversation where the answer begins, unless this is false."""
+    continue_final_message: bool | None = None
+    chat_template_kwargs: msgspec.Raw = NULL
     return_token_strs: bool | None = None
 
 
@@ -39,9 +42,8 @@ def tokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
     prompt = _prompt(body, model)
     param = "prompt" if isinstance(prompt, str) else "messages"
     check_size(prompt, model, param)
-    ids = tokenized(
-        prompt, model, param, special=body.add_special_tokens is not False, answer=body.add_generation_prompt is not False
-    )
+    form = chat_form(bytes(body.chat_template_kwargs), body.add_generation_prompt, body.continue_final_message)
+    ids = tokenized(prompt, model, param, special=body.add_special_tokens is not False, form=form)
     strings = [text_of(model.tokenizer.piece(token)) for token in ids] if body.return_token_strs else None
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
     return msgspec.json.encode(answer)
@@ -62,6 +64,12 @@ def _prompt(body: TokenizeBody, model: ServedModel) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError(400, "give a prompt or messages, one of both", code="invalid_value", param="prompt")
     if body.prompt is not None:
+        asked = {
+            "continue_final_message": body.continue_final_message,
+            "chat_template_kwargs": body.chat_template_kwargs != NULL,
+        }
+        if name := next((name for name, given in asked.items() if given), None):
+            raise RequestError(400, f"{name} is for messages", code="invalid_value", param=name)
         return body.prompt
     if body.add_special_tokens:
         text = "add_special_tokens is for a prompt: of messages the chat template writes them"

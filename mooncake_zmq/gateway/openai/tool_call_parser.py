@@ -26,14 +26,14 @@ class Arguments:
     text: str
 
 
-Told = str | Begins | Arguments
+Piece = str | Begins | Arguments
 """A string is text beside calls."""
 
 
-def merged(told: Iterable[Told]) -> list[Told]:
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
     """Merge adjacent pieces of one kind."""
-    found: list[Told] = []
-    for kind, each in groupby(told, type):
+    found: list[Piece] = []
+    for kind, each in groupby(pieces, type):
         if kind is Begins:
             found += each
         elif kind is Arguments:
@@ -49,25 +49,25 @@ class Reader:
     def __init__(self) -> None:
         self._state: Callable[[str], None] = self._text
         """Takes the next character."""
-        self._told: list[Told] = []
+        self._pieces: list[Piece] = []
         self._held = ""
         """Holds back text that may be the beginning of a call."""
         self._call: _Call | None = None
 
-    def push(self, text: str) -> list[Told]:
+    def push(self, text: str) -> list[Piece]:
         """The pieces that are certain with this text."""
         for char in text:
             self._state(char)
         return self._take()
 
-    def flush(self) -> list[Told]:
+    def flush(self) -> list[Piece]:
         """Return the text that was held back and begins no call."""
         self._give_up()
         return self._take()
 
-    def _take(self) -> list[Told]:
-        told, self._told = self._told, []
-        return merged(told)
+    def _take(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return merged(pieces)
 
     def _text(self, char: str) -> None:
         """Take a character outside calls."""
@@ -95,8 +95,8 @@ class Reader:
             self._give_up()
             self._go(self._text, char)
             return
-        self._told += call.push(char)
-        if call.ended and call.told:
+        self._pieces += call.push(char)
+        if call.ended and call.is_begun:
             self._call, self._held = None, ""
             self._go(self._behind)
         elif call.ended:
@@ -106,9 +106,9 @@ class Reader:
         """Treat as text what was held back, and what follows."""
         call, self._call = self._call, None
         held, self._held = self._held, ""
-        if call is None or not call.told:
+        if call is None or not call.is_begun:
             held += "" if call is None else call.raw
-            self._told += [held] if held else []
+            self._pieces += [held] if held else []
         self._go(self._text)
 
 
@@ -121,7 +121,7 @@ class Marked(Reader):
         """Hold back what may become the mark."""
         held = self._held + char
         while not self.MARK.startswith(held):
-            self._told.append(held[0])
+            self._pieces.append(held[0])
             held = held[1:]
         self._held = held
         if held == self.MARK:
@@ -150,7 +150,7 @@ class Hermes(Marked):
         else:
             self._go(self._text, held)
 
-    def flush(self) -> list[Told]:
+    def flush(self) -> list[Piece]:
         """The text that was held back and begins no call; the end of a call that was cut short is dropped."""
         if self._state == self._behind:
             self._held = ""
@@ -215,7 +215,7 @@ class Llama(Reader):
             self._go(self._text, char)
 
     def _text(self, char: str) -> None:
-        self._told.append(char)
+        self._pieces.append(char)
 
     def _behind(self, char: str) -> None:
         if char == ";":
@@ -241,7 +241,7 @@ class _Call:
     def __init__(self, *, names: frozenset[str] | None = None, name: str | None = None) -> None:
         """`names`: of the tools; None: any may be called. `name`: stood before the object, which is the arguments alone."""
         self._raw: list[str] = []
-        self.told = False
+        self.is_begun = False
         self.ended = False
         self._names = names
         self._name = name
@@ -265,9 +265,9 @@ class _Call:
         """Return whether the text may continue like this."""
         return self._depth > 0 or char == "{" or char.isspace()
 
-    def push(self, char: str) -> list[Told]:
+    def push(self, char: str) -> list[Piece]:
         """The pieces that are certain with this text."""
-        if not self.told:
+        if not self.is_begun:
             self._raw.append(char)
         if self._string is None:
             self._outside(char)
@@ -313,11 +313,11 @@ class _Call:
         elif self._key in ARGUMENTS and not self._given:  # as JSON in a string
             self._given, self._pending = True, [word]
 
-    def _known(self) -> list[Told]:
+    def _known(self) -> list[Piece]:
         if self._name is None or (self._names is not None and self._name not in self._names):
             return []
-        found: list[Told] = [] if self.told else [Begins(self._name)]
-        self.told = True
+        found: list[Piece] = [] if self.is_begun else [Begins(self._name)]
+        self.is_begun = True
         self._raw.clear()
         if self.ended and not self._given:
             self._pending = ["{}"]

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused, check_depth, of_lark, schema_text, within_limits
-from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Hermes, Llama, Mistral, Reader, Told
+from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Hermes, Llama, Mistral, Piece, Reader
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
@@ -24,6 +24,7 @@ MAX_CALLS = 16
 """The most calls in an answer with a grammar."""
 MAX_READ_CALLS = 128
 """The most calls in any answer: further ones are left out."""
+CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
 CallForm = Literal["hermes", "llama3_json", "mistral"]
 FORMS: dict[CallForm, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
@@ -184,6 +185,8 @@ def _given(raw: bytes) -> tuple[list[dict[str, Any]], list[_Function]]:
     try:
         given = _tools.decode(raw) or []
         check_depth(given)
+        if other := next((kind for tool in given if (kind := tool.get("type", "function")) != "function"), None):
+            raise ValueError(f"tools are of type 'function', not {str(other)[:64]!r}: no other is supported")
         functions = [tool.function for tool in msgspec.convert(given, list[_Tool])]
         for function in functions:
             kind = (function.parameters or {}).get("type", "object")
@@ -197,8 +200,8 @@ def _given(raw: bytes) -> tuple[list[dict[str, Any]], list[_Function]]:
 def _chosen(raw: bytes) -> "Literal['none', 'auto', 'required'] | _Choice | None":
     try:
         chosen: Literal["none", "auto", "required"] | _Choice | None = _choice.decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise ConstraintRefused("tool_choice", str(error)[:200]) from None
+    except (ValueError, RecursionError):
+        raise ConstraintRefused("tool_choice", f"{CHOICES}, not {raw[:64].decode(errors='replace')}") from None
     return chosen
 
 
@@ -254,11 +257,59 @@ def _body(name: str, function: _Function, key: str, *, must: bool) -> list[str]:
     """One call's object. Where it need not come, the arguments alone of strict functions are held to their schema."""
     schema = function.parameters if must or function.strict else None
     try:
-        text = schema_text({"type": "object", **(schema or {})})
+        text = schema_text(_closed({"type": "object", **(schema or {})}))
     except ValueError as error:
         raise ConstraintRefused("tools", f"{function.name[:64]}: {error}") from None
     opening = json.dumps(f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": ')
     return [f'{name}: {opening} {name}_arguments "}}"', f"{name}_arguments: %json {text}"]
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects have the properties it names and no others, unless it says something about others: a small
+    model that may invent properties does not stop. A schema that combines objects is returned as it is."""
+    if _combines(schema):
+        return schema
+    closed: dict[str, Any] = _with_closed(schema)
+    return closed
+
+
+def _with_closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        name: {key: _with_closed(each) for key, each in value.items()}
+        if name in NAMED_SCHEMAS and isinstance(value, dict)
+        else value
+        if name in DATA
+        else _with_closed(value)
+        for name, value in schema.items()
+    }
+    return found | {"additionalProperties": False} if _is_open(schema) else found
+
+
+def _is_open(schema: dict[str, Any]) -> bool:
+    return bool(schema.get("properties")) and not schema.keys() & ABOUT_OTHERS
+
+
+def _combines(schema: Any) -> bool:
+    """Return whether an object's properties may stand in several schemas that hold together."""
+    if isinstance(schema, list):
+        return any(map(_combines, schema))
+    if not isinstance(schema, dict):
+        return False
+    several = isinstance(parts := schema.get("allOf"), list) and len(parts) > 1
+    beside = "properties" in schema and bool(schema.keys() & BESIDE)
+    return several or beside or any(map(_combines, schema.values()))
+
+
+NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+"""Keywords whose members are schemas by name."""
+DATA = ("const", "enum", "default", "examples")
+"""Keywords whose value is no schema."""
+ABOUT_OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+BESIDE = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
 def _several(one: str, between: str, most: int) -> str:
@@ -314,7 +365,7 @@ class CallReader:
         """Return the text that was held back and begins no call."""
         return self._pieces(self._reader.flush())
 
-    def _pieces(self, events: list[Told]) -> tuple[str, list[CallPiece]]:
+    def _pieces(self, events: list[Piece]) -> tuple[str, list[CallPiece]]:
         text, pieces = "", list[CallPiece]()
         for each in events:
             match each:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import MAX_RUN, StopRule, TokenLogprob
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.token_gaps import Gaps
 

@@ -5,12 +5,14 @@ The module keeps no state: functions take the reports and return JSON-able recor
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import Hello, Report
-from mooncake_zmq.core.shell import Tally
-from mooncake_zmq.core.watch import STALE_S, Heard
+from mooncake_zmq.core.watch import STALE_S, PeerReport
+from mooncake_zmq.gateway.requests.history import Step, failures, numbers, of, refusals
+from mooncake_zmq.gateway.requests.slowness import Slow, lasts, sentence, slow
 
 MAX_REASONS = 256
 """Limit on the degradations in a snapshot; of more, the first are shown."""
@@ -33,6 +35,15 @@ REASONS = (
     *("disk_not_written", "disk_not_read", "engine_gone", "keys_not_followed", "model_differs", "other_differs"),
 )
 """All reasons of a degradation: metrics show each of them, at zero if it does not apply."""
+ACTIONS = {
+    "disk": "df and dmesg on {host}; the SSD is tried again by itself",
+    "engine": "the log of the vLLM server on {host}",
+    "keys": "copy public_keys to {host} again",
+    "model": "install the same release, model and settings on both hosts, then restart {node}",
+    "other": "install the same release, model and settings on both hosts, then restart {node}",
+}
+"""Actions against a degradation, by the first word of its reason; against a node that is down: `START`."""
+START = "on {host}: systemctl start mooncake-{role}@{node}; its log says why it ended"
 MISS_REASONS = (
     *("never_stored", "evicted", "behind_another", "source_lacks", "slower_than_computing", "no_room", "too_late"),
     *("fetch_failed", "corrupt", "disk_failed", "denied"),
@@ -64,11 +75,15 @@ class Degraded:
     reason: str
     node: str
     text: str
+    since_s: float | None = None
+    """Seconds since it was first noted."""
+    action: str = ""
+    """Action of the operator, with the row of the alarms in docs/operating.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """All that a gateway knows. `heard`: the last reports of its peers and its own, by name."""
+    """All that a gateway knows. `last_reports`: the last reports of its peers and its own, by name."""
 
     now: float
     gateway: str
@@ -78,13 +93,19 @@ class Seen:
     listed: Sequence[Listed]
     peers: Mapping[str, Hello]
     refusals: Mapping[str, str] = field(default_factory=dict)
-    heard: Mapping[str, Heard] = field(default_factory=dict)
+    departed: Sequence[str] = ()
+    """Nodes that ended in order and have not come back."""
+    last_reports: Mapping[str, PeerReport] = field(default_factory=dict)
+    since: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Times at which degradations were first noted, by reason and node."""
+    steps: Sequence[Step] = ()
+    """The last five minutes of all gateways, the oldest step first."""
 
     def report(self, name: str) -> Report | None:
         """Return the recent report of a node; None if the node is down or has not reported."""
-        heard = self.heard.get(name)
+        received = self.last_reports.get(name)
         there = name in self.peers or name == self.gateway
-        return heard.report if heard is not None and there and self.now - heard.at <= STALE_S else None
+        return received.report if received is not None and there and self.now - received.at <= STALE_S else None
 
     def reports(self, *roles: str) -> list[Report]:
         """Return the reports of the nodes that have one of these roles now."""
@@ -98,14 +119,23 @@ class Seen:
 
 def degraded(seen: Seen) -> list[Degraded]:
     """Return everything that is degraded, in the order of the configuration."""
-    found = [each for node in seen.listed for each in _degraded(seen, node)]
+    found = [_explained(seen, node, each) for node in seen.listed for each in _degraded(seen, node)]
     return found[:MAX_REASONS]
 
 
+def _explained(seen: Seen, node: Listed, each: Degraded) -> Degraded:
+    """Return the degradation with what to do, and since when it has been known."""
+    first_at = seen.since.get((each.reason, each.node))
+    action = ACTIONS.get(each.reason.partition("_")[0], START).format(host=node.host, node=node.name, role=seen.role_of(node))
+    where = f"{action} (docs/operating.md, Alarms: {each.reason})"
+    return replace(each, since_s=None if first_at is None else round(seen.now - first_at, 1), action=where)
+
+
 def by_reason(found: Sequence[Degraded]) -> dict[str, float]:
-    """Return a gauge for each reason: the number of nodes that it applies to."""
+    """Return a gauge for each reason, the number of nodes that it applies to, and one for each of these nodes."""
     counted = Counter(each.reason for each in found)
-    return {f"degraded[reason={reason}]": counted[reason] for reason in REASONS}
+    nodes = {f"degraded_nodes[node={each.node},reason={each.reason}]": 1.0 for each in found}
+    return {f"degraded[reason={reason}]": counted[reason] for reason in REASONS} | nodes
 
 
 def _degraded(seen: Seen, node: Listed) -> Iterator[Degraded]:
@@ -125,7 +155,7 @@ def _degraded(seen: Seen, node: Listed) -> Iterator[Degraded]:
     if not gauges.get("store_ssd_writable", 1):
         yield Degraded("disk_not_written", name, f"the SSD of {name}'s store is full or fails: it is not written")
     if gauges.get("keys_not_followed"):
-        yield Degraded("keys_not_followed", name, f"{name} cannot follow its file public_keys: nobody is let in anew there")
+        yield Degraded("keys_not_followed", name, f"{name} cannot follow its file public_keys: it accepts no new connections")
     if seen.role_of(node) == "vllm" and not gauges.get("capacity_engines", 1):
         yield Degraded("engine_gone", name, f"the vLLM beside {name} does not answer")
     for peer, refusal in report.refused:
@@ -136,7 +166,8 @@ def _down(seen: Seen, node: Listed) -> Degraded:
     reason = f"{node.role.replace('-', '_')}_down"
     others = [each.name for each in seen.listed if each.role == node.role and each.name in seen.peers]
     alone = f": {others[0]} is alone" if node.role == "conductor" and len(others) == 1 else ""
-    return Degraded(reason, node.name, f"{node.name} ({node.role} on {node.host}) does not answer{alone}")
+    gone = "was stopped and is not back" if node.name in seen.departed else "does not answer"
+    return Degraded(reason, node.name, f"{node.name} ({node.role} on {node.host}) {gone}{alone}")
 
 
 def _kind_of(refusal: str) -> str:
@@ -144,36 +175,43 @@ def _kind_of(refusal: str) -> str:
     return "model_differs" if what == "model" else "other_differs"
 
 
-def verdict(status: str, found: Sequence[Degraded], resting: Sequence[str] = ()) -> str:
-    """Return the state of the cluster in one sentence. `resting`: texts on the nodes that an operator cordoned."""
+def verdict(status: str, found: Sequence[Degraded], cordoned: Sequence[str] = (), bad: Sequence[Slow] = ()) -> str:
+    """Return the state of the cluster in one sentence. `cordoned`: texts on the nodes that an operator cordoned; `bad`: the
+    numbers that are worse than they should be."""
     if status == "draining":
         return "This gateway takes no new calls: it is draining."
-    cordoned = f"; {_first(resting)}" if resting else ""
+    also = f"; {_first(cordoned)}" if cordoned else ""
     if status != "ok":
-        return f"The cluster does not serve: it is {status}{cordoned}."
-    return f"It serves, but {_first([each.text for each in found])}{cordoned}." if found else f"All is well{cordoned}."
+        return f"The cluster does not serve: it is {status}{also}."
+    worse = [*(f"{each.text}{_since(each)}" for each in found), *map(sentence, bad)]
+    return f"It serves, but {_first(worse)}{also}." if worse else f"All is well{also}."
+
+
+def _since(each: Degraded) -> str:
+    return "" if each.since_s is None else f", {lasts(each.since_s)}"
 
 
 def _first(texts: Sequence[str]) -> str:
     return f"{texts[0]}, and {len(texts) - 1} more" if len(texts) > 1 else texts[0]
 
 
-def picture(seen: Seen) -> dict[str, Any]:
+def snapshot(seen: Seen) -> dict[str, Any]:
     """Return the snapshot for operators: nodes, tiers, transfers of KV, hits and misses, rejections, errors of predictions."""
-    found = degraded(seen)
+    found, bad = degraded(seen), slow(seen.steps)
     gateways = _sum(seen.reports("gateway"))
     engines = _sum(seen.reports("prefill", "vllm"))
     pools = _sum(seen.reports("cache-node"))
     counted = engines + pools + _sum(seen.reports("conductor"))
-    rejected = _of(gateways, "requests_rejected", "reason")
-    nodes = [told_node(seen, node, found) for node in seen.listed]
-    resting = [f"{node['name']} is {node['state']}" for node in nodes if node["state"] in ("draining", "drained")]
+    nodes = [node_record(seen, node, found) for node in seen.listed]
+    cordoned = [f"{node['name']} is {node['state']}" for node in nodes if node["state"] in ("draining", "drained")]
     return {
         "gateway": seen.gateway,
         "model": seen.model,
         "status": "degraded" if seen.status == "ok" and found else seen.status,
-        "verdict": verdict(seen.status, found, resting),
+        "verdict": verdict(seen.status, found, cordoned, bad),
         "degraded": [asdict(each) for each in found],
+        "slow": [asdict(each) for each in bad],
+        "numbers": numbers(seen.steps),
         "nodes": nodes,
         "tiers": _tiers(seen),
         "flows": _flows(seen),
@@ -186,25 +224,25 @@ def picture(seen: Seen) -> dict[str, Any]:
         },
         "misses": {why: sum(counted[name] for name in names) for why, names in MISSES.items()},
         "requests": {
-            "finished": _of(gateways, "requests_finished", "reason"),
-            "failed": {code: count for code, count in _of(gateways, "requests_failed", "code").items() if code not in rejected},
-            "rejected": rejected | _turned_away(gateways),
+            "finished": of(gateways, "requests_finished"),
+            "failed": failures(gateways),
+            "rejected": refusals(gateways),
             "cancelled": gateways["requests_cancelled"],
             "attempts_retried": gateways["attempts_retried"],
         },
-        "predictions": {of: prediction(gateways, of) for of in ("ttft", "tbt")},
+        "predictions": {what: prediction(gateways, what) for what in ("ttft", "tbt")},
     }
 
 
-def told_node(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dict[str, Any]:
+def node_record(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dict[str, Any]:
     """Return the state of one node, with the reasons of `found` that apply to it."""
-    report, heard = seen.report(node.name), seen.heard.get(node.name)
+    report, received = seen.report(node.name), seen.last_reports.get(node.name)
     there = node.name in seen.peers or node.name == seen.gateway
     mine = [each.reason for each in found if each.node == node.name]
     role, draining = seen.role_of(node), report is not None and report.draining
     gauges = dict(report.gauges) if report is not None else {}
     left = sum(gauges.get(name, 0) for name in LEFT.get(role, ()))
-    done = draining and report is not None and report.resting and not left
+    done = draining and report is not None and report.cordoned and not left
     refused = node.name in seen.refusals
     state = (
         "refused"
@@ -226,17 +264,30 @@ def told_node(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dict[
         "state": state,
         "degraded": mine,
     }
-    if report is None or heard is None:
+    if report is None or received is None:
         return known
     return known | {
-        "incarnation": heard.incarnation,
+        "incarnation": received.incarnation,
         "uptime_s": report.uptime_s,
-        "age_s": round(seen.now - heard.at, 3),
-        "resting": report.resting,
+        "age_s": round(seen.now - received.at, 3),
+        "cordoned": report.cordoned,
         "left": left if draining else None,
         "gauges": gauges,
+        "process": _process(dict(report.counts), gauges),
         "moved": [{"kind": moved.kind, "peer": moved.peer, "bytes": moved.bytes} for moved in report.moved],
         "tiers": _tiers_of(role, gauges),
+    }
+
+
+def _process(counts: Mapping[str, float], gauges: Mapping[str, float]) -> dict[str, Any]:
+    """Return what a node's process uses and runs, as far as it reports that."""
+    labels = next((name.partition("[")[2][:-1] for name in gauges if name.startswith("release[")), "")
+    about = dict(pair.split("=", 1) for pair in labels.split(",") if pair)
+    return {
+        "cpu_s": counts.get("process_cpu_seconds"),
+        "resident_bytes": gauges.get("process_resident_bytes"),
+        "release": about.get("version", ""),
+        "code": about.get("code", ""),
     }
 
 
@@ -273,18 +324,6 @@ def _sum(reports: Sequence[Report]) -> Counter[str]:
         for name, value in report.counts:
             total[name] += int(value)
     return total
-
-
-def _of(counts: Mapping[str, int], base: str, label: str) -> dict[str, int]:
-    """Return the counters of a name by its one label."""
-    head = f"{base}[{label}="
-    return {name[len(head) : -1]: value for name, value in sorted(counts.items()) if name.startswith(head)}
-
-
-def _turned_away(gateways: Mapping[str, int]) -> dict[str, int]:
-    """Return the calls that never became requests, by reason: refused by the edge, or over a limit of their tenant."""
-    limited = sum(_of(gateways, "tenant_limited", "tenant").values())
-    return _of(gateways, "edge_rejected", "reason") | ({"limited": limited} if limited else {})
 
 
 def count_prediction(counts: Tally, of: str, actual_s: float, predicted_s: float) -> None:

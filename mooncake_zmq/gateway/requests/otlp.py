@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from mooncake_zmq import __version__
-from mooncake_zmq.gateway.requests.request_log import Account
+from mooncake_zmq.gateway.requests.request_log import RequestEntry
 from mooncake_zmq.gateway.requests.spans import CALLER, Branch, tree
 from mooncake_zmq.gateway.requests.traces import Names
 
@@ -35,14 +35,13 @@ SERVICE = "mooncake_zmq"
 EXPORTED, NOT_SAMPLED = "requests_exported", "requests_not_sampled"
 QUEUE_FULL, NOT_TAKEN = "requests_dropped[reason=queue_full]", "requests_dropped[reason=collector]"
 COUNTED = (EXPORTED, NOT_SAMPLED, QUEUE_FULL, NOT_TAKEN)
-OTEL = "pip install 'mooncake-zmq[otel]'"
 log = structlog.get_logger("otlp")
 
 
 class Ended(NamedTuple):
     """A request that ended, with the time of its end in ns of the wall clock."""
 
-    account: Account
+    entry: RequestEntry
     names: Names
     at_ns: int
 
@@ -60,7 +59,7 @@ def full_url(endpoint: str) -> str:
 
 
 class Otlp:
-    """The exporter of one gateway. `tell` queues a request that ended; `counts` shows what became of them."""
+    """The exporter of one gateway. `export` queues a request that ended; `counts` shows what became of them."""
 
     def __init__(self, endpoint: str, *, gateway: str, model: str, on_crash: Callable[[BaseException], None]) -> None:
         """Start the thread. Headers, certificates and compression are read from the usual OTEL_EXPORTER_OTLP_... variables."""
@@ -77,13 +76,13 @@ class Otlp:
         self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
         self._thread.start()
 
-    def tell(self, account: Account, names: Names) -> None:
+    def export(self, entry: RequestEntry, names: Names) -> None:
         """Queue a request that ended. Requests whose client marked the trace as not sampled are only counted."""
         if not names.sampled:
             self._count(NOT_SAMPLED)
             return
         try:
-            self._queue.put_nowait(Ended(account, names, time.time_ns()))
+            self._queue.put_nowait(Ended(entry, names, time.time_ns()))
         except queue.Full:
             self._count(QUEUE_FULL)
 
@@ -156,9 +155,9 @@ class _Spans:
         names = ended.names
         trace_id = int(names.trace_id, 16) if names.trace_id else secrets.randbits(128) or 1
         caller = int(names.parent_id, 16) if names.parent_id else 0
-        branches = tree(ended.account, names, model=self._model, gateway=self._gateway)
+        branches = tree(ended.entry, names, model=self._model, gateway=self._gateway)
         ids = [secrets.randbits(64) or 1 for _ in branches]
-        began_ns = ended.at_ns - round(ended.account.duration_s * NANOSECONDS)
+        began_ns = ended.at_ns - round(ended.entry.duration_s * NANOSECONDS)
         return [
             self._span(branch, trace_id, own, caller if branch.parent == CALLER else ids[branch.parent], began_ns)
             for branch, own in zip(branches, ids, strict=True)

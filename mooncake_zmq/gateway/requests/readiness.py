@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.core.actor import Effect, SetTimer, TimerKey
-from mooncake_zmq.core.messages import Hello, NodesHeard
+from mooncake_zmq.core.messages import Hello, NodesReported
 
 WAIT: TimerKey = ("ready",)
 ENGINES = ("prefill", "decode")
@@ -37,11 +37,11 @@ class Readiness:
     def __init__(self, conductors: Sequence[str], wait_s: float) -> None:
         self._conductors = conductors
         self._wait_s = wait_s
-        self._reports: dict[str, NodesHeard] = {}
+        self._reports: dict[str, NodesReported] = {}
         self._ready = False
         self._waiting = False
 
-    def heard(self, conductor: str, news: NodesHeard, peers: Mapping[str, Hello]) -> list[Effect]:
+    def on_report(self, conductor: str, news: NodesReported, peers: Mapping[str, Hello]) -> list[Effect]:
         """Take a conductor's report on the nodes from which it receives."""
         self._reports[conductor] = news
         return self.changed(peers)
@@ -76,7 +76,7 @@ class Readiness:
     def conductor(self, peers: Mapping[str, Hello]) -> str:
         """Return the first conductor that is up, a cordoned one only if all are; empty if none is up."""
         there = [name for name in self._conductors if name in peers]
-        return next((name for name in there if not self._rests(name)), there[0] if there else "")
+        return next((name for name in there if not self._is_cordoned(name)), there[0] if there else "")
 
-    def _rests(self, conductor: str) -> bool:
-        return conductor in self._reports and self._reports[conductor].resting
+    def _is_cordoned(self, conductor: str) -> bool:
+        return conductor in self._reports and self._reports[conductor].cordoned

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mooncake_zmq.core.actor_parts import Lifecycle, Named
 from mooncake_zmq.core.messages import (
     CancelRequest,
     Outcome,
@@ -14,7 +15,6 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     TokenLogprob,
 )
-from mooncake_zmq.core.shell import Lifecycle, Named
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, Finished, PromptLogprobs
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
@@ -165,6 +165,7 @@ class Request:
             begun=self.begun,
             waited_s=max(0.0, now - self.arrived_at),
             choices=choices,
+            tenant=client.tenant,
         )
 
     def start(self, now: float, placed: Placed, siblings: Sequence["Request"]) -> StartPrefill:

@@ -83,7 +83,7 @@ class Attempt:
 
 
 @dataclass(slots=True, kw_only=True)
-class Account:
+class RequestEntry:
     """The record of one request, open or ended."""
 
     request_id: str
@@ -111,12 +111,12 @@ class Account:
         return self.attempts[-1] if self.attempts else None
 
 
-class Accounts:
+class RequestLog:
     """The open records of one gateway. `ended` is called once with each record."""
 
-    def __init__(self, ended: Callable[[Account], None]) -> None:
+    def __init__(self, ended: Callable[[RequestEntry], None]) -> None:
         self._ended = ended
-        self._open: OrderedDict[str, Account] = OrderedDict()
+        self._open: OrderedDict[str, RequestEntry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -151,24 +151,24 @@ class Accounts:
                 self._close(now, self._open[request_id], CANCELLED)
 
     def _begin(self, now: float, request_id: str, client: ClientRequest) -> None:
-        account = self._of(now, request_id)
-        account.prompt_tokens, account.max_tokens = len(client.tokens) // 4, client.stop.max_tokens
-        account.tenant = client.tenant
-        account.ttft_slo_s, account.tbt_slo_s = client.ttft_slo_s, client.tbt_slo_s
+        entry = self._of(now, request_id)
+        entry.prompt_tokens, entry.max_tokens = len(client.tokens) // 4, client.stop.max_tokens
+        entry.tenant = client.tenant
+        entry.ttft_slo_s, entry.tbt_slo_s = client.ttft_slo_s, client.tbt_slo_s
 
-    def _of(self, now: float, request_id: str) -> Account:
-        account = self._open.get(request_id)
-        if account is None:
-            account = self._open[request_id] = Account(request_id=request_id, arrived_at=now)
+    def _of(self, now: float, request_id: str) -> RequestEntry:
+        entry = self._open.get(request_id)
+        if entry is None:
+            entry = self._open[request_id] = RequestEntry(request_id=request_id, arrived_at=now)
             if len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)
-        return account
+        return entry
 
     def _scheduled(self, now: float, conductor: str, schedule: Schedule) -> None:
-        account = self._of(now, schedule.request_id)
-        if account.last is None or account.last.number != schedule.attempt:
-            began_s = now - account.arrived_at
-            self._add(account, Attempt(number=schedule.attempt, began_s=began_s, conductor=conductor))
+        entry = self._of(now, schedule.request_id)
+        if entry.last is None or entry.last.number != schedule.attempt:
+            began_s = now - entry.arrived_at
+            self._add(entry, Attempt(number=schedule.attempt, began_s=began_s, conductor=conductor))
 
     def _shared(self, now: float, start: StartPrefill) -> None:
         """Record the attempts of siblings, which are placed with the first choice."""
@@ -177,19 +177,19 @@ class Accounts:
             return
         leader, led_since = found[1], found[0].arrived_at + found[1].began_s
         for sibling in start.siblings:
-            account = self._of(now, sibling.request_id)
-            self._add(account, replace(leader, number=sibling.attempt, began_s=led_since - account.arrived_at))
+            entry = self._of(now, sibling.request_id)
+            self._add(entry, replace(leader, number=sibling.attempt, began_s=led_since - entry.arrived_at))
 
-    def _add(self, account: Account, attempt: Attempt) -> None:
-        account.made += 1
-        account.attempts.append(attempt)
-        if len(account.attempts) > MAX_ATTEMPTS:
-            del account.attempts[1]
+    def _add(self, entry: RequestEntry, attempt: Attempt) -> None:
+        entry.made += 1
+        entry.attempts.append(attempt)
+        if len(entry.attempts) > MAX_ATTEMPTS:
+            del entry.attempts[1]
 
     def _received(self, now: float, sender: str, message: Message) -> None:
         match message:
-            case TokensDecoded(accounts=accounts):
-                for times in accounts:
+            case TokensDecoded(times=all_times):
+                for times in all_times:
                     found = self._attempt(times.request_id, times.attempt)
                     if found is not None and found[1].decode == sender:
                         _decoded(found[1], times)
@@ -208,10 +208,10 @@ class Accounts:
                 if found is not None and found[1].prefill == sender and found[1].ended_s is None:
                     _first(*found, message, now - found[0].arrived_at)
 
-    def _attempt(self, request_id: str, number: int) -> tuple[Account, Attempt] | None:
-        account = self._open.get(request_id)
-        attempt = account.last if account is not None else None
-        return None if account is None or attempt is None or attempt.number != number else (account, attempt)
+    def _attempt(self, request_id: str, number: int) -> tuple[RequestEntry, Attempt] | None:
+        entry = self._open.get(request_id)
+        attempt = entry.last if entry is not None else None
+        return None if entry is None or attempt is None or attempt.number != number else (entry, attempt)
 
     def _outcome(self, ended: RequestEnded) -> None:
         found = self._attempt(ended.request_id, ended.attempt)
@@ -220,24 +220,24 @@ class Accounts:
             attempt.ttft_s, attempt.tbt_s, attempt.tokens = outcome.ttft_s, outcome.tbt_s, outcome.output_tokens
 
     def _attempt_over(self, now: float, request_id: str, why: str) -> None:
-        account = self._open.get(request_id)
-        if account is not None and account.last is not None and account.last.ended_s is None:
-            account.last.ended_s, account.last.why = now - account.arrived_at, why
+        entry = self._open.get(request_id)
+        if entry is not None and entry.last is not None and entry.last.ended_s is None:
+            entry.last.ended_s, entry.last.why = now - entry.arrived_at, why
 
     def _over(self, now: float, request_id: str, end: Finished | Failed) -> None:
-        account = self._of(now, request_id)
+        entry = self._of(now, request_id)
         if isinstance(end, Failed):
-            self._close(now, account, end.code)
+            self._close(now, entry, end.code)
             return
-        account.prompt_tokens, account.completion_tokens = end.prompt_tokens, end.completion_tokens
-        account.cached = end.cached_own, end.cached_local, end.cached_remote
-        self._close(now, account, end.reason)
+        entry.prompt_tokens, entry.completion_tokens = end.prompt_tokens, end.completion_tokens
+        entry.cached = end.cached_own, end.cached_local, end.cached_remote
+        self._close(now, entry, end.reason)
 
-    def _close(self, now: float, account: Account, outcome: str) -> None:
-        self._attempt_over(now, account.request_id, outcome)
-        account.outcome, account.duration_s = outcome, now - account.arrived_at
-        del self._open[account.request_id]
-        self._ended(account)
+    def _close(self, now: float, entry: RequestEntry, outcome: str) -> None:
+        self._attempt_over(now, entry.request_id, outcome)
+        entry.outcome, entry.duration_s = outcome, now - entry.arrived_at
+        del self._open[entry.request_id]
+        self._ended(entry)
 
 
 def _placed(attempt: Attempt, message: Placed, now_s: float) -> None:
@@ -246,9 +246,9 @@ def _placed(attempt: Attempt, message: Placed, now_s: float) -> None:
     attempt.predicted_ttft_s, attempt.predicted_tbt_s = message.ttft_s, message.tbt_s
 
 
-def _first(account: Account, attempt: Attempt, message: FirstToken, now_s: float) -> None:
+def _first(entry: RequestEntry, attempt: Attempt, message: FirstToken, now_s: float) -> None:
     attempt.first_s = now_s
-    account.first_s = now_s if account.first_s is None else account.first_s
+    entry.first_s = now_s if entry.first_s is None else entry.first_s
     attempt.cached_own, attempt.cached_local, attempt.cached_remote = message.own, message.local, message.remote
     attempt.queue_s, attempt.prepare_s = message.queue_s, message.prepare_s
     attempt.load_s, attempt.prefill_s = message.load_s, max(0.0, message.prefill_s - message.prepare_s)
@@ -269,7 +269,7 @@ def _why(event: Event) -> str:
         case Received(_, Placed(prefill=prefill, decode=decode)):
             return f"{prefill} or {decode} is not there"
         case Received(sender, FirstToken() | TokensDecoded()):
-            return f"{sender} tells of tokens that the model does not have"
+            return f"{sender} has tokens that the model does not have"
         case PeerDown(peer, reason):
             return f"{peer} is down: {reason}"
         case TimerFired(("stall", *_)):
@@ -278,6 +278,26 @@ def _why(event: Event) -> str:
             return "the gateway stops"
         case _:
             return type(event).__name__
+
+
+# --- judgement
+
+
+@dataclass(frozen=True, slots=True)
+class Slos:
+    """The deployment's SLOs in seconds, for requests that bring none of their own; 0 and None: no SLO."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+    def judge(self, entry: RequestEntry) -> list[tuple[str, bool]]:
+        """Return, for each SLO of a request that began to answer, what it is on and whether it was met."""
+        last = entry.last
+        pairs = (
+            ("ttft", entry.first_s, self.ttft_s if entry.ttft_slo_s is None else entry.ttft_slo_s),
+            ("tbt", last.tbt_s if last is not None else None, self.tbt_s if entry.tbt_slo_s is None else entry.tbt_slo_s),
+        )
+        return [(of, was_s <= slo_s) for of, was_s, slo_s in pairs if was_s is not None and slo_s]
 
 
 # --- output
@@ -294,9 +314,9 @@ class Span:
     duration_s: float
 
 
-def spans(account: Account) -> list[Span]:
+def spans(entry: RequestEntry) -> list[Span]:
     """Return the spans of a request by node, in the order of its attempts."""
-    return [span for attempt in account.attempts for span in _spans(attempt, account.duration_s)]
+    return [span for attempt in entry.attempts for span in _spans(attempt, entry.duration_s)]
 
 
 def _spans(attempt: Attempt, over_s: float) -> Iterator[Span]:
@@ -327,41 +347,41 @@ def _spans(attempt: Attempt, over_s: float) -> Iterator[Span]:
     yield Span("decode", attempt.decode, number, decoding_s, attempt.decode_s)
 
 
-def told(account: Account) -> dict[str, Any]:
+def as_json(entry: RequestEntry) -> dict[str, Any]:
     """Return the whole record, for JSON."""
-    whole = asdict(account)
+    whole = asdict(entry)
     del whole["arrived_at"]
     own, local, remote = whole.pop("cached")
     return whole | {
         "cached_own": own,
         "cached_local": local,
         "cached_remote": remote,
-        "spans": [asdict(span) for span in spans(account)],
+        "spans": [asdict(span) for span in spans(entry)],
     }
 
 
-def line(account: Account) -> dict[str, Any]:
+def line(entry: RequestEntry) -> dict[str, Any]:
     """Return the fields of a log line: actual and predicted times, and why attempts were given up."""
-    last = account.last or Attempt(number=0, began_s=0.0, conductor="")
-    own, local, remote = account.cached
+    last = entry.last or Attempt(number=0, began_s=0.0, conductor="")
+    own, local, remote = entry.cached
     return {
-        "outcome": account.outcome,
-        "tenant": account.tenant,
-        "duration_s": _rounded(account.duration_s),
-        "prompt_tokens": account.prompt_tokens,
-        "completion_tokens": account.completion_tokens,
+        "outcome": entry.outcome,
+        "tenant": entry.tenant,
+        "duration_s": _rounded(entry.duration_s),
+        "prompt_tokens": entry.prompt_tokens,
+        "completion_tokens": entry.completion_tokens,
         "cached_own": own,
         "cached_local": local,
         "cached_remote": remote,
-        "first_s": _rounded(account.first_s),
+        "first_s": _rounded(entry.first_s),
         "ttft_s": _rounded(last.ttft_s),
         "predicted_ttft_s": _rounded(last.predicted_ttft_s),
         "tbt_s": _rounded(last.tbt_s),
         "predicted_tbt_s": _rounded(last.predicted_tbt_s),
         "prefill": last.prefill,
         "decode": last.decode,
-        "attempts": account.made,
-        "given_up": [f"{each.number} {each.prefill}>{each.decode}: {each.why}" for each in account.attempts[:-1]],
+        "attempts": entry.made,
+        "given_up": [f"{each.number} {each.prefill}>{each.decode}: {each.why}" for each in entry.attempts[:-1]],
     }
 
 

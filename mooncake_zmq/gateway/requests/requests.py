@@ -13,6 +13,7 @@ from msgspec import structs
 
 from mooncake_zmq.core.actor import (
     CancelTimer,
+    CordonWanted,
     DrainTimedOut,
     DrainWanted,
     Effect,
@@ -21,7 +22,6 @@ from mooncake_zmq.core.actor import (
     PeerDown,
     PeerUp,
     Received,
-    RestWanted,
     Send,
     SetTimer,
     Started,
@@ -30,13 +30,14 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.actor_parts import Lifecycle, Tally
+from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
     FirstToken,
     Hello,
-    NodesHeard,
+    NodesReported,
     Placed,
     PromptScored,
     Rejected,
@@ -45,7 +46,6 @@ from mooncake_zmq.core.messages import (
     TokenLogprob,
     TokensDecoded,
 )
-from mooncake_zmq.core.shell import Lifecycle, Tally
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import (
     ClientGone,
@@ -80,7 +80,7 @@ class Requests:
         self._requests: dict[str, Request] = {}
         self._families = Families()
         self._readiness = Readiness(settings.conductors, settings.ready_wait_s)
-        self._leaving = Leaving("", self.counts)
+        self._drain = Drain("", self.counts)
 
     @property
     def cluster(self) -> ClusterView:
@@ -90,7 +90,7 @@ class Requests:
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
         effects = self._dispatch(now, event)
-        return effects + self._leaving.drained(idle=not self._requests) if self._leaving.leaves else effects
+        return effects + self._drain.drained(idle=not self._requests) if self._drain.leaves else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -112,8 +112,8 @@ class Requests:
                 return self._on_scored(now, sender, message)
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
-            case Received(sender, NodesHeard() as message):
-                return self._readiness.heard(sender, message, self._peers)
+            case Received(sender, NodesReported() as message):
+                return self._readiness.on_report(sender, message, self._peers)
             case PeerUp() as up:
                 return self._on_peer_up(now, up)
             case PeerDown(peer, _):
@@ -132,13 +132,13 @@ class Requests:
                 limit = f"no answer within {self._settings.deadline_s:g} s"
                 return [] if late is None else self._fail(late, Failed(status=504, code="deadline_exceeded", message=limit))
             case DrainWanted():
-                self._leaving.drain()
+                self._drain.drain()
                 return []
-            case RestWanted(resting):
-                self._leaving.rest(resting)
+            case CordonWanted(cordoned):
+                self._drain.set_cordon(cordoned)
                 return []
             case DrainTimedOut():
-                self._leaving.drain()
+                self._drain.drain()
                 return self._hand_over()
             case Received(_, message):
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
@@ -167,7 +167,7 @@ class Requests:
         """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
-            "draining": self._leaving.draining,
+            "draining": self._drain.draining,
             "cluster": asdict(self.cluster),
             "predictions": {of: prediction(self.counts, of) for of in ("ttft", "tbt")},
             "peers": {name: hello.role for name, hello in self._peers.items()},
@@ -180,9 +180,9 @@ class Requests:
         choices = ((request_id, client.sampling.seed), *client.siblings)
         if any(each in self._requests for each, _ in choices):
             return []
-        if self._leaving.draining or len(self._requests) + len(choices) > self._settings.max_open:
+        if self._drain.draining or len(self._requests) + len(choices) > self._settings.max_open:
             self.counts.add("requests_refused", len(choices))
-            why = "the gateway is draining: try another one" if self._leaving.draining else "too many open requests"
+            why = "the gateway is draining: try another one" if self._drain.draining else "too many open requests"
             refused = Failed(status=503, code="overloaded", message=why, retry_after_s=1.0)
             return [ToClient(each, refused) for each, _ in choices]
         timers: list[Effect] = []

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mooncake_zmq.gateway.requests.request_log import CANCELLED, Account, Attempt, spans
+from mooncake_zmq.gateway.requests.request_log import CANCELLED, Attempt, RequestEntry, spans
 from mooncake_zmq.gateway.requests.traces import Names
 
 WELL = ("stop", "length", CANCELLED)
@@ -25,44 +25,44 @@ class Branch:
     failed: str = ""
 
 
-def tree(account: Account, names: Names, *, model: str, gateway: str) -> list[Branch]:
+def tree(entry: RequestEntry, names: Names, *, model: str, gateway: str) -> list[Branch]:
     """Return the spans of the request, its attempts, and the nodes' work for each."""
-    failed = "" if account.outcome in WELL else account.outcome
-    request = _of_request(account, names, model, gateway)
-    branches = [Branch("request", CALLER, 0.0, account.duration_s, request, failed)]
+    failed = "" if entry.outcome in WELL else entry.outcome
+    request = _of_request(entry, names, model, gateway)
+    branches = [Branch("request", CALLER, 0.0, entry.duration_s, request, failed)]
     places: dict[int, int] = {}
-    for attempt in account.attempts:
+    for attempt in entry.attempts:
         places[attempt.number] = len(branches)
-        branches.append(_of_attempt(account, attempt))
-    for span in spans(account):
+        branches.append(_of_attempt(entry, attempt))
+    for span in spans(entry):
         attributes: dict[str, Value] = {"mooncake.node": span.node, "mooncake.attempt": span.attempt}
         branches.append(Branch(span.name, places[span.attempt], span.start_s, max(0.0, span.duration_s), attributes))
     return branches
 
 
-def _of_request(account: Account, names: Names, model: str, gateway: str) -> dict[str, Value]:
-    own, local, remote = account.cached
+def _of_request(entry: RequestEntry, names: Names, model: str, gateway: str) -> dict[str, Value]:
+    own, local, remote = entry.cached
     values: dict[str, Value | None] = {
         "gen_ai.request.model": model,
-        "gen_ai.request.max_tokens": account.max_tokens,
-        "gen_ai.usage.input_tokens": account.prompt_tokens,
-        "gen_ai.usage.output_tokens": account.completion_tokens,
-        "gen_ai.response.finish_reasons": (account.outcome,),
-        "gen_ai.latency.time_to_first_token": account.first_s,
-        "mooncake.request_id": account.request_id,
+        "gen_ai.request.max_tokens": entry.max_tokens,
+        "gen_ai.usage.input_tokens": entry.prompt_tokens,
+        "gen_ai.usage.output_tokens": entry.completion_tokens,
+        "gen_ai.response.finish_reasons": (entry.outcome,),
+        "gen_ai.latency.time_to_first_token": entry.first_s,
+        "mooncake.request_id": entry.request_id,
         "mooncake.client_request_id": names.client_id or None,
-        "mooncake.tenant": account.tenant or None,
+        "mooncake.tenant": entry.tenant or None,
         "mooncake.gateway": gateway,
         "mooncake.cached_tokens.own": own,
         "mooncake.cached_tokens.local": local,
         "mooncake.cached_tokens.remote": remote,
-        "mooncake.attempts": account.made,
+        "mooncake.attempts": entry.made,
     }
     return dict(_known(values))
 
 
-def _of_attempt(account: Account, attempt: Attempt) -> Branch:
-    ended_s = account.duration_s if attempt.ended_s is None else attempt.ended_s
+def _of_attempt(entry: RequestEntry, attempt: Attempt) -> Branch:
+    ended_s = entry.duration_s if attempt.ended_s is None else attempt.ended_s
     values: dict[str, Value | None] = {
         "mooncake.attempt": attempt.number,
         "mooncake.conductor": attempt.conductor,

@@ -28,6 +28,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SALT = re.compile(r"[0-9a-z]{0,32}")
 
 
+SHARE = 0.5
+"""Default limit on the share of a gateway's slots that one tenant may have, so that it never has them all."""
 HANGUPS = 20
 """Default limit on the calls a second that a tenant's clients may abandon."""
 
@@ -56,7 +58,7 @@ class Tenant:
     requests: int = 0
     tokens: int = 0
     hangups: int = HANGUPS
-    share: float = 1.0
+    share: float = SHARE
     role: Role = "user"
     priority: int = 0
     slo: SloRight = ""
@@ -80,7 +82,7 @@ class Tenant:
         """Return the tenant's line of a file."""
         limits = [f"requests={self.requests}"] * bool(self.requests) + [f"tokens={self.tokens}"] * bool(self.tokens)
         limits += [f"hangups={self.hangups}"] * (self.hangups != HANGUPS)
-        limits += [f"share={self.share:g}"] * (self.share != 1) + [f"role={self.role}"] * (self.role != "user")
+        limits += [f"share={self.share:g}"] * (self.share != SHARE) + [f"role={self.role}"] * (self.role != "user")
         limits += [f"priority={self.priority}"] * bool(self.priority) + [f"slo={self.slo}"] * bool(self.slo)
         limits += [f"salt={self.own_salt}"] * bool(self.own_salt)
         return ":".join((self.name, self.digest, *([",".join(limits)] if limits else [])))

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from mooncake_zmq.gateway.requests.request_log import Account, told
+from mooncake_zmq.gateway.requests.request_log import CANCELLED, RequestEntry, Slos, as_json
+from mooncake_zmq.gateway.requests.slowness import FAR, FAR_S
 
 MAX_TRACES = 2048
 """Limit on the requests kept, a few KiB each: the oldest are dropped first."""
@@ -13,7 +14,12 @@ MAX_OPEN = 8192
 MAX_FOUND = 128
 """Limit on the requests found by one name: choices of a call, or calls to which a client gave one name."""
 RECENT = 24
-"""Number of requests in a snapshot of the cluster."""
+"""Number of requests in a snapshot of the cluster, and of those that a filter finds."""
+ANSWERED = ("stop", "length", CANCELLED)
+"""Outcomes that are no failure."""
+
+
+NO_SLOS = Slos()
 
 
 class Names(NamedTuple):
@@ -28,12 +34,26 @@ class Names(NamedTuple):
     """Whether its trace is to be exported: true unless the client's traceparent says otherwise."""
 
 
-class Traces:
-    """The names of open requests and the records of the last ones that ended."""
+class Wanted(NamedTuple):
+    """A filter of requests that ended: each field that is set excludes others."""
 
-    def __init__(self) -> None:
+    failed: bool = False
+    """Refused ones too."""
+    slow: bool = False
+    """Beyond an SLO, or with a first token after more than twice the predicted time."""
+    tenant: str = ""
+
+
+ALL = Wanted()
+
+
+class Traces:
+    """The names of open requests and the records of the last ones that ended. `slos`: those of requests without their own."""
+
+    def __init__(self, slos: Slos = NO_SLOS) -> None:
+        self._slos = slos
         self._names: OrderedDict[str, Names] = OrderedDict()
-        self._ended: deque[tuple[Names, Account]] = deque(maxlen=MAX_TRACES)
+        self._ended: deque[tuple[Names, RequestEntry]] = deque(maxlen=MAX_TRACES)
 
     def name(self, request_ids: Sequence[str], names: Names) -> None:
         """Note the names of a call for its requests."""
@@ -42,24 +62,43 @@ class Traces:
             if len(self._names) > MAX_OPEN:
                 self._names.popitem(last=False)
 
-    def end(self, account: Account) -> Names:
+    def end(self, entry: RequestEntry) -> Names:
         """Keep the record of a request that ended. Return the names of its call."""
-        names = self._names.pop(account.request_id, Names(account.request_id))
-        self._ended.append((names, account))
+        names = self._names.pop(entry.request_id, Names(entry.request_id))
+        self._ended.append((names, entry))
         return names
 
     def find(self, wanted: str) -> list[dict[str, Any]]:
         """Return the last ended requests with this name, for JSON: `MAX_FOUND` at most."""
         known = (each for each in reversed(self._ended) if wanted in each[0][:3] or wanted == each[1].request_id)
-        return [_record(names, account) for names, account in islice(known, MAX_FOUND if wanted else 0)][::-1]
+        return [_record(names, entry) for names, entry in islice(known, MAX_FOUND if wanted else 0)][::-1]
 
-    def recent(self) -> list[dict[str, Any]]:
-        """Return the last ended requests, the newest first."""
-        return [_record(names, account) for names, account in islice(reversed(self._ended), RECENT)]
+    def recent(self, now: float, wanted: Wanted = ALL) -> list[dict[str, Any]]:
+        """Return the last ended requests that pass a filter, the newest first, each with its age in seconds."""
+        passing = (each for each in reversed(self._ended) if self._passes(each[1], wanted))
+        return [
+            {**_record(names, entry), "ago_s": round(now - entry.arrived_at - entry.duration_s, 3)}
+            for names, entry in islice(passing, RECENT)
+        ]
+
+    def _passes(self, entry: RequestEntry, wanted: Wanted) -> bool:
+        if wanted.tenant and entry.tenant != wanted.tenant:
+            return False
+        if wanted.failed and entry.outcome in ANSWERED:
+            return False
+        return not wanted.slow or self._is_slow(entry)
+
+    def _is_slow(self, entry: RequestEntry) -> bool:
+        last = entry.last
+        if not all([met for _, met in self._slos.judge(entry)]):
+            return True
+        if last is None or last.ttft_s is None or last.predicted_ttft_s is None:
+            return False
+        return last.ttft_s > FAR * last.predicted_ttft_s and last.ttft_s - last.predicted_ttft_s > FAR_S
 
 
-def _record(names: Names, account: Account) -> dict[str, Any]:
-    return {"id": names.id, "x_request_id": names.client_id, "trace_id": names.trace_id, **told(account)}
+def _record(names: Names, entry: RequestEntry) -> dict[str, Any]:
+    return {"id": names.id, "x_request_id": names.client_id, "trace_id": names.trace_id, **as_json(entry)}
 
 
 def names_of(own_id: str, client_id: str, traceparent: str) -> Names:

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.reproduce.figure import Conclusion, Figure
 
@@ -21,14 +21,10 @@ def as_json(figure: Figure) -> dict[str, Any]:
     return found
 
 
-def show(figure: Figure, console: Console) -> None:
+def show(figure: Figure) -> None:
     """Print the figure."""
-    console.print(_rows(figure))
-    for conclusion in figure.conclusions:
-        console.print(sentence(conclusion), markup=False, highlight=False)
-    for note in figure.notes:
-        console.print(f"  {note}", markup=False, highlight=False)
-    console.print(_settings(figure))
+    tables.show([_rows(figure)], [*map(sentence, figure.conclusions), *(f"  {note}" for note in figure.notes)])
+    tables.show([_settings(figure)])
 
 
 def sentence(conclusion: Conclusion) -> str:
@@ -42,9 +38,8 @@ def sentence(conclusion: Conclusion) -> str:
 
 
 def _rows(figure: Figure) -> Table:
-    table = Table(title=figure.title, title_justify="left")
-    for column in ("what", "unit", "ours", "paper", "ours / paper"):
-        table.add_column(column, justify="left" if column in ("what", "unit") else "right", no_wrap=True)
+    columns = ("what", "unit", "ours", "paper", "ours / paper")
+    table = tables.empty(figure.title, columns, text=columns[:2])
     for row in figure.rows:
         paper = "shape only" if row.paper is None else f"{row.paper:.4g}"
         ratio = f"{row.ours / row.paper:.2f}" if row.paper else ""

@@ -20,6 +20,7 @@ def drain(gateways: Gateways, node: str, console: Console, *, within_s: float) -
     try:
         gateway, state = gateways.order(_path(node), "POST")
         console.print(f"{node} takes nothing new, as {gateway} sees it", highlight=False)
+        _warn_of_gap(gateways, state.get("role", ""), console)
         ends_at, said, serving = time.monotonic() + within_s, None, 0
         while state["state"] != "drained" and time.monotonic() < ends_at:
             if state.get("left") != said:
@@ -27,9 +28,9 @@ def drain(gateways: Gateways, node: str, console: Console, *, within_s: float) -
                 console.print(f"{said or 0:.0f} left to finish", highlight=False)
             time.sleep(EVERY_S)
             state = _node(gateways, node)
-            serving = serving + 1 if state.get("resting") is False else 0  # a poll may reach another, outdated gateway
+            serving = serving + 1 if state.get("cordoned") is False else 0  # a poll may reach another, outdated gateway
             if serving == SURE:
-                console.print(f"{node} rests no more: it is {state['state']}", highlight=False)
+                console.print(f"{node} is no longer cordoned: it is {state['state']}", highlight=False)
                 return UNDONE
     except NoGateway as error:
         return _refused(console, error)
@@ -38,6 +39,17 @@ def drain(gateways: Gateways, node: str, console: Console, *, within_s: float) -
         return UNDONE
     console.print(f"{node} is drained; it runs, and serves again after --undo or a restart", highlight=False)
     return DONE
+
+
+ONLY_DOES = {"prefill": "computes prompts", "decode": "decodes"}
+
+
+def _warn_of_gap(gateways: Gateways, role: str, console: Console) -> None:
+    """Print what no node does any more, if this was the last one of its role that took requests."""
+    nodes = gateways.snapshot()[1]["nodes"] if role in ONLY_DOES else []
+    if nodes and not any(node["role"] in (role, "vllm") and node["state"] in ("ready", "degraded") for node in nodes):
+        text = f"nothing {ONLY_DOES[role]} now: the cluster serves no request until a node does again"
+        console.print(text, style="yellow", highlight=False)
 
 
 def undo(gateways: Gateways, node: str, console: Console) -> int:
@@ -55,7 +67,7 @@ def _path(node: str) -> str:
 
 
 def _node(gateways: Gateways, node: str) -> Any:
-    return next(each for each in gateways.picture()[1]["nodes"] if each["name"] == node)
+    return next(each for each in gateways.snapshot()[1]["nodes"] if each["name"] == node)
 
 
 def _refused(console: Console, error: NoGateway) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import Loaded
-from mooncake_zmq.config.records import ConfigError, NodeSettings
+from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.config.warnings import is_tls
 from mooncake_zmq.gateway.http.tls import trusting
 
@@ -28,6 +29,10 @@ class NoGateway(Exception):
 
 class Refused(NoGateway):
     """Raised when a gateway refused."""
+
+
+class KeyNeeded(Refused):
+    """Raised when a gateway answers operators only, and the request had no key or not an operator's."""
 
 
 class Gateways:
@@ -57,9 +62,11 @@ class Gateways:
     @classmethod
     def at(cls, url: str, *, ca: str = "") -> "Gateways":
         """Return a client of the gateway at `url`, whatever is configured here. Raises ConfigError."""
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url}: write http://{url} or https://{url}")
         return cls({url: url}, key=os.environ.get(KEY_VARIABLE, ""), trust=_trust(ca))
 
-    def picture(self) -> tuple[str, Any]:
+    def snapshot(self) -> tuple[str, Any]:
         """Return the name of the gateway that answered, and the state of the cluster. A gateway that drains or starts is used
         only if no other serves. Raises NoGateway."""
         last: tuple[str, Any] | None = None
@@ -67,6 +74,8 @@ class Gateways:
         for name in self.urls:
             try:
                 last = name, self._cluster(name)
+            except KeyNeeded:
+                raise
             except NoGateway as error:
                 errors.append(str(error))
                 continue
@@ -115,6 +124,10 @@ class Gateways:
         except (ValueError, LookupError, TypeError):
             said = f"{answer.status_code} {answer.reason_phrase}"
             raise NoGateway(f"{self._at(name)}: {NONE_OF_OURS} ({said})") from None
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise KeyNeeded(f"{self._at(name)} answers operators only: set {KEY_VARIABLE} to an operator's API key")
+        if answer.status_code == httpx.codes.FORBIDDEN:
+            raise KeyNeeded(reason)
         raise (Refused if answer.is_client_error else NoGateway)(reason)
 
     def _at(self, name: str) -> str:

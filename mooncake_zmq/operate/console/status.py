@@ -12,16 +12,21 @@ from rich.live import Live
 from rich.text import Text
 
 from mooncake_zmq.operate.console import tables
-from mooncake_zmq.operate.console.gateways import Gateways, NoGateway
+from mooncake_zmq.operate.console.gateways import Gateways, KeyNeeded, NoGateway
 
-OK, DEGRADED, DOWN = 0, 1, 2
+OK, DEGRADED, DOWN, KEY_NEEDED = 0, 1, 2, 3
 EVERY_S = 1.0
 
 
 def show(gateways: Gateways, console: Console, *, as_json: bool) -> int:
     """Print the state of the cluster; the exit code says the same."""
     try:
-        gateway, cluster = gateways.picture()
+        gateway, cluster = gateways.snapshot()
+    except KeyNeeded as error:
+        console.out(
+            json.dumps({"status": "unknown", "verdict": str(error)}, indent=1) if as_json else str(error), highlight=False
+        )
+        return KEY_NEEDED
     except NoGateway as error:
         if as_json:
             console.out(json.dumps({"status": "down", "verdict": f"No gateway answers: {error}"}, indent=1), highlight=False)
@@ -65,7 +70,9 @@ def _watch(gateways: Gateways, console: Console, draw: Callable[[RenderableType]
 
 def _rendered(gateways: Gateways) -> tuple[int, RenderableType]:
     try:
-        gateway, cluster = gateways.picture()
+        gateway, cluster = gateways.snapshot()
+    except KeyNeeded as error:
+        return KEY_NEEDED, Text(str(error), style="red")
     except NoGateway as error:
         return DOWN, Text(f"No gateway answers: {error}", style="red")
     foot = Text(f"by {gateway}; Ctrl-C ends this", style="dim")

@@ -19,10 +19,12 @@ Cluster = Mapping[str, Any]
 
 
 def overview(cluster: Cluster) -> RenderableType:
-    """Return the verdict, what is degraded, and the nodes."""
-    status = str(cluster["status"])
+    """Return the verdict, what is degraded or slow and what to do about it, and the nodes."""
+    bad = cluster["slow"]
+    status = "degraded" if cluster["status"] == "ok" and bad else str(cluster["status"])
     head = Text(str(cluster["verdict"]), style=STYLES.get(status, "red"))
-    more = [Text(f"  {each['reason']}: {each['text']}", style="yellow") for each in cluster["degraded"]]
+    named = [(each["reason"], each) for each in cluster["degraded"]] + [(each["number"], each) for each in bad]
+    more = [Text(f"  {name}: {each['text']}; {each['action']}", style="yellow") for name, each in named]
     return Group(head, *more, nodes(cluster))
 
 
@@ -31,7 +33,7 @@ def nodes(cluster: Cluster) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("node", "role", "host", "state"):
         table.add_column(name, no_wrap=name in ("node", "state"), overflow="fold")
-    for name in ("up", "wait", "run", "full"):
+    for name in ("up", "wait", "run", "full", "code"):
         table.add_column(name, justify="right", no_wrap=True)
     for node in cluster["nodes"]:
         gauges = node.get("gauges", {})
@@ -41,6 +43,7 @@ def nodes(cluster: Cluster) -> Table:
             _age(node.get("uptime_s")),
             *(_level(gauges, name) for name in ("requests_waiting", "requests_running")),
             _full(node),
+            str(node.get("process", {}).get("code", "")),
         )
     return table
 

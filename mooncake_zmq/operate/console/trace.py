@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from rich.console import Console
 
-from mooncake_zmq.config.records import ConfigError
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.operate.console import tables
 from mooncake_zmq.operate.console.gateways import Gateways, NoGateway
 

@@ -26,8 +26,10 @@ def examine(here: Here) -> Iterator[Finding]:
     for node in here.nodes:
         ahead_s = last_start_s(runtime_dir / f"{node.name}.lock") - time.time()
         if ahead_s > AHEAD_S:
-            found = f"an earlier life of {node.name} began {ahead_s:,.0f} s in the future: the clock went back"
-            yield Finding(AREA, "warning", found, "set the clock right; its peers hear the node by numbers that only grow")
+            found = f"an earlier incarnation of {node.name} began {ahead_s:,.0f} s in the future: the clock went back"
+            yield Finding(
+                AREA, "warning", found, "set the clock right; peers accept a node only with a greater number than before"
+            )
     if any(node.store_endpoint for node in here.of_role("cache-node")):
         if boot_id():
             yield Finding(AREA, "ok", "the boot id can be read: store clients of this machine share memory")

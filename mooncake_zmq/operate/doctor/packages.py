@@ -7,29 +7,40 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 
 from mooncake_zmq.core.messages import PROTOCOL_VERSION
+from mooncake_zmq.extras import DISTRIBUTION, installing
+from mooncake_zmq.native.mypyc_build import hindrance
+from mooncake_zmq.native.mypyc_code import NODES, Code, code
+from mooncake_zmq.operate.compilation import shown
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 
 AREA = "packages"
-DISTRIBUTION = "mooncake-zmq"
 OLDEST = (3, 11)
-INSTALL = "bin/install again, or: {python} -m pip install --upgrade '{distribution}[server]'"
+SHOWN = ("pyzmq", "numpy", "tokenizers", "uvicorn")
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """Yield findings on the versions of Python, of the project and of its packages."""
+    """Yield findings on the versions of Python, of the project and of its packages, and on its machine code."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= OLDEST:
         yield Finding(AREA, "ok", f"Python {version}")
     else:
         yield Finding(AREA, "problem", f"Python {version}", "install Python 3.11 or newer, then bin/install again")
-    advice = INSTALL.format(python=sys.executable, distribution=DISTRIBUTION)
+    advice = f"bin/install again, or: {installing('server')}"
     wrong = list(unmet())
     for what in wrong:
         yield Finding(AREA, "problem", what, advice)
     if not wrong:
         own = importlib.metadata.version(DISTRIBUTION)
-        shown = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("pyzmq", "numpy", "tokenizers", "uvicorn"))
-        yield Finding(AREA, "ok", f"{DISTRIBUTION} {own}, protocol {PROTOCOL_VERSION}; {shown}")
+        versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN)
+        yield Finding(AREA, "ok", f"{DISTRIBUTION} {own}, protocol {PROTOCOL_VERSION}; {versions}")
+    yield compiled_modules(code(NODES), hindrance())
+
+
+def compiled_modules(found: Code, lacking: str) -> Finding:
+    """Check whether nodes run the project's own modules as machine code. `lacking`: what this machine lacks to compile."""
+    if found in ("machine", "off"):
+        return Finding(AREA, "ok", shown(found, lacking))
+    return Finding(AREA, "warning", shown(found, ""), lacking or "mooncake-zmq compile, then restart the nodes")
 
 
 def unmet() -> Iterator[str]:

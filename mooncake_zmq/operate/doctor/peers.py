@@ -27,7 +27,7 @@ def examine(here: Here) -> Iterator[Finding]:
         yield from pool.map(lambda each: reached(each[0], *each[1]), known)
     askable = [name for name, pid in here.running.items() if _may_signal(pid)]
     dumps = collect_dumps(Path(here.config.cluster.runtime_dir), askable)
-    yield from heard({name: dump["session"] for name, dump in dumps.items()})
+    yield from unreached_peers({name: dump["session"] for name, dump in dumps.items()})
 
 
 def reached(name: str, address: str, port: int) -> Finding:
@@ -58,7 +58,7 @@ def _greeting(stream: socket.socket) -> bytes:
     return got.ljust(zmtp.GREETING_BYTES, b"\0")
 
 
-def heard(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
+def unreached_peers(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
     """Yield findings on the peers of running nodes, by name of the node."""
     silent: dict[str, list[str]] = {}
     for name, session in sessions.items():
@@ -74,9 +74,9 @@ def heard(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]:
             yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(missing)}")
     for peer, names in silent.items():
         advice = f"start it, or look on its machine: journalctl -u 'mooncake-*@{peer}'"
-        yield Finding(AREA, "warning", f"{peer} is not heard by {', '.join(names)}", advice)
+        yield Finding(AREA, "warning", f"{peer} is not received by {', '.join(names)}", advice)
     if sessions and not silent:
-        yield Finding(AREA, "ok", f"{', '.join(sessions)}: each hears its peers")
+        yield Finding(AREA, "ok", f"{', '.join(sessions)}: each receives from its peers")
 
 
 def _may_signal(pid: int) -> bool:

@@ -1,13 +1,13 @@
-"""What one event changed in the pool, told to the conductors and, as KV events, to routers outside. PURE.
+"""Announcements of what one event changed in the pool: to the conductors and, as KV events, to routers outside. PURE.
 
-A conductor hears of each block the quickest tier of its host that holds it; KV events tell of every tier.
+A conductor is sent, for each block, the quickest tier of this host that holds it; KV events name every tier.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 from mooncake_zmq.core.actor import Effect, Publish, Send
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import BlocksAnnounced
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import BlocksRemoved, BlocksStored, KvEvent, Medium
 
@@ -25,11 +25,11 @@ class Announcer:
         self._stored: list[BlocksStored] = []
         self._new: list[Key] = []
         self.gone: list[Key] = []
-        """What the last flush found in no tier any more."""
+        """Keys that the last flush found in no tier any more."""
 
     @property
     def pending(self) -> bool:
-        """Is there something to tell?"""
+        """Is there something to announce?"""
         return bool(self._stored)
 
     def stored(self, events: Iterable[BlocksStored], new: Iterable[Key]) -> None:
@@ -38,7 +38,7 @@ class Announcer:
         self._new += new
 
     def flush(self, evicted: Sequence[tuple[Medium, Sequence[Key]]], conductors: Iterable[str]) -> list[Effect]:
-        """Tell of everything since the last call: what came, what left the tier it was told to be in."""
+        """Announce all changes since the last call: blocks that came, and blocks that left the tier they were announced in."""
         self.gone = []
         if not self._stored and not any(keys for _, keys in evicted):
             return []
@@ -52,14 +52,14 @@ class Announcer:
             if tier is IN_DRAM:
                 stored.append(key)
             elif tier is ON_DISK:
-                on_disk.append(key)  # what came and went at once is told below, if it was known before
+                on_disk.append(key)  # what came and went at once is announced below, if it was known before
         went = tuple(dict.fromkeys([key for _, keys in evicted for key in keys]))
         new = frozenset(came)
         for key, tier in zip(went, self._tiers(went), strict=True):
             if tier is None:
                 removed.append(key)
             elif tier is ON_DISK and key not in new:
-                on_disk.append(key)  # in DRAM still, or again, it left the disk alone, or is told above
+                on_disk.append(key)  # in DRAM still, or again, it left the disk alone, or is announced above
         self.gone = removed
         self._stored.clear()
         self._new.clear()

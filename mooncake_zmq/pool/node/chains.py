@@ -11,7 +11,7 @@ MAX_ANCESTORS = 1024
 
 
 class Chains:
-    """`contents` tells the parent's key of each slot's block, which finds the parent wherever that stands now."""
+    """Finds the slot of each block's parent, wherever that stands now; `contents` has the parent's key of each slot's block."""
 
     def __init__(self, slots: Slots, contents: Contents) -> None:
         self._slots = slots

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mooncake_zmq.core.actor import CancelTimer, Effect, PeerUp, Send, SetTimer, Start
+from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
     BlocksLeased,
     CommitSlots,
@@ -19,7 +20,6 @@ from mooncake_zmq.core.messages import (
     SlotRef,
     SlotsReserved,
 )
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, SequenceBlock, SlotGrant, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.lease import HeldLease
@@ -32,13 +32,13 @@ class PoolClientSettings:
     lease_ttl_s: float = 15.0
     """How long a lease or a put lasts unless renewed. Above session.peer_timeout_s: a cut-off client must not outlive it."""
     fetch_s: float = 5.0
-    """What other hosts have not delivered after this is computed instead."""
+    """Seconds after which blocks that other hosts have not delivered are computed instead."""
     max_puts: int = 64
     """Puts in flight; a further one is skipped and counted: the pool is a cache, the request does not wait for it."""
     verify_local: bool = True
     """Hash what is read from the own host's memory too. False trusts that memory: only what crosses the network or a disk is
     then verified, and a block overwritten by a stray writer would be used. Refused on CPUs that reorder loads, as ARM's do:
-    there the hash alone tells that a block was overwritten while it was read."""
+    there only the hash shows that a block was overwritten while it was read."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fetch_s < self.lease_ttl_s:
@@ -53,8 +53,8 @@ COPY_MARGIN = 0.25
 RENEW = ("renew",)
 """The timer of the next renewal of all leases."""
 
-UNHEARD = "pool unheard"
-"""Of the timers that end the wait for a cache-node, with the lease's id."""
+POOL_ABSENT = "pool absent"
+"""The kind of the timers that end the wait for a cache-node; their keys end with the lease's id."""
 
 OF_POOLS = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, ReclaimSlots))
 
@@ -71,7 +71,7 @@ class _Put:
 
 @dataclass(slots=True)
 class PutEnded:
-    """What a step of the put protocol asks for; `token`: the put that just ended, if one did."""
+    """The effects of a step of the put protocol; `token`: the put that just ended, if one did."""
 
     effects: list[Effect] = field(default_factory=list)
     tokens: list[object] = field(default_factory=list)
@@ -89,7 +89,7 @@ class PoolClient:
         self._host = host
         self._leases: dict[int, HeldLease] = {}
         self._unasked: dict[int, LeaseBlocks] = {}
-        """Leases to ask for once the cache-node is heard. Not while `node` is known."""
+        """Leases to ask for once the cache-node is known. Empty while `node` is known."""
         self._puts: dict[int, _Put] = {}
         self._copies: dict[int, int] = {}
 
@@ -115,7 +115,7 @@ class PoolClient:
         self.node, self._incarnation = up.peer, up.incarnation
         effects: list[Effect] = []
         for ask in self._unasked.values():
-            effects += [CancelTimer((UNHEARD, ask.lease_id)), *self._ask(now, ask)]
+            effects += [CancelTimer((POOL_ABSENT, ask.lease_id)), *self._ask(now, ask)]
         self._unasked.clear()
         return effects
 
@@ -131,7 +131,7 @@ class PoolClient:
         return ended
 
     def may_say(self, sender: str, message: Message) -> bool:
-        """False for what only our own host's cache-node may tell us, and `sender` is another one."""
+        """False for messages that only our own host's cache-node may send us, if `sender` is another one."""
         return sender == self.node or type(message) not in OF_POOLS
 
     # --- leases
@@ -147,8 +147,8 @@ class PoolClient:
         compute_s: float = 0.0,
         wait_s: float = 0.0,
     ) -> list[Effect]:
-        """Ask for the leading run of `keys`; while `node` is None, once it is heard, for which it has `wait_s` at most: then
-        `UNHEARD` tells its owner to `forgo` the lease.
+        """Ask for the leading run of `keys`; while `node` is None, wait up to `wait_s` for it to be known; then the timer
+        `POOL_ABSENT` lets the owner `forgo` the lease.
 
         `fetch`: what DRAM lacks is worth waiting for, unless it takes longer than `compute_s` a block (0: not known).
         """
@@ -163,7 +163,7 @@ class PoolClient:
         if self.node is not None:
             return self._ask(now, ask)
         self._unasked[lease_id] = ask
-        return [SetTimer((UNHEARD, lease_id), min(wait_s, self.settings.fetch_s))]
+        return [SetTimer((POOL_ABSENT, lease_id), min(wait_s, self.settings.fetch_s))]
 
     def _ask(self, now: float, ask: LeaseBlocks) -> list[Effect]:
         assert self.node is not None
@@ -175,7 +175,7 @@ class PoolClient:
         return lease_id in self._leases or lease_id in self._unasked
 
     def forgo(self, lease_id: int) -> bool:
-        """The cache-node was not heard in time. Returns whether the lease still waited for it."""
+        """The cache-node was not known in time. Returns whether the lease still waited for it."""
         return self._unasked.pop(lease_id, None) is not None
 
     def on_leased(self, message: BlocksLeased) -> tuple[SlotRef, ...] | None:
@@ -220,16 +220,16 @@ class PoolClient:
             lease.renewal_sent_at = None
         return []
 
-    def release(self, lease_id: int) -> list[Effect]:
-        """No more reading under this lease."""
+    def release(self, lease_id: int, *, spare: bool | None = None) -> list[Effect]:
+        """No more reading under this lease. `spare`: see `ReleaseLease`."""
         if self.forgo(lease_id):
-            return [CancelTimer((UNHEARD, lease_id))]
+            return [CancelTimer((POOL_ABSENT, lease_id))]
         if self._leases.pop(lease_id, None) is None or self.node is None:
             return []
-        return [Send(self.node, ReleaseLease(lease_id=lease_id))]
+        return [Send(self.node, ReleaseLease(lease_id=lease_id, spare=spare))]
 
     def report_corrupt(self, refs: Sequence[SlotRef]) -> list[Effect]:
-        """Tell the pool which of its copies did not verify."""
+        """Report to the pool which of its copies did not verify."""
         ours = tuple(ref for ref in refs if ref.node == self.node)
         return [Send(self.node, ReportCorrupt(slots=ours))] if self.node is not None and ours else []
 
@@ -247,9 +247,10 @@ class PoolClient:
         tokens: bytes,
         tenant: str,
         more: bool = False,
+        spare: bool = False,
     ) -> list[Effect] | None:
         """Offer a chain of a tenant's blocks after the block `parent` (None: from the beginning), of `tokens` (int32 bytes), to
-        the pool; `more` blocks of it follow soon, in another put.
+        the pool; `more` blocks of it follow soon, in another put. `spare`: another pool keeps them too.
 
         None if it was skipped; else `token` returns in `PutEnded.tokens` when the sources may go.
         """
@@ -266,6 +267,7 @@ class PoolClient:
             tokens=tokens,
             tenant=tenant,
             more=more,
+            spare=spare,
         )
         return [Send(self.node, reserve)]
 

@@ -4,20 +4,16 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from mooncake_zmq.core.actor import Effect, Send, SetTimer, ShelfTold
-from mooncake_zmq.core.leaving import Leaving
+from mooncake_zmq.core.actor import Effect, EngineBlocksReported, Send, SetTimer
 from mooncake_zmq.core.messages import BlocksAnnounced, CacheLoad, Message
 from mooncake_zmq.core.reports import REPORT
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import Medium
-from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.announcer import Announcer, announcements
 from mooncake_zmq.pool.node.contents import in_chains
 from mooncake_zmq.pool.node.disk_tier import DiskTier
 from mooncake_zmq.pool.node.gathering import Gatherer
-from mooncake_zmq.pool.node.misses import Misses
-from mooncake_zmq.pool.node.peers import Peers
+from mooncake_zmq.pool.node.parts import Parts
 
 MAX_SOURCES = 256
 """The most sources that one `CacheLoad` reports."""
@@ -26,28 +22,16 @@ MAX_SOURCES = 256
 class Conductors:
     """The conductors' view of this pool, brought up to date after every event."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        disk: DiskTier,
-        gatherer: Gatherer,
-        *,
-        peers: Peers,
-        announcer: Announcer,
-        misses: Misses,
-        drain: Leaving,
-        report_s: float,
-        counts: Tally,
-    ) -> None:
-        self._slots = slots
+    def __init__(self, parts: Parts, disk: DiskTier, gatherer: Gatherer, announcer: Announcer) -> None:
+        self._slots = parts.slots
         self._disk = disk
         self._gatherer = gatherer
-        self._peers = peers
+        self._peers = parts.peers
         self._announcer = announcer
-        self._misses = misses
-        self._drain = drain
-        self._report_s = report_s
-        self._counts = counts
+        self._misses = parts.misses
+        self._drain = parts.drain
+        self._report_s = parts.settings.report_s
+        self._counts = parts.counts
         self._in_store: dict[Key, None] = {}
         """Blocks of vLLMs in the store beside the pool."""
         self._newcomers: list[str] = []
@@ -75,14 +59,14 @@ class Conductors:
             self._counts.add("evicted_blocks[tier=disk]", len(left_disk))
             self._slots.evicted.clear()
             self._disk.slots.evicted.clear()
-        informed = [] if self._drain.resting else self._informed()
+        informed = [] if self._drain.cordoned else self._informed()
         effects = self._announcer.flush([(Medium.CPU, left_dram), (Medium.DISK, left_disk)], informed)
         self._misses.left(self._announcer.gone)
         if self._newcomers:
-            everything: list[Message] = [] if self._drain.resting else [*self._all_held()]
+            everything: list[Message] = [] if self._drain.cordoned else [*self._all_held()]
             everything += _of_store(list(self._in_store))
-            if self._drain.resting:
-                everything.append(CacheLoad(sources=(), resting=True))
+            if self._drain.cordoned:
+                everything.append(CacheLoad(sources=(), cordoned=True))
             everything.append(BlocksAnnounced(complete=True))
             effects += [Send(newcomer, message) for newcomer in self._newcomers for message in everything]
             self._newcomers.clear()
@@ -100,18 +84,18 @@ class Conductors:
     def cordoned(self) -> list[Effect]:
         """Take back all blocks from the conductors, which then plan without them."""
         held = dict.fromkeys([*self._slots.committed_keys(), *self._disk.slots.committed_keys()])
-        cordoned: list[Message] = [CacheLoad(sources=(), resting=True), *announcements((), list(held))]
+        cordoned: list[Message] = [CacheLoad(sources=(), cordoned=True), *announcements((), list(held))]
         return self._to_all(cordoned)
 
     def uncordoned(self) -> list[Effect]:
         """Report that blocks can be had again; all of them are announced at the end of this event."""
         self._newcomers = self._peers.conductors()
-        return self._to_all([CacheLoad(sources=(), resting=False)])
+        return self._to_all([CacheLoad(sources=(), cordoned=False)])
 
     def _to_all(self, messages: Sequence[Message]) -> list[Effect]:
         return [Send(name, message) for message in messages for name in self._peers.conductors()]
 
-    def on_store_changed(self, change: ShelfTold) -> list[Effect]:
+    def on_store_changed(self, change: EngineBlocksReported) -> list[Effect]:
         """Pass on what changed in the store beside the pool, and keep it for conductors that connect later."""
         self._in_store |= dict.fromkeys(change.stored)
         for key in change.removed:
@@ -130,10 +114,10 @@ class Conductors:
         """Report what fetching takes. Reports end, with an empty one, once nothing is fetched and all measurements are old."""
         sources = self._gatherer.sources(now)
         self._reporting = bool(sources)
-        load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]), resting=self._drain.resting)
+        load = CacheLoad(sources=tuple(sources[:MAX_SOURCES]), cordoned=self._drain.cordoned)
         timers: list[Effect] = [SetTimer(REPORT, self._report_s)] if sources else []
         return [*[Send(name, load, lossy=True) for name in self._peers.conductors()], *timers]
 
 
 def _of_store(stored: Sequence[Key], removed: Sequence[Key] = ()) -> list[BlocksAnnounced]:
-    return [structs.replace(message, shelf=True) for message in announcements(stored, removed)]
+    return [structs.replace(message, engine_blocks=True) for message in announcements(stored, removed)]

@@ -1,4 +1,4 @@
-"""What the blocks of one tier hold: which block each follows and its tokens, for KV events of their copies. PURE."""
+"""Contents of the blocks of one tier: the block that each follows, and its tokens, for KV events of their copies. PURE."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -13,8 +13,8 @@ NONE = bytes(KEY_BYTES)
 
 
 class Content(NamedTuple):
-    """Of one block: the key of the one it follows (None: it begins a prompt, or that is not known), and its tokens (int32
-    bytes; empty: not known)."""
+    """The contents of one block: the key of the block that it follows (None: it begins a prompt, or that is not known), and its
+    tokens (int32 bytes; empty: not known)."""
 
     parent: Key | None = None
     tokens: bytes = b""
@@ -32,7 +32,7 @@ class Contents:
         self.token_bytes = block_tokens * TOKEN_BYTES
         self._parents = bytearray(slots * KEY_BYTES)
         self._tokens = np.zeros(slots * self.token_bytes, np.uint8).data  # takes memory only as it is first written
-        self._told = bytearray(slots if block_tokens else 0)
+        self._known = bytearray(slots if block_tokens else 0)
         """1: the tokens are known."""
 
     def put(self, slot: int, parent: Key | None, tokens: bytes = b"") -> None:
@@ -40,7 +40,7 @@ class Contents:
         start = slot * KEY_BYTES
         self._parents[start : start + KEY_BYTES] = parent or NONE
         if size := self.token_bytes:
-            fits = self._told[slot] = self.fits(tokens)
+            fits = self._known[slot] = self.fits(tokens)
             if fits:
                 self._tokens[slot * size : (slot + 1) * size] = tokens
 
@@ -54,14 +54,14 @@ class Contents:
         return None if parent == NONE else parent
 
     def of(self, slot: int) -> Content:
-        """What is known of the slot's block."""
+        """The known content of the slot's block."""
         size = self.token_bytes
-        told = size and self._told[slot]
-        return Content(self.parent(slot), bytes(self._tokens[slot * size : (slot + 1) * size]) if told else b"")
+        known = size and self._known[slot]
+        return Content(self.parent(slot), bytes(self._tokens[slot * size : (slot + 1) * size]) if known else b"")
 
 
 def in_chains(medium: Medium, blocks: Iterable[tuple[Key, Content]]) -> list[BlocksStored]:
-    """Events that tell of these blocks, whatever their order: an unbroken part of a chain in one, parents before children.
+    """Stored events for these blocks, whatever their order: an unbroken part of a chain in one, parents before children.
 
     Blocks of which nothing is known share one event, which has neither parent nor tokens.
     """
@@ -86,6 +86,6 @@ def in_chains(medium: Medium, blocks: Iterable[tuple[Key, Content]]) -> list[Blo
             part = list(some)
             tokens = b"".join([contents[key].tokens for key in part])
             events.append(BlocksStored(tuple(part), medium, contents[part[0]].parent or b"", tokens))
-    # Only a lie makes a block its own ancestor, but who told it is not known here.
+    # Only false contents make a block its own ancestor, but their sender is not known here.
     unknown += [key for circle in children.values() for key in circle]
     return [*events, BlocksStored(tuple(unknown), medium)] if unknown else events

@@ -7,12 +7,10 @@ A disk that takes no more writes is read on; one that cannot be read has lost al
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake_zmq.core.actor import Effect, SetTimer, Start
-from mooncake_zmq.core.messages import SlotRef
-from mooncake_zmq.core.shell import Tally
 from mooncake_zmq.core.work import DiskBlock, DiskWritten, WorkFailed, WriteToDisk
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import TOKEN_BYTES
@@ -20,8 +18,9 @@ from mooncake_zmq.kv.slot_table import SlotState
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.contents import UNKNOWN, Content, Contents
 from mooncake_zmq.pool.node.misses import CORRUPT, DISK_FAILED
-from mooncake_zmq.pool.node.settings import RETRY_S, SsdSettings
-from mooncake_zmq.pool.node.tenants import PoolTenants
+from mooncake_zmq.pool.node.parts import Parts
+from mooncake_zmq.pool.node.settings import RETRY_S
+from mooncake_zmq.pool.rules.tenants import slots_of
 
 RETRY = ("disk_retry",)
 """The timer that lets a disk which has failed be tried again."""
@@ -33,7 +32,7 @@ MAX_SCAN = 4096
 
 @dataclass(frozen=True, slots=True)
 class DiskContents:
-    """What a recovery scan found: `slots` in all, and the blocks that stand there, the oldest first."""
+    """The result of a recovery scan: `slots` in all, and the blocks that stand there, the oldest first."""
 
     slots: int = 0
     blocks: tuple[DiskBlock, ...] = field(default=(), repr=False)
@@ -48,25 +47,13 @@ class _Demotion:
 
 
 class DiskTier:
-    """`ref` names a committed DRAM slot as a source; `new_id` gives work ids of the owning actor, which lends its `counts`."""
+    """The tier's slots, what is written to them from DRAM, and whether the disk works."""
 
-    def __init__(
-        self,
-        settings: SsdSettings,
-        contents: DiskContents,
-        dram: Slots,
-        dram_contents: Contents,
-        *,
-        tenants: PoolTenants,
-        most: Sequence[int],
-        ref: Callable[[int], SlotRef],
-        new_id: Callable[[], int],
-        counts: Tally,
-        going: Callable[[Sequence[Key], str], None],
-    ) -> None:
-        """`most`: blocks that each of the `tenants` may have here. `going` is told of what is let go, and not to make room."""
+    def __init__(self, parts: Parts, contents: DiskContents) -> None:
+        settings = parts.settings
+        most = slots_of([each.ssd_bytes for each in settings.tenants], settings.ssd.bytes, contents.slots)
         self.slots = Slots(contents.slots, most)
-        self._tenants = tenants
+        self._tenants = parts.tenants
         self.readable = self.writable = contents.slots > 0
         self.fault = ""
         """Why the tier is off, or was when it was last written; empty once a write was good again."""
@@ -76,17 +63,17 @@ class DiskTier:
         self._retry_s = 0.0
         """The timer to be armed; 0: none."""
         self.stored: list[tuple[Key, Content]] = []
-        """Blocks newly on disk, for whoever announces them; the owner clears the list."""
-        self._settings = settings
-        self._dram = dram
-        self._dram_contents = dram_contents
-        block_tokens = dram_contents.token_bytes // TOKEN_BYTES
+        """Blocks newly on disk, to be announced; the owner clears the list."""
+        self._settings = settings.ssd
+        self._dram = parts.slots
+        self._dram_contents = parts.contents
+        block_tokens = parts.contents.token_bytes // TOKEN_BYTES
         self._contents = Contents(contents.slots, block_tokens) if block_tokens else None
         """Kept for KV events alone."""
-        self._ref = ref
-        self._new_id = new_id
-        self._counts = counts
-        self._going = going
+        self._ref = parts.ref
+        self._new_id = parts.new_id
+        self._counts = parts.counts
+        self._going = parts.misses.going
         self._draining = False
         self._clean = 0
         """At least so many of the coldest DRAM slots were on disk or free when last looked at, less those used since."""
@@ -96,7 +83,7 @@ class DiskTier:
         """(DRAM slot, generation) to be written, the coldest first."""
         self._writing: dict[int, list[_Demotion]] = {}
         for block in contents.blocks:
-            self.slots.restore(block.slot, block.key, block.checksum, tenants.number(block.tenant))
+            self.slots.restore(block.slot, block.key, block.checksum, parts.tenants.number(block.tenant))
         for block in contents.blocks:
             if self.slots.shares is None or self.slots.held(block.key):  # else the share of its tenant has become smaller
                 self._note(block)
@@ -123,11 +110,11 @@ class DiskTier:
         return None if slot is None else DiskBlock(slot, key, self.slots.checksum[slot])
 
     def content(self, slot: int) -> Content:
-        """What is known of the block in a disk slot."""
+        """The known content of the block in a disk slot."""
         return self._contents.of(slot) if self._contents else UNKNOWN
 
     def used(self, blocks: int) -> None:
-        """Blocks of DRAM were leased, perhaps of its cold end, or came back to it."""
+        """Blocks of DRAM were leased, perhaps from its write-back window, or came back to it."""
         self._clean -= blocks
 
     def begin_drain(self) -> None:
@@ -159,7 +146,7 @@ class DiskTier:
         return effects
 
     def _next_batch(self) -> list[_Demotion]:
-        """What is to be written first, each with its place reserved."""
+        """The blocks to write first, each with its place reserved."""
         demotions: list[_Demotion] = []
         while self._todo and len(demotions) < self._settings.batch_blocks:
             slot, generation = self._todo.popleft()
@@ -177,12 +164,13 @@ class DiskTier:
         return demotions
 
     def _content_above(self, slot: int) -> Content:
-        """What the index row of the block in a DRAM slot is to tell."""
+        """The content to write into the index row of the block in a DRAM slot."""
         content = self._dram_contents.of(slot)
         return content if content.tokens else UNKNOWN
 
     def _look(self) -> None:
-        """Find what of the cold end of DRAM is not on disk. Looked at again only when a quarter of that is used up."""
+        """Find the blocks in DRAM's write-back window that are not on disk. Repeated only when a quarter of the window is used
+        up."""
         windows = self._windows()
         self._clean = sum(windows)
         due: dict[int, int] = {}
@@ -244,7 +232,7 @@ class DiskTier:
                 self.slots.retire(block.slot)
 
     def fail(self, now: float, reason: str) -> None:
-        """The disk cannot be read: what is on it is forgotten, in this life."""
+        """The disk cannot be read: its blocks are forgotten, in this incarnation."""
         if self.readable:
             self.readable = self.writable = False
             self._try_later(now, reason, "read")
@@ -285,7 +273,7 @@ class DiskTier:
         self.unsaved += sum(slot is not None for slot in self._dram.present(disk)) - lost
         self._counts.add("evicted_unsaved_blocks", lost if self.slots.capacity else 0)
         if lost and self._dram.shares is not None:
-            self._clean = 0  # one tenant's cold end may be used up long before those of all
+            self._clean = 0  # one tenant's write-back window may be used up long before all are
 
     def _windows(self) -> list[int]:
         """How many of the coldest evictable slots of each order are to be on disk as well, those that are free being as good.

@@ -12,18 +12,15 @@ from itertools import pairwise
 
 from mooncake_zmq.core.actor import Effect, Send, Start
 from mooncake_zmq.core.messages import BlocksLeased, LeaseBlocks, ReleaseLease, ReportCorrupt, SlotRef, SourceRate
-from mooncake_zmq.core.shell import Tally
-from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, SlotGrant, WorkFailed
+from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskBlock, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.lease import HolderId
-from mooncake_zmq.kv.shares import NOBODY
-from mooncake_zmq.kv.slots import Slots
+from mooncake_zmq.kv.shares import NO_OWNER
 from mooncake_zmq.pool.node.client import COPY_MARGIN
-from mooncake_zmq.pool.node.contents import UNKNOWN, Content, Contents
+from mooncake_zmq.pool.node.contents import UNKNOWN, Content
 from mooncake_zmq.pool.node.disk_tier import DiskTier
 from mooncake_zmq.pool.node.misses import CORRUPT, FAILED, LACKS, NO_ROOM, SLOW
-from mooncake_zmq.pool.node.settings import CacheNodeSettings
-from mooncake_zmq.pool.node.tenants import PoolTenants
+from mooncake_zmq.pool.node.parts import Parts
 
 DISK = ""
 """The source that is this node's own SSD tier."""
@@ -39,9 +36,9 @@ RATE_LASTS_S = 30.0
 
 @dataclass(slots=True)
 class Gathering:
-    """What `holder` waits for. What is here of it is pinned, or it might be evicted meanwhile.
+    """Blocks that `holder` waits for. Those already here are pinned, or they might be evicted meanwhile.
 
-    `wish`: nobody waits for an answer.
+    `requested`: a conductor requested the copies, and no answer is sent.
     """
 
     holder: HolderId
@@ -49,7 +46,7 @@ class Gathering:
     deadline: float
     ttl_s: float = 0.0
     compute_s: float = 0.0
-    wish: bool = False
+    requested: bool = False
     contents: bool = False
     """The holder wants to know what the blocks hold."""
     limits: dict[str, int] = field(default_factory=dict)
@@ -57,7 +54,7 @@ class Gathering:
     run: list[int] = field(default_factory=list)
     """Slots of the leading run that is here, pinned; a key asked for twice is pinned twice."""
     ahead: dict[Key, int] = field(default_factory=dict)
-    """What is here after the first block that misses, pinned too, so that it stays until the run reaches it."""
+    """Blocks here after the first one that misses, pinned too, so that they stay until the run reaches them."""
     came_from: dict[Key, str] = field(default_factory=dict)
     open: Counter[str] = field(default_factory=Counter)
     """Batches under way for this gathering, by source."""
@@ -88,15 +85,15 @@ class _Fetch:
     keys: tuple[Key, ...]
     asked_at: float
     copies: list[tuple[Key, int, SlotRef | DiskBlock]] = field(default_factory=list)
-    told: dict[Key, Content] = field(default_factory=dict)
-    """What the source says that its blocks hold."""
+    contents: dict[Key, Content] = field(default_factory=dict)
+    """The contents of its blocks, as the source sent them."""
     owners: dict[Key, int] = field(default_factory=dict)
-    """Whose it says they are; none if they are nobody's."""
+    """The blocks' owners, as the source sent them; empty if they have none."""
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Of one source: recent blocks, older ones counting less, and the seconds in which they came."""
+    """The recent speed of one source: its recent blocks, older ones counting less, and the seconds in which they came."""
 
     measured_at: float
     seconds: float = 0.0
@@ -108,43 +105,31 @@ class _Rate:
 
 
 class Gatherer:
-    """All gatherings of one cache-node. Whoever owns it answers those that appear in `finished`."""
+    """All gatherings of one cache-node. Its owner answers those that appear in `finished`."""
 
-    def __init__(
-        self,
-        settings: CacheNodeSettings,
-        dram: Slots,
-        contents: Contents,
-        disk: DiskTier,
-        *,
-        tenants: PoolTenants,
-        grant: Callable[[int], SlotGrant],
-        new_id: Callable[[], int],
-        stored: Callable[[Sequence[Key]], None],
-        counts: Tally,
-    ) -> None:
-        """`contents`: of the DRAM slots. `stored` is told of blocks that came to stand there."""
+    def __init__(self, parts: Parts, disk: DiskTier, *, stored: Callable[[Sequence[Key]], None]) -> None:
+        """`stored` is called with blocks that came to stand in the DRAM slots."""
         self.gatherings: dict[HolderId, Gathering] = {}
         self.finished: list[Gathering] = []
-        self._settings = settings
-        self._dram = dram
-        self._contents = contents
+        self._settings = parts.settings
+        self._dram = parts.slots
+        self._contents = parts.contents
         self._disk = disk
-        self._tenants = tenants
-        self._grant = grant
-        self._new_id = new_id
+        self._tenants = parts.tenants
+        self._grant = parts.grant
+        self._new_id = parts.new_id
         self._stored = stored
-        self._counts = counts
+        self._counts = parts.counts
         self._fetches: dict[int, _Fetch] = {}
         """By the id of our lease at the source; of the copy, if the source is the own disk."""
         self._copying: dict[int, int] = {}
         """Work id of a copy -> fetch."""
         self._flying: set[Key] = set()
-        """Keys being copied, for whomever."""
+        """Keys being copied, for any gathering."""
         self._promoting = 0
         """Blocks on their way from the own disk."""
         self._rates: dict[str, _Rate] = {}
-        """What each source has taken lately."""
+        """The recent speed of each source."""
 
     @property
     def fetches(self) -> int:
@@ -157,7 +142,7 @@ class Gatherer:
         return [slot for fetch in self._fetches.values() for _, slot, _ in fetch.copies]
 
     def coming(self, gathering: Gathering) -> set[Key]:
-        """What is on its way here, for this one or another."""
+        """Keys on their way here, for this gathering or another."""
         return gathering.asked | self._flying if self._flying else gathering.asked
 
     def copies(self, work_id: int) -> bool:
@@ -201,13 +186,13 @@ class Gatherer:
             self.finished.append(gathering)
 
     def drop(self, holder: HolderId) -> None:
-        """Nobody waits for this one any more."""
+        """The holder does not wait for this gathering any more."""
         gathering = self.gatherings.pop(holder, None)
         if gathering is not None:
             self._dram.unpin(gathering.pinned)
 
     def source_down(self, now: float, source: str) -> list[Effect]:
-        """What was asked there will not be answered. Copies under way fail by themselves."""
+        """Requests to this source will not be answered. Copies under way fail by themselves."""
         for gathering in self.gatherings.values():
             gathering.limits.pop(source, None)
         self._rates.pop(source, None)
@@ -313,7 +298,7 @@ class Gatherer:
     # --- what comes
 
     def on_leased(self, now: float, sender: str, message: BlocksLeased) -> list[Effect]:
-        """A source tells what it holds of a batch."""
+        """A source answers which blocks of a batch it holds."""
         fetch = self._fetches.get(message.lease_id)
         if fetch is None or fetch.source != sender or fetch.copies:
             return [Send(sender, ReleaseLease(lease_id=message.lease_id))]
@@ -329,13 +314,13 @@ class Gatherer:
         blocks: list[tuple[Key, SlotRef | DiskBlock]] = []
         if gathering is not None and time_left > 0 and leased:
             blocks = list(zip(fetch.keys, message.sources, strict=False))
-            fetch.told = self._fitting_contents(fetch.keys, message)
+            fetch.contents = self._fitting_contents(fetch.keys, message)
             fetch.owners = dict(zip(fetch.keys, map(self._tenants.number, message.tenants), strict=False))
         effects = self._copy(now, message.lease_id, fetch, blocks, time_left)
         return effects + (self._advance(now, gathering) if gathering is not None else [])
 
     def _fitting_contents(self, keys: Sequence[Key], message: BlocksLeased) -> dict[Key, Content]:
-        """What the source tells of its blocks, unless it cannot be so: like a put's, its tokens are only passed on."""
+        """The contents that the source sent, unless they cannot be right: like a put's, its tokens are only passed on."""
         if not self._contents.token_bytes or not message.tokens:
             return {}
         if not all(self._contents.fits(tokens) for tokens in message.tokens if tokens):
@@ -344,11 +329,11 @@ class Gatherer:
         return dict(zip(keys, map(Content, message.parents, message.tokens), strict=False))
 
     def _owners(self, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]]) -> list[int]:
-        """Whose each of them is; none if it is known that all are nobody's."""
+        """The owner of each block; empty if all are known to have none."""
         if self._dram.shares is None:
             return []
-        of_disk, told = self._disk.slots.owner_of, fetch.owners
-        return [of_disk(each.slot) if isinstance(each, DiskBlock) else told.get(key, NOBODY) for key, each in blocks]
+        of_disk, owners = self._disk.slots.owner_of, fetch.owners
+        return [of_disk(each.slot) if isinstance(each, DiskBlock) else owners.get(key, NO_OWNER) for key, each in blocks]
 
     def _copy(
         self, now: float, fetch_id: int, fetch: _Fetch, blocks: Sequence[tuple[Key, SlotRef | DiskBlock]], time_left: float
@@ -388,7 +373,9 @@ class Gatherer:
         for index, ((key, slot, source), checksum) in enumerate(zip(copies, checksums, strict=True)):
             if checksum is not None and checksum == source.checksum:
                 whole.append((slot, checksum))
-                came[key] = self._disk.content(source.slot) if isinstance(source, DiskBlock) else fetch.told.get(key, UNKNOWN)
+                came[key] = (
+                    self._disk.content(source.slot) if isinstance(source, DiskBlock) else fetch.contents.get(key, UNKNOWN)
+                )
                 continue
             self._dram.free(slot)
             self._lose(fetch, (key,), CORRUPT if index in bad else FAILED)
@@ -421,7 +408,7 @@ class Gatherer:
         return gathering if self.gatherings.get(gathering.holder) is gathering else None
 
     def _lose(self, fetch: _Fetch, keys: Iterable[Key], why: str) -> None:
-        """These do not come by this fetch; should they come by another, nobody asks why."""
+        """These do not come by this fetch; should they come by another, the reason is not used."""
         gathering = self._waiting(fetch)
         if gathering is not None:
             gathering.lost.update(dict.fromkeys(keys, why))
@@ -444,7 +431,7 @@ class Gatherer:
         rate.measured_at = now
 
     def sources(self, now: float) -> list[SourceRate]:
-        """What there is to tell of each source: what a block took lately, and how many are asked for and not here."""
+        """The report on each source: its seconds a block lately, and how many blocks are requested and not here."""
         pending: dict[str, int] = {}
         for fetch in self._fetches.values():
             pending[fetch.source] = pending.get(fetch.source, 0) + len(fetch.keys)

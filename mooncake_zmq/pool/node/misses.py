@@ -20,12 +20,12 @@ REASONS = (NEVER_STORED, EVICTED, CORRUPT, DISK_FAILED, LACKS, FAILED, SLOW, NO_
 
 
 class Misses:
-    """What is gone from a pool, and why."""
+    """Keys that are gone from a pool, and why."""
 
     def __init__(self) -> None:
         self._gone: dict[Key, str] = {}
         self._going: dict[Key, str] = {}
-        """Of what goes in this event, why, where that is not for want of room."""
+        """Keys that go in this event for another reason than want of room, and that reason."""
 
     def __len__(self) -> int:
         return len(self._gone)

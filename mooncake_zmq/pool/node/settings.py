@@ -1,10 +1,10 @@
-"""What an operator sets for a cache-node."""
+"""The settings of a cache-node."""
 
 from dataclasses import dataclass, field
 
 from mooncake_zmq.core.messages import MAX_BLOCKS
-from mooncake_zmq.pool.node.tenants import PoolTenant, check_shares
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
+from mooncake_zmq.pool.rules.tenants import PoolTenant, check_shares
 
 RETRY_S = 1.0
 """The first pause before a disk that is full or fails is tried again."""
@@ -84,16 +84,16 @@ class CacheNodeSettings:
     max_put_share: float = 0.5
     """Part of the pool that one client may have reserved, or in quarantine after it ran late; past it its puts are denied."""
     report_s: float = 0.5
-    """How often it is told to the conductors what fetching takes, while anything is fetched and for half a minute after. A
-    fetch takes from milliseconds to seconds, and what is told says so of several of them."""
-    max_wishes: int = 8
-    """A conductor's wishes for copies worked on at a time; further ones are left."""
+    """How often the conductors are sent what fetching takes, while anything is fetched and for half a minute after. A fetch
+    takes from milliseconds to seconds, and one report averages several of them."""
+    max_requested_copies: int = 8
+    """Copies requested by conductors that are made at a time; further requests are ignored."""
     ssd: SsdSettings = field(default_factory=SsdSettings)
     tenants: tuple[PoolTenant, ...] = ()
-    """Shares of the pool, by the names of API keys. Blocks of all others are nobody's."""
+    """Shares of the pool, by the names of API keys. Blocks of all other keys have no owner."""
     kv_events: KvEventsSettings = field(default_factory=KvEventsSettings)
     objects: ObjectSettings = field(default_factory=ObjectSettings)
-    """Of the store for other engines, which a node serves if it has a `store_endpoint`."""
+    """Settings of the store for other engines, which a node serves if it has a `store_endpoint`."""
 
     def __post_init__(self) -> None:
         if self.pool_bytes <= 0:
@@ -105,7 +105,7 @@ class CacheNodeSettings:
             raise ValueError("fetch_lease_s must be at most max_lease_s, or the granter stops before the holder")
         if not 1 <= self.fetch_batch_blocks <= MAX_BLOCKS:
             raise ValueError(f"fetch_batch_blocks must be in 1..{MAX_BLOCKS}")
-        if min(self.max_leases_per_client, self.max_wishes) < 1:
-            raise ValueError("max_leases_per_client and max_wishes must be at least 1")
+        if min(self.max_leases_per_client, self.max_requested_copies) < 1:
+            raise ValueError("max_leases_per_client and max_requested_copies must be at least 1")
         if not 0 < self.max_put_share <= 1:
             raise ValueError("max_put_share must be above 0 and at most 1")

@@ -8,7 +8,6 @@ else of a turn. The bytes of others pass by on streams.
 """
 
 import hmac
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import Any
 
 from msgspec import structs
 
-from mooncake_zmq.core.actor import Drained, DrainWanted, Fence, SetTimer, Started, TimerFired
+from mooncake_zmq.core.actor import Drained, DrainWanted, EngineBlocksReported, Fence, SetTimer, Started, TimerFired, WorkDone
+from mooncake_zmq.core.work import StoreResult
 from mooncake_zmq.pool.node.store_events import (
     Asked,
     ChecksumsMade,
@@ -28,19 +28,18 @@ from mooncake_zmq.pool.node.store_events import (
     Greeted,
     Probe,
     Reply,
-    ShelfChanged,
     StreamAsked,
     StreamBegan,
     StreamEnded,
     Turn,
     ValuesCame,
     ValuesSent,
-    WorkDone,
 )
 from mooncake_zmq.pool.node.streaming import Streaming
 from mooncake_zmq.pool.node.tiers import LOOK, RETRY, Tiers
 from mooncake_zmq.pool.rules.changes import Change, Changes, replaced
 from mooncake_zmq.pool.rules.entries import Found
+from mooncake_zmq.pool.rules.holders import EXPIRE
 from mooncake_zmq.pool.rules.object_log import ObjectLog
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.rules.objects import Objects
@@ -53,18 +52,15 @@ MAX_CLIENTS = 4096
 MAX_CLIENTS_OF_A_KEY = MAX_CLIENTS // 4
 """So that the holder of one key does not take all places."""
 IDLE_S = 60.0
-"""A client of another host not heard of for so long is forgotten; if it lives, it will say Hello again."""
+"""A client of another host that has been silent for so long is forgotten; if it still runs, it sends Hello again."""
 PROBE_AFTER_S = 5.0
-"""A client of this host not heard of for so long is looked at, as is one that holds something."""
-EXPIRY_S = 1e-3
-"""How much later than it is over a lease or put is ended."""
-EXPIRE = ("expire",)
+"""A client of this host that has been silent for so long is probed, as is one that holds something."""
 PROBE = ("probe",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFacts:
-    """What clients are told of this life. `probe_s`: how often they are looked at."""
+    """Facts of this incarnation that clients are sent. `probe_s`: how often they are probed."""
 
     name: str
     cluster: str
@@ -74,11 +70,11 @@ class StoreFacts:
 
 @dataclass(slots=True)
 class _Client:
-    """`shared`: it maps the memory, and may write there for as long as it lives. `token`: by which its streams are its. `user`:
-    the name of its key; `reach`: what that may use, None for all."""
+    """A client of the store. `shared`: it maps the memory, and may write there for as long as it runs. `token`: proves that a
+    stream is its own. `user`: the name of its key; `reach`: the keys that it may use, None for all."""
 
     token: bytes
-    heard_at: float
+    received_at: float
     user: str | None
     reach: Reach | None
     shared: bool = False
@@ -91,7 +87,7 @@ class StoreNode:
     def __init__(self, settings: ObjectSettings, facts: StoreFacts, log: ObjectLog | None = None) -> None:
         self.objects = Objects(settings, log)
         for key in log.by_key if log is not None else ():
-            self.objects.shelf.touch(key)
+            self.objects.engine_blocks.touch(key)
         self._facts = facts
         self._turn = Turn()
         self._clients: dict[bytes, _Client] = {}
@@ -101,14 +97,12 @@ class StoreNode:
         self._changes = Changes(self.objects)
         self._tiers = Tiers(self._turn, self.objects, log, self._changes) if log is not None else None
         self._streaming = Streaming(self._turn, self.objects, self._changes, self._tiers)
-        self._expires_at = math.inf
-        """When the timer for it fires; nothing that is held ends before."""
         self._probes = self._draining = False
         self._on: dict[type[Any], Callable[[Any], None]] = {
             Asked: self._on_asked,
             StreamAsked: lambda event: self._streaming.asked(event.stream, event.request),
             ValuesSent: lambda event: self._streaming.sent(event.stream),
-            ValuesCame: lambda event: self._streaming.came(event.stream, event.told, event.made),
+            ValuesCame: lambda event: self._streaming.came(event.stream, event.sent, event.made),
             ChecksumsMade: lambda event: self._streaming.checksums_made(event.stream, event.checksums),
             Greeted: self._on_greeted,
             StreamBegan: self._on_stream_began,
@@ -128,13 +122,11 @@ class StoreNode:
         self._on[type(event)](event)
         if self._tiers is not None:
             self._with_disk(self._tiers, event)
-        if objects.holders.expires_at < self._expires_at:
-            self._expires_at = objects.holders.expires_at
-            turn.effects.append(SetTimer(EXPIRE, self._expires_at - now + EXPIRY_S))
-        if objects.shelf.is_touched:
-            stored, removed = objects.shelf.changes(objects.exist)
+        turn.effects += objects.holders.timer(now)
+        if objects.engine_blocks.is_touched:
+            stored, removed = objects.engine_blocks.changes(objects.exist)
             if stored or removed:
-                turn.effects.append(ShelfChanged(tuple(stored), tuple(removed)))
+                turn.effects.append(EngineBlocksReported(tuple(stored), tuple(removed)))
         effects, turn.effects = turn.effects, []
         if objects.fences:
             effects.insert(0, Fence(tuple(objects.fences)))
@@ -158,7 +150,6 @@ class StoreNode:
         self._streaming.check()
         if self._tiers is not None:
             self._tiers.check()
-        assert self.objects.holders.next_expiry() >= self._expires_at
         assert self._clients_of == Counter(client.user for client in self._clients.values())
 
     @property
@@ -184,9 +175,9 @@ class StoreNode:
             client = self._clients[name] = _Client(event.token, self._turn.now, event.user, reach)
             self._clients_of[event.user] += 1
             self.objects.holders.join(name, event.user)
-        client.heard_at = self._turn.now
-        # Who maps the memory reads all of it: whoever may not gets his values on streams, on this host too.
-        client.shared = client.shared or (hello.shared and event.lives and reach is None)
+        client.received_at = self._turn.now
+        # A process that maps the memory can read all of it: a client that may not gets its values on streams, on this host too.
+        client.shared = client.shared or (hello.shared and event.runs and reach is None)
         self._probe_later()
         facts, objects = self._facts, self.objects
         welcome = protocol.Welcome(
@@ -249,7 +240,7 @@ class StoreNode:
         name = self._streaming.end(event.stream)
         if name is not None:
             self._clients[name].streams -= 1
-            self._clients[name].heard_at = self._turn.now
+            self._clients[name].received_at = self._turn.now
 
     # --- requests
 
@@ -263,7 +254,7 @@ class StoreNode:
             if not isinstance(request, protocol.Release | protocol.ReportCorrupt | protocol.Hello):
                 self._reply(connection, protocol.Stranger(request.id))
             return
-        client.heard_at = self._turn.now
+        client.received_at = self._turn.now
         if client.reach is not None:
             request = _narrowed(request, client.reach)
         match request:
@@ -290,7 +281,7 @@ class StoreNode:
                 return leased if client.shared else _sizes_alone(leased)
             case protocol.Release(leases, puts):
                 for lease_id in leases:
-                    objects.leases.release(name, lease_id)
+                    objects.holders.release(name, lease_id)
                 for put_id in puts:
                     objects.puts.commit(self._turn.now, name, put_id, (), ())
             case protocol.Reserve():
@@ -312,7 +303,7 @@ class StoreNode:
         return None
 
     def _lease(self, name: bytes, request: protocol.Lease) -> protocol.Leased:
-        leased = self.objects.leases.lease(self._turn.now, name, request.id, request.keys, request.ttl_s)
+        leased = self.objects.lease(self._turn.now, name, request.id, request.keys, request.ttl_s)
         if self.objects.log is None:
             found = [one or NOTHING for one in leased]
         else:
@@ -379,7 +370,7 @@ class StoreNode:
         if self._tiers is not None:
             self._tiers.start()
 
-    def _on_work_done(self, event: WorkDone) -> None:
+    def _on_work_done(self, event: WorkDone[StoreResult]) -> None:
         assert self._tiers is not None
         self._tiers.done(event.work_id, event.result)
 
@@ -393,7 +384,6 @@ class StoreNode:
     def _on_timer(self, event: TimerFired) -> None:
         if event.key == EXPIRE:
             self.objects.expire(self._turn.now)
-            self._expires_at = math.inf
         elif event.key == PROBE:
             self._probes = False
             self._probe()
@@ -408,7 +398,7 @@ class StoreNode:
             tiers.look()
         while tiers.ready:
             self._streaming.promoted(tiers.ready.pop(0))
-        if not (isinstance(event, TimerFired) and event.key == LOOK):  # a look tells by itself whether another is due
+        if not (isinstance(event, TimerFired) and event.key == LOOK):  # a look sets its own next timer
             tiers.changed()
         if tiers.drained and self._draining:
             self._draining = False
@@ -419,7 +409,7 @@ class StoreNode:
         shared: list[bytes] = []
         holders = self.objects.holders.busy()
         for name, client in list(self._clients.items()):
-            idle = self._turn.now - client.heard_at > (PROBE_AFTER_S if client.shared else IDLE_S)
+            idle = self._turn.now - client.received_at > (PROBE_AFTER_S if client.shared else IDLE_S)
             if client.streams:  # a stream notices by itself that its client is gone
                 continue
             if client.shared and (idle or name in holders):
@@ -455,5 +445,5 @@ def _sizes_alone(leased: protocol.Leased) -> protocol.Leased:
 
 
 def _name(connection: bytes) -> bytes:
-    """Of the client whose connection this is."""
+    """The name of the client whose connection this is."""
     return connection[1:17]

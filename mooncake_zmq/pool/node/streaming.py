@@ -1,8 +1,8 @@
-"""What goes over the streams of a store's clients: gets, puts and promotions, each stream one at a time. PURE.
+"""Gets, puts and promotions over the streams of a store's clients, each stream one at a time. PURE.
 
-Values leave straight from their cells, under a lease, and arrive straight in cells of a put. Whoever serves a stream is a
-writer like a client of this host: a put past its time keeps its cells until the stream has let go of them. So do values
-that leave: a client that reads slowly would get what others put there next. One that is slower than it may be loses its stream.
+Values leave straight from their cells, under a lease, and arrive straight in cells of a put. The thread that serves a stream is
+a writer like a client of this host: a put past its time keeps its cells until the stream has let go of them. So do values that
+leave: a client that reads slowly would get what others put there next. One that is slower than it may be loses its stream.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from mooncake_zmq.pool.node.store_events import Dismiss, Hear, MakeChecksums, ReceiveValues, Say, SendValues, Turn
+from mooncake_zmq.pool.node.store_events import Dismiss, MakeChecksums, ReceiveValues, SendValues, Serve, Turn
 from mooncake_zmq.pool.node.tiers import Tiers
 from mooncake_zmq.pool.rules.changes import Change, Changes, replaced
 from mooncake_zmq.pool.rules.entries import Found
@@ -23,20 +23,20 @@ from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.store.stream_messages import EAGER_BYTES, Attached, Ended, Get, Promote, Put, Recheck, Request, promoted_bytes
 
 LEAST_BYTES_PER_S = 16 << 20
-"""What a client has to take, once the time that it asked for is over."""
+"""The slowest rate at which a client may take bytes, once the time that it asked for is over."""
 
 
 @dataclass(slots=True)
 class _Get:
     """`caps`: none if all sizes are welcome. `next`: the first key not answered yet. Of those being answered: what is
-    `leased`, and the sizes that are `told`."""
+    `leased`, and the sizes that are `sizes`."""
 
     keys: Sequence[str]
     caps: Sequence[int]
     ttl_s: float
     leases: list[int]
     leased: list[Found | None]
-    told: list[int]
+    sizes: list[int]
     next: int = 0
     missing: Sequence[int] = ()
     """Which of them are on disk only, and wanted."""
@@ -69,7 +69,7 @@ class _Stream:
 
 
 class Streaming:
-    """Told of what happens by the node, in whose turns it has its say."""
+    """The streams' half of a store's actor: the node calls it within its turns."""
 
     def __init__(self, turn: Turn, objects: Objects, changes: Changes, tiers: Tiers | None) -> None:
         self.counts = {"corrupt_writes": 0}
@@ -83,7 +83,7 @@ class Streaming:
     def begin(self, stream: int, client: bytes, reach: Reach | None = None) -> None:
         """A client's stream. `reach`: the keys that it may use, None for all."""
         self._open[stream] = _Stream(client, reach)
-        self._turn.effects.append(Say(stream, Attached()))
+        self._turn.effects.append(Serve(stream, Attached()))
 
     def end(self, stream: int) -> bytes | None:
         """The stream is over; whose it was, if anybody's."""
@@ -125,7 +125,7 @@ class Streaming:
                     self._tiers.promote(keys, number)
 
     def sent(self, number: int) -> None:
-        """What was to be read is read."""
+        """The requested values have been sent."""
         stream = self._open[number]
         assert isinstance(stream.doing, _Get)
         self._release(stream.client, stream.doing.leases)
@@ -133,7 +133,7 @@ class Streaming:
         self._get(number, stream)
 
     def promoted(self, number: int) -> None:
-        """What this stream wanted from disk is in memory, as far as it can be."""
+        """The values that this stream needed from disk are in memory, as far as they fit."""
         stream = self._open.get(number)
         if stream is None:
             return
@@ -145,11 +145,11 @@ class Streaming:
         start = get.next - len(get.leased)
         came = self._lease(stream.client, get, [get.keys[start + index] for index in get.missing])
         for index, found in zip(get.missing, came, strict=True):
-            get.leased[index], get.told[index] = found, found.size if found is not None else 0
+            get.leased[index], get.sizes[index] = found, found.size if found is not None else 0
         self._send(number, get)
 
     def checksums_made(self, number: int, checksums: Sequence[int]) -> None:
-        """Of what was to be sent without one, or to be looked at again."""
+        """Checksums of values that had none, or that were to be verified again."""
         stream = self._open[number]
         match stream.doing:
             case _Recheck(found):
@@ -157,7 +157,7 @@ class Streaming:
                     if checksum != looked_at.checksum:  # unless its cell serves another value by now
                         self._objects.entries.report_corrupt(looked_at.entry, looked_at.generation)
                 stream.doing = None
-                self._turn.effects.append(Hear(number))
+                self._turn.effects.append(Serve(number))
             case _Get() as get:
                 made = iter(checksums)
                 for index, one in enumerate(_fitting(get)):
@@ -166,20 +166,20 @@ class Streaming:
                         if self._objects.entries.set_checksum(one, checksum):
                             get.leased[index] = one._replace(checksum=checksum)
                         else:
-                            get.leased[index], get.told[index] = None, 0
+                            get.leased[index], get.sizes[index] = None, 0
                 self._send(number, get)
 
-    def came(self, number: int, told: Sequence[int], made: Sequence[int]) -> None:
+    def came(self, number: int, sent: Sequence[int], made: Sequence[int]) -> None:
         """The bytes of a put are in their cells."""
         stream = self._open[number]
         put = stream.doing
         assert isinstance(put, _Put)
-        if len(told) != len(made):
-            self._refuse(number, f"{len(told)} checksums for {len(made)} values")
+        if len(sent) != len(made):
+            self._refuse(number, f"{len(sent)} checksums for {len(made)} values")
             return
-        for index, sent, arrived in zip(put.coming, told, made, strict=True):
+        for index, expected, arrived in zip(put.coming, sent, made, strict=True):
             if put.grants[index].code is Code.OK:
-                if sent == arrived:
+                if expected == arrived:
                     put.whole[index] = arrived
                 else:
                     self.counts["corrupt_writes"] += 1
@@ -205,14 +205,14 @@ class Streaming:
         assert isinstance(get, _Get)
         if get.next == len(get.keys):
             stream.doing = None
-            self._turn.effects.append(Hear(number))
+            self._turn.effects.append(Serve(number))
             return
         objects, tiers = self._objects, self._tiers
         keys = get.keys[get.next :] if get.next else get.keys
         if tiers is not None:
             keys = keys[: _reach(objects, keys, get.caps[get.next :])]
         get.leased = self._lease(stream.client, get, keys)
-        get.told = [one.size if one else objects.size_on_disk(key) or 0 for key, one in zip(keys, get.leased, strict=True)]
+        get.sizes = [one.size if one else objects.size_on_disk(key) or 0 for key, one in zip(keys, get.leased, strict=True)]
         get.next += len(keys)
         get.missing = _missing(get) if tiers is not None else ()
         if tiers is not None and get.missing:
@@ -223,10 +223,10 @@ class Streaming:
     def _lease(self, client: bytes, get: _Get, keys: Sequence[str]) -> list[Found | None]:
         lease_id = -next(self._ids)  # no message of a client can name it
         get.leases.append(lease_id)
-        return self._objects.leases.lease(self._turn.now, client, lease_id, keys, None)
+        return self._objects.lease(self._turn.now, client, lease_id, keys, None)
 
     def _send(self, number: int, get: _Get) -> None:
-        """What leaves the host carries a checksum: its writer's, or one made now."""
+        """Send the values; all that leave the host carry a checksum: their writer's, or one computed now."""
         fitting = _fitting(get)
         checksums = [0 if one is None else one.checksum for one in fitting]
         sent = [one for one in fitting if one is not None]
@@ -235,7 +235,7 @@ class Streaming:
         else:
             asked_s = min(get.ttl_s, self._objects.settings.max_ttl_s)
             within_s = asked_s + sum(one.size for one in sent) / LEAST_BYTES_PER_S
-            self._turn.effects.append(SendValues(number, get.told, checksums, sent, within_s))
+            self._turn.effects.append(SendValues(number, get.sizes, checksums, sent, within_s))
 
     def _put(self, number: int, stream: _Stream, put: Put) -> None:
         sizes, checksums = put.sizes, put.checksums
@@ -274,14 +274,14 @@ class Streaming:
 
     def _say(self, number: int, stream: _Stream, message: Ended) -> None:
         stream.doing = None
-        self._turn.effects.append(Say(number, message))
+        self._turn.effects.append(Serve(number, message))
 
     def _refuse(self, number: int, reason: str) -> None:
         self._turn.effects.append(Dismiss(number, reason, garbage=True))
 
     def _release(self, client: bytes, leases: Sequence[int]) -> None:
         for lease_id in leases:
-            self._objects.leases.release(client, lease_id)
+            self._objects.holders.release(client, lease_id)
 
 
 def _narrowed(request: Request, reach: Reach) -> Request:
@@ -291,7 +291,7 @@ def _narrowed(request: Request, reach: Reach) -> Request:
 
 
 def _fitting(get: _Get) -> list[Found | None]:
-    """Of what is leased, what its client has room for."""
+    """The leased values for which the client has room."""
     if not get.caps:
         return get.leased
     caps = get.caps[get.next - len(get.leased) :]
@@ -301,7 +301,7 @@ def _fitting(get: _Get) -> list[Found | None]:
 def _missing(get: _Get) -> list[int]:
     """Which of the keys being answered are on disk only, and fit."""
     caps = get.caps[get.next - len(get.leased) : get.next] or itertools.repeat(math.inf)
-    rows = enumerate(zip(get.leased, get.told, caps, strict=False))
+    rows = enumerate(zip(get.leased, get.sizes, caps, strict=False))
     return [index for index, (one, size, cap) in rows if one is None and 0 < size <= cap]
 
 

@@ -12,34 +12,33 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mooncake_zmq.core.actor import SetTimer
-from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
-from mooncake_zmq.pool.node.store_events import (
+from mooncake_zmq.core.actor import SetTimer, Start
+from mooncake_zmq.core.work import (
     BAD,
     BUSY,
     GOOD,
     UNREAD,
     CommitValues,
     CreateSegment,
-    DiskFailed,
     ForgetValues,
     MoveValues,
     ReadValue,
     ReadValues,
     RemoveSegments,
-    Result,
-    Start,
-    Turn,
+    StoreResult,
+    StoreWork,
     ValuesRead,
     ValuesWritten,
-    Work,
+    WorkFailed,
     WriteValues,
     WrittenValue,
 )
+from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
+from mooncake_zmq.kv.object_record import ObjectRecord, moved_bytes, record_bytes, round_up
+from mooncake_zmq.pool.node.store_events import Turn
 from mooncake_zmq.pool.rules.changes import Change, Changes
 from mooncake_zmq.pool.rules.entries import Unsaved
 from mooncake_zmq.pool.rules.object_log import MOVED_SHARE, ObjectLog, Place
-from mooncake_zmq.pool.rules.object_record import ObjectRecord, moved_bytes, record_bytes, round_up
 from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.store.codes import Code, Pin
 
@@ -93,7 +92,7 @@ class _Read:
 
 
 class Tiers:
-    """Told of what happens by the node, in whose turns it has its say."""
+    """The disk half of a store's actor: the node calls it within its turns."""
 
     def __init__(self, turn: Turn, objects: Objects, log: ObjectLog, changes: Changes) -> None:
         self._turn = turn
@@ -114,9 +113,9 @@ class Tiers:
         self._work_ids = itertools.count(1)
         self._put_ids = itertools.count(1)
         # The disk's writer: the work under way, and what it is about.
-        self._writing: tuple[int, Work] | None = None
+        self._writing: tuple[int, StoreWork] | None = None
         self._removal: RemoveSegments | None = None
-        """What is begun once nothing reads there any more; instead of a work."""
+        """A removal begun once nothing reads there any more; it takes a work's place."""
         self._batch: list[Unsaved] = []
         self._room: _Room | None = None
         self._forgetting: list[tuple[str, ObjectRecord]] = []
@@ -128,13 +127,13 @@ class Tiers:
         self.readers = max(1, min(log.settings.threads, share // objects.max_object_bytes))
         self._promotions: dict[str, _Promotion] = {}
         self._queue: deque[str] = deque()
-        """Of these, those that are not being read; each at most once."""
+        """Keys of these values that are not being read; each at most once."""
         self._reading: dict[int, list[_Read]] = {}
         self._waits: dict[int, int] = {}
         """Promotions that each stream waits for."""
 
     def start(self) -> None:
-        """The first event of a life: the tier may have become smaller, or the last life have ended as it made room."""
+        """Begin: the tier may have become smaller, or the last incarnation may have ended while it made room."""
         self._make_room(_Room(self._log.left_bytes, 0))
 
     def drain(self) -> None:
@@ -176,7 +175,7 @@ class Tiers:
             self.writable = True
             self.changed()
 
-    def done(self, work_id: int, result: Result) -> None:
+    def done(self, work_id: int, result: StoreResult) -> None:
         """A work has ended."""
         if work_id in self._reading:
             self._on_read(self._reading.pop(work_id), result)
@@ -184,7 +183,7 @@ class Tiers:
         assert self._writing is not None
         assert self._writing[0] == work_id
         work, self._writing = self._writing[1], None
-        if isinstance(result, DiskFailed):
+        if isinstance(result, WorkFailed):
             self._on_fault(work, result)
         else:
             self._on_done(work, result)
@@ -264,13 +263,13 @@ class Tiers:
             self._end(key)
         return False
 
-    def _on_read(self, reads: Sequence[_Read], result: Result) -> None:
+    def _on_read(self, reads: Sequence[_Read], result: StoreResult) -> None:
         outcomes = result.outcomes if isinstance(result, ValuesRead) else (UNREAD,) * len(reads)
         for read, outcome in zip(reads, outcomes, strict=True):
             self._on_value_read(read, outcome)
-        fault = result.reason if isinstance(result, DiskFailed) else result.fault if isinstance(result, ValuesRead) else ""
+        fault = result.reason if isinstance(result, WorkFailed) else result.fault if isinstance(result, ValuesRead) else ""
         if fault:
-            # Nothing is served from disk, or written to it, in this life. Copies there still go when their keys do.
+            # Nothing is served from disk, or written to it, in this incarnation. Copies there still go when their keys do.
             self.writable = False
             self._log.fail()
         if self._removal is not None:
@@ -301,7 +300,7 @@ class Tiers:
             self._end(key)
 
     def _give_up(self, key: str, record: ObjectRecord) -> None:
-        """Nobody shall find this copy any more; who wanted it waits for that, as the next reader would try again."""
+        """This copy must not be found any more; its readers wait for that, as the next one would try again."""
         change = Change(lambda: [key] if self._log.record(key) == record else [], lambda _: self._end(key))
         if not self._changes.begin(change):
             self._end(key)
@@ -329,12 +328,12 @@ class Tiers:
         else:
             self._removal = work
 
-    def _begin(self, work: Work) -> None:
+    def _begin(self, work: StoreWork) -> None:
         assert self._writing is None
         self._writing = next(self._work_ids), work
         self._turn.effects.append(Start(*self._writing))
 
-    def _on_done(self, work: Work, result: Result) -> None:
+    def _on_done(self, work: StoreWork, result: StoreResult) -> None:
         match work:
             case ForgetValues() if self._outgrown:
                 outgrown, self._outgrown = self._outgrown, []
@@ -362,7 +361,7 @@ class Tiers:
                 records = dict(rows)
                 self._end_batch([(value, records[value.key]) for value in self._batch if value.key in records])
 
-    def _on_fault(self, work: Work, fault: DiskFailed) -> None:
+    def _on_fault(self, work: StoreWork, fault: WorkFailed) -> None:
         if self.writable and fault.full:
             self._turn.effects.append(SetTimer(RETRY, FULL_S))
         self.writable = False
@@ -425,7 +424,7 @@ class Tiers:
         return place
 
     def _on_written(self, values: Sequence[WrittenValue], checksums: Sequence[int]) -> None:
-        """Of what stands on disk now, let be found what is still a value, and a good one."""
+        """Make findable those values now on disk that still exist and verify."""
         rows = []
         written = self._batch[: len(values)]
         whole = self._objects.demotion.are_whole(written)

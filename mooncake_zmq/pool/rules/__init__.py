@@ -1,1 +1,1 @@
-"""What a store's tables may do: cells, leases, puts, eviction, the log on SSD. Pure."""
+"""Rules of a store's tables: cells, leases, puts, eviction, the log on SSD. Pure."""

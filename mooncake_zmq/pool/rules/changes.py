@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mooncake_zmq.pool.rules.object_record import ObjectRecord
+from mooncake_zmq.kv.object_record import ObjectRecord
 from mooncake_zmq.pool.rules.objects import Objects
 from mooncake_zmq.store.codes import Code, Pin
 
@@ -19,8 +19,9 @@ MAX_WAITING = 4096
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """`keys`: those that get another value, or none, as things stand. `make`: do it, given the keys whose copies had to go for
-    what waited; who takes such a key's name away takes it out of there, for whoever comes after."""
+    """A change to values. `keys`: those that get another value, or none, as things stand. `make`: do it, given the keys whose
+    copies had to go for waiting changes; a change that takes such a key's name away removes it from that set, so that later
+    ones do not find it."""
 
     keys: Callable[[], Sequence[str]]
     make: Callable[[set[str]], None]

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from mooncake_zmq.pool.rules.cold_end import ColdEnd
+from mooncake_zmq.kv.object_record import ObjectRecord
 from mooncake_zmq.pool.rules.disk_quotas import DiskQuotas
 from mooncake_zmq.pool.rules.entries import Entries, Unsaved
 from mooncake_zmq.pool.rules.object_log import ObjectLog
-from mooncake_zmq.pool.rules.object_record import ObjectRecord
+from mooncake_zmq.pool.rules.write_back import WriteBackOrder
 
 
 class Demotion:
@@ -21,7 +21,7 @@ class Demotion:
             self._quotas = DiskQuotas(entries.holdings, entries.log, entries.key, entries.size, entries.by_key)
 
     @property
-    def _tiers(self) -> tuple[ObjectLog, ColdEnd]:
+    def _tiers(self) -> tuple[ObjectLog, WriteBackOrder]:
         assert self._entries.log is not None, "there is no disk"
         assert self._entries.cold is not None
         return self._entries.log, self._entries.cold
@@ -42,7 +42,7 @@ class Demotion:
             self._entries.held.add(entry)
             self._entries.blocked[self._entries.slabs.unit_of(self._entries.offset[entry])] += 1
             found = self._entries.found(entry)
-            batch.append(Unsaved(key, entry, found.generation, found.offset, found.size, self._entries.pin[entry]))
+            batch.append(Unsaved(key, entry, found.generation, found.offset, found.size, self._entries.pin_of[entry]))
         log.writing = frozenset(value.key for value in batch)
         return batch
 
@@ -83,7 +83,7 @@ class Demotion:
         log, cold = self._tiers
         for key in keys:
             log.remove(key)
-            self._entries.shelf.touch(key)
+            self._entries.engine_blocks.touch(key)
             self._entries.look_again([key])
             entry = self._entries.by_key.get(key)
             if entry is not None:

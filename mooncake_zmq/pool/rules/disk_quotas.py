@@ -1,4 +1,4 @@
-"""Which values of tenants may go to disk, and which have to go from there so that nobody has more than his quota. PURE.
+"""Which values of tenants may go to disk, and which have to go from there so that no tenant exceeds its quota. PURE.
 
 What memory has as well stays on disk: it would be written again at once, and push out the next. So a tenant whose values are
 all in memory has the rest of them there alone, and one that goes on writing loses what it used longest ago.
@@ -8,9 +8,9 @@ import itertools
 from array import array
 from collections.abc import Callable, Container, Iterator, Sequence
 
+from mooncake_zmq.kv.object_record import ObjectRecord
+from mooncake_zmq.pool.rules.holdings import Holdings
 from mooncake_zmq.pool.rules.object_log import ObjectLog
-from mooncake_zmq.pool.rules.object_record import ObjectRecord
-from mooncake_zmq.pool.rules.tenants import Holdings
 
 MAX_STEPS = 1024
 """Copies of one tenant looked at in one call."""
@@ -34,7 +34,8 @@ class DiskQuotas:
         """Bytes of values that were to be written and had no room, by tenant."""
 
     def judge(self) -> Callable[[int], bool]:
-        """Tells of one entry after the other whether its tenant has no room for it, beside those that had room before."""
+        """Returns a function that says of one entry after the other whether its tenant has no room for it, beside the entries
+        that had room before."""
         planned = [0] * len(self._crowded)
         self._crowded = [0] * len(self._crowded)
 

@@ -4,54 +4,23 @@ Rows are reused, and generations never are. `fences` are the generations that th
 """
 
 from array import array
-from collections.abc import Iterable
-from enum import IntEnum
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mooncake_zmq.pool.rules.cold_end import ColdEnd
+from mooncake_zmq.kv.slot_table import TRANSITIONS, SlotEvent
+from mooncake_zmq.pool.rules.engine_blocks import EngineBlocks
+from mooncake_zmq.pool.rules.holdings import Holdings
 from mooncake_zmq.pool.rules.linked_rows import LinkedRows
 from mooncake_zmq.pool.rules.object_log import ObjectLog
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
-from mooncake_zmq.pool.rules.shelf import Shelf
 from mooncake_zmq.pool.rules.slab import SlabAllocator
-from mooncake_zmq.pool.rules.tenants import Holdings, Tenants
+from mooncake_zmq.pool.rules.table import report_corrupt
+from mooncake_zmq.pool.rules.tenants import Tenants
+from mooncake_zmq.pool.rules.write_back import WriteBackOrder
 from mooncake_zmq.store.codes import Pin
 
 _SOFT, _HARD, _PROMOTION = int(Pin.SOFT), int(Pin.HARD), int(Pin.PROMOTION)
 """As plain numbers: an operation on flags takes as long as the rest of what it decides."""
-
-
-class State(IntEnum):
-    """State of an entry."""
-
-    FREE = 0
-    WRITING = 1
-    COMMITTED = 2
-    QUARANTINED = 3
-
-
-class EntryEvent(IntEnum):
-    """Event that changes an entry's state."""
-
-    RESERVE = 0
-    COMMIT = 1
-    FREE = 2
-    QUARANTINE = 3
-
-
-NEXT_STATE: dict[tuple[State, EntryEvent], State] = {
-    (State.FREE, EntryEvent.RESERVE): State.WRITING,
-    (State.WRITING, EntryEvent.COMMIT): State.COMMITTED,
-    (State.WRITING, EntryEvent.FREE): State.FREE,
-    (State.WRITING, EntryEvent.QUARANTINE): State.QUARANTINED,
-    (State.QUARANTINED, EntryEvent.FREE): State.FREE,
-    (State.COMMITTED, EntryEvent.FREE): State.FREE,
-}
-_TRANSITIONS: list[dict[int, int]] = [{} for _ in EntryEvent]
-"""The same by event and by plain numbers: to look two names up takes longer than all else of a move."""
-for (_before, _event), _after in NEXT_STATE.items():
-    _TRANSITIONS[_event][int(_before)] = int(_after)
-RESERVE, COMMIT, FREE, QUARANTINE = _TRANSITIONS
 
 
 class Found(NamedTuple):
@@ -83,7 +52,7 @@ class Entries:
         self.slabs = SlabAllocator(settings.object_bytes, settings.slab_bytes)
         self.by_key: dict[str, int] = {}
         """Readable objects. Others may look keys up in it, and must not change it."""
-        self.shelf = Shelf()
+        self.engine_blocks = EngineBlocks()
         """Blocks of vLLMs that are here; the owner asks it for changes."""
         self.fences: list[tuple[int, int]] = []
         """(entry, generation) in the order in which the segment must show them; the owner clears the list."""
@@ -95,7 +64,7 @@ class Entries:
         self.generation, self.checksum, self.size, self.offset, self.used_at = (array("Q", (0 for _ in rows)) for _ in range(5))
         self.leases = array("I", (0 for _ in rows))
         self.size_class = array("H", (0 for _ in rows))
-        self.state, self.pin = (array("B", (0 for _ in rows)) for _ in range(2))
+        self.state, self.pin_of = (array("B", (0 for _ in rows)) for _ in range(2))
         self.key: list[str | None] = [None for _ in rows]
         self.free_rows = array("i")
         # Of each unit of memory: entries that cannot be evicted now, soft pins, and when any of its objects was last used.
@@ -110,7 +79,7 @@ class Entries:
             quotas = [each.dram_bytes for each in settings.tenants]
             self.holdings = Holdings(self.tenants, quotas, rows=self.first, kinds=2)
         tenant_of = self.holdings.of if self.holdings is not None else ()
-        self.cold = ColdEnd(self.first, self.size, tenant_of) if log is not None else None
+        self.cold = WriteBackOrder(self.first, self.size, tenant_of) if log is not None else None
         self.held: set[int] = set()
         """Entries being written to disk: not evicted meanwhile, so that the work is not in vain."""
 
@@ -144,7 +113,7 @@ class Entries:
             return None
         for column in (self.generation, self.checksum, self.size, self.offset, self.used_at):
             column.append(0)
-        for small in (self.leases, self.size_class, self.state, self.pin):
+        for small in (self.leases, self.size_class, self.state, self.pin_of):
             small.append(0)
         self.key.append(None)
         self.lru.add_row()
@@ -156,9 +125,9 @@ class Entries:
 
     def begin(self, entry: int, size: int, offset: int, size_class: int, pins: int, tenant: int) -> None:
         """A free row has a cell now, which a client writes."""
-        self.move(entry, RESERVE)
+        self.move(entry, SlotEvent.RESERVE)
         self.size[entry], self.offset[entry], self.size_class[entry] = size, offset, size_class
-        self.pin[entry] = pins & (_SOFT | _HARD)
+        self.pin_of[entry] = pins & (_SOFT | _HARD)
         unit = self.slabs.unit_of(offset)
         self.blocked[unit] += 1
         if pins & _SOFT:
@@ -169,41 +138,43 @@ class Entries:
 
     def publish(self, entry: int, key: str, checksum: int, *, promoted: bool) -> None:
         """Make what was written readable by this key."""
-        self.move(entry, COMMIT)
+        self.move(entry, SlotEvent.COMMIT)
         self.fence(entry, self.generation[entry] + 1)
         self.checksum[entry] = checksum
         self.key[entry] = key
         self.by_key[key] = entry
         if self.holdings is not None:
             self.holdings.show(entry)
-        self.shelf.touch(key)
+        self.engine_blocks.touch(key)
         self.object_bytes += self.size[entry]
         self.counts["promoted" if promoted else "puts"] += 1
         self.counts["promoted_bytes" if promoted else "put_bytes"] += self.size[entry]
         if self.cold is not None:
             self.cold.add(entry, saved=promoted)
-        if self.pin[entry] & _HARD:
+        if self.pin_of[entry] & _HARD:
             self.use(entry)
         else:
             self.make_evictable(entry)
 
-    def pin_leased(self, entry: int, key: str) -> None:
-        """One more reader: it is not evicted meanwhile."""
-        if entry in self.lru:
-            self.keep(entry)
-        self.leases[entry] += 1
-        if self.log is not None:
-            self.log.use(key)
+    def pin(self, entries: Sequence[int]) -> None:
+        """See `Table`: one more reader of each, which is a use of it."""
+        for entry in entries:
+            if entry in self.lru:
+                self.keep(entry)
+            self.leases[entry] += 1
+            if self.log is not None and (key := self.key[entry]) is not None:
+                self.log.use(key)
 
-    def unpin_leased(self, entry: int) -> None:
-        """One reader fewer; the last one of a value that was removed frees its cell."""
-        assert self.leases[entry] > 0, "a lease ends once"
-        self.leases[entry] -= 1
-        if self.leases[entry] == 0:
-            if self.key[entry] is None:
-                self.free(entry)
-            elif not self.pin[entry] & _HARD:
-                self.make_evictable(entry)
+    def unpin(self, entries: Sequence[int]) -> None:
+        """See `Table`: one reader fewer of each; the last one of a value that was removed frees its cell."""
+        for entry in entries:
+            assert self.leases[entry] > 0, "a lease ends once"
+            self.leases[entry] -= 1
+            if self.leases[entry] == 0:
+                if self.key[entry] is None:
+                    self.free(entry)
+                elif not self.pin_of[entry] & _HARD:
+                    self.make_evictable(entry)
 
     def set_checksum(self, made_of: Found | Unsaved, checksum: int) -> bool:
         """Remember a checksum made later than at its put. False if it may be of other bytes: that copy is gone, or has another
@@ -218,12 +189,15 @@ class Entries:
         return True
 
     def report_corrupt(self, entry: int, generation: int) -> None:
-        """Retire a copy whose bytes did not verify, unless it is gone already."""
-        if self.first <= entry < len(self.generation) and self.generation[entry] == generation:
-            key = self.key[entry]
-            if key is not None and self.by_key.get(key) == entry:
-                self.counts["corrupt"] += 1
-                self.retire(entry)
+        """Forget a copy whose bytes did not verify, unless it is gone already."""
+        self.counts["corrupt"] += report_corrupt(self, entry, generation)
+
+    def is_readable(self, entry: int, generation: int) -> bool:
+        """See `Table`."""
+        if not self.first <= entry < len(self.generation) or self.generation[entry] != generation:
+            return False
+        key = self.key[entry]
+        return key is not None and self.by_key.get(key) == entry
 
     def stands(self, value: Unsaved) -> bool:
         """Whether it can still be read. One that was removed may keep its bytes until its readers are done."""
@@ -234,16 +208,16 @@ class Entries:
         self.counts["evicted_bytes"] += self.size[entry]
         if self.cold is not None and not self.cold.is_saved(entry):
             self.counts["evicted_unsaved"] += 1
-        self.retire(entry)
+        self.forget(entry)
 
-    def retire(self, entry: int) -> None:
-        """Take a readable object's name; its cell is free when its last lease ends."""
+    def forget(self, entry: int) -> None:
+        """See `Table`: take a readable object's name."""
         key = self.key[entry]
         assert key is not None
         del self.by_key[key]
         if self.holdings is not None:
             self.holdings.hide(entry)
-        self.shelf.touch(key)
+        self.engine_blocks.touch(key)
         self.key[entry] = None
         self.object_bytes -= self.size[entry]
         if self.cold is not None:
@@ -258,12 +232,12 @@ class Entries:
             self.free(entry)
 
     def free(self, entry: int) -> None:
-        """Free the cell of an entry that is in no list and has no readers."""
-        self.move(entry, FREE)
+        """See `Table`: free the cell of an entry that is in no list and has no readers."""
+        self.move(entry, SlotEvent.FREE)
         self.fence(entry, self.generation[entry] + (1 if self.generation[entry] % 2 else 2))
         unit = self.slabs.unit_of(self.offset[entry])
         self.blocked[unit] -= 1
-        if self.pin[entry] & _SOFT:
+        if self.pin_of[entry] & _SOFT:
             self.soft[unit] -= 1
         if self.holdings is not None:
             self.holdings.give(entry, self.charge(self.size_class[entry]))
@@ -301,9 +275,9 @@ class Entries:
     def make_evictable(self, entry: int) -> None:
         """Evictable from now on, after everything else of its class."""
         self.use(entry)
-        self.lru.append(2 * self.size_class[entry] + bool(self.pin[entry] & _SOFT), entry)
+        self.lru.append(2 * self.size_class[entry] + bool(self.pin_of[entry] & _SOFT), entry)
         if self.holdings is not None:
-            self.holdings.append(entry, bool(self.pin[entry] & _SOFT))
+            self.holdings.append(entry, bool(self.pin_of[entry] & _SOFT))
         self.blocked[self.slabs.unit_of(self.offset[entry])] -= 1
 
     def keep(self, entry: int) -> None:
@@ -312,8 +286,12 @@ class Entries:
             self.holdings.remove(entry)
         self.blocked[self.slabs.unit_of(self.offset[entry])] += 1
 
-    def move(self, entry: int, transitions: dict[int, int]) -> None:
-        self.state[entry] = transitions[self.state[entry]]
+    def quarantine(self, entry: int) -> None:
+        """See `Table`."""
+        self.move(entry, SlotEvent.QUARANTINE)
+
+    def move(self, entry: int, event: SlotEvent) -> None:
+        self.state[entry] = TRANSITIONS[event][self.state[entry]][0]
 
     def fence(self, entry: int, generation: int) -> None:
         self.generation[entry] = generation

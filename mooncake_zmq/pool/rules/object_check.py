@@ -4,48 +4,49 @@ import math
 
 import numpy as np
 
-from mooncake_zmq.pool.rules.entries import Entries, State
-from mooncake_zmq.pool.rules.holders import Holders
+from mooncake_zmq.kv.slot_table import STATES, SlotState
+from mooncake_zmq.pool.rules.entries import Entries
+from mooncake_zmq.pool.rules.holders import Holders, Lease, ObjectPut
+from mooncake_zmq.pool.rules.holdings import Holdings
 from mooncake_zmq.pool.rules.puts import Puts
-from mooncake_zmq.pool.rules.tenants import Holdings
-from mooncake_zmq.store.codes import Code, Pin
+from mooncake_zmq.store.codes import Pin
 
 _SOFT, _HARD = int(Pin.SOFT), int(Pin.HARD)
 
 
-def check(entries: Entries, holders: Holders, puts: Puts) -> None:
+def check(entries: Entries, holders: Holders[bytes, ObjectPut], puts: Puts) -> None:
     """Assert the invariants. Slow: for tests and dumps."""
     entries.slabs.check()
     leases = [0] * len(entries.key)
-    writing: dict[int, State] = {}
+    writing: dict[int, SlotState] = {}
     for holder in holders.clients.values():
         for lease in holder.leases.values():
-            for entry in lease.entries:
+            for entry in lease.rows:
                 leases[entry] += 1
         for put in holder.puts.values():
-            state = State.QUARANTINED if put.quarantined else State.WRITING
-            writing |= {grant.entry: state for grant in put.grants if grant.code is Code.OK}
+            state = SlotState.QUARANTINED if put.quarantined else SlotState.WRITING
+            writing |= dict.fromkeys(put.rows, state)
     _check_usage(holders)
     cells = {owner: (offset, size) for owner, offset, size in entries.slabs.cells()}
     blocked, soft = np.zeros(entries.slabs.units, np.int64), np.zeros(entries.slabs.units, np.int64)
     for entry in range(entries.first, len(entries.key)):
-        state, key = State(entries.state[entry]), entries.key[entry]
-        assert (state in (State.WRITING, State.QUARANTINED)) == (entry in writing)
+        state, key = STATES[entries.state[entry]], entries.key[entry]
+        assert (state in (SlotState.WRITING, SlotState.QUARANTINED)) == (entry in writing)
         assert writing.get(entry, state) is state
         assert entries.generation[entry] % 2 == (entry in writing), "odd while it may be written"
         assert entries.leases[entry] == leases[entry]
-        assert (state is State.FREE) == (entry not in cells), "a cell for each entry in use"
+        assert (state is SlotState.FREE) == (entry not in cells), "a cell for each entry in use"
         readable = key is not None and entries.by_key.get(key) == entry
-        assert state is State.COMMITTED or not readable
-        evictable = readable and leases[entry] == 0 and not entries.pin[entry] & _HARD
+        assert state is SlotState.COMMITTED or not readable
+        evictable = readable and leases[entry] == 0 and not entries.pin_of[entry] & _HARD
         assert (entry in entries.lru) == evictable
-        assert state is not State.COMMITTED or readable or leases[entry], "an orphan lives as long as its readers"
-        if state is not State.FREE:
+        assert state is not SlotState.COMMITTED or readable or leases[entry], "an orphan exists as long as its readers"
+        if state is not SlotState.FREE:
             offset, cell_bytes = cells[entry]
             assert offset == entries.offset[entry]
             assert 0 < entries.size[entry] <= cell_bytes
             blocked[entries.slabs.unit_of(offset)] += (not evictable) + (entry in entries.held)
-            soft[entries.slabs.unit_of(offset)] += bool(entries.pin[entry] & _SOFT)
+            soft[entries.slabs.unit_of(offset)] += bool(entries.pin_of[entry] & _SOFT)
     assert (blocked == entries.blocked).all()
     assert (soft == entries.soft).all()
     assert len(entries.by_key) == sum(1 for key, entry in entries.by_key.items() if entries.key[entry] == key)
@@ -66,22 +67,22 @@ def check(entries: Entries, holders: Holders, puts: Puts) -> None:
             assert record is None or record.size == entries.size[entry]
 
 
-def _check_usage(holders: Holders) -> None:
-    usage_of_keys = {id(holder.usage): holder.usage for holder in holders.clients.values()}
-    assert all(id(usage) in usage_of_keys for usage in holders.usage_of_keys.values())
-    for usage in usage_of_keys.values():
+def _check_usage(holders: Holders[bytes, ObjectPut]) -> None:
+    usages = {id(holder.usage): holder.usage for holder in holders.clients.values()}
+    assert all(id(usage) in usages for usage in holders.usage_of_users.values())
+    for usage in usages.values():
         sharing = [holder for holder in holders.clients.values() if holder.usage is usage]
         puts = [put for holder in sharing for put in holder.puts.values()]
         assert usage.clients == len(sharing)
         assert usage.leases == sum(len(holder.leases) for holder in sharing)
         assert usage.puts == len(puts)
-        assert usage.reserved_bytes == sum(put.reserved_bytes for put in puts)
-    held = {id(held) for _, _, held in holders.ends if not held.over}
+        assert usage.reserved == sum(put.reserved for put in puts)
     leases = [lease for holder in holders.clients.values() for lease in holder.leases.values()]
-    timed = {id(lease) for lease in leases if lease.expires_at < math.inf}
-    timed |= {id(put) for holder in holders.clients.values() for put in holder.puts.values() if not put.quarantined}
-    assert held == timed
-    assert holders.timed == len(timed)
+    timed: list[Lease[bytes] | ObjectPut] = [lease for lease in leases if lease.expires_at < math.inf]
+    timed += [put for holder in holders.clients.values() for put in holder.puts.values() if not put.quarantined]
+    assert all(held in holders.ends for held in timed)
+    assert len(holders.ends) == len(timed)
+    assert holders.ends.next_at() >= holders.expires_at
 
 
 def check_holdings(entries: Entries, holdings: Holdings, cells: dict[int, int]) -> None:
@@ -96,4 +97,4 @@ def check_holdings(entries: Entries, holdings: Holdings, cells: dict[int, int]) 
     assert sorted(readable) == sorted(entries.by_key.values())
     evictable = [entry for tenant in range(len(taken)) for entry in holdings.coldest(tenant)]
     assert sorted(evictable) == [entry for entry in range(entries.first, len(entries.key)) if entry in entries.lru]
-    assert all(holdings.over(tenant) <= 0 for tenant in range(len(taken))), "nobody has more than his quota"
+    assert all(holdings.over(tenant) <= 0 for tenant in range(len(taken))), "no tenant has more than its quota"

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.pool.rules.object_record import ObjectRecord, moved_bytes, place, round_up, taken_bytes
-from mooncake_zmq.pool.rules.tenants import Holdings, Tenants
+from mooncake_zmq.kv.object_record import ObjectRecord, moved_bytes, place, round_up, taken_bytes
+from mooncake_zmq.pool.rules.holdings import Holdings
+from mooncake_zmq.pool.rules.tenants import Tenants
 
 SEGMENT_BYTES = 256 << 20
 MIN_SEGMENTS = 8
 """Smaller tiers get smaller segments: what goes at a time is an eighth at most."""
 _NOWHERE = 1 << 62
 MOVED_SHARE = 0.5
-"""Of a new segment, and of all that may be on disk, what is moved there at most."""
+"""The largest part of a new segment, and of all that may be on disk, that is moved there."""
 ROWS_AT_ONCE = 4096
 """Rows of a segment that goes, moved or dropped in one step: others wait for it."""
 
@@ -83,7 +84,7 @@ class _Segment:
     """Rows that were put here, the oldest first; some of them may have gone, or serve another value by now."""
     live: int = 0
     promised_bytes: int = 0
-    """What values of tenants with a quota would take elsewhere, of those that stand here."""
+    """Bytes of this segment's values whose tenants have a quota: they would be moved elsewhere."""
 
 
 class ObjectLog:
@@ -93,11 +94,11 @@ class ObjectLog:
         self.settings = settings
         self.by_key: dict[str, int] = {}
         self.readable: dict[str, int] = self.by_key
-        """What can be served: `by_key`, or nothing once the disk fails. Others may look keys up in both."""
+        """Values that can be served: `by_key`, or nothing once the disk fails. Others may look keys up in both."""
         self.writing: frozenset[str] = frozenset()
         """Keys whose values are on their way to disk."""
         self.bytes = 0
-        """Of all values."""
+        """Bytes of all values."""
         self._sequence = array("Q")
         self._segment = array("Q")
         self._offset = array("Q")
@@ -156,7 +157,7 @@ class ObjectLog:
 
     @property
     def next_sequence(self) -> int:
-        """Of one more record; not given twice."""
+        """The sequence number of one more record; not given twice."""
         self._next_sequence += 1
         return self._next_sequence - 1
 
@@ -239,12 +240,12 @@ class ObjectLog:
 
     @property
     def left_bytes(self) -> int:
-        """Of the newest segment."""
+        """Bytes left in the newest segment."""
         newest = next(reversed(self._segments.values()), None)
         return max(0, newest.length - self._end) if newest is not None else 0
 
     def promised_bytes(self, segment: int) -> int:
-        """What of it is to move on when it goes."""
+        """Bytes of the segment that are moved on when it is removed."""
         return self._segments[segment].promised_bytes
 
     def is_promised(self, key: str) -> bool:
@@ -277,7 +278,7 @@ class ObjectLog:
     # --- tenants
 
     def divide(self, tenants: Tenants) -> None:
-        """From now on tell whose each value is."""
+        """From now on record each value's tenant."""
         quotas = [each.ssd_bytes for each in tenants.known]
         self.holdings = Holdings(tenants, quotas, rows=len(self._key))
         for key, row in self.by_key.items():
@@ -296,7 +297,8 @@ class ObjectLog:
     # --- a restart
 
     def restore(self, lengths: dict[int, int], rows: Iterable[tuple[str, ObjectRecord]]) -> None:
-        """What a former life left: files of these lengths, in the order of their numbers, and what stands in them."""
+        """Restore the state of an earlier incarnation: files of these lengths, in the order of their numbers, and the records
+        in them."""
         tail = 0
         for segment, length in lengths.items():
             self.open(segment, length)

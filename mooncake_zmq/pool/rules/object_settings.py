@@ -21,16 +21,17 @@ class ObjectSettings:
     max_ttl_s: float = 30.0
     """Longest time for a put or a lease, whatever was asked."""
     max_leases_per_client: int = 1024
-    """Of all clients with one key together, as a key may call itself by many names; who comes without a key counts for itself.
-    1024: four streams of each of 256 engines."""
+    """Leases of all clients with one key together, as a key may call itself by many names; a client without a key counts for
+    itself. 1024: four streams of each of 256 engines."""
     max_puts_per_client: int = 1024
     """Counted in the same way."""
     max_client_share: float = 0.5
     """Part of the memory that one client may hold reserved or in quarantine; all clients with one key count as one."""
     ssd: ObjectSsdSettings = field(default_factory=ObjectSsdSettings)
     tenants: tuple[StoreTenant, ...] = ()
-    """Who may use which keys over TCP, and how much they may take up. None: whoever has a key of the kind `store` may use all.
-    Else nobody may use what is not his; who connects by `ipc://`, as this user of the machine, may use all still."""
+    """Tenants: who may use which keys over TCP, and how much they may take up. None: any key of the kind `store` may use all.
+    Otherwise a key may use only its tenant's values; a client that connects by `ipc://`, as this user of the machine, may still
+    use all."""
 
     def __post_init__(self) -> None:
         check_tenants(self.tenants)

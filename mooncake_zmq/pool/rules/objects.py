@@ -8,13 +8,13 @@ for how it gets another one, or none.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 from mooncake_zmq.pool.rules import object_check
 from mooncake_zmq.pool.rules.demotion import Demotion
-from mooncake_zmq.pool.rules.entries import Entries
-from mooncake_zmq.pool.rules.holders import Holders, Put
-from mooncake_zmq.pool.rules.leases import Leases
+from mooncake_zmq.pool.rules.entries import Entries, Found
+from mooncake_zmq.pool.rules.holders import Holders, Lease, ObjectPut
 from mooncake_zmq.pool.rules.object_log import ObjectLog
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.rules.puts import Puts
@@ -37,11 +37,10 @@ class Objects:
             0,
         )
         self.entries = Entries(settings, log, self.counts)
-        self.holders = Holders()
+        self.holders: Holders[bytes, ObjectPut] = Holders(self.entries)
         self.puts = Puts(self.entries, Victims(self.entries), self.holders)
-        self.leases = Leases(self.entries, self.holders)
         self.demotion = Demotion(self.entries)
-        self.slabs, self.tenants, self.shelf = self.entries.slabs, self.entries.tenants, self.entries.shelf
+        self.slabs, self.tenants, self.engine_blocks = self.entries.slabs, self.entries.tenants, self.entries.engine_blocks
         self.by_key, self.generation, self.fences = self.entries.by_key, self.entries.generation, self.entries.fences
 
     @property
@@ -49,7 +48,7 @@ class Objects:
         return self.slabs.slab_bytes
 
     def cell_bytes(self, size: int) -> int:
-        """What a value of this size takes."""
+        """Bytes that the cell of a value of this size takes."""
         size_class = self.slabs.class_of(size)
         return self.slabs.slab_bytes if size_class is None else self.slabs.sizes[size_class]
 
@@ -69,12 +68,12 @@ class Objects:
         return None if self.log is None else self.log.size_of(key)
 
     def remove(self, key: str) -> bool:
-        """Nobody finds `key` any more; its readers may finish. Pins do not protect from this."""
+        """Make `key` unfindable; its readers may finish. Pins do not protect from this."""
         assert self.log is None or key not in self.log.by_key, "it would come back"
         entry = self.by_key.get(key)
         if entry is None:
             return False
-        self.entries.retire(entry)
+        self.entries.forget(entry)
         return True
 
     def some_keys(self, limit: int, within: tuple[str, ...] | None = None) -> list[str]:
@@ -110,23 +109,37 @@ class Objects:
             stop = self.entries.table_rows if on_disk else 0
         return page, stop
 
+    def lease(self, now: float, client: bytes, number: int, keys: Sequence[str], ttl_s: float | None) -> list[Found | None]:
+        """Keep those of `keys` that are here from being evicted. The holder counts `ttl_s` from when it asked. None: until it
+        is released, which the owner then sees to."""
+        entries, usage = self.entries, self.holders.of(client).usage
+        known = self.holders.lease_of(client, number)
+        if known is not None:
+            by_key = {entries.key[entry]: entry for entry in known.rows}
+            return [entries.found(by_key[key]) if key in by_key else None for key in keys]
+        if usage.leases >= self.settings.max_leases_per_client:
+            self.counts["no_room"] += len(keys)
+            return [None] * len(keys)
+        rows = [self.by_key.get(key) for key in keys]
+        leased = [row for row in rows if row is not None]
+        if leased:
+            entries.pin(leased)
+            expires_at = math.inf if ttl_s is None else now + min(ttl_s, self.settings.max_ttl_s)
+            self.holders.lease(Lease(client, number, expires_at, leased))
+            self.counts["leased"] += len(leased)
+        return [None if row is None else entries.found(row) for row in rows]
+
     def expire(self, now: float) -> None:
         """End what ran past its time."""
-        while (held := self.holders.due(now)) is not None:
-            holder = self.holders.clients[held.client]
-            if isinstance(held, Put):
-                self.puts.expire(holder, held.put_id)
-            else:
-                self.leases.end(holder.usage, holder.leases.pop(held.lease_id))
-                self.counts["leases_expired"] += 1
-        self.holders.expires_at = self.holders.next_expiry()
+        self.holders.expire(now, self._on_lease_over, self.puts.on_late)
+
+    def _on_lease_over(self, _: Lease[bytes]) -> None:
+        self.counts["leases_expired"] += 1
 
     def bury(self, client: bytes) -> None:
         """The client is known dead, or never wrote here itself: everything it held is over."""
-        holder = self.holders.leave(client)
-        if holder is not None:
-            self.leases.end_all(holder)
-            self.puts.end(holder)
+        self.puts.withdraw(client)
+        self.holders.bury(client)
 
     def gauges(self) -> dict[str, float]:
         """All but the first four are zero when no client is at work."""
@@ -146,11 +159,11 @@ class Objects:
         object_check.check(self.entries, self.holders, self.puts)
 
     def _tenants_gauges(self) -> dict[str, float]:
-        told: dict[str, float] = {}
+        bytes_of: dict[str, float] = {}
         for tier, holdings in (("", self.entries.holdings), ("ssd_", self.log.holdings if self.log is not None else None)):
             if holdings is not None:
-                told |= {f"{tier}tenant_bytes[tenant={name}]": count for name, count in holdings.named().items()}
-        return told
+                bytes_of |= {f"{tier}tenant_bytes[tenant={name}]": count for name, count in holdings.named().items()}
+        return bytes_of
 
 
 def _some_on_disk(log: ObjectLog, tenants: list[int] | None) -> Iterable[str]:

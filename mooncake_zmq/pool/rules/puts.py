@@ -5,9 +5,9 @@ A writer that runs past its time may still write: its cells stay in quarantine u
 
 from collections.abc import Iterable, Sequence
 
-from mooncake_zmq.pool.rules.entries import QUARANTINE, Entries
-from mooncake_zmq.pool.rules.holders import Client, Grant, Holders, Put, Usage
-from mooncake_zmq.pool.rules.tenants import NOBODY
+from mooncake_zmq.pool.rules.entries import Entries
+from mooncake_zmq.pool.rules.holders import Grant, Holders, ObjectPut, Usage
+from mooncake_zmq.pool.rules.tenants import NO_TENANT
 from mooncake_zmq.pool.rules.victims import Victims
 from mooncake_zmq.store.codes import Code, Pin, is_key
 
@@ -17,7 +17,7 @@ _UPSERT, _PROMOTION = int(Pin.UPSERT), int(Pin.PROMOTION)
 class Puts:
     """The puts of all clients under way."""
 
-    def __init__(self, entries: Entries, victims: Victims, holders: Holders) -> None:
+    def __init__(self, entries: Entries, victims: Victims, holders: Holders[bytes, ObjectPut]) -> None:
         self._entries, self._victims, self._holders = entries, victims, holders
         self.writing: dict[str, int] = {}
         """Keys of plain puts under way."""
@@ -44,43 +44,37 @@ class Puts:
         if holder.usage.puts >= self._entries.settings.max_puts_per_client:
             self._entries.counts["no_room"] += len(keys)
             return [Grant(Code.NO_ROOM)] * len(keys)
-        put = Put(client, now + min(ttl_s, self._entries.settings.max_ttl_s), tuple(keys), int(pins), [], 0, put_id)
+        put = ObjectPut(client, put_id, now + min(ttl_s, self._entries.settings.max_ttl_s), tuple(keys), int(pins))
         for key, size in zip(keys, sizes, strict=True):
             put.grants.append(self._reserve(holder.usage, put, key, size))
-        if any(grant.code is Code.OK for grant in put.grants):
-            holder.puts[put_id] = put
-            holder.usage.puts += 1
-            self._holders.time(put)
+        put.rows = [grant.entry for grant in put.grants if grant.code is Code.OK]
+        if put.rows:
+            self._holders.put(put)
         return put.grants
 
     def commit(
         self, now: float, client: bytes, put_id: int, indexes: Sequence[int], checksums: Sequence[int]
     ) -> list[Code] | None:
         """End a put: the keys at `indexes` were written, the others were given up. None if there is no such put."""
-        holder = self._holders.clients.get(client)
-        put = holder.puts.pop(put_id, None) if holder else None
-        if holder is None or put is None:
+        put = self._holders.end_put(client, put_id)
+        if put is None:
             return None
-        self.close(holder.usage, put)
+        self._withdraw(put)
         on_time = now <= put.expires_at and not put.quarantined
         written = dict(zip(indexes, checksums, strict=True)) if on_time else {}
         codes = [grant.code if on_time else Code.EXPIRED for grant in put.grants]
         for index, grant in enumerate(put.grants):
             if grant.code is not Code.OK:
                 continue
-            key = put.keys[index]
-            if self.writing.get(key) == grant.entry:
-                del self.writing[key]
             if index in written:
-                codes[index] = self._commit(grant.entry, key, written[index], put.pins)
+                codes[index] = self._commit(grant.entry, put.keys[index], written[index], put.pins)
             else:
                 self._entries.free(grant.entry)
         return codes
 
-    def put_of(self, now: float, client: bytes, put_id: int) -> Put | None:
+    def put_of(self, now: float, client: bytes, put_id: int) -> ObjectPut | None:
         """A put that may still be committed."""
-        holder = self._holders.clients.get(client)
-        put = holder.puts.get(put_id) if holder else None
+        put = self._holders.put_of(client, put_id)
         return None if put is None or put.quarantined or now > put.expires_at else put
 
     def supersede(self, client: bytes, keys: Iterable[str]) -> None:
@@ -89,52 +83,39 @@ class Puts:
         entries = {self.writing[key] for key in keys if key in self.writing}
         if holder is None or not entries:
             return
-        for put_id, put in list(holder.puts.items()):
-            if not put.quarantined and any(grant.entry in entries for grant in put.grants):
-                self.expire(holder, put_id)
+        for put in list(holder.puts.values()):
+            if not put.quarantined and not entries.isdisjoint(put.rows):
+                self.on_late(put)
 
-    def expire(self, holder: Client, put_id: int) -> None:
-        put = holder.puts[put_id]
+    def on_late(self, put: ObjectPut) -> None:
+        """The time of a put is over: its writer may still write."""
+        self._holders.quarantine(put)
+        self._withdraw(put)
         self._entries.counts["puts_expired"] += 1
-        put.quarantined = True
-        self._holders.untime(put)
+        self._entries.counts["quarantined"] += len(put.rows)
+
+    def withdraw(self, client: bytes) -> None:
+        """Let others put what a client that is gone for good was putting."""
+        holder = self._holders.clients.get(client)
+        for put in holder.puts.values() if holder is not None else ():
+            self._withdraw(put)
+
+    def _withdraw(self, put: ObjectPut) -> None:
         for key, grant in zip(put.keys, put.grants, strict=True):
-            if grant.code is Code.OK:
-                self._entries.move(grant.entry, QUARANTINE)
-                self._entries.counts["quarantined"] += 1
-                if self.writing.get(key) == grant.entry:
-                    del self.writing[key]
-
-    def drop(self, put: Put) -> None:
-        for key, grant in zip(put.keys, put.grants, strict=True):
-            if grant.code is Code.OK:
-                if self.writing.get(key) == grant.entry:
-                    del self.writing[key]
-                self._entries.free(grant.entry)
-
-    def close(self, usage: Usage, put: Put) -> None:
-        self._holders.untime(put)
-        usage.puts -= 1
-        usage.reserved_bytes -= put.reserved_bytes
-
-    def end(self, holder: Client) -> None:
-        """Free the cells of a client that is gone for good."""
-        for put in holder.puts.values():
-            self.close(holder.usage, put)
-            self.drop(put)
+            if grant.code is Code.OK and self.writing.get(key) == grant.entry:
+                del self.writing[key]
 
     def gauges(self) -> dict[str, float]:
         """Sums of the puts under way; all zero when no client writes."""
         puts = [put for holder in self._holders.clients.values() for put in holder.puts.values()]
-        states = [(put.quarantined, sum(grant.code is Code.OK for grant in put.grants)) for put in puts]
         return {
             "puts": len(puts),
-            "writing_objects": sum(count for quarantined, count in states if not quarantined),
-            "quarantined_objects": sum(count for quarantined, count in states if quarantined),
-            "reserved_bytes": sum(put.reserved_bytes for put in puts),
+            "writing_objects": sum(len(put.rows) for put in puts if not put.quarantined),
+            "quarantined_objects": sum(len(put.rows) for put in puts if put.quarantined),
+            "reserved_bytes": sum(put.reserved for put in puts),
         }
 
-    def _reserve(self, usage: Usage, put: Put, key: str, size: int) -> Grant:
+    def _reserve(self, usage: Usage, put: ObjectPut, key: str, size: int) -> Grant:
         entries = self._entries
         size_class = entries.slabs.class_of(size) if size > 0 else None
         if size_class is None or not is_key(key):
@@ -146,8 +127,8 @@ class Puts:
                 entries.counts["dedup_bytes_saved"] += size
             return Grant(Code.EXISTS)
         cell_bytes = entries.slabs.sizes[size_class]
-        tenant = entries.tenants.of(key) if entries.holdings is not None else NOBODY
-        within = usage.reserved_bytes + cell_bytes <= self._client_bytes and self._victims.make_own_room(
+        tenant = entries.tenants.of(key) if entries.holdings is not None else NO_TENANT
+        within = usage.reserved + cell_bytes <= self._client_bytes and self._victims.make_own_room(
             tenant, entries.charge(size_class)
         )
         entry = self._victims.take_row() if within else None
@@ -157,8 +138,8 @@ class Puts:
                 entries.free_rows.append(entry)
             entries.counts["no_room"] += 1
             return Grant(Code.NO_ROOM)
-        usage.reserved_bytes += cell_bytes
-        put.reserved_bytes += cell_bytes
+        usage.reserved += cell_bytes
+        put.reserved += cell_bytes
         entries.begin(entry, size, offset, size_class, pins, tenant)
         if not pins & _UPSERT:
             self.writing[key] = entry
@@ -172,6 +153,6 @@ class Puts:
         log = self._entries.log
         assert log is None or key not in log.by_key or pins & _PROMOTION, "another value would come back"
         if old is not None:
-            self._entries.retire(old)
+            self._entries.forget(old)
         self._entries.publish(entry, key, checksum, promoted=bool(pins & _PROMOTION))
         return Code.OK

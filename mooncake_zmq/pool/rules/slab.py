@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.pool.rules.object_record import LARGE_BYTES
+from mooncake_zmq.kv.object_record import LARGE_BYTES
 
 MIN_CELL_BYTES = 64
 CLASS_STEP = 1.125
@@ -41,7 +41,7 @@ def class_sizes(slab_bytes: int) -> list[int]:
 
 
 class SlabAllocator:
-    """Hands out cells. An owner is a non-negative number of the caller's, told again when its unit must be emptied."""
+    """Hands out cells. An owner is a non-negative number of the caller's, returned when its unit must be emptied."""
 
     def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
         self.slab_bytes = min(slab_bytes, capacity_bytes) // (PARTS * LARGE_ALIGN_BYTES) * (PARTS * LARGE_ALIGN_BYTES)
@@ -114,7 +114,7 @@ class SlabAllocator:
         self._roomy[size_class][unit] = None
 
     def owners(self, unit: int) -> list[int]:
-        """Who has a cell of this unit."""
+        """The owners of the cells of this unit."""
         return [owner for owner in self._owners[unit] if owner != _FREE]
 
     def cells(self) -> Iterator[tuple[int, int, int]]:

@@ -7,29 +7,28 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from mooncake_zmq.kv.layout import PAGE_BYTES
-from mooncake_zmq.pool.node.store_events import (
+from mooncake_zmq.core.actor import Start, WorkDone
+from mooncake_zmq.core.work import (
     BAD,
     BUSY,
     GOOD,
     UNREAD,
     CommitValues,
     CreateSegment,
-    DiskFailed,
     Done,
     ForgetValues,
     MoveValues,
     ReadValues,
     RemoveSegments,
-    Result,
-    Start,
+    StoreResult,
+    StoreWork,
     ValuesRead,
     ValuesWritten,
-    Work,
-    WorkDone,
+    WorkFailed,
     WriteValues,
 )
-from mooncake_zmq.pool.rules.object_record import LARGE_BYTES, round_up
+from mooncake_zmq.kv.layout import PAGE_BYTES
+from mooncake_zmq.kv.object_record import LARGE_BYTES, round_up
 from mooncake_zmq.pool.server.turns import Turns
 from mooncake_zmq.pool.ssd.disk_directory import DiskFault
 from mooncake_zmq.pool.ssd.object_disk import DiskBusy, ObjectDisk
@@ -46,8 +45,8 @@ class DiskWorks:
         self._disk = disk
         self._hand = DiskHand(disk, turns.view)
         self._on_crash = on_crash
-        self._writes: queue.SimpleQueue[Start | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[Start | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Start[StoreWork] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[Start[StoreWork] | None] = queue.SimpleQueue()
         turns.carry_out({Start: self.start})
         # All started now, as later there may be no thread to be had.
         self._threads: list[threading.Thread] = []
@@ -59,7 +58,7 @@ class DiskWorks:
             self.close()
             raise
 
-    def start(self, effect: Start) -> None:
+    def start(self, effect: Start[StoreWork]) -> None:
         """Within a turn: as many works as the actor has under way wait at most."""
         (self._reads if isinstance(effect.work, ReadValues) else self._writes).put(effect)
 
@@ -75,15 +74,15 @@ class DiskWorks:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of what the disk did."""
+        """Counters of the disk."""
         return {f"ssd_{name}": value for name, value in self._disk.counts.items()}
 
-    def _begin(self, name: str, works: "queue.SimpleQueue[Start | None]") -> None:
+    def _begin(self, name: str, works: "queue.SimpleQueue[Start[StoreWork] | None]") -> None:
         thread = threading.Thread(target=self._run, args=(works,), name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def _run(self, works: "queue.SimpleQueue[Start | None]") -> None:
+    def _run(self, works: "queue.SimpleQueue[Start[StoreWork] | None]") -> None:
         try:
             while (start := works.get()) is not None:
                 self._turns.take(WorkDone(start.work_id, self._result(start.work)))
@@ -91,13 +90,13 @@ class DiskWorks:
             self._on_crash(error)
             log.critical("store_disk_turn_crashed", exc_info=error)
 
-    def _result(self, work: Work) -> Result:
+    def _result(self, work: StoreWork) -> StoreResult:
         try:
             return self._hand.carry_out(work)
-        except Exception as error:  # our bug: this process will end, and whoever waits for the disk is told until then
+        except Exception as error:  # our bug: this process will end, and until then, waiters get a failure
             self._on_crash(error)
             log.critical("store_disk_crashed", exc_info=error)
-            return DiskFailed(f"a bug: {error}")
+            return WorkFailed(f"a bug: {error}")
 
 
 class DiskHand:
@@ -107,7 +106,7 @@ class DiskHand:
         self._disk = disk
         self._view = view
 
-    def carry_out(self, work: Work) -> Result:
+    def carry_out(self, work: StoreWork) -> StoreResult:
         """How it ends."""
         try:
             return self._read(work) if isinstance(work, ReadValues) else self._change(work)
@@ -116,9 +115,9 @@ class DiskHand:
                 log.critical("store_values_may_come_back", count=work.instead, error=str(fault), after="a restart")
             log.error("store_disk_not_written", reason=str(fault))
             cause = fault.__cause__
-            return DiskFailed(str(fault), full=isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+            return WorkFailed(str(fault), full=isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
 
-    def _change(self, work: Work) -> Result:
+    def _change(self, work: StoreWork) -> StoreResult:
         disk = self._disk
         match work:
             case WriteValues(values, end):
@@ -162,5 +161,5 @@ def _filled(outcomes: Sequence[str], with_what: str, work: ReadValues) -> Values
 
 
 def _cell_bytes(size: int) -> int:
-    """What of a value's cell is read or written: whole pages where it is at one."""
+    """Bytes of a value's cell that are read or written: whole pages where it begins at one."""
     return round_up(size, PAGE_BYTES) if size >= LARGE_BYTES else size

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import zmq
 
 from mooncake_zmq.store import protocol
-from mooncake_zmq.transfer.connections import Connections, skip_rest, take_part
+from mooncake_zmq.transfer.connections import Connections, skip_remaining, take_part
 from mooncake_zmq.transfer.sockets import BadEndpoint, Limits, Sockets
 
 CONNECTION, ROUTING_ID_BYTES = b"c", 21
@@ -82,7 +82,7 @@ class RequestSocket:
             request = protocol.decode_request(content)
         except protocol.NotAMessage:
             request = None
-        skip_rest(self._socket, self._connections)
+        skip_remaining(self._socket, self._connections)
         if request is not None and len(peer) == ROUTING_ID_BYTES and peer.startswith(CONNECTION):
             user = self._keyless if shown is None else self._sockets.holder("store", shown)
             if shown is not None and not user:

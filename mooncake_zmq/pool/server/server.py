@@ -16,26 +16,19 @@ import msgspec
 import structlog
 import zmq
 
-from mooncake_zmq.core.actor import Drained, DrainWanted, Started
-from mooncake_zmq.pool.node.store_events import (
-    Asked,
-    ClientDied,
-    Greeted,
-    Probe,
-    Reply,
-    ShelfChanged,
-)
+from mooncake_zmq.core.actor import Drained, DrainWanted, EngineBlocksReported, Started
+from mooncake_zmq.pool.node.store_events import Asked, ClientDied, Greeted, Probe, Reply
 from mooncake_zmq.pool.node.store_node import StoreFacts, StoreNode
 from mooncake_zmq.pool.rules.object_log import ObjectLog
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.disk_works import DiskWorks
 from mooncake_zmq.pool.server.request_socket import RequestSocket, SentRequest
 from mooncake_zmq.pool.server.streams import STREAM, StoreStreams
-from mooncake_zmq.pool.server.turns import Timers, Turns
+from mooncake_zmq.pool.server.turns import TimerThread, Turns
 from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.protocol import encode
-from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_lived, life_path, remove_life
+from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_locked, lock_path, remove_lock
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 from mooncake_zmq.transfer.tickets import Tickets
 
@@ -62,10 +55,10 @@ class StoreServer:
         probe_s: float = 1.0,
         sockets: Sockets | None = None,
         disk: ObjectDisk | None = None,
-        on_shelf: Callable[[ShelfChanged], None] = lambda changed: None,
+        on_engine_blocks: Callable[[EngineBlocksReported], None] = lambda changed: None,
     ) -> None:
         """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server.
-        `sockets`: the process's; else one's own. `on_shelf` is called within turns, from any thread."""
+        `sockets`: the process's; else one's own. `on_engine_blocks` is called within turns, from any thread."""
         self._cluster, self._directory = cluster, Path(directory)
         self._on_crash = on_crash
         self._boot_id = boot_id()
@@ -84,7 +77,7 @@ class StoreServer:
             segment.close()
             raise
         self._works: DiskWorks | None = None
-        self._timers = Timers(self._turns, on_crash)
+        self._timers = TimerThread(self._turns, on_crash)
         self._tickets = Tickets(sealed=self._requests.sealed, lets_in=self._requests.lets_in)
         try:
             self._requests.bind()
@@ -92,9 +85,8 @@ class StoreServer:
             """Where it listens, a wildcard port resolved."""
             if disk is not None:
                 self._works = DiskWorks(self._turns, disk, self._node.readers, on_crash)
-            self._turns.carry_out(
-                {Reply: self._reply, Probe: self._probe, Drained: lambda _: self._drained.set(), ShelfChanged: on_shelf}
-            )
+            self._turns.carry_out({Reply: self._reply, Probe: self._probe, EngineBlocksReported: on_engine_blocks})
+            self._turns.carry_out({Drained: lambda _: self._drained.set()})
             self._turns.take(Started())
             self._streams = StoreStreams(
                 self._turns, self.endpoint, stream_port, self._tickets, self._requests.user_of, on_crash
@@ -180,8 +172,8 @@ class StoreServer:
     def _greeted(self, peer: bytes, hello: protocol.Hello, user: str | None, shown: str) -> Greeted:
         same_host = hello.boot_id == self._boot_id != ""
         path = str(self._turns.segment.path) if same_host else ""
-        lives = hello.shared and same_host and is_lived(self._life_of(peer[1:17]))
-        return Greeted(peer, hello, path, lives, self._tickets.make(shown).token, self._streams.endpoint, user)
+        runs = hello.shared and same_host and is_locked(self._lock_path(peer[1:17]))
+        return Greeted(peer, hello, path, runs, self._tickets.make(shown).token, self._streams.endpoint, user)
 
     def _send(self, reply: Reply) -> None:
         message = reply.reply
@@ -209,17 +201,17 @@ class StoreServer:
             self._died(name)
 
     def _died(self, name: bytes) -> None:
-        """If this client of our host does not live, nothing is left of it on the file system, and the actor is told."""
-        path = self._life_of(name)
-        if is_lived(path):
+        """If this client of our host does not run any more, remove its files, and report it to the actor."""
+        path = self._lock_path(name)
+        if is_locked(path):
             return
-        closed = not remove_life(path)  # it has removed it itself
+        closed = not remove_lock(path)  # it has removed it itself
         if not closed:
             log.info("store_client_died", client=name.hex())
         self._turns.take(ClientDied(name, closed))
 
-    def _life_of(self, name: bytes) -> Path:
-        return life_path(self._directory, self._cluster, name)
+    def _lock_path(self, name: bytes) -> Path:
+        return lock_path(self._directory, self._cluster, name)
 
 
 def _recovered(settings: ObjectSettings, disk: ObjectDisk) -> ObjectLog:

@@ -13,12 +13,11 @@ from mooncake_zmq.pool.node.store_events import (
     Asked,
     ChecksumsMade,
     Dismiss,
-    Hear,
     MakeChecksums,
     ReceiveValues,
     Reply,
-    Say,
     SendValues,
+    Serve,
     StreamAsked,
     StreamBegan,
     StreamEnded,
@@ -69,21 +68,21 @@ class StoreStreams:
         self._turns = turns
         self._user_of = user_of
         self._numbers = itertools.count(1)
-        self._told: dict[int, queue.SimpleQueue[ToStream | Reply | None]] = {}
-        """What the actor asks of each stream that it has heard of, and not heard the end of; within turns."""
+        self._effects_of: dict[int, queue.SimpleQueue[ToStream | Reply | None]] = {}
+        """The effects for each stream whose beginning the actor has seen, and not its end; within turns."""
         self._stopping = False
-        turns.carry_out(dict.fromkeys((SendValues, Hear, Say, ReceiveValues, MakeChecksums, Dismiss), self.tell))
+        turns.carry_out(dict.fromkeys((SendValues, Serve, ReceiveValues, MakeChecksums, Dismiss), self.hand))
         self.counts = {"stream_garbage": 0}
         self._host = StreamHost(endpoint, port, tickets, self._make, on_crash, counts=self.counts, name="store-stream")
         self.endpoint = self._host.endpoint
-        """To be told to clients."""
+        """The address that clients are sent."""
 
     def close(self) -> None:
         """End all streams."""
         self._stopping = True
         self._host.close()
 
-    def tell(self, effect: ToStream) -> None:
+    def hand(self, effect: ToStream) -> None:
         """Within a turn: for a stream's thread to do. It asks for one thing at a time."""
         self._hand(effect.stream, effect)
 
@@ -92,13 +91,15 @@ class StoreStreams:
         self._hand(int.from_bytes(effect.connection[-NUMBER_BYTES:]), effect)
 
     def _hand(self, stream: int, effect: ToStream | Reply) -> None:
-        told = self._told.get(stream)
-        if told is not None:
-            told.put(effect)
+        effects = self._effects_of.get(stream)
+        if effects is not None:
+            effects.put(effect)
 
     def _make(self, guest: Guest) -> "_Served":
         user = self._user_of(guest.holder)
-        return _Served(next(self._numbers), self._turns, guest, user, self._told, self._host.count, lambda: self._stopping)
+        return _Served(
+            next(self._numbers), self._turns, guest, user, self._effects_of, self._host.count, lambda: self._stopping
+        )
 
 
 class _Served:
@@ -123,19 +124,19 @@ class _Served:
         self._connection = b""
         """The name of this one where requests come by it."""
         self._queues = queues
-        self.told: queue.SimpleQueue[ToStream | Reply | None] = queue.SimpleQueue()
-        """What to do next; None: nothing any more."""
+        self.effects: queue.SimpleQueue[ToStream | Reply | None] = queue.SimpleQueue()
+        """Effects to carry out next; None: there will be no more."""
         self._turns = turns
         self._count = count
         self._is_stopping = is_stopping
-        self._patience_s = ATTACH_S
+        self._timeout_s = ATTACH_S
         """How long the client may be silent."""
         self.waits_since = math.inf
         """When it began to wait for the request to come; infinite while it is at work."""
 
     def run(self) -> None:
         """Serve until the client ends it, falls silent amid a request, or says what is none."""
-        self._queues[self.number] = self.told
+        self._queues[self.number] = self.effects
         try:
             self._run(self._attach())
         except StreamGarbage as error:
@@ -149,14 +150,14 @@ class _Served:
     def shut(self) -> None:
         """See `stream_host.Served`."""
         self.stream.shut()
-        self.told.put(None)
+        self.effects.put(None)
 
     def close(self) -> None:
         """See `stream_host.Served`."""
         self.stream.close()
 
     def _attach(self) -> Attach:
-        """Whose it is: only his whose ticket it came by."""
+        """The first message: a stream belongs to the client whose ticket it came by."""
         self.stream.stop_at = time.monotonic() + ATTACH_S
         attach = self.stream.receive(decode_attach, MAX_ATTACH_BYTES)
         self.stream.stop_at = math.inf
@@ -168,7 +169,7 @@ class _Served:
         self._connection = STREAM + attach.client + self.number.to_bytes(NUMBER_BYTES)
         try:
             self._turns.take(StreamBegan(self.number, attach))
-            while self._do(self.told.get()):
+            while self._do(self.effects.get()):
                 pass
         finally:
             self._turns.take(StreamEnded(self.number))
@@ -178,11 +179,10 @@ class _Served:
         match effect:
             case SendValues():
                 self._send_values(effect)
-            case Hear():
-                self._hear()
-            case Say(_, message) | Reply(_, message):
-                self.stream.send(message)
-                self._hear()
+            case Serve(_, answer) | Reply(_, answer):
+                if answer is not None:
+                    self.stream.send(answer)
+                self._read_request()
             case ReceiveValues():
                 self._receive(effect)
             case MakeChecksums(_, found):
@@ -197,16 +197,16 @@ class _Served:
                 raise StreamError("the store is closing")
         return True
 
-    def _hear(self) -> None:
-        self._patience_s = math.inf
+    def _read_request(self) -> None:
+        self._timeout_s = math.inf
         self.waits_since = time.monotonic()
         request = self.stream.receive(decode_request)
         self.waits_since = math.inf
-        self._patience_s = STALL_S
+        self._timeout_s = STALL_S
         if isinstance(request, OfMemory):
             self._turns.take(Asked(self._connection, request, self._user))
             if isinstance(request, Note):
-                self.told.put(Hear(self.number))
+                self.effects.put(Serve(self.number))
         else:
             self._turns.take(StreamAsked(self.number, request))
 
@@ -229,12 +229,12 @@ class _Served:
         made = receive_values(
             self.stream, ((unwanted[:size] if at < 0 else self._turns.view(at, size),) for size, at in places)
         )
-        told = self.stream.receive(decode_checksums).checksums if asked.told is None else asked.told
+        sent = self.stream.receive(decode_checksums).checksums if asked.sent is None else asked.sent
         self.stream.stop_at = math.inf
-        self._turns.take(ValuesCame(self.number, told, made))
+        self._turns.take(ValuesCame(self.number, sent, made))
 
     def _idle(self, quiet_s: float) -> None:
         if self._is_stopping():
             raise StreamError("the store is closing")
-        if quiet_s >= self._patience_s:
+        if quiet_s >= self._timeout_s:
             raise StreamError("silent amid a request")

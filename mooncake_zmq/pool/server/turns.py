@@ -1,19 +1,22 @@
-"""A store's actor among threads: whoever has an event takes a turn, and what the actor asks for goes to whoever carries it out.
+"""A store's actor among threads: the thread that has an event takes a turn, and each effect goes to the thread that carries it
+out.
 
-An actor needs its events one after another, not a thread of its own: handing each request of a stream to another thread and
-its answer back cost 64 KiB from memory 25 us more on top of 82.
+An actor needs its events one after another, not a thread of its own: handing each request of a stream to another thread and its
+answer back cost 64 KiB from memory 25 us more on top of 82.
 """
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from heapq import heappop, heappush
+from functools import partial
 from typing import Any
 
 import structlog
 
 from mooncake_zmq.core.actor import Fence, SetTimer, TimerFired, TimerKey
+from mooncake_zmq.core.timers import Timers
 from mooncake_zmq.pool.node.store_events import Event
 from mooncake_zmq.pool.node.store_node import StoreNode
 from mooncake_zmq.store.segment import ObjectSegment
@@ -31,7 +34,7 @@ class Turns:
         self._acts: dict[type[Any], Callable[[Any], None]] = {Fence: self._fence}
 
     def carry_out(self, acts: Mapping[type[Any], Callable[[Any], None]]) -> None:
-        """Who does what: called within a turn, so it only hands over what takes time."""
+        """Register what carries out each kind of effect: called within a turn, so it only hands over what takes time."""
         self._acts.update(acts)
 
     def __enter__(self) -> StoreNode:
@@ -42,7 +45,8 @@ class Turns:
         self._lock.release()
 
     def take(self, event: Event, now: float | None = None) -> None:
-        """What changed is visible in the segment before anybody is told. `now`: that of the monotonic clock, unless given."""
+        """Handle an event. Changes are visible in the segment before any client is answered. `now`: the monotonic clock's,
+        unless given."""
         acts = self._acts
         with self._lock:
             for effect in self._node.handle(time.monotonic() if now is None else now, event):
@@ -58,7 +62,7 @@ class Turns:
             generations[entry] = generation
 
 
-class Timers:
+class TimerThread:
     """Takes turns when it is time. Works from construction until `close`."""
 
     def __init__(self, turns: Turns, on_crash: Callable[[BaseException], None]) -> None:
@@ -67,23 +71,19 @@ class Timers:
         self._changed = threading.Condition()
         """Guards what follows."""
         turns.carry_out({SetTimer: self.set})
-        self._due: list[tuple[float, int, TimerKey]] = []
-        self._order: dict[TimerKey, int] = {}
-        """The number of each timer that is to fire; others in the heap were replaced."""
+        self._timers: Timers[TimerKey] = Timers()
         self._acts: deque[Callable[[], object]] = deque()
-        self._number = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="store-timers", daemon=True)
         self._thread.start()
 
     def set(self, effect: SetTimer) -> None:
         """To fire once; in the place of what it was set to before."""
+        at = time.monotonic() + effect.delay_s
         with self._changed:
-            self._number += 1
-            self._order[effect.key] = self._number
-            heappush(self._due, (time.monotonic() + effect.delay_s, self._number, effect.key))
-            if self._due[0][1] == self._number:
+            if at < self._timers.next_at():
                 self._changed.notify()
+            self._timers.set(effect.key, at, effect.key)
 
     def then(self, act: Callable[[], object]) -> None:
         """Do this on the thread of timers, after the turn."""
@@ -93,7 +93,9 @@ class Timers:
 
     def fire(self, now: float) -> None:
         """All that are due by then; not those set meanwhile."""
-        for key in self._due_by(now):
+        with self._changed:
+            due = list(iter(partial(self._timers.pop_due, now), None))
+        for key in due:
             self._turns.take(TimerFired(key), now)
         while self._acts:
             self._acts.popleft()()
@@ -105,22 +107,13 @@ class Timers:
             self._changed.notify()
         self._thread.join()
 
-    def _due_by(self, now: float) -> list[TimerKey]:
-        due = []
-        with self._changed:
-            while self._due and self._due[0][0] <= now:
-                _, number, key = heappop(self._due)
-                if self._order.get(key) == number:
-                    del self._order[key]
-                    due.append(key)
-        return due
-
     def _run(self) -> None:
         try:
             while True:
                 with self._changed:
                     if not (self._stopping or self._acts):
-                        self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                        at = self._timers.next_at()
+                        self._changed.wait(at - time.monotonic() if at < math.inf else None)
                     if self._stopping:
                         return
                 self.fire(time.monotonic())

@@ -90,7 +90,7 @@ class Disk:
         """Reads, and also writes, that should be under way at once."""
         self.direct = files.direct
         self.recovered = recovered.blocks
-        """What was found at the start, the oldest first. Large: whoever took it over may set it to ()."""
+        """The blocks found at the start, the oldest first. Large: the caller that took it over may set it to ()."""
         self._outcomes = Outcomes(("written", "read", "stale", "corrupt", "short"), "disk_fault")
         self.counts = self._outcomes.counts
         """Blocks by what became of them. Of the misses, stale: the slot has another block; corrupt: torn or changed; short:
@@ -120,7 +120,7 @@ class Disk:
         """Take the directory and load its index. `capacity_bytes` covers headers and bytes, not the index.
 
         An index that is damaged or of another layout is set aside, and the tier starts empty. `segment_bytes` is for a new
-        tier; one that exists keeps its own. `progress(done, total)` is told of the rows loaded. Raises `DiskError`.
+        tier; one that exists keeps its own. `progress(done, total)` is called as rows are loaded. Raises `DiskError`.
         """
         directory = Path(directory)
         stride = PAGE_BYTES + layout.slot_bytes
@@ -217,7 +217,7 @@ class Disk:
         self._lock.release()
 
     def _buffers(self, blocks: Sequence[Placed]) -> list[memoryview]:
-        """What lies on disk of blocks: for each a page for its header, of this thread's own, and its payload."""
+        """The buffers of blocks on disk: for each a page for its header, of this thread's own, and its payload."""
         assert len(blocks) <= self._share_blocks
         assert all(payload.nbytes == self._layout.slot_bytes for _, payload in blocks)
         return [buffer for page, (_, payload) in zip(self._pages.pages, blocks, strict=False) for buffer in (page, payload)]
@@ -269,8 +269,8 @@ class _SegmentFiles:
         return os.preadv(fd, buffers, offset)
 
     def sync(self, slots: Iterator[int]) -> None:
-        """Data first: with this done before a row is written, no row of ours outlives its bytes even at power loss, and a
-        buffered write that failed is told of."""
+        """Data first: with this done before a row is written, no row of ours outlives its bytes even at power loss, and the
+        failure of a buffered write is raised here."""
         for segment in sorted({self._place(slot)[0] for slot in slots}):
             os.fdatasync(self._fd(segment, create=False))
 
@@ -295,7 +295,7 @@ class _SegmentFiles:
             return fd
 
     def _grow(self, segment: int, fd: int, offset: int, size: int) -> None:
-        """Reserve room for the slots at `offset`, and for their neighbours: a full disk is told of here."""
+        """Reserve room for the slots at `offset`, and for their neighbours: a full disk is noticed here."""
         first, last = offset // PIECE_BYTES, (offset + size - 1) // PIECE_BYTES
         end = min(self._segment_slots, self._slots - segment * self._segment_slots) * self._stride
         with self._lock:
@@ -315,7 +315,7 @@ class _Pages(threading.local):
 
 
 class _Recovered:
-    """What an index has of use, and what not. Fed in the order of sequence numbers."""
+    """The usable and the unusable rows of an index. Fed in the order of sequence numbers."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, DiskBlock] = {}
@@ -352,7 +352,7 @@ def _recover(
     except IndexUnusable as error:
         aside = set_aside(path)
         log.error("disk_index_unusable", error=str(error), set_aside=str(aside), consequence="the SSD tier starts empty")
-    for _, segment in _segment_paths(directory):  # nobody will find what is in them
+    for _, segment in _segment_paths(directory):  # their blocks will not be found
         segment.unlink()
     return _load(path, layout, slots, segment_slots, progress)
 

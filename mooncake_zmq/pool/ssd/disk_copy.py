@@ -54,9 +54,9 @@ def _slot_view(segment: Segment, slot: int) -> memoryview:
 
 def _verified_view(segment: Segment, source: SlotRef, block: DiskBlock) -> memoryview | ReadFailure:
     """The bytes of a committed block's slot, if they are those that `block` is to have."""
-    told = expected_parts(segment, source, range(segment.layout.layers))
-    if isinstance(told, ReadFailure):
-        return told
+    expected = expected_parts(segment, source, range(segment.layout.layers))
+    if isinstance(expected, ReadFailure):
+        return expected
     view = _slot_view(segment, source.slot)
     parts = part_checksums(view[: segment.layout.block_bytes], segment.layout.part_bytes)
     return view if reading.row_stands(parts, block.checksum) else mismatch(segment, source)

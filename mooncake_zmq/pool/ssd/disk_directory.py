@@ -22,7 +22,7 @@ _LOCK = "tier"
 log = structlog.get_logger()
 
 Progress = Callable[[int, int], None]
-"""Told (done, total)."""
+"""Called with (done, total)."""
 
 
 class DiskError(Exception):
@@ -34,14 +34,14 @@ class DiskFault(Exception):
 
 
 class Outcomes:
-    """Counts of what became of a tier's reads and writes, and the one way in which a fault of its disk is told."""
+    """Counts of the outcomes of a tier's reads and writes, and the one way in which a fault of its disk is reported."""
 
     def __init__(self, names: Iterable[str], fault_event: str) -> None:
         """`fault_event`: what the log calls a fault of this tier."""
         self.counts = dict.fromkeys((*names, "failed"), 0)
         self._fault_event = fault_event
         self._faulty: set[str] = set()
-        """Operations that failed, and of which nobody said since that they work."""
+        """Operations that failed, and have not succeeded since."""
         self._lock = threading.Lock()
 
     def count(self, name: str, by: int = 1) -> None:

@@ -1,15 +1,14 @@
 """The index of an SSD tier: which block stands in which slot of its segment files, in one SQLite database.
 
-A row is (slot, key, checksum, sequence, parent, tokens, tenant), written after the bytes it tells of. Parent and tokens are
+A row is (slot, key, checksum, sequence, parent, tokens, tenant), written after the bytes that it names. Parent and tokens are
 what is known of the block for KV events: NULL where that is nothing, parent also where the block begins a prompt; tenant is
-NULL for a block that is nobody's. SQLite keeps a row whole through kill -9 and power loss (write-ahead log, synced at each
-commit). It may still outlive its bytes, when its slot is being written again: the reader tells by the slot's own header and
+NULL for a block without an owner. SQLite keeps a row whole through kill -9 and power loss (write-ahead log, synced at each
+commit). It may still outlive its bytes, when its slot is being written again: the reader sees that by the slot's own header and
 checksum.
 
-SQLite beside LMDB, medians on a 2-core EPYC with a virtual disk, 1 M rows: 64 replacements committed and synced 0.78 ms
-against 1.8 ms (in slot order 0.28 against 0.31), loading all rows 0.5 s against 0.4 s, 73 MB against 49 MB. No reason to
-add a dependency. What blocks of 32 tokens hold makes the rows five times as large, and loading them take 1.5 to 2 times as
-long.
+SQLite beside LMDB, medians on a 2-core EPYC with a virtual disk, 1 M rows: 64 replacements committed and synced 0.78 ms against
+1.8 ms (in slot order 0.28 against 0.31), loading all rows 0.5 s against 0.4 s, 73 MB against 49 MB. No reason to add a
+dependency. What blocks of 32 tokens hold makes the rows five times as large, and loading them take 1.5 to 2 times as long.
 """
 
 import os
@@ -27,7 +26,7 @@ from mooncake_zmq.kv.block_hash import KEY_BYTES
 from mooncake_zmq.transfer.own_files import open_own
 
 VERSION = 3
-"""Of the rows, and of the slots' headers."""
+"""The version of the rows and of the slots' headers."""
 ROWS_PER_PIECE = 10_000
 ROWS_PER_STATEMENT = 200
 """Rows written at once: each statement gives the interpreter up once, and gets it back behind busy threads."""
@@ -59,7 +58,7 @@ class DiskIndex:
 
     def __init__(self, db: sqlite3.Connection, segment_slots: int) -> None:
         self.segment_slots = segment_slots
-        """Slots per segment file, as the tier was made with: it tells where a slot is."""
+        """Slots per segment file, as the tier was made with: it determines where a slot is."""
         self._db = db
         self._lock = threading.Lock()
 
@@ -74,7 +73,7 @@ class DiskIndex:
 
         `progress(done, total)` is called before the first and after every `ROWS_PER_PIECE` rows.
         """
-        with self._lock, damage_told("the index"):
+        with self._lock, damage_reported("the index"):
             columns = "slot, key, checksum, parent, tokens, tenant, sequence"
             rows = in_order(self._db, "blocks", columns, _ROWS, progress)
             for slot, key, checksum, parent, tokens, tenant, sequence in rows:
@@ -129,7 +128,7 @@ def _stored_shape(db: sqlite3.Connection, path: Path, fingerprint: str, segment_
         raise IndexUnusable(f"{path} is of version {version}, not {VERSION}")
     stored = db.execute("SELECT fingerprint, segment_slots FROM tier").fetchone()
     if stored is None or tuple(map(type, stored)) != (str, int) or stored[1] < 1:
-        raise IndexUnusable(f"{path} does not tell its shape")
+        raise IndexUnusable(f"{path} has no shape")
     if stored[0] != fingerprint:
         raise IndexUnusable(f"{path} has blocks of layout {stored[0]}, not {fingerprint}")
     return int(stored[1])
@@ -143,7 +142,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
     db = sqlite3.connect(path, check_same_thread=False)
     db.text_factory = partial(str, encoding="utf-8", errors="replace")  # what is no text fails where it is looked at
     try:
-        with damage_told(path):
+        with damage_reported(path):
             db.execute("PRAGMA locking_mode = EXCLUSIVE")  # one process has it, so no shared memory file is needed
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
@@ -161,8 +160,8 @@ def in_order(
     progress: Callable[[int, int], None],
 ) -> Iterator[tuple[Any, ...]]:
     """All rows of a table by their sequence. `progress(done, total)` is called before the first and after every
-    `ROWS_PER_PIECE` rows. Raises `IndexUnusable` for a row whose types are none of `shapes`: STRICT binds who writes, and not
-    what a damaged file tells."""
+    `ROWS_PER_PIECE` rows. Raises `IndexUnusable` for a row whose types are none of `shapes`: STRICT binds writers, and not what
+    a damaged file holds."""
     (total,) = db.execute(f"SELECT count(*) FROM {table}").fetchone()
     progress(0, total)
     done = 0
@@ -177,7 +176,7 @@ def in_order(
 
 
 @contextmanager
-def damage_told(what: object) -> Iterator[None]:
+def damage_reported(what: object) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:  # SQLite quotes what it found in its complaint

@@ -2,7 +2,7 @@
 
     directory/tier.lock         held by the one process that uses the directory
               index.sqlite      see object_index.py
-              segment-00000001  records one after another, see rules/object_record.py
+              segment-00000001  records one after another, see kv/object_record.py
 
 A read is good only if header and bytes are those of the value asked for. So nothing has to be undone after a crash: what was
 written without a row is never looked at, and a row without its bytes is a miss that is counted and whose row goes.
@@ -21,25 +21,9 @@ from pathlib import Path
 import structlog
 
 from mooncake_zmq.kv.layout import PAGE_BYTES
+from mooncake_zmq.kv.object_record import LARGE_BYTES, ObjectRecord, header, header_bytes, record_bytes, round_up, why_missed
 from mooncake_zmq.pool.node.tiers import BATCH_RECORDS
-from mooncake_zmq.pool.rules.object_record import (
-    LARGE_BYTES,
-    ObjectRecord,
-    header,
-    header_bytes,
-    record_bytes,
-    round_up,
-    why_missed,
-)
-from mooncake_zmq.pool.ssd.disk_directory import (
-    DiskError,
-    Outcomes,
-    Progress,
-    Reporter,
-    allows_direct,
-    sync_directory,
-    take,
-)
+from mooncake_zmq.pool.ssd.disk_directory import DiskError, Outcomes, Progress, Reporter, allows_direct, sync_directory, take
 from mooncake_zmq.pool.ssd.disk_index import IndexFault, IndexUnusable, set_aside
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
 from mooncake_zmq.store.memory import checksum_of
@@ -73,7 +57,7 @@ class ObjectDisk:
         self.lengths = lengths
         """Bytes of each segment file found at the start, in the order of their numbers."""
         self.recovered = rows
-        """What was found at the start. Large: whoever took it over may set it to {}."""
+        """The records found at the start. Large: the caller that took it over may set it to {}."""
         self._outcomes = Outcomes(("read", "stale", "corrupt", "short"), "store_disk_fault")
         self.counts = self._outcomes.counts
         """Values by what became of them. Of the misses, stale: another value stands there; corrupt: torn or changed; short:
@@ -91,7 +75,7 @@ class ObjectDisk:
     def open(cls, directory: str | Path, largest_bytes: int, progress: Progress | None = None) -> "ObjectDisk":
         """Take the directory and load its index; one that is damaged or foreign is set aside, and the tier starts empty.
 
-        Values of more than `largest_bytes` are dropped, as no memory takes them. `progress(done, total)` is told of the rows
+        Values of more than `largest_bytes` are dropped, as no memory takes them. `progress(done, total)` is called as rows are
         loaded. Raises `DiskError`.
         """
         directory = Path(directory)
@@ -178,7 +162,7 @@ class ObjectDisk:
     # --- writing
 
     def create(self, segment: int, length: int) -> None:
-        """A new file with all its room: a full disk is told of here. Raises `DiskFault`."""
+        """Create a file with all its room: a full disk is noticed here. Raises `DiskFault`."""
         with self._outcomes.faults("write"):
             try:
                 os.posix_fallocate(self._descriptor(segment, os.O_CREAT | os.O_EXCL), 0, length)
@@ -227,9 +211,9 @@ class ObjectDisk:
         self._outcomes.works("write", "move", "remove")  # nothing is written while the tier is off
 
     def copy(self, key: str, record: ObjectRecord, to: ObjectRecord) -> None:
-        """Copy the pages of a record to where it stands once `change` tells so, in the newest segment.
+        """Copy the pages of a record to where it will stand after `change`, in the newest segment.
 
-        Nothing is verified: whoever reads it does. Raises `DiskFault`.
+        Nothing is verified: its reader does that. Raises `DiskFault`.
         """
         start, begin = (each.offset // PAGE_BYTES * PAGE_BYTES for each in (record, to))
         stop = record.offset + record_bytes(key.encode(), record.size)
@@ -338,7 +322,7 @@ def _load(path: Path, largest_bytes: int, progress: Progress) -> _Recovered:
             log.warning("store_rows_dropped", count=len(gone), why="beyond their file's end, too large, or old")
             index.change(gone=gone)
         used = {record.segment for record in rows.values()}
-        for number in [number for number in lengths if number not in used]:  # nobody will find what is in them
+        for number in [number for number in lengths if number not in used]:  # their values will not be found
             files[number].unlink()
             del lengths[number]
     except BaseException:
@@ -348,6 +332,6 @@ def _load(path: Path, largest_bytes: int, progress: Progress) -> _Recovered:
 
 
 def _number(file: Path) -> int:
-    """Of a segment's file; 0 for another one."""
+    """The number of a segment's file; 0 for another file."""
     digits = file.name.removeprefix("segment-")
     return int(digits) if digits.isascii() and digits.isdigit() else 0

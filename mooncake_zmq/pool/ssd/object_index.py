@@ -1,6 +1,6 @@
 """The index of a store's SSD tier: which value stands where in its segment files, in one SQLite database.
 
-A row is written after the bytes it tells of are synced, and deleted, durably, before its key may get another value. See
+A row is written after the bytes that it names are synced, and deleted, durably, before its key may get another value. See
 `disk_index.py` for why SQLite, and for what it promises.
 """
 
@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from mooncake_zmq.pool.rules.object_record import VERSION, ObjectRecord
-from mooncake_zmq.pool.ssd.disk_index import IndexUnusable, damage_told, in_order, opened, signed
+from mooncake_zmq.kv.object_record import VERSION, ObjectRecord
+from mooncake_zmq.pool.ssd.disk_index import IndexUnusable, damage_reported, in_order, opened, signed
 
 APPLICATION_ID = 0x4D4F4F4E
 """In SQLite's header: such a file is a store's index, and nothing else's."""
@@ -42,12 +42,12 @@ class ObjectIndex:
 
         `progress(done, total)` is called before the first and after every `ROWS_PER_PIECE` rows.
         """
-        with self._lock, damage_told("the index"):
+        with self._lock, damage_reported("the index"):
             columns = "key, sequence, segment, offset, size, checksum, pin"
             rows = in_order(self._db, "objects", columns, _ROWS, progress)
             for key, sequence, segment, offset, size, checksum, pin in rows:
                 if min(sequence, segment, offset, pin) < 0 or size < 1 or pin > 3:
-                    raise IndexUnusable(f"row {sequence} tells of {size} bytes at {offset} of segment {segment}")
+                    raise IndexUnusable(f"row {sequence} has entries of {size} bytes at {offset} of segment {segment}")
                 try:
                     name = key.decode()
                 except UnicodeDecodeError as error:
@@ -61,7 +61,7 @@ class ObjectIndex:
             self._db.executemany("INSERT INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
     def change(self, *, moved: Iterable[ObjectRecord] = (), gone: Iterable[int] = ()) -> None:
-        """Tell of new places of records, and forget others by their sequence; all of it or nothing, durable on return."""
+        """Record new places of records, and delete others by their sequence; all of it or nothing, durable on return."""
         with self._lock, self._db:
             places = [(record.segment, record.offset, record.sequence) for record in moved]
             self._db.executemany("UPDATE objects SET segment = ?, offset = ? WHERE sequence = ?", places)

@@ -52,7 +52,7 @@ class Compute:
         *,
         progress_s: float,
     ) -> None:
-        """`progress_s`: see `core.work.TOLD_EVERY_S`."""
+        """`progress_s`: see `core.work.REPORT_EVERY_S`."""
         self._engine, self._directory, self._loads, self._emit = engine, directory, loads, emit
         self._layout, self._segment = directory.layout, directory.own
         self._progress_s = progress_s
@@ -169,10 +169,10 @@ class Compute:
         except PrefixFailed as failure:
             return StageComputed((), None, time.perf_counter() - began, *split_failures(failure.blocks))
         sampled: tuple[Sampled, ...] = ()
-        if stage.leaving:
+        if stage.outgoing:
             assert out is not None
             assert self._segment
-            if not store_hidden(out, self._segment, stage.leaving):
+            if not store_hidden(out, self._segment, stage.outgoing):
                 return WorkFailed("the slots for hidden states are no longer granted")
         elif chunk.sampling is not None:
             assert out is not None

@@ -10,8 +10,8 @@ from mooncake_zmq.runtime.executor.disk_threads import Copied, DiskThreads
 from mooncake_zmq.runtime.executor.jobs import Job, Subtasks
 from mooncake_zmq.runtime.executor.worker import Worker
 from mooncake_zmq.transfer.block_copy import copy_block, granted, store_block
+from mooncake_zmq.transfer.channel import RemoteRead
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.reading_lane import RemoteRead
 from mooncake_zmq.transfer.shared_memory import Segment
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mooncake_zmq.core.messages import Hello, Sampling
 from mooncake_zmq.core.work import (
-    TOLD_EVERY_S,
+    REPORT_EVERY_S,
     ComputeChunk,
     ComputeStage,
     CopyBlocks,
@@ -64,7 +64,7 @@ class Executor:
         emit: Emit,
         on_crash: Callable[[BaseException], None],
         window_bytes: int = 32 << 20,
-        progress_s: float = TOLD_EVERY_S,
+        progress_s: float = REPORT_EVERY_S,
         sockets: Sockets | None = None,
         disk: Disk | None = None,
         verify_local: bool = True,

@@ -31,8 +31,8 @@ from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.runtime.executor.load_records import Prefix
 from mooncake_zmq.runtime.executor.worker import Worker
+from mooncake_zmq.transfer.channel import ReadBatch, RemoteRead
 from mooncake_zmq.transfer.hidden_states import EnteringStates
-from mooncake_zmq.transfer.reading_lane import ReadBatch, RemoteRead
 
 Turn = Callable[[], Result | None]
 """A subtask of a job; a result ends the job for its other subtasks too."""

@@ -18,8 +18,8 @@ from mooncake_zmq.runtime.executor.jobs import Job, Subtasks
 from mooncake_zmq.runtime.executor.load_records import LayersOfBlock, LoadRecord, Prefix, Pulled
 from mooncake_zmq.runtime.executor.worker import Worker
 from mooncake_zmq.transfer.block_copy import load_blocks
+from mooncake_zmq.transfer.channel import RemoteRead
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.reading_lane import RemoteRead
 
 
 class Loads:

@@ -29,7 +29,7 @@ from mooncake_zmq.transfer.network import RemoteReader
 
 log = structlog.get_logger()
 
-Emit = Callable[[WorkProgress | WorkDone], None]
+Emit = Callable[[WorkProgress | WorkDone[Result]], None]
 
 ENGINE_WORKS = (ComputeChunk, ComputeStage, DecodeStep)
 

@@ -33,7 +33,7 @@ IGNORED_SETTINGS = frozenset(
     ("metadata_server", "global_segment_size", "local_buffer_size", "protocol", "rdma_devices", "ipc_socket_path")
     + ("engine", "enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port")
 )
-"""Of Mooncake's setup: memory, disks and transports are the cache-nodes' own affair here."""
+"""Settings of Mooncake's setup that are ignored: memory, disks and transports are the cache-nodes' own affair here."""
 _UNSUPPORTED_NAMES = """
     alloc_from_mem_pool allocate_and_mount_segment batch_get_into_multi_buffer_ranges batch_get_session_end
     batch_get_session_start batch_get_tensor_into batch_get_tensor_into_cuda batch_get_tensor_with_parallelism
@@ -136,7 +136,7 @@ class MooncakeDistributedStore(KeyCalls):
         return 0 if client is not None and client.exist(["health"])[0] != -1 else UNREACHED
 
     def get_hostname(self) -> str:
-        """The name of the store that is asked first, as replica descriptors tell it."""
+        """The name of the store that is asked first, as replica descriptors name it."""
         client = self._client
         return (client.home_name() if client is not None else None) or self._hostname
 
@@ -280,7 +280,7 @@ class MooncakeDistributedStore(KeyCalls):
         return self._memory.put(self._client, keys, [[] if each is None else each.spans for each in encoded], config)
 
     def get_tensor(self, key: str) -> Any:
-        """What `put_tensor` was given, in host memory; None if it is not here or no tensor."""
+        """The tensor given to `put_tensor`, in host memory; None if it is not here or no tensor."""
         return self.batch_get_tensor([key])[0]
 
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
@@ -330,8 +330,8 @@ def read_setup(config: dict[str, Any]) -> tuple[str, list[str], ClientSettings]:
         elif name not in IGNORED_SETTINGS:
             raise ValueError(f"{name} is no setting")
     for name in KEY_SETTINGS:
-        if name not in settings and (told := os.environ.get(f"{KEY_VARIABLES}{name.upper()}")):
-            settings[name] = _parse(name, known[name].default, told)
+        if name not in settings and (given := os.environ.get(f"{KEY_VARIABLES}{name.upper()}")):
+            settings[name] = _parse(name, known[name].default, given)
     return hostname, endpoints, ClientSettings(**settings)
 
 

@@ -1,4 +1,4 @@
-"""What a call moves: values to put, or places to fill. And the end of every two-phase put."""
+"""The values of one call: to put, or places to fill. And the end of every two-phase put."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -19,7 +19,6 @@ from mooncake_zmq.transfer.hashed_copy import Span
 log = structlog.get_logger()
 
 INVALID = int(Code.INVALID)
-NOT_FOUND = int(Code.NOT_FOUND)
 NOWHERE: Sequence[str] = ()
 
 
@@ -103,16 +102,20 @@ class CallerMemory:
 
     def get(self, client: StoreClient | None, keys: Sequence[str], allocate: Callable[[int], Any]) -> list[Any]:
         """Return what `allocate` made and the store filled; None for a value that could not be read."""
-        if client is None:
-            return [None] * len(keys)
+        made, sizes = self._fetch(client, keys, allocate)
+        return [made[index] if size > 0 else None for index, size in enumerate(sizes)]
+
+    def _fetch(
+        self, client: StoreClient | None, keys: Sequence[str], allocate: Callable[[int], Any]
+    ) -> tuple[dict[int, Any], list[int]]:
+        """Return what `allocate` made, by index, and the size or code of each value."""
         made: dict[int, Any] = {}
 
         def place(index: int, size: int) -> Value:
             made[index] = allocate(size)
             return spans_of(made[index])
 
-        sizes = client.fetch(keys, place)
-        return [made[index] if size > 0 else None for index, size in enumerate(sizes)]
+        return made, [UNREACHED] * len(keys) if client is None else client.fetch(keys, place)
 
     def get_into(self, client: StoreClient | None, keys: Sequence[str], places: Sequence[Value]) -> list[int]:
         """Read values into the caller's memory; return the size of each or a code."""
@@ -145,10 +148,8 @@ class CallerMemory:
             if len(set(map(len, parts))) > 1:
                 results.append([INVALID] * len(parts[2]))
                 continue
-            value = self.get(client, [key], bytearray)[0]
-            code = NOT_FOUND if client is not None else UNREACHED
-            found = [code] * len(parts[2]) if value is None else self._copy_parts(value, buffer_ptr, *parts)
-            results.append(found)
+            made, (code,) = self._fetch(client, [key], bytearray)
+            results.append(self._copy_parts(made[0], buffer_ptr, *parts) if code > 0 else [code] * len(parts[2]))
         return results
 
     def _room_at(self, address: int) -> float:

@@ -139,20 +139,19 @@ class StoreClient:
         results = [int(Code.NOT_FOUND)] * len(keys)
         wanted = Wanted(keys, place, caps, results)
         left = [index for index, key in enumerate(keys) if is_key(key)]
-        reached = False
+        unasked = set(left)
         for peer in self._in_order(first):
             for chunk in chunks(left, caps, CHUNK_BYTES):
                 try:
                     self._fetch_at(peer, chunk, wanted)
-                    reached = True
                 except Unreached:
                     break
+                unasked.difference_update(chunk)
             left = [index for index in left if results[index] == Code.NOT_FOUND]
             if not left:
                 break
-        if not reached:
-            for index in left:
-                results[index] = UNREACHED
+        for index in unasked.intersection(left):
+            results[index] = UNREACHED
         return results
 
     def exist(self, keys: Sequence[str]) -> list[int]:
@@ -165,7 +164,7 @@ class StoreClient:
         return [UNREACHED if answer == -1 else answer for answer in answers]
 
     def hold(self, keys: Sequence[str], first: Sequence[str] = ()) -> Hold:
-        """Lease what is in memory of the values under `keys`, for whoever reads them later: any client may. What is on disk
+        """Lease what is in memory of the values under `keys`, for later readers: any client may read them. What is on disk
         alone counts too. `first`: stores that are asked next to home, before all others."""
         found = [False] * len(keys)
         until = time.monotonic() + self.settings.ttl_s
@@ -199,7 +198,7 @@ class StoreClient:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What did not go well in all stores together, see `Peer.counts`."""
+        """Counts of what failed in all stores together, see `Peer.counts`."""
         return {name: sum(peer.counts[name] for peer in self._peers) for name in ("corrupt", "stale", "expired")}
 
     def locate(self, keys: Sequence[str]) -> list[list[tuple[str, int]]]:
@@ -342,7 +341,7 @@ def _lease(request: protocol.Lease, call: Call) -> tuple[list[int], float]:
 
 
 def _release(ids: list[int], call: Call) -> None:
-    call.tell(protocol.Release(ids, []))
+    call.send_note(protocol.Release(ids, []))
 
 
 def _put(batch: Batch, call: Call) -> list[int]:

@@ -32,7 +32,7 @@ class DeviceMemory:
         self._copies: DeviceCopies | None = None
         self._ranges: tuple[tuple[int, int], ...] = ()
         self._refused: tuple[tuple[int, int], ...] = ()
-        """What callers registered in vain: they may use it all the same, and reading it would end the process."""
+        """Ranges whose registration was refused: callers may use them all the same, and reading one would end the process."""
         self._own = threading.local()
 
     def admit(self, address: int, size: int) -> None:
@@ -58,7 +58,7 @@ class DeviceMemory:
         return bool(self._refused) and any(_lies_in(self._refused, address) for value in values for address, _ in value)
 
     def holds(self, values: Sequence[Value]) -> bool:
-        """Whether any part of these lies in a GPU's memory."""
+        """Return whether any part of these ranges lies in a GPU's memory."""
         return bool(self._ranges) and any(self._is_device(address) for value in values for address, _ in value)
 
     def put(self, values: Sequence[Value], put: Callable[[list[int], list[Value]], list[int]]) -> list[int]:

@@ -53,7 +53,8 @@ class Link:
         """`server`: its name, if it is to have the key of that. Raises BadEndpoint, zmq.ZMQError."""
         self._is_closed = is_closed
         self.stream: Stream | None = None
-        """Whoever makes it puts it here, to end with the connection, which is of no use if it failed to attach."""
+        """The stream, which its maker stores here; it ends with the connection, which is of no use if the stream failed to
+        attach."""
         self.socket, _ = sockets.connecting(zmq.DEALER, endpoint, "store", LIMITS, server=server)
         self.socket.routing_id = routing_id
         self.socket.immediate = True
@@ -66,7 +67,7 @@ class Link:
             raise
 
     def shut(self) -> None:
-        """End its stream under whoever is at it. From any thread."""
+        """End its stream, which its user may be reading or writing. From any thread."""
         stream = self.stream
         if stream is not None:
             stream.shut()
@@ -89,7 +90,7 @@ class Link:
             else:
                 return
 
-    def tell(self, message: object) -> None:
+    def send_note(self, message: object) -> None:
         """Send what is not answered; lost if the queue is full, as the server's timers do the same in the end."""
         try:
             self.socket.send(protocol.encode(message), zmq.NOBLOCK)
@@ -114,7 +115,7 @@ class Link:
         return answer(request, self.receive(deadline), expected)
 
     def check_open(self) -> None:
-        """Raises Unreached once nobody waits for this connection any more."""
+        """Raises Unreached once this connection is not needed any more."""
         if self._is_closed():
             raise Unreached("the store was closed")
 

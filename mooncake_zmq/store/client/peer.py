@@ -1,4 +1,5 @@
-"""One store server, seen from its client: its life, our connections to it, and what it must still be told."""
+"""One store server, seen from its client: its incarnation, our connections to it, and messages that must still be sent to
+it."""
 
 import contextlib
 import itertools
@@ -20,7 +21,7 @@ from mooncake_zmq.store.client.link import SLICE_MS, Forgotten, Link, Links, Rep
 from mooncake_zmq.store.client.outage import Outage
 from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
-from mooncake_zmq.store.segment import Life, ObjectSegment, boot_id
+from mooncake_zmq.store.segment import ClientLock, ObjectSegment, boot_id
 from mooncake_zmq.store.stream_messages import Attach, decode_attached
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError, needs_checksums
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, connect_beside
@@ -55,13 +56,13 @@ class ClientSettings:
     max_connections: int = 16
     """Calls under way at one store at a time; further ones wait."""
     io_threads: int = 1
-    """Of ZeroMQ, which carries requests and answers alone."""
+    """I/O threads of ZeroMQ, which carries requests and answers alone."""
     keys: str = ""
     """Directory with `public_keys` and our NAME.secret (`mooncake-zmq keys make --store NAME`); empty: none."""
     key_name: str = ""
     """NAME."""
     allow_plain_tcp: bool = False
-    """Without keys, stores on other hosts are not talked to, unless this says that nobody else is on the network."""
+    """Without keys, stores on other hosts are not connected to, unless this says that the network is private."""
     tune_malloc: bool = True
     """Let the process keep freed memory once values come on streams, see `memory.keep_freed_memory`."""
 
@@ -73,7 +74,7 @@ class ClientSettings:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one life of a store told us. `segment`: mapped, if it is shared with us."""
+    """The answer of one incarnation of a store to our Hello. `segment`: mapped, if it is shared with us."""
 
     welcome: protocol.Welcome
     segment: ObjectSegment | None
@@ -82,7 +83,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one try of a call at one store has: a connection of its own until it returns or raises."""
+    """The state of one attempt of a call at one store: a connection of its own until it returns or raises."""
 
     peer: "Peer"
     session: Session
@@ -92,8 +93,8 @@ class Call:
 
     @property
     def deadline(self) -> float:
-        """Of an answer to what is asked now: how long anything before it took, our own copying above all, is not the store's
-        silence."""
+        """The deadline of the answer to the request sent now: the time that earlier work took, our own copying above all, is
+        not the store's silence."""
         return time.monotonic() + self.peer.settings.timeout_s
 
     def stream(self) -> Stream:
@@ -104,23 +105,23 @@ class Call:
         """By the stream, where no thread of ZeroMQ's stands between; where that broke off by the connection itself, which takes
         no room among the store's streams. Raises Unreached, Forgotten or StreamError."""
         if self.again:
-            self.peer.tell_abandoned(lambda note: self.link.send(note, self.deadline))
+            self.peer.send_abandoned(lambda note: self.link.send(note, self.deadline))
             return self.link.ask(request, expected, self.deadline)
         stream = self.stream()
-        self.peer.tell_abandoned(stream.send)
+        self.peer.send_abandoned(stream.send)
         stream.send(request)
         stream.stop_at = self.deadline
         reply = stream.receive(protocol.decode_reply)
         stream.stop_at = math.inf
         return answer(request, reply, expected)
 
-    def tell(self, note: protocol.Note) -> None:
+    def send_note(self, note: protocol.Note) -> None:
         """Likewise what is not answered; lost with the connection, as the server's timers do the same in the end."""
         if not self.again:
             with contextlib.suppress(StreamError):
                 self.stream().send(note)
                 return
-        self.link.tell(note)
+        self.link.send_note(note)
 
 
 class Peer:
@@ -130,7 +131,7 @@ class Peer:
         """`endpoint`: where keys are needed with the server's name, `tcp://NAME@HOST:PORT`."""
         scheme, _, place = endpoint.partition("://")
         self.name = ""
-        """Of the store, once it was met."""
+        """The store's name, once it was met."""
         self._server, _, place = place.rpartition("@") if scheme == "tcp" else ("", "", place)
         self.endpoint = f"{scheme}://{place}"
         self.closed = False
@@ -143,12 +144,12 @@ class Peer:
         """Values read that did not verify, or were gone by then; puts that ran out of time."""
         self._lock = threading.Lock()
         self._session: Session | None = None
-        self._life: Life | None = None
+        self._lock_file: ClientLock | None = None
         self._outage = Outage()
         self._outage_lock = threading.Lock()
         self._closing = threading.Event()
         self._abandoned: deque[int] = deque(maxlen=MAX_KEYS)
-        """Puts whose end the store may not have heard of."""
+        """Puts whose end the store may not have received."""
         self._pid = os.getpid()
 
     def session(self, deadline: float) -> Session:
@@ -186,7 +187,7 @@ class Peer:
                 if again:
                     raise Unreached("the store refuses us") from None
             except (Unreached, StreamError) as error:
-                # A restarted store is met anew: what we know of it, streams and all, is of its former life.
+                # A restarted store is met anew: what we know of it, streams and all, is of its former incarnation.
                 self._drop(session)
                 if again or self.closed or time.monotonic() >= deadline:
                     self._note_down(error)
@@ -208,10 +209,10 @@ class Peer:
             connection = connect_beside(
                 welcome.stream, self.endpoint, max(0.1, deadline - time.monotonic()), lambda: self.closed
             )
-        except (OSError, ValueError, OverflowError) as error:  # the latter two: what was told is no address
+        except (OSError, ValueError, OverflowError) as error:  # the latter two: the answer has no valid address
             raise Unreached(f"no stream to {welcome.stream} of {self.endpoint}: {error}") from error
         stream = link.stream = Stream(connection, idle, slice_s=SLICE_MS / 1000)
-        link.check_open()  # whoever closes from now on finds the stream to end
+        link.check_open()  # a close from now on finds the stream to end
         try:
             stream.attach(Ticket(welcome.token, welcome.secret, welcome.sealed))
             stream.send(Attach(self._client_name, welcome.token))
@@ -226,7 +227,7 @@ class Peer:
         """Nothing more will be written under this put: say so before the next request that copies."""
         self._abandoned.append(put_id)
 
-    def tell_abandoned(self, send: Callable[[protocol.Release], None]) -> None:
+    def send_abandoned(self, send: Callable[[protocol.Release], None]) -> None:
         """By the way that the next request takes: a put tried again would find its own first try under way, and take that for
         somebody's who writes the same. Kept for the next one if it fails. Raises what `send` raises."""
         taken: list[int] = []
@@ -243,12 +244,12 @@ class Peer:
         return next(self._numbers)
 
     def close(self, deadline: float) -> bool:
-        """End calls under way and our life at the store; False if a call had not ended by then."""
+        """End calls under way and our session at the store; False if a call had not ended by then."""
         self.closed = True
         self._closing.set()
         ended = self._links.close(deadline)
-        if self._life is not None and ended:  # while one still writes, we are not to be taken for dead
-            self._life.end()
+        if self._lock_file is not None and ended:  # while one still writes, we are not to be taken for dead
+            self._lock_file.end()
         return ended
 
     def _drop(self, session: Session) -> None:
@@ -325,14 +326,14 @@ class Peer:
         return link.ask(hello, protocol.Welcome, deadline)
 
     def _map(self, welcome: protocol.Welcome) -> ObjectSegment | None:
-        """The segment, with our life file locked before any address in it can be used."""
+        """Map the segment, with our lock file locked before any address in it can be used."""
         path = Path(welcome.path)
         try:
             segment = ObjectSegment.attach(
                 path, welcome.incarnation, entries=welcome.entries, memory_bytes=welcome.memory_bytes
             )
-            if self._life is None:
-                self._life = Life(path.parent, welcome.cluster, self._client_name)
+            if self._lock_file is None:
+                self._lock_file = ClientLock(path.parent, welcome.cluster, self._client_name)
         except (SharedMemoryError, OSError) as error:
             log.warning("store_not_mapped", endpoint=self.endpoint, reason=str(error))
             return None

@@ -7,7 +7,7 @@ from mooncake_zmq.store.codes import Pin
 
 
 class SoftPinAction(Enum):
-    """What a put does about the soft pin."""
+    """The effect of a put on the soft pin."""
 
     PRESERVE = 0
     ENABLE = 1
@@ -15,7 +15,7 @@ class SoftPinAction(Enum):
 
 
 class ReplicaStatus(Enum):
-    """Only complete copies are ever told of here."""
+    """The state of a copy; only complete ones are ever returned here."""
 
     UNDEFINED = 0
     INITIALIZED = 1
@@ -26,7 +26,7 @@ class ReplicaStatus(Enum):
 
 
 class ObjectDataType(Enum):
-    """What a value is; a hint that changes nothing here."""
+    """The kind of a value; a hint that changes nothing here."""
 
     UNKNOWN = 0
     KVCACHE = 1
@@ -51,13 +51,14 @@ class ReplicateConfig:
     with_hard_pin: bool = False
     """Never evicted, only removed."""
     preferred_segment: str = ""
-    """Name of the store to write first, as `get_hostname` or a replica descriptor tells it."""
+    """Name of the store to write first, as `get_hostname` or a replica descriptor names it."""
     preferred_segments: list[str] = field(default_factory=list)
     prefer_alloc_in_same_node: bool = False
     """The store on this host is preferred anyway."""
     soft_pin_action: SoftPinAction = SoftPinAction.PRESERVE
     soft_pin_ttl_ms: int | None = None
-    """With a soft pin: 0 is none; any other time is as long as the value lives, as a soft pin only says who is evicted last."""
+    """With a soft pin: 0 is none; any other time is as long as the value exists, as a soft pin only says which value is evicted
+    last."""
     data_type: ObjectDataType = ObjectDataType.UNKNOWN
     group_ids: list[str] | None = None
     """A hint that changes nothing here: each value is evicted by itself."""

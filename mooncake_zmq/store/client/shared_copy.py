@@ -110,9 +110,9 @@ def _read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wa
                 wanted.results[index] = size
     finally:
         if any(leased.entries):
-            call.tell(protocol.Release([request.id], []))
+            call.send_note(protocol.Release([request.id], []))
         if corrupt:
-            call.tell(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
+            call.send_note(protocol.ReportCorrupt([entry for entry, _ in corrupt], [generation for _, generation in corrupt]))
     return request.id, on_disk
 
 

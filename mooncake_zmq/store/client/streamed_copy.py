@@ -59,7 +59,7 @@ def read(call: Call, indexes: Sequence[int], wanted: Wanted) -> None:
 
 
 def _receive(call: Call, indexes: Sequence[int], caps: Sequence[int], wanted: Wanted, corrupt: list[str]) -> int:
-    """The next values of `indexes`; how many were told of."""
+    """Receive the next values of `indexes`; returns how many the store answered for."""
     stream = call.stream()
     found = stream.receive(decode_values)
     count = len(found.sizes)

@@ -10,11 +10,11 @@ from test_edge_errors import error_of
 from test_edge_keys import guarded
 
 from mooncake_zmq.core.messages import Report
-from mooncake_zmq.core.watch import Heard
+from mooncake_zmq.core.watch import PeerReport
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 
 LOCAL = {"host": "127.0.0.1:8000"}
-RESTS = Report(uptime_s=1.0, draining=True, resting=True)
+CORDONED = Report(uptime_s=1.0, draining=True, cordoned=True)
 
 
 def cluster(**fields) -> ScriptedActor:
@@ -30,9 +30,9 @@ def drain(actor: ScriptedActor, node: str = "decode", *, undo: bool = False, **h
 def test_a_node_is_drained_stays_and_serves_again():
     actor = cluster()
     told = drain(actor).json()
-    assert (told["name"], told["state"], told["left"], told["resting"]) == ("decode", "drained", 0, True)
+    assert (told["name"], told["state"], told["left"], told["cordoned"]) == ("decode", "drained", 0, True)
     assert drain(actor, undo=True).json()["state"] == "ready"
-    assert actor.rests == [("decode", True), ("decode", False)]
+    assert actor.cordons == [("decode", True), ("decode", False)]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_a_node_is_drained_stays_and_serves_again():
 def test_it_is_drained_once_nothing_is_left(role, gauge):
     actor = cluster()
     actor.edge.clock = lambda: 100.0
-    report = Report(uptime_s=1.0, draining=True, resting=True, gauges=((gauge, 3.0),))
-    actor.reports = {role: Heard(100.0, 1, report)}
+    report = Report(uptime_s=1.0, draining=True, cordoned=True, gauges=((gauge, 3.0),))
+    actor.reports = {role: PeerReport(100.0, 1, report)}
     (node,) = [each for each in actor.call("GET", "/cluster").json()["nodes"] if each["name"] == role]
     assert (node["state"], node["left"]) == ("draining", 3)
 
@@ -58,13 +58,13 @@ def test_it_is_drained_once_nothing_is_left(role, gauge):
 def test_who_cannot_rest_is_asked_nothing(node, status):
     actor = cluster()
     assert drain(actor, node).status_code == status
-    assert actor.rests == []
+    assert actor.cordons == []
 
 
 def test_the_gateway_that_is_asked_may_be_the_one_and_serves_again():
     actor = cluster()
     told = drain(actor, "gw").json()
-    assert (told["name"], told["state"], told["resting"]) == ("gw", "drained", True)
+    assert (told["name"], told["state"], told["cordoned"]) == ("gw", "drained", True)
     refused = actor.complete()
     assert error_of(refused)[0::3] == (503, "overloaded")
     assert "retry-after" in refused.headers
@@ -85,7 +85,7 @@ def test_a_resting_gateway_answers_what_it_began():
     deliver, backing = actor.edge.deliver, actor
 
     def resting_meanwhile(effect) -> None:
-        backing.rest("gw", True)
+        backing.set_cordon("gw", True)
         deliver(effect)
 
     actor.edge.deliver = resting_meanwhile
@@ -95,18 +95,18 @@ def test_a_resting_gateway_answers_what_it_began():
 
 @pytest.mark.parametrize(
     ("second", "status"),
-    [(None, 409), (RESTS, 409), (Report(uptime_s=1.0), 200)],
-    ids=["down", "resting", "serving"],
+    [(None, 409), (CORDONED, 409), (Report(uptime_s=1.0), 200)],
+    ids=["down", "cordoned", "serving"],
 )
 def test_a_conductor_rests_where_another_is_there_that_does_not(second, status):
     actor = cluster()
     actor.edge.overview._listed = [*actor.listed, Listed("conductor-2", "conductor", "h")]
     if second is not None:
         actor.up["conductor-2"] = hello("conductor")
-        actor.reports["conductor-2"] = Heard(actor.edge.clock(), 1, second)
+        actor.reports["conductor-2"] = PeerReport(actor.edge.clock(), 1, second)
     answer = drain(actor, "conductor")
     assert answer.status_code == status
-    assert actor.rests == ([("conductor", True)] if status == 200 else [])
+    assert actor.cordons == ([("conductor", True)] if status == 200 else [])
     if status == 409:
         assert error_of(answer)[3] == "last_conductor"
     assert drain(actor, "conductor", undo=True).status_code == 200
@@ -116,24 +116,24 @@ def test_whether_another_conductor_rests_is_looked_at_first():
     actor = cluster()
     actor.edge.overview._listed = [*actor.listed, Listed("conductor-2", "conductor", "h")]
     actor.up["conductor-2"] = hello("conductor")
-    actor.look = lambda _for_s: actor.reports.setdefault("conductor-2", Heard(actor.edge.clock(), 1, RESTS))
+    actor.look = lambda _for_s: actor.reports.setdefault("conductor-2", PeerReport(actor.edge.clock(), 1, CORDONED))
     assert drain(actor, "conductor").status_code == 409
 
 
 def test_a_conductor_that_rests_already_is_told_again_whoever_else_is_there():
     actor = cluster()
-    actor.reports["conductor"] = Heard(actor.edge.clock(), 1, RESTS)
-    assert drain(actor, "conductor").json()["resting"]
+    actor.reports["conductor"] = PeerReport(actor.edge.clock(), 1, CORDONED)
+    assert drain(actor, "conductor").json()["cordoned"]
 
 
 def test_a_resting_gateway_knows_how_the_cluster_is():
     actor = cluster()
-    actor.rest("gw", True)
+    actor.set_cordon("gw", True)
     assert (actor.edge.status(), actor.edge.cluster_status()) == ("draining", "ok")
 
 
 def test_a_node_that_is_not_there_or_does_not_do_it_is_told(monkeypatch):
-    monkeypatch.setattr("mooncake_zmq.gateway.http.cluster_reports.REST_S", 0.05)
+    monkeypatch.setattr("mooncake_zmq.gateway.http.cluster_reports.CORDON_S", 0.05)
     actor = cluster(deaf=True)
     assert error_of(drain(actor))[0::3] == (504, "node_silent")
     del actor.up["decode"]
@@ -146,7 +146,7 @@ def test_with_keys_it_takes_an_admins_from_wherever(key, status):
     actor.edge.overview._listed = [Listed("decode", "decode", "h")]
     headers = {"host": "llm.example.org", **({"authorization": f"Bearer {key}"} if key else {})}
     assert actor.call("POST", "/admin/drain/decode", headers=headers).status_code == status
-    assert bool(actor.rests) == (status == 200)
+    assert bool(actor.cordons) == (status == 200)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_with_keys_it_takes_an_admins_from_wherever(key, status):
 def test_without_keys_no_other_machine_and_no_other_sites_page_may(headers):
     actor = cluster()
     assert error_of(drain(actor, **headers))[0::3] == (403, "insufficient_permissions")
-    assert actor.rests == []
+    assert actor.cordons == []
 
 
 def test_without_keys_the_own_page_may():

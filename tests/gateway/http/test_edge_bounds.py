@@ -315,7 +315,7 @@ def test_what_a_client_no_longer_waits_for_is_not_prepared():
             await actor.until(lambda: actor.edge.slots_taken == len(writers))
         for writer in writers:
             writer.close()
-        await actor.until(lambda: not actor.door.connections)
+        await actor.until(lambda: not actor.acceptor.connections)
         go_on.set()
         await actor.until(lambda: actor.edge.slots_taken == 0)
 
@@ -350,14 +350,14 @@ def test_answers_that_hold_probabilities_share_what_the_gateway_has_for_them():
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
             waiting = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(4)]
-            await actor.until(lambda: actor.edge.held_scores == 80)
+            await actor.until(lambda: actor.edge.held_scores.taken == 80)
             refused = await http.post("/v1/completions", json=body)
             assert error_of(refused)[0::3] == (503, "overloaded")
             assert "retry-after" in refused.headers
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        await actor.until(lambda: actor.edge.held_scores == 0)
+        await actor.until(lambda: actor.edge.held_scores.taken == 0)
 
     actor.serve(client)
 

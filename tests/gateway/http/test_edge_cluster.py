@@ -11,13 +11,13 @@ from scripted_actor import ScriptedActor, hello
 from test_edge_errors import error_of
 from test_edge_keys import ask, guarded
 
-from mooncake_zmq.core.messages import Report, StateTold
-from mooncake_zmq.core.watch import Heard
+from mooncake_zmq.core.messages import Report, StateReported
+from mooncake_zmq.core.watch import PeerReport
 from mooncake_zmq.gateway.http import cluster_routes
 from mooncake_zmq.gateway.http import http_calls as edge_module
 from mooncake_zmq.gateway.http.http_calls import LINES_AT_ONCE
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
-from mooncake_zmq.gateway.requests.request_log import Account
+from mooncake_zmq.gateway.requests.request_log import RequestEntry
 
 LISTED = [Listed(role, role, "h") for role in ("conductor", "prefill", "decode")]
 WITH_CACHE = [*LISTED, Listed("cache-0", "cache-node", "h")]
@@ -30,8 +30,8 @@ def watched(**fields) -> ScriptedActor:
     return actor
 
 
-def full_disk() -> dict[str, Heard]:
-    return {"cache-0": Heard(100.0, 1, Report(uptime_s=1.0, gauges=(("disk_degraded[what=writes]", 1.0),)))}
+def full_disk() -> dict[str, PeerReport]:
+    return {"cache-0": PeerReport(100.0, 1, Report(uptime_s=1.0, gauges=(("disk_degraded[what=writes]", 1.0),)))}
 
 
 @pytest.mark.parametrize("path", ["/cluster", "/health", "/metrics"])
@@ -66,6 +66,25 @@ def test_what_is_degraded_is_in_health_in_metrics_and_in_the_cluster_and_request
     assert actor.complete().status_code == 200
 
 
+def test_what_is_down_is_down_since_it_was_first_missed_even_while_no_client_looked():
+    actor, now = watched(), [100.0]
+    actor.edge.clock = lambda: now[0]
+
+    def since() -> list[float]:
+        return [each["since_s"] for each in actor.call("GET", "/cluster").json()["degraded"]]
+
+    gone = actor.up.pop("cache-0")
+    actor.edge.sample()
+    now[0] += 12.0
+    assert since() == [12.0]
+    actor.up["cache-0"] = gone
+    now[0] += 1.0
+    assert since() == []
+    del actor.up["cache-0"]
+    now[0] += 1.0
+    assert since() == [0.0]
+
+
 def test_a_cache_node_that_is_gone_is_degraded_and_no_reason_to_be_unready():
     actor = watched()
     del actor.up["cache-0"]
@@ -73,7 +92,7 @@ def test_a_cache_node_that_is_gone_is_degraded_and_no_reason_to_be_unready():
     assert (health.status_code, health.json()["degraded"][0]["reason"]) == (200, "cache_node_down")
 
 
-@pytest.mark.parametrize("path", ["/cluster", "/cluster/events", "/cluster/state/prefill", "/trace/x"])
+@pytest.mark.parametrize("path", ["/cluster", "/cluster/events", "/cluster/requests", "/cluster/state/prefill", "/trace/x"])
 def test_only_operators_see_the_cluster(path):
     actor = guarded()
     assert ask(actor, None, path).status_code == 401
@@ -96,7 +115,7 @@ def test_a_request_has_one_id_everywhere_and_is_found_by_its_clients_too(body):
     whole = json.loads(chunks[-1]) if body else answer.json()
     assert (whole["id"], whole["mooncake"]["request"]) == (f"cmpl-{request_id}", request_id)
     assert error_of(actor.call("GET", f"/trace/{request_id}"))[0::3] == (404, "unknown_request")
-    actor.edge.ended(Account(request_id=request_id, arrived_at=0.0, outcome="length"))
+    actor.edge.ended(RequestEntry(request_id=request_id, arrived_at=0.0, outcome="length"))
     for name in (request_id, "theirs/1", trace_id):
         (found,) = actor.call("GET", f"/trace/{name}").json()["requests"]
         assert (found["request_id"], found["x_request_id"], found["trace_id"]) == (request_id, "theirs/1", trace_id)
@@ -107,12 +126,12 @@ def test_a_request_has_one_id_everywhere_and_is_found_by_its_clients_too(body):
 def test_who_keeps_spans_is_given_each_request_with_its_clients_span(flags, sampled):
     actor = ScriptedActor()
     told = []
-    actor.edge._export = lambda account, names: told.append((account.outcome, names))
+    actor.edge._export = lambda entry, names: told.append((entry.outcome, names))
     trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     request = {"model": "toy", "prompt": "hello"}
     actor.call("POST", "/v1/completions", json=request, headers={"traceparent": f"00-{trace_id}-{span_id}-{flags}"})
     (request_id,) = actor.requests
-    actor.edge.ended(Account(request_id=request_id, arrived_at=0.0, outcome="length"))
+    actor.edge.ended(RequestEntry(request_id=request_id, arrived_at=0.0, outcome="length"))
     ((outcome, names),) = told
     assert (outcome, names[2:]) == ("length", (trace_id, span_id, sampled))
 
@@ -126,8 +145,8 @@ def test_further_choices_have_numbers_behind_the_calls_id():
 
 def test_each_request_that_is_over_is_one_line_of_the_log(capture_logs):
     actor = ScriptedActor()
-    account = Account(request_id="gw-1", arrived_at=0.0, outcome="length", prompt_tokens=7, duration_s=0.5)
-    actor.edge.ended(account)
+    entry = RequestEntry(request_id="gw-1", arrived_at=0.0, outcome="length", prompt_tokens=7, duration_s=0.5)
+    actor.edge.ended(entry)
     (line,) = [entry for entry in capture_logs if entry["event"] == "request"]
     assert (line["id"], line["outcome"], line["prompt_tokens"], line["duration_s"]) == ("gw-1", "length", 7, 0.5)
 
@@ -136,12 +155,12 @@ def test_the_end_of_an_answer_does_not_wait_for_its_line_in_the_log(capture_logs
     actor = ScriptedActor(writes_later=True)
     edge, waiting = actor.edge, actor.writes
     for number in range(3):
-        edge.ended(Account(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
+        edge.ended(RequestEntry(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
     assert (len(waiting), capture_logs) == (1, [])
     assert edge.traces.find("gw-2"), "who asks for it by its trace need not wait"
     waiting.pop()()
     assert [entry["id"] for entry in capture_logs] == ["gw-0", "gw-1", "gw-2"]
-    edge.ended(Account(request_id="gw-3", arrived_at=0.0, outcome="length"))
+    edge.ended(RequestEntry(request_id="gw-3", arrived_at=0.0, outcome="length"))
     assert len(waiting) == 1
     edge.close()
     assert capture_logs[-1]["id"] == "gw-3", "nor is any lost as the process ends"
@@ -151,9 +170,9 @@ def test_of_many_lines_each_turn_writes_some_and_one_that_fails_takes_no_other_a
     actor = ScriptedActor(writes_later=True)
     edge, waiting = actor.edge, actor.writes
     written, full = edge_module.line, [OSError("no space")]
-    monkeypatch.setattr(edge_module, "line", lambda account: fails(full.pop()) if full else written(account))
+    monkeypatch.setattr(edge_module, "line", lambda entry: fails(full.pop()) if full else written(entry))
     for number in range(2 * LINES_AT_ONCE):
-        edge.ended(Account(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
+        edge.ended(RequestEntry(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
     turns = []
     while waiting:
         before = len(capture_logs)
@@ -243,7 +262,7 @@ def test_a_stream_ends_when_its_gateway_drains(monkeypatch):
 
 def test_a_nodes_whole_state_is_asked_for_and_waited_for():
     actor = watched(
-        states={"prefill": StateTold(ask_id=1, state=b'{"jobs":[]}'), "decode": StateTold(ask_id=1, error="too long")}
+        states={"prefill": StateReported(ask_id=1, state=b'{"jobs":[]}'), "decode": StateReported(ask_id=1, error="too long")}
     )
     assert actor.call("GET", "/cluster/state/prefill").json() == {"jobs": []}
     assert error_of(actor.call("GET", "/cluster/state/decode"))[0::3] == (503, "state_too_long")

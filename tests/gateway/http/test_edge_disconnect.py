@@ -18,7 +18,7 @@ from mooncake_zmq.gateway.settings import EdgeSettings
 async def send_request(port, body, path="/v1/completions"):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     raw = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nx-request-id: this-one\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
     writer.write(head + raw)
     return reader, writer
 
@@ -44,7 +44,8 @@ def test_hanging_up_cancels(path, stream, outputs):
     with structlog.testing.capture_logs() as lines:
         actor.serve(client)
     assert sorted(actor.cancelled) == sorted(actor.requests)
-    assert [line["status"] for line in lines if line["event"] == "http"] == [499]
+    ended = [line for line in lines if line["event"] == "http" and line["x_request_id"] == "this-one"]
+    assert [line["status"] for line in ended] == [499]
 
 
 def test_hanging_up_before_the_body_is_whole():

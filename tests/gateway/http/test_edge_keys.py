@@ -103,7 +103,7 @@ def test_more_than_a_minutes_amount_is_429_with_retry_after(limits):
 
 def test_a_prompt_takes_of_a_minutes_amount_once_however_many_choices_it_has():
     """Eight tokens of the prompt and four of each answer, of which two are written."""
-    actor = guarded(tokens=28)
+    actor = guarded(tokens=28, share=1.0)
     actor.edge.clock = lambda: 0.0
     assert ask(actor, "alice", n=5).status_code == 200
     counts = actor.edge.tenants.counts()

@@ -144,7 +144,7 @@ def test_health_says_what_is_missing(path):
         "degraded": [],
         "gateway": "gw",
         "missing": [],
-        "not_heard": [],
+        "not_connected": [],
         "model": "toy",
         "peers": {
             "conductor": ["conductor"],
@@ -166,7 +166,7 @@ def test_health_is_not_ok_before_the_conductor_has_heard_all():
     actor = ScriptedActor(view=ClusterView(ready=False, missing=("cache-1",)))
     response = actor.call("GET", "/health")
     assert (response.status_code, response.json()["status"]) == (503, "starting")
-    assert response.json()["not_heard"] == ["cache-1"]
+    assert response.json()["not_connected"] == ["cache-1"]
     actor.view = ClusterView(ready=True, missing=("cache-1",))
     assert actor.call("GET", "/health").status_code == 200
 

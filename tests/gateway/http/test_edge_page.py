@@ -16,20 +16,21 @@ import mooncake_zmq
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.recent import RecentChains
 from mooncake_zmq.core.messages import Moved, RejectReason, Report
-from mooncake_zmq.core.moves import KINDS
-from mooncake_zmq.core.watch import Heard
+from mooncake_zmq.core.transfer_stats import KINDS
+from mooncake_zmq.core.watch import PeerReport
 from mooncake_zmq.gateway.http import web
-from mooncake_zmq.gateway.requests import cluster_snapshot
+from mooncake_zmq.gateway.requests import cluster_snapshot, history
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.request import RequestState
-from mooncake_zmq.gateway.requests.request_log import Account, Attempt, Span
+from mooncake_zmq.gateway.requests.request_log import Attempt, RequestEntry, Span
+from mooncake_zmq.gateway.requests.traces import ANSWERED
 from mooncake_zmq.pool.node.misses import REASONS
 
 SOURCE = web.sheet()
 HOME = Path(mooncake_zmq.__file__).parent
 ACTORS = {
     "gateway": "gateway/requests/requests.py",
-    "conductor": "conductor/picture.py",
+    "conductor": "conductor/snapshot.py",
     "prefill": "prefill/prefill.py",
     "decode": "decode/decode.py",
     "vllm": "vllm_node/vllm_node.py",
@@ -99,36 +100,42 @@ def test_every_element_that_it_looks_for_is_there_once():
 
 
 @pytest.fixture(scope="module")
-def picture() -> dict[str, Any]:
-    """As full as /cluster is."""
+def answers() -> dict[str, Any]:
+    """The snapshot and the list of requests, as full as they can be."""
     gauges = {"cached_blocks": 1.0, "capacity_blocks": 4.0}
     moved = (Moved(kind="load", peer="cache-0", bytes=5),)
     listed = [Listed(role, role, "h") for role in ("conductor", "prefill", "decode", "cache-node")]
     actor = ScriptedActor(listed=[*listed, Listed("gone", "decode", "h")])
     actor.up["cache-node"] = hello("cache-node")
-    actor.reports = {"prefill": Heard(100.0, 1, Report(uptime_s=1.0, gauges=tuple(gauges.items()), moved=moved))}
+    actor.reports = {"prefill": PeerReport(100.0, 1, Report(uptime_s=1.0, gauges=tuple(gauges.items()), moved=moved))}
     actor.edge.clock = lambda: 100.0
     attempt = Attempt(
         number=1, began_s=0.0, conductor="conductor", placed_s=0.1, prefill="prefill", decode="decode", first_s=0.5
     )
-    account = Account(request_id="gw-1", arrived_at=0.0, outcome="stop", duration_s=1.0, attempts=[attempt])
-    actor.edge.ended(account)
-    return actor.call("GET", "/cluster").json()
+    entry = RequestEntry(request_id="gw-1", arrived_at=0.0, outcome="stop", duration_s=1.0, attempts=[attempt])
+    actor.edge.ended(entry)
+    actor.actor_counts["requests_failed[code=no_decode]"] = 1
+    actor.edge.sample()
+    return {"snapshot": actor.call("GET", "/cluster").json(), "list": actor.call("GET", "/cluster/requests").json()}
 
 
-def of_kinds(picture: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def of_kinds(answers: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What each kind of record looks like, by the names that the script has for them."""
-    (request,) = picture["recent"]
-    node = next(node for node in picture["nodes"] if node.get("tiers"))
+    snapshot = answers["snapshot"]
+    (request,) = answers["list"]["recent"]
+    node = next(node for node in snapshot["nodes"] if node.get("tiers"))
     return {
-        "picture": picture,
-        "degraded": picture["degraded"][0],
+        **answers,
+        "slow": snapshot["slow"][0],
+        "number": snapshot["numbers"]["requests_per_s"],
+        "process": node["process"],
+        "degraded": snapshot["degraded"][0],
         "node": node,
         "tier": node["tiers"]["slab"],
-        "flow": picture["flows"][0],
-        "hits": picture["hits"],
-        "requests": picture["requests"],
-        "prediction": picture["predictions"]["ttft"],
+        "flow": snapshot["flows"][0],
+        "hits": snapshot["hits"],
+        "requests": snapshot["requests"],
+        "prediction": snapshot["predictions"]["ttft"],
         "request": request,
         "attempt": request["attempts"][0],
         "span": request["spans"][0],
@@ -152,8 +159,8 @@ def test_a_replay_is_the_same_page_and_may_do_less():
     assert 'id="tape"' not in live
 
 
-def test_it_reads_only_what_the_cluster_tells(picture):
-    reads, told = table("READS"), of_kinds(picture)
+def test_it_reads_only_what_the_cluster_tells(answers):
+    reads, told = table("READS"), of_kinds(answers)
     about = reads.pop("about")
     assert sorted(reads) == sorted(told)
     for kind, fields in reads.items():
@@ -199,6 +206,8 @@ def test_it_has_words_for_every_reason_span_and_way():
     assert set(table("SPANS")) == set(re.findall(rf'{Span.__name__}\("([a-z ]+)"', accounts))
     states = (HOME / "gateway/requests/cluster_snapshot.py").read_text()
     assert [state for state in table("STATES") if f'"{state}"' not in states] == []
+    assert {name for tile in table("TILES").values() for name in tile["numbers"]} == set(history.NUMBERS)
+    assert set(table("OUTCOMES")) == set(ANSWERED)
     assert set(table("REFUSALS")) == {each.value for each in (RejectReason.TTFT, RejectReason.TBT, RejectReason.NO_ROOM)}
 
 
@@ -211,7 +220,7 @@ def test_what_it_reads_of_answers_and_of_conductors_is_there():
     index = PrefixIndex(max_keys=8)
     (recent,) = _recent(index).dump(index, 1)
     assert set(others["chain"]) <= set(recent)
-    dumped = (HOME / "conductor/picture.py").read_text()
+    dumped = (HOME / "conductor/snapshot.py").read_text()
     assert [name for name in others["replication"] if f'"{name}": self.' not in dumped] == []
 
 

@@ -7,7 +7,7 @@ from itertools import count
 import httpx
 import pytest
 from scripted_actor import ScriptedActor, finished, tokens
-from test_door_tenants import STALLED
+from test_acceptor_tenants import STALLED
 from test_edge_keys import guarded
 
 from mooncake_zmq.gateway.http.api_keys import ApiKeys
@@ -37,7 +37,7 @@ class Open:
                 async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as self.http:
                     await client(port)
             finally:
-                self.actor.door.abort()  # else a test that fails waits for what goes on
+                self.actor.acceptor.abort()  # else a test that fails waits for what goes on
             await self.actor.until(lambda: self.actor.edge.slots_taken == self.actor.edge.bodies == 0)
             assert self.actor.edge.tenants.slots_taken == 0
             assert not self.actor.edge.tenants._open
@@ -103,10 +103,10 @@ def test_a_client_that_takes_nothing_is_cut():
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer alice\r\ncontent-length: %d\r\n\r\n"
         writer.write(head % len(body) + body)
         await reader.readline()
-        (connection,) = gateway.actor.door.connections
+        (connection,) = gateway.actor.acceptor.connections
         connection.flow.pause_writing()  # as when its client takes nothing
         gateway.actor.edge.tenants.replace(without(gateway.actor, "alice"))
-        await gateway.actor.until(lambda: not gateway.actor.door.connections)
+        await gateway.actor.until(lambda: not gateway.actor.acceptor.connections)
         writer.close()
 
     gateway.run(client)

@@ -38,7 +38,7 @@ def test_over_a_connection_comes_what_comes_by_asgi_and_the_connection_is_kept(i
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             found.extend([await http.post("/v1/completions", json=body) for _ in range(2)])
-        assert len(actor.door.connections) == 1
+        assert len(actor.acceptor.connections) == 1
 
     actor = says()
     actor.serve(client)
@@ -72,7 +72,7 @@ def written(*acts):
     transport = Written()
 
     async def act():
-        answer = HeadWithBody(transport)
+        answer = HeadWithBody(transport, transport.close)
         for each in acts:
             if each is None:
                 await asyncio.sleep(0)
@@ -109,9 +109,9 @@ def test_a_client_is_woken_once_for_the_head_and_the_first_of_the_body(monkeypat
     transports = []
 
     class Noted(HeadWithBody):
-        def __init__(self, transport):
+        def __init__(self, transport, close):
             transports.append(Written())
-            super().__init__(transport)
+            super().__init__(transport, close)
             self._transport = Both(transport, transports[-1])
 
     class Both:

@@ -127,7 +127,7 @@ def test_config_check_and_doctor_tell_what_is_open_and_what_expires(files, tmp_p
 
     assert "http://0.0.0.0" in warned(None)
     assert "go in clear" in warned(None)
-    assert "whoever reaches it may call it" in warned(None)
+    assert "every client that reaches it may call it" in warned(None)
     assert "go in clear" not in warned(None, "127.0.0.1")
     assert "https://0.0.0.0" in warned(files)
     assert "go in clear" not in warned(files)

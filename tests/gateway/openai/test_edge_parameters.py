@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from scripted_actor import EOS, ScriptedActor, events, finished
 
+from mooncake_zmq.engine.tokenizer import ByteVocabulary, Conversation, Tokenizer
 from mooncake_zmq.gateway.openai import rejected_params, responses
 from mooncake_zmq.gateway.requests.client_events import PromptLogprobs, TokenOut
 
@@ -14,13 +15,10 @@ ASKING = {
     "best_of": 3,
     "suffix": "end",
     "store": True,
-    "reasoning_effort": "high",
-    "stop_token_ids": [3],
     "use_beam_search": True,
-    "skip_special_tokens": False,
     "service_tier": "priority",
     "modalities": ["audio"],
-    "truncate_prompt_tokens": 1,
+    "chat_template": "{{ messages }}",
 }
 
 
@@ -56,7 +54,10 @@ def test_a_refusal_says_what_does_as_much(name, value, hint):
 def test_an_unknown_parameter_is_refused():
     response = ScriptedActor().complete(temprature=0.5)
     assert response.status_code == 400
-    assert "temprature" in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert "temprature" in error["message"]
+    assert error["param"] == "temprature"
+    assert ScriptedActor().chat(messages=[{"role": "user", "contents": "a"}]).json()["error"]["param"] == "messages"
 
 
 def test_a_truth_is_no_number_and_a_long_value_is_not_read():
@@ -271,3 +272,131 @@ def test_probabilities_of_prompts_are_of_one_choice_and_not_too_many():
     response = actor.complete(prompt=["x" * 1600] * 2, echo=True, logprobs=20)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
     assert not actor.requests
+
+
+def saying(*ids):
+    """An answer of these tokens, which the engine ends as the request's rule says."""
+
+    def answer(request, _number):
+        made = []
+        for index, token in enumerate(ids):
+            made.append(TokenOut(index, token))
+            if request.stop.reason(token, index + 1):
+                break
+        return [[*made, finished()]]
+
+    return ScriptedActor(answer)
+
+
+def text_of(actor, **asked):
+    return actor.complete(max_tokens=16, **asked).json()["choices"][0]["text"]
+
+
+def test_tokens_end_an_answer_beside_the_models_own():
+    assert text_of(saying(*b"a.b", EOS)) == "a.b"
+    actor = saying(*b"a.b", EOS)
+    assert text_of(actor, stop_token_ids=[ord("."), EOS]) == "a"
+    assert actor.only.stop.eos_ids == (EOS, ord("."))
+    assert text_of(saying(*b"a.b", EOS), stop_token_ids=[ord(".")], include_stop_str_in_output=True) == "a."
+    ignoring = saying(*b"a.b", EOS)
+    assert text_of(ignoring, stop_token_ids=[ord("b")], ignore_eos=True) == "a."
+    assert ignoring.only.stop.eos_ids == (ord("b"),)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_part_of_the_text_where_that_is_asked_for(stream):
+    response = saying(*b"one STOP two", EOS).complete(
+        stop=["STOP", "OP"], max_tokens=16, include_stop_str_in_output=True, stream=stream
+    )
+    bodies = events(response)[:-1] if stream else [response.json()]
+    assert "".join(body["choices"][0]["text"] for body in bodies) == "one STOP"
+    assert bodies[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_special_tokens_have_their_names_where_that_is_asked_for():
+    assert text_of(saying(257, *b"a", EOS)) == "a"
+    assert text_of(saying(257, *b"a", EOS), skip_special_tokens=False) == "<|system|>a"
+    assert text_of(saying(*b"a", EOS), skip_special_tokens=False, include_stop_str_in_output=True) == "a<|end|>"
+    assert text_of(saying(*b"a", EOS, *b"b"), skip_special_tokens=False, ignore_eos=True) == "a<|end|>b"
+
+
+def prompt_of(actor):
+    return list(actor.only.tokens[::4])
+
+
+def test_the_last_tokens_of_a_prompt_are_used_where_that_is_asked_for():
+    actor = ScriptedActor()
+    assert actor.complete(prompt="abcdef", truncate_prompt_tokens=2).json()["usage"]["prompt_tokens"] == 2
+    assert bytes(prompt_of(actor)) == b"ef"
+    actor = ScriptedActor(max_model_len=8)
+    assert actor.complete(prompt="abcdefghijkl", max_tokens=3, truncate_prompt_tokens=-1).status_code == 200
+    assert bytes(prompt_of(actor)) == b"hijkl"
+
+
+def template_given(template="{{ messages[0].content }}{{ enable_thinking }}{{ reasoning_effort }}", **asked):
+    actor = ScriptedActor(max_model_len=4096)
+    tokenizer = Tokenizer(ByteVocabulary(), Conversation(template=template, eos_ids=(EOS,)))
+    actor.edge.model = replace(actor.edge.model, tokenizer=tokenizer)
+    response = actor.chat(**asked)
+    assert response.status_code == 200, response.text
+    return bytes(prompt_of(actor)).decode()
+
+
+def test_a_chat_template_receives_variables_and_the_effort():
+    assert template_given(chat_template_kwargs={"enable_thinking": False}) == "hiFalse"
+    assert template_given(reasoning_effort="high") == "hihigh"
+    assert template_given(
+        reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "max", "enable_thinking": None}
+    ) == ("hiNonemax")
+
+
+def test_a_conversation_may_end_inside_its_final_message():
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is "}]
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    assert template_given(template, messages=turns) == "user:hi;assistant:It is ;>"
+    assert template_given(template, messages=turns, add_generation_prompt=False) == "user:hi;assistant:It is ;"
+    assert template_given(template, messages=turns, continue_final_message=True) == "user:hi;assistant:It is "
+    trimming = template.replace("m.content", "m.content | trim")
+    assert template_given(trimming, messages=turns, continue_final_message=True) == "user:hi;assistant:It is"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"stop_token_ids": [512]}, "stop_token_ids"),
+        ({"stop_token_ids": list(range(33))}, "stop_token_ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 10_000}, "stop_token_ids"),
+        ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "b" * 1025}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {f"a{number}": "b" * 500 for number in range(10)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+    ],
+)
+def test_bad_values_of_vllms_parameters_are_refused_by_name(asked, param):
+    response = ScriptedActor().chat(**asked)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_template_that_leaves_out_the_final_message_cannot_continue_it():
+    actor = ScriptedActor()
+    tokenizer = Tokenizer(ByteVocabulary(), Conversation(template="{{ messages | length }}", eos_ids=(EOS,)))
+    actor.edge.model = replace(actor.edge.model, tokenizer=tokenizer)
+    error = actor.chat(continue_final_message=True).json()["error"]
+    assert "cannot be continued" in error["message"]
+
+
+def test_a_truncated_prompt_is_not_echoed():
+    error = ScriptedActor().complete(truncate_prompt_tokens=1, echo=True).json()["error"]
+    assert error["param"] == "truncate_prompt_tokens"

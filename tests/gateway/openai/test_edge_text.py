@@ -60,7 +60,7 @@ def test_a_stop_string_across_tokens_cuts_and_cancels(stream):
         body = response.json()
         assert body["choices"][0] == {"index": 0, "text": "one ", "logprobs": None, "finish_reason": "stop"}
         assert body["usage"]["completion_tokens"] == 8
-        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # the account of the stopped request
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # the entry of the stopped request
         assert body["mooncake"]["attempts"] == 1
     assert list(actor.requests) == actor.cancelled
 

@@ -96,3 +96,11 @@ def test_it_is_done_by_another_thread_and_holds_a_slot_meanwhile(monkeypatch):
     assert tokenize(actor, prompt="a").status_code == 200
     assert seen[0][0].startswith("prepare_")
     assert seen[0][1] == 1
+
+
+def test_a_conversation_may_end_inside_its_final_message():
+    assert tokenize(messages=TURNS, continue_final_message=True).json()["tokens"] == [258, *b"hi"]
+    error = tokenize(messages=TURNS, chat_template_kwargs={"tools": 1}).json()["error"]
+    assert error["param"] == "chat_template_kwargs"
+    for name, value in (("continue_final_message", True), ("chat_template_kwargs", {"a": 1})):
+        assert tokenize(prompt="hi", **{name: value}).json()["error"]["param"] == name

@@ -420,3 +420,50 @@ def test_the_toys_template_is_as_it_was_for_those_who_have_no_tools():
     assert "tools" in BYTE_TEMPLATE
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert byte_tokenizer().chat_text(turns) == "<|user|>a<|end|><|assistant|>b<|end|><|assistant|>"
+
+
+INNER = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits", "does_not"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, '{"a": 1}', '{"a": 1, "type": 2}'),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/inner"}}, "$defs": {"inner": INNER}},
+            '{"a": {"b": 1}}',
+            '{"a": {"b": 1, "c": 2}}',
+        ),
+        ({"properties": {"a": {"type": "array", "items": INNER}}}, '{"a": [{"b": 1}]}', '{"a": [{"b": 1, "c": 2}]}'),
+        ({"properties": {"properties": {"type": "integer"}}}, '{"properties": 1}', '{"a": 1}'),
+        ({"properties": {"a": {"type": "integer"}}, "additionalProperties": True}, '{"a": 1, "type": 2}', '{"a": "b"}'),
+        ({"properties": {"a": {"type": "object"}}}, '{"a": {"free": 1}}', '{"b": 1}'),
+        ({"allOf": [{"properties": {"a": {"type": "integer"}}}, INNER]}, '{"a": 1, "b": 1}', '{"b": "c"}'),
+    ],
+)
+def test_objects_of_arguments_have_no_properties_that_their_schema_does_not_name(parameters, fits, does_not):
+    function = {"name": "f", "parameters": {"type": "object", **parameters}}
+    actor = saying('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    response = actor.chat(tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert response.status_code == 200, response.text
+    constraint = actor.only.sampling.constraint
+    for arguments, possible in ((fits, True), (does_not, False)):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert follows(constraint, text) is possible, arguments
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "'function', not 'custom'"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice",
+            '"required" or {"type"',
+        ),
+    ],
+)
+def test_a_kind_of_tool_or_choice_that_is_not_supported_names_those_that_are(asked, param, said):
+    error = saying("x").chat(**asked).json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]

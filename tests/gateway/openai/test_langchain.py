@@ -5,6 +5,9 @@ import asyncio
 import pytest
 from scripted_actor import ScriptedActor, failing, finished, tokens
 
+from mooncake_zmq.engine.constraint import Compiler, ConstraintError
+from mooncake_zmq.engine.tokenizer import byte_tokenizer
+
 langchain = pytest.importorskip("langchain_openai")
 openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
@@ -74,6 +77,17 @@ def test_tools_are_bound_called_and_answered(stream):
 def test_an_answer_is_parsed_into_the_class_that_was_asked_for():
     answer = speak(says('{"name":"Ada","age":36}'), lambda model: model.with_structured_output(Person).ainvoke("hi"))
     assert answer == Person(name="Ada", age=36)
+
+
+def test_a_function_that_must_be_called_has_no_arguments_but_those_of_its_class():
+    call = '<tool_call>\n{"name": "Person", "arguments": {"name":"Ada","age":36}}\n</tool_call>'
+    actor = says(call)
+    answer = speak(actor, lambda model: model.with_structured_output(Person, method="function_calling").ainvoke("hi"))
+    assert answer == Person(name="Ada", age=36)
+    compiler, constraint = Compiler(byte_tokenizer, 512), actor.only.sampling.constraint
+    compiler.matcher(constraint, call.encode())
+    with pytest.raises(ConstraintError):
+        compiler.matcher(constraint, call.replace("36", '36,"type":"integer"').encode())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """What one gateway makes of its nodes' reports: who is missing, what is degraded, where KV moves."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import mooncake_zmq
 from mooncake_zmq.core.messages import Hello, Moved, Report
-from mooncake_zmq.core.watch import STALE_S, Heard
+from mooncake_zmq.core.watch import STALE_S, PeerReport
 from mooncake_zmq.gateway.requests.cluster_snapshot import (
     REASONS,
     Degraded,
@@ -13,7 +16,7 @@ from mooncake_zmq.gateway.requests.cluster_snapshot import (
     Seen,
     by_reason,
     degraded,
-    picture,
+    snapshot,
     verdict,
 )
 
@@ -35,13 +38,21 @@ def hello(node):
 
 def told(*, at=NOW, **fields):
     levels = {name: tuple(fields.pop(name, {}).items()) for name in ("gauges", "counts")}
-    return Heard(at, 7, Report(uptime_s=5.0, **levels, **fields))
+    return PeerReport(at, 7, Report(uptime_s=5.0, **levels, **fields))
 
 
-def seen(*, without=(), refusals=None, listed=LISTED, status="ok", **heard):
+def seen(*, without=(), refusals=None, departed=(), listed=LISTED, status="ok", **heard):
     peers = {node.name: hello(node) for node in listed if node.name not in ("g0", *without)}
     return Seen(
-        now=NOW, gateway="g0", status=status, model="toy", listed=listed, peers=peers, refusals=refusals or {}, heard=heard
+        now=NOW,
+        gateway="g0",
+        status=status,
+        model="toy",
+        listed=listed,
+        peers=peers,
+        refusals=refusals or {},
+        departed=departed,
+        last_reports=heard,
     )
 
 
@@ -52,8 +63,8 @@ def reasons(view):
 def test_where_all_is_there_nothing_is_degraded():
     view = seen(c0=told(gauges={"disk_degraded[what=writes]": 0.0, "store_ssd_writable": 1.0}))
     assert degraded(view) == []
-    assert picture(view)["status"] == "ok"
-    assert picture(view)["verdict"] == "All is well."
+    assert snapshot(view)["status"] == "ok"
+    assert snapshot(view)["verdict"] == "All is well."
     assert set(by_reason([]).values()) == {0}
 
 
@@ -61,7 +72,7 @@ def test_who_is_not_there_degrades_by_his_role():
     view = seen(without=("c1", "p0"))
     assert reasons(view) == [("prefill_down", "p0"), ("cache_node_down", "c1")]
     assert by_reason(degraded(view))["degraded[reason=cache_node_down]"] == 1
-    states = {node["name"]: node["state"] for node in picture(view)["nodes"]}
+    states = {node["name"]: node["state"] for node in snapshot(view)["nodes"]}
     assert (states["p0"], states["c0"], states["g0"]) == ("down", "ready", "ready")
 
 
@@ -72,19 +83,46 @@ def test_a_conductor_that_is_alone_is_named():
     assert "unavailable" in verdict("unavailable", [found])
 
 
+def test_what_is_down_says_since_when_and_what_to_do():
+    view = replace(seen(without=("d0",)), since={("decode_down", "d0"): NOW - 12})
+    (found,) = snapshot(view)["degraded"]
+    assert (found["since_s"], found["action"].split(";")[0]) == (12.0, "on h1: systemctl start mooncake-decode@d0")
+    assert "Alarms: decode_down" in found["action"]
+    assert snapshot(view)["verdict"] == "It serves, but d0 (decode on h1) does not answer, for 12 s."
+
+
+def test_every_reason_is_a_row_of_the_alarms():
+    page = (Path(mooncake_zmq.__file__).parent / "docs/operating.md").read_text().partition("## Alarms")[2]
+    assert [reason for reason in REASONS if f"`{reason}`" not in page] == []
+
+
+def test_requests_that_fail_make_no_node_degraded_and_are_in_the_verdict():
+    whole = snapshot(replace(seen(), steps=[{"requests_failed[code=no_decode]": 1}]))
+    assert (whole["status"], whole["slow"][0]["number"]) == ("ok", "failed")
+    assert whole["verdict"].startswith("It serves, but 1 request failed in the last minute (no_decode 1)")
+
+
+def test_a_node_says_what_its_process_uses_and_runs():
+    gauges = {"process_resident_bytes": 4096.0, "release[node=p0,host=h0,role=prefill,version=1.2,code=machine]": 1.0}
+    view = seen(p0=told(gauges=gauges, counts={"process_cpu_seconds": 3.5}), d0=told())
+    nodes = {node["name"]: node.get("process") for node in snapshot(view)["nodes"]}
+    assert nodes["p0"] == {"cpu_s": 3.5, "resident_bytes": 4096.0, "release": "1.2", "code": "machine"}
+    assert nodes["d0"] == {"cpu_s": None, "resident_bytes": None, "release": "", "code": ""}
+
+
 def test_a_gateway_that_drains_speaks_of_itself():
     assert verdict("draining", []) == "This gateway takes no new calls: it is draining."
 
 
 def test_who_rests_is_named_and_degrades_nothing():
-    rests = {"draining": True, "resting": True}
-    view = seen(d0=told(**rests))
-    assert (picture(view)["status"], picture(view)["verdict"]) == ("ok", "All is well; d0 is drained.")
-    view = seen(d0=told(gauges={"requests_running": 2.0}, **rests), c0=told(**rests))
-    assert picture(view)["verdict"] == "All is well; d0 is draining, and 1 more."
-    view = seen(without=("c1",), d0=told(**rests))
-    assert picture(view)["verdict"].endswith("does not answer; d0 is drained.")
-    assert picture(seen(status="unavailable", d0=told(**rests)))["verdict"].endswith("it is unavailable; d0 is drained.")
+    cordons = {"draining": True, "cordoned": True}
+    view = seen(d0=told(**cordons))
+    assert (snapshot(view)["status"], snapshot(view)["verdict"]) == ("ok", "All is well; d0 is drained.")
+    view = seen(d0=told(gauges={"requests_running": 2.0}, **cordons), c0=told(**cordons))
+    assert snapshot(view)["verdict"] == "All is well; d0 is draining, and 1 more."
+    view = seen(without=("c1",), d0=told(**cordons))
+    assert snapshot(view)["verdict"].endswith("does not answer; d0 is drained.")
+    assert snapshot(seen(status="unavailable", d0=told(**cordons)))["verdict"].endswith("it is unavailable; d0 is drained.")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +148,12 @@ def test_a_model_that_differs_is_told_by_whoever_refuses_it():
     refused = "model differs: p0 has a, g0 has b"
     view = seen(without=("p0",), refusals={"p0": refused}, d0=told(refused=(("p0", "tokenizer differs"),)))
     assert reasons(view) == [("model_differs", "p0"), ("other_differs", "d0")]
-    assert next(node for node in picture(view)["nodes"] if node["name"] == "p0")["state"] == "refused"
+    assert next(node for node in snapshot(view)["nodes"] if node["name"] == "p0")["state"] == "refused"
+
+
+def test_one_that_was_stopped_in_order_is_told_from_one_that_does_not_answer():
+    texts = [each.text for each in degraded(seen(without=("p0", "d0"), departed=("d0",)))]
+    assert [text.partition(") ")[2] for text in texts] == ["does not answer", "was stopped and is not back"]
 
 
 def test_an_old_report_and_one_of_who_is_gone_say_nothing():
@@ -126,7 +169,9 @@ def test_reasons_are_known_to_metrics():
         c0=told(gauges={"disk_degraded[what=reads]": 1.0}),
     )
     assert {each.reason for each in degraded(view)} <= set(REASONS)
-    assert sum(by_reason(degraded(view)).values()) == len(degraded(view))
+    gauges = by_reason(degraded(view))
+    for kind in ("degraded[", "degraded_nodes["):
+        assert sum(value for name, value in gauges.items() if name.startswith(kind)) == len(degraded(view))
 
 
 def test_numbers_of_the_whole_cluster_are_sums_of_reports():
@@ -152,7 +197,7 @@ def test_numbers_of_the_whole_cluster_are_sums_of_reports():
             }
         ),
     )
-    whole = picture(view)
+    whole = snapshot(view)
     assert whole["tiers"]["dram"] == {"used_blocks": 3, "blocks": 8}
     assert whole["tiers"]["slab"] == {"used_blocks": 3, "blocks": 8}
     assert whole["flows"] == [
@@ -175,10 +220,10 @@ def test_calls_refused_at_the_door_are_among_the_rejected():
         "edge_rejected[reason=bodies]": 1.0,
     }
     limited = {"tenant_limited[tenant=alice]": 4.0, "tenant_limited[tenant=bob]": 3.0}
-    requests = picture(seen(g0=told(counts=counts)))["requests"]
+    requests = snapshot(seen(g0=told(counts=counts)))["requests"]
     assert requests["rejected"] == {"ttft_slo": 3, "bodies": 1, "full": 5}
     assert requests["failed"] == {"no_decode": 2}
-    assert picture(seen(g0=told(counts=limited)))["requests"]["rejected"] == {"limited": 7}
+    assert snapshot(seen(g0=told(counts=limited)))["requests"]["rejected"] == {"limited": 7}
 
 
 def test_more_degradations_than_are_told_are_cut():

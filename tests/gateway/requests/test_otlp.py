@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from mooncake_zmq.gateway.requests import otlp
-from mooncake_zmq.gateway.requests.request_log import Account, Attempt, spans
+from mooncake_zmq.gateway.requests.request_log import Attempt, RequestEntry, spans
 from mooncake_zmq.gateway.requests.traces import Names, names_of
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not here")
@@ -39,7 +39,7 @@ ATTEMPT = Attempt(
     why="stop",
 )
 LOST = Attempt(number=1, began_s=0.0, conductor="k", placed_s=0.1, prefill="p0", decode="d0", ended_s=0.5, why="d0 is down")
-ACCOUNT = Account(
+ENTRY = RequestEntry(
     request_id="gw-1",
     arrived_at=0.0,
     prompt_tokens=9,
@@ -126,8 +126,8 @@ def exporter(url: str) -> otlp.Otlp:
 
 def test_a_request_is_a_tree_in_the_clients_trace(collector: Collector) -> None:
     one = exporter(collector.url)
-    one.tell(ACCOUNT, CLIENT)
-    told = collector.wait(3 + len(spans(ACCOUNT)))
+    one.export(ENTRY, CLIENT)
+    told = collector.wait(3 + len(spans(ENTRY)))
     one.close()
     assert +Counter(one.counts) == {"requests_exported": 1}
     assert {span.trace_id.hex() for span in told} == {CLIENT.trace_id}
@@ -156,7 +156,7 @@ def test_a_request_is_a_tree_in_the_clients_trace(collector: Collector) -> None:
 def test_without_a_clients_trace_each_request_has_one_of_its_own_and_a_failed_one_says_so(collector: Collector) -> None:
     one = exporter(f"{collector.url}/v1/traces")
     for number in range(2):
-        one.tell(replace(ACCOUNT, request_id=f"r{number}", outcome="no_decode", attempts=[]), Names(f"r{number}"))
+        one.export(replace(ENTRY, request_id=f"r{number}", outcome="no_decode", attempts=[]), Names(f"r{number}"))
     told = collector.wait(2)
     one.close()
     assert len({span.trace_id for span in told}) == 2
@@ -166,9 +166,9 @@ def test_without_a_clients_trace_each_request_has_one_of_its_own_and_a_failed_on
 
 def test_what_the_client_does_not_sample_is_not_told(collector: Collector) -> None:
     one = exporter(collector.url)
-    one.tell(ACCOUNT, CLIENT._replace(sampled=False))
-    one.tell(replace(ACCOUNT, request_id="kept"), CLIENT)
-    told = collector.wait(3 + len(spans(ACCOUNT)))
+    one.export(ENTRY, CLIENT._replace(sampled=False))
+    one.export(replace(ENTRY, request_id="kept"), CLIENT)
+    told = collector.wait(3 + len(spans(ENTRY)))
     one.close()
     assert {values(span.attributes)["mooncake.request_id"] for span in told if span.name == "request"} == {"kept"}
     assert +Counter(one.counts) == {"requests_not_sampled": 1, "requests_exported": 1}
@@ -179,7 +179,7 @@ def test_with_the_collector_away_all_is_dropped_and_counted_and_nobody_waits(mon
     monkeypatch.setattr(otlp, "EVERY_S", 3600.0)
     one = exporter("http://127.0.0.1:9")
     for _ in range(10):
-        one.tell(ACCOUNT, CLIENT)
+        one.export(ENTRY, CLIENT)
     assert one.counts["requests_dropped[reason=queue_full]"] == 7
     one.close()
     assert one.counts["requests_dropped[reason=collector]"] == 3
@@ -193,7 +193,7 @@ def test_an_exporter_that_lets_errors_through_ends_nothing(monkeypatch: pytest.M
         raise requests.ConnectionError("refused")
 
     monkeypatch.setattr(one._exporter, "export", export)
-    one.tell(ACCOUNT, CLIENT)
+    one.export(ENTRY, CLIENT)
     one.close()
     assert one.counts["requests_dropped[reason=collector]"] == 1
 
@@ -201,10 +201,10 @@ def test_an_exporter_that_lets_errors_through_ends_nothing(monkeypatch: pytest.M
 def test_a_collector_that_comes_back_is_told_what_ends_then(collector: Collector) -> None:
     collector.status = 400
     one = exporter(collector.url)
-    one.tell(ACCOUNT, CLIENT)
+    one.export(ENTRY, CLIENT)
     eventually(lambda: one.counts.get("requests_dropped[reason=collector]") == 1)
     collector.status = 200
-    one.tell(replace(ACCOUNT, request_id="later"), CLIENT)
+    one.export(replace(ENTRY, request_id="later"), CLIENT)
     told = collector.wait(1)
     one.close()
     assert {values(span.attributes)["mooncake.request_id"] for span in told if span.name == "request"} == {"later"}
@@ -224,7 +224,7 @@ def test_what_waits_at_the_end_is_still_sent(collector: Collector, monkeypatch: 
     monkeypatch.setattr(otlp, "BATCH", 2)
     one = exporter(collector.url)
     for number in range(5):
-        one.tell(replace(ACCOUNT, request_id=f"r{number}"), CLIENT)
+        one.export(replace(ENTRY, request_id=f"r{number}"), CLIENT)
     one.close()
     assert +Counter(one.counts) == {"requests_exported": 5}
     assert len([span for span in collector.spans if span.name == "request"]) == 5

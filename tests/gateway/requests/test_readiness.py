@@ -5,7 +5,7 @@ from dataclasses import replace
 from actor_harness import LAYOUT, Harness
 
 from mooncake_zmq.core.actor import PeerUp
-from mooncake_zmq.core.messages import Hello, NodesHeard
+from mooncake_zmq.core.messages import Hello, NodesReported
 from mooncake_zmq.gateway.requests.readiness import WAIT, missing_roles
 from mooncake_zmq.gateway.requests.requests import Requests, RequestsSettings
 
@@ -30,7 +30,7 @@ class Gateway(Harness):
         return self.actor.cluster.ready
 
     def hears(self, conductor="k0", *, missing=(), cache_nodes=("c0", "c1")):
-        self.say(conductor, NodesHeard(cache_nodes=cache_nodes, missing=missing))
+        self.say(conductor, NodesReported(cache_nodes=cache_nodes, missing=missing))
 
 
 def test_it_is_ready_once_the_conductor_has_heard_all():
@@ -68,7 +68,7 @@ def test_what_another_conductor_hears_counts_only_once_that_one_is_in_use():
 
 def test_a_conductor_that_rests_does_not_say_who_is_there_unless_it_is_alone():
     gateway = Gateway("k0", "k1", "p0")
-    gateway.say("k0", NodesHeard(cache_nodes=("c0",), missing=("d0",), resting=True))
+    gateway.say("k0", NodesReported(cache_nodes=("c0",), missing=("d0",), cordoned=True))
     gateway.hears("k1", missing=("d0", "c1"), cache_nodes=("c0",))
     assert gateway.actor.cluster.missing == ("d0", "c1")
     gateway.down("k1")
@@ -77,8 +77,8 @@ def test_a_conductor_that_rests_does_not_say_who_is_there_unless_it_is_alone():
 
 def test_who_takes_nothing_new_is_known_by_the_conductor_that_is_asked():
     gateway = Gateway("k0", "k1", "p0", "d0")
-    gateway.say("k0", NodesHeard(closed=("d0",)))
-    gateway.say("k1", NodesHeard(closed=("p0",)))
+    gateway.say("k0", NodesReported(closed=("d0",)))
+    gateway.say("k1", NodesReported(closed=("p0",)))
     assert gateway.actor.cluster.closed == ("d0",)
     gateway.down("k0")
     assert gateway.actor.cluster.closed == ("p0",)

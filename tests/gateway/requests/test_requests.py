@@ -11,7 +11,7 @@ from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
     FirstToken,
-    NodesHeard,
+    NodesReported,
     Placed,
     PromptScored,
     Rejected,
@@ -478,7 +478,7 @@ def test_the_first_live_conductor_of_the_order_decides(node):
 
 
 def test_a_conductor_that_rests_is_asked_only_where_no_other_is_there(node):
-    node.say("k0", NodesHeard(resting=True))
+    node.say("k0", NodesReported(cordoned=True))
     node.ask()
     node.place(conductor="k1")
     assert node.one(StartPrefill)
@@ -486,20 +486,20 @@ def test_a_conductor_that_rests_is_asked_only_where_no_other_is_there(node):
     node.ask("r2")
     node.place(request_id="r2")
     node.up("k1")
-    node.say("k1", NodesHeard(resting=True))
+    node.say("k1", NodesReported(cordoned=True))
     node.ask("r3")
     assert node.one(Schedule, "k0").request_id == "r3", "where all rest, the first of the order"
-    node.say("k1", NodesHeard())
+    node.say("k1", NodesReported())
     node.ask("r4")
     assert node.one(Schedule, "k1").request_id == "r4"
-    node.say("k0", NodesHeard())
+    node.say("k0", NodesReported())
     node.ask("r5")
     assert node.one(Schedule, "k0").request_id == "r5"
 
 
 def test_what_a_resting_conductor_was_asked_for_it_places_and_hears_the_end_of(node):
     node.ask()
-    node.say("k0", NodesHeard(resting=True))
+    node.say("k0", NodesReported(cordoned=True))
     node.place(conductor="k0")
     node.first()
     node.tokens(1, 2, 3, 4)
@@ -794,7 +794,7 @@ def test_a_draining_gateway_refuses_new_requests_and_finishes_the_old():
 
 def test_a_resting_gateway_refuses_new_requests_finishes_the_old_and_takes_them_again():
     node = in_state("decoding")
-    node.rest()
+    node.set_cordon()
     node.ask("r2")
     refused = node.end("r2")
     assert (refused.status, refused.retry_after_s) == (503, 1.0)
@@ -802,16 +802,16 @@ def test_a_resting_gateway_refuses_new_requests_finishes_the_old_and_takes_them_
     node.tokens(2, 3, 4)
     assert isinstance(node.end("r"), Finished)
     assert not node.drained, "it stays"
-    node.rest(False)
+    node.set_cordon(False)
     node.ask("r3")
     assert node.one(Schedule).request_id == "r3"
 
 
 def test_a_resting_gateway_that_is_stopped_ends_once_it_is_idle():
     node = in_state("decoding")
-    node.rest()
+    node.set_cordon()
     node.drain()
-    node.rest(False)
+    node.set_cordon(False)
     node.ask("r2")
     assert node.end("r2").status == 503, "who goes takes nothing more, whatever is undone"
     node.tokens(2, 3, 4)

@@ -1,0 +1,87 @@
+"""Rows of requests as a CSV file, for numpy and the like: what `sim`, `reproduce` and `bench client` write with `--csv`.
+
+No value has a comma, a quotation mark or a line break in it, so that the simplest reader can read the file.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from mooncake_zmq.laboratory.errors import StudyError
+
+if TYPE_CHECKING:  # the command line imports this module, and nothing that nodes run as machine code
+    from mooncake_zmq.laboratory.study import RunResult, Setup
+
+Found = TypeVar("Found")
+RENAMED = {"prefill": "prefill_nodes", "decode": "decode_nodes"}
+"""Settings of a run whose names are those of columns of its requests."""
+UNSAFE = str.maketrans({",": ";", '"': "'", "\n": " ", "\r": " "})
+
+csv_option = click.option(
+    "--csv",
+    "csv_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write a row for each request there.",
+)
+
+
+def request_columns() -> tuple[str, ...]:
+    """Return the columns of a replayed request: the fields of its record."""
+    from mooncake_zmq.laboratory.study import RequestRecord
+
+    return tuple(field.name for field in fields(RequestRecord))
+
+
+def rows_of(requests: Iterable[object], columns: Sequence[str]) -> list[str]:
+    """Return a line for each request, with the attributes that the columns name."""
+    return [",".join(_text(getattr(each, name)) for name in columns) for each in requests]
+
+
+def kept(measure: Callable[["RunResult"], Found], csv_file: Path | None) -> Callable[["RunResult"], tuple[Found, list[str]]]:
+    """Return a function that measures a run and keeps the rows of its requests, if they are written."""
+    return lambda result: (measure(result), [] if csv_file is None else rows_of(result.requests, request_columns()))
+
+
+def write_runs(csv_file: Path | None, runs: Sequence[tuple["Setup", list[str]]]) -> None:
+    """Write the rows of all runs, each with the number of its run and the settings in which the runs differ. Raises
+    StudyError."""
+    if csv_file is None:
+        return
+    settings = [_settings(setup) for setup, _ in runs]
+    names = list(dict.fromkeys(name for each in settings for name in each))
+    differing = [name for name in names if len({each.get(name, "") for each in settings}) > 1]
+    lines = (
+        ",".join([str(number), *(each.get(name, "") for name in differing), row])
+        for number, (each, (_, rows)) in enumerate(zip(settings, runs, strict=True))
+        for row in rows
+    )
+    write(csv_file, ["run", *differing, *request_columns()], lines)
+
+
+def write(csv_file: Path, columns: Sequence[str], lines: Iterable[str]) -> None:
+    """Write a header and lines. Raises StudyError."""
+    try:
+        with csv_file.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in (",".join(columns), *lines))
+    except OSError as error:
+        raise StudyError(f"--csv {csv_file}: {error.strerror}") from None
+
+
+def check_writable(csv_file: Path | None) -> None:
+    """Raise StudyError, before hours of runs, if the file cannot be written."""
+    if csv_file is not None:
+        write(csv_file, (), ())
+
+
+def _settings(setup: "Setup") -> Mapping[str, str]:
+    own = {RENAMED.get(field.name, field.name): getattr(setup, field.name) for field in fields(setup)}
+    overrides = own.pop("overrides")
+    return {name: _text(value) for name, value in {**own, "hardware": setup.hardware.name, **overrides}.items()}
+
+
+def _text(value: object) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value).translate(UNSAFE)

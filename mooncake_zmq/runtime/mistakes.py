@@ -1,0 +1,23 @@
+"""The errors of any room that are the operator's to fix: a process reports one in one line, and any other with a traceback."""
+
+from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.core.keys import KeysError
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.pool.ssd.disk_directory import DiskError
+from mooncake_zmq.runtime.listening import PortInUse
+from mooncake_zmq.runtime.vllm_server import ServerError
+from mooncake_zmq.transfer.process_lock import ProcessLockError
+from mooncake_zmq.transfer.shared_memory import SharedMemoryError
+from mooncake_zmq.transfer.sockets import BadEndpoint
+
+MISTAKES = (
+    ConfigError,
+    ModelError,
+    ProcessLockError,
+    SharedMemoryError,
+    BadEndpoint,
+    KeysError,
+    DiskError,
+    PortInUse,
+    ServerError,
+)
