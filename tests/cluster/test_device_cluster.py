@@ -7,8 +7,8 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from toy_cluster import ToyCluster, eventually, free_port, until_none
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.operate.console.gateways import Gateways
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,7 +37,7 @@ own_reuse = false
 [decode]
 capacity_tokens = 4096
 [costs]
-decode_step_s = 0.023  # given, so not measured: both decodes are taken for equals, and both are chosen
+decode_step_s = 0.023  # given, so not measured at the start
 [[nodes]]
 name = "conductor-0"
 role = "conductor"
@@ -53,7 +54,6 @@ name = "decode-a"
 role = "decode"
 device = "cuda"
 metrics_port = {decode_port}
-settings = {{ max_requests = 2 }}
 [[nodes]]
 name = "decode-b"
 role = "decode"
@@ -123,27 +123,31 @@ def test_tokens_of_a_cluster_on_a_gpu_are_those_of_the_bare_engine(cluster: Devi
     engine = weights.open_model(prepare(MODEL, cache))
     random = np.random.default_rng(4)
     prompts = [random.integers(0, 500, length).tolist() for length in (40, 75, 100, 130, 64, 200)]
-    answers: dict[int, list[int]] = {}
+    gateways = Gateways({"gateway-0": cluster.url})
 
-    def ask(index: int) -> None:
-        body = {"model": engine.spec.name, "prompt": prompts[index], "max_tokens": 20}
-        answers[index] = cluster.complete_text(**body)["choices"][0]["token_ids"]
+    def ask(prompt: list[int]) -> dict[str, Any]:
+        return cluster.complete_text(model=engine.spec.name, prompt=prompt, max_tokens=20)
 
-    def every_way_was_taken() -> bool:
-        """Which decode a request goes to is the conductor's choice."""
-        threads = [Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for index, prompt in enumerate(prompts):
-            assert answers.pop(index) == expected(engine, prompt, 20)
-        decode, prefill = (cluster.counts(cluster.ports[port]) for port in ("decode_port", "prefill_port"))
-        assert decode["mooncake_cuda_opened_total"] == 1
-        stepped = decode["mooncake_cuda_staged_bytes_total"] > 0
-        return stepped and prefill["mooncake_data_server_reads_total"] > 0 and prefill["mooncake_cuda_pinned_bytes_total"] > 0
+    def answers_while_only(decode: str) -> set[str]:
+        """Sends every prompt at once while the other decode is cordoned; returns the decodes that answered."""
+        (other,) = {"decode-a", "decode-b"} - {decode}
+        assert gateways.order(f"/admin/drain/{other}", "POST")[1]["cordoned"]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            asked = list(threads.map(ask, prompts))
+        for prompt, answer in zip(prompts, asked, strict=True):
+            assert answer["choices"][0]["token_ids"] == expected(engine, prompt, 20)
+        assert gateways.order(f"/admin/drain/{other}", "DELETE")[1]["state"] == "ready"
+        return {answer["mooncake"]["decode"] for answer in asked}
 
-    eventually(every_way_was_taken, 60, "both decodes, by handle and by frames, and puts into the pool")
+    def counted(port: str, name: str) -> float:
+        return cluster.counts(cluster.ports[port])[f"mooncake_{name}_total"]
+
+    assert answers_while_only("decode-a") == {"decode-a"}
+    assert counted("decode_port", "cuda_opened") == 1, "KV went by handle to the decode on the same GPU"
+    eventually(lambda: counted("decode_port", "cuda_staged_bytes") > 0, what="the decode stepped on the GPU")
+    assert answers_while_only("decode-b") == {"decode-b"}
+    eventually(lambda: counted("prefill_port", "data_server_reads") > 0, what="KV went by frames to the decode on the CPU")
+    eventually(lambda: counted("prefill_port", "cuda_pinned_bytes") > 0, what="KV was put into the pool")
 
     def hits_the_pool() -> bool:
         body = {"model": engine.spec.name, "prompt": prompts[-1], "max_tokens": 2}
