@@ -56,6 +56,13 @@ if TYPE_CHECKING:
     help="Instead of faults: N spoilt inputs to every socket, a 20th of that to streams, a 50th to HTTP.",
 )
 @click.option(
+    "--crowds",
+    type=click.IntRange(1),
+    default=None,
+    metavar="N",
+    help="Instead of faults: N times, 40 connections to a socket of every kind, which send and close at any stage.",
+)
+@click.option(
     "--tenants", is_flag=True, help="Instead of faults: one tenant floods, and how long another's answers take is measured."
 )
 @click.option(
@@ -87,6 +94,7 @@ def chaos(
     loopback: bool,
     plain: bool,
     hostile: int | None,
+    crowds: int | None,
     tenants: bool,
     kinds: tuple[str, ...],
     seconds: float,
@@ -110,11 +118,14 @@ def chaos(
       mooncake-zmq chaos --fault kill --fault stop  only these kinds
       mooncake-zmq chaos --fault rotate --minutes 4 every node restarted with a new key
       mooncake-zmq chaos --hostile 1000000 --clients 2
+      mooncake-zmq chaos --crowds 10000             does a process end of clients that come and go?
       mooncake-zmq chaos --tenants                  what one tenant's floods cost another
       mooncake-zmq chaos --tenants --flood "slow readers" --seconds 20
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
     _enter(alone=plan_only or loopback)
+    if hostile and crowds:
+        raise click.UsageError("--hostile and --crowds are two runs")
     loaded = _load(path)
     if tenants:
         _run_tenants(loaded, kinds, seconds, keep=keep, as_json=as_json)
@@ -133,6 +144,7 @@ def chaos(
         planted=planted or "",
         with_keys=not plain,
         hostile=hostile or 0,
+        crowds=crowds or 0,
     )
     _run_faults(wanted, keep=keep, as_json=as_json)
 

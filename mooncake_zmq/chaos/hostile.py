@@ -49,6 +49,9 @@ SENDERS, INPUTS_OF_EACH = 40, 200
 """The number of connections that come to a socket together after each of these and leave without a close, and the inputs that
 each sends."""
 SENDERS_S, PING_MS = 0.5, 5
+CROWD_INPUTS, CROWD_S = (1, 40, INPUTS_OF_EACH), 0.05
+"""What each connection of a crowd sends with `--crowds`, by turns, and the longest time that it stays: less than a socket takes
+in, as much, and more, so that some leave while their input is stopped."""
 COUNTED = ("dropped", "garbage", "refused", "cut", "strangers")
 _IN, _OUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=200, receive_hwm=200)
@@ -118,22 +121,18 @@ def targets_of(cluster: Cluster) -> Iterator[Target]:
         yield Target(name, "http", url.replace("http://", "tcp://"), "completions")
 
 
+def crowded_of(cluster: Cluster) -> list[Target]:
+    """Return one socket of every kind, except HTTP's and streams', which are no sockets of ZeroMQ."""
+    by_kind = {target.what: target for target in targets_of(cluster) if target.what != "http" and target.admit is None}
+    return list(by_kind.values())
+
+
 async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], None]) -> Assault:
     """Send `count` inputs to every socket, a few sockets at a time. A socket that took too few or counted none is a problem,
     since the run then shows nothing of it."""
     made, targets = Assault(), list(targets_of(cluster))
-    slots = asyncio.Semaphore(AT_ONCE)
     before = await cluster.dumps()
-
-    async def one(target: Target) -> None:
-        async with slots:
-            began = time.monotonic()
-            made.taken[target.name] = await asyncio.to_thread(_send, cluster, target, count, Random(f"{seed} {target.name}"))
-            say(f"{made.taken[target.name]:,} inputs to {target.name} in {time.monotonic() - began:.0f} s")
-
-    async with asyncio.TaskGroup() as group:
-        for target in targets:
-            group.create_task(one(target))
+    made.taken = await _attack(cluster, targets, partial(_send, cluster), "inputs", count, seed, say)
     after = await cluster.dumps()
     counted, counted_before = refusals(after), refusals(before)
     say("counted: " + ", ".join(f"{name} {number - counted_before[name]:,}" for name, number in sorted(counted.items())))
@@ -142,6 +141,39 @@ async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], 
             target, target.wanted(count), made.taken[target.name], before.get(target.node), after.get(target.node)
         )
     return made
+
+
+async def crowd(cluster: Cluster, count: int, seed: int, say: Callable[[str], None]) -> Assault:
+    """Send `count` crowds of connections to one socket of every kind; each connection sends some inputs and closes at any
+    stage, even of its handshake. A socket that admitted too few crowds is a problem."""
+    targets = crowded_of(cluster)
+    taken = await _attack(cluster, targets, partial(_send_crowds, cluster), f"crowds of {SENDERS}", count, seed, say)
+    few = [target for target in targets if taken[target.name] < MIN_TAKEN_SHARE * count]
+    return Assault(taken, [f"{target.name} admitted {taken[target.name]:,} of {count:,} crowds" for target in few])
+
+
+async def _attack(
+    cluster: Cluster,
+    targets: Iterable[Target],
+    send: Callable[[Target, int, Random], int],
+    what: str,
+    count: int,
+    seed: int,
+    say: Callable[[str], None],
+) -> dict[str, int]:
+    """Run `send` for every target, a few at a time, and return how many each took."""
+    slots, taken = asyncio.Semaphore(AT_ONCE), dict[str, int]()
+
+    async def one(target: Target) -> None:
+        async with slots:
+            began = time.monotonic()
+            taken[target.name] = await asyncio.to_thread(send, target, count, Random(f"{seed} {target.name}"))
+            say(f"{taken[target.name]:,} {what} to {target.name} in {time.monotonic() - began:.0f} s")
+
+    async with asyncio.TaskGroup() as group:
+        for target in targets:
+            group.create_task(one(target))
+    return taken
 
 
 def spared(
@@ -183,17 +215,14 @@ def refusals(dumps: Mapping[str, Any]) -> Counter[str]:
 
 def _send(cluster: Cluster, target: Target, count: int, random: Random) -> int:
     address, _, port = target.endpoint.removeprefix("tcp://").rpartition(":")
-    wanted, thief = target.wanted(count), next(name for name in cluster.children if name != target.node)
-    who = {"store": OUTSIDER, "events": SUBSCRIBER}.get(target.plane, thief)
-    sockets = Sockets(cluster.keys.of(who) if cluster.keys else None, allow_plain_tcp=True, io_threads=1)
+    wanted, thief = target.wanted(count), _thief(cluster, target)
+    sockets = _thief_sockets(cluster, target)
     if target.admit is not None:
         return hostile_streams.pour(sockets, target.endpoint, target.node, target.admit, wanted, random)
     for _ in range(count // NOISE_SHARE):
         with suppress(OSError), socket.create_connection((address, int(port)), timeout=TIMEOUT_S) as stream:
             stream.sendall(random.randbytes(random.choice((1, 64, 4096))))
-    seeds = list(DECODERS[target.decoder].seeds())
-    if target.decoder == "session":
-        seeds += _spoken_by(thief)
+    seeds = _samples(target, thief)
     inputs = islice(cycle(mutations(seeds, random, min(count, DRAWN), 8192)), wanted)
     if target.what == "http":
         with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
@@ -210,21 +239,61 @@ def _send(cluster: Cluster, target: Target, count: int, random: Random) -> int:
     return taken
 
 
-def _send_and_leave(sockets: Sockets, target: Target, seeds: list[bytes]) -> None:
-    """Open many connections that send much, ping in between, and leave whatever the node has read by then."""
+def _send_crowds(cluster: Cluster, target: Target, count: int, random: Random) -> int:
+    """Send crowds one after another, until one is not admitted; return how many were."""
+    sockets = _thief_sockets(cluster, target).borrow()
+    thief = _thief(cluster, target)
+    inputs = _samples(target, thief)
+    inputs += islice(mutations(inputs, random, len(inputs), 8192), len(inputs))
+    taken = 0
+    for each in islice(cycle(CROWD_INPUTS), count):
+        if not _send_and_leave(sockets, target, random.sample(inputs, len(inputs)), each, random.uniform(0, CROWD_S)):
+            break
+        taken += 1
+    sockets.give_back()
+    return taken
+
+
+def _send_and_leave(
+    sockets: Sockets, target: Target, seeds: list[bytes], inputs: int = INPUTS_OF_EACH, stay_s: float = SENDERS_S
+) -> bool:
+    """Open many connections that send much, ping in between, and leave whatever the node has read by then. They stay for
+    `stay_s` after the first one was admitted; return whether it was."""
     senders = []
     for _ in range(SENDERS):
         connection, _ = sockets.connecting(target.kind, target.endpoint, target.plane, _LIMITS, server=target.node)
         connection.heartbeat_ivl = PING_MS
-        connection.connect(target.endpoint)
         senders.append(connection)
-    for raw in islice(cycle(seeds), INPUTS_OF_EACH):
+    monitor: zmq.Socket[bytes] = senders[0].get_monitor_socket(_IN)
+    for connection in senders:
+        connection.connect(target.endpoint)
+    for raw in islice(cycle(seeds), inputs):
         for connection in senders:
             with suppress(zmq.Again):
                 connection.send_multipart([*target.prefix, raw], zmq.NOBLOCK)
-    time.sleep(SENDERS_S)
+    admitted = bool(monitor.poll(int(STALL_S * 1000)))
+    time.sleep(stay_s)
+    senders[0].disable_monitor()
+    monitor.close(linger=0)
     for connection in senders:
         connection.close(linger=0)
+    return admitted
+
+
+def _thief(cluster: Cluster, target: Target) -> str:
+    """Return a node other than the target's."""
+    return next(name for name in cluster.children if name != target.node)
+
+
+def _thief_sockets(cluster: Cluster, target: Target) -> Sockets:
+    """Return sockets with a key that the target admits and that is not its own."""
+    who = {"store": OUTSIDER, "events": SUBSCRIBER}.get(target.plane) or _thief(cluster, target)
+    return Sockets(cluster.keys.of(who) if cluster.keys else None, allow_plain_tcp=True, io_threads=1)
+
+
+def _samples(target: Target, thief: str) -> list[bytes]:
+    """Return well-formed inputs of a socket."""
+    return list(DECODERS[target.decoder].seeds()) + (_spoken_by(thief) if target.decoder == "session" else [])
 
 
 def _spoken_by(name: str) -> list[bytes]:

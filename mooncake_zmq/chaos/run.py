@@ -27,7 +27,7 @@ from mooncake_zmq.chaos.clients import Clients, Score
 from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, addresses
 from mooncake_zmq.chaos.faults import Saboteur
 from mooncake_zmq.chaos.history import Done, History
-from mooncake_zmq.chaos.hostile import assault
+from mooncake_zmq.chaos.hostile import assault, crowd
 from mooncake_zmq.chaos.network import open_network
 from mooncake_zmq.chaos.plan import Fault, Kind, draw_plan
 from mooncake_zmq.chaos.streams import open_api
@@ -57,6 +57,13 @@ class Wanted:
     """Whether TCP is encrypted by CURVE."""
     hostile: int = 0
     """The number of hostile inputs to every socket, instead of faults; no node may die or grow of them."""
+    crowds: int = 0
+    """The number of crowds of connections to a socket of every kind, instead of faults; the same must hold."""
+
+    @property
+    def attacks(self) -> bool:
+        """Whether the cluster is attacked instead of broken."""
+        return bool(self.hostile or self.crowds)
 
 
 @dataclass(slots=True)
@@ -77,7 +84,7 @@ class Outcome:
     peaks: dict[str, Footprint] = field(default_factory=dict)
     growths: dict[str, Growth] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
-    """The number of hostile inputs that each socket took."""
+    """The number of hostile inputs, or of crowds, that each socket took."""
     strangers_refused: int = 0
     """The number of refused connections by keys that are not admitted."""
     warnings: Counter[str] = field(default_factory=Counter)
@@ -164,18 +171,19 @@ class Run:
 
     async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
         wanted, outcome = self._wanted, self.outcome
-        drawn = [] if wanted.hostile else draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
+        drawn = [] if wanted.attacks else draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
         plan = [fault for fault in drawn if fault.kind not in outcome.impossible]
         saboteur = Saboteur(cluster, history, wanted.seed)
         outcome.began_at = time.monotonic()
-        if not wanted.hostile:
+        if not wanted.attacks:
             asyncio.get_running_loop().call_later(wanted.duration_s, self._over.set)
         self._say(f"{wanted.clients} clients by {outcome.api}, {len(plan)} faults within {wanted.duration_s:.0f} s")
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.run())
             reporting = group.create_task(self._report(clients))
-            if wanted.hostile:
-                made = await assault(cluster, wanted.hostile, wanted.seed, self._say)
+            if wanted.attacks:
+                attack, count = (assault, wanted.hostile) if wanted.hostile else (crowd, wanted.crowds)
+                made = await attack(cluster, count, wanted.seed, self._say)
                 outcome.inputs = made.taken
                 outcome.problems += made.problems
             else:
@@ -254,7 +262,7 @@ class Run:
         """Return what an idle cluster still holds; also connections to ended incarnations, which are closed after a while."""
         dumps = await cluster.dumps()
         self.outcome.after = cluster.footprints()
-        more_rss_bytes = MORE_FOR_STRANGERS_BYTES if self._wanted.hostile else MORE_RSS_BYTES
+        more_rss_bytes = MORE_FOR_STRANGERS_BYTES if self._wanted.attacks else MORE_RSS_BYTES
         kept = grown(self.outcome.before, self.outcome.after, more_rss_bytes)
         return [*unreached(dumps, list(cluster.children)), *busy(dumps), *kept]
 
@@ -269,7 +277,7 @@ class Run:
     def _look_back(self, cluster: Cluster) -> None:
         outcome = self.outcome
         kinds = {entry.fault.kind for entry in outcome.done}
-        if self._wanted.hostile:
+        if self._wanted.attacks:
             outcome.problems += swollen(outcome.before, outcome.peaks)
         else:  # hostile inputs come to one node after the other, and a slope over such phases means nothing
             outcome.problems += growing(outcome.growths)

@@ -17,6 +17,8 @@ from store_servers import store_server
 from mooncake_zmq.chaos import hostile, hostile_streams
 from mooncake_zmq.chaos.hostile import Target, assault, spared
 from mooncake_zmq.chaos.hostile_streams import Admission, of_blocks, of_values, pour
+from mooncake_zmq.config.examples import CHAOS, located
+from mooncake_zmq.config.load import load as load_config
 from mooncake_zmq.fuzz.decoders import LAYOUT
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.key_files import load, make
@@ -108,6 +110,24 @@ def test_inputs_come_by_many_connections_and_a_crowd_after_each(monkeypatch: pyt
     sockets.give_back()
     assert list(came.values()) == [100, 100, 100]
     assert crowds == [target] * 3
+
+
+def test_crowds_go_to_a_socket_of_every_kind_until_one_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[tuple[str, int]] = []
+
+    def leave(_sockets: Any, target: Target, _seeds: list[bytes], inputs: int, _stay_s: float) -> bool:
+        left.append((target.what, inputs))
+        return target.what != "store" or len([what for what, _ in left if what == "store"]) < 4
+
+    monkeypatch.setattr(hostile, "_send_and_leave", leave)
+    cluster: Any = SimpleNamespace(children=("cache-a", "other"), keys=None, config=load_config(located(CHAOS)).config)
+    cluster.urls = dict
+    made = asyncio.run(hostile.crowd(cluster, 9, 1, lambda _: None))
+    assert {what for what, _ in left} == {"control", "data", "store", "events", "replay"}
+    assert sorted(inputs for what, inputs in left if what == "data") == sorted(hostile.CROWD_INPUTS * 3)
+    assert [count for name, count in made.taken.items() if not name.endswith(" store")] == [9] * 4
+    (problem,) = made.problems
+    assert problem.endswith(" store admitted 3 of 9 crowds")
 
 
 @pytest.mark.parametrize("admit", [of_blocks, of_values])
