@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     help="Instead of faults: N spoilt inputs to every socket, a 20th of that to streams, a 50th to HTTP.",
 )
 @click.option(
-    "--crowds",
+    "--bursts",
     type=click.IntRange(1),
     default=None,
     metavar="N",
@@ -94,7 +94,7 @@ def chaos(
     loopback: bool,
     plain: bool,
     hostile: int | None,
-    crowds: int | None,
+    bursts: int | None,
     tenants: bool,
     kinds: tuple[str, ...],
     seconds: float,
@@ -114,18 +114,13 @@ def chaos(
       mooncake-zmq chaos --minutes 10 --seed 7
       mooncake-zmq chaos --minutes 60 --lasting     does memory grow?
       mooncake-zmq chaos --plan --seed 7            only what would be done
-      mooncake-zmq chaos --json > chaos.json
-      mooncake-zmq chaos --fault kill --fault stop  only these kinds
-      mooncake-zmq chaos --fault rotate --minutes 4 every node restarted with a new key
       mooncake-zmq chaos --hostile 1000000 --clients 2
-      mooncake-zmq chaos --crowds 10000             does a process end of clients that come and go?
+      mooncake-zmq chaos --bursts 10000             does a process end of clients that come and go?
       mooncake-zmq chaos --tenants                  what one tenant's floods cost another
-      mooncake-zmq chaos --tenants --flood "slow readers" --seconds 20
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
     _enter(alone=plan_only or loopback)
-    if hostile and crowds:
-        raise click.UsageError("--hostile and --crowds are two runs")
+    _refuse_both(hostile, bursts)
     loaded = _load(path)
     if tenants:
         _run_tenants(loaded, kinds, seconds, keep=keep, as_json=as_json)
@@ -144,9 +139,14 @@ def chaos(
         planted=planted or "",
         with_keys=not plain,
         hostile=hostile or 0,
-        crowds=crowds or 0,
+        bursts=bursts or 0,
     )
     _run_faults(wanted, keep=keep, as_json=as_json)
+
+
+def _refuse_both(hostile: int | None, bursts: int | None) -> None:
+    if hostile and bursts:
+        raise click.UsageError("--hostile and --bursts are two runs")
 
 
 def _enter(*, alone: bool) -> None:

@@ -49,9 +49,9 @@ SENDERS, INPUTS_OF_EACH = 40, 200
 """The number of connections that come to a socket together after each of these and leave without a close, and the inputs that
 each sends."""
 SENDERS_S, PING_MS = 0.5, 5
-CROWD_INPUTS, CROWD_S = (1, 40, INPUTS_OF_EACH), 0.05
-"""What each connection of a crowd sends with `--crowds`, by turns, and the longest time that it stays: less than a socket takes
-in, as much, and more, so that some leave while their input is stopped."""
+BURST_INPUTS, BURST_S = (1, 40, INPUTS_OF_EACH), 0.05
+"""The number of inputs that each connection sends with `--bursts`, by turns, and the longest time that it stays: fewer than a
+socket takes in at once, as many, and more, so that some close while their input is stopped."""
 COUNTED = ("dropped", "garbage", "refused", "cut", "strangers")
 _IN, _OUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 _LIMITS = Limits(max_message_bytes=1 << 20, send_hwm=200, receive_hwm=200)
@@ -121,7 +121,7 @@ def targets_of(cluster: Cluster) -> Iterator[Target]:
         yield Target(name, "http", url.replace("http://", "tcp://"), "completions")
 
 
-def crowded_of(cluster: Cluster) -> list[Target]:
+def burst_targets(cluster: Cluster) -> list[Target]:
     """Return one socket of every kind, except HTTP's and streams', which are no sockets of ZeroMQ."""
     by_kind = {target.what: target for target in targets_of(cluster) if target.what != "http" and target.admit is None}
     return list(by_kind.values())
@@ -143,13 +143,13 @@ async def assault(cluster: Cluster, count: int, seed: int, say: Callable[[str], 
     return made
 
 
-async def crowd(cluster: Cluster, count: int, seed: int, say: Callable[[str], None]) -> Assault:
-    """Send `count` crowds of connections to one socket of every kind; each connection sends some inputs and closes at any
-    stage, even of its handshake. A socket that admitted too few crowds is a problem."""
-    targets = crowded_of(cluster)
-    taken = await _attack(cluster, targets, partial(_send_crowds, cluster), f"crowds of {SENDERS}", count, seed, say)
+async def burst(cluster: Cluster, count: int, seed: int, say: Callable[[str], None]) -> Assault:
+    """Send `count` bursts of connections to one socket of every kind; each connection sends some inputs and closes at any
+    stage, even of its handshake. A socket that admitted too few bursts is a problem."""
+    targets = burst_targets(cluster)
+    taken = await _attack(cluster, targets, partial(_send_bursts, cluster), f"bursts of {SENDERS}", count, seed, say)
     few = [target for target in targets if taken[target.name] < MIN_TAKEN_SHARE * count]
-    return Assault(taken, [f"{target.name} admitted {taken[target.name]:,} of {count:,} crowds" for target in few])
+    return Assault(taken, [f"{target.name} admitted {taken[target.name]:,} of {count:,} bursts" for target in few])
 
 
 async def _attack(
@@ -239,15 +239,15 @@ def _send(cluster: Cluster, target: Target, count: int, random: Random) -> int:
     return taken
 
 
-def _send_crowds(cluster: Cluster, target: Target, count: int, random: Random) -> int:
-    """Send crowds one after another, until one is not admitted; return how many were."""
+def _send_bursts(cluster: Cluster, target: Target, count: int, random: Random) -> int:
+    """Send bursts one after another, until one is not admitted; return how many were."""
     sockets = _thief_sockets(cluster, target).borrow()
     thief = _thief(cluster, target)
     inputs = _samples(target, thief)
     inputs += islice(mutations(inputs, random, len(inputs), 8192), len(inputs))
     taken = 0
-    for each in islice(cycle(CROWD_INPUTS), count):
-        if not _send_and_leave(sockets, target, random.sample(inputs, len(inputs)), each, random.uniform(0, CROWD_S)):
+    for each in islice(cycle(BURST_INPUTS), count):
+        if not _send_and_leave(sockets, target, random.sample(inputs, len(inputs)), each, random.uniform(0, BURST_S)):
             break
         taken += 1
     sockets.give_back()

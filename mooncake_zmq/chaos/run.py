@@ -27,7 +27,7 @@ from mooncake_zmq.chaos.clients import Clients, Score
 from mooncake_zmq.chaos.cluster import START_TIMEOUT_S, Cluster, addresses
 from mooncake_zmq.chaos.faults import Saboteur
 from mooncake_zmq.chaos.history import Done, History
-from mooncake_zmq.chaos.hostile import assault, crowd
+from mooncake_zmq.chaos.hostile import assault, burst
 from mooncake_zmq.chaos.network import open_network
 from mooncake_zmq.chaos.plan import Fault, Kind, draw_plan
 from mooncake_zmq.chaos.streams import open_api
@@ -57,13 +57,13 @@ class Wanted:
     """Whether TCP is encrypted by CURVE."""
     hostile: int = 0
     """The number of hostile inputs to every socket, instead of faults; no node may die or grow of them."""
-    crowds: int = 0
-    """The number of crowds of connections to a socket of every kind, instead of faults; the same must hold."""
+    bursts: int = 0
+    """The number of bursts of connections to a socket of every kind, instead of faults; the same must hold."""
 
     @property
     def attacks(self) -> bool:
         """Whether the cluster is attacked instead of broken."""
-        return bool(self.hostile or self.crowds)
+        return bool(self.hostile or self.bursts)
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Outcome:
     peaks: dict[str, Footprint] = field(default_factory=dict)
     growths: dict[str, Growth] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
-    """The number of hostile inputs, or of crowds, that each socket took."""
+    """The number of hostile inputs, or of bursts, that each socket took."""
     strangers_refused: int = 0
     """The number of refused connections by keys that are not admitted."""
     warnings: Counter[str] = field(default_factory=Counter)
@@ -182,7 +182,7 @@ class Run:
             group.create_task(clients.run())
             reporting = group.create_task(self._report(clients))
             if wanted.attacks:
-                attack, count = (assault, wanted.hostile) if wanted.hostile else (crowd, wanted.crowds)
+                attack, count = (assault, wanted.hostile) if wanted.hostile else (burst, wanted.bursts)
                 made = await attack(cluster, count, wanted.seed, self._say)
                 outcome.inputs = made.taken
                 outcome.problems += made.problems

@@ -80,7 +80,7 @@ def test_what_nobody_listens_for_is_not_taken(nowhere: str, kind: int) -> None:
     assert hostile._pour(Sockets(io_threads=1), target, iter([b"x"] * 50)) == 0
 
 
-def test_a_crowd_comes_by_many_connections_each_of_which_says_much(keyed) -> None:
+def test_a_burst_comes_by_many_connections_each_of_which_says_much(keyed) -> None:
     sockets, target = keyed("server").borrow(), Target("server", "data", "", plane="data")
     limits = Limits(max_message_bytes=1 << 20, send_hwm=8, receive_hwm=0)
     with sockets.listening(zmq.ROUTER, "tcp://127.0.0.1:*", "data", limits) as listening:
@@ -95,10 +95,10 @@ def test_a_crowd_comes_by_many_connections_each_of_which_says_much(keyed) -> Non
     assert max(came.values()) > hostile.INPUTS_OF_EACH / 2
 
 
-def test_inputs_come_by_many_connections_and_a_crowd_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_come_by_many_connections_and_a_burst_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostile, "PER_CONNECTION", 100)
-    crowds = []
-    monkeypatch.setattr(hostile, "_send_and_leave", lambda sockets, target, seeds: crowds.append(target))
+    bursts = []
+    monkeypatch.setattr(hostile, "_send_and_leave", lambda sockets, target, seeds: bursts.append(target))
     sockets = Sockets(io_threads=1).borrow()
     limits = Limits(max_message_bytes=1 << 20, send_hwm=8, receive_hwm=0)
     with sockets.listening(zmq.ROUTER, "tcp://127.0.0.1:*", "control", limits) as listening:
@@ -109,10 +109,10 @@ def test_inputs_come_by_many_connections_and_a_crowd_after_each(monkeypatch: pyt
         came = Counter(peer for peer, _ in iter(lambda: listening.poll(200) and listening.recv_multipart(), 0))
     sockets.give_back()
     assert list(came.values()) == [100, 100, 100]
-    assert crowds == [target] * 3
+    assert bursts == [target] * 3
 
 
-def test_crowds_go_to_a_socket_of_every_kind_until_one_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bursts_go_to_a_socket_of_every_kind_until_one_is_not_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[tuple[str, int]] = []
 
     def leave(_sockets: Any, target: Target, _seeds: list[bytes], inputs: int, _stay_s: float) -> bool:
@@ -122,12 +122,12 @@ def test_crowds_go_to_a_socket_of_every_kind_until_one_is_not_admitted(monkeypat
     monkeypatch.setattr(hostile, "_send_and_leave", leave)
     cluster: Any = SimpleNamespace(children=("cache-a", "other"), keys=None, config=load_config(located(CHAOS)).config)
     cluster.urls = dict
-    made = asyncio.run(hostile.crowd(cluster, 9, 1, lambda _: None))
+    made = asyncio.run(hostile.burst(cluster, 9, 1, lambda _: None))
     assert {what for what, _ in left} == {"control", "data", "store", "events", "replay"}
-    assert sorted(inputs for what, inputs in left if what == "data") == sorted(hostile.CROWD_INPUTS * 3)
+    assert sorted(inputs for what, inputs in left if what == "data") == sorted(hostile.BURST_INPUTS * 3)
     assert [count for name, count in made.taken.items() if not name.endswith(" store")] == [9] * 4
     (problem,) = made.problems
-    assert problem.endswith(" store admitted 3 of 9 crowds")
+    assert problem.endswith(" store admitted 3 of 9 bursts")
 
 
 @pytest.mark.parametrize("admit", [of_blocks, of_values])
