@@ -153,6 +153,7 @@ def _forward(name: str, module: str, summary: str) -> None:
         sys.exit(command.main(context.args, prog_name=f"mooncake-zmq {name}", standalone_mode=False))
 
 
+_forward("attach", "mooncake_zmq.operate.attach.command", "Serve through vLLM servers that run, with a pool, by their URLs.")
 _forward("simtest", "mooncake_zmq.simulation.report", "Run the cluster under virtual time and seeded faults.")
 _forward("chaos", "mooncake_zmq.chaos.command", "Break a real cluster by seeded faults; clients check every token.")
 _forward("fuzz", "mooncake_zmq.fuzz.command", "Feed unexpected bytes to every decoder of outside input.")

@@ -25,6 +25,7 @@ from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 """The origin of a page, as browsers write it."""
+MAX_MODEL_NAME = 256
 ENDPOINT = re.compile(r"https?://[^/?#\s]+")
 """The URL of a collector of spans."""
 
@@ -73,6 +74,9 @@ class ModelSettings:
     engine: Literal["own", "vllm"] = "own"
     """Which engine computes. "vllm": only vLLM does. Then only config.json, tokenizer and chat template are read, of any model
     that vLLM supports, from the Hugging Face directory `path`, which every host needs without its weights."""
+    name: str = ""
+    """The name by which clients ask for the model: printable text without spaces. Empty: that of its directory or file. With
+    engine "vllm" it is also the name that nodes compare instead of the directory's."""
     cache_dir: str = ""
     """The directory of converted weights; empty: the user's cache directory."""
     card: str = ""
@@ -87,6 +91,8 @@ class ModelSettings:
     """The most tokens of a request, prompt and output; the model's own limit if that is lower."""
 
     def __post_init__(self) -> None:
+        if len(self.name) > MAX_MODEL_NAME or not self.name.isprintable() or " " in self.name:
+            raise ValueError(f"name must be printable text without spaces, of at most {MAX_MODEL_NAME} characters")
         if not 1 <= self.block_tokens <= 4096:
             raise ValueError("block_tokens must be between 1 and 4096")
         if self.engine == "vllm" and self.card:

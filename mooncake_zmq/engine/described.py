@@ -18,9 +18,10 @@ from mooncake_zmq.engine.sources.directory import ModelDirectory
 from mooncake_zmq.engine.spec import ModelSpec, check_spec
 
 
-def describe(model: str, cache_dir: Path | str) -> tuple[Path, ModelCard]:
-    """Return the directory of the tokenizer's files, and the card. Raises ModelError. The fingerprint is that of name and
-    config: weights are not read, so two trainings of one architecture must have directories of different names."""
+def describe(model: str, cache_dir: Path | str, name: str = "") -> tuple[Path, ModelCard]:
+    """Return the directory of the tokenizer's files, and the card. Raises ModelError. `name`: that of the model; empty: its
+    directory's. The fingerprint is that of name and config: weights are not read, so two trainings of one architecture must
+    have different names."""
     path = Path(model).expanduser()
     if not path.is_dir():
         raise ModelError(
@@ -29,13 +30,12 @@ def describe(model: str, cache_dir: Path | str) -> tuple[Path, ModelCard]:
         )
     directory = ModelDirectory(path)
     directory.check_tokenizer()
-    spec = _spec(directory)
+    spec = _spec(directory, name or path.resolve().name)
     texts = _write_texts(directory, spec, Path(cache_dir) if cache_dir else default_cache_dir())
     return texts, ModelCard(spec=spec, tokenizer=tokenizer.fingerprint(texts))
 
 
-def _spec(directory: ModelDirectory) -> ModelSpec:
-    name = directory.path.resolve().name
+def _spec(directory: ModelDirectory, name: str) -> ModelSpec:
     whole = json.dumps([name, directory.config], sort_keys=True).encode()
     nested = directory.config.get("text_config")  # of a model with image or audio input
     config: dict[str, Any] = directory.config | (nested if isinstance(nested, dict) else {})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
+from msgspec import structs
 
 from mooncake_zmq.config.records import Config, NodeSettings
 from mooncake_zmq.core.roles import ENGINE_ROLES
@@ -70,9 +71,7 @@ class Model:
 def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = time.sleep) -> Model:
     """Return the model as `node`'s role needs it: an engine has it prepared, the others read its card. Raises ModelError."""
     if config.model.engine == "vllm":
-        from mooncake_zmq.engine.described import describe
-
-        return replace(_bounded(config, *describe(config.model.path, config.model.cache_dir)), foreign=True)
+        return replace(_bounded(config, *_described(config)), foreign=True)
     if node.computes or config.model.path == "toy":
         return prepared(config, node.prepared_for)
     if config.model.card:
@@ -118,7 +117,15 @@ def _of_card(config: Config, path: Path, *, with_tokenizer: bool) -> Model:
     return _bounded(config, path.parent, found)
 
 
+def _described(config: Config) -> tuple[Path, ModelCard]:
+    from mooncake_zmq.engine.described import describe
+
+    return describe(config.model.path, config.model.cache_dir, config.model.name)
+
+
 def _bounded(config: Config, path: Path, card: ModelCard) -> Model:
+    if config.model.name:
+        card = structs.replace(card, spec=replace(card.spec, name=config.model.name))
     return Model(path, card, min(config.model.max_model_len, card.spec.max_positions), _identity(config, card.spec.fingerprint))
 
 

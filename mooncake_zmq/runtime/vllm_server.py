@@ -4,7 +4,7 @@ deployment's length. The node waits for a server that is still loading; an opera
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,15 +26,25 @@ MEMORY_SHARE = 0.9
 """Share of a machine's memory, or its GPU's, that its servers take together. Each alone takes 92 % by default, on CPUs too."""
 
 
+SCALE_OUT = "--enable-scale-out"
+"""The flag with which vLLM takes token ids, as a node sends them."""
+REUSE_REPORTED = "--enable-prompt-tokens-details"
+"""The flag with which vLLM reports what it reused."""
+
+
 class ServerError(Exception):
     """The server differs from the configuration; the text is one line."""
+
+
+class NoScaleOut(ServerError):
+    """The server does not take token ids."""
 
 
 def await_server(settings: VllmSettings, max_model_len: int, sleep: Callable[[float], None] = time.sleep) -> None:
     """Return once the server serves. Raises ServerError."""
     with httpx.Client(base_url=settings.url, timeout=settings.probe_timeout_s, trust_env=False) as client:
         waited_s = 0.0
-        while not _is_well(client):
+        while not is_well(client):
             if waited_s >= WAIT_S:
                 raise ServerError(f"vLLM at {settings.url} was not there within {WAIT_S:.0f} s")
             if not waited_s:
@@ -48,7 +58,8 @@ def await_server(settings: VllmSettings, max_model_len: int, sleep: Callable[[fl
             raise ServerError(f"vLLM at {settings.url} does not answer: {error}") from error
 
 
-def _is_well(client: httpx.Client) -> bool:
+def is_well(client: httpx.Client) -> bool:
+    """Return whether a server serves."""
     try:
         return client.get("/health").status_code == httpx.codes.OK
     except httpx.HTTPError:
@@ -62,9 +73,15 @@ def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int) -> 
             f"vLLM at {settings.url} takes {longest} tokens and model.max_model_len is {max_model_len}: start it with "
             f"--max-model-len {max_model_len}, or lower the setting"
         )
+    check_generation(client, settings)
+
+
+def check_generation(client: httpx.Client, settings: VllmSettings) -> None:
+    """Check that the server takes token ids. Raises ServerError, which is NoScaleOut where only a flag is missing, and
+    httpx.HTTPError."""
     answer = client.post(GENERATE, json=ONE_TOKEN, timeout=settings.quiet_s)
     if answer.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
-        raise ServerError(f"vLLM at {settings.url} does not serve {GENERATE}: start it with --enable-scale-out")
+        raise NoScaleOut(f"vLLM at {settings.url} does not serve {GENERATE}: start it with {SCALE_OUT}")
     if answer.status_code != httpx.codes.OK:
         raise ServerError(f"vLLM at {settings.url} answers {answer.status_code} to {GENERATE}: {answer.text[:300]!r}")
 
@@ -86,7 +103,7 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
     place = urlsplit(settings.url)
     options = {
         "--model": config.model.path,
-        "--served-model-name": Path(config.model.path).expanduser().resolve().name,
+        "--served-model-name": config.model.name or Path(config.model.path).expanduser().resolve().name,
         "--host": place.hostname or "127.0.0.1",
         "--port": place.port or 80,
         "--max-model-len": config.model.max_model_len,
@@ -96,14 +113,34 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
     if (servers := len(config.of_role("vllm"))) > 1:
         options["--gpu-memory-utilization"] = round(MEMORY_SHARE / servers, 3)
     if settings.kv_events:
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": settings.kv_events}
-        events |= {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
-        options["--kv-events-config"] = json.dumps(events)
+        more = {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
+        options |= events_option(settings.kv_events, **more)
     if stores := _stores(config, host):
-        options["--kv-transfer-config"] = json.dumps(_transfer(stores))
+        options |= connector_option(stores)
     arguments = [str(part) for name, value in options.items() for part in (name, value)]
-    flags = ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    flags = [SCALE_OUT, REUSE_REPORTED]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]
+
+
+def events_option(endpoint: str, **more: Any) -> dict[str, str]:
+    """Return the option with which vLLM publishes its KV events at an endpoint. Its value has no space."""
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint} | more
+    return {"--kv-events-config": _compact(events)}
+
+
+def connector_option(stores: Sequence[str]) -> dict[str, str]:
+    """Return the option with which vLLM runs our connector over these stores. Its value has no space."""
+    connector = {
+        "kv_connector": "MooncakeZmqConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "mooncake_zmq.vllm.connector",
+        "kv_connector_extra_config": {"stores": ",".join(stores)},
+    }
+    return {"--kv-transfer-config": _compact(connector)}
+
+
+def _compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def check_python(python: str, config: Config) -> None:
@@ -122,12 +159,3 @@ def _stores(config: Config, host: str = "") -> list[str]:
     """Return the endpoints of all stores, those of `host` first."""
     stores = [node for node in config.of_role("cache-node") if node.store_endpoint]
     return [node.store_endpoint for node in sorted(stores, key=lambda node: node.host != host)]
-
-
-def _transfer(stores: list[str]) -> dict[str, Any]:
-    return {
-        "kv_connector": "MooncakeZmqConnector",
-        "kv_role": "kv_both",
-        "kv_connector_module_path": "mooncake_zmq.vllm.connector",
-        "kv_connector_extra_config": {"stores": ",".join(stores)},
-    }

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import vllm
 from prometheus_client import Counter as PrometheusCounter
+from prometheus_client import Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -113,7 +114,8 @@ class PoolStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class PoolMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Export `vllm:mooncake_zmq_pool_total`, by `what`: the counts of both halves."""
+    """Export `vllm:mooncake_zmq_pool_total`, by `what`: the counts of both halves; and `vllm:mooncake_zmq_stores_info`, by
+    which `mooncake-zmq attach` recognizes a connector and its stores."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -122,6 +124,15 @@ class PoolMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             documentation="What became of KV blocks and questions between this engine and its pool.",
             labelnames=[*labelnames, "what"],
         )
+        info = metric_types[Gauge](
+            name="vllm:mooncake_zmq_stores_info",
+            documentation="Stores of this engine's pool, separated by commas.",
+            labelnames=[*labelnames, "stores"],
+            multiprocess_mode="mostrecent",
+        )
+        stores = ",".join(read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).endpoints)
+        for values in per_engine_labelvalues.values():
+            info.labels(*values, stores).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for what, count in (transfer_stats_data or {}).items():

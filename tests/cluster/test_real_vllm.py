@@ -14,9 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 from stopping import stop
+from strange_model import VOCABULARY, write_model
 from tiny_llama import llama_config, write_weights
 from toy_cluster import ROOT, Stream, eventually, free_port, greedy, until_none
-from vllm_cluster import VOCABULARY, ApartCluster, VllmCluster, cpu_s, write_model
+from vllm_cluster import ApartCluster, VllmCluster, cpu_s
 
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [

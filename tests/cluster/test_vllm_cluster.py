@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from strange_model import write_model
 from stub_vllm import StubVllm
 from toy_cluster import Stream, eventually, greedy, until_none
-from vllm_cluster import ApartCluster, VllmCluster, answering, expected, write_model
+from vllm_cluster import ApartCluster, VllmCluster, answering, expected
 
 from mooncake_zmq.vllm.hints import as_parameters
 

@@ -29,6 +29,7 @@ TOY_SIZE = {
     r"mooncake-zmq doctor": "--set cluster.runtime_dir=RUNTIME",
     r"mooncake-zmq model inspect ": "",
     r"mooncake-zmq keys ": "",
+    r"mooncake-zmq attach --flags ": "",
     r"mooncake-zmq sim (conversation_trace|--generate)": "",
     r"mooncake-zmq trace-data": "",
     r"mooncake-zmq bench zoo$": "--small --only quiet --policy global --prefill 2 --decode 2",
@@ -51,6 +52,7 @@ LIVE = {
 
 NOT_RUN = {
     r"bin/up": "every cluster test starts `up`; the default model is a download",
+    r"mooncake-zmq attach http": "tests/cluster/test_attach_live.py attaches two stand-ins",
     r"mooncake-zmq up --(config FILE|model ~/models)": "every cluster test does",
     r"docker run ": "needs Docker, and downloads Open WebUI",
     r"bin/(test|cache-node)|\.ci/run": "runs this test, or is tried by tests/test_launchers.py",

@@ -29,6 +29,10 @@ class StubVllm:
         self.answer = answer
         self.status = 200
         self.well = 200
+        self.pages: dict[str, tuple[int, bytes]] = {}
+        """Status and content by path, in place of the models."""
+        self.posts: dict[str, tuple[int, bytes]] = {}
+        """Status and content by path, in place of an answer."""
         self.asked: list[dict[str, Any]] = []
         self.running = 0
         self.hung_up = 0
@@ -44,10 +48,14 @@ class StubVllm:
             def do_GET(self) -> None:
                 if self.path == "/health":
                     return self.whole(stub.well, b"")
+                if self.path in stub.pages:
+                    return self.whole(*stub.pages[self.path])
                 return self.whole(200, json.dumps({"data": [{"id": "m", "max_model_len": 1 << 20}]}).encode())
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if self.path in stub.posts:
+                    return self.whole(*stub.posts[self.path])
                 if stub.status != 200 or not body.get("stream"):
                     return self.whole(stub.status, b'{"error": "as the test wants it"}')
                 stub.serve(self, body)

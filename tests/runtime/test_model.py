@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from msgspec import structs
+from strange_model import write_model
 
 from mooncake_zmq.cli import main
 from mooncake_zmq.config.records import Config, ModelSettings, NodeSettings
@@ -52,6 +53,26 @@ def test_a_card_is_all_that_a_process_without_an_engine_needs(made: Path, card: 
     assert model.card == cards.of_prepared(made)
     assert model.max_model_len == model.spec.max_positions
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_model_has_the_name_that_is_given_and_stays_the_same(card: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "conductor", "prefill", card=card)
+    named = replace(config, model=replace(config.model, name="org/name"))
+    unnamed, model = (learn(each, each.nodes[0], no_sleep) for each in (config, named))
+    assert (unnamed.spec.name, model.spec.name) == ("dummy-tiny", "org/name")
+    assert model.identity == unnamed.identity, "its KV is still found"
+
+
+def test_a_vllms_model_is_compared_by_the_name_that_is_given(tmp_path: Path) -> None:
+    first, second = (write_model(tmp_path / where) for where in ("snapshot-a", "snapshot-b"))
+
+    def identity(place: Path, name: str) -> str:
+        settings = ModelSettings(path=str(place), engine="vllm", cache_dir=str(tmp_path / "cache"), name=name)
+        config = Config(model=settings, nodes=(NodeSettings(name="conductor-0", role="conductor"),))
+        return learn(config, config.nodes[0], no_sleep).identity
+
+    assert identity(first, "") != identity(second, "")
+    assert identity(first, "org/name") == identity(second, "org/name") != identity(second, "org/other")
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -1,0 +1,213 @@
+"""`mooncake-zmq attach`: asks running vLLM servers, writes a deployment over them, and starts it as `up` does."""
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from mooncake_zmq.engine.cpu import limit_blas
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.operate.attach import place
+from mooncake_zmq.operate.attach.deployment import Deployment, agreed_name, write
+from mooncake_zmq.operate.attach.lacks import Lack, flags, lacks, line, pasted
+from mooncake_zmq.operate.attach.model_files import find
+from mooncake_zmq.operate.attach.server import Server, ask, client_of
+from mooncake_zmq.operate.options import load_config, set_option
+from mooncake_zmq.runtime.mistakes import MISTAKES
+from mooncake_zmq.runtime.process import BAD_INPUT
+from mooncake_zmq.runtime.vllm_server import ServerError, is_well
+from mooncake_zmq.vllm_node.settings import VllmSettings
+
+FILE = "mooncake_zmq/attach.toml"
+SHM_DIR = "/dev/shm"
+MOST_SERVERS = 64
+POLL_S = 0.5
+DEGRADED = 1
+
+
+def default_file() -> Path:
+    """Return where the deployment is written: in the user's data directory, which stays after a reboot."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local/share") / FILE
+
+
+@click.command()
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.option("--to", "file", metavar="FILE", help="Where the deployment is written.  [default: in the user's data directory]")
+@click.option("--model", metavar="DIR", help="The directory with the model's tokenizer, or its name in the Hugging Face cache.")
+@set_option
+@click.option("--wait", default=600.0, show_default=True, metavar="SECONDS", help="How long to wait for servers that start.")
+@click.option("--flags", "only_flags", is_flag=True, help="Print the flags that a vLLM at the first URL needs; ask nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the deployment and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was found as one JSON object and start nothing.")
+def attach(
+    urls: tuple[str, ...],
+    file: str | None,
+    model: str | None,
+    assignments: tuple[str, ...],
+    wait: float,
+    *,
+    only_flags: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Serve through the vLLM servers at these URLs: one address, requests routed by KV, answers that outlive their vLLM.
+
+    Each server is asked for its model, sizes and flags, with a prompt of one block. Then a conductor, a gateway, a node for
+    each server and a cache-node with a store run here until Ctrl-C; the servers stay as they are. What a server lacks is
+    printed in one line with the flags to add.
+    The exit status is 0 if all is well, 2 if a server or a required flag is missing; with --json and --dry-run 1 if only an
+    optional flag is.
+
+    \b
+    Examples:
+      mooncake-zmq attach http://127.0.0.1:8001 http://127.0.0.1:8002
+      mooncake-zmq attach http://127.0.0.1:8001 --json
+      vllm serve MODEL --port 8001 $(mooncake-zmq attach --flags http://127.0.0.1:8001)
+    """
+    limit_blas()
+    try:
+        places = _checked(urls)
+        if only_flags:
+            _print_flags(places)
+            return
+        _await(places, wait)
+        servers = _ask_all(places)
+        found = _lacks(servers)
+        for server, lack in zip(servers, found, strict=True):
+            if lack:
+                click.echo(line(server, lack), err=True)
+        needed = any(each.needed for lack in found for each in lack)
+        if as_json:
+            summary = _as_json(servers, found, model)
+            click.echo(json.dumps(summary, indent=1))
+            sys.exit(BAD_INPUT if needed or summary["model"]["problem"] else DEGRADED if any(found) else 0)
+        if needed:
+            _fail("a required flag is missing: start that server with it, and attach again")
+        deployment = _deployment(servers, model)
+        if dry_run:
+            click.echo(deployment.toml(), nl=False)
+            sys.exit(DEGRADED if any(found) else 0)
+        path = Path(file).expanduser() if file else default_file()
+        write(path, deployment.toml())
+        click.echo(f"wrote {path}")
+        sys.exit(_run(path, assignments))
+    except MISTAKES as mistake:
+        _fail(str(mistake))
+
+
+def _checked(urls: Sequence[str]) -> list[str]:
+    """Return the URLs without a slash or `/v1` at their ends. Raises ServerError."""
+    places = [url.rstrip("/").removesuffix("/v1") for url in urls]
+    if len(places) > MOST_SERVERS:
+        raise ServerError(f"{len(places)} servers are too many: at most {MOST_SERVERS}")
+    for each in places:
+        try:
+            VllmSettings(url=each)
+        except ValueError as error:
+            raise ServerError(str(error)) from None
+        if places.count(each) > 1:
+            raise ServerError(f"{each} is given twice")
+    return places
+
+
+def _print_flags(urls: Sequence[str]) -> None:
+    events = place.published_at(place.events_endpoint(urls[0], urls))
+    click.echo(_as_words(flags(events, _address(place.conventional_store(urls)))))
+
+
+def _as_words(arguments: Sequence[str]) -> str:
+    """Return arguments for the command line: quoted for a person, as they are for `$(...)`, which does not remove quotes."""
+    return shlex.join(arguments) if sys.stdout.isatty() else " ".join(arguments)
+
+
+def _await(urls: Sequence[str], wait_s: float) -> None:
+    """Return once every server serves. Raises ServerError after `wait_s` seconds."""
+    deadline = time.monotonic() + wait_s
+    for url in urls:
+        with client_of(url) as client:
+            said = False
+            while not is_well(client):
+                if time.monotonic() >= deadline:
+                    raise ServerError(f"{url} does not serve: its /health does not answer 200")
+                if not said:
+                    click.echo(f"waiting for {url} (at most {wait_s:g} s)", err=True)
+                said = True
+                time.sleep(POLL_S)
+
+
+def _ask_all(urls: Sequence[str]) -> tuple[Server, ...]:
+    """Return what the servers are, in their order; they are asked at the same time. Raises ServerError."""
+    with ThreadPoolExecutor(len(urls)) as threads:
+        return tuple(threads.map(lambda url: ask(url, place.events_endpoints(url, urls)), urls))
+
+
+def _lacks(servers: Sequence[Server]) -> list[list[Lack]]:
+    urls = [server.url for server in servers]
+    store = _address(_store(servers) or place.conventional_store(urls))
+    events = [place.published_at(place.events_endpoint(url, urls)) for url in urls]
+    return [lacks(server, servers, at, store) for server, at in zip(servers, events, strict=True)]
+
+
+def _store(servers: Sequence[Server]) -> str:
+    """Return the endpoint of this machine's store: the one that connectors name; empty if they name only other machines'."""
+    named = [endpoint for server in servers for endpoint in server.stores]
+    return place.own_store(named) if named else place.conventional_store([server.url for server in servers])
+
+
+def _address(store: str) -> str:
+    """Return a store's endpoint as a connector's setting."""
+    return store.removeprefix("tcp://")
+
+
+def _deployment(servers: tuple[Server, ...], model: str | None) -> Deployment:
+    name = agreed_name(servers)
+    store = _store(servers)
+    if not store:
+        named = ", ".join(sorted({endpoint for server in servers for endpoint in server.stores}))
+        click.echo(f"no store is started here: the servers' connectors use {named}", err=True)
+    return Deployment(
+        servers=servers,
+        name=name,
+        directory=find(servers, name, model),
+        gateway_port=place.gateway_port([server.url for server in servers]),
+        store=store,
+        store_bytes=place.store_bytes(SHM_DIR),
+    )
+
+
+def _as_json(servers: Sequence[Server], found: Sequence[Sequence[Lack]], model: str | None) -> dict[str, Any]:
+    """Return what was found; the model is null where servers disagree or its directory is not here, which `problem` says."""
+    name, directory, problem = None, None, ""
+    try:
+        name = agreed_name(servers)
+        directory = str(find(servers, name, model))
+    except (ServerError, ModelError) as error:
+        problem = str(error)
+    return {
+        "servers": [
+            {**asdict(server), "lacks": [asdict(lack) for lack in lacking], "add": pasted(lacking)}
+            for server, lacking in zip(servers, found, strict=True)
+        ],
+        "model": {"name": name, "directory": directory, "problem": problem},
+    }
+
+
+def _run(path: Path, assignments: tuple[str, ...]) -> int:
+    """Start the deployment and serve until a signal."""
+    from mooncake_zmq.operate.up import Up
+
+    return Up(load_config(str(path), None, assignments), str(path), None, assignments).run()
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"mooncake-zmq: {message}", err=True)
+    sys.exit(BAD_INPUT)

@@ -1,0 +1,93 @@
+"""`attach` with two stand-ins: from nothing to an answer that outlives the server that began it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from attachable_vllm import AttachableVllm
+from ports import free_port
+from strange_model import write_model
+from toy_cluster import Stream, ToyCluster, greedy, until_none
+from vllm_cluster import answering, expected
+
+PROMPT = [3 + i % 40 for i in range(50)]
+NAME = "org/strange"
+
+
+class AttachedCluster(ToyCluster):
+    """`mooncake-zmq attach` on free ports, in a directory of its own."""
+
+    nodes = ("conductor-0", "cache-0", "vllm-0", "vllm-1", "gateway-0")
+
+    def __init__(self, directory: Path, urls: list[str]) -> None:
+        super().__init__(
+            directory, settings=("cache_node.objects.object_bytes=134217728", f"model.cache_dir={directory}/cache")
+        )
+        self.file = directory / "attach.toml"
+        self.arguments = [*urls, "--to", str(self.file), *self.arguments[2:]]
+
+    def up(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"XDG_CACHE_HOME": str(self.runtime_dir / "cache")}
+        with self.output.open("ab") as output:
+            command = [sys.executable, "-m", "mooncake_zmq", "attach", *self.arguments]
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+            )
+        return self.process
+
+    def complete(self) -> bool:
+        detail = self.health()
+        return detail is not None and detail["peers"].get("vllm") == ["vllm-0", "vllm-1"]
+
+
+@pytest.fixture
+def stubs(directory: Path) -> Iterator[list[AttachableVllm]]:
+    model, store = write_model(directory / "models" / "strange"), f"tcp://127.0.0.1:{free_port()}"
+    both = [
+        AttachableVllm(root=str(model), names=(NAME,), stores=store, events=events, answering=answering())
+        for events in (f"tcp://127.0.0.1:{free_port()}", "")
+    ]
+    yield both
+    for stub in both:
+        stub.close()
+
+
+@pytest.fixture
+def cluster(directory: Path, stubs: list[AttachableVllm]) -> Iterator[AttachedCluster]:
+    made = AttachedCluster(directory, [stub.url for stub in stubs])
+    try:
+        made.start()
+        yield made
+        until_none(made.busy_gauges, 30)
+        made.stop()
+        assert [stub.well for stub in stubs] == [httpx.get(f"{stub.url}/health").status_code for stub in stubs]
+    finally:
+        made.kill()
+
+
+def test_two_servers_are_served_through_one_address(cluster: AttachedCluster, stubs: list[AttachableVllm]) -> None:
+    assert f"wrote {cluster.file}" in cluster.told()
+    assert "--kv-events-config" in cluster.told(), "what they lack is said, and they are served"
+    (listed,) = httpx.get(f"{cluster.url}/v1/models").json()["data"]
+    assert (listed["id"], listed["max_model_len"]) == (NAME, 3200), "as much as one server has room for"
+    chat = {"model": NAME, "messages": [{"role": "user", "content": "the"}], "max_tokens": 4, "temperature": 0}
+    assert httpx.post(f"{cluster.url}/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 4
+
+    ends: list[int] = []
+
+    def ends_once() -> int | None:
+        return None if ends else 5
+
+    def mortal(body):
+        yield from answering(0.002, dies_after=ends_once)(body)
+        ends.append(1)
+
+    for stub in stubs:
+        stub.answering = mortal
+    with Stream(cluster.url, greedy(model=NAME, prompt=PROMPT, max_tokens=40, stream=True)) as stream:
+        assert stream.read() == expected(PROMPT, 40)
+    assert not stream.errors
