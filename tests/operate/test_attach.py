@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from attachable_vllm import AttachableVllm
 from click.testing import CliRunner, Result
+from ports import free_port
 from strange_model import write_model
 
 from mooncake_zmq.cli import main
@@ -299,27 +300,23 @@ def test_a_file_of_another_origin_is_left_alone(make: Make, run: Run, tmp_path: 
 
 
 def test_a_store_elsewhere_is_not_started_here(make: Make, run: Run) -> None:
-    result = run(make(stores="tcp://192.0.2.1:7301"), "--dry-run")
-    assert "no store is started here: the servers' connectors use tcp://192.0.2.1:7301" in result.stderr
+    result = run(make(stores="tcp://198.51.100.7:7301"), "--dry-run")
+    assert "no store is started here: the servers' connectors use tcp://198.51.100.7:7301" in result.stderr
     assert "cache-node" not in result.stdout
 
 
 def test_places_of_servers_elsewhere() -> None:
-    urls = ["http://127.0.0.1:8001", "http://192.0.2.1:8000", "http://192.0.2.1:8001"]
+    urls = ["http://127.0.0.1:8001", "http://198.51.100.7:8000", "http://198.51.100.7:8001"]
     assert [place.is_here(url) for url in urls] == [True, False, False]
-    assert place.events_endpoint(urls[2], urls) == "tcp://192.0.2.1:5558"
-    assert place.published_at("tcp://192.0.2.1:5558") == "tcp://*:5558"
-    assert place.own_store(["tcp://192.0.2.1:7300", "tcp://localhost:7301"]) == STORE
+    assert place.events_endpoint(urls[2], urls) == "tcp://198.51.100.7:5558"
+    assert place.published_at("tcp://198.51.100.7:5558") == "tcp://*:5558"
+    assert place.own_store(["tcp://198.51.100.7:7300", "tcp://localhost:7301"]) == STORE
 
 
-def test_the_gateway_has_a_port_that_no_server_has() -> None:
+def test_the_gateway_has_a_port_that_no_server_has(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        usual = place.GATEWAY_PORTS
-        try:
-            place.GATEWAY_PORTS = (port, 8000, port + 1, port + 2)
-            assert place.gateway_port(["http://127.0.0.1:8000"]) not in (port, 8000)
-        finally:
-            place.GATEWAY_PORTS = usual
+        servers, free = free_port(), free_port()
+        monkeypatch.setattr(place, "GATEWAY_PORTS", (taken.getsockname()[1], servers, free))
+        assert place.gateway_port([f"http://127.0.0.1:{servers}"]) == free
