@@ -1,8 +1,5 @@
 """`attach` with two stand-ins: from nothing to an answer that outlives the server that began it."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,37 +8,11 @@ import pytest
 from attachable_vllm import AttachableVllm
 from ports import free_port
 from strange_model import write_model
-from toy_cluster import Stream, ToyCluster, greedy, until_none
-from vllm_cluster import answering, expected
+from toy_cluster import Stream, greedy, until_none
+from vllm_cluster import AttachedCluster, answering, expected
 
 PROMPT = [3 + i % 40 for i in range(50)]
 NAME = "org/strange"
-
-
-class AttachedCluster(ToyCluster):
-    """`mooncake-zmq attach` on free ports, in a directory of its own."""
-
-    nodes = ("conductor-0", "cache-0", "vllm-0", "vllm-1", "gateway-0")
-
-    def __init__(self, directory: Path, urls: list[str]) -> None:
-        super().__init__(
-            directory, settings=("cache_node.objects.object_bytes=134217728", f"model.cache_dir={directory}/cache")
-        )
-        self.file = directory / "attach.toml"
-        self.arguments = [*urls, "--to", str(self.file), *self.arguments[2:]]
-
-    def up(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"XDG_CACHE_HOME": str(self.runtime_dir / "cache")}
-        with self.output.open("ab") as output:
-            command = [sys.executable, "-m", "mooncake_zmq", "attach", *self.arguments]
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
-            )
-        return self.process
-
-    def complete(self) -> bool:
-        detail = self.health()
-        return detail is not None and detail["peers"].get("vllm") == ["vllm-0", "vllm-1"]
 
 
 @pytest.fixture

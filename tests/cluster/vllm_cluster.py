@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +86,32 @@ class ApartCluster(VllmCluster):
     CONFIG = "vllm-apart.toml"
     nodes = ("conductor-0", "cache-a", "cache-b", "prefill-a", "decode-b", "gateway-0")
     VLLMS = ("prefill-a", "decode-b")
+
+
+class AttachedCluster(ToyCluster):
+    """`mooncake-zmq attach` on free ports, in a directory of its own."""
+
+    nodes = ("conductor-0", "cache-0", "vllm-0", "vllm-1", "gateway-0")
+
+    def __init__(self, directory: Path, urls: list[str]) -> None:
+        super().__init__(
+            directory, settings=("cache_node.objects.object_bytes=134217728", f"model.cache_dir={directory}/cache")
+        )
+        self.file = directory / "attach.toml"
+        self.arguments = [*urls, "--to", str(self.file), *self.arguments[2:]]
+
+    def up(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"XDG_CACHE_HOME": str(self.runtime_dir / "cache")}
+        with self.output.open("ab") as output:
+            command = [sys.executable, "-m", "mooncake_zmq", "attach", *self.arguments]
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+            )
+        return self.process
+
+    def complete(self) -> bool:
+        detail = self.health()
+        return detail is not None and detail["peers"].get("vllm") == ["vllm-0", "vllm-1"]
 
 
 def cpu_s(pid: int) -> float:

@@ -36,7 +36,7 @@ def make(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Stand-ins, whose events are looked for at sockets of this test's own."""
     made: list[AttachableVllm] = []
 
-    def endpoints(url: str, urls: Any) -> tuple[str, ...]:
+    def endpoints(url: str) -> tuple[str, ...]:
         return (f"ipc://{tmp_path}/other.ipc", f"ipc://{tmp_path}/{[each.url for each in made].index(url)}.ipc")
 
     def start(*, events: bool = True, **more: Any) -> AttachableVllm:
@@ -114,7 +114,7 @@ def test_each_missing_flag_has_a_line_with_the_text_to_paste(
         if added == ["--kv-transfer-config"]:
             assert value["kv_connector_extra_config"] == {"stores": "127.0.0.1:7301"}
         else:
-            assert value["endpoint"] == place.events_endpoint(lacking.url, [whole.url, lacking.url])
+            assert value["endpoint"] == place.events_endpoint(lacking.url)
 
 
 def test_all_missing_flags_are_in_one_line_and_nothing_starts_without_a_required_one(make: Make, run: Run) -> None:
@@ -308,7 +308,7 @@ def test_a_store_elsewhere_is_not_started_here(make: Make, run: Run) -> None:
 def test_places_of_servers_elsewhere() -> None:
     urls = ["http://127.0.0.1:8001", "http://198.51.100.7:8000", "http://198.51.100.7:8001"]
     assert [place.is_here(url) for url in urls] == [True, False, False]
-    assert place.events_endpoint(urls[2], urls) == "tcp://198.51.100.7:5558"
+    assert [place.events_endpoint(url) for url in urls[1:]] == ["tcp://198.51.100.7:5557", "tcp://198.51.100.7:5558"]
     assert place.published_at("tcp://198.51.100.7:5558") == "tcp://*:5558"
     assert place.own_store(["tcp://198.51.100.7:7300", "tcp://localhost:7301"]) == STORE
 

@@ -98,7 +98,7 @@ def attach(
             sys.exit(DEGRADED if any(found) else 0)
         path = Path(file).expanduser() if file else default_file()
         write(path, deployment.toml())
-        click.echo(f"wrote {path}")
+        click.echo(f"wrote {path}; its state: mooncake-zmq status --config {path}")
         sys.exit(_run(path, assignments))
     except MISTAKES as mistake:
         _fail(str(mistake))
@@ -120,7 +120,7 @@ def _checked(urls: Sequence[str]) -> list[str]:
 
 
 def _print_flags(urls: Sequence[str]) -> None:
-    events = place.published_at(place.events_endpoint(urls[0], urls))
+    events = place.published_at(place.events_endpoint(urls[0]))
     click.echo(_as_words(flags(events, _address(place.conventional_store(urls)))))
 
 
@@ -147,13 +147,13 @@ def _await(urls: Sequence[str], wait_s: float) -> None:
 def _ask_all(urls: Sequence[str]) -> tuple[Server, ...]:
     """Return what the servers are, in their order; they are asked at the same time. Raises ServerError."""
     with ThreadPoolExecutor(len(urls)) as threads:
-        return tuple(threads.map(lambda url: ask(url, place.events_endpoints(url, urls)), urls))
+        return tuple(threads.map(lambda url: ask(url, place.events_endpoints(url)), urls))
 
 
 def _lacks(servers: Sequence[Server]) -> list[list[Lack]]:
     urls = [server.url for server in servers]
     store = _address(_store(servers) or place.conventional_store(urls))
-    events = [place.published_at(place.events_endpoint(url, urls)) for url in urls]
+    events = [place.published_at(place.events_endpoint(url)) for url in urls]
     return [lacks(server, servers, at, store) for server, at in zip(servers, events, strict=True)]
 
 

@@ -13,6 +13,8 @@ from mooncake_zmq.runtime.listening import is_deserted
 STORE_PORT = 7301
 EVENTS_PORT = 5557
 """vLLM's own default."""
+PORT_RANGE = 1000
+"""Servers of one host whose ports differ by less publish at different ports."""
 GATEWAY_PORTS: tuple[int, ...] = (8000, *range(8080, 8100))
 STEP_BYTES = 64 << 20
 LEAST_STORE_BYTES, MOST_STORE_BYTES = 2 * STEP_BYTES, 64 << 30
@@ -44,18 +46,17 @@ def address_of(host: str) -> str:
         return host
 
 
-def events_endpoint(url: str, urls: Sequence[str]) -> str:
-    """Return where a server should publish its KV events: on this machine a socket that no other machine reaches, else the
-    default port, or the next ones for further servers of one host. The form is that of a subscriber."""
+def events_endpoint(url: str) -> str:
+    """Return where a server should publish its KV events: on this machine a socket that no other machine reaches, else a port
+    that servers of one host have for themselves. The form is that of a subscriber."""
     if is_here(url):
         return f"ipc:///tmp/vllm-{port_of(url)}.events.ipc"
-    beside = [each for each in urls if host_of(each) == host_of(url)]
-    return f"tcp://{address_of(host_of(url))}:{EVENTS_PORT + beside.index(url)}"
+    return f"tcp://{address_of(host_of(url))}:{EVENTS_PORT + port_of(url) % PORT_RANGE}"
 
 
-def events_endpoints(url: str, urls: Sequence[str]) -> tuple[str, ...]:
+def events_endpoints(url: str) -> tuple[str, ...]:
     """Return where a server may publish its KV events: where it should, and at the default port."""
-    return tuple(dict.fromkeys((events_endpoint(url, urls), f"tcp://{address_of(host_of(url))}:{EVENTS_PORT}")))
+    return tuple(dict.fromkeys((events_endpoint(url), f"tcp://{address_of(host_of(url))}:{EVENTS_PORT}")))
 
 
 def published_at(endpoint: str) -> str:
