@@ -295,22 +295,25 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
 
 async def _read_body(request: Request, reading: Reading, settings: EdgeSettings) -> bytearray:
     limit = settings.max_body_bytes
-    too_large = RequestError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and (len(length) > 18 or int(length) > limit):
-        raise too_large
+        raise _too_large(limit)
     body = bytearray()
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             async for chunk in request.stream():
                 if len(body) + len(chunk) > limit:
-                    raise too_large
+                    raise _too_large(limit)
                 reading.add(len(chunk))
                 body += chunk
     except TimeoutError:
         text = f"the body did not arrive within {settings.body_timeout_s:g} s"
         raise RequestError(408, text, code="body_timeout") from None
     return body
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(413, f"the body is larger than {limit} bytes", code="body_too_large")
 
 
 async def _watch(receive: Receive, call: Call) -> None:

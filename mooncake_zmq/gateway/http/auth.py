@@ -18,8 +18,10 @@ ADMINS_PATHS = ("/admin",)
 """Paths for admins. Like those for operators, they include all paths below them."""
 MAX_KEY_BYTES = 256
 REFUSALS_PER_S = 20
-LATEST_S = 2.0
-"""The longest delay of a refusal: a tenant with 512 connections is refused 256 times a second at most."""
+LATEST_S = 4.0
+"""The longest delay of a refusal: a tenant with 512 connections is refused some 170 times a second at most."""
+GOLDEN = (5**0.5 - 1) / 2
+"""The step by which any number of points on a circle lie almost evenly (Weyl's sequence of the golden ratio)."""
 MAX_REFUSED = 2048
 """Limit on the tenants and addresses that are remembered: more than there are connections."""
 
@@ -77,9 +79,12 @@ def sees_all(tenants: Tenants | None, tenant: Tenant | None) -> bool:
 
 class Refusals:
     """The delays of refusals, by tenant or by address without a key. A refused call costs the gateway a millisecond too, in
-    which others wait; a client that retries at once is refused with a growing delay."""
+    which others wait; a client that retries at once is refused with a growing delay. The longest delays are spread over the
+    second half of `LATEST_S`, as hundreds of calls that came together would otherwise all end, and come again, at once."""
 
     def __init__(self) -> None:
+        self._spread = 0.0
+        """Where in their half the latest of the longest delays ended, of 1."""
         self._due: dict[str, float] = {}
         """Time of the latest refusal, by tenant or address, as if refusals were evenly spaced: dropped when it is a second
         old."""
@@ -89,8 +94,11 @@ class Refusals:
         if len(self._due) >= MAX_REFUSED:
             self._due = {each: due for each, due in self._due.items() if due > now - 1.0}
         due = max(self._due.get(owner, 0.0), now - 1.0) + 1.0 / REFUSALS_PER_S
-        self._due[owner] = min(due, now + LATEST_S)
-        return min(max(0.0, due - now), LATEST_S)
+        self._due[owner] = min(due, now + LATEST_S / 2)
+        if due <= now + LATEST_S / 2:
+            return max(0.0, due - now)
+        self._spread = (self._spread + GOLDEN) % 1.0
+        return LATEST_S / 2 * (1.0 + self._spread)
 
 
 class Usage:
