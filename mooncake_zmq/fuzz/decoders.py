@@ -32,6 +32,7 @@ from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import TOY_SPEC
 from mooncake_zmq.fuzz.examination import IN_MEMORY, Decoder
 from mooncake_zmq.fuzz.samples import samples
+from mooncake_zmq.gateway.anthropic.messages import MessagesChat, as_chat
 from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.prepare import prepare
@@ -396,9 +397,33 @@ def _of_people() -> Iterable[Decoder]:
         seeds=lambda: _bodies(**chat),
         max_bytes=16_384,
     )
+    yield Decoder(
+        name="messages",
+        read=lambda raw: _prepare(MessagesChat, as_chat(raw, _served())),
+        refusals=refused,
+        seeds=lambda: [json.dumps(_MESSAGES | more).encode() for more in ({}, _MESSAGES_OPTIONS)],
+        max_bytes=16_384,
+    )
     yield Decoder(name="ask", read=commands.decode, refusals=(commands.AskError,), seeds=_ask_seeds)
     yield Decoder(name="api-keys", read=_text(tenants.parse), refusals=(tenants.TenantsError,), seeds=lambda: [_API_KEYS])
     yield Decoder(name="public-keys", read=_text(keys.parse), refusals=(keys.KeysError,), seeds=lambda: [_PUBLIC_KEYS])
+
+
+_MESSAGES = {"model": "toy", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+_MESSAGES_OPTIONS = {
+    "system": [{"type": "text", "text": "t"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "t"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "r"}]},
+        {"role": "assistant", "content": "so"},
+    ],
+    "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "stop_sequences": ["x"],
+    "temperature": 0.5,
+    "stream": True,
+}
 
 
 def _ask_seeds() -> list[bytes]:

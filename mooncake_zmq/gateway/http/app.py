@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 from starlette.applications import Starlette
@@ -24,13 +24,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammars import Grammars
+from mooncake_zmq.gateway.anthropic import replies
+from mooncake_zmq.gateway.anthropic.messages import MessagesChat, as_chat, count_tokens
+from mooncake_zmq.gateway.anthropic.replies import MessagesReply
 from mooncake_zmq.gateway.http import admin, cluster_routes, plain_routes
 from mooncake_zmq.gateway.http.acceptor import network_of
-from mooncake_zmq.gateway.http.auth import Refusals, Usage, tenant_at
+from mooncake_zmq.gateway.http.auth import Refusals, Usage, is_below, tenant_at
+from mooncake_zmq.gateway.http.call_key import authorization_of
 from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading
 from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.plain_routes import json_response
-from mooncake_zmq.gateway.http.sse import Stream, Stuck, accept, accept_tokens
+from mooncake_zmq.gateway.http.sse import AnyReply, Stream, Stuck, accept, accept_tokens
 from mooncake_zmq.gateway.openai.bodies import SEED_BITS, ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS, RequestError, quoted
 from mooncake_zmq.gateway.openai.prepare import Prepared, prepare
@@ -57,6 +61,8 @@ CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"t
 """Texts of which every body that asks for a grammar contains one; other bodies may too."""
 ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
 """A letter or an underscore as a JSON escape: such a body may contain the same names in other bytes."""
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's API; its errors, and those of the paths below it, have that API's shape."""
 TOO_MANY_CONNECTIONS = "too_many_connections"
 TAKEN_AWAY = "this API key was taken away"
 COMPILE_S = 1.0
@@ -83,10 +89,14 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
 
     completions = _Generation(edge, threads, CompletionBody, grammars)
     chats = _Generation(edge, threads, ChatBody, grammars)
+    messages = _Messages(edge, threads, MessagesChat, grammars)
+    counted = _Tokens(edge, partial(count_tokens, settings=edge.settings))
     app = Starlette(
         routes=[
             Route("/v1/completions", _Posted(edge, threads, completions), methods=["POST"]),
             Route("/v1/chat/completions", _Posted(edge, threads, chats), methods=["POST"]),
+            Route(MESSAGES, _Posted(edge, threads, messages), methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", _Posted(edge, threads, counted), methods=["POST"]),
             Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *plain_routes.routes(edge),
@@ -242,6 +252,8 @@ class _Tokens:
 class _Generation:
     """POST /v1/completions or /v1/chat/completions."""
 
+    _reply: type[AnyReply] = Reply
+
     def __init__(self, edge: Edge, threads: _Threads, kind: type[CompletionBody] | type[ChatBody], grammars: Grammars) -> None:
         self._edge = edge
         self._threads = threads
@@ -258,7 +270,7 @@ class _Generation:
         call.hold(prepared.requests[0].tenant, prepared.held_scores)
         call.submit(prepared.requests, each)
         scope["state"]["reported"] = True
-        reply = Reply(
+        reply = self._reply(
             prepared,
             self._edge.model,
             request_id=scope["state"]["id"],
@@ -282,6 +294,15 @@ class _Generation:
                 "completion_tokens": reply.completion_tokens,
                 "finish_reasons": [choice.finish_reason for choice in prepared.choices],
             }
+
+
+class _Messages(_Generation):
+    """POST /v1/messages."""
+
+    _reply = MessagesReply
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
+        return super().prepare(bytearray(as_chat(raw, self._edge.model)), tenant)
 
 
 async def _hang_up(scope: Scope, receive: Receive) -> None:
@@ -365,7 +386,7 @@ class _Envelope:
         try:
             if self._edge.tenants is None:
                 check_caller(scope, Headers(scope=scope), allow_open=self._edge.allow_open, origins=self._origins)
-            state["tenant"] = tenant = tenant_at(self._edge.tenants, scope["path"], headers.get(b"authorization", b""))
+            state["tenant"] = tenant = tenant_at(self._edge.tenants, scope["path"], authorization_of(scope["headers"]))
             if tenant is None:
                 await self._app(scope, receive, send_with_id)
             else:
@@ -445,27 +466,38 @@ class _Envelope:
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer a call with an error. Close its connection if it was one too many or its key was revoked."""
     close = {"connection": "close"} if error.code == TOO_MANY_CONNECTIONS or error.message == TAKEN_AWAY else {}
-    await json_response(error.body(), error.status, {**error.headers(), **close})(scope, receive, send)
+    await json_response(_error_body(error, scope), error.status, {**error.headers(), **close})(scope, receive, send)
 
 
-async def _request_error(_request: Request, error: Exception) -> Response:
+def _error_body(error: RequestError, scope: Scope) -> dict[str, Any]:
+    """Return an error in the shape of the API that was called."""
+    return replies.error_body(error) if is_below(scope["path"], (MESSAGES,)) else error.body()
+
+
+def _error_event(error: RequestError, scope: Scope) -> bytes:
+    """Return an error as an event of the stream that was called for."""
+    return replies.error_event(error) if is_below(scope["path"], (MESSAGES,)) else server_sent(error.body())
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     # The rest of a body that was refused half-way is not worth reading: close.
     close = {"connection": "close"} if error.status in (408, 413) else {}
-    return json_response(error.body(), error.status, {**error.headers(), **close})
+    return json_response(_error_body(error, request.scope), error.status, {**error.headers(), **close})
 
 
 async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     text = f"{request.method} {quoted(request.url.path)}: {error.detail}"
-    return json_response(RequestError(error.status_code, text, code=code).body(), error.status_code, dict(error.headers or {}))
+    body = _error_body(RequestError(error.status_code, text, code=code), request.scope)
+    return json_response(body, error.status_code, dict(error.headers or {}))
 
 
 async def _our_bug(request: Request, _error: Exception) -> Response:
     """Starlette raises the error again once this is sent, so that the server logs it."""
     error = RequestError(500, "internal error of the gateway", code="internal_error")
-    return json_response(error.body(), 500, {"x-request-id": request.state.echoed.decode("latin-1")})
+    return json_response(_error_body(error, request.scope), 500, {"x-request-id": request.state.echoed.decode("latin-1")})
 
 
 def _always(_tenant: str) -> bool:

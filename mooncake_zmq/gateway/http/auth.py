@@ -7,6 +7,7 @@ the cluster is, and metrics, are for keys of the roles `metrics` and `admin`.
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from mooncake_zmq.gateway.http.call_key import secret_in
 from mooncake_zmq.gateway.http.http_calls import HungUp
 from mooncake_zmq.gateway.openai.errors import RequestError, quoted
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
@@ -16,7 +17,6 @@ OPEN_PATHS = frozenset(("/", "/health", "/ready", "/ping", "/live"))
 OPERATORS_PATHS = ("/metrics", "/cluster", "/trace")
 ADMINS_PATHS = ("/admin",)
 """Paths for admins. Like those for operators, they include all paths below them."""
-MAX_KEY_BYTES = 256
 REFUSALS_PER_S = 20
 LATEST_S = 4.0
 """The longest delay of a refusal: a tenant with 512 connections is refused some 170 times a second at most."""
@@ -30,7 +30,7 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
     """Return the tenant that calls; None where no key is needed and none was given. Raises RequestError."""
     if tenants is None:
         return None
-    secret = _secret_in(authorization)
+    secret = secret_in(authorization)
     tenant = tenants.of(secret) if secret else None
     if path in OPEN_PATHS:
         return tenant
@@ -51,16 +51,9 @@ def tenant_at(tenants: Tenants | None, path: str, authorization: bytes) -> Tenan
 
 def name_of(tenants: Tenants | None, authorization: bytes) -> str:
     """Return the name of the tenant whose key this is; empty if it is none's."""
-    secret = _secret_in(authorization)
+    secret = secret_in(authorization)
     tenant = tenants.of(secret) if tenants is not None and secret else None
     return "" if tenant is None else tenant.name
-
-
-def _secret_in(authorization: bytes) -> str:
-    """Return the key in this header; empty if there is none."""
-    scheme, _, secret = authorization.strip().partition(b" ")
-    is_key = scheme.lower() == b"bearer" and 0 < len(secret) <= MAX_KEY_BYTES
-    return secret.strip().decode("latin-1") if is_key else ""
 
 
 def _for_operators(path: str) -> bool:

@@ -11,6 +11,7 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from mooncake_zmq.gateway.http.call_key import authorization_of
 from mooncake_zmq.gateway.settings import ConnectionSettings
 
 SLOW_S = 1.0
@@ -181,8 +182,7 @@ class Connection(HttpToolsProtocol):
             cycle.transport = HeadWithBody(self.transport, self._end_answer)  # type: ignore[assignment]
         if cycle.scope["http_version"] != "1.1":
             app = partial(_without_chunks, cycle, app)
-        authorization = next((value for name, value in cycle.scope["headers"] if name == b"authorization"), b"")
-        self._owner.begin_call(self, authorization, partial(self._begin_call, cycle, app))
+        self._owner.begin_call(self, authorization_of(cycle.scope["headers"]), partial(self._begin_call, cycle, app))
 
     def _begin_call(self, cycle: RequestResponseCycle, app: Any) -> None:
         if not (cycle.disconnected or self.transport.is_closing()):  # meanwhile

@@ -5,15 +5,17 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Message, Scope, Send
 
+from mooncake_zmq.gateway.anthropic.replies import MessagesReply
 from mooncake_zmq.gateway.http.cluster_routes import HEADERS
 from mooncake_zmq.gateway.http.http_calls import Call
 from mooncake_zmq.gateway.openai.errors import RequestError
-from mooncake_zmq.gateway.openai.responses import DONE, KEEP_ALIVE, Reply, server_sent
+from mooncake_zmq.gateway.openai.responses import KEEP_ALIVE, Reply
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 Encode = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 """A function that writes the new part of a reply, perhaps in a thread."""
+AnyReply = Reply | MessagesReply
 
 
 class Stuck(Exception):
@@ -24,7 +26,7 @@ class Stream:
     """A reply as server-sent events. Nothing is sent before the first output, so that an early failure has its own status,
     unless the first output takes long."""
 
-    def __init__(self, call: Call, reply: Reply, scope: Scope, send: Send, encode: Encode, settings: EdgeSettings) -> None:
+    def __init__(self, call: Call, reply: AnyReply, scope: Scope, send: Send, encode: Encode, settings: EdgeSettings) -> None:
         self._call = call
         self._reply = reply
         self._send = send
@@ -58,10 +60,9 @@ class Stream:
         except RequestError as error:
             if not self._begun:
                 raise
-            await self._say(await self._news() + server_sent(error.body()), last=True)
+            await self._say(await self._news() + reply.failure(error), last=True)
             return
-        usage = server_sent(reply.usage_chunk()) if reply.body.include_usage else b""
-        await self._say(usage + DONE, last=True)
+        await self._say(reply.ending(), last=True)
 
     async def _next(self) -> list[tuple[int, ClientOutput]]:
         """Return the next outputs, and send comments at intervals until they arrive: the prompt may be in computation, or
@@ -135,7 +136,7 @@ def _never(_events: bytes) -> bool:
     return False
 
 
-def accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -> None:
+def accept(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]]) -> None:
     """Feed the choices; raises RequestError at the first failure. One failed choice fails the call."""
     for index, output in outputs:
         choice = reply.choices[index]
@@ -150,7 +151,7 @@ def accept(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) ->
             call.stop(index)
 
 
-def accept_tokens(call: Call, reply: Reply, outputs: list[tuple[int, ClientOutput]]) -> bool:
+def accept_tokens(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]]) -> bool:
     """Feed the choices, if all outputs are tokens: no task has to wake for them. Else return False."""
     for _, output in outputs:
         if type(output) is not TokenOut:

@@ -103,6 +103,8 @@ class Body(Constrained, frozen=True, kw_only=True):
     priority: Priority | None = None
     ttft_slo: Slo = None
     tbt_slo: Slo = None
+    clips_answer: ClassVar[bool] = False
+    """Whether more tokens than there is room for are no error."""
 
     @property
     def choices_per_prompt(self) -> int:
@@ -229,6 +231,8 @@ class Body(Constrained, frozen=True, kw_only=True):
         if requested == 0:
             self.check_no_answer()
             return StopRule(max_tokens=1)
+        if requested is not None and requested > room and self.clips_answer:
+            requested = room
         if requested is not None and requested > room:
             name = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
             raise too_many_tokens(name, model, prompt_tokens, requested)

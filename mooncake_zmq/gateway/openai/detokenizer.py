@@ -25,6 +25,8 @@ class StopScanner:
         self._with_stop = with_stop
         self._matched = [0] * len(stops)
         self._held = ""
+        self.found: str | None = None
+        """The stop string that was found."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may be sent, and whether a stop string was found; the text after it is cut."""
@@ -34,6 +36,7 @@ class StopScanner:
         for end in range(start, len(text)):
             found = self._step(text[end])
             if found:
+                self.found = text[end + 1 - found : end + 1]
                 return text[: end + 1 - (0 if self._with_stop else found)], True
         free = len(text) - max(self._matched)
         self._held = text[free:]
@@ -173,6 +176,11 @@ class Choice:
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it; None: another end, or none yet."""
+        return self._scanner.found
 
     @property
     def was_cut(self) -> bool:

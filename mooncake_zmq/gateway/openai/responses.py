@@ -7,6 +7,7 @@ import msgspec
 
 from mooncake_zmq.gateway.openai.bodies import ChatBody
 from mooncake_zmq.gateway.openai.detokenizer import Choice, Piece
+from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
@@ -68,7 +69,7 @@ class Reply:
         body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
         if self._chat and self.body.return_token_ids:
             body["prompt_token_ids"] = self.choices[0].prompt_ids
-        return {**body, "usage": self._usage(), "mooncake": self._served()}
+        return {**body, "usage": self.usage(), "mooncake": self._served()}
 
     def encoded(self) -> bytes:
         """Return the same as JSON."""
@@ -140,9 +141,17 @@ class Reply:
             message["tool_calls"] = whole_calls(piece.calls, self._call_salt(choice))
         return message
 
+    def ending(self) -> bytes:
+        """Return the end of a stream, with its usage when asked for."""
+        return (server_sent(self.usage_chunk()) if self.body.include_usage else b"") + DONE
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return the event of an answer that failed after it had begun."""
+        return server_sent(error.body())
+
     def usage_chunk(self) -> dict[str, Any]:
         """The chunk before [DONE], when asked for."""
-        return {**self._chunk_head(), "choices": [], "usage": self._usage(), "mooncake": self._served()}
+        return {**self._chunk_head(), "choices": [], "usage": self.usage(), "mooncake": self._served()}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         piece = choice.take()
@@ -181,7 +190,8 @@ class Reply:
         """The first choice of each prompt."""
         return self.choices[:: self.body.choices_per_prompt]
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens, and how many were cached once that is known."""
         usage = _usage(self.prompt_tokens, self.completion_tokens)
         served = self._served() if self._shows_reuse else None
         cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}

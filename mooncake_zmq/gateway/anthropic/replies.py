@@ -1,0 +1,169 @@
+"""Replies and errors of Anthropic's Messages API, whole or as server-sent events."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from mooncake_zmq.gateway.anthropic.messages import CALL_PREFIX
+from mooncake_zmq.gateway.openai.detokenizer import Choice
+from mooncake_zmq.gateway.openai.errors import RequestError
+from mooncake_zmq.gateway.openai.prepare import Prepared
+from mooncake_zmq.gateway.openai.responses import Reply, server_sent
+from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
+from mooncake_zmq.gateway.served_model import ServedModel
+
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+"""This API's names of ends beside that of the model itself."""
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of errors by their status; those of other statuses depend on whose fault it is."""
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """Return an error in this API's shape; its message begins with the parameter, which the shape has no place for."""
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    text = f"{error.param}: {error.message}" if error.param else error.message
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, other), "message": text}}
+
+
+def error_event(error: RequestError) -> bytes:
+    """Return an error as the event of a stream."""
+    return _event(error_body(error))
+
+
+class MessagesReply:
+    """The JSON of one call of /v1/messages, whole or in events. It has one choice."""
+
+    def __init__(
+        self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, shows_reuse: bool = True
+    ) -> None:
+        """Begin a reply. `shows_reuse`: whether it says how much of the prompt was cached."""
+        self.body = prepared.body
+        self.choices = prepared.choices
+        self._chat = Reply(prepared, model, request_id=request_id, created=created, shows_reuse=shows_reuse)
+        self._salt = request_id
+        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.id}
+        self._blocks = 0
+        """The number of content blocks that have begun."""
+        self._open = ""
+        """The type of the content block that has begun and not ended; empty: none."""
+        self.is_long = self.is_long_as_whole = False
+        """Whether a part takes long to write: none has probabilities."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete."""
+        return self._chat.done
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of the prompt's tokens."""
+        return self._chat.prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of tokens of the answer so far."""
+        return self._chat.completion_tokens
+
+    def encoded(self) -> bytes:
+        """Return the body of a call that does not stream, as JSON."""
+        (choice,) = self.choices
+        piece = choice.take()
+        content: list[dict[str, Any]] = [{"type": "text", "text": piece.text}] if piece.text else []
+        for call in whole_calls(piece.calls, self._salt):
+            given = msgspec.Raw(call["function"]["arguments"].encode() or b"{}")
+            content.append({**_call_block(call), "input": given if _is_object(given) else {}})
+        ending = {"stop_reason": _stop_reason(choice), "stop_sequence": choice.stop_string}
+        return msgspec.json.encode({**self._head, "content": content, **ending, "usage": self._usage()})
+
+    def news(self) -> bytes:
+        """Return everything new, as server-sent events."""
+        (choice,) = self.choices
+        return b"".join(map(_event, self._events(choice))) if choice.has_news else b""
+
+    def ending(self) -> bytes:
+        """Return the last events of a stream."""
+        return b"".join(map(_event, self._last_events()))
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return the event of an answer that failed after it had begun."""
+        return error_event(error)
+
+    def _events(self, choice: Choice) -> Iterator[dict[str, Any]]:
+        if choice.pieces_taken == 0:
+            unended: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
+            yield {"type": "message_start", "message": {**self._head, **unended, "usage": usage}}
+        piece = choice.take()
+        if piece.text:
+            if self._open != "text":
+                yield from self._begin("text", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": piece.text})
+        for call in call_deltas(piece.calls, self._salt):
+            if "name" in call["function"]:
+                yield from self._begin("tool_use", {**_call_block(call), "input": {}})
+            if call["function"]["arguments"]:
+                yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self._end_block()
+        self._open = kind
+        self._blocks += 1
+        yield {"type": "content_block_start", "index": self._blocks - 1, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
+
+    def _end_block(self) -> Iterator[dict[str, Any]]:
+        if self._open:
+            yield {"type": "content_block_stop", "index": self._blocks - 1}
+        self._open = ""
+
+    def _last_events(self) -> Iterator[dict[str, Any]]:
+        (choice,) = self.choices
+        yield from self._end_block()
+        delta = {"stop_reason": _stop_reason(choice), "stop_sequence": choice.stop_string}
+        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _usage(self) -> dict[str, Any]:
+        """Count the tokens. Those read from the cache are not among those of the input here, unlike in a chat."""
+        usage = self._chat.usage()
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _stop_reason(choice: Choice) -> str:
+    if choice.stop_string is not None and choice.finish_reason == "stop":
+        return "stop_sequence"
+    return STOP_REASONS.get(choice.finish_reason or "", "end_turn")
+
+
+def _call_block(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": CALL_PREFIX + call["id"], "name": call["function"]["name"]}
+
+
+def _is_object(raw: msgspec.Raw) -> bool:
+    """Return whether these are the whole arguments of a call: an answer may end within them."""
+    try:
+        return isinstance(msgspec.json.decode(raw), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return f"event: {event['type']}\n".encode() + server_sent(event)
