@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from mooncake_zmq.gateway.anthropic.messages import CALL_PREFIX
+from mooncake_zmq.gateway.openai.answer_parts import AnswerParts, Begins, Ends, Grows, Part, PartEvent
 from mooncake_zmq.gateway.openai.detokenizer import Choice
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.responses import Reply, server_sent
-from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
 from mooncake_zmq.gateway.served_model import ServedModel
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -50,12 +50,8 @@ class MessagesReply:
         self.body = prepared.body
         self.choices = prepared.choices
         self._chat = Reply(prepared, model, request_id=request_id, created=created, shows_reuse=shows_reuse)
-        self._salt = request_id
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.id}
-        self._blocks = 0
-        """The number of content blocks that have begun."""
-        self._open = ""
-        """The type of the content block that has begun and not ended; empty: none."""
+        self._parts = AnswerParts(request_id, keeps_text=not prepared.body.stream)
         self.is_long = self.is_long_as_whole = False
         """Whether a part takes long to write: none has probabilities."""
 
@@ -77,11 +73,9 @@ class MessagesReply:
     def encoded(self) -> bytes:
         """Return the body of a call that does not stream, as JSON."""
         (choice,) = self.choices
-        piece = choice.take()
-        content: list[dict[str, Any]] = [{"type": "text", "text": piece.text}] if piece.text else []
-        for call in whole_calls(piece.calls, self._salt):
-            given = msgspec.Raw(call["function"]["arguments"].encode() or b"{}")
-            content.append({**_call_block(call), "input": given if _is_object(given) else {}})
+        for _ in self._parts.push(choice.take()):
+            pass
+        content = [_whole_block(part) for part in self._parts.all]
         ending = {"stop_reason": _stop_reason(choice), "stop_sequence": choice.stop_string}
         return msgspec.json.encode({**self._head, "content": content, **ending, "usage": self._usage()})
 
@@ -103,34 +97,11 @@ class MessagesReply:
             unended: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
             yield {"type": "message_start", "message": {**self._head, **unended, "usage": usage}}
-        piece = choice.take()
-        if piece.text:
-            if self._open != "text":
-                yield from self._begin("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": piece.text})
-        for call in call_deltas(piece.calls, self._salt):
-            if "name" in call["function"]:
-                yield from self._begin("tool_use", {**_call_block(call), "input": {}})
-            if call["function"]["arguments"]:
-                yield self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
-
-    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield from self._end_block()
-        self._open = kind
-        self._blocks += 1
-        yield {"type": "content_block_start", "index": self._blocks - 1, "content_block": block}
-
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
-
-    def _end_block(self) -> Iterator[dict[str, Any]]:
-        if self._open:
-            yield {"type": "content_block_stop", "index": self._blocks - 1}
-        self._open = ""
+        yield from map(_part_event, self._parts.push(choice.take()))
 
     def _last_events(self) -> Iterator[dict[str, Any]]:
         (choice,) = self.choices
-        yield from self._end_block()
+        yield from map(_part_event, self._parts.end())
         delta = {"stop_reason": _stop_reason(choice), "stop_sequence": choice.stop_string}
         yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
         yield {"type": "message_stop"}
@@ -153,8 +124,32 @@ def _stop_reason(choice: Choice) -> str:
     return STOP_REASONS.get(choice.finish_reason or "", "end_turn")
 
 
-def _call_block(call: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": CALL_PREFIX + call["id"], "name": call["function"]["name"]}
+def _part_event(event: PartEvent) -> dict[str, Any]:
+    index = event.part.index
+    match event:
+        case Begins(part):
+            return {"type": "content_block_start", "index": index, "content_block": _block(part)}
+        case Grows(part, more) if part.is_call:
+            delta = {"type": "input_json_delta", "partial_json": more}
+            return {"type": "content_block_delta", "index": index, "delta": delta}
+        case Grows(_, more):
+            return {"type": "content_block_delta", "index": index, "delta": {"type": "text_delta", "text": more}}
+        case Ends():
+            return {"type": "content_block_stop", "index": index}
+
+
+def _block(part: Part) -> dict[str, Any]:
+    """Return a content block as it begins."""
+    if not part.is_call:
+        return {"type": "text", "text": ""}
+    return {"type": "tool_use", "id": CALL_PREFIX + part.call_id, "name": part.name, "input": {}}
+
+
+def _whole_block(part: Part) -> dict[str, Any]:
+    if not part.is_call:
+        return {"type": "text", "text": part.text}
+    given = msgspec.Raw(part.text.encode())
+    return {**_block(part), "input": given if _is_object(given) else {}}
 
 
 def _is_object(raw: msgspec.Raw) -> bool:
