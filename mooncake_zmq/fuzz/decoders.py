@@ -32,11 +32,12 @@ from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import TOY_SPEC
 from mooncake_zmq.fuzz.examination import IN_MEMORY, Decoder
 from mooncake_zmq.fuzz.samples import samples
-from mooncake_zmq.gateway.anthropic.messages import MessagesChat, as_chat
+from mooncake_zmq.gateway.anthropic import messages as anthropic_messages
 from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.prepare import prepare
 from mooncake_zmq.gateway.requests import tenants
+from mooncake_zmq.gateway.responses_api import items
 from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import root_of_salt, salt_of
@@ -399,9 +400,16 @@ def _of_people() -> Iterable[Decoder]:
     )
     yield Decoder(
         name="messages",
-        read=lambda raw: _prepare(MessagesChat, as_chat(raw, _served())),
+        read=lambda raw: _prepare(anthropic_messages.MessagesChat, anthropic_messages.as_chat(raw, _served())),
         refusals=refused,
         seeds=lambda: [json.dumps(_MESSAGES | more).encode() for more in ({}, _MESSAGES_OPTIONS)],
+        max_bytes=16_384,
+    )
+    yield Decoder(
+        name="responses",
+        read=lambda raw: _prepare(ChatBody, items.as_chat(raw, _served())),
+        refusals=refused,
+        seeds=lambda: [json.dumps({"model": "toy"} | more).encode() for more in ({"input": "hi"}, _RESPONSES_OPTIONS)],
         max_bytes=16_384,
     )
     yield Decoder(name="ask", read=commands.decode, refusals=(commands.AskError,), seeds=_ask_seeds)
@@ -422,6 +430,24 @@ _MESSAGES_OPTIONS = {
     "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
     "stop_sequences": ["x"],
     "temperature": 0.5,
+    "stream": True,
+}
+
+
+_RESPONSES_OPTIONS = {
+    "instructions": "i",
+    "input": [
+        {"role": "developer", "content": [{"type": "input_text", "text": "t"}]},
+        {"type": "message", "role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "r"},
+    ],
+    "max_output_tokens": 3,
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": "low"},
     "stream": True,
 }
 

@@ -53,7 +53,14 @@ ROLE_NEIGHBOURS = {
     # What the pool's store half and its clients agree on. `pool.server` and `pool.ssd` act, and are no part of the role.
     "pool": ("store.codes", "store.protocol", "store.stream_messages"),
 }
-EDGE = ("gateway/http/", "gateway/openai/", "gateway/anthropic/", "gateway/requests/otlp", "gateway/__init__")
+EDGE = (
+    "gateway/http/",
+    "gateway/openai/",
+    "gateway/anthropic/",
+    "gateway/responses_api/",
+    "gateway/requests/otlp",
+    "gateway/__init__",
+)
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
@@ -168,9 +175,10 @@ def test_imports_point_one_way(room: str, never: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("wing", "never"),
     [
-        ("gateway/requests/", ("gateway.openai", "gateway.anthropic", "gateway.http")),
-        ("gateway/openai/", ("gateway.anthropic", "gateway.http")),
-        ("gateway/anthropic/", ("gateway.http",)),
+        ("gateway/requests/", ("gateway.openai", "gateway.anthropic", "gateway.responses_api", "gateway.http")),
+        ("gateway/openai/", ("gateway.anthropic", "gateway.responses_api", "gateway.http")),
+        ("gateway/anthropic/", ("gateway.responses_api", "gateway.http")),
+        ("gateway/responses_api/", ("gateway.anthropic", "gateway.http")),
     ],
 )
 def test_the_gateways_wings_import_one_way(wing: str, never: tuple[str, ...]) -> None:

@@ -41,7 +41,7 @@ LIVE = {
     r"mooncake-zmq (status|trace|dump|drain) ": "",
     r"mooncake-zmq top ": "",
     r"curl -s localhost:8000/v1/chat/completions ": "",
-    r"curl -s localhost:8000/v1/messages ": "",
+    r"curl -s localhost:8000/v1/(messages|responses) ": "",
     r"curl -s http://GATEWAY:8000/health": "",
     r"mooncake-zmq bench client http://127.0.0.1:8000 ": "--block-tokens 4 --limit 8 --speed 100",
     r"mooncake-zmq bench serve": "--config configs/toy.toml --rounds 1 --only warm",

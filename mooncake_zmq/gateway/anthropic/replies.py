@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 
 from mooncake_zmq.gateway.anthropic.messages import CALL_PREFIX
-from mooncake_zmq.gateway.openai.answer_parts import AnswerParts, Begins, Ends, Grows, Part, PartEvent
+from mooncake_zmq.gateway.openai.answer_parts import Begins, Ends, Grows, Part, PartEvent
 from mooncake_zmq.gateway.openai.detokenizer import Choice
 from mooncake_zmq.gateway.openai.errors import RequestError
+from mooncake_zmq.gateway.openai.over_chat import OverChat
 from mooncake_zmq.gateway.openai.prepare import Prepared
-from mooncake_zmq.gateway.openai.responses import Reply, server_sent
+from mooncake_zmq.gateway.openai.responses import server_sent
 from mooncake_zmq.gateway.served_model import ServedModel
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -40,41 +41,20 @@ def error_event(error: RequestError) -> bytes:
     return _event(error_body(error))
 
 
-class MessagesReply:
+class MessagesReply(OverChat):
     """The JSON of one call of /v1/messages, whole or in events. It has one choice."""
 
     def __init__(
         self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, shows_reuse: bool = True
     ) -> None:
-        """Begin a reply. `shows_reuse`: whether it says how much of the prompt was cached."""
-        self.body = prepared.body
-        self.choices = prepared.choices
-        self._chat = Reply(prepared, model, request_id=request_id, created=created, shows_reuse=shows_reuse)
+        """See `OverChat`."""
+        super().__init__(prepared, model, request_id=request_id, created=created, shows_reuse=shows_reuse)
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.id}
-        self._parts = AnswerParts(request_id, keeps_text=not prepared.body.stream)
-        self.is_long = self.is_long_as_whole = False
-        """Whether a part takes long to write: none has probabilities."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the answer is complete."""
-        return self._chat.done
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The number of the prompt's tokens."""
-        return self._chat.prompt_tokens
-
-    @property
-    def completion_tokens(self) -> int:
-        """The number of tokens of the answer so far."""
-        return self._chat.completion_tokens
 
     def encoded(self) -> bytes:
         """Return the body of a call that does not stream, as JSON."""
         (choice,) = self.choices
-        for _ in self._parts.push(choice.take()):
-            pass
+        self._take_whole()
         content = [_whole_block(part) for part in self._parts.all]
         ending = {"stop_reason": _stop_reason(choice), "stop_sequence": choice.stop_string}
         return msgspec.json.encode({**self._head, "content": content, **ending, "usage": self._usage()})
@@ -109,7 +89,7 @@ class MessagesReply:
     def _usage(self) -> dict[str, Any]:
         """Count the tokens. Those read from the cache are not among those of the input here, unlike in a chat."""
         usage = self._chat.usage()
-        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        cached = self._cached_tokens()
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,

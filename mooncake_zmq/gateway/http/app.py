@@ -24,8 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.gateway.anthropic import replies
-from mooncake_zmq.gateway.anthropic.messages import MessagesChat, as_chat, count_tokens
+from mooncake_zmq.gateway.anthropic import messages, replies
 from mooncake_zmq.gateway.anthropic.replies import MessagesReply
 from mooncake_zmq.gateway.http import admin, cluster_routes, plain_routes
 from mooncake_zmq.gateway.http.acceptor import network_of
@@ -42,6 +41,8 @@ from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, Reply, server_se
 from mooncake_zmq.gateway.openai.tokens import detokenize, tokenize
 from mooncake_zmq.gateway.requests.tenants import Limited, Tenant
 from mooncake_zmq.gateway.requests.traces import names_of
+from mooncake_zmq.gateway.responses_api import items
+from mooncake_zmq.gateway.responses_api.replies import ResponsesReply
 from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -57,7 +58,7 @@ AT_ONCE_BYTES = 1 << 10
 STREAM_TYPE = (b"content-type", EVENT_STREAM["content-type"].encode())
 CLUSTER_ID = b"x-mooncake-request-id"
 """The header with the gateway's own id of a call."""
-CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"')
+CONSTRAINING = (b'"response_format"', b'"guided_', b'"structured_outputs"', b'"tool_choice"', b'"strict"', b'"json_')
 """Texts of which every body that asks for a grammar contains one; other bodies may too."""
 ESCAPED_NAME = re.compile(rb"\\u00[4-7]")
 """A letter or an underscore as a JSON escape: such a body may contain the same names in other bytes."""
@@ -89,13 +90,15 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
 
     completions = _Generation(edge, threads, CompletionBody, grammars)
     chats = _Generation(edge, threads, ChatBody, grammars)
-    messages = _Messages(edge, threads, MessagesChat, grammars)
-    counted = _Tokens(edge, partial(count_tokens, settings=edge.settings))
+    of_anthropic = _Messages(edge, threads, messages.MessagesChat, grammars)
+    responses = _Responses(edge, threads, ChatBody, grammars)
+    counted = _Tokens(edge, partial(messages.count_tokens, settings=edge.settings))
     app = Starlette(
         routes=[
             Route("/v1/completions", _Posted(edge, threads, completions), methods=["POST"]),
             Route("/v1/chat/completions", _Posted(edge, threads, chats), methods=["POST"]),
-            Route(MESSAGES, _Posted(edge, threads, messages), methods=["POST"]),
+            Route("/v1/responses", _Posted(edge, threads, responses), methods=["POST"]),
+            Route(MESSAGES, _Posted(edge, threads, of_anthropic), methods=["POST"]),
             Route(f"{MESSAGES}/count_tokens", _Posted(edge, threads, counted), methods=["POST"]),
             Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
@@ -302,7 +305,16 @@ class _Messages(_Generation):
     _reply = MessagesReply
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
-        return super().prepare(bytearray(as_chat(raw, self._edge.model)), tenant)
+        return super().prepare(bytearray(messages.as_chat(raw, self._edge.model)), tenant)
+
+
+class _Responses(_Generation):
+    """POST /v1/responses."""
+
+    _reply = ResponsesReply
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
+        return super().prepare(bytearray(items.as_chat(raw, self._edge.model)), tenant)
 
 
 async def _hang_up(scope: Scope, receive: Receive) -> None:

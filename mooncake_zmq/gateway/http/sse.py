@@ -11,11 +11,12 @@ from mooncake_zmq.gateway.http.http_calls import Call
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.responses import KEEP_ALIVE, Reply
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.responses_api.replies import ResponsesReply
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 Encode = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 """A function that writes the new part of a reply, perhaps in a thread."""
-AnyReply = Reply | MessagesReply
+AnyReply = Reply | MessagesReply | ResponsesReply
 
 
 class Stuck(Exception):

@@ -1,0 +1,244 @@
+"""Bodies of OpenAI's Responses API, translated into those of a chat, which are then checked and prepared as any other. PURE.
+
+Unknown members are ignored, as clients of this API send new ones with each release; what asks for more than text and functions,
+or for a conversation kept by the server, is refused.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from mooncake_zmq.gateway.openai.bodies import parsed
+from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, invalid, json_errors, quoted, too_long
+from mooncake_zmq.gateway.openai.rejected_params import NULL
+from mooncake_zmq.gateway.served_model import ServedModel
+
+CALL_PREFIX = "call_"
+"""The beginning of a call's id, as this API writes it. Templates are given the rest: some take nine characters alone."""
+PASSED_ON = (
+    *("stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "seed", "min_tokens", "ignore_eos"),
+    *("chat_template_kwargs", "cache_salt", "priority", "ttft_slo", "tbt_slo"),
+)
+"""Fields with the same name and meaning in the body of a chat."""
+REFUSED = ("previous_response_id", "conversation", "background", "prompt")
+"""Fields that ask for what a server would have to keep."""
+NOTHING = (b"null", b"false", b"{}")
+SYSTEM_ROLES = ("system", "developer")
+
+
+class Content(Struct, frozen=True, gc=False, kw_only=True):
+    """A part of a message's content, of one `type`."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class Item(Struct, frozen=True, gc=False, kw_only=True):
+    """One item of the input; without a `type` it is a message."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Raw = NULL
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: Raw = NULL
+
+
+class Tool(Struct, frozen=True, kw_only=True):
+    """A tool; of type `function` the client runs it."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Format(Struct, frozen=True, kw_only=True):
+    """The form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Text(Struct, frozen=True, kw_only=True):
+    """Options of the answer's text."""
+
+    format: Format | None = None
+
+
+class Reasoning(Struct, frozen=True, kw_only=True):
+    """Options of models that think."""
+
+    effort: str | None = None
+
+
+class ResponsesBody(Struct, frozen=True, kw_only=True):
+    """POST /v1/responses. Beside OpenAI's fields it has our own of a chat."""
+
+    model: str | None = None
+    input: Raw
+    instructions: str | None = None
+    max_output_tokens: Raw = NULL
+    tools: Raw = NULL
+    tool_choice: Raw = NULL
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: Raw = NULL
+    conversation: Raw = NULL
+    background: Raw = NULL
+    prompt: Raw = NULL
+    stream: Raw = NULL
+    temperature: Raw = NULL
+    top_p: Raw = NULL
+    parallel_tool_calls: Raw = NULL
+    top_k: Raw = NULL
+    seed: Raw = NULL
+    min_tokens: Raw = NULL
+    ignore_eos: Raw = NULL
+    chat_template_kwargs: Raw = NULL
+    cache_salt: Raw = NULL
+    priority: Raw = NULL
+    ttft_slo: Raw = NULL
+    tbt_slo: Raw = NULL
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """A function that must be called."""
+
+    type: str
+    name: str = ""
+
+
+_input = msgspec.json.Decoder(str | list[Raw])
+_item = msgspec.json.Decoder(Item)
+_content = msgspec.json.Decoder(str | list[Content] | None)
+_tools = msgspec.json.Decoder(list[Tool] | None)
+_choice = msgspec.json.Decoder(str | Choice | None)
+
+
+def as_chat(raw: bytes | bytearray, model: ServedModel) -> bytes:
+    """Return the body of the chat that a call of /v1/responses asks for. Raises RequestError."""
+    body = parsed(raw, ResponsesBody)
+    for name in REFUSED:
+        if bytes(getattr(body, name)) not in NOTHING:
+            raise invalid(name, f"{name} is not supported: no response is kept here, so send the whole input", UNSUPPORTED)
+    chat: dict[str, Any] = {"messages": _turns(body, model), **_tools_of(body)}
+    chat |= {name: given for name in PASSED_ON if (given := getattr(body, name)) != NULL}
+    if body.model is not None:
+        chat["model"] = body.model
+    if body.max_output_tokens != NULL:
+        chat["max_completion_tokens"] = body.max_output_tokens
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if (form := body.text and body.text.format) and form.type != "text":
+        chat["response_format"] = {"type": form.type}
+        if form.type == "json_schema":
+            named = {"name": form.name or "answer", "schema": form.schema, "strict": form.strict}
+            chat["response_format"]["json_schema"] = _given(named)
+    return msgspec.json.encode(chat)
+
+
+def _turns(body: ResponsesBody, model: ServedModel) -> list[dict[str, Any]]:
+    """Return the conversation as a chat has it: what is said to the model before anything else is one turn, as templates know
+    no more. Raises RequestError."""
+    with json_errors("input"):
+        given = _input.decode(body.input)
+        if not isinstance(given, str) and len(given) > model.max_model_len:
+            raise too_long("input", model, f"you requested {len(given)} items, which are more tokens than that")
+        items = [Item(role="user", content=body.input)] if isinstance(given, str) else list(map(_item.decode, given))
+    turns = list(_joined(map(_turn, items)))
+    leading = [body.instructions] if body.instructions else []
+    while turns and turns[0]["role"] == "system":
+        leading.append(turns.pop(0)["content"])
+    if not turns:
+        raise invalid("input", "the input is empty")
+    return [*([{"role": "system", "content": "\n\n".join(leading)}] if leading else []), *turns]
+
+
+def _turn(item: Item) -> dict[str, Any] | None:
+    """Return an item as a turn of its own; None: it says nothing to the model. Raises RequestError."""
+    match item.type:
+        case "message" if item.role is not None:
+            role = "system" if item.role in SYSTEM_ROLES else item.role
+            return {"role": role, "content": _text_of(item.content)}
+        case "function_call":
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"type": "function", "id": item.call_id.removeprefix(CALL_PREFIX), "function": function}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output":
+            return {"role": "tool", "tool_call_id": item.call_id.removeprefix(CALL_PREFIX), "content": _text_of(item.output)}
+        case "reasoning":
+            return None  # templates leave out the thoughts of earlier answers
+        case "message":
+            raise invalid("input", "a message has no role")
+        case _:
+            raise invalid("input", f"items of type {quoted(item.type)} are not supported", UNSUPPORTED)
+
+
+def _joined(turns: Iterator[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
+    """Yield the turns, with the calls of one answer in the turn of its text."""
+    last: dict[str, Any] | None = None
+    for turn in turns:
+        if turn is None:
+            continue
+        if last is not None and last["role"] == "assistant" and "tool_calls" in turn:
+            last.setdefault("tool_calls", []).extend(turn["tool_calls"])
+            continue
+        if last is not None:
+            yield last
+        last = turn
+    if last is not None:
+        yield last
+
+
+def _text_of(raw: Raw) -> str:
+    with json_errors("input"):
+        given = _content.decode(raw)
+    return given if isinstance(given, str) else "\n".join(_texts(given or ()))
+
+
+def _texts(contents: Sequence[Content]) -> Iterator[str]:
+    for content in contents:
+        match content.type:
+            case "input_text" | "output_text" | "text":
+                yield content.text
+            case "refusal":
+                yield content.refusal
+            case _:
+                raise invalid("input", f"content of type {quoted(content.type)} is not supported: only text", UNSUPPORTED)
+
+
+def _tools_of(body: ResponsesBody) -> dict[str, Any]:
+    """Return the fields of a chat that say which functions there are and whether one is called. Raises RequestError."""
+    with json_errors("tools"):
+        tools = _tools.decode(body.tools) or []
+    for tool in tools:
+        if tool.type != "function":
+            text = f"tools of type {quoted(tool.type)} are not supported: only functions, which the client runs"
+            raise invalid("tools", text, UNSUPPORTED)
+    with json_errors("tool_choice"):
+        choice = _choice.decode(body.tool_choice)
+    chat: dict[str, Any] = {"tools": [_function(tool) for tool in tools]} if tools else {}
+    if isinstance(choice, Choice):
+        if choice.type != "function":
+            raise invalid("tool_choice", f"a choice of type {quoted(choice.type)} is not supported", UNSUPPORTED)
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice is not None:
+        chat["tool_choice"] = choice
+    return chat
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    named = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return {"type": "function", "function": {"name": tool.name, **_given(named)}}
+
+
+def _given(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: said for name, said in named.items() if said is not None}

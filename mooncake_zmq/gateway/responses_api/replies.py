@@ -1,0 +1,161 @@
+"""Replies of OpenAI's Responses API, whole or as server-sent events."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from mooncake_zmq.gateway.openai.answer_parts import Begins, Ends, Grows, Part, PartEvent
+from mooncake_zmq.gateway.openai.errors import RequestError
+from mooncake_zmq.gateway.openai.over_chat import OverChat
+from mooncake_zmq.gateway.openai.prepare import Prepared
+from mooncake_zmq.gateway.openai.responses import server_sent
+from mooncake_zmq.gateway.responses_api.items import CALL_PREFIX
+from mooncake_zmq.gateway.served_model import ServedModel
+
+
+class ResponsesReply(OverChat):
+    """The JSON of one call of /v1/responses, whole or in events."""
+
+    repeats_text = True
+
+    def __init__(
+        self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, shows_reuse: bool = True
+    ) -> None:
+        """See `OverChat`."""
+        super().__init__(prepared, model, request_id=request_id, created=created, shows_reuse=shows_reuse)
+        self._id = request_id
+        self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model.id}
+        self._sent = 0
+        """The number of events so far."""
+
+    def encoded(self) -> bytes:
+        """Return the body of a call that does not stream, as JSON."""
+        self._take_whole()
+        return msgspec.json.encode(self._response(self._final_status()))
+
+    def news(self) -> bytes:
+        """Return everything new, as server-sent events."""
+        (choice,) = self.choices
+        if not choice.has_news:
+            return b""
+        begun = choice.pieces_taken > 0
+        first = [] if begun else [self._lifecycle(name, "in_progress") for name in ("created", "in_progress")]
+        return self._written([*first, *self._events(self._parts.push(choice.take()))])
+
+    def ending(self) -> bytes:
+        """Return the last events of a stream."""
+        last = list(self._events(self._parts.end()))
+        status = self._final_status()
+        return self._written([*last, self._lifecycle(status, status)])
+
+    def failure(self, error: RequestError) -> bytes:
+        """Return the event of an answer that failed after it had begun."""
+        event = self._lifecycle("failed", "failed")
+        event["response"]["error"] = {"code": error.code, "message": error.message}
+        return self._written([event])
+
+    def _written(self, events: Iterable[dict[str, Any]]) -> bytes:
+        written = []
+        for event in events:
+            kind = event["type"]
+            written.append(f"event: {kind}\n".encode() + server_sent({**event, "sequence_number": self._sent}))
+            self._sent += 1
+        return b"".join(written)
+
+    def _lifecycle(self, name: str, status: str) -> dict[str, Any]:
+        return {"type": f"response.{name}", "response": self._response(status)}
+
+    def _final_status(self) -> str:
+        (choice,) = self.choices
+        return "incomplete" if choice.finish_reason == "length" else "completed"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """Return the response: what the call asked for in sizes and sampling is repeated, its input and tools are not."""
+        body, ended = self.body, status in ("completed", "incomplete")
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": None,
+            "max_output_tokens": body.max_completion_tokens,
+            "metadata": {},
+            "output": [_item(part, self._id, self._item_status(part, status)) for part in self._parts.all] if ended else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "tool_choice": _choice_of(body.tool_choice),
+            "tools": [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+        }
+
+    def _item_status(self, part: Part, status: str) -> str:
+        return "incomplete" if status == "incomplete" and part is self._parts.all[-1] else "completed"
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._chat.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": self._cached_tokens()},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _events(self, parts: Iterable[PartEvent]) -> Iterator[dict[str, Any]]:
+        for event in parts:
+            part = event.part
+            at = {"item_id": _item_id(part, self._id), "output_index": part.index}
+            within = at if part.is_call else {**at, "content_index": 0}
+            match event:
+                case Begins():
+                    begun = _item(part, self._id, "in_progress")
+                    yield {"type": "response.output_item.added", "output_index": part.index, "item": begun}
+                    if not part.is_call:
+                        yield {"type": "response.content_part.added", **within, "part": _output_text("")}
+                case Grows(_, more) if part.is_call:
+                    yield {"type": "response.function_call_arguments.delta", **within, "delta": more}
+                case Grows(_, more):
+                    yield {"type": "response.output_text.delta", **within, "delta": more, "logprobs": []}
+                case Ends():
+                    yield from self._ends(part, within)
+
+    def _ends(self, part: Part, within: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        text = part.text
+        if part.is_call:
+            yield {"type": "response.function_call_arguments.done", **within, "name": part.name, "arguments": text}
+        else:
+            yield {"type": "response.output_text.done", **within, "text": text, "logprobs": []}
+            yield {"type": "response.content_part.done", **within, "part": _output_text(text)}
+        (choice,) = self.choices
+        status = "incomplete" if choice.finish_reason == "length" and part is self._parts.all[-1] else "completed"
+        yield {"type": "response.output_item.done", "output_index": part.index, "item": _item(part, self._id, status)}
+
+
+def _item_id(part: Part, request_id: str) -> str:
+    return f"{'fc' if part.is_call else 'msg'}_{request_id}_{part.index}"
+
+
+def _item(part: Part, request_id: str, status: str) -> dict[str, Any]:
+    """Return a part as an item of the output."""
+    common = {"id": _item_id(part, request_id), "status": status}
+    if part.is_call:
+        call = {"call_id": CALL_PREFIX + part.call_id, "name": part.name, "arguments": part.text}
+        return {**common, "type": "function_call", **call}
+    content = [] if status == "in_progress" else [_output_text(part.text)]
+    return {**common, "type": "message", "role": "assistant", "content": content}
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _choice_of(chosen: msgspec.Raw) -> Any:
+    """Return a chat's choice of tools in the words of this API."""
+    found = msgspec.json.decode(chosen)
+    return {"type": "function", **found["function"]} if isinstance(found, dict) else found or "auto"
