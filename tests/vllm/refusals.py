@@ -3,9 +3,11 @@
 from types import SimpleNamespace as Told
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+from vllm.v1.core.kv_cache_utils import _promote_local_kv_cache_specs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
-from mooncake_zmq.vllm.connector import _checked
+from mooncake_zmq.vllm.connector import MooncakeZmqConnector, _checked
 
 ATTENTION = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**ATTENTION)
@@ -38,7 +40,21 @@ def refused(told: Told, kept: Told, words: str) -> None:
     assert "\n" not in said
 
 
+def without_hybrid_manager() -> None:
+    """Check what docs/vllm.md says of vLLM without its hybrid manager: windows are full attention, states are refused."""
+    assert not supports_hma(MooncakeZmqConnector)
+    windows = _promote_local_kv_cache_specs({"full": FULL, "window": SLIDING})
+    assert {type(each) for each in windows.values()} == {FullAttentionSpec}
+    said = ""
+    try:
+        _promote_local_kv_cache_specs({"full": FULL, "state": MAMBA})
+    except ValueError as error:
+        said = str(error)
+    assert "Failed to promote local KV cache specs to one unified type" in said, said or "not refused: states"
+
+
 def main() -> None:
+    without_hybrid_manager()
     assert _checked(config(), cache(FULL)).endpoints == ("tcp://127.0.0.1:7300",)
     refused(config(), cache(FULL, SLIDING), "2 KV cache groups; only one is supported")
     refused(config(), cache(FULL, MAMBA, MAMBA), "3 KV cache groups")
