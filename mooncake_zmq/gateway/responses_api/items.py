@@ -157,7 +157,7 @@ def _turns(body: ResponsesBody, model: ServedModel) -> list[dict[str, Any]]:
     leading = [body.instructions] if body.instructions else []
     while turns and turns[0]["role"] == "system":
         leading.append(turns.pop(0)["content"])
-    if not turns:
+    if not turns and not leading:
         raise invalid("input", "the input is empty")
     return [*([{"role": "system", "content": "\n\n".join(leading)}] if leading else []), *turns]
 

@@ -163,6 +163,13 @@ def test_calls_are_items_and_come_back_to_the_model_with_their_outputs_as_in_a_c
     assert ours.only.keys == theirs.only.keys
 
 
+def test_a_system_prompt_alone_is_a_conversation_as_in_a_chat() -> None:
+    ours, theirs = saying("fine"), saying("fine")
+    assert ask(ours, input=[{"role": "developer", "content": "say fine"}]).status_code == 200
+    assert theirs.chat(messages=[{"role": "system", "content": "say fine"}]).status_code == 200
+    assert prompt_of(ours) == prompt_of(theirs)
+
+
 @pytest.mark.parametrize(
     ("asked", "held"),
     [
