@@ -163,6 +163,7 @@ _forward("trace-data", "mooncake_zmq.laboratory.trace_data", "Where the public t
 _forward("bench", "mooncake_zmq.bench.command", "Measure performance, each value beside its reference.")
 _forward("profile", "mooncake_zmq.bench.command", "Measure the engine for the conductor's predictions.")
 _forward("restart", "mooncake_zmq.operate.console.restart", "Restart all nodes one after the other, without an error.")
+_forward("usage", "mooncake_zmq.operate.usage", "Sum up the tokens that API keys used, by day.")
 _forward("compile", "mooncake_zmq.native.command", "Compile what every node runs for each message to machine code.")
 _forward("keys", "mooncake_zmq.operate.keys", "Make, list and rotate the keys by which nodes and clients authenticate.")
 

@@ -1,6 +1,7 @@
 """Every command of the README and the pages is tried at toy size, or named with the reason why it is not."""
 
 import re
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,12 +10,14 @@ from click.testing import CliRunner
 from page_commands import LIVE, NOT_RUN, ROOT, TOY_SIZE, PageCommand, how, page_commands
 
 from mooncake_zmq.cli import main
+from mooncake_zmq.telemetry.usage import Meter
 
 COMMANDS = page_commands()
 TRACE = "".join(
     f'{{"timestamp": {1000 * number}, "input_length": 1000, "output_length": 8, "hash_ids": [1, {number}]}}\n'
     for number in range(40)
 )
+USED_AT = datetime(2026, 11, 27, tzinfo=UTC).timestamp()
 KEYS_FIRST = ("keys rotate", "keys drop")
 
 
@@ -55,8 +58,12 @@ def test_a_command_of_a_page_ends_well(command: PageCommand, tmp_path: Path, mon
         "NODE": "decode-a",
         "~/models/qwen3.gguf": "toy",
         "/etc/mooncake-zmq/api_keys": "api_keys",
+        "/var/lib/mooncake-zmq/usage": "usage",
         "keys": "keys",
     }
+    meter = Meter(tmp_path / "usage", "gateway-0", now=lambda: USED_AT)
+    meter.note("alice", prompt=1, cached=(0, 0, 0), completion=1)
+    meter.write()
     extra = (how(command, TOY_SIZE) or "").replace("RUNTIME", str(tmp_path / "run")).split()
     words = [known.get(word, word) for word in command.words[1:]]
     if "--plot" in words and find_spec("matplotlib") is None:

@@ -80,6 +80,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="With --tenants, of each flood, and of the time before it.",
 )
+@click.option(
+    "--step-ms",
+    type=click.FloatRange(min=0, max=1000),
+    default=5.0,
+    show_default=True,
+    help="With --tenants, the time of a decode's step; a large model's on real hardware is some 28.",
+)
 @click.option("--keep", is_flag=True, help="Keep the directory with the logs of a clean run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def chaos(
@@ -98,6 +105,7 @@ def chaos(
     tenants: bool,
     kinds: tuple[str, ...],
     seconds: float,
+    step_ms: float,
     keep: bool,
     as_json: bool,
 ) -> None:
@@ -111,7 +119,6 @@ def chaos(
     \b
     Examples:
       mooncake-zmq chaos                            a minute of it
-      mooncake-zmq chaos --minutes 10 --seed 7
       mooncake-zmq chaos --minutes 60 --lasting     does memory grow?
       mooncake-zmq chaos --plan --seed 7            only what would be done
       mooncake-zmq chaos --hostile 1000000 --clients 2
@@ -123,7 +130,7 @@ def chaos(
     _refuse_both(hostile, bursts)
     loaded = _load(path)
     if tenants:
-        _run_tenants(loaded, kinds, seconds, keep=keep, as_json=as_json)
+        _run_tenants(loaded, kinds, seconds, step_ms / 1000, keep=keep, as_json=as_json)
     wanted_kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_processes)]
     if plan_only:
         _print_plan(loaded, seed, minutes, wanted_kinds)
@@ -196,11 +203,13 @@ def _run_faults(wanted: "Wanted", *, keep: bool, as_json: bool) -> NoReturn:
     _end(outcome.problems, outcome.directory, keep=keep)
 
 
-def _run_tenants(loaded: "Loaded", kinds: Sequence[str], seconds: float, *, keep: bool, as_json: bool) -> NoReturn:
+def _run_tenants(
+    loaded: "Loaded", kinds: Sequence[str], seconds: float, step_s: float, *, keep: bool, as_json: bool
+) -> NoReturn:
     from mooncake_zmq.chaos import tenants
 
     try:
-        outcome = asyncio.run(tenants.TenantsRun(loaded, kinds or [*KINDS], seconds, _sayer()).run())
+        outcome = asyncio.run(tenants.TenantsRun(loaded, kinds or [*KINDS], seconds, step_s, _sayer()).run())
     except KeyboardInterrupt:
         sys.exit(130)
     if as_json:

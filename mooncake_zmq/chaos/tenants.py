@@ -31,7 +31,6 @@ from mooncake_zmq.gateway.requests.tenants import Tenant, digest_of
 
 SHARE = 0.25
 """The share of a gateway's slots that each of the two may have."""
-STEP_S = 0.005
 PROMPT_TOKENS, ANSWER_TOKENS = 64, 8
 BOBS = 4
 """The number of requests that bob has open at a time."""
@@ -175,9 +174,10 @@ class Bob:
 class TenantsRun:
     """Drives one run: a cluster with two tenants, and each kind of flood in turn."""
 
-    def __init__(self, loaded: Loaded, kinds: Sequence[str], seconds: float, say: Say) -> None:
-        """`seconds`: the length of each flood, and of bob's time alone before it."""
-        self._loaded, self._kinds, self._seconds, self._say = loaded, kinds, seconds, say
+    def __init__(self, loaded: Loaded, kinds: Sequence[str], seconds: float, step_s: float, say: Say) -> None:
+        """`seconds`: the length of each flood, and of bob's time alone before it. `step_s`: the time of a decode's step."""
+        self._loaded, self._kinds, self._say = loaded, kinds, say
+        self._seconds, self._step_s = seconds, step_s
         self._secrets = {name: secrets.token_urlsafe(24) for name in ("alice", "bob", "operator")}
         self.outcome = Outcome(Path(tempfile.mkdtemp(prefix="mz-chaos-")))
 
@@ -192,7 +192,7 @@ class TenantsRun:
                 network,
                 more={"gateway.api_keys": str(self._api_keys())},
                 operators_key=self._secrets["operator"],
-                step_s=STEP_S,
+                step_s=self._step_s,
             )
             try:
                 await self._with(cluster, network)

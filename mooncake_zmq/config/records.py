@@ -266,6 +266,9 @@ class GatewaySettings:
     cors_origins: tuple[str, ...] = ()
     """The origins whose pages in a browser may call this gateway and read its answers: "https://chat.example.org", or "*" for
     all. A call that needs an API key needs it from there too. Empty: none."""
+    usage_directory: str = ""
+    """The directory in which the gateway counts the calls and tokens of each API key by day, for `mooncake-zmq usage`; it is
+    made if it does not exist. A line is appended each second in which calls ended. Empty: none."""
     otlp_endpoint: str = ""
     """The collector that receives spans of requests as OTLP over HTTP: "http://HOST:4318". Needs the extra `otel`. Empty:
     none."""

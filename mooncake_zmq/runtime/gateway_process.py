@@ -34,6 +34,7 @@ from mooncake_zmq.runtime.listening import HTTP_BACKLOG, claim, is_deserted, lis
 from mooncake_zmq.runtime.node_process import NodeProcess
 from mooncake_zmq.runtime.parts import Parts
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+from mooncake_zmq.telemetry.usage import WRITE_S
 
 log = structlog.get_logger()
 
@@ -121,6 +122,7 @@ class GatewayProcess(NodeProcess):
                 "tbt_slo_s": config.conductor.tbt_slo_s,
             },
             export=otlp.export if otlp else lambda entry, names: None,
+            meter=self.parts.open_meter(),
         )
         self.parts.facts.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}
         self.parts.facts.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
@@ -157,6 +159,8 @@ class GatewayProcess(NodeProcess):
             sockets=self.parts.sockets,
         )
         runtime.every(STEP_S, self.edge.sample)
+        if self.edge.meter is not None:
+            runtime.every(WRITE_S, self.edge.meter.write)
         for file in (self._tls, self._api_keys):
             if file is not None:
                 runtime.every(REFRESH_S, file.refresh)

@@ -38,6 +38,7 @@ from mooncake_zmq.runtime.listening import PortInUse
 from mooncake_zmq.runtime.node_plan import NodePlan
 from mooncake_zmq.telemetry.metrics import Snapshot, page_of
 from mooncake_zmq.telemetry.metrics_endpoint import MetricsEndpoint
+from mooncake_zmq.telemetry.usage import Meter
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.data_server import DataServer
@@ -305,6 +306,19 @@ class Parts:
         self.stack.callback(otlp.close)
         self.facts.threads["otlp"] = otlp.counts
         return otlp
+
+    def open_meter(self) -> Meter | None:
+        """Open the files in which a gateway counts what API keys use, if they are configured. Raises ConfigError."""
+        directory = self.plan.settings.usage_directory
+        if not directory:
+            return None
+        try:
+            meter = Meter(Path(directory).expanduser(), self.plan.node.name)
+        except OSError as error:
+            raise ConfigError(f"gateway.usage_directory: {directory}: {error.strerror}") from None
+        self.stack.callback(meter.write)
+        self.facts.threads["usage"] = meter.counts
+        return meter
 
     def serve_metrics(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple) -> None:
         """Serve the node's metrics at its own port, if it has one; raises PortInUse."""

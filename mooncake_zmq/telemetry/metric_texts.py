@@ -76,6 +76,7 @@ _GATEWAY = {
     "http_connections_displaced": "HTTP connections closed for newcomers: idle ones, and slow bodies",
     "http_connections_timed_out": "HTTP connections closed because they were idle or their headers late",
     "http_handshakes_failed": "TLS handshakes that failed",
+    "usage_not_written": "Times that usage of API keys could not be appended to its file; it is kept and appended later",
     "otlp_requests_exported": "Requests whose spans the collector took",
     "otlp_requests_dropped": "Requests whose spans were not exported, by reason: full queue, or not taken",
     "otlp_requests_not_sampled": "Requests whose client said that its trace is not sampled",

@@ -11,6 +11,7 @@ import pytest
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy, until_none
 
 from mooncake_zmq.gateway.http.tls import trusting
+from mooncake_zmq.operate.usage import read
 from mooncake_zmq.transfer import key_files
 
 pytestmark = pytest.mark.timeout(120)
@@ -46,6 +47,7 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
     secret, operators = api_key("alice", "--requests", "1000"), api_key("watch", "--role", "metrics")
     shown = certificates.make(directory)
     settings = (f"security.keys={keys}", f"gateway.api_keys={api_keys}")
+    settings += (f"gateway.usage_directory={directory / 'usage'}",)
     settings += (f"gateway.tls_certificate={shown.certificate}", f"gateway.tls_key={shown.key}")
     cluster = ToyCluster(directory / "run", config=str(config), settings=settings)
     cluster.url = cluster.url.replace("http:", "https:")
@@ -78,6 +80,11 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
         until_none(cluster.missing, 30)
         assert key_files.drop(keys, "decode-a") == 1
         assert ask(PROMPT).json()["choices"][0]["token_ids"] == expected_tokens(PROMPT, 8)
+        eventually(lambda: sum(each.calls for each in read(directory / "usage")) == 4, 20, "alice's calls are written")
+        used = list(read(directory / "usage"))
+        assert {each.key for each in used} == {"alice"}
+        assert sum(each.prompt_tokens for each in used) == 3 * len(prompt) + len(PROMPT)
+        assert sum(each.completion_tokens for each in used) == 4 * 8
         api_keys.write_text("")
         eventually(lambda: ask(PROMPT).status_code == 401, 20, "alice is out")
         edge = cluster.dumps()["gateway-0"]["edge"]

@@ -29,6 +29,7 @@ TOY_SIZE = {
     r"mooncake-zmq doctor": "--set cluster.runtime_dir=RUNTIME",
     r"mooncake-zmq model inspect ": "",
     r"mooncake-zmq keys ": "",
+    r"mooncake-zmq usage ": "",
     r"mooncake-zmq attach --flags ": "",
     r"mooncake-zmq sim (conversation_trace|--generate)": "",
     r"mooncake-zmq trace-data": "",

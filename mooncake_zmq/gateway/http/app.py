@@ -292,11 +292,28 @@ class _Generation:
                 await Response(whole, media_type="application/json")(scope, _nothing, send)
         finally:
             usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
+            self._meter(prepared, reply)
             scope["state"]["facts"] |= {
                 "prompt_tokens": reply.prompt_tokens,
                 "completion_tokens": reply.completion_tokens,
                 "finish_reasons": [choice.finish_reason for choice in prepared.choices],
             }
+
+    def _meter(self, prepared: Prepared, reply: AnyReply) -> None:
+        """Count what a call has used; one that got no token has used nothing."""
+        if self._edge.meter is None or not reply.completion_tokens:
+            return
+        ended = [each.finished for each in prepared.choices[:: prepared.body.choices_per_prompt] if each.finished]
+        self._edge.meter.note(
+            prepared.requests[0].tenant,
+            prompt=reply.prompt_tokens,
+            cached=(
+                sum(each.cached_own for each in ended),
+                sum(each.cached_local for each in ended),
+                sum(each.cached_remote for each in ended),
+            ),
+            completion=reply.completion_tokens,
+        )
 
 
 class _Messages(_Generation):

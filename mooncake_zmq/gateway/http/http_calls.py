@@ -32,6 +32,7 @@ from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names, Traces
 from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.telemetry.usage import Meter
 
 OUTPUTS_AT_ONCE = 256
 BUFFERED_OF_EACH = 8
@@ -112,10 +113,11 @@ class Edge:
         listed: Sequence[Listed] = (),
         about: Mapping[str, Any] | None = None,
         export: Callable[[RequestEntry, Names], None] = lambda entry, names: None,
+        meter: Meter | None = None,
     ) -> None:
         """Open an edge. `max_open`: requests that the actor takes at once. `tenants`: those that may call; None: any caller on
         this machine, or with `allow_open` on any machine. `listed`: the nodes of the deployment. `about`: further fields of
-        /cluster. `export`: called with each request that ended."""
+        /cluster. `export`: called with each request that ended. `meter` counts what API keys use."""
         self.tenants = tenants
         self.allow_open = allow_open
         self.name = name
@@ -131,6 +133,7 @@ class Edge:
         self.overview = self._overview(listed, about)
         self.draining = False
         self._export = export
+        self.meter = meter
         self._unwritten: deque[tuple[RequestEntry, Names]] = deque()
         self._will_write = False
         self.traces = Traces(self._slos)

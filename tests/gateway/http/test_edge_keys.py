@@ -9,7 +9,10 @@ from scripted_actor import ScriptedActor
 from test_edge_errors import error_of
 
 from mooncake_zmq.gateway.http import app
+from mooncake_zmq.gateway.requests.client_events import Failed
 from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants, digest_of
+from mooncake_zmq.operate.usage import read
+from mooncake_zmq.telemetry.usage import Meter
 
 BODY = {"prompt": [1, 2, 3, 4, 5, 6, 7, 8], "max_tokens": 4}
 
@@ -51,6 +54,24 @@ def test_who_has_a_key_is_served():
     assert ask(actor, "alice").status_code == 200
     assert ask(actor, "alice", "/v1/models").status_code == 200
     assert actor.edge.tenants.slots_taken == 0
+
+
+def test_what_a_key_uses_is_counted_once_a_call(tmp_path):
+    actor = guarded()
+    actor.edge.meter = Meter(tmp_path, "gw", now=lambda: 0.0)
+    ask(actor, "alice")
+    ask(actor, "alice", n=3)
+    hello = {"messages": [{"role": "user", "content": "hello"}]}
+    actor.call("POST", "/v1/chat/completions", json=hello, headers={"authorization": "Bearer bob"})
+    ask(actor, "bob", max_tokens=1000)  # a 400
+    actor.script = lambda _request, _number: [[Failed(status=503, code="overloaded", message="full")]]
+    ask(actor, "bob")
+    actor.edge.meter.write()
+    alice, bob = read(tmp_path)
+    cached = [(each.cached_own, each.cached_local, each.cached_remote) for each in (alice, bob)]
+    assert (alice.key, alice.calls, alice.prompt_tokens, alice.completion_tokens) == ("alice", 2, 16, 8)
+    assert (bob.key, bob.calls, bob.completion_tokens) == ("bob", 1, 2)
+    assert cached == [(2, 4, 2), (1, 2, 1)]
 
 
 def test_what_load_balancers_ask_needs_no_key_and_metrics_an_admins():
