@@ -13,6 +13,7 @@ import click
 import msgspec
 import numpy as np
 
+from mooncake_zmq.bench.chats import chats
 from mooncake_zmq.bench.client import Client, Replayed, replay
 from mooncake_zmq.bench.client_connection import Connections, Target
 from mooncake_zmq.bench.client_prompts import PromptForm
@@ -113,6 +114,8 @@ def bench_gateway(rounds: int, parts: Sequence[str], progress: Progress) -> Repo
                 run.relay(rounds)
             if "open" in parts:
                 run.open()
+    if "chat" in parts:
+        chats(report, rounds, progress)
     return report
 
 

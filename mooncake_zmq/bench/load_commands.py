@@ -37,7 +37,7 @@ class TraceRefused(click.ClickException):
     exit_code = 2
 
 
-GATEWAY_PARTS = ("ttft", "relay", "open", "rate")
+GATEWAY_PARTS = ("ttft", "relay", "open", "rate", "chat")
 
 
 @click.command(epilog=CLIENT_EXAMPLES, context_settings={"max_content_width": 110})
@@ -160,7 +160,7 @@ def _client(
 @plot_option("the ratios")
 def gateway(rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
     """Measure what the gateway adds: TTFT at idle, CPU time of its process per token, a thousand open streams, 200 requests a
-    second.
+    second, the next turn of a long chat.
 
     Engines are the toy's or modelled, so it takes no GPU; everything else is real. About two minutes on 2 cores.
     """

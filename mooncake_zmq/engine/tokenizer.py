@@ -20,6 +20,7 @@ import tokenizers
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.text_cache import TextCache, cuts
 
 VOCABULARY_FILE = "tokenizer.json"
 CONVERSATION_FILE = "conversation.json"
@@ -76,7 +77,9 @@ class Vocabulary(Protocol):
     def longest_token(self) -> int:
         """The most characters of a text that one id stands for."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, salt: str | None = None) -> list[int]:
+        """Return the ids of a text; with a `salt`, those of its parts that were tokenized with the same salt may be kept."""
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of `ids`; `special`: with the names of special tokens."""
 
@@ -107,10 +110,10 @@ class Tokenizer:
         self.chat_template = conversation.template or ""
         self.takes_tools = bool(re.search(r"\btools\b", self.chat_template))
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, salt: str | None = None) -> list[int]:
         """Return the ids of `text`; with `special`, after the prefix that the model puts before a text (its BOS, if it has
-        one)."""
-        ids = self._vocabulary.encode(_encodable(text))
+        one). With a `salt`, parts that were tokenized with the same salt are not tokenized again (`text_cache.py`)."""
+        ids = self._vocabulary.encode(_encodable(text), salt)
         if special and self._conversation.add_bos and self._conversation.bos_id is not None:
             return [self._conversation.bos_id, *ids]
         return ids
@@ -128,10 +131,15 @@ class Tokenizer:
         return TokenStream(self._vocabulary, special=special)
 
     def chat(
-        self, messages: list[dict[str, Any]], form: ChatForm = PLAIN_CHAT, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        form: ChatForm = PLAIN_CHAT,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        salt: str | None = None,
     ) -> list[int]:
-        """Return the ids of a conversation, as the model's template writes it. Raises TemplateFailed."""
-        return self._vocabulary.encode(_encodable(self.chat_text(messages, form, tools)))
+        """Return the ids of a conversation, as the model's template writes it; `salt` as in `encode`. Raises TemplateFailed."""
+        return self._vocabulary.encode(_encodable(self.chat_text(messages, form, tools)), salt)
 
     def chat_text(
         self, messages: list[dict[str, Any]], form: ChatForm = PLAIN_CHAT, tools: list[dict[str, Any]] | None = None
@@ -213,14 +221,16 @@ class BpeVocabulary:
         self._of_bytes = b"ByteLevel" in decoder
         self.joins_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
+        self._cache = TextCache(self._encode, {} if tokenizer.truncation else cuts([*added.items()], self._encode))
         self._added = frozenset(added)
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, salt: str | None = None) -> list[int]:
+        return self._cache.encode(text, salt)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         # A batch, even of one: it releases the interpreter's lock while it works, and `encode` does not.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
@@ -255,7 +265,7 @@ class ByteVocabulary:
         self._pieces = [bytes([byte]) for byte in range(256)] + [b""] * len(self.SPECIAL)
         self._pieces += [f"<{token}>".encode() for token in range(len(self._pieces), size)]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, salt: str | None = None) -> list[int]:
         ids: list[int] = []
         for piece in self._split.split(text):
             ids += [self._special_ids[piece]] if piece in self._special_ids else piece.encode()

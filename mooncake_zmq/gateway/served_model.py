@@ -25,8 +25,9 @@ class Tokenizer(Protocol):
     longest_token: int
     """Characters of a text that one id stands for at most."""
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special`: with what the model puts before a text."""
+    def encode(self, text: str, *, special: bool = True, salt: str | None = None) -> list[int]:
+        """`special`: with what the model puts before a text. `salt`: parts of the text that were tokenized with the same one
+        need not be tokenized again."""
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """`special`: with the names of special tokens."""
@@ -40,7 +41,12 @@ class Tokenizer(Protocol):
 
     def stream(self, *, special: bool = False) -> TextStream: ...
     def chat(
-        self, messages: list[dict[str, Any]], form: ChatForm = PLAIN_CHAT, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        form: ChatForm = PLAIN_CHAT,
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        salt: str | None = None,
     ) -> list[int]:
         """Raises ValueError when the chat template refuses the messages."""
         ...

@@ -10,12 +10,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.bench import chats
 from mooncake_zmq.bench.client import Replayed
 from mooncake_zmq.bench.client_report import Bounds, result_of
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.gateway import BACKEND, MODELLED, NODES, OPEN_STREAMS, OPEN_TOKENS, PROMPT_TOKENS, TOY, _expect_open
 from mooncake_zmq.bench.memory import threads_cpu_s
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.config.load import load
 
 
@@ -90,3 +92,12 @@ def test_help_shows_how_it_is_used(command: str) -> None:
     result = CliRunner().invoke(bench, [command, "--help"])
     assert result.exit_code == 0
     assert f"mooncake-zmq bench {command}" in result.output
+
+
+def test_a_further_turn_of_a_chat_is_beside_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chats, "TOKENS", 30_000)
+    report = Report("gateway")
+    chats.chats(report, 1, lambda _text: None)
+    (row,) = report.rows
+    assert row.value > 0
+    assert row.reference > 0

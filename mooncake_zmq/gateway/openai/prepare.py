@@ -113,7 +113,7 @@ class _Common:
     def add(self, prompt: Prompt, prepared: Prepared) -> None:
         """Add the requests and choices for one prompt. Raises RequestError."""
         body, model, param = self._body, self._model, _param_of(self._body)
-        ids = tokenized(prompt, model, param, form=self._form, tools=self._tools.given)
+        ids = tokenized(prompt, model, param, form=self._form, tools=self._tools.given, salt=self._salt)
         ids = body.truncated(ids, model)
         stop = body.stop_rule(len(ids), self._default_tokens, model, param)
         tokens = pack_tokens(ids)
@@ -245,16 +245,18 @@ def tokenized(
     special: bool = True,
     form: ChatForm = PLAIN_CHAT,
     tools: list[dict[str, Any]] | None = None,
+    salt: str | None = None,
 ) -> list[int]:
     """Its ids, at least one. `special`: with what the model puts before a text; `form`: how a conversation is written;
-    `tools`: which it may call. Raises RequestError."""
+    `tools`: which it may call; `salt`: of the prompts whose KV this one may use, as the ids of their texts may be used as well.
+    Raises RequestError."""
     if isinstance(prompt, str):
-        ids = model.tokenizer.encode(prompt) if special else model.tokenizer.encode(prompt, special=False)
+        ids = model.tokenizer.encode(prompt, special=special, salt=salt)
     elif isinstance(prompt[0], int):
         ids = [item for item in prompt if isinstance(item, int)]
     else:
         try:
-            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], form, tools)
+            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], form, tools, salt=salt)
         except ValueError as error:
             raise invalid(param, of_a_library(error)) from None
     if not ids:

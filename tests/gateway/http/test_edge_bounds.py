@@ -176,7 +176,7 @@ def test_what_is_being_answered_keeps_no_text():
 def test_errors_quote_little_of_what_was_sent(call):
     actor, long = ScriptedActor(), "y" * 5000
 
-    def refuse(_messages, _answer, _tools):
+    def refuse(_messages, _answer, _tools, **_options):
         raise ValueError(f"no such role: {long}")
 
     actor.edge.model.tokenizer.chat = refuse
@@ -199,7 +199,7 @@ def test_the_shortest_bodies_are_made_into_requests_at_once_and_of_the_loops_tim
     monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0))
     encode = actor.edge.model.tokenizer.encode
 
-    def slow(text):
+    def slow(text, **_options):
         seen.append(threading.current_thread() is threading.main_thread())
         now[0] += 3.0
         return encode(text)
@@ -234,7 +234,7 @@ def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(m
 def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none(none_at_once, name):
     actor, go_on, threads = ScriptedActor(), threading.Event(), []
 
-    def slow(text):
+    def slow(text, **_options):
         threads.append(threading.current_thread().name)
         assert text == "plain" or go_on.wait(10)
         return [1]
@@ -259,7 +259,9 @@ def test_whose_text_is_written_with_escapes_waits_for_no_grammar(text, monkeypat
     actor, threads = ScriptedActor(), []
     encode = actor.edge.model.tokenizer.encode
     monkeypatch.setattr(
-        actor.edge.model.tokenizer, "encode", lambda text: threads.append(threading.current_thread().name) or encode(text)
+        actor.edge.model.tokenizer,
+        "encode",
+        lambda text, **_options: threads.append(threading.current_thread().name) or encode(text),
     )
     escaped = json.dumps({"prompt": text}).replace("<", "\\u003c").replace("&", "\\u0026")
     assert actor.call("POST", "/v1/completions", content=escaped.encode()).status_code == 200
@@ -271,7 +273,7 @@ def test_a_long_body_keeps_no_short_one_waiting():
     go_on = threading.Event()
     encode = actor.edge.model.tokenizer.encode
 
-    def slow(text):
+    def slow(text, **_options):
         assert text == "short" or go_on.wait(10)
         return encode(text)
 
@@ -296,7 +298,7 @@ def test_what_a_client_no_longer_waits_for_is_not_prepared():
     go_on, encoded = threading.Event(), []
     encode = actor.edge.model.tokenizer.encode
 
-    def slow(text):
+    def slow(text, **_options):
         encoded.append(text)
         assert go_on.wait(10)
         return encode(text)

@@ -74,7 +74,7 @@ def test_hanging_up_while_tokenizing(monkeypatch):
     async def client(port):
         loop = asyncio.get_running_loop()
 
-        def slow(text):
+        def slow(text, **_options):
             loop.call_soon_threadsafe(started.set)
             assert go_on.wait(5)
             return encode(text)

@@ -119,7 +119,7 @@ def test_bad_messages(messages):
 def test_what_the_template_refuses():
     actor = ScriptedActor()
 
-    def refuse(_messages, _answer, _tools):
+    def refuse(_messages, _answer, _tools, **_options):
         raise ValueError("the chat template refused the messages: roles must alternate")
 
     actor.edge.model.tokenizer.chat = refuse

@@ -74,6 +74,26 @@ def test_what_a_key_uses_is_counted_once_a_call(tmp_path):
     assert cached == [(2, 4, 2), (1, 2, 1)]
 
 
+def test_kept_tokens_of_a_text_are_of_one_tenant_and_salt():
+    actor = guarded()
+    tokenizer, salts = actor.edge.model.tokenizer, []
+    encode = tokenizer.encode
+
+    def noting(text, *, special=True, salt=None):
+        salts.append(salt)
+        return encode(text, special=special)
+
+    tokenizer.encode = noting
+    for key, more in (("alice", {}), ("alice", {}), ("bob", {}), ("alice", {"cache_salt": "s"}), ("bob", {"cache_salt": "s"})):
+        assert ask(actor, key, prompt="a text", **more).status_code == 200
+    assert None not in salts
+    assert salts[0] == salts[1]
+    assert len({*salts}) == 4
+    body = {"prompt": "a text"}
+    assert actor.call("POST", "/tokenize", json=body, headers={"authorization": "Bearer alice"}).status_code == 200
+    assert salts[-1] is None
+
+
 def test_what_load_balancers_ask_needs_no_key_and_metrics_an_admins():
     actor = guarded()
     for path in ("/", "/health", "/ready", "/ping", "/live"):
@@ -149,7 +169,7 @@ class Held:
         self.go_on, self.prepared = threading.Event(), []
         encode = self.actor.edge.model.tokenizer.encode
 
-        def slow(text):
+        def slow(text, **_options):
             self.prepared.append(text)
             assert self.go_on.wait(10)
             return encode(text)

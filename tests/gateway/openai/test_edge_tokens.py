@@ -38,7 +38,7 @@ def test_a_conversation_is_told_as_the_engine_would_get_it():
 
 def test_what_a_model_puts_before_a_text_can_be_left_out():
     actor = ScriptedActor()
-    actor.edge.model.tokenizer.encode = lambda text, *, special=True: [256] * special + list(text.encode())
+    actor.edge.model.tokenizer.encode = lambda text, *, special=True, salt=None: [256] * special + list(text.encode())
     assert tokenize(actor, prompt="a").json()["tokens"] == [256, 97]
     assert tokenize(actor, prompt="a", add_special_tokens=True).json()["tokens"] == [256, 97]
     assert tokenize(actor, prompt="a", add_special_tokens=False).json()["tokens"] == [97]

@@ -1,0 +1,113 @@
+"""Keeps the ids of long texts between special tokens, so that the next turn of a conversation has only its new text tokenized.
+
+Special tokens cut a text before it is tokenized, so the ids of what lies between two of them depend on nothing else: they are
+the same wherever the text stands again. A chat template writes one around each message.
+"""
+
+import hashlib
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from typing import Protocol
+
+SHORTEST = 64
+"""Characters of a text below which it is tokenized each time: to find it would take as long."""
+MAX_BYTES = 64 << 20
+"""Limit on the ids kept, 4 bytes each: the least recently used texts go first."""
+ENTRY_BYTES = 200
+"""Memory of an entry beside its ids."""
+PROBES = ("a", " a", "a ", "A b", "\n", "\n\na", "1 2", "  ", "é", "▁a")
+"""Texts by which a tokenizer shows whether it treats the beginning of a text differently from the rest."""
+
+
+class Added(Protocol):
+    """The part of `tokenizers.AddedToken` that decides where it is found in a text."""
+
+    @property
+    def content(self) -> str: ...
+    @property
+    def lstrip(self) -> bool: ...
+    @property
+    def rstrip(self) -> bool: ...
+    @property
+    def single_word(self) -> bool: ...
+    @property
+    def normalized(self) -> bool: ...
+
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+
+
+def cuts(added: Sequence[tuple[int, Added]], encode: Encode) -> dict[str, int]:
+    """Return the tokens, by name, at which a text may be cut before it is tokenized; empty: nowhere. `encode` tokenizes several
+    texts. Tokens that are looked for in the normalized text are found inside the pieces. If any of the others takes blanks or
+    depends on its neighbours, or if the tokenizer itself shows that it treats the beginning of a text differently, no text is
+    cut."""
+    names = {token.content: number for number, token in added if not token.normalized and token.content}
+    plain = not any(token.lstrip or token.rstrip or token.single_word for _, token in added)
+    if not names or not plain:
+        return {}
+    name, number = next(iter(names.items()))
+    alone = encode(PROBES)
+    amid = encode([f"{name}{probe}{name}{probe}" for probe in PROBES])
+    return names if all(found == [number, *ids, number, *ids] for found, ids in zip(amid, alone, strict=True)) else {}
+
+
+class TextCache:
+    """The ids of texts, each for the clients that may know of each other. Safe to share between threads."""
+
+    def __init__(self, encode: Encode, cuts: dict[str, int], max_bytes: int = MAX_BYTES) -> None:
+        self._encode, self._cuts, self._max_bytes = encode, cuts, max_bytes
+        longest_first = sorted(cuts, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if cuts else None
+        self._lock = Lock()
+        self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
+        self.bytes = 0
+        """The bytes that are kept."""
+
+    def encode(self, text: str, salt: str | None) -> list[int]:
+        """Return the ids of a text. What was kept for another `salt` is not used, as its speed would show that someone else has
+        sent the same text. None: nothing is kept or used."""
+        if self._cut is None or salt is None or len(text) < SHORTEST:
+            return self._encode([text])[0]
+        pieces = self._cut.split(text)
+        known: dict[str, Sequence[int]] = {piece: (self._cuts[piece],) for piece in pieces if piece in self._cuts}
+        long = {piece: _key(salt, piece) for piece in pieces if len(piece) >= SHORTEST}
+        known |= self._find(long)
+        new = [piece for piece in dict.fromkeys(pieces) if piece and piece not in known]
+        for piece, ids in zip(new, self._encode(new), strict=True):
+            known[piece] = ids
+            if piece in long:
+                self._keep(long[piece], ids)
+        whole: list[int] = []
+        for piece in pieces:
+            whole += known.get(piece, ())
+        return whole
+
+    def _find(self, keys: Mapping[str, bytes]) -> dict[str, "array[int]"]:
+        with self._lock:
+            found = {piece: self._kept[key] for piece, key in keys.items() if key in self._kept}
+            for piece in found:
+                self._kept.move_to_end(keys[piece])
+            return found
+
+    def _keep(self, key: bytes, ids: Sequence[int]) -> None:
+        kept = array("i", ids)
+        with self._lock:
+            if key not in self._kept:
+                self.bytes += _size(kept)
+            self._kept[key] = kept
+            self._kept.move_to_end(key)
+            while self.bytes > self._max_bytes:
+                self.bytes -= _size(self._kept.popitem(last=False)[1])
+
+
+def _size(ids: "array[int]") -> int:
+    return ENTRY_BYTES + len(ids) * ids.itemsize
+
+
+def _key(salt: str, piece: str) -> bytes:
+    """Return a digest of both, of a kind for which no two texts with the same one can be found."""
+    return hashlib.blake2b(piece.encode(), key=hashlib.blake2b(salt.encode()).digest(), digest_size=32).digest()
