@@ -156,6 +156,7 @@ def _forward(name: str, module: str, summary: str) -> None:
 _forward("attach", "mooncake_zmq.operate.attach.command", "Serve through vLLM servers that run, with a pool, by their URLs.")
 _forward("simtest", "mooncake_zmq.simulation.report", "Run the cluster under virtual time and seeded faults.")
 _forward("chaos", "mooncake_zmq.chaos.command", "Break a real cluster by seeded faults; clients check every token.")
+_forward("prove", "mooncake_zmq.prove.command", "Compare restored KV with computed KV, for any connector of vLLM.")
 _forward("fuzz", "mooncake_zmq.fuzz.command", "Feed unexpected bytes to every decoder of outside input.")
 _forward("sim", "mooncake_zmq.laboratory.command", "Replay a trace in virtual time: policies, sizes, SLOs.")
 _forward("reproduce", "mooncake_zmq.laboratory.reproduce.command", "Print a figure of the papers beside this project's own.")

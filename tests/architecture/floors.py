@@ -30,8 +30,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"bench", "fuzz"}),
     # The command line, which names all commands.
     frozenset({"cli"}),
-    # What starts whole clusters through the command line.
-    frozenset({"chaos", "__main__"}),
+    # What starts whole clusters through the command line, or other programs.
+    frozenset({"chaos", "prove", "__main__"}),
 )
 
 

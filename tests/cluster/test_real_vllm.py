@@ -15,9 +15,10 @@ import httpx
 import pytest
 from stopping import stop
 from strange_model import VOCABULARY, write_model
-from tiny_llama import llama_config, write_weights
 from toy_cluster import ROOT, Stream, eventually, free_port, greedy, until_none
 from vllm_cluster import ApartCluster, VllmCluster, cpu_s
+
+from mooncake_zmq.prove.tiny_llama import llama_config, write_weights
 
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [

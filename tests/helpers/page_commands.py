@@ -61,6 +61,7 @@ NOT_RUN = {
     r"bin/install|git pull|cp |vi |install -|mkdir |printf |systemctl |journalctl |export |grep ": "needs root, or systemd",
     r"pip install|python3 -m venv|\S+/pip install|\S+/python -m pytest": "downloads packages",
     r"vllm serve|mooncake-zmq bench vllm|mooncake-zmq bench .*--(vllm|router|mooncake)-python": "needs another engine",
+    r"mooncake-zmq prove vllm": "needs vLLM; tests/prove runs it with stand-ins",
     r"mooncake-zmq bench zoo --live --config": "minutes of real engines; the toy's run is the same code",
     r"mooncake-zmq bench (all|compare)": "half an hour a turn; tests/bench/test_everything.py runs both on small reports",
     r"mooncake-zmq bench pool($| --only)": "a minute; tests/bench/test_pool.py runs its rows",

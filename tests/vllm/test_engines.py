@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from pool_process import Pool
-from tiny_llama import BLOCK_TOKENS, VOCAB, write_model
 from vllm_process import ROOT, Vllm
+
+from mooncake_zmq.prove.tiny_llama import BLOCK_TOKENS, VOCAB, write_model
 
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [

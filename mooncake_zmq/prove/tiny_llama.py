@@ -1,10 +1,11 @@
-"""A Llama of two layers with random normal weights, written as Hugging Face has models."""
+"""A Llama of two layers with random normal weights, as a Hugging Face directory: its tokens depend on all of its KV."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -16,8 +17,8 @@ BLOCK_TOKENS = 32
 VALUE_BYTES = LAYERS * 2 * KV_HEADS * HEAD * BLOCK_TOKENS * 4
 
 
-def llama_config(vocabulary: int = VOCAB, positions: int = 4096) -> dict[str, Any]:
-    """What config.json says of its kind and sizes."""
+def llama_config(vocabulary: int = VOCAB, positions: int = 4096, rope_theta: float = 10_000.0) -> dict[str, Any]:
+    """Return the part of config.json that says its kind and sizes."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -30,7 +31,7 @@ def llama_config(vocabulary: int = VOCAB, positions: int = 4096) -> dict[str, An
         "vocab_size": vocabulary,
         "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        "rope_theta": rope_theta,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
@@ -38,10 +39,10 @@ def llama_config(vocabulary: int = VOCAB, positions: int = 4096) -> dict[str, An
 
 
 def write_weights(directory: Path, vocabulary: int = VOCAB, seed: int = 0) -> None:
-    """Different seeds have different weights in files of the same size."""
+    """Write weights; those of different seeds differ in files of the same size."""
     random = np.random.default_rng(seed)
 
-    def normal(*shape: int) -> np.ndarray:
+    def normal(*shape: int) -> NDArray[np.float32]:
         return random.standard_normal(shape, dtype=np.float32) * np.float32(3 / np.sqrt(shape[-1]))
 
     tensors = {"model.embed_tokens.weight": normal(vocabulary, HIDDEN), "lm_head.weight": normal(vocabulary, HIDDEN)}
@@ -63,12 +64,12 @@ def write_weights(directory: Path, vocabulary: int = VOCAB, seed: int = 0) -> No
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_model(directory: Path, seed: int = 0, positions: int = 4096) -> Path:
-    """With a tokenizer of words."""
+def write_model(directory: Path, seed: int = 0, positions: int = 4096, rope_theta: float = 10_000.0) -> Path:
+    """Write a model with a tokenizer of words, in the place of one that is there; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     write_weights(directory, seed=seed)
     ends = {"bos_token_id": 0, "eos_token_id": 1}
-    (directory / "config.json").write_text(json.dumps(llama_config(positions=positions) | ends))
+    (directory / "config.json").write_text(json.dumps(llama_config(positions=positions, rope_theta=rope_theta) | ends))
     words = {"<bos>": 0, "<eos>": 1, "<unk>": 2} | {f"w{number}": number for number in range(3, VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
