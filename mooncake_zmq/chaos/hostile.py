@@ -2,6 +2,7 @@
 others. Their effect shows in the cluster's clients, logs and memory."""
 
 import asyncio
+import math
 import socket
 import time
 from collections import Counter
@@ -147,7 +148,7 @@ async def burst(cluster: Cluster, count: int, seed: int, say: Callable[[str], No
     """Send `count` bursts of connections to one socket of every kind; each connection sends some inputs and closes at any
     stage, even of its handshake. A socket that admitted too few bursts is a problem."""
     targets = burst_targets(cluster)
-    taken = await _attack(cluster, targets, partial(_send_bursts, cluster), f"bursts of {SENDERS}", count, seed, say)
+    taken = await _attack(cluster, targets, partial(_send_bursts, cluster, say), f"bursts of {SENDERS}", count, seed, say)
     few = [target for target in targets if taken[target.name] < MIN_TAKEN_SHARE * count]
     return Assault(taken, [f"{target.name} admitted {taken[target.name]:,} of {count:,} bursts" for target in few])
 
@@ -239,8 +240,8 @@ def _send(cluster: Cluster, target: Target, count: int, random: Random) -> int:
     return taken
 
 
-def _send_bursts(cluster: Cluster, target: Target, count: int, random: Random) -> int:
-    """Send bursts one after another, until one is not admitted; return how many were."""
+def _send_bursts(cluster: Cluster, say: Callable[[str], None], target: Target, count: int, random: Random) -> int:
+    """Send bursts one after another, until one is not admitted; return how many were. Each tenth of them is reported."""
     sockets = _thief_sockets(cluster, target).borrow()
     thief = _thief(cluster, target)
     inputs = _samples(target, thief)
@@ -250,6 +251,8 @@ def _send_bursts(cluster: Cluster, target: Target, count: int, random: Random) -
         if not _send_and_leave(sockets, target, random.sample(inputs, len(inputs)), each, random.uniform(0, BURST_S)):
             break
         taken += 1
+        if taken % math.ceil(count / 10) == 0 and taken < count:
+            say(f"{taken:,} of {count:,} bursts to {target.name}")
     sockets.give_back()
     return taken
 
