@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -16,6 +16,11 @@ from mooncake_zmq.core.roles import BECOMES, SUMMARIES, Role
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.operate.options import ca_option, config_option, found, gateways_of, load_config, set_option, url_option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mooncake_zmq.config.records import NodeSettings
 
 file_argument = click.argument("path", metavar="FILE", default=LOCAL, callback=found)
 model_option = click.option(
@@ -34,13 +39,17 @@ class Cli(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*arguments, **extra)
+        except click.UsageError as error:
+            _fail(_sentence(error), error.exit_code)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            if isinstance(error, click.UsageError):
-                raise  # click prints the usage as well
-            _fail(error.format_message(), error.exit_code)
+            _fail(_sentence(error), error.exit_code)
         except ConfigError as error:
             _fail(str(error))
         except ModuleNotFoundError as error:
@@ -256,10 +265,8 @@ def units(path: str, host: str | None) -> None:
       systemctl enable --now mooncake.target $(mooncake-zmq config units /etc/mooncake-zmq/cluster.toml --host host-a)
     """
     nodes = load_config(path, None, ()).config.nodes
-    chosen = [node for node in nodes if host is None or node.host == host]
-    if not chosen:
-        _fail(f"{path}: no node has host {host!r}; hosts are {', '.join(sorted({node.host for node in nodes})) or 'none'}")
-    for node in chosen:
+    _check_host(path, nodes, host)
+    for node in (each for each in nodes if host in (None, each.host)):
         click.echo(f"mooncake-{node.role}@{node.name}.service")
 
 
@@ -276,7 +283,15 @@ def ports(path: str, host: str | None, as_json: bool) -> None:
     """
     from mooncake_zmq.config.ports import print_ports
 
-    print_ports(load_config(path, None, ()), host, as_json=as_json)
+    loaded = load_config(path, None, ())
+    _check_host(path, loaded.config.nodes, host)
+    print_ports(loaded, host, as_json=as_json)
+
+
+def _check_host(path: str, nodes: "Sequence[NodeSettings]", host: str | None) -> None:
+    hosts = sorted({node.host for node in nodes})
+    if host is not None and host not in hosts:
+        _fail(f"{path}: no node has host {host!r}; hosts are {', '.join(hosts) or 'none'}")
 
 
 @main.group()
@@ -308,11 +323,10 @@ def inspect(path: str, cache_dir: str, as_json: bool) -> None:
     """
     import json
 
-    from rich.console import Console
-
     from mooncake_zmq.engine.errors import ModelError
     from mooncake_zmq.engine.inspect import inspect as inspect_model
     from mooncake_zmq.engine.inspect_table import print_inspection
+    from mooncake_zmq.operate.console.terminal import Terminal
 
     try:
         found = inspect_model(path, cache_dir)
@@ -324,7 +338,7 @@ def inspect(path: str, cache_dir: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=1))
     else:
-        print_inspection(found, Console())
+        print_inspection(found, Terminal())
     sys.exit(0 if found.runs else 1)
 
 
@@ -562,16 +576,15 @@ def doctor(path: str, assignments: tuple[str, ...], host: str | None, as_json: b
       runuser -u mooncake -- mooncake-zmq doctor --config /etc/mooncake-zmq/cluster.toml
       mooncake-zmq doctor --config cluster.toml --host host-b --json
     """
-    from rich.console import Console
-
     limit_blas()
+    from mooncake_zmq.operate.console.terminal import Terminal
     from mooncake_zmq.operate.doctor import examination
 
     findings = list(examination.examine(load_config(path, None, assignments), host))
     if as_json:
         click.echo(examination.as_json(findings))
     else:
-        examination.print_findings(findings, Console())
+        examination.print_findings(findings, Terminal())
     sys.exit(examination.exit_code(findings))
 
 
@@ -593,6 +606,17 @@ def _ask_conductor(loaded: Any, name: str | None, request: Any) -> None:
     if "error" in answer:
         _fail(f"{asked}: {answer['error']}")
     click.echo(json.dumps(answer, indent=1))
+
+
+def _sentence(error: click.ClickException) -> str:
+    """Return what is wrong, and of options and arguments also where they are explained. A command that was given none shows its
+    help instead: that error is raised again."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        raise error
+    message = error.format_message().rstrip()
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return message
+    return f"{message.removesuffix('.')}; '{error.ctx.command_path} --help' explains it"
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -124,3 +124,40 @@ def test_every_help_has_examples_and_those_of_what_is_there() -> None:
             options = told[named].partition("\nOptions:")[2]
             wrong = [word for word in words if word.startswith("--") and f"{word} " not in options]
             assert not wrong, f"{example}: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--no-such"], "No such option '--no-such'; '"),
+        (["statsu"], "Did you mean one of: 'restart', 'status'?"),
+        (["up", "--engine", "zz"], "'zz' is not one of 'own', 'vllm'; 'main up --help' explains it"),
+        (["bench", "overload", "--multiple", "0"], "; 'mooncake-zmq bench overload --help' explains it"),
+        (["bench", "compare", TOY, TOY], "toy.toml is no file of `mooncake-zmq bench all --json`"),
+        (["bench", "client", "http://127.0.0.1:1", "--generate", "zzz"], "'zzz' is none of conversation"),
+        (["bench", "all", "--json", "nodir/a.json", "--only", "gateway"], "--json nodir/a.json: No such file or directory"),
+        (["config", "ports", TOY, "--host", "zz"], "no node has host 'zz'; hosts are host-a, host-b, localhost"),
+        (["config", "check", TOY, "--set", "gatway.http_port=3"], "no setting gatway.http_port; did you mean gateway?"),
+        (["config", "check", TOY, "--set", "gateway.http_port=zz"], "cannot read 'zz'; an integer is wanted"),
+        (["config", "check", TOY, "--set", "gateway.allow_open=zz"], "cannot read 'zz'; true or false is wanted"),
+        (["keys", "api", "alice", "--in", "nodir/keys"], "there is no directory nodir"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line_with_what_to_do(arguments: list[str], said: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.output.splitlines()
+    assert line.startswith("mooncake-zmq: ")
+    assert said in line
+
+
+def test_a_group_without_a_command_shows_its_help() -> None:
+    for arguments in ((), ("bench",)):
+        result = call(*arguments)
+        assert result.exit_code == 2
+        assert "Examples:" in result.output
+
+
+def test_the_doctor_folds_no_line_in_a_pipe() -> None:
+    lines = call("doctor", "--config", TOY).output.splitlines()
+    assert [line for line in lines if line.startswith(" ") and "->" not in line] == []

@@ -159,7 +159,9 @@ def test_errors_of_nodes(write: Any, nodes: str, message: str) -> None:
 def test_errors_of_environment_and_command_line_name_them(write: Any) -> None:
     path = write("")
     variable = "MOONCAKE_ZMQ_DECODE__MAX_BATCH"
-    assert fails(path, {}, {variable: "x"}) == f"environment {variable}: decode.max_batch: cannot read 'x'"
+    assert (
+        fails(path, {}, {variable: "x"}) == f"environment {variable}: decode.max_batch: cannot read 'x'; an integer is wanted"
+    )
     assert fails(path, {}, {variable: "1.5"}) == f"environment {variable}: decode.max_batch: expected int, got float"
     assert (
         fails(path, {}, {"MOONCAKE_ZMQ_DECODE__X": "1"}) == "environment MOONCAKE_ZMQ_DECODE__X: there is no setting decode.x"

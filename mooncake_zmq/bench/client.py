@@ -252,7 +252,11 @@ async def served_by(client: Client) -> Served:
         if client.model:
             return Served(client.model, None)
         why = f"answered {whole.status}" if whole.status not in (0, 200) else str(error) or type(error).__name__
-        what_to_do = ": name the model by --model" if whole.status else ""
+        what_to_do = ""
+        if whole.status in (401, 403):
+            what_to_do = ": give an API key by --api-key or OPENAI_API_KEY"
+        elif whole.status:
+            what_to_do = ": name the model by --model"
         raise NoServer(f"{client.url}/v1/models: {why}{what_to_do}") from None
     finally:
         await connections.close()

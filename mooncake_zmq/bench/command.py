@@ -21,6 +21,7 @@ from mooncake_zmq.bench.zoo_command import zoo
 from mooncake_zmq.config.examples import LOCAL, MODELLED
 from mooncake_zmq.engine.cpu import Backend, limit_blas
 from mooncake_zmq.native import mypyc_code
+from mooncake_zmq.refused import Refused
 
 PARTS = ("cold", "warm", "gap", "decode")
 ENGINE_PARTS = ("prefill", "decode")
@@ -375,7 +376,7 @@ def profile(
     About 4 minutes for the default model on one core. Run it on a prefill's or decode's machine, with nothing else running.
     """
     if out is not None and not out.parent.is_dir():
-        raise click.ClickException(f"{out}: there is no directory {out.parent}")
+        raise Refused(f"{out}: there is no directory {out.parent}")
     limit_blas()
     from mooncake_zmq.bench.engine_profile import ProfilePlan, draw, measure, show
     from mooncake_zmq.core.profile import ProfileError, encode
@@ -394,10 +395,13 @@ def profile(
     )
     measured = measure(plan, show_progress)
     if out is not None:
-        out.write_bytes(encode(measured))
+        try:
+            out.write_bytes(encode(measured))
+        except OSError as error:
+            raise Refused(f"--out {out}: {error.strerror}") from None
     try:
         show(measured, as_json=as_json)
         if plot is not None:
             draw(measured, plot)
     except ProfileError as error:
-        raise click.ClickException(str(error)) from None
+        raise Refused(str(error)) from None

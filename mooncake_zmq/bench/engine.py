@@ -28,6 +28,7 @@ from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.engine.weights import read_spec
+from mooncake_zmq.refused import Refused
 
 STEPS = 32
 GREEDY_TOKENS = 32
@@ -91,7 +92,7 @@ def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress
             _check_length(spec, cases, bench.steps)
             directory = hugging_face_directory(bench.model, Path(scratch)) if bench.vllm_python else None
         except ModelError as error:
-            raise click.ClickException(error.message) from None
+            raise Refused(error.message) from None
         sides = _start(bench, spec, path, directory, cases, stack, progress)
         report = Report("engine")
         report.notes += [f"{name} {side.ready['version']}" for name, side in sides.items()]

@@ -22,6 +22,7 @@ from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.refused import Refused
 
 WARM_UP_TOKENS = 64
 MEMORY_SHARE = 0.7
@@ -51,13 +52,13 @@ def measure(plan: ProfilePlan, progress: Progress) -> Profile:
     """Return medians of `rounds`. Raises click.ClickException on a bad model, or when the plan does not fit it or the
     memory."""
     if min(len(set(plan.lengths)), len(set(plan.batches)), len(set(plan.contexts))) < 2:
-        raise click.ClickException("two or more lengths, batches and contexts are needed to fit anything")
+        raise Refused("two or more lengths, batches and contexts are needed to fit anything")
     try:
         progress(f"preparing the model {plan.model}")
         path = prepare(plan.model, plan.cache_dir, lambda what, share: progress(f"{what}: {share:.0%}"), backend=plan.backend)
         engine = load_engine(path, threads=plan.threads, backend=plan.backend)
     except ModelError as error:
-        raise click.ClickException(error.message) from None
+        raise Refused(error.message) from None
     _check_fits(plan, engine)
     random = np.random.default_rng(0)
     prefill_times_s(engine, random, [WARM_UP_TOKENS] * 3, prefix=0, chunk_tokens=0)
@@ -102,11 +103,11 @@ def _check_fits(plan: ProfilePlan, engine: Engine) -> None:
     spec = engine.spec
     longest = max(max(plan.lengths) + max(plan.prefixes), max(plan.contexts) + 2 * plan.steps)
     if longest > spec.max_positions:
-        raise click.ClickException(f"{spec.name} has {spec.max_positions} positions, and this plan needs {longest}")
+        raise Refused(f"{spec.name} has {spec.max_positions} positions, and this plan needs {longest}")
     needed = spec.kv_bytes_per_token * max(max(plan.batches) * (max(plan.contexts) + 2 * plan.steps), longest)
     available = psutil.virtual_memory().available
     if needed > MEMORY_SHARE * available:
-        raise click.ClickException(f"the largest batch takes {needed >> 20} MiB of KV, and {available >> 20} MiB are available")
+        raise Refused(f"the largest batch takes {needed >> 20} MiB of KV, and {available >> 20} MiB are available")
 
 
 def show(profile: Profile, *, as_json: bool) -> None:

@@ -14,6 +14,7 @@ import click
 from mooncake_zmq.bench.options import show_progress
 from mooncake_zmq.bench.report import commit, machine
 from mooncake_zmq.laboratory import tables
+from mooncake_zmq.refused import Refused
 
 COMMANDS = (
     "gateway --rounds 2",
@@ -49,9 +50,11 @@ class Change:
 
 def run_all(commands: Sequence[str], turns: int, run: Callable[[str], Found], keep: Callable[[Found], None]) -> Found:
     """Run each command `turns` times, all of them by turns, and return everything. `run` returns a command's report, or raises
-    ClickException, which stands in its place; `keep` gets all that is known after each."""
+    ClickException, which stands in its place; `keep` gets all that is known before the
+    first and after each."""
     results: list[dict[str, Any]] = [{"command": f"bench {command}", "reports": [], "errors": []} for command in commands]
     whole = {"commit": commit(), "machine": machine(), "benches": results}
+    keep(whole)
     for _ in range(turns):
         for command, result in zip(commands, results, strict=True):
             try:
@@ -126,7 +129,7 @@ def compare(before: Path, after: Path) -> None:
     Example:
       mooncake-zmq bench compare yesterday.json today.json
     """
-    old, new = (json.loads(path.read_text()) for path in (before, after))
+    old, new = _read(before), _read(after)
     changes = compared(old, new)
     tables.show(_tables(changes), (f"  only before: {name}" for name in missing(old, new)))
     sys.exit(1 if any(change.is_slower for change in changes) else 0)
@@ -164,5 +167,18 @@ def _measured(command: str) -> Found:
 
 def _write(path: Path, found: Found) -> None:
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(found, indent=1))
-    new.replace(path)
+    try:
+        new.write_text(json.dumps(found, indent=1))
+        new.replace(path)
+    except OSError as error:
+        raise Refused(f"--json {path}: {error.strerror}") from None
+
+
+def _read(path: Path) -> Found:
+    try:
+        found = json.loads(path.read_text())
+        ratios(found)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Refused(f"{path} is no file of `mooncake-zmq bench all --json`") from None
+    read: Found = found
+    return read

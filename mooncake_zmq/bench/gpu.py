@@ -19,7 +19,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
 import numpy as np
 
 from mooncake_zmq.bench.block_fetch import send_bare
@@ -36,6 +35,7 @@ from mooncake_zmq.engine.spec import Engine, ModelSpec
 from mooncake_zmq.engine.weights import open_model, read_spec
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.transfer.block_copy import copy_block, load_blocks, store_parts
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.data_server import DataServer
@@ -77,9 +77,9 @@ def bench_gpu(bench: GpuBench, *, parts: Sequence[str], progress: Progress) -> R
             if "engine" in parts:
                 report.rows += _engine_rows(cuda, path, spec, bench, progress)
     except ModelError as error:
-        raise click.ClickException(error.message) from None
+        raise Refused(error.message) from None
     except (ValueError, SharedMemoryError) as error:
-        raise click.ClickException(str(error)) from None
+        raise Refused(str(error)) from None
     return report
 
 

@@ -11,6 +11,7 @@ from msgspec import structs
 from mooncake_zmq.bench.options import json_option, plot_option, rounds_option, show_progress
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.laboratory.rows import check_writable, csv_option
+from mooncake_zmq.refused import Refused
 
 if TYPE_CHECKING:
     from mooncake_zmq.bench.client import Client
@@ -29,12 +30,6 @@ Examples:
   mooncake-zmq bench gateway
   mooncake-zmq bench gateway --only relay --rounds 5 --json
 """
-
-
-class TraceRefused(click.ClickException):
-    """Ends the command before anything is sent."""
-
-    exit_code = 2
 
 
 GATEWAY_PARTS = ("ttft", "relay", "open", "rate", "chat")
@@ -126,9 +121,9 @@ def client(
         if csv_file is not None:
             write_rows(csv_file, replayed)
     except DoesNotFit as error:
-        raise TraceRefused(str(error)) from None
+        raise Refused(str(error)) from None
     except (BadUrl, NoServer, StudyError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+        raise Refused(str(error)) from None
     sys.exit(show(replayed, url, Bounds(ttft_s=ttft_slo, tbt_s=tbt_slo), as_json=as_json))
 
 

@@ -11,7 +11,6 @@ from itertools import cycle
 from pathlib import Path
 from statistics import mean
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +24,7 @@ from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
+from mooncake_zmq.refused import Refused
 
 Progress = Callable[[str], None]
 
@@ -70,11 +70,11 @@ def modelled_costs(config: Config) -> Costs:
     """Return the costs of the cluster's prefills, which all model the same. Raises click.ClickException."""
     profiles = {node.modelled for node in config.of_role("prefill", "decode")}
     if len(profiles) != 1 or "" in profiles:
-        raise click.ClickException("bench overload needs prefills and decodes of one backend modelled:PROFILE")
+        raise Refused("bench overload needs prefills and decodes of one backend modelled:PROFILE")
     try:
         return costs_of(profiles.pop(), "backend")
     except ConfigError as error:
-        raise click.ClickException(str(error)) from None
+        raise Refused(str(error)) from None
 
 
 def draw_lengths(wanted: Load, longest: int) -> NDArray[np.int64]:

@@ -34,6 +34,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.native import mypyc_code
+from mooncake_zmq.refused import Refused
 
 BLOCK_TOKENS = 512
 COSTS = HARDWARE["a800-llama3-70b"]
@@ -228,13 +229,13 @@ def read_trace(path: Path) -> list[Asked]:
                 try:
                     read = decoder.decode(line)
                 except msgspec.MsgspecError as error:
-                    raise click.ClickException(f"{path}, line {number}: {error}") from None
+                    raise Refused(f"{path}, line {number}: {error}") from None
                 whole = read.hash_ids[: read.input_length // BLOCK_TOKENS]
                 asked.append(_asked(tuple(each.to_bytes(KEY_BYTES, "little") for each in whole), read))
     except OSError as error:
-        raise click.ClickException(f"cannot read the trace: {error}") from None
+        raise Refused(f"cannot read the trace: {error}") from None
     if not asked:
-        raise click.ClickException(f"{path} asks for nothing")
+        raise Refused(f"{path} asks for nothing")
     return asked
 
 

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +27,7 @@ from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine
+from mooncake_zmq.refused import Refused
 
 COLD_TOKENS = (64, 512, 2048, 4096)
 QUICK_TOKENS = 1500
@@ -109,7 +109,7 @@ class _Run:
         """Return the rows of prompts whose beginning a pool has; `engines`: names and hosts."""
         hosts = list(dict.fromkeys(host for _, host in engines))
         if len(hosts) < 2:
-            raise click.ClickException("warm needs engines on two hosts, as configs/local.toml has: --only cold, gap or decode")
+            raise Refused("warm needs engines on two hosts, as configs/local.toml has: --only cold, gap or decode")
         here, there = hosts[:2]
         cold: list[float] = []
         local: list[float] = []

@@ -29,6 +29,7 @@ from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.store.shim import install
 
 DRIVER = Path(__file__).parent / "others/vllm_driver.py"
@@ -74,7 +75,7 @@ def bench_vllm(bench: VllmBench, *, progress: Progress) -> Report:
         try:
             directory = hugging_face_directory(bench.model, Path(scratch))
         except ModelError as error:
-            raise click.ClickException(error.message) from None
+            raise Refused(error.message) from None
         vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
         store = _store(Path(scratch), OBJECT_BYTES[bench.device])
         stack.callback(store.close)

@@ -14,6 +14,7 @@ from mooncake_zmq.laboratory.jobs import Job, Progress, Source, run_jobs
 from mooncake_zmq.laboratory.metrics import Summary, summarize
 from mooncake_zmq.laboratory.runs import DISAGGREGATED, POLICIES, check
 from mooncake_zmq.laboratory.study import Setup
+from mooncake_zmq.refused import Refused
 
 SMALL_REQUESTS = 200
 """Requests of each workload in a quick run."""
@@ -81,7 +82,7 @@ def bench_zoo(
             check(job.setup)
         found = run_jobs(jobs, processes, summarize, progress)
     except StudyError as error:
-        raise click.ClickException(str(error)) from None
+        raise Refused(str(error)) from None
     title = f"{setup.prefill}P+{setup.decode}D of {setup.hardware.name}, seed {seed}"
     report = ZooReport(title, [row_of(kind, policy, each) for (kind, policy), each in zip(chosen, found, strict=True)])
     report.notes.append("TTFT and its least (a clairvoyant's on an idle machine): means in s; gap after the first token: ms")

@@ -7,6 +7,7 @@ import click
 
 from mooncake_zmq.bench.options import config_option, json_option, show_progress
 from mooncake_zmq.config.examples import TOY
+from mooncake_zmq.refused import Refused
 
 EXAMPLES = """\b
 Examples:
@@ -68,7 +69,7 @@ def zoo(
         for text in assignments:
             setup = assigned(setup, *split_assignment("--set", text))
     except StudyError as error:
-        raise click.ClickException(str(error)) from None
+        raise Refused(str(error)) from None
     with bars(["zoo" for _ in range(len(kinds) * len(policies))]) as progress:
         report = bench_zoo(setup, kinds=kinds, policies=policies, seed=seed, small=small, processes=jobs, progress=progress)
     report.show(as_json=as_json)

@@ -23,6 +23,17 @@ def words(kind: Any) -> tuple[str, ...]:
     return tuple(word for part in get_args(kind) for word in words(part))
 
 
+def wanted(name: str, kind: Any) -> str:
+    """Return what a setting of this name and type accepts, in words."""
+    kinds = {kind, *get_args(kind)}
+    if int in kinds and name.endswith("bytes"):
+        return "an integer of bytes or a size like 512MiB"
+    for accepted, what in ((bool, "true or false"), (float, "a number"), (int, "an integer")):
+        if accepted in kinds:
+            return what
+    return "a value of TOML, such as [1, 2]"
+
+
 def record_of(kind: Any) -> type[Any] | None:
     """Return the record class of a table, or of the tables in a list, that a setting of this type is; None if it is neither."""
     return next((part for part in (kind, *get_args(kind)) if is_dataclass(part) and isinstance(part, type)), None)

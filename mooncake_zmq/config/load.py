@@ -15,7 +15,7 @@ import msgspec
 from msgspec import structs
 
 from mooncake_zmq.config.errors import ConfigError
-from mooncake_zmq.config.hints import did_you_mean, kind_at, record_of, size, with_sizes, words
+from mooncake_zmq.config.hints import did_you_mean, kind_at, record_of, size, wanted, with_sizes, words
 from mooncake_zmq.config.records import Config, NodeSettings
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
@@ -203,7 +203,10 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
     inner = raw
     *sections, key = dotted.split(".")
     for section in sections:
-        kind = get_type_hints(kind).get(section) if is_dataclass(kind) else None
+        known_sections = get_type_hints(kind) if is_dataclass(kind) else {}
+        if section not in known_sections:
+            raise ConfigError(f"{source}: there is no setting {dotted}{did_you_mean(section, known_sections)}")
+        kind = known_sections[section]
         below = inner.get(section)
         # Tables on the path are copied: the caller's stay as they were read.
         inner[section] = inner = dict(below) if isinstance(below, Mapping) else {}
@@ -217,8 +220,7 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
         except tomllib.TOMLDecodeError:
             if known:
                 raise ConfigError(f"{source}: {dotted}: {value!r} is none of {', '.join(known)}") from None
-            wanted = "; an integer of bytes or a size like 512MiB is wanted" if key.endswith("bytes") else ""
-            raise ConfigError(f"{source}: {dotted}: cannot read {value!r}{wanted}") from None
+            raise ConfigError(f"{source}: {dotted}: cannot read {value!r}; {wanted(key, hints[key])} is wanted") from None
     inner[key] = value
     sources[dotted] = source
 

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import click
-
 from mooncake_zmq.extras import installing
+from mooncake_zmq.refused import Refused
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -12,5 +11,5 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise click.ClickException(f"--plot needs matplotlib: {installing('lab')}") from None
+        raise Refused(f"--plot needs matplotlib: {installing('lab')}") from None
     return Figure(figsize=(width, height), layout="constrained")

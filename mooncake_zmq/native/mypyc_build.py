@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-import click
-
 from mooncake_zmq.extras import installing
 from mooncake_zmq.native.mypyc_code import (
     EXTENSION,
@@ -28,6 +26,7 @@ from mooncake_zmq.native.mypyc_code import (
     folder,
     is_complete,
 )
+from mooncake_zmq.refused import Refused
 
 CONFIG = "[mypy]\nfollow_imports = silent\nignore_missing_imports = True\n"
 LOCK = "lock"
@@ -40,17 +39,11 @@ EXACT = "-ffp-contract=off"
 digit."""
 
 
-class CannotCompile(click.ClickException):
-    """Raised when something needed is missing; the message names it."""
-
-    exit_code = 2
-
-
 def compile_part(part: Part) -> Path:
     """Compile a part, which takes minutes, unless that was done already; then remove what this Python has of other sources. A
-    second call waits for the first. Returns the folder. Raises CannotCompile."""
+    second call waits for the first. Returns the folder. Raises Refused."""
     if lacking := hindrance():
-        raise CannotCompile(lacking)
+        raise Refused(lacking)
     try:
         with locked():
             target = folder(PACKAGE, part)
@@ -61,7 +54,7 @@ def compile_part(part: Part) -> Path:
                 if other not in kept:
                     shutil.rmtree(other, ignore_errors=True)
     except OSError as error:
-        raise CannotCompile(f"cannot write {HOME}: {error}") from None
+        raise Refused(f"cannot write {HOME}: {error}") from None
     return target
 
 
@@ -132,12 +125,12 @@ def _build(scratch: Path, package: Path, part: Part) -> Path:
     environment["CFLAGS"] = f"{EXACT} {os.environ.get('CFLAGS', '')}"
     run = subprocess.run([sys.executable, "-m", "mypyc", *files], cwd=scratch, env=environment, capture_output=True, text=True)
     if run.returncode:
-        raise CannotCompile(f"mypyc failed; it needs a C compiler and Python's headers:\n{(run.stdout + run.stderr)[-2000:]}")
+        raise Refused(f"mypyc failed; it needs a C compiler and Python's headers:\n{(run.stdout + run.stderr)[-2000:]}")
     built = scratch / "built"
     built.mkdir()
     for path in [*scratch.glob(f"*{EXTENSION}"), *package.rglob(f"*{EXTENSION}")]:
         name = ".".join(path.relative_to(scratch).parts)
         path.rename(built / name)
     if not is_complete(compiled_files(built), part):
-        raise CannotCompile("mypyc left out modules; run it by hand to see why: python -m mypyc " + " ".join(files))
+        raise Refused("mypyc left out modules; run it by hand to see why: python -m mypyc " + " ".join(files))
     return built

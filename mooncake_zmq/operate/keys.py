@@ -11,6 +11,7 @@ from mooncake_zmq.core.keys import KeysError, Kind
 from mooncake_zmq.core.messages import MAX_PRIORITY
 from mooncake_zmq.gateway.http.api_keys import read
 from mooncake_zmq.gateway.requests.tenants import HANGUPS, SHARE, Role, SloRight, Tenant, TenantsError, digest_of
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.own_files import replace_own
 
@@ -22,12 +23,6 @@ directory_option = click.option(
 
 
 SALT_BYTES = 8
-
-
-class KeysRefused(click.ClickException):
-    """Ends a command whose arguments or files are wrong; the message is one line."""
-
-    exit_code = 2
 
 
 @click.group()
@@ -240,8 +235,10 @@ def _or_exit(action: Callable[[], T]) -> T:
     except (KeysError, TenantsError) as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}")
+        directory = Path(error.filename or ".").parent
+        is_lacking = isinstance(error, FileNotFoundError) and not directory.is_dir()
+        _fail(f"there is no directory {directory}" if is_lacking else f"{error.filename}: {error.strerror}")
 
 
 def _fail(message: Any) -> NoReturn:
-    raise KeysRefused(str(message))
+    raise Refused(str(message))

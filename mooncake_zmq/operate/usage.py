@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.telemetry.usage import PREFIX, SUFFIX, Used
 
 HEADS = ("day", "key", "calls", "prompt", "own", "local", "remote", "computed", "answers")
@@ -67,7 +68,7 @@ def usage(directory: Path, key: str | None, since: str, until: str, by: tuple[st
     try:
         sums = summed(read(directory), key=key, since=since, until=until or "9999-12-31", by=by)
     except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+        raise Refused(str(error)) from None
     if as_json:
         for each in sums:
             click.echo(msgspec.json.encode(each))

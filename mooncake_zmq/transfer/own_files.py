@@ -46,7 +46,7 @@ def read_own(path: Path) -> bytes:
 
 
 def replace_own(path: Path, content: bytes, *, mode: int = FILE_MODE) -> None:
-    """Replace a file's content whole or not at all. Raises OSError and leaves nothing behind."""
+    """Replace a file's content whole or not at all. Raises OSError, which names `path`, and leaves nothing behind."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -54,8 +54,9 @@ def replace_own(path: Path, content: bytes, *, mode: int = FILE_MODE) -> None:
             os.fchmod(file.fileno(), mode)  # whatever the umask
             file.write(content)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
 
 

@@ -4,8 +4,8 @@ A room is a folder of the package, or a module beside the folders. A new room mu
 """
 
 FLOORS: tuple[frozenset[str], ...] = (
-    # The ground: what a block is, the version and the extras.
-    frozenset({"__init__", "extras", "kv"}),
+    # The ground: what a block is, the version, the extras, and the error of commands.
+    frozenset({"__init__", "extras", "kv", "refused"}),
     # Messages, sessions, timers and the cost model; which modules are compiled.
     frozenset({"core", "native"}),
     # The model, and the role that needs nothing but the ground.

@@ -82,7 +82,7 @@ def test_cpu_time_counts_every_thread_that_is_there() -> None:
 )
 def test_what_a_user_can_mend_is_one_line(arguments: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(bench, ["client", *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert said in result.output
     assert "Traceback" not in result.output
 

@@ -85,7 +85,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"input_length": 0}\n')
     run = CliRunner().invoke(bench, ["schedule", "--trace", str(path), "--hosts", "2"])
-    assert run.exit_code == 1
+    assert run.exit_code == 2
     assert "line 1" in run.output
 
 

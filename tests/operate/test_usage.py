@@ -47,5 +47,5 @@ def test_what_is_wrong_is_one_line(directory: Path, tmp_path_factory: pytest.Tem
     assert "write YYYY-MM-DD" in CliRunner().invoke(usage, [str(directory), "--since", "yesterday"]).output
     (directory / "usage-2026-11-28-gateway-c.jsonl").write_text("no JSON\n")
     spoilt = CliRunner().invoke(main, ["usage", str(directory)])
-    assert spoilt.exit_code == 1
+    assert spoilt.exit_code == 2
     assert "gateway-c.jsonl:1" in spoilt.output

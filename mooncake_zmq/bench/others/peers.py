@@ -12,6 +12,8 @@ from typing import IO, Any
 
 import click
 
+from mooncake_zmq.refused import Refused
+
 DRIVER = Path(__file__).with_name("store_driver.py")
 ANSWER_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 20.0
@@ -89,7 +91,7 @@ def driver_process(
                 env=environment,
             )
         except OSError as error:
-            raise click.ClickException(f"{what} cannot be started: {python}: {error.strerror}") from None
+            raise Refused(f"{what} cannot be started: {python}: {error.strerror}") from None
         try:
             yield Peer(process, errors, what, timeout_s)
         finally:

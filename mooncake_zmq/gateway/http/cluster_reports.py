@@ -193,7 +193,7 @@ class Overview:
             async with asyncio.timeout(CORDON_S):
                 await self.look()
                 if cordoned and role == "conductor" and not self._is_cordoned(node) and not self._other_conductors(node):
-                    text = f"gateways would go on asking {node}: no other conductor is there that does not rest"
+                    text = f"{node} is the only conductor that is not drained: gateways would go on asking it"
                     raise NoNode(409, "last_conductor", text)
                 return await self._set_cordon(node, cordoned)
         except TimeoutError:
