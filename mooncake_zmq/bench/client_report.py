@@ -174,12 +174,12 @@ COLUMNS = {
     "completion_tokens": "completion_tokens",
     "cached_tokens": "cached_tokens",
 }
-"""Columns of `--csv`, named as those of `mooncake-zmq sim` are, by the attributes of a `Seen`."""
+"""Columns of `--rows`, named as those of `mooncake-zmq sim` are, by the attributes of a `Seen`."""
 
 
-def write_rows(csv_file: Path, replayed: Replayed) -> None:
+def write_rows(rows_file: Path, replayed: Replayed) -> None:
     """Write a row for each request. Raises StudyError."""
-    rows.write(csv_file, tuple(COLUMNS), rows.rows_of(replayed.seen, tuple(COLUMNS.values())))
+    rows.write(rows_file, tuple(COLUMNS), rows.rows_of(replayed.seen, tuple(COLUMNS.values())))
 
 
 def show(replayed: Replayed, url: str, bounds: Bounds, *, as_json: bool) -> int:

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from mooncake_zmq.bench.options import json_option, plot_option, rounds_option, show_progress
 from mooncake_zmq.engine.cpu import limit_blas
-from mooncake_zmq.laboratory.rows import check_writable, csv_option
+from mooncake_zmq.laboratory.rows import check_writable, rows_option
 from mooncake_zmq.refused import Refused
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CLIENT_EXAMPLES = """\b
 Examples:
   mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --limit 100 --fit
-  mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --speed 0.1 --last-id 48000 --csv rows.csv
+  mooncake-zmq bench client http://127.0.0.1:8000 --trace conversation_trace.jsonl --speed 0.1 --last-id 48000 --rows rows.csv
   mooncake-zmq bench client http://127.0.0.1:8000 --generate conversation:requests=500,rate=2 --ttft-slo 5 --tbt-slo 0.1
   mooncake-zmq bench client http://127.0.0.1:8000 --generate toolagent:requests=200,rate=4 --block-tokens 64
   mooncake-zmq bench client http://10.0.0.7:8000/v1 --trace BurstGPT_1.csv --limit 1000 --model llama --api-key $KEY --json
@@ -76,7 +76,7 @@ GATEWAY_PARTS = ("ttft", "relay", "open", "rate", "chat")
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True, help="Of an answer, s."
 )
-@csv_option
+@rows_option
 @json_option
 def client(
     url: str,
@@ -89,7 +89,7 @@ def client(
     fitting: Literal["fit", "as-is"] | None,
     ttft_slo: float | None,
     tbt_slo: float | None,
-    csv_file: Path | None,
+    rows_file: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -113,13 +113,13 @@ def client(
     from mooncake_zmq.laboratory.jobs import load
 
     try:
-        check_writable(csv_file)
+        check_writable(rows_file)
         asked = _client(url, speed or 1.0, **options)
         arrivals = load(structs.replace(source_of(trace, generate, like, limit), output_tokens=output_tokens))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             replayed = runner.run(send(asked, arrivals, fitting, speed is not None, show_progress))
-        if csv_file is not None:
-            write_rows(csv_file, replayed)
+        if rows_file is not None:
+            write_rows(rows_file, replayed)
     except DoesNotFit as error:
         raise Refused(str(error)) from None
     except (BadUrl, NoServer, StudyError, ValueError) as error:

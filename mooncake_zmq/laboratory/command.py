@@ -20,7 +20,7 @@ from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import KINDS, LIKE, fit, parse_spec
 from mooncake_zmq.laboratory.jobs import Job, Progress, Source, run_jobs, run_on_dask
 from mooncake_zmq.laboratory.profiles import PROFILES, find_profile
-from mooncake_zmq.laboratory.rows import check_writable, csv_option, kept, write_runs
+from mooncake_zmq.laboratory.rows import check_writable, kept, rows_option, write_runs
 from mooncake_zmq.laboratory.runs import ADMISSIONS, ORDERS, POLICIES
 from mooncake_zmq.laboratory.settings import assigned, axes_of, split_assignment, sweep
 from mooncake_zmq.laboratory.study import Setup
@@ -37,7 +37,7 @@ Examples:
   mooncake-zmq sim trace.jsonl --speed 3 --admission prediction --tbt-slo 0.06 --prefill 12 --decode 4
   mooncake-zmq sim trace.jsonl --sweep conductor.kvcache_balancing_threshold=1.05,2,4 --jobs 4
   mooncake-zmq sim trace.jsonl --speed 3 --admission prediction --page replay.html
-  mooncake-zmq sim conversation_trace.jsonl --sweep policy=coming,global --csv rows.csv
+  mooncake-zmq sim conversation_trace.jsonl --sweep policy=coming,global --rows rows.npz
   mooncake-zmq sim trace.jsonl --sweep prefill=6,8,10 --dask tcp://head:8786
 """
 
@@ -108,7 +108,7 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
 @click.option("--dask", metavar="ADDRESS", help="Run on this Dask cluster's workers instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw PNGs there.")
-@csv_option
+@rows_option
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write it as a page to look at.")
 @one_line
 def sim(trace: Path | None, generate: str | None, like: Path | None, **options: Any) -> None:
@@ -122,16 +122,16 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     runs = sweep(base, axes_of(options["sweeps"]))
     if options["plot"] is not None:
         new_figure(1, 1)  # fails at once if there is no matplotlib
-    csv_file: Path | None = options["csv_file"]
-    check_writable(csv_file)
-    measure = kept(report.outcome_of, csv_file)
+    rows_file: Path | None = options["rows_file"]
+    check_writable(rows_file)
+    measure = kept(report.outcome_of, rows_file)
     jobs = [Job(source, setup, _page(options, len(runs))) for _, setup in runs]
     with bars(["sim" for _ in runs]) as progress:
         if options["dask"]:
             found = run_on_dask(options["dask"], jobs, measure, progress)
         else:
             found = run_jobs(jobs, options["jobs"], measure, progress)
-    write_runs(csv_file, [(setup, rows) for (_, setup), (_, rows) in zip(runs, found, strict=True)])
+    write_runs(rows_file, [(setup, rows) for (_, setup), (_, rows) in zip(runs, found, strict=True)])
     outcomes = [outcome for outcome, _ in found]
     _show([chosen for chosen, _ in runs], outcomes, as_json=options["as_json"], plot=options["plot"])
     if options["page"] is not None:

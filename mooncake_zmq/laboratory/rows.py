@@ -1,18 +1,21 @@
-"""Rows of requests as a CSV file, for numpy and the like: what `sim`, `reproduce` and `bench client` write with `--csv`.
+"""Rows of requests as a CSV file or as arrays of NumPy: what `sim`, `reproduce` and `bench client` write with `--rows`.
 
 No value has a comma, a quotation mark or a line break in it, so that the simplest reader can read the file.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from mooncake_zmq.laboratory.errors import StudyError
 
 if TYPE_CHECKING:  # the command line imports this module, and nothing that nodes run as machine code
+    from numpy.typing import NDArray
+
     from mooncake_zmq.laboratory.study import RunResult, Setup
 
 Found = TypeVar("Found")
@@ -20,12 +23,13 @@ RENAMED = {"prefill": "prefill_nodes", "decode": "decode_nodes"}
 """Settings of a run whose names are those of columns of its requests."""
 UNSAFE = str.maketrans({",": ";", '"': "'", "\n": " ", "\r": " "})
 
-csv_option = click.option(
+rows_option = click.option(
+    "--rows",
     "--csv",
-    "csv_file",
+    "rows_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write a row for each request there.",
+    help="Write a row for each request there: a CSV, or an array of NumPy for each column if FILE ends in .npz.",
 )
 
 
@@ -41,15 +45,15 @@ def rows_of(requests: Iterable[object], columns: Sequence[str]) -> list[str]:
     return [",".join(_text(getattr(each, name)) for name in columns) for each in requests]
 
 
-def kept(measure: Callable[["RunResult"], Found], csv_file: Path | None) -> Callable[["RunResult"], tuple[Found, list[str]]]:
+def kept(measure: Callable[["RunResult"], Found], rows_file: Path | None) -> Callable[["RunResult"], tuple[Found, list[str]]]:
     """Return a function that measures a run and keeps the rows of its requests, if they are written."""
-    return lambda result: (measure(result), [] if csv_file is None else rows_of(result.requests, request_columns()))
+    return lambda result: (measure(result), [] if rows_file is None else rows_of(result.requests, request_columns()))
 
 
-def write_runs(csv_file: Path | None, runs: Sequence[tuple["Setup", list[str]]]) -> None:
+def write_runs(rows_file: Path | None, runs: Sequence[tuple["Setup", list[str]]]) -> None:
     """Write the rows of all runs, each with the number of its run and the settings in which the runs differ. Raises
     StudyError."""
-    if csv_file is None:
+    if rows_file is None:
         return
     settings = [_settings(setup) for setup, _ in runs]
     names = list(dict.fromkeys(name for each in settings for name in each))
@@ -59,22 +63,46 @@ def write_runs(csv_file: Path | None, runs: Sequence[tuple["Setup", list[str]]])
         for number, (each, (_, rows)) in enumerate(zip(settings, runs, strict=True))
         for row in rows
     )
-    write(csv_file, ["run", *differing, *request_columns()], lines)
+    write(rows_file, ["run", *differing, *request_columns()], lines)
 
 
-def write(csv_file: Path, columns: Sequence[str], lines: Iterable[str]) -> None:
-    """Write a header and lines. Raises StudyError."""
+def write(rows_file: Path, columns: Sequence[str], lines: Iterable[str]) -> None:
+    """Write a header and lines, or a file of arrays. Raises StudyError."""
     try:
-        with csv_file.open("w", encoding="utf-8") as file:
+        if rows_file.suffix == ".npz":
+            _write_arrays(rows_file, columns, lines)
+            return
+        with rows_file.open("w", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in (",".join(columns), *lines))
     except OSError as error:
-        raise StudyError(f"--csv {csv_file}: {error.strerror}") from None
+        raise StudyError(f"--rows {rows_file}: {error.strerror}") from None
 
 
-def check_writable(csv_file: Path | None) -> None:
+def _write_arrays(rows_file: Path, columns: Sequence[str], lines: Iterable[str]) -> None:
+    import numpy as np
+
+    rows = [line.split(",") for line in lines]
+    arrays: dict[str, Any] = {name: _array([row[at] for row in rows]) for at, name in enumerate(columns)}
+    with rows_file.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def _array(texts: Sequence[str]) -> "NDArray[Any]":
+    """Return whole numbers, numbers or truth values if all of a column are such, and text otherwise."""
+    import numpy as np
+
+    if texts and set(texts) <= {"True", "False"}:
+        return np.array([text == "True" for text in texts])
+    for kind in (int, float):
+        with suppress(ValueError):
+            return np.array([kind(text) for text in texts])
+    return np.array(texts)
+
+
+def check_writable(rows_file: Path | None) -> None:
     """Raise StudyError, before hours of runs, if the file cannot be written."""
-    if csv_file is not None:
-        write(csv_file, (), ())
+    if rows_file is not None:
+        write(rows_file, (), ())
 
 
 def _settings(setup: "Setup") -> Mapping[str, str]:

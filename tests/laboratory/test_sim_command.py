@@ -92,7 +92,7 @@ def test_help_has_examples():
         (["--generate", "nothing"], "'nothing' is none of"),
         (["--generate", SPEC, "--like", "none.csv"], "there is no none.csv"),
         (["--generate", SPEC, "--hardware", "measured:none.json"], "'mooncake-zmq profile --out none.json'"),
-        (["--generate", SPEC, "--csv", "none/rows.csv"], "--csv none/rows.csv: No such file"),
+        (["--generate", SPEC, "--csv", "none/rows.csv"], "--rows none/rows.csv: No such file"),
         (["--generate", SPEC, "--policy", "best"], "policy 'best' is none of"),
         (["--generate", SPEC, "--admission", "maybe"], "admission 'maybe'"),
         (["--generate", SPEC, "--order", "last"], "order 'last'"),
@@ -194,6 +194,20 @@ def test_rows_of_requests_are_an_array_of_numpy_with_the_settings_that_differ(tm
         mine = rows[rows["run"] == number]
         assert set(mine["policy"]) == {run["setup"]["policy"]}
         assert mine["ttft_s"][mine["ttft_s"] >= 0].mean() == pytest.approx(run["summary"]["ttft_s"]["mean"])
+
+
+def test_a_file_of_arrays_has_what_the_csv_has(tmp_path):
+    for name in ("rows.csv", "rows.npz"):
+        result = sim("--generate", SPEC, "--sweep", "policy=vllm,vllm-both", "--rows", str(tmp_path / name))
+        assert result.exit_code == 0, result.output
+    text = np.genfromtxt(tmp_path / "rows.csv", delimiter=",", names=True, dtype=None, encoding="utf-8")
+    arrays = np.load(tmp_path / "rows.npz")
+    assert arrays.files == list(text.dtype.names)
+    assert set(arrays["policy"]) == {"vllm", "vllm-both"}
+    for name in arrays.files:
+        if text[name].dtype.kind != "b":  # an empty column, as genfromtxt reads it
+            assert arrays[name].dtype.kind == text[name].dtype.kind
+            assert (arrays[name] == text[name]).all()
 
 
 def test_a_value_of_a_row_has_nothing_that_a_simple_reader_stumbles_over():

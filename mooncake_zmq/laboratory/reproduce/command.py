@@ -21,7 +21,7 @@ from mooncake_zmq.laboratory.reproduce.replayed import reproduce as replay
 from mooncake_zmq.laboratory.reproduce.show import as_json as as_object
 from mooncake_zmq.laboratory.reproduce.show import plot as draw
 from mooncake_zmq.laboratory.reproduce.show import show
-from mooncake_zmq.laboratory.rows import check_writable, csv_option, kept, write_runs
+from mooncake_zmq.laboratory.rows import check_writable, kept, rows_option, write_runs
 from mooncake_zmq.laboratory.traces import PUBLIC, read_trace
 
 FIGURES = ("fig1", "fig5", "fig8", "fig9", "fig10", "fig11", "fig13", "fig14", "fig15", "rejections", "cpp", "roles")
@@ -46,7 +46,7 @@ Examples:
 @click.option("--dask", metavar="ADDRESS", help="Run on this Dask cluster's workers instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw FIGURE.png there.")
-@csv_option
+@rows_option
 @one_line
 def reproduce(
     name: str,
@@ -56,7 +56,7 @@ def reproduce(
     dask: str | None,
     as_json: bool,
     plot: Path | None,
-    csv_file: Path | None,
+    rows_file: Path | None,
 ) -> None:
     """Print FIGURE of the Mooncake papers, ours beside theirs: fig1 to fig15 of FAST'25, rejections of arXiv's section 7.
     And two that the papers lack: cpp, long prompts over several prefills, and roles, nodes that change their role.
@@ -66,13 +66,13 @@ def reproduce(
     """
     if plot is not None:
         new_figure(1, 1)  # fails at once if there is no matplotlib
-    if csv_file is not None and name not in PLANS:
-        raise StudyError(f"{name} is not of requests that are replayed: --csv is for {', '.join(sorted(PLANS))}")
-    check_writable(csv_file)
+    if rows_file is not None and name not in PLANS:
+        raise StudyError(f"{name} is not of requests that are replayed: --rows is for {', '.join(sorted(PLANS))}")
+    check_writable(rows_file)
     if name in MADE:
         figure = MADE[name](1.0 if quick is None else min(1.0, quick / REQUESTS))
     else:
-        figure = _figure(name, _source(name, trace, quick), jobs, dask, csv_file)
+        figure = _figure(name, _source(name, trace, quick), jobs, dask, rows_file)
     if quick is not None:
         figure.notes.append(f"Only the first {quick:,} requests: not the figure.")
     if plot is not None:
@@ -92,18 +92,18 @@ def _source(name: str, trace: Path | None, quick: int | None) -> Source:
     return Source(shape=parse_spec(OWN_TRACE.get(name, "uniform")), first=quick)
 
 
-def _figure(name: str, source: Source, jobs: int, dask: str | None, csv_file: Path | None) -> Figure:
+def _figure(name: str, source: Source, jobs: int, dask: str | None, rows_file: Path | None) -> Figure:
     if name in modelled.FITTED:
         return modelled.FITTED[name]()
     if name == "fig9":
         return modelled.fig9(load(source))
     plan = PLANS[name]
-    return replay(plan, source, partial(_run, plan, jobs, dask, csv_file))
+    return replay(plan, source, partial(_run, plan, jobs, dask, rows_file))
 
 
-def _run(plan: Plan, processes: int, dask: str | None, csv_file: Path | None, jobs: Sequence[Job]) -> list[Measured]:
-    measure = kept(plan.measure, csv_file)
+def _run(plan: Plan, processes: int, dask: str | None, rows_file: Path | None, jobs: Sequence[Job]) -> list[Measured]:
+    measure = kept(plan.measure, rows_file)
     with bars([plan.name for _ in jobs]) as progress:
         found = run_on_dask(dask, jobs, measure, progress) if dask else run_jobs(jobs, processes, measure, progress)
-    write_runs(csv_file, [(job.setup, rows) for job, (_, rows) in zip(jobs, found, strict=True)])
+    write_runs(rows_file, [(job.setup, rows) for job, (_, rows) in zip(jobs, found, strict=True)])
     return [measured for measured, _ in found]
