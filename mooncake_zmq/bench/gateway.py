@@ -21,6 +21,7 @@ from mooncake_zmq.bench.client_report import Bounds, Result, figures, result_of
 from mooncake_zmq.bench.client_stream import Seen, ask
 from mooncake_zmq.bench.cluster import BenchCluster, bench_cluster
 from mooncake_zmq.bench.memory import footprint, threads_cpu_s
+from mooncake_zmq.bench.relay_floor import floor_s
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.config.load import load
 from mooncake_zmq.core.messages import Sampling
@@ -42,6 +43,8 @@ OPEN_SHARE = 0.95
 RATE_PER_S, RATE_S, RATE_TOKENS = 200, 10, 8
 ADDED_MS, BATCHED_US, ALONE_US = 2.0, 25.0, 100.0
 """Goals."""
+ALONE_PER_S = 60.0
+"""Tokens a second of one stream here."""
 IDLE_S = 4.0
 LOOK_S = 0.005
 NODES = """
@@ -182,18 +185,22 @@ class _Run:
     # --- CPU time of a token
 
     def relay(self, rounds: int) -> None:
-        """Measure the CPU time while all streams run, less the gateway's at idle."""
+        """Measure the CPU time while all streams run, less the gateway's at idle; and that of the bare system calls."""
         idle = asyncio.run(self._idle_share())
         self._progress(f"idle: {100 * idle:.2f} % of a core")
         found: dict[int, list[float]] = {streams: [] for streams in STREAMS}
+        floor: list[float] = []
         for number in range(rounds):
             for streams in STREAMS:
                 self._progress(f"{streams} streams, round {number + 1} of {rounds}")
                 found[streams].append(1e6 * asyncio.run(self._token_s(streams, idle)))
+            floor.append(1e6 * floor_s(STREAM_TOKENS[1], 1 / ALONE_PER_S))
         for streams, wanted in zip(STREAMS, (BATCHED_US, ALONE_US), strict=True):
             name = "one stream" if streams == 1 else f"{streams} streams"
             self._progress(f"  {name}: {[round(each, 1) for each in found[streams]]} us")
             self._row(f"CPU of a relayed token, {name} / wanted", "us", median(found[streams]), wanted)
+        self._progress(f"  bare loop: {[round(each, 1) for each in floor]} us")
+        self._row("CPU of a relayed token, one stream / bare loop of its system calls", "us", median(found[1]), median(floor))
 
     async def _idle_share(self) -> float:
         began, cpu_s = time.perf_counter(), threads_cpu_s(self._pid)

@@ -17,6 +17,7 @@ from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.gateway import BACKEND, MODELLED, NODES, OPEN_STREAMS, OPEN_TOKENS, PROMPT_TOKENS, TOY, _expect_open
 from mooncake_zmq.bench.memory import threads_cpu_s
+from mooncake_zmq.bench.relay_floor import floor_s
 from mooncake_zmq.bench.report import Report
 from mooncake_zmq.config.load import load
 
@@ -101,3 +102,8 @@ def test_a_further_turn_of_a_chat_is_beside_its_first(monkeypatch: pytest.Monkey
     (row,) = report.rows
     assert row.value > 0
     assert row.reference > 0
+
+
+def test_the_floor_of_a_relayed_token_is_the_cpu_time_of_a_process_that_does_nothing_else() -> None:
+    """More than no work at all, less than the whole time."""
+    assert 1e-6 < floor_s(tokens=32, gap_s=0.01) < 0.01
