@@ -153,7 +153,7 @@ def test_a_side_that_computes_unasked_ends_the_run(monkeypatch):
 @pytest.mark.parametrize("model", ["toy", "/no/model", "dummy:no"])
 def test_a_model_that_cannot_be_measured_is_refused_in_one_line(tmp_path, model):
     ran = CliRunner().invoke(bench_command, ["engine", "--model", model, "--cache-dir", str(tmp_path)])
-    assert ran.exit_code == 1
+    assert ran.exit_code == 2
     assert len([line for line in ran.output.splitlines() if line.startswith("Error: ")]) == 1
 
 
