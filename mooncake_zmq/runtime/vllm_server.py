@@ -44,12 +44,12 @@ def await_server(settings: VllmSettings, max_model_len: int, sleep: Callable[[fl
     """Return once the server serves. Raises ServerError."""
     with httpx.Client(base_url=settings.url, timeout=settings.probe_timeout_s, trust_env=False) as client:
         waited_s = 0.0
-        while not is_well(client):
+        while (why := unwell(client)) is not None:
             if waited_s >= WAIT_S:
-                raise ServerError(f"vLLM at {settings.url} was not there within {WAIT_S:.0f} s")
+                raise ServerError(f"vLLM at {settings.url} does not serve after {WAIT_S:.0f} s: {why}")
             if not waited_s:
-                log.info("waiting_for_vllm", url=settings.url)
-            notify.status(f"waiting for vLLM at {settings.url}")
+                log.info("waiting_for_vllm", url=settings.url, why=why)
+            notify.status(f"waiting for vLLM at {settings.url}: {why}")
             sleep(POLL_S)
             waited_s += POLL_S
         try:
@@ -58,12 +58,13 @@ def await_server(settings: VllmSettings, max_model_len: int, sleep: Callable[[fl
             raise ServerError(f"vLLM at {settings.url} does not answer: {error}") from error
 
 
-def is_well(client: httpx.Client) -> bool:
-    """Return whether a server serves."""
+def unwell(client: httpx.Client) -> str | None:
+    """Return why a server does not serve, or None if it does."""
     try:
-        return client.get("/health").status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
+        status = client.get("/health").status_code
+    except httpx.HTTPError as error:
+        return f"{error}" or type(error).__name__
+    return None if status == httpx.codes.OK else f"its /health answers {status}"
 
 
 def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int) -> None:

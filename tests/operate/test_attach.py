@@ -205,7 +205,9 @@ def test_a_server_that_is_not_there_is_named(make: Make, run: Run) -> None:
     gone.close()
     result = run(make(), gone)
     assert result.exit_code == 2
-    assert result.stderr.splitlines() == [f"mooncake-zmq: {gone.url} does not serve: its /health does not answer 200"]
+    (only,) = result.stderr.splitlines()
+    assert only.startswith(f"mooncake-zmq: {gone.url} does not serve after 0 s: ")
+    assert "Connection refused" in only
 
 
 def test_a_server_that_is_starting_is_waited_for(make: Make, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +222,9 @@ def test_a_server_that_is_starting_is_waited_for(make: Make, run: Run, monkeypat
     monkeypatch.setattr(command.time, "sleep", sleep)
     result = run(stub, "--json", "--wait", "60")
     assert result.exit_code == 0
-    assert result.stderr.splitlines() == [f"waiting for {stub.url} (at most 60 s)"]
+    (only,) = result.stderr.splitlines()
+    assert only.startswith(f"waiting for {stub.url}, for ")
+    assert only.endswith("s more at most; Ctrl-C or --wait gives up earlier: its /health answers 503")
     assert slept == [command.POLL_S]
 
 

@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -519,8 +520,19 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     text = f"{request.method} {quoted(request.url.path)}: {error.detail}"
+    if error.status_code == 404:
+        text += _nearest_path(request)
     body = _error_body(RequestError(error.status_code, text, code=code), request.scope)
     return json_response(body, error.status_code, dict(error.headers or {}))
+
+
+def _nearest_path(request: Request) -> str:
+    """Return a hint at the path that was meant, or "" if none is near. Many programs leave out /v1, or give it twice."""
+    paths = [route.path for route in request.app.routes if isinstance(route, Route)]
+    bare = request.url.path.rstrip("/").removeprefix("/v1").removeprefix("/v1")
+    near = next((path for path in (bare, f"/v1{bare}") if path in paths), None)
+    near = near or next(iter(get_close_matches(f"/v1{bare}", paths, 1, cutoff=0.8)), None)
+    return f"; did you mean {near}?" if near else ""
 
 
 async def _our_bug(request: Request, _error: Exception) -> Response:

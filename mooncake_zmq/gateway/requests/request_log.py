@@ -381,8 +381,13 @@ def line(entry: RequestEntry) -> dict[str, Any]:
         "prefill": last.prefill,
         "decode": last.decode,
         "attempts": entry.made,
-        "given_up": [f"{each.number} {each.prefill}>{each.decode}: {each.why}" for each in entry.attempts[:-1]],
+        "given_up": [f"{each.number} {_nodes(each)}: {each.why}" for each in entry.attempts[:-1]],
     }
+
+
+def _nodes(attempt: Attempt) -> str:
+    """Return the nodes of an attempt as `prefill>decode`; an attempt whose schedule never came has none."""
+    return f"{attempt.prefill}>{attempt.decode}" if attempt.prefill or attempt.decode else "not scheduled"
 
 
 def _rounded(seconds: float | None) -> float | None:

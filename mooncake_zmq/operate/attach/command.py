@@ -23,13 +23,14 @@ from mooncake_zmq.operate.attach.server import Server, ask, client_of
 from mooncake_zmq.operate.options import load_config, set_option
 from mooncake_zmq.runtime.mistakes import MISTAKES
 from mooncake_zmq.runtime.process import BAD_INPUT
-from mooncake_zmq.runtime.vllm_server import ServerError, is_well
+from mooncake_zmq.runtime.vllm_server import ServerError, unwell
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 FILE = "mooncake_zmq/attach.toml"
 SHM_DIR = "/dev/shm"
 MOST_SERVERS = 64
 POLL_S = 0.5
+SAY_EVERY_S = 15.0
 DEGRADED = 1
 
 
@@ -130,17 +131,20 @@ def _as_words(arguments: Sequence[str]) -> str:
 
 
 def _await(urls: Sequence[str], wait_s: float) -> None:
-    """Return once every server serves. Raises ServerError after `wait_s` seconds."""
-    deadline = time.monotonic() + wait_s
+    """Return once every server serves. Raises ServerError after `wait_s` seconds, within which a vLLM that is loading its model
+    refuses connections just as a port does that no program listens at."""
+    began = time.monotonic()
+    say_at = began
     for url in urls:
         with client_of(url) as client:
-            said = False
-            while not is_well(client):
-                if time.monotonic() >= deadline:
-                    raise ServerError(f"{url} does not serve: its /health does not answer 200")
-                if not said:
-                    click.echo(f"waiting for {url} (at most {wait_s:g} s)", err=True)
-                said = True
+            while (why := unwell(client)) is not None:
+                now = time.monotonic()
+                if now >= began + wait_s:
+                    raise ServerError(f"{url} does not serve after {now - began:.0f} s: {why}")
+                if now >= say_at:
+                    left = f"for {began + wait_s - now:.0f} s more at most; Ctrl-C or --wait gives up earlier"
+                    click.echo(f"waiting for {url}, {left}: {why}", err=True)
+                    say_at = now + SAY_EVERY_S
                 time.sleep(POLL_S)
 
 

@@ -175,6 +175,24 @@ def test_unknown_paths_and_methods():
     refused(actor.call("DELETE", "/v1/models"), None, "method_not_allowed", 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/health", "/health"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/completions/", "/v1/completions"),
+    ],
+)
+def test_a_path_that_is_nearly_one_is_answered_with_the_one_that_was_meant(path, meant):
+    assert refused(ScriptedActor().call("POST", path, json={}), None, "not_found", 404).endswith(f"; did you mean {meant}?")
+
+
+def test_a_path_that_is_near_none_gets_no_hint():
+    assert "did you mean" not in refused(ScriptedActor().call("GET", "/wp-admin/setup.php"), None, "not_found", 404)
+
+
 def test_a_large_body_is_refused_unread():
     actor = ScriptedActor(settings=EdgeSettings(max_body_bytes=1000))
     read = 0

@@ -131,6 +131,12 @@ def test_each_attempt_says_why_it_was_given_up():
     assert line(node.only)["given_up"][0] == "1 p0>d0: p0: test"
 
 
+def test_an_attempt_that_was_never_scheduled_names_no_nodes():
+    entry = RequestEntry(request_id="r", arrived_at=0.0, made=2)
+    entry.attempts = [Attempt(number=n, began_s=0.0, conductor="c0", why="c0 is down: test") for n in (1, 2)]
+    assert line(entry)["given_up"] == ["1 not scheduled: c0 is down: test"]
+
+
 @pytest.mark.parametrize(("how", "outcome"), [(ClientGone, CANCELLED), (StopFound, "stop")])
 def test_a_client_that_wants_no_more_ends_it(how, outcome):
     node = Followed()
