@@ -1,5 +1,6 @@
 """The `bench` commands: progress on standard error, the result on standard output."""
 
+import logging
 from pathlib import Path
 
 import click
@@ -52,9 +53,9 @@ Then, in the deployment's file:
 @click.pass_context
 def bench(context: click.Context) -> None:
     """Measure; each row stands beside its reference from the same run, and a ratio above 1 is better than it."""
-    from mooncake_zmq.bench.report import warnings_only
+    from mooncake_zmq.telemetry.log import logs_from
 
-    context.with_resource(warnings_only())
+    context.with_resource(logs_from(logging.WARNING))
 
 
 bench.add_command(all_)

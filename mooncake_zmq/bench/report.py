@@ -1,19 +1,15 @@
 """The one form of every benchmark's result: a table, one JSON object, a plot."""
 
 import json
-import logging
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
-import structlog
 from rich.table import Table
 
 from mooncake_zmq.bench.memory import Footprint
@@ -103,18 +99,6 @@ class Report:
         axes.set_xlabel("ratio to the reference (above 1 is better)")
         axes.set_title(f"bench {self.bench}, {commit()}")
         figure.savefig(path)
-
-
-@contextmanager
-def warnings_only() -> Iterator[None]:
-    """Drop log lines below warnings and send warnings to standard error: standard output is the report's."""
-    before = structlog.get_config()
-    warnings = structlog.make_filtering_bound_logger(logging.WARNING)
-    structlog.configure(wrapper_class=warnings, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    try:
-        yield
-    finally:
-        structlog.configure(**before)
 
 
 def commit() -> str:

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-import structlog
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from mooncake_zmq.prove.connectors import CONNECTORS, OURS, PLANTED
 from mooncake_zmq.prove.run import Outcome, Proof
+from mooncake_zmq.telemetry.log import logs_from
 
 EXAMPLES = """\b
 Examples:
@@ -68,7 +68,7 @@ def vllm(
     if planted and connector != OURS:
         raise click.UsageError(f"--planted goes with --connector {OURS}")
     # The store's log lines on killed clients and flipped bits are not part of the report.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    click.get_current_context().with_resource(logs_from(logging.CRITICAL))
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its servers end with it
     scratch = Path(tempfile.mkdtemp(prefix="mz-prove-"))
     clean = False

@@ -4,6 +4,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TextIO, cast
 
 import structlog
@@ -62,6 +63,19 @@ def configure(*, node: str, role: str, form: LogFormat, level: str) -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_Libraries()], force=True)
+
+
+@contextmanager
+def logs_from(level: int) -> Iterator[None]:
+    """Drop log lines below `level`, one of the logging module's, and send the others to standard error, as standard output is
+    a command's report."""
+    before = structlog.get_config()
+    wrapper = structlog.make_filtering_bound_logger(level)
+    structlog.configure(wrapper_class=wrapper, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 class _Libraries(logging.Handler):

@@ -1,17 +1,18 @@
 """The benchmark of decisions: what it replays, what it counts, and how it is called."""
 
 import json
+import logging
 
 import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench import schedule
 from mooncake_zmq.bench.command import bench
-from mooncake_zmq.bench.report import warnings_only
 from mooncake_zmq.bench.schedule import COSTS, generated, read_trace, replay, router_choices
 from mooncake_zmq.bench.schedule_load import ClusterLoad
 from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.core.actor import Started
+from mooncake_zmq.telemetry.log import logs_from
 
 LINES = [
     {"timestamp": 0, "input_length": 1200, "output_length": 20, "hash_ids": [1, 2, 3]},
@@ -57,7 +58,7 @@ def test_the_command_prints_rows_and_events(trace):
 
 
 def test_a_real_conductor_answers_every_request_over_zmq(capfd):
-    with warnings_only():
+    with logs_from(logging.WARNING):
         took_s, answered_per_s = times_over_zmq(generated(120), per_s=400)
     assert len(took_s) == 120
     assert min(took_s) > 0

@@ -97,10 +97,10 @@ def test_right_answers_of_every_chapter_are_proved(tmp_path: Path, monkeypatch: 
 
 
 def test_wrong_tokens_are_found_but_not_between_equals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = proved(tmp_path / "wrong", monkeypatch, lies=10)
+    wrong = proved(tmp_path / "wrong", monkeypatch, lies=2)
     assert all(outcome.verdicts["wrong"] for outcome in wrong)
     assert "computed" in wrong[0].details[0]
-    tied = proved(tmp_path / "tied", monkeypatch, lies=10, margin=1e-4)
+    tied = proved(tmp_path / "tied", monkeypatch, lies=2, margin=1e-4)
     assert sum(outcome.verdicts["tied"] for outcome in tied) > 10
     assert not any(outcome.problems for outcome in tied)
 
