@@ -11,6 +11,9 @@ from mooncake_zmq.telemetry.metric_texts import text_of
 
 _NAME = re.compile(r"([^\[\]]+)(?:\[(.*)\])?")
 
+MICROSECONDS = "_microseconds"
+"""The end of the names of counters of time."""
+
 Snapshot = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
 """A function that returns (counts, gauges); it is called from any thread that makes the page."""
 
@@ -22,13 +25,23 @@ def parse_name(name: str) -> tuple[str, dict[str, str]]:
     return match[1], dict(pair.split("=", 1) for pair in match[2].split(",")) if match[2] else {}
 
 
+def exposed_name(plain: str) -> str:
+    """Return the name in Prometheus of a counter or gauge without labels, without `_total`."""
+    if plain.endswith(MICROSECONDS):
+        plain = plain.removesuffix(MICROSECONDS) + "_seconds"
+    return "mooncake_" + re.sub(r"\W", "_", plain, flags=re.ASCII)
+
+
 def families(values: Mapping[str, float], kind: str) -> Iterator[Metric]:
     """Yield metrics of `values`: `misses[reason=evicted]` becomes `mooncake_misses_total{reason="evicted"}`; names that share
-    a base share a family."""
+    a base share a family. Counters are whole numbers, so times are counted in microseconds; they are shown in seconds, as
+    Prometheus wants."""
     metrics: dict[str, Metric] = {}
     for name, value in sorted(values.items()):
         plain, labels = parse_name(name)
-        base = "mooncake_" + re.sub(r"\W", "_", plain, flags=re.ASCII)
+        base = exposed_name(plain)
+        if plain.endswith(MICROSECONDS):
+            value *= 1e-6
         metric = metrics.setdefault(base, Metric(base, f"{text_of(plain)}.", kind))
         metric.add_sample(f"{base}_total" if kind == "counter" else base, labels, value)
     return iter(metrics.values())

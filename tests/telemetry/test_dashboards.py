@@ -21,7 +21,7 @@ from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
 from mooncake_zmq.simulation.cluster import ClusterSettings, processes
 from mooncake_zmq.telemetry.metric_texts import TEXTS
-from mooncake_zmq.telemetry.metrics import as_vllm, parse_name
+from mooncake_zmq.telemetry.metrics import as_vllm, exposed_name, parse_name
 from mooncake_zmq.transfer.cuda import Cuda
 from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.network import RemoteReader
@@ -81,7 +81,7 @@ def beside(tmp_path: Path) -> Iterator[set[str]]:
 def exported() -> Iterator[str]:
     """Of all nodes together, as Prometheus has them."""
     for plain in TEXTS:
-        yield from (f"mooncake_{plain}", f"mooncake_{plain}_total")
+        yield from (exposed_name(plain), f"{exposed_name(plain)}_total")
     edge = EdgeMetrics("m", waiting_and_running=lambda: (0, 0), counts=dict, gauges=dict)
     for metric in (*edge.registry.collect(), *as_vllm("m", {}, {})):
         if metric.type == "histogram":

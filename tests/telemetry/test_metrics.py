@@ -33,6 +33,13 @@ def test_names_that_share_a_base_share_a_family() -> None:
     assert generate_latest(CollectorRegistry()) == b""
 
 
+def test_times_are_counted_in_microseconds_and_shown_in_seconds() -> None:
+    (family,) = families({"actual_microseconds[of=ttft]": 2_500_000}, "counter")
+    assert [(sample.name, sample.labels, sample.value) for sample in family.samples] == [
+        ("mooncake_actual_seconds_total", {"of": "ttft"}, pytest.approx(2.5))
+    ]
+
+
 @contextmanager
 def served(page: Callable[[], bytes] = lambda: b"page", host: str = "127.0.0.1") -> Iterator[MetricsEndpoint]:
     threads = threading.active_count()
