@@ -103,6 +103,7 @@ class ToyCluster:
         """End what a test left running."""
         if self.process and self.process.poll() is None:
             self.process.kill()
+            self.process.wait(20)
 
     def told(self) -> str:
         return self.output.read_text()
