@@ -14,6 +14,7 @@ from mooncake_zmq.kv.block_hash import pack_tokens
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_HASH_BYTES = 64
 MAX_TOKEN = (1 << 31) - 1
+MAX_GROUP = 1 << 16
 OWN_MEDIA = (None, "GPU", "CPU")
 """The engine's own memory: a CPU engine's is CPU."""
 FULL_ATTENTION = (None, "full_attention", "mla_attention")
@@ -31,19 +32,21 @@ class EventError(Exception):
 
 class EngineStored(Struct, frozen=True, gc=False):
     """The engine holds these blocks, a chain after the block `parent`; None: they begin a prompt, under `salt`. `tokens`: int32
-    bytes, of `block_tokens` a block."""
+    bytes, of `block_tokens` a block. `group`: the KV cache group, of those with full attention."""
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
     tokens: bytes
     block_tokens: int
     salt: str = ""
+    group: int = 0
 
 
 class EngineRemoved(Struct, frozen=True, gc=False):
-    """It no longer holds these."""
+    """It no longer holds these blocks of this KV cache group, of whichever kind."""
 
     hashes: tuple[bytes, ...]
+    group: int = 0
 
 
 class EngineCleared(Struct, frozen=True, gc=False):
@@ -97,16 +100,19 @@ def _event(raw: Any) -> EngineEvent | None:
         case "BlockStored":
             return _stored(fields)
         case "BlockRemoved":
-            return EngineRemoved(_hashes(fields.get("block_hashes"))) if fields.get("medium") in OWN_MEDIA else None
+            if fields.get("medium") not in OWN_MEDIA:
+                return None
+            return EngineRemoved(_hashes(fields.get("block_hashes")), _group(fields))
         case "AllBlocksCleared":
             return EngineCleared()
     return None  # of a later version
 
 
 def _stored(fields: dict[Any, Any]) -> EngineStored | None:
-    if fields.get("medium") not in OWN_MEDIA or fields.get("kv_cache_spec_kind") not in FULL_ATTENTION:
+    kind, group = fields.get("kv_cache_spec_kind"), _group(fields)
+    if fields.get("medium") not in OWN_MEDIA or kind not in FULL_ATTENTION or (kind is None and group):
         return None
-    if fields.get("group_idx") not in (None, 0) or fields.get("lora_id") is not None or fields.get("lora_name") is not None:
+    if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
         return None
     hashes, parent, size = _hashes(fields.get("block_hashes")), fields.get("parent_block_hash"), fields.get("block_size")
     tokens = fields.get("token_ids")
@@ -117,7 +123,17 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     salt = _salt(fields.get("extra_keys"), first=parent is None)
     if salt is None or not hashes:
         return None
-    return EngineStored(hashes, None if parent is None else _hash(parent), pack_tokens(tokens), size, salt)
+    return EngineStored(hashes, None if parent is None else _hash(parent), pack_tokens(tokens), size, salt, group)
+
+
+def _group(fields: dict[Any, Any]) -> int:
+    """Return the index of the KV cache group; engines of one group may leave it out."""
+    group = fields.get("group_idx")
+    if group is None:
+        return 0
+    if type(group) is not int or not 0 <= group <= MAX_GROUP:
+        raise EventError("a KV cache group that is none")
+    return group
 
 
 def _salt(extra_keys: Any, *, first: bool) -> str | None:

@@ -1,5 +1,5 @@
 """The KV connector of vLLM for our pool: `MooncakeZmqConnector`. It translates; `ledger.py` decides and `mover.py` copies. Only
-this module imports vLLM and torch. Written against vLLM 0.32; docs/vllm.md says what has been run.
+this module imports vLLM. Written against vLLM 0.32; docs/vllm.md says what has been run.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "MooncakeZmqConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "mooncake_zmq.vllm.connector", "kv_connector_extra_config": {"stores": "127.0.0.1:7300"}}'
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,18 +25,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.vllm import hints
 from mooncake_zmq.vllm.adapters import Adapters
 from mooncake_zmq.vllm.choice import Choice
+from mooncake_zmq.vllm.device_memory import DeviceMemory
+from mooncake_zmq.vllm.groups import ATTENTION, STATE, Group
 from mooncake_zmq.vllm.ledger import Ledger, Orders, Progress
 from mooncake_zmq.vllm.lookups import Lookups
 from mooncake_zmq.vllm.mover import HostMemory, Memory, Mover
@@ -139,7 +142,7 @@ class PoolMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._counter.labels(*self.per_engine_labelvalues[engine_idx], what).inc(count)
 
 
-class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class MooncakeZmqConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Serve as either half; vLLM creates one of each. Raises ValueError in one line for an unsupported configuration."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -196,14 +199,16 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._planning.ledger.allocated(request.request_id, num_external_tokens, blocks.get_block_ids()[0])
+        self._planning.ledger.allocated(request.request_id, num_external_tokens, blocks.get_block_ids())
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._planning.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         half = self._planning
-        half.ledger.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+        half.ledger.loaded(
+            connector_output.finished_recving or (), connector_output.invalid_block_ids, connector_output.failed_recving
+        )
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             half.learn(report)
@@ -211,6 +216,9 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._planning.finished(request.request_id)
         return False, None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
 
     def has_pending_block_frees(self) -> bool:
         return self._planning.can_free()
@@ -252,8 +260,9 @@ class MooncakeZmqConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_save(self) -> None:
         self._moving.start_saves(self._step.orders)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self._moving.take(self._step.orders) or None
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        loaded, failed = self._moving.take(self._step.orders)
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._moving.take_failed()
@@ -291,6 +300,7 @@ class _SchedulerHalf:
             lookup_s=2 * settings.lookup_timeout_s,
             coming_s=settings.coming_timeout_s,
             choice=self._choice if settings.load == "faster" else None,
+            groups=_groups(kv_cache_config),
         )
 
     def meet(self, prefixes: Sequence[str]) -> None:
@@ -320,7 +330,7 @@ class _SchedulerHalf:
         now = time.monotonic()
         state = scheduler_output.kv_connector_block_state
         scheduled = self._progress(scheduler_output)
-        orders = self.ledger.step(now, scheduled, lambda request_id: state.get_block_ids(request_id)[0])
+        orders = self.ledger.step(now, scheduled, state.get_block_ids)
         for save in orders.saves:
             self.block_pool.touch([self.block_pool.blocks[block] for block in save.blocks])
         if self._is_asked_again and not scheduler_output.total_num_scheduled_tokens:
@@ -354,10 +364,12 @@ class _SchedulerHalf:
         self._lookups.close()
 
     def _progress(self, scheduler_output: Any) -> Iterable[Progress]:
+        states = scheduler_output.kv_connector_block_state.boundary_state_offloads
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is not None:
-                yield Progress(request_id, request.num_computed_tokens + tokens, len(request.all_token_ids))
+                computed = request.num_computed_tokens + tokens
+                yield Progress(request_id, computed, len(request.all_token_ids), states.get(request_id, ()))
 
     def _keys(self, request: Any) -> BlockKeys | None:
         """Return the keys of a request; None if what its adapter or its images hold is not known."""
@@ -380,27 +392,37 @@ class _WorkerHalf:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> None:
         self._config, self._cache, self._settings = vllm_config, kv_cache_config, settings
+        groups = _groups(kv_cache_config)
+        self._fails_by_block = len(groups) == 1 and groups[0].needs_all
+        """Whether vLLM may keep the blocks before one that failed. It would also do so for a window, which begins with blocks
+        that were never loaded."""
         self._mover: Mover | None = None
-        self._device: list[_DeviceMemory] = []
+        self._device: list[DeviceMemory] = []
         self._failed: set[int] = set()
         self._report = StepReport(0, [], [])
         self.prefix = ""
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raise ValueError if the KV caches cannot be copied."""
-        tensors = _unshared(kv_caches)
-        kinds = {tensor.device.type for tensor in tensors.values()}
-        engine = _engine(self._settings.model, self._config, self._cache, tensors)
+        groups = [
+            _tensors({name: kv_caches[name] for name in group.layer_names if name in kv_caches})
+            for group in self._cache.kv_cache_groups
+        ]
+        kinds = {tensor.device.type for tensors in groups for tensor in tensors.values()}
+        engine = _engine(self._settings.model, self._config, self._cache, groups)
         self.prefix = engine.key_prefix(f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}", self._settings.prefix)
-        loading: Memory
-        saving: Memory
+        loading: Sequence[Memory]
+        saving: Sequence[Memory]
         threads = 1
         if kinds == {"cpu"}:
-            loading = saving = HostMemory(_spans(tensors, self._cache.num_blocks))
+            loading = saving = [HostMemory(_spans(tensors, self._cache.num_blocks)) for tensors in groups]
         elif kinds == {"cuda"}:
-            staging = self._settings.staging_bytes
-            self._device = [_DeviceMemory(list(tensors.values()), self._cache.num_blocks, staging) for _ in range(2)]
-            loading, saving = self._device
+            staging = self._settings.staging_bytes // len(groups)
+            memories = [
+                [DeviceMemory(list(tensors.values()), self._cache.num_blocks, staging) for tensors in groups] for _ in range(2)
+            ]
+            self._device = memories[0] + memories[1]
+            loading, saving = memories
             threads = max(1, min(GPU_COPY_THREADS, (os.cpu_count() or 1) // 4))
         else:
             raise ValueError(f"MooncakeZmqConnector: KV on {sorted(kinds)} is not supported; on cpu or cuda it is")
@@ -419,16 +441,17 @@ class _WorkerHalf:
             for save in orders.saves:
                 self._mover.save(save)
 
-    def take(self, orders: Orders) -> set[str]:
-        """Return the requests whose loads ended."""
+    def take(self, orders: Orders) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads ended, and those of them that failed and are to be computed as a whole."""
         if self._mover is None:
-            return set()
+            return set(), set()
         idle_s = DESERTED_WAIT_S if orders.deserted else IDLE_WAIT_S
         moved = self._mover.take(idle_s if orders.idle else 0.0)
-        self._failed |= moved.failed_blocks
+        if self._fails_by_block:
+            self._failed |= moved.failed_blocks
         self._report.saved += moved.saved
         self._report.loads_took += moved.loads_took
-        return moved.loaded
+        return moved.loaded, set() if self._fails_by_block else moved.failed
 
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -452,81 +475,52 @@ class _WorkerHalf:
             memory.fence()
 
 
-class _DeviceMemory:
-    """Blocks on a GPU, copied through pinned memory on a separate stream."""
-
-    def __init__(self, tensors: list[torch.Tensor], num_blocks: int, staging_bytes: int) -> None:
-        self._device = tensors[0].device
-        self._tensors = [tensor.view(torch.uint8) for tensor in tensors]
-        self._pieces = [tensor.shape[0] // num_blocks for tensor in tensors]
-        """How many pieces a kernel cuts a block into, by tensor."""
-        sizes = [tensor[0].numel() * pieces for tensor, pieces in zip(self._tensors, self._pieces, strict=True)]
-        self.value_bytes = sum(sizes)
-        self.most = max(1, staging_bytes // self.value_bytes)
-        self._staging = [torch.empty((self.most, size), dtype=torch.uint8, pin_memory=True) for size in sizes]
-        self._stream = torch.cuda.Stream(self._device)
-        self._fenced = torch.cuda.Event()
-        self._lock = threading.Lock()
-
-    def fence(self) -> None:
-        """Make later copies wait for what is on the engine's stream by now; called on the engine's thread."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        with self._lock:
-            self._fenced = event
-
-    def sources(self, blocks: Sequence[int]) -> list[Value]:
-        with torch.cuda.stream(self._stream):
-            self._wait()
-            for tensor, pieces, staged in zip(self._tensors, self._pieces, self._staging, strict=True):
-                gathered = tensor.index_select(0, self._rows(blocks, pieces))
-                staged[: len(blocks)].copy_(gathered.reshape(len(blocks), -1), non_blocking=True)
-        self._stream.synchronize()
-        return self.targets(blocks)
-
-    def targets(self, blocks: Sequence[int]) -> list[Value]:
-        return [[(staged[row].data_ptr(), staged.shape[1]) for staged in self._staging] for row in range(len(blocks))]
-
-    def arrived(self, blocks: Sequence[int]) -> None:
-        with torch.cuda.stream(self._stream):
-            self._wait()
-            for tensor, pieces, staged in zip(self._tensors, self._pieces, self._staging, strict=True):
-                values = staged[: len(blocks)].to(self._device, non_blocking=True)
-                tensor.index_copy_(0, self._rows(blocks, pieces), values.reshape(-1, *tensor.shape[1:]))
-        self._stream.synchronize()
-
-    def _wait(self) -> None:
-        with self._lock:
-            self._stream.wait_event(self._fenced)
-
-    def _rows(self, blocks: Sequence[int], pieces: int) -> torch.Tensor:
-        return torch.tensor([block * pieces + piece for block in blocks for piece in range(pieces)], device=self._device)
-
-
 def _checked(vllm_config: Any, kv_cache_config: Any) -> ConnectorSettings:
     """Return the settings; raises ValueError in one line for an unsupported configuration."""
 
     def refuse(reason: str) -> ValueError:
         return ValueError(f"MooncakeZmqConnector: {reason}")
 
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise refuse(f"the model has {len(groups)} KV cache groups; only one is supported")
-    spec = groups[0].kv_cache_spec
-    specs = list(getattr(spec, "kv_cache_specs", {"": spec}).values())
-    if not all(isinstance(each, FullAttentionSpec) for each in specs):
-        raise refuse(f"KV of kind {', '.join(sorted({type(each).__name__ for each in specs}))} is not supported")
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _specs(group)]
+    kinds = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+    if others := sorted({type(spec).__name__ for spec in specs if not isinstance(spec, kinds)}):
+        raise refuse(f"KV of kind {', '.join(others)} is not supported")
+    if any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align" for spec in specs):
+        raise refuse("states are reused in vLLM's mode 'align' only: add --enable-prefix-caching --mamba-cache-mode align")
+    sizes = sorted({group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups})
+    if len(sizes) > 1:
+        raise refuse(f"KV cache groups with blocks of different sizes, here {sizes}, are not supported")
+    if len(kv_cache_config.kv_cache_groups) > 1 and speculation(vllm_config) is not None:
+        raise refuse("speculation with drafts that have KV is not supported where there are several KV cache groups")
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise refuse("context parallelism is not supported")
-    if kv_cache_config.hash_block_size not in (None, spec.block_size):
-        raise refuse(f"block hashes are of {kv_cache_config.hash_block_size} tokens, blocks of {spec.block_size}")
+    if kv_cache_config.hash_block_size not in (None, sizes[0]):
+        raise refuse(f"block hashes are of {kv_cache_config.hash_block_size} tokens, blocks of {sizes[0]}")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise refuse("calculate_kv_scales makes scales that blocks do not carry")
     try:
         return read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
     except ValueError as error:
         raise refuse(f"kv_connector_extra_config: {error}") from error
+
+
+def _specs(group: Any) -> list[Any]:
+    """Return what a KV cache group's layers have; all are of one kind."""
+    return list(getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values())
+
+
+def _groups(kv_cache_config: Any) -> tuple[Group, ...]:
+    return tuple(_group(_specs(group)[0]) for group in kv_cache_config.kv_cache_groups)
+
+
+def _group(spec: Any) -> Group:
+    """Return what a prefix needs of the group of a layer."""
+    if isinstance(spec, MambaSpec):
+        return STATE
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Group(chunk=spec.attention_chunk_size)
+    return Group(window=spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else ATTENTION
 
 
 def _connected(settings: ConnectorSettings, client: Any) -> StoreClient:
@@ -552,8 +546,9 @@ def _identity(model: Any, load_config: Any) -> str:
     return found or os.urandom(16).hex()
 
 
-def _engine(given: str, vllm_config: Any, kv_cache_config: Any, tensors: dict[str, torch.Tensor]) -> Engine:
+def _engine(given: str, vllm_config: Any, kv_cache_config: Any, groups: Sequence[Mapping[str, torch.Tensor]]) -> Engine:
     """Return what names are made of. `given`: the identity of the weights, if the settings have it. Raises ValueError."""
+    tensors = {name: tensor for group in groups for name, tensor in group.items()}
     device = next(iter(tensors.values())).device.type
     model, drafts = vllm_config.model_config, speculation(vllm_config)
     weights = given or _identity(model, vllm_config.load_config)
@@ -570,7 +565,7 @@ def _engine(given: str, vllm_config: Any, kv_cache_config: Any, tensors: dict[st
         cpu=torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
         config=vllm_config,
         cache=kv_cache_config,
-        attention=[vllm_config.compilation_config.static_forward_context[name] for name in tensors],
+        attention=[vllm_config.compilation_config.static_forward_context[_layer_of(name)] for name in tensors],
         layers=tuple(
             LayerOrder(
                 name,
@@ -583,12 +578,22 @@ def _engine(given: str, vllm_config: Any, kv_cache_config: Any, tensors: dict[st
     )
 
 
-def _unshared(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors by layer, without layers that use another one's. Raises ValueError for anything but a tensor."""
-    if not all(isinstance(each, torch.Tensor) for each in kv_caches.values()):
-        raise ValueError("MooncakeZmqConnector: a layer's KV is more than one tensor, which is not supported")
-    by_place = {tensor.data_ptr(): name for name, tensor in reversed(kv_caches.items())}
-    return {name: tensor for name, tensor in kv_caches.items() if by_place[tensor.data_ptr()] == name}
+def _tensors(kv_caches: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a group by layer, without layers that use another one's; a layer with several, as states have, has
+    a number after its name. Raises ValueError for anything else."""
+    found: dict[str, torch.Tensor] = {}
+    for name, cache in kv_caches.items():
+        several = {f"{name}#{number}": each for number, each in enumerate(cache)} if isinstance(cache, list | tuple) else {}
+        found |= several or {name: cache}
+    if not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise ValueError("MooncakeZmqConnector: a layer's KV is not made of tensors, which is not supported")
+    by_place = {tensor.data_ptr(): name for name, tensor in reversed(found.items())}
+    return {name: tensor for name, tensor in found.items() if by_place[tensor.data_ptr()] == name}
+
+
+def _layer_of(name: str) -> str:
+    """Return the layer of a name that `_tensors` made."""
+    return name.partition("#")[0]
 
 
 def _spans(tensors: dict[str, torch.Tensor], num_blocks: int) -> BlockSpans:

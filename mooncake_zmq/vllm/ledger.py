@@ -13,8 +13,9 @@ from typing import Protocol
 
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.vllm.choice import Choice, Verdict
+from mooncake_zmq.vllm.groups import ATTENTION, Group, longest
 from mooncake_zmq.vllm.hints import NO_HINTS, Hints
-from mooncake_zmq.vllm.names import BlockKeys, object_names
+from mooncake_zmq.vllm.names import BlockKeys, group_prefix, object_names
 
 AGAIN_S = 0.01
 """Interval of further lookups for blocks that are still being saved by another engine."""
@@ -32,6 +33,10 @@ class Lookup(Protocol):
 
     def answer(self) -> int | None:
         """Return how many of the leading names are stored and held; None while that is unknown. May wait a few milliseconds."""
+
+    @property
+    def found(self) -> Sequence[bool]:
+        """For each name whether it is stored and held, once there is an answer; where nothing was asked it is empty."""
 
     @property
     def until(self) -> float:
@@ -57,23 +62,40 @@ class Pool(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks of one KV cache group, with their keys."""
+
+    keys: tuple[Key, ...] = ()
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks of one request to load from the pool. `holders`: names of the stores that had them when they were promised."""
+    """Blocks of one request to load from the pool, by number of their KV cache group. `holders`: names of the stores that had
+    them when they were promised."""
 
     number: int
     request_id: str
-    keys: tuple[Key, ...]
-    blocks: tuple[int, ...]
+    groups: tuple[Part, ...]
     holders: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """All blocks, group after group."""
+        return tuple(block for part in self.groups for block in part.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Blocks to offer to the pool once this step is computed."""
+    """Blocks to offer to the pool once this step is computed, by number of their KV cache group."""
 
     number: int
-    keys: tuple[Key, ...]
-    blocks: tuple[int, ...]
+    groups: tuple[Part, ...]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """All blocks, group after group."""
+        return tuple(block for part in self.groups for block in part.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +112,12 @@ class Orders:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """One request of a step. `computed`: tokens whose KV is complete after it; `known`: tokens that are final, unlike
-    drafts."""
+    drafts. `states`: the states that are complete after it, as group, block, and the number of tokens they are of."""
 
     request_id: str
     computed: int
     known: int
+    states: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +167,8 @@ class Ledger:
     lookup_s: float = 1.0
     coming_s: float = 1.0
     choice: Choice | None = None
+    groups: tuple[Group, ...] = (ATTENTION,)
+    """The KV cache groups, in the engine's order."""
     prefixes: tuple[str, ...] = ()
     """One name prefix per rank; before they are known nothing is looked up or saved."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -186,7 +211,7 @@ class Ledger:
             self.counts["lookups_slow"] += 1
             self._let_go(request)
             return 0
-        there = promise.first + found // len(self.prefixes)
+        there = self._there(promise, found)
         if promise.lookup.reached and self._is_coming(now, request, there, stop):
             if now - promise.asked_at >= AGAIN_S:
                 self._ask(now, request, own, stop)
@@ -195,25 +220,30 @@ class Ledger:
             return 0
         return (there - own) * self.block_tokens
 
-    def allocated(self, request_id: str, external_tokens: int, blocks: Sequence[int]) -> None:
-        """Take note that the request has `blocks`, all that it needs now; those from the pool are to be loaded."""
+    def allocated(self, request_id: str, external_tokens: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Take note that the request has `blocks` by group, all that it needs now; those from the pool are to be loaded."""
         request = self._requests.get(request_id)
         if request is None:
             return
         if external_tokens:
             stop = request.own + external_tokens // self.block_tokens
-            keys = request.keys.upto(stop)[request.own :]
+            keys = request.keys.upto(stop)
             holders = request.promise.lookup.holders if request.promise is not None else ()
             self._number += 1
-            request.load = Load(self._number, request_id, tuple(keys), tuple(blocks[request.own : stop]), holders)
+            starts = [max(request.own, group.first(stop, self.block_tokens)) for group in self.groups]
+            parts = [
+                Part(tuple(keys[start:]), tuple(of_group[start:stop])) for start, of_group in zip(starts, blocks, strict=True)
+            ]
+            request.load = Load(self._number, request_id, tuple(parts), holders)
             self._loads.append(request.load)
             request.saved = max(request.saved, stop)
-            self.counts["promised_blocks"] += len(keys)
+            self.counts["promised_blocks"] += len(request.load.blocks)
         elif request.load is None:
             self._let_go(request)
 
-    def step(self, now: float, scheduled: Iterable[Progress], blocks_of: Callable[[str], Sequence[int]]) -> Orders:
-        """Return the orders for a step that computes for `scheduled`. `blocks_of`: all blocks of one of these requests."""
+    def step(self, now: float, scheduled: Iterable[Progress], blocks_of: Callable[[str], Sequence[Sequence[int]]]) -> Orders:
+        """Return the orders for a step that computes for `scheduled`. `blocks_of`: all blocks of one of these requests, by
+        group."""
         saves: list[Save] = []
         idle = True
         for progress in scheduled:
@@ -221,17 +251,20 @@ class Ledger:
             request = self._requests.get(progress.request_id)
             if request is not None and self.may_save and self.prefixes:
                 stop = min(progress.computed, progress.known) // self.block_tokens
-                stop = min(stop, request.saved + self.most_saving - self._saving)
+                stop = min(stop, request.saved + (self.most_saving - self._saving) // len(self.groups))
                 if stop > request.saved:
-                    saves += self._save(now, request, stop, blocks_of(progress.request_id))
+                    saves += self._save(now, request, stop, progress, blocks_of(progress.request_id))
         loads, self._loads = self._loads, []
         return Orders(tuple(loads), tuple(saves), idle, deserted=idle and not self._requests)
 
-    def loaded(self, request_ids: Iterable[str], failed: set[int]) -> None:
+    def loaded(self, request_ids: Iterable[str], failed: set[int], failed_requests: Iterable[str] = ()) -> None:
         """Take note that these loads ended. `failed`: blocks that are missing and computed; one rank may report before
-        another."""
+        another. `failed_requests`: likewise, where there are several groups: their requests are computed as a whole."""
         if failed:
             self._fail(failed)
+        for request_id in failed_requests:
+            if (request := self._requests.get(request_id)) is not None:
+                self._load_no_more(request)
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and request.load is not None:
@@ -274,17 +307,34 @@ class Ledger:
 
     def _ask(self, now: float, request: _Request, first: int, stop: int) -> _Promise:
         self._let_go(request)
-        names = object_names(self.prefixes, request.keys.upto(stop)[first:])
+        prefixes = [group_prefix(rank, group) for group in range(len(self.groups)) for rank in self.prefixes]
+        names = object_names(prefixes, request.keys.upto(stop)[first:])
         request.promise = _Promise(first, stop, self.pool.ask(names, request.hints.sources), now)
         return request.promise
 
     def _fail(self, blocks: set[int]) -> None:
         """Load nothing more for the requests of these blocks: a pool that keeps failing would make them wait for ever."""
         for request in self._requests.values():
-            if request.load is not None and not request.has_failed and not blocks.isdisjoint(request.load.blocks):
-                request.has_failed = True
-                request.saved = min(request.saved, request.own)
-                self.counts["failed_loads"] += 1
+            if request.load is not None and not blocks.isdisjoint(request.load.blocks):
+                self._load_no_more(request)
+
+    def _load_no_more(self, request: _Request) -> None:
+        if not request.has_failed:
+            request.has_failed = True
+            request.saved = min(request.saved, request.own)
+            self.counts["failed_loads"] += 1
+
+    def _there(self, promise: _Promise, leading: int) -> int:
+        """Return how many blocks of a prefix can be had. `leading`: how many of the first names are stored."""
+        ranks = len(self.prefixes)
+        found = promise.lookup.found
+        if all(group.needs_all for group in self.groups) or not found:
+            return promise.first + leading // (ranks * len(self.groups))
+        each = ranks * len(self.groups)
+        there = [
+            [all(found[at : at + ranks]) for at in range(group * ranks, len(found), each)] for group in range(len(self.groups))
+        ]
+        return longest(self.groups, there, promise.first, self.block_tokens)
 
     def _is_coming(self, now: float, request: _Request, there: int, stop: int) -> bool:
         """Return whether more than the `there` stored blocks is worth waiting for."""
@@ -324,21 +374,34 @@ class Ledger:
         if promise is not None:
             self.pool.release(promise.lookup)
 
-    def _save(self, now: float, request: _Request, stop: int, blocks: Sequence[int]) -> list[Save]:
+    def _save(
+        self, now: float, request: _Request, stop: int, progress: Progress, blocks: Sequence[Sequence[int]]
+    ) -> list[Save]:
         first, request.saved = request.saved, stop
         keys = request.keys.upto(stop)
-        # Block 0 stands for one that the engine has freed.
-        wanted = [index for index in range(first, stop) if blocks[index] and self._is_news(now, keys[index])]
-        if not wanted:
+        parts = []
+        for number, (group, of_group) in enumerate(zip(self.groups, blocks, strict=True)):
+            there = dict(enumerate(of_group[first:stop], first))
+            if group.is_state:  # only what the engine calls complete is: it writes states in place
+                there = {tokens // self.block_tokens - 1: block for at, block, tokens in progress.states if at == number}
+            # Block 0 stands for one that the engine has freed.
+            wanted = [
+                (keys[index], block)
+                for index, block in there.items()
+                if block and index < stop and self._is_news(now, keys[index], number)
+            ]
+            parts.append(Part(tuple(key for key, _ in wanted), tuple(block for _, block in wanted)))
+        if not any(part.blocks for part in parts):
             return []
         self._number += 1
-        save = Save(self._number, tuple(keys[index] for index in wanted), tuple(blocks[index] for index in wanted))
+        save = Save(self._number, tuple(parts))
         self._saves[save.number] = save.blocks
-        self._saving += len(wanted)
+        self._saving += len(save.blocks)
         return [save]
 
-    def _is_news(self, now: float, key: Key) -> bool:
-        """Return whether a key was not offered recently, and record the offer."""
+    def _is_news(self, now: float, key: Key, group: int) -> bool:
+        """Return whether a block was not offered recently, and record the offer."""
+        key = key + bytes([group]) if group else key
         offered_at = self._recent.get(key)
         if offered_at is not None and now - offered_at < REOFFER_S:
             return False

@@ -29,6 +29,10 @@ class Lookup:
         return self.hold.count if self._done.wait(wait_s) else None
 
     @property
+    def found(self) -> Sequence[bool]:
+        return self.hold.found
+
+    @property
     def until(self) -> float:
         return self.hold.until
 

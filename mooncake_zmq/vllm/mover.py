@@ -15,8 +15,8 @@ from typing import Protocol
 from mooncake_zmq.store.client.batch import Value
 from mooncake_zmq.store.client.client import UNREACHED, StoreClient
 from mooncake_zmq.store.codes import Code
-from mooncake_zmq.vllm.ledger import Load, Save
-from mooncake_zmq.vllm.names import object_names
+from mooncake_zmq.vllm.ledger import Load, Part, Save
+from mooncake_zmq.vllm.names import group_prefix, object_names
 from mooncake_zmq.vllm.spans import BlockSpans
 from mooncake_zmq.vllm.worker import Crew, Worker
 
@@ -74,10 +74,11 @@ class HostMemory:
 
 @dataclass(slots=True)
 class Moved:
-    """Loads and saves that ended since the last call. `loads_took`: each load's number, blocks and seconds; inf if blocks are
-    missing."""
+    """Loads and saves that ended since the last call. `failed`: the requests, among those of `loaded`, that lack blocks.
+    `loads_took`: each load's number, blocks and seconds; inf if blocks are missing."""
 
     loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     loads_took: list[tuple[int, int, float]] = field(default_factory=list)
     failed_blocks: set[int] = field(default_factory=set)
     saved: list[int] = field(default_factory=list)
@@ -86,10 +87,13 @@ class Moved:
 class Mover:
     """Carry out loads and saves. One thread calls it."""
 
-    def __init__(self, client: StoreClient, prefix: str, loading: Memory, saving: Memory, threads: int = 1) -> None:
-        """`prefix`: prefix of the names of this rank's blocks. `threads`: how many copy one load in parallel, and as many one
-        save."""
-        self._client, self._prefix = client, prefix
+    def __init__(
+        self, client: StoreClient, prefix: str, loading: Sequence[Memory], saving: Sequence[Memory], threads: int = 1
+    ) -> None:
+        """`prefix`: prefix of the names of this rank's blocks. `loading`, `saving`: the memory of each KV cache group.
+        `threads`: how many copy one load in parallel, and as many one save."""
+        self._client = client
+        self._prefixes = [group_prefix(prefix, group) for group in range(len(loading))]
         self._loading, self._saving = loading, saving
         self._changed = threading.Condition()
         """Guards the fields below."""
@@ -146,25 +150,34 @@ class Mover:
     # --- on the threads
 
     def _load(self, load: Load) -> None:
-        good = 0
+        good: list[int] = []
         began = time.perf_counter()
         try:
-            for start, stop in _batches(len(load.blocks), self._loading.most):
-                came = self._fetch(load.keys[start:stop], load.blocks[start:stop], load.holders)
-                good += came
-                if came < stop - start:  # blocks after a gap are computed in any case
+            for group, part in enumerate(load.groups):
+                good.append(self._load_part(group, part, load.holders))
+                if good[-1] < len(part.blocks):  # blocks after a gap are computed in any case
                     break
         finally:
-            self._end_load(load, good, time.perf_counter() - began)
+            self._end_load(load, sum(good), time.perf_counter() - began)
 
-    def _fetch(self, keys: Sequence[bytes], blocks: Sequence[int], holders: Sequence[str]) -> int:
+    def _load_part(self, group: int, part: Part, holders: Sequence[str]) -> int:
         """Return how many of the first blocks were loaded."""
-        memory = self._loading
+        good = 0
+        for start, stop in _batches(len(part.blocks), self._loading[group].most):
+            came = self._fetch(group, part.keys[start:stop], part.blocks[start:stop], holders)
+            good += came
+            if came < stop - start:
+                break
+        return good
+
+    def _fetch(self, group: int, keys: Sequence[bytes], blocks: Sequence[int], holders: Sequence[str]) -> int:
+        """Return how many of the first blocks were loaded."""
+        memory, prefix = self._loading[group], self._prefixes[group]
         targets = memory.targets(blocks)
         size = memory.value_bytes
 
         def fetch(start: int, stop: int) -> list[int]:
-            names = object_names([self._prefix], keys[start:stop])
+            names = object_names([prefix], keys[start:stop])
             caps = [size] * (stop - start)
             return self._client.fetch(
                 names, lambda index, length: targets[start + index] if length == size else None, caps, holders
@@ -178,29 +191,31 @@ class Mover:
     def _save(self, save: Save) -> None:
         codes: list[int] = []
         try:
-            for start, stop in _batches(len(save.blocks), self._saving.most):
-                codes += self._offer(save.keys[start:stop], self._saving.sources(save.blocks[start:stop]))
-                if UNREACHED in codes:
-                    break
+            for group, part in enumerate(save.groups):
+                memory = self._saving[group]
+                for start, stop in _batches(len(part.blocks), memory.most):
+                    if UNREACHED in codes:
+                        return
+                    codes += self._offer(group, part.keys[start:stop], memory.sources(part.blocks[start:stop]))
         finally:
             self._end_save(save, codes)
 
-    def _offer(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
+    def _offer(self, group: int, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
         """Return the codes of these blocks after all tries."""
-        codes = self._put(keys, values)
+        codes = self._put(group, keys, values)
         for _ in range(self._tries):
             left = [index for index, code in enumerate(codes) if code in PASSING]
             if not left or self._closing.wait(RETRY_S):
                 break
-            again = self._put([keys[index] for index in left], [values[index] for index in left])
+            again = self._put(group, [keys[index] for index in left], [values[index] for index in left])
             for index, code in zip(left, again, strict=True):
                 codes[index] = code
         self._tries = 0 if UNREACHED in codes else TRIES
         return codes
 
-    def _put(self, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
+    def _put(self, group: int, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
         def put(start: int, stop: int) -> list[int]:
-            return self._client.put(object_names([self._prefix], keys[start:stop]), values[start:stop])
+            return self._client.put(object_names([self._prefixes[group]], keys[start:stop]), values[start:stop])
 
         return self._savers.share(len(keys), put, UNREACHED)
 
@@ -208,6 +223,8 @@ class Mover:
         with self._changed:
             self._moved.loaded.add(load.request_id)
             blocks = len(load.blocks)
+            if good < blocks:
+                self._moved.failed.add(load.request_id)
             self._moved.loads_took.append((load.number, blocks, took_s if good == blocks else math.inf))
             self._moved.failed_blocks.update(load.blocks[good:])
             self._counts["loaded_blocks"] += good

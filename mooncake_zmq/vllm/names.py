@@ -1,8 +1,8 @@
 """Names of a vLLM engine's KV blocks in the pool. `TABLE` has everything that decides a block's bytes, and which part of its
 name covers that: two blocks that differ in any row never share a name. PURE.
 
-    name = PREFIX vllm / DIGEST / RANK / KEY of the block
-           \\------- prefix -------/
+    name = PREFIX vllm / DIGEST / RANK[.GROUP] / KEY of the block
+           \\----------- prefix -----------/
 
 What changes only the rounding (kernels, compilation, the shape of a batch) is in no name, except for attention backends, as
 they also order the bytes.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys, namespace, pack_tokens, root_of_salt
 
-NAMING = 2
+NAMING = 3
 """Version of what names cover; a higher one makes all stored blocks misses."""
 CHAIN = "vllm"
 """Part of the root of chains that no gateway of ours has begun."""
@@ -158,7 +158,9 @@ TABLE = (
         ("config.parallel_config.pipeline_parallel_size", "config.parallel_config.tensor_parallel_size"),
     ),
     Row("DIGEST", "layers", "a block holds them in this order and form", ("layers",)),
+    Row("DIGEST", "KV cache groups", "a block holds the layers of one group", ("kv_groups",)),
     Row("RANK", "rank", "each has its own layers and heads", ("get_pp_group()", "get_tp_group()")),
+    Row("RANK", "KV cache group", "each has its own layers", ("kv_cache_groups",)),
     Row("KEY", "tokens", "of the block and all before it", ("request.all_token_ids",)),
     Row("KEY", "salt", "tenants do not share; a gateway's salt is its chain's root", ("request.cache_salt",)),
     Row("KEY", "new weights", "after a reset of the cache the files no longer show the weights", ("reset_cache()",)),
@@ -222,6 +224,11 @@ class Engine:
         return sorted({str(getattr(layer, "isa", "")) for layer in self.attention} | ({self.cpu} if self.cpu else set()))
 
     @property
+    def kv_groups(self) -> list[list[str]]:
+        """The kind of each KV cache group and its layers."""
+        return [[type(group.kv_cache_spec).__name__, *group.layer_names] for group in self.cache.kv_cache_groups]
+
+    @property
     def kv_dtypes(self) -> list[str]:
         return [str(getattr(layer, "kv_cache_dtype", "")) for layer in self.attention]
 
@@ -274,6 +281,11 @@ def chain_root(salt: str = "", anew: str = "", adapter: str = "") -> bytes:
     if adapter:
         root = namespace(model=root.hex(), layout=f"{CHAIN} adapter", salt=adapter)
     return root if not anew else namespace(model=root.hex(), layout=CHAIN, salt=anew)
+
+
+def group_prefix(prefix: str, group: int) -> str:
+    """Return the prefix of the names of a KV cache group's blocks; `prefix` is that of the rank, and of its first group."""
+    return f"{prefix.removesuffix('/')}.{group}/" if group else prefix
 
 
 def object_names(prefixes: Sequence[str], keys: Iterable[Key]) -> list[str]:

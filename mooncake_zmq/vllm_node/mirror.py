@@ -3,6 +3,9 @@
 vLLM's blocks have hashes of their own and perhaps another length than ours. Tokens are what both have in common, so each of its
 blocks is recorded as a place in a prompt: the key of our last complete block there, and the tokens after it.
 
+An engine with several KV cache groups has a block of each group under the same hash. The first group with full attention stands
+for all of them: what it holds of a prompt is the most that can be reused.
+
     vLLM   |  h1  |  h2  |  h3  |        h2 completes K1, which needs h1 and h2; h4 completes K2, which needs h3 and h4
     ours   |      K1     |      K2 ...
 """
@@ -37,6 +40,8 @@ class Mirror:
         self._block_tokens = block_tokens
         self._max_blocks = max_blocks
         self._root_of = root_of
+        self._group: int | None = None
+        """The KV cache group whose blocks are recorded; None before the first."""
         self._blocks: dict[bytes, _Block] = {}
         self._held: dict[Key, None] = {}
         self._before: dict[Key, bool] = {}
@@ -57,11 +62,13 @@ class Mirror:
         self._before.clear()
         for event in events:
             match event:
-                case EngineStored():
+                case EngineStored(group=group) if self._group in (None, group):
+                    self._group = group
                     self._stored(event)
-                case EngineRemoved(hashes):
+                case EngineRemoved(hashes, group) if group == self._group:
                     self._removed(hashes)
                 case EngineCleared():
+                    self._group = None
                     self._blocks.clear()
                     self._let_go(list(self._held))
         changed = [(key, held) for key, held in self._before.items() if held != (key in self._held)]

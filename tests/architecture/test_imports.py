@@ -34,7 +34,7 @@ PURE = (
     "pool/rules/",
     "vllm_node/",
     *("store/codes", "store/protocol", "store/stream_messages"),
-    *("vllm/choice", "vllm/hints", "vllm/ledger", "vllm/names", "vllm/spans"),
+    *("vllm/choice", "vllm/groups", "vllm/hints", "vllm/ledger", "vllm/names", "vllm/spans"),
 )
 IMPURE_STANDARD = {
     *("time", "random", "os", "socket", "threading", "asyncio", "subprocess", "multiprocessing", "select", "signal"),
@@ -64,7 +64,7 @@ EDGE = (
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-TORCH = {"vllm/connector", "store/tensors", "bench/others/engine_driver", "bench/others/vllm_driver"}
+TORCH = {"vllm/connector", "vllm/device_memory", "store/tensors", "bench/others/engine_driver", "bench/others/vllm_driver"}
 """May import torch and vLLM: what runs in an environment of theirs."""
 ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "pool/server/")
 ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))

@@ -29,7 +29,7 @@ def main() -> None:
     torch.cuda.Stream = torch.cuda.Event = Nothing
     torch.cuda.current_stream = Nothing
     torch.cuda.stream = lambda _: contextlib.nullcontext()
-    from mooncake_zmq.vllm.connector import _DeviceMemory
+    from mooncake_zmq.vllm.device_memory import DeviceMemory
 
     torch.manual_seed(0)
     for pieces in (1, 2):
@@ -38,7 +38,7 @@ def main() -> None:
             torch.randn(BLOCKS * pieces, 4, 2, 8, dtype=torch.bfloat16).transpose(1, 2),
         ]
         was = [tensor.clone() for tensor in tensors]
-        memory = _DeviceMemory(tensors, BLOCKS, 1 << 20)
+        memory = DeviceMemory(tensors, BLOCKS, 1 << 20)
         assert memory.value_bytes == pieces * (64 * 4 + 64 * 2)
         memory.fence()
         values = [[ctypes.string_at(*span) for span in value] for value in memory.sources([4, 1])]
@@ -54,7 +54,7 @@ def main() -> None:
             assert torch.equal(rows[0], old[4])
             assert torch.equal(rows[3], old[1])
             assert not rows[[1, 2, 4, 5]].any()
-    assert _DeviceMemory(tensors, BLOCKS, 1).most == 1, "one block at least"
+    assert DeviceMemory(tensors, BLOCKS, 1).most == 1, "one block at least"
 
 
 if __name__ == "__main__":

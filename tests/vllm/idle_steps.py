@@ -7,6 +7,9 @@ import sys
 import time
 from types import SimpleNamespace as Told
 
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
 from mooncake_zmq.store.client.client import Hold
 from mooncake_zmq.vllm import connector
 from mooncake_zmq.vllm.lookups import Lookup
@@ -18,7 +21,8 @@ BLOCK_TOKENS = 8
 def half(address: str) -> connector._SchedulerHalf:
     transfer = Told(kv_load_failure_policy="recompute", is_kv_consumer=True, is_kv_producer=True)
     scheduler = Told(max_num_scheduled_tokens=64, max_num_batched_tokens=64)
-    cache = Told(kv_cache_groups=[Told(kv_cache_spec=Told(block_size=BLOCK_TOKENS))], num_blocks=8)
+    full = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = Told(kv_cache_groups=[Told(kv_cache_spec=full)], num_blocks=8)
     made = connector._SchedulerHalf(
         Told(kv_transfer_config=transfer, scheduler_config=scheduler, lora_config=None),
         cache,
@@ -42,7 +46,8 @@ def main(address: str) -> None:
     def plan(tokens: int = 0) -> int:
         """How often the step waits."""
         waits.clear()
-        output = Told(kv_connector_block_state=None, num_scheduled_tokens={}, total_num_scheduled_tokens=tokens)
+        state = Told(get_block_ids=lambda request_id: ([],), boundary_state_offloads={})
+        output = Told(kv_connector_block_state=state, num_scheduled_tokens={}, total_num_scheduled_tokens=tokens)
         scheduling.plan(output)
         return len(waits)
 

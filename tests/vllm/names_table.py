@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace as Told
 
+import torch
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
@@ -21,7 +22,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from mooncake_zmq.vllm import connector
 from mooncake_zmq.vllm.adapters import Adapters
@@ -60,7 +61,8 @@ def request(adapter: LoRARequest | None = None, images: tuple[str, ...] = ()) ->
 def keys_follow_what_requests_hold(address: str, directory: Path) -> None:
     transfer = Told(kv_load_failure_policy="recompute", is_kv_consumer=True, is_kv_producer=True)
     scheduler = Told(max_num_scheduled_tokens=64, max_num_batched_tokens=64)
-    cache = Told(kv_cache_groups=[Told(kv_cache_spec=Told(block_size=8))], num_blocks=8)
+    full = FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = Told(kv_cache_groups=[Told(kv_cache_spec=full)], num_blocks=8)
     config = Told(kv_transfer_config=transfer, scheduler_config=scheduler, lora_config=LoRAConfig(lora_dtype="auto"))
     half = connector._SchedulerHalf(config, cache, read_settings({"stores": address}))
     adapter = LoRARequest("a", 1, str(directory))

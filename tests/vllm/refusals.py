@@ -1,25 +1,40 @@
 """Run by path in a Python that has vLLM: what the connector refuses when an engine starts, each in one line."""
 
+from dataclasses import replace
 from types import SimpleNamespace as Told
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
-from vllm.v1.core.kv_cache_utils import _promote_local_kv_cache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
-from mooncake_zmq.vllm.connector import MooncakeZmqConnector, _checked
+from mooncake_zmq.vllm.connector import MooncakeZmqConnector, _checked, _groups
+from mooncake_zmq.vllm.groups import ATTENTION as ALL
+from mooncake_zmq.vllm.groups import STATE, Group
 
 ATTENTION = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 FULL = FullAttentionSpec(**ATTENTION)
 SLIDING = SlidingWindowSpec(**ATTENTION, sliding_window=64)
-MAMBA = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+CHUNKED = ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)
+CROSS = CrossAttentionSpec(**ATTENTION)
+STATES = {"block_size": 32, "shapes": ((4, 4),), "dtypes": (torch.float32,)}
+MAMBA = MambaSpec(**STATES)
+ALIGNED = MambaSpec(**STATES, mamba_cache_mode="align")
 
 
 def config(**changes: object) -> Told:
     extra = {"stores": "127.0.0.1:7300"} | dict(changes.pop("extra", {}))  # type: ignore[call-overload]
+    drafts = changes.pop("speculative_config", None)
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1} | changes
     return Told(
         parallel_config=Told(**parallel),
+        speculative_config=drafts,
         cache_config=Told(calculate_kv_scales=changes.get("scales", False)),
         kv_transfer_config=Told(kv_connector_extra_config=extra),
     )
@@ -40,26 +55,23 @@ def refused(told: Told, kept: Told, words: str) -> None:
     assert "\n" not in said
 
 
-def without_hybrid_manager() -> None:
-    """Check what docs/vllm.md says of vLLM without its hybrid manager: windows are full attention, states are refused."""
-    assert not supports_hma(MooncakeZmqConnector)
-    windows = _promote_local_kv_cache_specs({"full": FULL, "window": SLIDING})
-    assert {type(each) for each in windows.values()} == {FullAttentionSpec}
-    said = ""
-    try:
-        _promote_local_kv_cache_specs({"full": FULL, "state": MAMBA})
-    except ValueError as error:
-        said = str(error)
-    assert "Failed to promote local KV cache specs to one unified type" in said, said or "not refused: states"
+def groups_are_read() -> None:
+    """Check that vLLM keeps its hybrid manager beside this connector, and what each kind of KV makes of a group."""
+    assert supports_hma(MooncakeZmqConnector)
+    kept = cache(FULL, SLIDING, CHUNKED, ALIGNED)
+    assert _groups(kept) == (ALL, Group(window=64), Group(chunk=64), STATE)
+    _checked(config(), kept)
 
 
 def main() -> None:
-    without_hybrid_manager()
+    groups_are_read()
     assert _checked(config(), cache(FULL)).endpoints == ("tcp://127.0.0.1:7300",)
-    refused(config(), cache(FULL, SLIDING), "2 KV cache groups; only one is supported")
-    refused(config(), cache(FULL, MAMBA, MAMBA), "3 KV cache groups")
-    refused(config(), cache(SLIDING), "KV of kind SlidingWindowSpec is not supported")
-    refused(config(), cache(MAMBA), "KV of kind MambaSpec is not supported")
+    assert _checked(config(), cache(SLIDING))
+    refused(config(), cache(FULL, CROSS), "KV of kind CrossAttentionSpec is not supported")
+    refused(config(), cache(FULL, MAMBA), "add --enable-prefix-caching --mamba-cache-mode align")
+    refused(config(), cache(FULL, replace(SLIDING, block_size=16)), "blocks of different sizes, here [16, 32]")
+    draft = Told(method="eagle", draft_model_config=Told(hf_config=None))
+    refused(config(speculative_config=draft), cache(FULL, SLIDING), "speculation with drafts that have KV")
     refused(config(), cache(FULL, hashed=16), "block hashes are of 16 tokens")
     refused(config(decode_context_parallel_size=2), cache(FULL), "context parallelism")
     refused(config(scales=True), cache(FULL), "calculate_kv_scales")

@@ -22,6 +22,7 @@ class FakeLookup:
     until: float = 1e9
     holders: tuple[str, ...] = ("cache-b",)
     reached: bool = True
+    found: Sequence[bool] = ()
 
     def answer(self) -> int | None:
         return self.count
@@ -43,6 +44,7 @@ class FakePool:
         self.first = first
         missing = [index for index, name in enumerate(names) if name not in self.there]
         lookup = FakeLookup(names, None if self.slow else (missing[0] if missing else len(names)), reached=self.reached)
+        lookup.found = [name in self.there for name in names]
         self.held.append(lookup)
         return lookup
 
@@ -73,7 +75,7 @@ class World:
 
     def step(self, computed: int = 0, known: int | None = None, name: str = "r"):
         scheduled = [Progress(name, computed, computed if known is None else known)] if computed else []
-        return self.ledger.step(self.now, scheduled, lambda each: self.blocks[each])
+        return self.ledger.step(self.now, scheduled, lambda each: [self.blocks[each]])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -83,9 +85,9 @@ def test_what_the_pool_has_beyond_the_engines_own_is_promised_and_held_until_loa
     world.add()
     assert world.matched(own=2 * B) == 4 * B
     assert len(world.pool.held) == 1
-    world.ledger.allocated("r", 4 * B, world.blocks["r"])
+    world.ledger.allocated("r", 4 * B, [world.blocks["r"]])
     orders = world.step()
-    assert [(load.request_id, load.blocks, len(load.keys)) for load in orders.loads] == [("r", (3, 4, 5, 6), 4)]
+    assert [(load.request_id, load.blocks, len(load.groups[0].keys)) for load in orders.loads] == [("r", (3, 4, 5, 6), 4)]
     assert orders.idle
     assert world.pool.held, "until it was read"
     world.ledger.loaded(["r"], set())
@@ -100,7 +102,7 @@ def test_every_load_has_a_number_of_its_own_also_of_the_same_request():
     numbers = []
     for _ in range(3):
         world.matched()
-        world.ledger.allocated("r", 6 * B, world.blocks["r"])
+        world.ledger.allocated("r", 6 * B, [world.blocks["r"]])
         numbers += [load.number for load in world.step().loads]
         world.ledger.loaded(["r"], set())
     assert len(set(numbers)) == 3
@@ -165,7 +167,7 @@ def test_whatever_becomes_of_a_request_its_promise_ends(end):
     if end == "finished":
         world.ledger.finished("r")
     elif end == "computed":
-        world.ledger.allocated("r", 0, world.blocks["r"])
+        world.ledger.allocated("r", 0, [world.blocks["r"]])
     else:
         assert world.matched(own=B + 1) == 0
     assert not world.pool.held
@@ -176,7 +178,7 @@ def test_blocks_that_did_not_come_are_offered_again_and_the_pool_is_not_asked_tw
     world.fill(6)
     world.add()
     world.matched()
-    world.ledger.allocated("r", 6 * B, world.blocks["r"])
+    world.ledger.allocated("r", 6 * B, [world.blocks["r"]])
     world.step()
     world.ledger.loaded(["r"], {4, 5, 6})
     assert world.ledger.counts["failed_loads"] == 1
@@ -191,8 +193,8 @@ def test_blocks_that_did_not_come_to_the_quicker_of_two_ranks_are_offered_again_
         world.add(name)
         world.fill(6)
         world.matched(name=name)
-    world.ledger.allocated("r", 6 * B, world.blocks["r"])
-    world.ledger.allocated("other", 6 * B, list(range(21, 40)))
+    world.ledger.allocated("r", 6 * B, [world.blocks["r"]])
+    world.ledger.allocated("other", 6 * B, [list(range(21, 40))])
     world.step()
     world.ledger.loaded([], {4, 5, 6})
     assert world.pool.held, "the other rank still reads"
@@ -218,7 +220,7 @@ def test_what_came_from_the_pool_is_not_offered_to_it():
     world.fill(6)
     world.add()
     world.matched()
-    world.ledger.allocated("r", 6 * B, world.blocks["r"])
+    world.ledger.allocated("r", 6 * B, [world.blocks["r"]])
     world.step()
     world.ledger.loaded(["r"], set())
     assert [save.blocks for save in world.step(computed=8 * B).saves] == [(7, 8)]
@@ -283,7 +285,7 @@ def test_before_the_ranks_have_told_their_shelves_nothing_is_asked_or_saved():
 def test_requests_that_are_not_followed_are_left_alone():
     world = World()
     assert world.matched(name="who") == 0
-    world.ledger.allocated("who", 8, [1, 2])
+    world.ledger.allocated("who", 8, [[1, 2]])
     world.ledger.loaded(["who"], {1})
     world.ledger.finished("who")
     assert world.step(computed=8, name="who").loads == ()
@@ -295,7 +297,7 @@ def test_the_stores_that_a_request_names_are_asked_first_and_who_has_it_is_read_
     world.add(hints=Hints(("cache-b", "cache-c")))
     assert world.matched() == 6 * B
     assert world.pool.first == ("cache-b", "cache-c")
-    world.ledger.allocated("r", 6 * B, world.blocks["r"])
+    world.ledger.allocated("r", 6 * B, [world.blocks["r"]])
     (load,) = world.step().loads
     assert load.holders == ("cache-b",)
 
@@ -396,7 +398,7 @@ def test_blocks_that_are_sooner_loaded_are_promised():
 
 def preempted(world: World) -> None:
     """It was computed to its end, and had to go."""
-    world.ledger.allocated("r", 0, world.blocks["r"])
+    world.ledger.allocated("r", 0, [world.blocks["r"]])
     assert world.step(computed=len(TOKENS)).saves == ()
 
 
@@ -414,7 +416,7 @@ def with_a_tail_left() -> World:
 def test_a_tail_that_is_left_does_not_keep_the_whole_from_being_loaded_after_a_preemption():
     world = with_a_tail_left()
     assert world.matched() == 10 * B
-    world.ledger.allocated("r", 10 * B, world.blocks["r"])
+    world.ledger.allocated("r", 10 * B, [world.blocks["r"]])
     world.step()
     world.ledger.loaded(["r"], set())
     assert world.step(computed=len(TOKENS)).saves == (), "all of it is in the pool"
@@ -423,7 +425,7 @@ def test_a_tail_that_is_left_does_not_keep_the_whole_from_being_loaded_after_a_p
 def test_what_is_loaded_after_it_was_left_and_does_not_come_is_offered_again():
     world = with_a_tail_left()
     world.matched(own=2 * B)
-    world.ledger.allocated("r", 8 * B, world.blocks["r"])
+    world.ledger.allocated("r", 8 * B, [world.blocks["r"]])
     world.step()
     world.ledger.loaded(["r"], {5})
     assert world.matched(own=0) == 0, "once is enough"
@@ -436,7 +438,7 @@ def test_a_whole_that_is_loaded_does_not_make_a_tail_worth_it_after_a_preemption
         world.ledger.choice.load_took(1, 0.4)
     world.add()
     assert world.matched() == 10 * B
-    world.ledger.allocated("r", 10 * B, world.blocks["r"])
+    world.ledger.allocated("r", 10 * B, [world.blocks["r"]])
     world.step()
     world.ledger.loaded(["r"], set())
     preempted(world)

@@ -14,7 +14,7 @@ from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.codes import Pin
 from mooncake_zmq.vllm import mover as mover_module
-from mooncake_zmq.vllm.ledger import Ledger, Load, Progress, Save
+from mooncake_zmq.vllm.ledger import Ledger, Load, Part, Progress, Save
 from mooncake_zmq.vllm.lookups import Lookup, Lookups
 from mooncake_zmq.vllm.mover import TRIES, HostMemory, Moved, Mover
 from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
@@ -40,19 +40,19 @@ class Engine:
         self.memory = HostMemory(BlockSpans(layers))
         client = StoreClient([address], settings)
         client.connect()
-        self.mover = Mover(client, prefix, self.memory, self.memory, threads)
+        self.mover = Mover(client, prefix, [self.memory], [self.memory], threads)
         self.number = 0
         self.loads_took: list[tuple[int, int, float]] = []
 
     def save(self, *blocks: int) -> None:
         self.number += 1
-        self.mover.save(Save(self.number, KEYS[: len(blocks)], blocks))
+        self.mover.save(Save(self.number, (Part(KEYS[: len(blocks)], blocks),)))
         assert self.ended(lambda moved: bool(moved.saved)).saved == [self.number]
 
     def load(self, *blocks: int) -> set[int]:
         """The blocks that did not come."""
         self.number += 1
-        self.mover.load(Load(self.number, "r", KEYS[: len(blocks)], blocks))
+        self.mover.load(Load(self.number, "r", (Part(KEYS[: len(blocks)], blocks),)))
         moved = self.ended(lambda moved: bool(moved.loaded))
         assert moved.loaded == {"r"}
         self.loads_took += moved.loads_took
@@ -230,7 +230,7 @@ def test_what_ranks_save_while_their_store_is_silent_for_a_while_is_saved(make_p
     ranks = [engine(server, prefix=f"vllm/digest/0.{rank}/") for rank in range(2)]
     with server._turns:
         for each in ranks:
-            each.mover.save(Save(1, KEYS[:4], (0, 1, 2, 3)))
+            each.mover.save(Save(1, (Part(KEYS[:4], (0, 1, 2, 3)),)))
         until(lambda: not any(each.mover._client._peers[0]._session for each in ranks))  # both have given it up
     for each in ranks:
         assert each.ended(lambda moved: bool(moved.saved)).saved == [1]
@@ -285,7 +285,7 @@ def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, 
     one.save(0, 1)
     with server._turns:  # it hears, and does not answer
         lookup = asks.ask(object_names([PREFIX], KEYS[:2]))
-        asked = Load(1, "r", KEYS[:2], (4, 5))
+        asked = Load(1, "r", (Part(KEYS[:2], (4, 5)),))
         one.mover.load(asked)
         assert lookup.answer() is None, "after moments"
         assert one.mover.take() == Moved()
@@ -362,15 +362,15 @@ def test_both_halves_together(make_pool, engine, lookups):
     ledger = plan()
     ledger.add("a", token_keys(chain_root(), TOKENS, 8))
     assert found("a", 0) == 0
-    (save,) = ledger.step(time.monotonic(), [Progress("a", 65, 65)], lambda _: range(1, 10)).saves
-    assert save.keys == KEYS
+    (save,) = ledger.step(time.monotonic(), [Progress("a", 65, 65)], lambda _: [range(1, 10)]).saves
+    assert save.groups[0].keys == KEYS
     one.mover.save(save)
     assert ledger.saved(one.ended(lambda moved: bool(moved.saved)).saved, 1) == list(range(1, 9))
     ledger = plan()
     ledger.add("b", token_keys(chain_root(), TOKENS, 8))
     assert found("b", 8) == 56
-    ledger.allocated("b", 56, list(range(11, 1, -1)))
-    (load,) = ledger.step(time.monotonic(), [], lambda _: ()).loads
+    ledger.allocated("b", 56, [list(range(11, 1, -1))])
+    (load,) = ledger.step(time.monotonic(), [], lambda _: [()]).loads
     one.wipe()
     one.mover.load(load)
     moved = one.ended(lambda moved: bool(moved.loaded))

@@ -24,6 +24,7 @@ from mooncake_zmq.vllm.names import (
     LayerOrder,
     chain_root,
     derived_keys,
+    group_prefix,
     is_of_content,
     object_names,
     token_keys,
@@ -51,6 +52,12 @@ class Layer:
         return SimpleNamespace(get_name=lambda: self.backend)
 
 
+def kv_group(kind: str = "FullAttentionSpec", block_size: int = 32, layers: tuple[str, ...] = ("a", "b")) -> Any:
+    """A KV cache group of vLLM, as far as names read it."""
+    spec = type(kind, (), {"block_size": block_size})()
+    return SimpleNamespace(kv_cache_spec=spec, layer_names=list(layers))
+
+
 LAYERS = (LayerOrder("a", (1, 2, 32, 64), (1, 2, 3), "float32"), LayerOrder("b", (1, 2, 32, 64), (1, 2, 3), "float32"))
 LONG_ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096, "short_factor": [1.0], "long_factor": [4.0]}
 VALUES: dict[str, Any] = {
@@ -62,7 +69,7 @@ VALUES: dict[str, Any] = {
     "attention": (Layer(), Layer()),
     "layers": LAYERS,
     "cache.kv_cache_layout": "LBHNC",
-    "cache.kv_cache_groups": [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))],
+    "cache.kv_cache_groups": [kv_group()],
     "config.load_config.load_format": "auto",
     "config.load_config.model_loader_extra_config": {},
     "config.load_config.ignore_patterns": ["original/**/*"],
@@ -165,7 +172,12 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     "backends": [{"attention": (Layer("FLASH_ATTN"), Layer("FLASH_ATTN"))}],
     "instruction_sets": [{"cpu": "AVX2"}, {"attention": (Layer(isa="amx"), Layer(isa="amx"))}],
     "cache.kv_cache_layout": [{"cache.kv_cache_layout": "LBNHC"}],
-    "block_tokens": [{"cache.kv_cache_groups": [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=64))]}],
+    "block_tokens": [{"cache.kv_cache_groups": [kv_group(block_size=64)]}],
+    "kv_groups": [
+        {"cache.kv_cache_groups": [kv_group(kind="SlidingWindowSpec")]},
+        {"cache.kv_cache_groups": [kv_group(layers=("a",)), kv_group(layers=("b",))]},
+        {"cache.kv_cache_groups": [kv_group(layers=("a",)), kv_group(kind="MambaSpec", layers=("b",))]},
+    ],
     "config.parallel_config.pipeline_parallel_size": [{"config.parallel_config.pipeline_parallel_size": 2}],
     "config.parallel_config.tensor_parallel_size": [{"config.parallel_config.tensor_parallel_size": 2}],
     "layers": [
@@ -285,7 +297,9 @@ def test_an_attribute_that_this_vllm_does_not_have_is_refused_rather_than_left_o
 
 def test_ranks_and_tenants_have_names_of_their_own():
     prefixes = {engine().key_prefix("0.0"), engine().key_prefix("0.1"), engine().key_prefix("1.0")}
-    assert len(prefixes | {engine().key_prefix("0.0", "t/")}) == 4
+    prefixes |= {group_prefix(prefix, group) for prefix in prefixes for group in (1, 2)}
+    assert len(prefixes | {engine().key_prefix("0.0", "t/")}) == 10
+    assert all(block_key(f"{prefix}{'0' * 32}") == bytes(16) for prefix in prefixes)
 
 
 @pytest.mark.parametrize("path", OTHER_ADAPTERS)

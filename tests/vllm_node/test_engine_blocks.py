@@ -9,6 +9,7 @@ import xxhash
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from test_vllm_node import BASE, LAYOUT, Harness
 
 from mooncake_zmq.core.costs import Costs
@@ -74,6 +75,20 @@ def test_a_block_of_ours_goes_with_the_first_of_those_it_needs():
     assert seen.apply([EngineRemoved((names[2],))]) == ([], [keys[1]])
     assert seen.apply([EngineRemoved((names[3], b"nobody"))]) == ([], [])
     assert seen.held == [keys[0], keys[2]]
+
+
+def test_one_group_with_full_attention_stands_for_all():
+    seen, tokens = mirror(), list(range(16))
+    names, keys = hashes(tokens, 4), extend_keys(ROOT, pack_tokens(tokens), 4)
+    event = stored(tokens, 4)
+    assert seen.apply([structs.replace(event, group=2)]) == (keys, [])
+    assert seen.apply([structs.replace(event, group=3), EngineRemoved((names[0],), 3), EngineRemoved((names[1],), 0)]) == (
+        [],
+        [],
+    )
+    assert seen.apply([EngineRemoved((names[2],), 2)]) == ([], [keys[2]])
+    seen.apply([EngineCleared()])
+    assert seen.apply([event]) == (keys, []), "after another start of the engine it may be another group"
 
 
 def test_what_is_not_ours_or_hangs_in_the_air_is_passed_over():
@@ -169,7 +184,7 @@ def test_both_shapes_of_the_wire_are_read():
     [
         {"medium": "STORAGE"},
         {"lora_id": 3},
-        {"group_idx": 1},
+        {"group_idx": 1, "kv_cache_spec_kind": None},
         {"kv_cache_spec_kind": "sliding_window"},
         {"extra_keys": None},
         {"extra_keys": [None, None]},
@@ -179,6 +194,12 @@ def test_both_shapes_of_the_wire_are_read():
 )
 def test_blocks_that_no_request_of_ours_can_reuse_are_passed_over(more):
     assert decode_batch(batch(as_map([1, 2, 3, 4], SALT, **more))).events == ()
+
+
+def test_blocks_of_full_attention_are_read_whichever_group_has_them():
+    event = as_map([1, 2, 3, 4], SALT, group_idx=2)
+    removed = {"type": "BlockRemoved", "block_hashes": [b"h"], "group_idx": 1}
+    assert decode_batch(batch(event, removed)).events == (structs.replace(FOUR, group=2), EngineRemoved((b"h",), 1))
 
 
 @pytest.mark.parametrize(
@@ -197,6 +218,8 @@ def test_blocks_that_no_request_of_ours_can_reuse_are_passed_over(more):
         batch(as_map([1, 2, 3, 4], SALT, block_hashes=None)),
         batch(as_map([], SALT, block_size=0)),
         batch({"type": "BlockRemoved"}),
+        batch(as_map([1, 2, 3, 4], SALT, group_idx="1")),
+        batch(as_map([1, 2, 3, 4], SALT, group_idx=-1)),
         b"\x91" * 5000,
     ],
 )

