@@ -44,6 +44,11 @@ class Admission:
         self._counts.add("unasked_requests", int(not right))
         return gateway if right else None
 
+    def is_early(self, sender: str, message: StartPrefill) -> bool:
+        """Return whether another vLLM passed on a request whose gateway is not connected yet."""
+        hello = self._peers.get(sender)
+        return bool(message.gateway) and message.gateway not in self._peers and hello is not None and hello.role == "vllm"
+
     def refusal(self, message: StartPrefill) -> str | None:
         """Return why this node can never take the request, or None. Such an attempt is repeated a few times at most."""
         length = len(message.tokens) // 4

@@ -59,6 +59,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.vllm_node import early
 from mooncake_zmq.vllm_node.admission import Admission
 from mooncake_zmq.vllm_node.engine_cache import EngineCache
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
@@ -116,6 +117,7 @@ class VllmNode:
         self._cache = EngineCache(settings, layout, self._ids, self.counts)
         self._admission = Admission(name, settings, layout, self._peers, self.counts)
         self._drain = Drain("", self.counts)
+        self._early = early.EarlyRequests(settings.max_queued)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -138,9 +140,7 @@ class VllmNode:
                 conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
                 return self._cache.on_events(events, conductors)
             case PeerUp() as up:
-                self._peers[up.peer] = up.hello
-                self._reports.peer_up(up)
-                return self._cache.announce_to(up.peer) if up.hello.role == "conductor" else []
+                return self._on_peer_up(now, up)
             case PeerDown(peer, _):
                 return self._on_peer_down(now, peer)
             case TimerFired(key) if key == REPORT:
@@ -149,6 +149,9 @@ class VllmNode:
                 return self._ask(now)
             case TimerFired(("deadline", str(request_id), int(attempt))):
                 return self._on_deadline(now, request_id, attempt)
+            case TimerFired((early.EARLY, str(request_id), int(attempt))):
+                self.counts.add("unasked_requests", int(self._early.expire(request_id, attempt)))
+                return []
             case Started():
                 return [self._reports.begin(), *self._ask(now), *self._cache.begin()]
             case DrainWanted():
@@ -167,6 +170,8 @@ class VllmNode:
 
     def _on_message(self, now: float, sender: str, message: Message) -> list[Effect]:
         match message:
+            case StartPrefill() if self._admission.is_early(sender, message) and (held := self._early.hold(sender, message)):
+                return held
             case StartPrefill():
                 gateway = self._admission.asker(sender, message)
                 choices = _each_choice(message) if gateway is not None else []
@@ -187,12 +192,12 @@ class VllmNode:
             assert (job.made > 0) == (job.state is JobState.DECODING) or job.state is JobState.CLOSING
         assert {id(job) for job in self._works.values()} == {id(job) for job in live if job.work_id is not None}
         assert len(self._works) <= self._settings.max_running
-        assert len(self._waiting) <= self._settings.max_queued
+        assert len(self._in(JobState.QUEUED)) <= self._settings.max_queued
         self._cache.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
-        waiting = len(self._waiting)
+        waiting = len(self._in(JobState.QUEUED))
         return {
             "capacity_tokens": self._settings.capacity_tokens,
             "capacity_engines": 0 if self._trouble else 1,
@@ -247,7 +252,7 @@ class VllmNode:
             return "the node is draining"
         if self._lost:
             return self._trouble
-        return "queue is full" if len(self._waiting) >= self._settings.max_queued else None
+        return "queue is full" if len(self._in(JobState.QUEUED)) >= self._settings.max_queued else None
 
     def _on_cancel(self, now: float, sender: str, message: CancelRequest) -> list[Effect]:
         job = self._jobs.get(message.request_id)
@@ -262,6 +267,13 @@ class VllmNode:
             return []
         return self._fail(now, job, "deadline passed")
 
+    def _on_peer_up(self, now: float, up: PeerUp) -> list[Effect]:
+        self._peers[up.peer] = up.hello
+        self._reports.peer_up(up)
+        effects = self._cache.announce_to(up.peer) if up.hello.role == "conductor" else []
+        passed_on, ends = self._early.take(up.peer)
+        return effects + ends + [e for sender, message in passed_on for e in self._on_message(now, sender, message)]
+
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
         self._reports.peer_down(peer)
@@ -273,7 +285,7 @@ class VllmNode:
     def _begin(self, now: float) -> list[Effect]:
         """Send vLLM the requests of the smallest ranks, as many as it may have."""
         effects: list[Effect] = []
-        while not self._trouble and len(self._works) < self._settings.max_running and (waiting := self._waiting):
+        while not self._trouble and len(self._works) < self._settings.max_running and (waiting := self._in(JobState.QUEUED)):
             job = min(waiting, key=lambda each: (each.rank, each.order))
             self._move(job, JobEvent.BEGIN)
             if not self._works:
@@ -378,7 +390,7 @@ class VllmNode:
         if job.state is JobState.PREFILLING:
             self._move(job, JobEvent.TOKEN)
             self._load.first(now, job)
-        self._load.stepped(now, job, len(tokens), self._decoding)
+        self._load.stepped(now, job, len(tokens), self._in(JobState.DECODING))
         # For a request that was taken over, the previous node has reported what was reused before.
         report = ((request.request_id, request.attempt, reused),) if reused and not job.taken_over else ()
         decoded = TokensDecoded(entries=((request.request_id, request.attempt, job.count, tokens),), reused=report)
@@ -423,7 +435,7 @@ class VllmNode:
             self.counts.add("engine_losses")
             effects += self._reports.hurry(now)
         self._trouble, self._lost = f"vLLM is not well: {reason}", True
-        for job in self._waiting:
+        for job in self._in(JobState.QUEUED):
             effects += self._fail(now, job, self._trouble, full=True)
         for job in list(self._jobs.values()) if running else ():
             effects += self._fail(now, job, self._trouble)
@@ -470,17 +482,12 @@ class VllmNode:
         return self._reports.send(now, prompts, answers)
 
     def _drained(self) -> list[Effect]:
-        return self._drain.drained(idle=not (self._jobs or self._closing))
+        return self._drain.drained(idle=not (self._jobs or self._closing or self._early))
 
     # --- helpers
 
-    @property
-    def _waiting(self) -> list[Job]:
-        return [job for job in self._jobs.values() if job.state is JobState.QUEUED]
-
-    @property
-    def _decoding(self) -> list[Job]:
-        return [job for job in self._jobs.values() if job.state is JobState.DECODING]
+    def _in(self, state: JobState) -> list[Job]:
+        return [job for job in self._jobs.values() if job.state is state]
 
     def _stop(self, request: StartPrefill) -> StopRule:
         """Return the rule by which the request ends on this node."""

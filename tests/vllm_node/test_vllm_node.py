@@ -25,6 +25,7 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, TokensGenerated, WorkFailed
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.vllm_node.admission import unable
+from mooncake_zmq.vllm_node.early import EARLY_S
 from mooncake_zmq.vllm_node.settings import VllmSettings
 from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
@@ -386,11 +387,40 @@ def test_what_is_passed_on_by_somebody_else_or_for_nobody_is_dropped():
     node = Decoding()
     node.begin(gateway="g", asker="g2", first_index=1)
     node.take_over(asker="k")
-    node.take_over(asker="nobody")
     node.take_over(asker="")
+    assert not node.generating
+    node.take_over(asker="g8")
+    node.advance(EARLY_S - 0.1)
+    assert node.actor.counts["unasked_requests"] == 3
+    node.advance(0.2)
+    node.up("g8", 1)
     assert not node.generating
     assert not node.take(AttemptFailed)
     assert node.actor.counts["unasked_requests"] == 4
+
+
+def test_what_is_passed_on_before_its_gateway_connected_begins_once_it_has():
+    node = Decoding(max_queued=2)
+    for name in ("a", "b", "c"):
+        node.take_over(name, asker="g9")
+    assert node.actor.counts["unasked_requests"] == 1, "so many are held and no more"
+    assert not node.generating
+    node.up("g9", 5)
+    assert len(node.generating) == 2
+    node.advance(2 * EARLY_S)
+    assert node.actor.counts["unasked_requests"] == 1
+    for work_id in node.generating:
+        node.ends(Generated((5, 6, 7, 8)), work_id)
+    assert {to for to, m in node.sent if isinstance(m, TokensDecoded)} == {"g9"}
+    assert not node.busy()
+
+
+def test_what_is_passed_on_for_one_that_connects_as_no_gateway_is_dropped():
+    node = Decoding()
+    node.take_over(asker="g9")
+    node.up("g9", 5, role="conductor")
+    assert not node.generating
+    assert node.actor.counts["unasked_requests"] == 1
 
 
 def test_a_decode_that_is_not_there_is_avoided_before_and_after_the_prefill_and_not_tried_for_ever():
