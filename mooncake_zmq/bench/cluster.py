@@ -168,7 +168,7 @@ def _wait_healthy(url: str, up: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and up.poll() is None:
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=5, verify=False).status_code == 200:  # HTTP; a TLS context costs 20 ms
                 return
         except httpx.HTTPError:
             pass

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
+import web
 from attachable_vllm import AttachableVllm
 from ports import free_port
 from strange_model import write_model
@@ -35,7 +35,7 @@ def cluster(directory: Path, stubs: list[AttachableVllm]) -> Iterator[AttachedCl
         yield made
         until_none(made.busy_gauges, 30)
         made.stop()
-        assert [stub.well for stub in stubs] == [httpx.get(f"{stub.url}/health").status_code for stub in stubs]
+        assert [stub.well for stub in stubs] == [web.get(f"{stub.url}/health").status_code for stub in stubs]
     finally:
         made.kill()
 
@@ -43,10 +43,10 @@ def cluster(directory: Path, stubs: list[AttachableVllm]) -> Iterator[AttachedCl
 def test_two_servers_are_served_through_one_address(cluster: AttachedCluster, stubs: list[AttachableVllm]) -> None:
     assert f"wrote {cluster.file}" in cluster.told()
     assert "--kv-events-config" in cluster.told(), "what they lack is said, and they are served"
-    (listed,) = httpx.get(f"{cluster.url}/v1/models").json()["data"]
+    (listed,) = web.get(f"{cluster.url}/v1/models").json()["data"]
     assert (listed["id"], listed["max_model_len"]) == (NAME, 3200), "as much as one server has room for"
     chat = {"model": NAME, "messages": [{"role": "user", "content": "the"}], "max_tokens": 4, "temperature": 0}
-    assert httpx.post(f"{cluster.url}/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 4
+    assert web.post(f"{cluster.url}/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 4
 
     ends: list[int] = []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import web
 from toy_cluster import ToyCluster, eventually, expected_tokens, greedy, until_none
 
 pytestmark = pytest.mark.timeout(120)
@@ -118,7 +119,7 @@ def test_a_death_before_the_first_token_is_a_pause_at_most(cluster: ToyCluster, 
     results: list[Any] = []
     asking = threading.Thread(target=lambda: results.append(answer(cluster, prompt, 30)))
     asking.start()
-    eventually(lambda: httpx.get(f"{cluster.url}/health", timeout=5).json()["open_requests"] == 1)
+    eventually(lambda: web.get(f"{cluster.url}/health", timeout=5).json()["open_requests"] == 1)
     for victim in victims:
         cluster.signal(victim, signal.SIGKILL)
     asking.join(60)
@@ -131,7 +132,7 @@ def test_new_requests_are_served_again_after_the_conductor_died(cluster: ToyClus
     prompt = fresh_prompt(100)
     body = greedy(prompt=prompt, max_tokens=10)
     deadline = time.monotonic() + 20
-    while (answered := httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)).status_code != 200:
+    while (answered := web.post(f"{cluster.url}/v1/completions", json=body, timeout=60)).status_code != 200:
         assert answered.status_code == 503, answered.text
         assert "retry-after" in answered.headers
         assert time.monotonic() < deadline
@@ -167,13 +168,11 @@ def test_choices_share_one_prefill_and_each_is_what_its_seed_gives_alone(cluster
 
     before = computed()
     asked = {"model": "toy", "prompt": prompt, "max_tokens": 8, "temperature": 1.0, "seed": 40, "return_token_ids": True}
-    choices = httpx.post(f"{cluster.url}/v1/completions", json={**asked, "n": 16}, timeout=60).json()["choices"]
+    choices = web.post(f"{cluster.url}/v1/completions", json={**asked, "n": 16}, timeout=60).json()["choices"]
     assert computed() - before == len(prompt)
     assert [choice["index"] for choice in choices] == list(range(16))
     for number in (0, 1, 15):
-        alone = httpx.post(f"{cluster.url}/v1/completions", json={**asked, "seed": 40 + number}, timeout=60).json()["choices"][
-            0
-        ]
+        alone = web.post(f"{cluster.url}/v1/completions", json={**asked, "seed": 40 + number}, timeout=60).json()["choices"][0]
         assert alone["token_ids"] == choices[number]["token_ids"]
     assert len({tuple(choice["token_ids"]) for choice in choices}) > 8
 
@@ -203,16 +202,16 @@ def test_bad_requests_are_refused_with_a_reason(cluster: ToyCluster) -> None:
         ({"prompt": "x", "model": "another"}, 404),
     ]
     for body, status in cases:
-        answered = httpx.post(f"{cluster.url}/v1/completions", json={"model": "toy", **body}, timeout=10)
+        answered = web.post(f"{cluster.url}/v1/completions", json={"model": "toy", **body}, timeout=10)
         assert answered.status_code == status, (body, answered.text)
         assert answered.json()["error"]["message"]
-    broken = httpx.post(f"{cluster.url}/v1/completions", content=b"{not json", timeout=10)
+    broken = web.post(f"{cluster.url}/v1/completions", content=b"{not json", timeout=10)
     assert broken.status_code == 400
     assert broken.json()["error"]["message"]
 
 
 def test_metrics_tell_what_was_served(cluster: ToyCluster) -> None:
     answer(cluster, fresh_prompt(64), 4)
-    text = httpx.get(f"{cluster.url}/metrics", timeout=5).text
+    text = web.get(f"{cluster.url}/metrics", timeout=5).text
     assert "vllm:generation_tokens_total" in text
     assert "mooncake_zmq_frames_sent_total" in text

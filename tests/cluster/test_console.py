@@ -6,8 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
-import httpx
 import pytest
+import web
 from toy_cluster import ToyCluster, eventually
 
 from mooncake_zmq.operate.console.gateways import Gateways
@@ -56,7 +56,7 @@ def test_what_moves_is_reported_and_a_nodes_state_comes_through_the_gateway(clus
 
 def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluster: ToyCluster) -> None:
     body = {"model": "toy", "prompt": list(range(100)), "max_tokens": 6, "ignore_eos": True}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "traced"}, timeout=30)
+    answer = web.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "traced"}, timeout=30)
     served = answer.json()["mooncake"]
     (found,) = Gateways({"gateway-0": cluster.url}).ask("/trace/traced")[1]["requests"]
     assert found["request_id"] == served["request"] == answer.headers["x-mooncake-request-id"]
@@ -79,7 +79,7 @@ def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(clus
     body = {"model": "toy", "prompt": [7] * 40, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     body |= {"stream_options": {"include_usage": True}, "n": 8}  # for seconds: nodes report each second
     gateways = Gateways({"gateway-0": cluster.url})
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
+    with web.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
         decode = eventually(lambda: _busy_decode(gateways), what="it is seen where the request runs")
@@ -97,18 +97,18 @@ def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(clus
 
 def test_where_all_decodes_are_drained_it_does_not_serve_and_says_so(cluster: ToyCluster) -> None:
     gateways = Gateways({"gateway-0": cluster.url})
-    decodes = httpx.get(f"{cluster.url}/health").json()["peers"]["decode"]
+    decodes = web.get(f"{cluster.url}/health").json()["peers"]["decode"]
     for decode in decodes:
-        assert httpx.get(f"{cluster.url}/health").status_code == 200
+        assert web.get(f"{cluster.url}/health").status_code == 200
         gateways.order(f"/admin/drain/{decode}", "POST")
     try:
-        eventually(lambda: httpx.get(f"{cluster.url}/ready").json()["missing"] == ["decode"], what="nobody decodes")
+        eventually(lambda: web.get(f"{cluster.url}/ready").json()["missing"] == ["decode"], what="nobody decodes")
         code, told = status(cluster)
     finally:
         for decode in decodes:
             gateways.order(f"/admin/drain/{decode}", "DELETE")
     assert (code, "does not serve" in told, decodes[0] in told) == (2, True, True), told
-    eventually(lambda: httpx.get(f"{cluster.url}/health").status_code == 200, what="it serves again")
+    eventually(lambda: web.get(f"{cluster.url}/health").status_code == 200, what="it serves again")
     assert status(cluster)[0] == 0
 
 
@@ -123,13 +123,13 @@ def test_the_only_gateway_rests_and_is_told_itself_to_serve_again_and_the_only_c
     code, text = drain("conductor-0")
     assert (code, "would go on asking it" in text) == (2, True), text
     body = {"model": "toy", "prompt": [9] * 40, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
+    with web.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
         told = Gateways({"gateway-0": cluster.url}).order("/admin/drain/gateway-0", "POST")[1]
         assert told["cordoned"]
-        assert httpx.get(f"{cluster.url}/health").json()["status"] == "draining"
-        refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=60)
+        assert web.get(f"{cluster.url}/health").json()["status"] == "draining"
+        refused = web.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert "retry-after" in refused.headers
         assert [line for line in lines if line][-1] == "data: [DONE]", "what was open ends"

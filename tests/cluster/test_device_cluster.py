@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
+import web
 from toy_cluster import ToyCluster, eventually, free_port, until_none
 
 from mooncake_zmq.engine import weights
@@ -73,7 +73,7 @@ class DeviceCluster(ToyCluster):
         return detail is not None and {role: detail["peers"][role] for role in wanted} == wanted
 
     def counts(self, port: int) -> dict[str, float]:
-        lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text.splitlines()
+        lines = web.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text.splitlines()
         return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
+import web
 from toy_cluster import ROOT, Stream, ToyCluster, eventually, until_none
 
 from mooncake_zmq.core.messages import Sampling
@@ -155,7 +155,7 @@ def test_every_golden_prompt_cold_and_warm(cluster: ToyCluster) -> None:
 def test_sampled_tokens_depend_on_the_seed_alone(cluster: ToyCluster, golden: Reference) -> None:
     body = {"prompt": golden.prompt[:40], "max_tokens": 16, "temperature": 1.5, "return_token_ids": True}
     answers = [
-        httpx.post(f"{cluster.url}/v1/completions", json={**body, "seed": seed}, timeout=60).json()["choices"][0]["token_ids"]
+        web.post(f"{cluster.url}/v1/completions", json={**body, "seed": seed}, timeout=60).json()["choices"][0]["token_ids"]
         for seed in (1, 1, 2)
     ]
     assert answers[0] == answers[1]

@@ -3,6 +3,7 @@
 import httpx
 import psutil
 import pytest
+import web
 from toy_cluster import NODES, ToyCluster
 
 PATTERNS = [f".*a.{{{number},{number + 30}}}b.*" for number in range(30)]
@@ -15,7 +16,7 @@ MOST_BYTES = 256 << 20
 
 def ask(cluster: ToyCluster, **asked) -> httpx.Response:
     body = {"prompt": "hi", "temperature": 0, "max_tokens": 8} | asked
-    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    return web.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
 
 
 def pids(cluster: ToyCluster) -> list[int]:
@@ -44,7 +45,7 @@ def test_a_grammar_that_would_compile_for_ever_is_refused_and_nobody_suffers(clu
 def test_a_client_that_hangs_up_leaves_no_grammar_that_compiles_on(cluster):
     body = {"prompt": "hi", "guided_grammar": AS_LARK["guided_grammar"] + "\n"}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=0.2)
+        web.post(f"{cluster.url}/v1/completions", json=body, timeout=0.2)
     assert followed(cluster) in ("yes", "no")
     assert psutil.Process(cluster.pid("gateway-0")).memory_info().rss < MOST_BYTES
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import certificates
 import httpx
 import pytest
+import web
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy, until_none
 
 from mooncake_zmq.gateway.http.tls import trusting
@@ -56,7 +57,7 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
     def ask(prompt: list[int], key: str = secret) -> httpx.Response:
         body, headers = greedy(prompt=prompt, max_tokens=8), {"authorization": f"Bearer {key}"}
         url = f"{cluster.url}/v1/completions"
-        return httpx.post(url, json=body, headers=headers, verify=trusting(shown.certificate), timeout=60)
+        return web.post(url, json=body, headers=headers, verify=trusting(shown.certificate), timeout=60)
 
     try:
         cluster.start()
@@ -66,12 +67,12 @@ def test_a_cluster_with_keys_gives_the_right_tokens_and_rotates_one_while_it_run
             prompt = [first, *PROMPT]
             assert ask(prompt).json()["choices"][0]["token_ids"] == expected_tokens(prompt, 8)
         assert ask(PROMPT, "guessed").status_code == 401
-        assert httpx.get(f"{cluster.url}/health", verify=cluster.trusts).json() == {"status": "ok"}
+        assert web.get(f"{cluster.url}/health", verify=cluster.trusts).json() == {"status": "ok"}
         renewed = certificates.make(directory, "renewed")
         shown.key.write_bytes(renewed.key.read_bytes())
         shown.certificate.write_bytes(renewed.certificate.read_bytes())
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-            eventually(lambda: not httpx.get(f"{cluster.url}/live", verify=cluster.trusts), 20, "the old one is not shown")
+            eventually(lambda: not web.get(f"{cluster.url}/live", verify=cluster.trusts), 20, "the old one is not shown")
         cluster.trusts = trusting(shown.certificate)
         key_files.rotate(keys, "decode-a")
         before = cluster.pid("decode-a")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import web
 from toy_cluster import NODES, ROOT, ToyCluster, eventually, expected_tokens
 
 pytestmark = pytest.mark.timeout(120)
@@ -98,8 +99,8 @@ def test_what_fits_into_no_decode_is_refused_at_the_gateway(directory: Path) -> 
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         eventually(lambda: reachable(cluster.url), what="the gateway listens")
-        assert httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["max_model_len"] == 96
-        answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": "toy", "prompt": [1] * 90, "max_tokens": 7})
+        assert web.get(f"{cluster.url}/v1/models").json()["data"][0]["max_model_len"] == 96
+        answer = web.post(f"{cluster.url}/v1/completions", json={"model": "toy", "prompt": [1] * 90, "max_tokens": 7})
         assert answer.status_code == 400
         assert "96 tokens" in answer.json()["error"]["message"]
     finally:
@@ -109,7 +110,7 @@ def test_what_fits_into_no_decode_is_refused_at_the_gateway(directory: Path) -> 
 
 def reachable(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/health").status_code > 0
+        return web.get(f"{url}/health").status_code > 0
     return False
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import httpx
 import pytest
+import web
 from toy_cluster import ToyCluster
 
 pytestmark = pytest.mark.timeout(120)
@@ -16,7 +16,7 @@ def test_a_conversation_by_messages_says_what_a_chat_says_and_finds_the_kv_of_it
     for number in range(TURNS):
         turns.append({"role": "user", "content": f"and number {number}?"})
         body = {"model": "toy", "max_tokens": 24, "temperature": 0, "system": SYSTEM, "messages": turns}
-        message = httpx.post(f"{cluster.url}/v1/messages", json=body, timeout=60)
+        message = web.post(f"{cluster.url}/v1/messages", json=body, timeout=60)
         assert message.status_code == 200, message.text
         (block,) = message.json()["content"]
         usage = message.json()["usage"]
@@ -24,7 +24,7 @@ def test_a_conversation_by_messages_says_what_a_chat_says_and_finds_the_kv_of_it
             assert usage["cache_read_input_tokens"] > 0
         chat = [{"role": "system", "content": SYSTEM}, *turns]
         asked = {"model": "toy", "max_tokens": 24, "temperature": 0, "messages": chat}
-        answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=asked, timeout=60).json()
+        answer = web.post(f"{cluster.url}/v1/chat/completions", json=asked, timeout=60).json()
         assert answer["choices"][0]["message"]["content"] == block["text"]
         assert answer["usage"]["prompt_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

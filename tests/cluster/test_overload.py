@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
+import web
 from toy_cluster import ROOT, ToyCluster, eventually, greedy
 
 from mooncake_zmq.core.costs import Costs
@@ -64,7 +64,7 @@ def test_in_overload_some_are_told_when_to_come_back_and_the_rest_finish(cluster
     random = np.random.default_rng(5)
     prompts = [random.integers(0, 250, PROMPT_TOKENS).tolist() for _ in range(CLIENTS)]
 
-    with httpx.Client(base_url=cluster.url, timeout=60) as client, ThreadPoolExecutor(CLIENTS) as clients:
+    with web.Client(base_url=cluster.url, timeout=60) as client, ThreadPoolExecutor(CLIENTS) as clients:
         bodies = [greedy(prompt=prompt, max_tokens=OUTPUT_TOKENS) for prompt in prompts]
         answers = list(clients.map(lambda body: client.post("/v1/completions", json=body), bodies))
     refused = [answer for answer in answers if answer.status_code == 429]

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import web
 from toy_cluster import NODES, ToyCluster, eventually, expected_tokens, until_none
 
 pytestmark = pytest.mark.timeout(120)
@@ -44,7 +45,7 @@ def kill_everything(cluster: ToyCluster) -> None:
 
 def state(cluster: ToyCluster) -> dict[str, Any]:
     try:
-        return httpx.get(f"{cluster.url}/health", timeout=2).json()
+        return web.get(f"{cluster.url}/health", timeout=2).json()
     except httpx.HTTPError:
         return {}
 
@@ -88,7 +89,7 @@ def test_a_gateway_that_may_wait_no_longer_says_so_in_every_stream(directory: Pa
     log = directory / "logs" / "gateway-0.log"
     try:
         cluster.start()
-        with cluster.stream(prompt=[1, 2, 3], max_tokens=3000) as stream, httpx.Client(timeout=30) as other:
+        with cluster.stream(prompt=[1, 2, 3], max_tokens=3000) as stream, web.Client(timeout=30) as other:
             stream.read(5)
             for decode in DECODES:  # or a slow gateway would find the answer whole
                 cluster.signal(decode, signal.SIGSTOP)

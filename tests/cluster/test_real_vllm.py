@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
+import web
 from stopping import stop
 from strange_model import VOCABULARY, write_model
 from toy_cluster import ROOT, Stream, eventually, free_port, greedy, until_none
@@ -73,7 +73,7 @@ class RealCluster(VllmCluster):
 
     def computed(self) -> float:
         """Prompt tokens that both vLLMs have computed, neither reused nor loaded."""
-        lines = [line for url in self.urls.values() for line in httpx.get(f"{url}/metrics").text.splitlines()]
+        lines = [line for url in self.urls.values() for line in web.get(f"{url}/metrics").text.splitlines()]
         of = "vllm:prompt_tokens_by_source_total{"
         return sum(float(line.split()[-1]) for line in lines if line.startswith(of) and '"local_compute"' in line)
 
@@ -81,7 +81,7 @@ class RealCluster(VllmCluster):
         """Requests in both vLLMs."""
         total = 0.0
         for url in self.urls.values():
-            for line in httpx.get(f"{url}/metrics").text.splitlines():
+            for line in web.get(f"{url}/metrics").text.splitlines():
                 if line.startswith(("vllm:num_requests_running{", "vllm:num_requests_waiting{")):
                     total += float(line.split()[-1])
         return total
@@ -202,7 +202,7 @@ def alone(cluster: RealCluster, prompt: list[int], count: int) -> list[int]:
     """The tokens that the second vLLM gives by itself, nothing being reused."""
     body = {"token_ids": prompt, "cache_salt": "alone", "sampling_params": {"max_tokens": count, "temperature": 0.0}}
     body["sampling_params"] |= {"ignore_eos": True, "detokenize": False}
-    answer = httpx.post(f"{list(cluster.urls.values())[1]}/inference/v1/generate", json=body, timeout=120.0)
+    answer = web.post(f"{list(cluster.urls.values())[1]}/inference/v1/generate", json=body, timeout=120.0)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["token_ids"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import web
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, greedy
 
 pytestmark = pytest.mark.timeout(400)
@@ -62,9 +63,7 @@ class Clients:
         while not self._over.is_set():
             number = (number + 1) % len(PROMPTS)
             try:
-                answer = httpx.post(
-                    f"{self.url}/v1/completions", json=greedy(prompt=PROMPTS[number], max_tokens=16), timeout=120
-                )
+                answer = web.post(f"{self.url}/v1/completions", json=greedy(prompt=PROMPTS[number], max_tokens=16), timeout=120)
                 assert answer.status_code == 200, answer.text
                 assert answer.json()["choices"][0]["token_ids"] == self._right[number]
             except (httpx.HTTPError, AssertionError) as error:
@@ -111,4 +110,4 @@ def test_it_ends_at_a_node_that_does_not_come_back_and_lets_it_serve_and_the_onl
     assert "cache-a did not come back within 3 s" in ended.stdout
     assert "continue by: mooncake-zmq restart --rolling --only cache-a --only decode-a" in ended.stdout
     assert "cache-a serves again" in ended.stdout
-    assert httpx.get(f"{cluster.url}/health", timeout=10).json()["status"] == "ok"
+    assert web.get(f"{cluster.url}/health", timeout=10).json()["status"] == "ok"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import web
 from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, free_port, greedy
 
 pytestmark = pytest.mark.timeout(280)
@@ -35,19 +36,19 @@ def answering(cluster: ToyCluster, looks: int = 40) -> set[str]:
     """Who answers new connections."""
     found = set()
     for _ in range(looks):
-        found.add(httpx.get(f"{cluster.url}/health", timeout=5).json()["gateway"])
+        found.add(web.get(f"{cluster.url}/health", timeout=5).json()["gateway"])
     return found
 
 
 def answered(cluster: ToyCluster) -> list[int]:
     """Calls that each gateway answered, by metrics of its own."""
     nodes = tomllib.loads(Path(cluster.arguments[1]).read_text())["nodes"]
-    texts = [httpx.get(f"http://127.0.0.1:{node['metrics_port']}/metrics").text for node in nodes if "metrics_port" in node]
+    texts = [web.get(f"http://127.0.0.1:{node['metrics_port']}/metrics").text for node in nodes if "metrics_port" in node]
     return [int(float(text.partition('edge_http_responses_total{status="200"} ')[2].split()[0])) for text in texts]
 
 
 def ask(cluster: ToyCluster) -> None:
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=greedy(prompt=PROMPT, max_tokens=4), timeout=30)
+    answer = web.post(f"{cluster.url}/v1/completions", json=greedy(prompt=PROMPT, max_tokens=4), timeout=30)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["token_ids"] == expected_tokens(PROMPT, 4)
 
@@ -101,12 +102,12 @@ def reached(cluster: ToyCluster) -> set[str]:
 
 
 def refused(cluster: ToyCluster) -> bool:
-    return httpx.post(f"{cluster.url}/v1/completions", json=greedy(prompt=PROMPT, max_tokens=4)).status_code == 503
+    return web.post(f"{cluster.url}/v1/completions", json=greedy(prompt=PROMPT, max_tokens=4)).status_code == 503
 
 
 def drain(cluster: ToyCluster, gateway: str, method: str = "POST") -> None:
     """By whichever is there."""
-    answer = httpx.request(method, f"{cluster.url}/admin/drain/{gateway}", timeout=30)
+    answer = web.request(method, f"{cluster.url}/admin/drain/{gateway}", timeout=30)
     assert answer.status_code == 200, answer.text
 
 

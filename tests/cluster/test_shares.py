@@ -4,6 +4,7 @@ import asyncio
 
 import httpx
 import pytest
+import web
 from toy_cluster import ToyCluster, eventually
 
 from mooncake_zmq.gateway.requests.tenants import Tenant, digest_of
@@ -36,7 +37,7 @@ def key(tenant: str) -> dict[str, str]:
 
 
 def slots(cluster: ToyCluster) -> float:
-    page = httpx.get(f"{cluster.url}/metrics", headers=key("root")).text
+    page = web.get(f"{cluster.url}/metrics", headers=key("root")).text
     return next(float(line.split()[-1]) for line in page.splitlines() if line.startswith("mooncake_edge_slots_taken"))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import web
 from toy_cluster import ROOT, Stream, eventually, expected_tokens, greedy, stopped, until_none
 
 from mooncake_zmq.chaos.checks import busy, unreached
@@ -150,7 +151,7 @@ class TwoHosts:
 
     def serves(self) -> set[str]:
         try:
-            peers = httpx.get(f"{self.url}/health", timeout=2).json()["peers"]
+            peers = web.get(f"{self.url}/health", timeout=2).json()["peers"]
         except (httpx.HTTPError, ValueError, KeyError):
             return set()
         return {name for names in peers.values() for name in names}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import web
 from toy_cluster import Stream, eventually, expected_tokens, greedy
 from unit_files import ROOT, config_text
 
@@ -42,7 +43,7 @@ def shown(unit: str, key: str) -> str:
 
 def serves() -> bool:
     try:
-        return httpx.get(f"{URL}/health").status_code == 200
+        return web.get(f"{URL}/health").status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -87,7 +88,7 @@ def test_a_cluster_under_systemd(units: dict[str, str]) -> None:
     systemctl("start", units["decode-b"])
     systemctl("stop", units["decode-a"])
     assert shown(units["decode-a"], "Result") == "success"
-    eventually(lambda: httpx.get(f"{URL}/health").json()["peers"]["decode"] == ["decode-b"], 30, "only the one that hangs")
+    eventually(lambda: web.get(f"{URL}/health").json()["peers"]["decode"] == ["decode-b"], 30, "only the one that hangs")
     with Stream(URL, greedy(prompt=[1, 2, 3], max_tokens=5, stream=True)) as stream:
         stream.read(1)
         eventually(lambda: shown(units["decode-b"], "NRestarts") == "1", 40, "the watchdog ends the one that hangs")

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import ssl
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import httpx
 import waiting
+import web
 from ports import free_port
 from stopping import stop
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "cache-b", "prefill-b", "decode-b", "gateway-0")
 
 
-eventually = partial(waiting.eventually, poll_s=0.02)
+eventually = partial(waiting.eventually, poll_s=0.05)
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ class ToyCluster:
         self.runtime_dir = directory
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.trusts: ssl.SSLContext | bool = True
+        self.trusts = web.TRUST
         """Of a gateway that speaks TLS: what it is known by."""
         self.operators_key = ""
         self.name = f"test-{os.getpid()}-{self.port}"
@@ -157,7 +157,7 @@ class ToyCluster:
     def health(self) -> dict[str, Any] | None:
         with contextlib.suppress(httpx.HTTPError):
             headers = {"authorization": f"Bearer {self.operators_key}"} if self.operators_key else {}
-            answer = httpx.get(f"{self.url}/health", headers=headers, verify=self.trusts, timeout=2)
+            answer = web.get(f"{self.url}/health", headers=headers, verify=self.trusts, timeout=2)
             return answer.json() if answer.status_code == 200 else None
         return None
 
@@ -183,7 +183,7 @@ class ToyCluster:
     # --- requests
 
     def complete_text(self, **body: Any) -> dict[str, Any]:
-        answer = httpx.post(f"{self.url}/v1/completions", json=greedy(**body), timeout=60)
+        answer = web.post(f"{self.url}/v1/completions", json=greedy(**body), timeout=60)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -212,7 +212,7 @@ class Stream:
         self.errors: list[Any] = []
         self.done = False
         self._stack = contextlib.ExitStack()
-        self._client = self._stack.enter_context(httpx.Client(timeout=60))
+        self._client = self._stack.enter_context(web.Client(timeout=60))
         self._body = body
         self._url = url
         self._lines: Iterator[str] | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import web
 from strange_model import VOCABULARY
 from stub_vllm import DONE, Pieces, event, usage
 from toy_cluster import ROOT, ToyCluster, free_port
@@ -77,7 +77,7 @@ class VllmCluster(ToyCluster):
 
     @property
     def model_name(self) -> str:
-        return httpx.get(f"{self.url}/v1/models").json()["data"][0]["id"]
+        return web.get(f"{self.url}/v1/models").json()["data"][0]["id"]
 
 
 class ApartCluster(VllmCluster):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import web
 from ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +73,7 @@ class Vllm:
             assert self.process.poll() is None, f"vLLM ended:\n{self.log()[-4000:]}"
             assert time.monotonic() < deadline, f"vLLM did not start:\n{self.log()[-4000:]}"
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health").status_code == 200:
+                if web.get(f"{self.url}/health").status_code == 200:
                     return self
             time.sleep(0.1)
 
@@ -93,7 +94,7 @@ class Vllm:
 
     def ask(self, prompt: Sequence[int], count: int, **more: Any) -> tuple[list[int], int]:
         """(the greedy tokens, how many of the prompt were not computed)."""
-        answer = httpx.post(f"{self.url}/v1/completions", json=_body(prompt, count, **more), timeout=120.0)
+        answer = web.post(f"{self.url}/v1/completions", json=_body(prompt, count, **more), timeout=120.0)
         assert answer.status_code == 200, answer.text
         told = answer.json()
         details = told["usage"].get("prompt_tokens_details") or {}
@@ -101,14 +102,14 @@ class Vllm:
 
     def ask_together(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """The greedy tokens of requests that come at once."""
-        answer = httpx.post(f"{self.url}/v1/completions", json=_body([list(each) for each in prompts], count), timeout=300.0)
+        answer = web.post(f"{self.url}/v1/completions", json=_body([list(each) for each in prompts], count), timeout=300.0)
         assert answer.status_code == 200, answer.text
         return [each["token_ids"] for each in sorted(answer.json()["choices"], key=lambda each: each["index"])]
 
     def stream(self, prompt: Sequence[int], count: int) -> Iterator[int]:
         """Token by token."""
         body = _body(prompt, count, stream=True)
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120.0) as answer:
+        with web.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120.0) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     for choice in json.loads(line[6:])["choices"]:
@@ -117,13 +118,13 @@ class Vllm:
     def forget(self) -> None:
         """Its own prefix cache, once all saves are over, which keep their blocks."""
         deadline = time.monotonic() + 60
-        while not httpx.post(f"{self.url}/reset_prefix_cache", timeout=60.0).json()["success"]:
+        while not web.post(f"{self.url}/reset_prefix_cache", timeout=60.0).json()["success"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
     def metric(self, name: str, label: str = "") -> float:
         """The sum of a Prometheus metric's samples, of those with this label if one is given."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=60.0).text.splitlines()
+        lines = web.get(f"{self.url}/metrics", timeout=60.0).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{") and label in line)
 
 
