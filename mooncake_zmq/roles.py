@@ -1,38 +1,40 @@
-"""The settings, the actor and the segment setting of each role, in one table for configuration, processes and simulation."""
+"""The settings, the actor and the segment setting of each role, in one table for configuration, processes and simulation. An
+actor's module is imported when one is made: a node starts without those of the other roles."""
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.roles import Role
-from mooncake_zmq.decode.decode import Decode
 from mooncake_zmq.decode.settings import DecodeSettings
-from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.pool.node.cache_node import CacheNode
 from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.pool.node.settings import CacheNodeSettings
-from mooncake_zmq.prefill.prefill import Prefill
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.vllm_node.settings import VllmSettings
-from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The classes of a role. `actor` is built from name, host, incarnation, settings and layout; `segment_setting` names the
-    setting with the bytes of its segment, if it has one."""
+    """The classes of a role. `module` and `actor` name the class that is built from name, host, incarnation, settings and
+    layout; `segment_setting` names the setting with the bytes of its segment, if it has one."""
 
     settings: type[Any]
-    actor: Callable[..., Actor]
+    module: str
+    actor: str
     segment_setting: str = ""
     costs: bool = False
     """Whether the actor predicts times and is therefore given the costs."""
+
+    def made(self, **arguments: Any) -> Actor:
+        """Return an actor of the role."""
+        actor: Callable[..., Actor] = getattr(importlib.import_module(f"{__package__}.{self.module}"), self.actor)
+        return actor(**arguments)
 
     def segment_slots(self, settings: Any, layout: BlockLayout) -> int:
         """Return the slots of a node with these settings; 0 for a role without a segment."""
@@ -40,12 +42,12 @@ class Parts:
 
 
 PARTS: Mapping[Role, Parts] = {
-    "conductor": Parts(ConductorSettings, Conductor, costs=True),
-    "prefill": Parts(PrefillSettings, Prefill, "slab_bytes", costs=True),
-    "decode": Parts(DecodeSettings, Decode, costs=True),
-    "cache-node": Parts(CacheNodeSettings, CacheNode, "pool_bytes"),
-    "vllm": Parts(VllmSettings, VllmNode, costs=True),
-    "gateway": Parts(RequestsSettings, Requests),
+    "conductor": Parts(ConductorSettings, "conductor.conductor", "Conductor", costs=True),
+    "prefill": Parts(PrefillSettings, "prefill.prefill", "Prefill", "slab_bytes", costs=True),
+    "decode": Parts(DecodeSettings, "decode.decode", "Decode", costs=True),
+    "cache-node": Parts(CacheNodeSettings, "pool.node.cache_node", "CacheNode", "pool_bytes"),
+    "vllm": Parts(VllmSettings, "vllm_node.vllm_node", "VllmNode", costs=True),
+    "gateway": Parts(RequestsSettings, "gateway.requests.requests", "Requests"),
 }
 
 
@@ -69,4 +71,4 @@ def make_actor(
         more["disk"] = disk
     if may_become:
         more["may_become"] = may_become
-    return parts.actor(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, **more)
+    return parts.made(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, **more)

@@ -1,6 +1,7 @@
 """A process of a role without HTTP clients: conductor, prefill, decode, cache-node, or a node beside vLLM."""
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from mooncake_zmq.core.actor import EngineBlocksReported, WorkDone, WorkProgress
 from mooncake_zmq.core.roles import ENGINE_ROLES
@@ -8,12 +9,13 @@ from mooncake_zmq.core.work import Result
 from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.pool.ssd.disk import Disk
 from mooncake_zmq.runtime import notify
-from mooncake_zmq.runtime.executor.executor import Executor
-from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.node_process import NodeProcess
 from mooncake_zmq.runtime.parts import Parts
-from mooncake_zmq.runtime.vllm_server import await_server
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
+
+if TYPE_CHECKING:
+    from mooncake_zmq.runtime.executor.executor import Executor
+    from mooncake_zmq.runtime.generation import Generation
 
 
 class ActorProcess(NodeProcess):
@@ -32,6 +34,8 @@ class ActorProcess(NodeProcess):
         if node.may_become:
             plan.segment_slots(node.in_role(node.may_become))  # an error is better reported now than at the change of role
         if node.role == "vllm":
+            from mooncake_zmq.runtime.vllm_server import await_server
+
             with notify.extended_timeout("waiting for vLLM"):
                 await_server(plan.settings, plan.model.max_model_len)
         engine, costs = None, plan.costs

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import zmq
@@ -20,17 +21,12 @@ from mooncake_zmq.core.work import Result
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.extras import installing
-from mooncake_zmq.gateway.requests.otlp import Otlp, is_installed
 from mooncake_zmq.pool.node.settings import KvEventsSettings, SsdSettings
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
-from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.pool.ssd.disk import Disk
-from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 from mooncake_zmq.roles import PARTS
 from mooncake_zmq.runtime import notify
-from mooncake_zmq.runtime.executor.executor import Executor
 from mooncake_zmq.runtime.facts import Facts, named
-from mooncake_zmq.runtime.generation import Generation
 from mooncake_zmq.runtime.kv_events import KvEventPublisher
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.runtime.lifecycle import Lifecycle
@@ -45,6 +41,12 @@ from mooncake_zmq.transfer.data_server import DataServer
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
+
+if TYPE_CHECKING:  # a node imports only what its role runs, and starts a fifth sooner
+    from mooncake_zmq.gateway.requests.otlp import Otlp
+    from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
+    from mooncake_zmq.runtime.executor.executor import Executor
+    from mooncake_zmq.runtime.generation import Generation
 
 log = structlog.get_logger()
 
@@ -173,7 +175,9 @@ class Parts:
         log.info("ssd_open", directory=ssd.directory, slots=disk.slots, blocks=len(disk.recovered), direct=disk.direct)
         return disk
 
-    def _open_store_disk(self, objects: ObjectSettings) -> ObjectDisk:
+    def _open_store_disk(self, objects: ObjectSettings) -> "ObjectDisk":
+        from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
+
         path = Path(objects.ssd.directory) / f"{self.plan.node.name}.objects"
         disk = ObjectDisk.open(path, objects.slab_bytes, _recovery(path, "values"))
         self.stack.callback(disk.close)
@@ -182,6 +186,8 @@ class Parts:
 
     def serve_store(self, objects: ObjectSettings, on_change: Callable[[EngineBlocksReported], None]) -> None:
         """Serve values to store clients. `on_change` is called from the store's threads."""
+        from mooncake_zmq.pool.server.server import StoreServer
+
         node, cluster, lifecycle = self.plan.node, self.plan.loaded.config.cluster, self.lifecycle
         disk = self._open_store_disk(objects) if objects.ssd.directory else None
         try:
@@ -254,12 +260,14 @@ class Parts:
         segment: Segment | None,
         engine: Engine | None,
         disk: Disk | None,
-    ) -> Executor | Generation | None:
+    ) -> "Executor | Generation | None":
         """Open the executor of the actor's works; None for a role that has none. The caller closes it."""
         plan, node = self.plan, self.plan.node
         if node.role == "conductor":
             return None
         if node.role == "vllm":
+            from mooncake_zmq.runtime.generation import Generation
+
             return Generation(
                 plan.settings.url,
                 connect_s=plan.settings.probe_timeout_s,
@@ -267,6 +275,8 @@ class Parts:
                 on_crash=self.lifecycle.on_crash,
                 subscribe=self._subscribe if plan.settings.kv_events else None,
             )
+        from mooncake_zmq.runtime.executor.executor import Executor
+
         executor = Executor(
             self._directory(segment),
             engine=engine,
@@ -295,11 +305,13 @@ class Parts:
 
     # --- telemetry
 
-    def open_otlp(self) -> Otlp | None:
+    def open_otlp(self) -> "Otlp | None":
         """Open the export of a gateway's spans to a collector, if one is configured."""
         endpoint = self.plan.settings.otlp_endpoint
         if not endpoint:
             return None
+        from mooncake_zmq.gateway.requests.otlp import Otlp, is_installed
+
         if not is_installed():
             raise ConfigError(f"gateway.otlp_endpoint needs the extra otel: {installing('otel')}")
         otlp = Otlp(endpoint, gateway=self.plan.node.name, model=self.plan.model.spec.name, on_crash=self.lifecycle.on_crash)
