@@ -222,13 +222,14 @@ class Up:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as progress:
             task = progress.add_task("model", total=1.0)
+
+            def show(what: str, share: float) -> None:
+                if not self.console.is_terminal and share < 1.0 and progress.tasks[task].description != what:
+                    self.say(what)  # a log shows no bar
+                progress.update(task, description=what, completed=share)
+
             began_at = time.monotonic()
-            path = prepare(
-                self.config.model.path,
-                self.config.model.cache_dir,
-                lambda what, share: progress.update(task, description=what, completed=share),
-                backend=self.config.backend,
-            )
+            path = prepare(self.config.model.path, self.config.model.cache_dir, show, backend=self.config.backend)
         took = time.monotonic() - began_at
         self.say(f"model {self.config.model.path}: {path}" + (f" (prepared in {took:.0f} s)" if took > 1 else ""))
         for former in remove_former(path):
