@@ -69,7 +69,7 @@ class ActorProcess(NodeProcess):
         self.runtime.run()
 
     def overdue_s(self) -> float:
-        return self._executor.engine_overdue_s() if isinstance(self._executor, Executor) else 0.0
+        return self._executor.engine_overdue_s() if self._executor is not None else 0.0
 
     def _emit(self, event: WorkProgress | WorkDone[Result]) -> None:
         self.runtime.post(event)

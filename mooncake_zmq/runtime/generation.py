@@ -225,6 +225,10 @@ class Generation:
         """Hang up on a work, unless it has ended."""
         self._loop.call_soon_threadsafe(self._cancel, work_id)
 
+    def engine_overdue_s(self) -> float:
+        """Return 0: the actor itself notices that its vLLM hangs."""
+        return 0.0
+
     def close(self) -> None:
         """End all works and the thread. May be called twice."""
         if self._closed:

@@ -15,7 +15,7 @@ from mooncake_zmq.bench.command import bench as bench_command
 from mooncake_zmq.bench.others import vllm_driver
 from mooncake_zmq.bench.vllm import OURS, PLAIN, THEIRS, VllmBench, bench_vllm
 from mooncake_zmq.vllm import worker
-from mooncake_zmq.vllm.ledger import Save
+from mooncake_zmq.vllm.ledger import Part, Save
 from mooncake_zmq.vllm.mover import Mover
 
 COLD_S, SAVING_S = 10.0, {PLAIN: 0.0, OURS: 0.2, THEIRS: 0.4}
@@ -137,8 +137,8 @@ def test_the_connectors_cpu_time_is_that_of_all_its_threads_once(monkeypatch):
     meter = vllm_driver.Meter()
     meter.install()
     memory = SimpleNamespace(most=8, value_bytes=1, sources=lambda blocks: [bytearray(1)] * len(blocks))
-    mover = Mover(Client(), "shelf", memory, memory, threads=4)
-    mover.save(Save(1, [b"%016d" % number for number in range(16)], list(range(16))))
+    mover = Mover(Client(), "shelf", [memory], [memory], threads=4)
+    mover.save(Save(1, (Part(tuple(b"%016d" % number for number in range(16)), tuple(range(16))),)))
     while not mover.take(10.0).saved:
         pass
     mover.close()
