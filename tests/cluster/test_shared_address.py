@@ -78,9 +78,12 @@ def asking_all_the_time(cluster: ToyCluster, clients: int = 4):
 
 
 def has_ended(pid: int) -> bool:
-    """A zombie has closed its sockets."""
+    """A zombie without other threads has closed its sockets."""
+    process = Path(f"/proc/{pid}")
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z" and len(
+            list((process / "task").iterdir())
+        ) == 1
     except FileNotFoundError:
         return True
 

@@ -134,7 +134,7 @@ class Service:
     def await_said(self, word: str, times: int = 1, *, from_now: bool = False) -> None:
         """Wait until it has said something that begins with `word` so often."""
         before = len(self.listen()) if from_now else 0
-        self._await(lambda: sum(each.startswith(word) for each in self.listen()[before:]) >= times, 30, f"says {word}")
+        self._await(lambda: sum(each.startswith(word) for each in self.listen()[before:]) >= times, 60, f"says {word}")
 
     def await_ready(self) -> None:
         self._await(lambda: "READY=1" in self.listen() or self.process.poll() is not None, 90, "is ready")
