@@ -1,4 +1,4 @@
-"""`mooncake-zmq chaos` itself: most of a minute of it, and a planted bug that its clients must find."""
+"""`mooncake-zmq chaos` itself: half a minute of it, and a planted bug that its clients must find."""
 
 import json
 import shutil
@@ -21,8 +21,8 @@ def chaos(*arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_a_cluster_broken_in_every_way_gives_every_token_once_and_leaves_nothing() -> None:
-    code, told = chaos("--minutes", "0.7", "--seed", "3")
+def test_a_cluster_broken_in_many_ways_gives_every_token_once_and_leaves_nothing() -> None:
+    code, told = chaos("--minutes", "0.4", "--seed", "3")
     assert told["problems"] == []
     assert code == 0
     assert told["answered"] > 10
