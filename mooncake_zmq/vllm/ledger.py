@@ -69,8 +69,20 @@ class Part:
     blocks: tuple[int, ...] = ()
 
 
+class _ByGroup:
+    """Blocks of one request, by number of their KV cache group."""
+
+    __slots__ = ()
+    groups: tuple[Part, ...]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """All blocks, group after group."""
+        return tuple(block for part in self.groups for block in part.blocks)
+
+
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(_ByGroup):
     """Blocks of one request to load from the pool, by number of their KV cache group. `holders`: names of the stores that had
     them when they were promised."""
 
@@ -79,23 +91,13 @@ class Load:
     groups: tuple[Part, ...]
     holders: tuple[str, ...] = ()
 
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """All blocks, group after group."""
-        return tuple(block for part in self.groups for block in part.blocks)
-
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class Save(_ByGroup):
     """Blocks to offer to the pool once this step is computed, by number of their KV cache group."""
 
     number: int
     groups: tuple[Part, ...]
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """All blocks, group after group."""
-        return tuple(block for part in self.groups for block in part.blocks)
 
 
 @dataclass(frozen=True, slots=True)

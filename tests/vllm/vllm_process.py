@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import time
@@ -13,6 +14,8 @@ from typing import Any
 import httpx
 import web
 from ports import free_port
+
+from mooncake_zmq.prove.tiny_llama import VOCAB
 
 ROOT = Path(__file__).parents[2]
 START_S = 600.0
@@ -126,6 +129,16 @@ class Vllm:
         """The sum of a Prometheus metric's samples, of those with this label if one is given."""
         lines = web.get(f"{self.url}/metrics", timeout=60.0).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{") and label in line)
+
+    def count(self, what: str) -> float:
+        """What the connector has counted."""
+        return self.metric("vllm:mooncake_zmq_pool_total", f'what="{what}"')
+
+
+def prompt(number: int, tokens: int) -> list[int]:
+    """A prompt of its own for each number."""
+    source = random.Random(number)
+    return [source.randrange(3, VOCAB) for _ in range(tokens)]
 
 
 def _body(prompt: Sequence[Any], count: int, **more: Any) -> dict[str, Any]:
