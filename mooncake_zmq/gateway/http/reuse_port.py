@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from mooncake_zmq.core.messages import Report
-from mooncake_zmq.core.watch import EVERY_S, STALE_S
+from mooncake_zmq.core.watch import EVERY_S
 from mooncake_zmq.gateway.requests.cluster_snapshot import Seen
 
 if TYPE_CHECKING:  # all roles import this module, and only a gateway has the dependencies of an acceptor
@@ -28,7 +28,10 @@ LOOK_S = 0.1
 FRESH_S = 2.5 * EVERY_S
 """Greatest age of a report of another gateway that shows that it serves the address."""
 DECIDE_S = 2 * EVERY_S
-"""Time that other gateways have to report; calls are served meanwhile."""
+"""Time that other gateways have to connect; calls are served meanwhile."""
+MOST_SILENT_S = 10 * EVERY_S
+"""Time that connected gateways have to report, the first time and again. On a busy machine a report may be seconds late, and
+a gateway that took that for an absence would refuse calls at an address that another one serves."""
 LISTENING = "edge_listening"
 """Gauge that shows whether a gateway accepts connections."""
 
@@ -46,7 +49,7 @@ class SharedAddress:
         listen: Callable[[], socket.socket],
         deserted: Callable[[], bool],
     ) -> None:
-        self._acceptor, self._others, self._listen, self._deserted = acceptor, others, listen, deserted
+        self._acceptor, self._others, self._listen, self._deserted = acceptor, frozenset(others), listen, deserted
         self._asked_at: float | None = None
         self._left_at: float | None = None
         self._alone_at = float("-inf")
@@ -64,17 +67,18 @@ class SharedAddress:
         self._choose(seen)
         if self._left_at is not None:
             return _may_refuse(self._acceptor, seen.now - self._left_at)
-        return seen.now - self._asked_at >= DECIDE_S or self._have_reported(seen)
+        return seen.now - self._asked_at >= self._decides_after(seen)
 
     def _choose(self, seen: Seen) -> None:
         if self._left_at is None:
-            if any(map(_serves, self._reports(seen, FRESH_S))):
+            if serving := [name for name, report in self._reports(seen, FRESH_S).items() if _serves(report)]:
+                log.info("address_left", to=serving)
                 self._left_at = seen.now
                 self._acceptor.leave()
             return
         if self._deserted():
             self._alone_at = seen.now
-        if not any(map(_serves, self._reports(seen, STALE_S))):
+        if not any(map(_serves, self._reports(seen, MOST_SILENT_S).values())):
             self._come_back()
 
     def _come_back(self) -> None:
@@ -87,21 +91,23 @@ class SharedAddress:
                 log.warning("address_not_shared", reason=str(error))
             self._failed = True
             return
+        log.info("address_shared_again")
         self._left_at, self._failed = None, False
         self._acceptor.enter(listener)
 
-    def _have_reported(self, seen: Seen) -> bool:
-        """Return whether all other gateways have. One that is missing may be there in a moment: it may have been late, or
-        this gateway itself."""
-        return len(self._reports(seen, FRESH_S)) == len(self._others)
+    def _decides_after(self, seen: Seen) -> float:
+        """Return for how long calls are served although no other gateway is known to serve the address. One that is missing may
+        be there in a moment: it may have been late, or this gateway itself."""
+        missing = self._others - self._reports(seen, FRESH_S).keys()
+        if not missing:
+            return 0.0
+        return DECIDE_S if missing.isdisjoint(seen.peers) else MOST_SILENT_S
 
-    def _reports(self, seen: Seen, within_s: float) -> list[Report]:
-        """Return the reports of other gateways that still count."""
+    def _reports(self, seen: Seen, within_s: float) -> dict[str, Report]:
+        """Return the reports that still count, by gateway."""
         since = max(self._alone_at, seen.now - within_s)
-        reports = [
-            seen.report(name) for name in self._others if name in seen.last_reports and seen.last_reports[name].at > since
-        ]
-        return [report for report in reports if report is not None]
+        there = [name for name in self._others if name in seen.peers and name in seen.last_reports]
+        return {name: seen.last_reports[name].report for name in there if seen.last_reports[name].at > since}
 
 
 def leave_first(acceptor: "Acceptor", then: Callable[[], None]) -> None:

@@ -7,8 +7,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from mooncake_zmq.core.messages import Hello, Report
-from mooncake_zmq.core.watch import EVERY_S, STALE_S, PeerReport
-from mooncake_zmq.gateway.http.reuse_port import DECIDE_S, FRESH_S, LEAVE_S, LISTENING, MOST_LEAVE_S, SharedAddress
+from mooncake_zmq.core.watch import EVERY_S, PeerReport
+from mooncake_zmq.gateway.http.reuse_port import (
+    DECIDE_S,
+    FRESH_S,
+    LEAVE_S,
+    LISTENING,
+    MOST_LEAVE_S,
+    MOST_SILENT_S,
+    SharedAddress,
+)
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen
 
 LISTED = [Listed(name, "gateway", "h") for name in ("g0", "g1", "g2")]
@@ -57,7 +65,7 @@ def test_it_leaves_while_another_serves_there_and_comes_back_when_it_serves_itse
         {"g1": STARTS},
         {"g1": OLD},
         {"g1": SERVES, "up": False},
-        {"g1": SERVES, "age": STALE_S + 1.0},
+        {"g1": SERVES, "age": MOST_SILENT_S + 1.0},
         {"g2": SERVES},
     ],
 )
@@ -134,9 +142,22 @@ def test_before_it_turns_away_who_comes_it_hears_the_others_but_not_for_long():
     address.mind(cordoned=False)
     address.mind(silent=["g1"])
     assert not address.turns_away
-    address.now += DECIDE_S
+    address.now += MOST_SILENT_S - 0.1
+    address.mind(silent=["g1"])
+    assert not address.turns_away, "g1 is connected: it may be busy, and serve"
+    address.mind()
+    assert address.turns_away, "nobody is connected"
+    address.now += 0.2
     address.mind(silent=["g1"])
     assert address.turns_away
+
+
+def test_the_address_stays_left_to_one_that_is_too_busy_to_report():
+    address = Address()
+    assert address.mind(g1=SERVES) == LEAVES
+    address.now += LEAVE_S + 0.1
+    assert address.mind(g1=SERVES, age=MOST_SILENT_S - 0.1) == []
+    assert address.turns_away, "who is connected still; new clients go to g1"
 
 
 def test_an_address_that_is_taken_is_tried_again_and_told_of_once():
