@@ -212,6 +212,17 @@ def test_more_engine_threads_than_cores_is_a_warning(write: Any) -> None:
     assert any("g: cors_origins is * and there are no API keys" in text for text in warnings(loaded))
 
 
+@pytest.mark.parametrize(
+    ("setting", "role"),
+    [("cache_node.pool_bytes", "cache-node"), ("cache_node.ssd.bytes", "cache-node"), ("prefill.slab_bytes", "prefill")],
+)
+def test_room_for_less_than_a_block_is_a_warning(write: Any, setting: str, role: str) -> None:
+    path = write("[cache_node.ssd]\ndirectory = '/kv'\n", f"[[nodes]]\nname = 'n'\nrole = '{role}'\n")
+    warned = f"n: {setting.partition('.')[2]} = 10 holds no block of 32 tokens"
+    assert any(warned in text for text in warnings(load(path, {setting: "10"}, {})))
+    assert not any("holds no block" in text for text in warnings(load(path, {setting: "10MiB"}, {})))
+
+
 def test_addresses_beyond_the_machine_without_keys_are_a_warning(write: Any) -> None:
     path = write("", NODES + "endpoint = 'tcp://10.1.2.3:7000'\n")
     assert any("no keys, so it will not start: tcp://10.1.2.3:7000" in text for text in warnings(load(path, {}, {})))

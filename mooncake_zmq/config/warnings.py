@@ -34,6 +34,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     yield from device_warnings(config.nodes)
     yield from _profile_warnings(loaded)
     yield from _plain_warnings(loaded)
+    yield from _room_warnings(loaded)
     yield from _quota_warnings(loaded)
     for node in config.of_role("gateway"):
         if loaded.section(node).otlp_endpoint and not is_installed():
@@ -86,6 +87,25 @@ def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:
         tls_certificate=section.tls_certificate,
         tls_key=section.tls_key,
     )
+
+
+def _room_warnings(loaded: Loaded) -> Iterator[str]:
+    """Warn of memory and disks of a pool that hold no block of the model: such a node will not start."""
+    config = loaded.config
+    block_bytes = config.model.block_tokens * config.costs.kv_bytes_per_token
+    for node in config.of_role("cache-node", "prefill"):
+        if node.role == "cache-node" and config.of_role("vllm"):  # whose KV is in the store
+            continue
+        section = loaded.section(node)
+        rooms = {"slab_bytes": section.slab_bytes} if node.role == "prefill" else {"pool_bytes": section.pool_bytes}
+        if node.role == "cache-node" and section.ssd.directory:
+            rooms["ssd.bytes"] = section.ssd.bytes
+        for setting, room in rooms.items():
+            if room < block_bytes:
+                yield (
+                    f"{node.name}: {setting} = {room} holds no block of {config.model.block_tokens} tokens, which takes some "
+                    f"{block_bytes} bytes of a model such as the default one: a size may be written 4GiB"
+                )
 
 
 def _quota_warnings(loaded: Loaded) -> Iterator[str]:
