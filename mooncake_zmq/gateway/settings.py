@@ -78,6 +78,9 @@ class EdgeSettings:
     """Threads for longer bodies: one long prompt does not delay another, and the engines keep their cores."""
     tool_call_parser: Literal["", "hermes", "llama3_json", "mistral"] = ""
     """Format in which the model writes tool calls; empty: the format of its chat template."""
+    reasoning_parser: Literal["", "none", "think", "mistral", "seed_oss"] = ""
+    """Marks between which the model writes its reasoning: <think>, [THINK] or <seed:think>, and the same with a slash; empty:
+    those that its chat template contains; none: its reasoning is a part of the text."""
 
     def __post_init__(self) -> None:
         at_least_one = ("max_body_bytes", "max_choices", "max_buffered_outputs", "max_held_scores", "tokenize_threads")

@@ -146,7 +146,8 @@ class Demo:
             answer.prompt_ids = chunk.get("prompt_token_ids") or answer.prompt_ids
             answer.served = chunk.get("mooncake") or answer.served
             for choice in chunk["choices"]:
-                text = choice.get("delta", {}).get("content")
+                delta = choice.get("delta", {})
+                text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
                 if choice.get("token_ids") or text:
                     answer.arrivals.append(time.monotonic())
                 if text:

@@ -23,6 +23,7 @@ PURE = (
     "gateway/requests/request_log",
     "gateway/requests/client_events",
     "gateway/requests/cluster_snapshot",
+    "gateway/openai/reasoning",
     "gateway/openai/tool_call_parser",
     "gateway/requests/token_gaps",
     "gateway/requests/readiness",

@@ -37,6 +37,7 @@ class Block(Struct, frozen=True, gc=False, kw_only=True):
     text: str = ""
     id: str = ""
     name: str = ""
+    thinking: str = ""
     input: Raw = NULL
     tool_use_id: str = ""
     content: Raw = NULL
@@ -67,6 +68,12 @@ class ToolChoice(Struct, frozen=True, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class Thinking(Struct, frozen=True, kw_only=True):
+    """Whether the model is to think."""
+
+    type: str
+
+
 class MessagesBody(Struct, frozen=True, kw_only=True):
     """POST /v1/messages and /v1/messages/count_tokens. Beside Anthropic's fields it has our own of a chat."""
 
@@ -77,6 +84,7 @@ class MessagesBody(Struct, frozen=True, kw_only=True):
     stop_sequences: Raw = NULL
     tools: Raw = NULL
     tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
     mcp_servers: Raw = NULL
     container: Raw = NULL
     stream: Raw = NULL
@@ -103,6 +111,7 @@ class MessagesChat(ChatBody, frozen=True, kw_only=True):
 _content = msgspec.json.Decoder(str | list[Block])
 _text = msgspec.json.Decoder(str | list[Block] | None)
 _tools = msgspec.json.Decoder(list[Tool] | None)
+_variables = msgspec.json.Decoder(dict[str, Raw] | None)
 
 
 def as_chat(raw: bytes | bytearray, model: ServedModel) -> bytes:
@@ -141,9 +150,16 @@ def _chat_of(body: MessagesBody, model: ServedModel) -> dict[str, Any]:
     chat |= {name: given for name, given in named.items() if given is not None}
     if body.stop_sequences != NULL:
         chat["stop"] = body.stop_sequences
+    if body.thinking is not None:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"} | _variables_of(body)
     if turns[-1]["role"] == "assistant":
         chat["continue_final_message"] = True
     return chat
+
+
+def _variables_of(body: MessagesBody) -> dict[str, Raw]:
+    with json_errors("chat_template_kwargs"):
+        return _variables.decode(body.chat_template_kwargs) or {}
 
 
 def _system(raw: Raw) -> list[dict[str, Any]]:
@@ -177,6 +193,7 @@ def _turns(messages: Sequence[Message], most_blocks: int) -> Iterator[dict[str, 
 
 def _turns_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
         match block.type, role:
@@ -189,13 +206,16 @@ def _turns_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
                     yield {"role": role, "content": "\n".join(texts)}
                     texts = []
                 yield _result(block)
-            case "thinking" | "redacted_thinking", "assistant":
-                pass  # templates leave out the thoughts of earlier answers
+            case "thinking", "assistant":
+                thoughts.append(block.thinking)
+            case "redacted_thinking", "assistant":
+                pass  # no server but the one that wrote it can read it
             case _:
                 text = f"content of type {quoted(block.type)} is not supported in a message of the {role}"
                 raise invalid("messages", text, UNSUPPORTED)
     if texts or calls or role != "user" or not blocks:
-        yield {"role": role, "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}
+        more = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
+        yield {"role": role, "content": "\n".join(texts), **{name: given for name, given in more.items() if given}}
 
 
 def _call(block: Block) -> dict[str, Any]:

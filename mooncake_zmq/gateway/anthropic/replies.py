@@ -27,6 +27,12 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 """The types of errors by their status; those of other statuses depend on whose fault it is."""
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""The type of a change of a content block by the kind of its part, and the name of what is new."""
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
@@ -109,25 +115,27 @@ def _part_event(event: PartEvent) -> dict[str, Any]:
     match event:
         case Begins(part):
             return {"type": "content_block_start", "index": index, "content_block": _block(part)}
-        case Grows(part, more) if part.is_call:
-            delta = {"type": "input_json_delta", "partial_json": more}
-            return {"type": "content_block_delta", "index": index, "delta": delta}
-        case Grows(_, more):
-            return {"type": "content_block_delta", "index": index, "delta": {"type": "text_delta", "text": more}}
+        case Grows(part, more):
+            kind, name = DELTAS[part.kind]
+            return {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: more}}
         case Ends():
             return {"type": "content_block_stop", "index": index}
 
 
 def _block(part: Part) -> dict[str, Any]:
     """Return a content block as it begins."""
-    if not part.is_call:
-        return {"type": "text", "text": ""}
-    return {"type": "tool_use", "id": CALL_PREFIX + part.call_id, "name": part.name, "input": {}}
+    match part.kind:
+        case "text":
+            return {"type": "text", "text": ""}
+        case "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": CALL_PREFIX + part.call_id, "name": part.name, "input": {}}
 
 
 def _whole_block(part: Part) -> dict[str, Any]:
-    if not part.is_call:
-        return {"type": "text", "text": part.text}
+    if part.kind != "call":
+        return {**_block(part), "text" if part.kind == "text" else "thinking": part.text}
     given = msgspec.Raw(part.text.encode())
     return {**_block(part), "input": given if _is_object(given) else {}}
 

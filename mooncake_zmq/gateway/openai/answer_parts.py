@@ -1,7 +1,8 @@
-"""An answer as a row of parts, each a text or a tool call, for APIs whose streams begin and end each of them. PURE."""
+"""An answer as a row of parts (texts, reasoning, tool calls), for APIs whose streams begin and end each of them. PURE."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mooncake_zmq.gateway.openai.detokenizer import Piece
 from mooncake_zmq.gateway.openai.tools import call_deltas
@@ -9,17 +10,14 @@ from mooncake_zmq.gateway.openai.tools import call_deltas
 
 @dataclass(slots=True)
 class Part:
-    """One part: `index` of the answer; a call has an id and a name, a text has neither."""
+    """One part: `index` of the answer; a call has an id and a name, the others have neither."""
 
     index: int
+    kind: Literal["text", "reasoning", "call"]
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
     """The text, or the JSON of the call's arguments, so far."""
-
-    @property
-    def is_call(self) -> bool:
-        return bool(self.call_id)
 
     @property
     def text(self) -> str:
@@ -63,14 +61,14 @@ class AnswerParts:
         self._open: Part | None = None
 
     def push(self, piece: Piece) -> Iterator[PartEvent]:
-        """Yield what is new: the text of a piece first, then its calls."""
+        """Yield what is new: the reasoning of a piece first, then its text, then its calls."""
+        if piece.reasoning:
+            yield from self._grow_in("reasoning", piece.reasoning)
         if piece.text:
-            if self._open is None or self._open.is_call:
-                yield from self._begin("", "")
-            yield from self._grow(piece.text)
+            yield from self._grow_in("text", piece.text)
         for call in call_deltas(piece.calls, self._salt):
             if "name" in call["function"]:
-                yield from self._begin(call["id"], call["function"]["name"])
+                yield from self._begin("call", call["id"], call["function"]["name"])
             if call["function"]["arguments"]:
                 yield from self._grow(call["function"]["arguments"])
 
@@ -80,9 +78,14 @@ class AnswerParts:
             yield Ends(self._open)
         self._open = None
 
-    def _begin(self, call_id: str, name: str) -> Iterable[PartEvent]:
+    def _grow_in(self, kind: Literal["text", "reasoning"], more: str) -> Iterable[PartEvent]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        yield from self._grow(more)
+
+    def _begin(self, kind: Literal["text", "reasoning", "call"], call_id: str = "", name: str = "") -> Iterable[PartEvent]:
         yield from self.end()
-        self._open = Part(len(self.all), call_id, name)
+        self._open = Part(len(self.all), kind, call_id, name)
         self.all.append(self._open)
         yield Begins(self._open)
 

@@ -21,6 +21,7 @@ from mooncake_zmq.gateway.openai.errors import (
     too_long,
     too_many_tokens,
 )
+from mooncake_zmq.gateway.openai.reasoning import Marks, marks_of
 from mooncake_zmq.gateway.openai.rejected_params import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, Tools, read_calls, read_tools, with_names
 from mooncake_zmq.gateway.served_model import ServedModel
@@ -113,6 +114,15 @@ class Body(Constrained, frozen=True, kw_only=True):
     def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
         """`answer`: the schema of one, if there is one. Raises ConstraintRefused."""
         return NO_TOOLS
+
+    @property
+    def wants_reasoning(self) -> bool:
+        """Whether the reasoning of a model that thinks is returned."""
+        return True
+
+    def reasoning_marks(self, model: ServedModel, settings: EdgeSettings) -> Marks | None:
+        """Return the marks of the reasoning in an answer; None: it is a part of the text."""
+        return None
 
     def check_stream_options(self) -> None:
         """Raises RequestError."""
@@ -320,6 +330,9 @@ class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
     name: Annotated[str, Meta(max_length=256)] | None = None
     tool_calls: msgspec.Raw = NULL
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The reasoning of an earlier answer, by either name; templates decide whether they write it again."""
     parsed: msgspec.Raw = NULL
     """OpenAI's client sends back with an answer what it read out of it; it says nothing that the content does not."""
 
@@ -340,6 +353,7 @@ class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
         except (ValueError, RecursionError) as error:
             raise invalid("messages", f"tool_calls of a message: {of_a_library(error)}") from None
         more = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        more["reasoning_content"] = self.reasoning_content or self.reasoning
         return {"role": self.role, "content": text, **{name: said for name, said in more.items() if said}}
 
 
@@ -353,6 +367,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None  # type: ignore[assignment]
     continue_final_message: bool | None = None  # type: ignore[assignment]
     reasoning_effort: Effort | None = None  # type: ignore[assignment]
+    include_reasoning: bool | None = None
     done: ClassVar[frozenset[str]] = frozenset(
         ("tools", "tool_choice", "add_generation_prompt", "continue_final_message", "reasoning_effort", "chat_template_kwargs")
     )
@@ -361,6 +376,15 @@ class ChatBody(Body, frozen=True, kw_only=True):
         """See `Body`."""
         form = settings.tool_call_parser or None
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, model.tokenizer, form, answer)
+
+    @property
+    def wants_reasoning(self) -> bool:
+        """See `Body`."""
+        return self.include_reasoning is not False
+
+    def reasoning_marks(self, model: ServedModel, settings: EdgeSettings) -> Marks | None:
+        """See `Body`."""
+        return marks_of(model.tokenizer.chat_template, settings.reasoning_parser)
 
     @property
     def likeliest(self) -> int | None:
@@ -400,7 +424,7 @@ def chat_form(
         if not VARIABLE.fullmatch(name):
             raise invalid("chat_template_kwargs", f"{quoted(name)} is no name of a template's variable")
     if effort is not None:
-        variables = {"reasoning_effort": effort} | variables
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
     continued = bool(continue_final_message)
     return ChatForm(add_generation_prompt is not False and not continued, continued, variables)
 

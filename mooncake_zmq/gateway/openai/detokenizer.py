@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mooncake_zmq.core.messages import TokenLogprob
+from mooncake_zmq.gateway.openai.reasoning import ReasoningReader
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, CallPiece, Tools
 from mooncake_zmq.gateway.requests.client_events import Failed, Finished, PromptLogprobs, TokenOut
 from mooncake_zmq.gateway.served_model import ServedModel
@@ -88,6 +90,8 @@ class Piece:
     """Where in the text each of these begins, in characters."""
     calls: list[CallPiece]
     """Parts of tool calls."""
+    reasoning: str = ""
+    """The reasoning, which precedes the text."""
 
 
 class Choice:
@@ -106,16 +110,21 @@ class Choice:
         special: bool = False,
         echo: str,
         tools: Tools = NO_TOOLS,
+        reasoning: ReasoningReader | None = None,
+        with_reasoning: bool = True,
         offsets: list[int] | None = None,
         silent: bool = False,
     ) -> None:
         """`textless`: the tokens whose text is left out. `with_stop`: the text has the stop string that ends it; `special`: the
-        names of special tokens. `offsets`: those of the prompt's tokens, if their scores are asked for. `silent`: the answer
+        names of special tokens. `reasoning`: reads the reasoning of a model that thinks; `with_reasoning`: whether the answer
+        has it. `offsets`: those of the prompt's tokens, if their scores are asked for. `silent`: the answer
         itself is left out."""
         self.index = index
         self._silent = silent
         self.prompt_ids = prompt_ids
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        """Those of the completion's tokens that are reasoning."""
         self.finish_reason: str | None = None
         self.finished: Finished | None = None
         """The actor's `Finished`; None if the request failed just as a stop string ended the choice."""
@@ -126,6 +135,9 @@ class Choice:
         """Whether any output arrived since the last `take`."""
         self._textless = textless
         self._calls = tools.reader()
+        self._reasoning = reasoning
+        self._with_reasoning = with_reasoning
+        self._thoughts: list[str] = []
         self._detokenizer = model.tokenizer.stream(special=tools.marked or special)
         self._scanner = StopScanner(stops, with_stop=with_stop)
         self._min_tokens = min_tokens
@@ -152,6 +164,8 @@ class Choice:
         self.has_news = True
         self.settle(output)
         self._add(self._detokenizer.flush())
+        if self._reasoning is not None and not self.has_ended:
+            self._divide(*self._reasoning.flush())
         if self._calls is not None and not self.has_ended:
             self._scan(self._beside(*self._calls.flush()))
         if not self.has_ended:
@@ -161,6 +175,7 @@ class Choice:
         assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
         self.has_news = True
         self.completion_tokens += 1
+        self.reasoning_tokens += self._reasoning is not None and self._reasoning.is_inside
         self._token_ids.append(output.token)
         if output.logprob is not None:
             self._logprobs.append(output.logprob)
@@ -172,6 +187,11 @@ class Choice:
     def has_prompt(self) -> bool:
         """True if the next piece has the scores of the prompt."""
         return bool(self._echoed_ids)
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether the answer is divided into reasoning and text."""
+        return self._reasoning is not None
 
     @property
     def has_ended(self) -> bool:
@@ -193,27 +213,45 @@ class Choice:
         self.finished = output if isinstance(output, Finished) else None
 
     def take(self) -> Piece:
-        piece = Piece("".join(self._text), self._token_ids, self._echoed_ids, self._logprobs, self._offsets, self._pieces)
+        scores = self._logprobs, self._offsets
+        reasoning = "".join(self._thoughts)
+        piece = Piece("".join(self._text), self._token_ids, self._echoed_ids, *scores, self._pieces, reasoning)
+        self._thoughts = []
         self._text, self._token_ids, self._echoed_ids, self.has_news = [], [], [], False
         self._logprobs, self._offsets, self._pieces = [], [], []
         self.pieces_taken += 1
         return piece
 
     @property
-    def says_text_alone(self) -> bool:
-        """Return whether the next piece is text, neither the first nor the last of the answer, with nothing else but token
-        ids."""
-        return self.pieces_taken > 0 and self.finish_reason is None and not self._pieces and any(self._text)
+    def next_alone(self) -> Literal["", "text", "reasoning"]:
+        """Return what the next piece is if it is one of these two, neither the first nor the last of the answer, with nothing
+        else but token ids; else nothing."""
+        if self.pieces_taken == 0 or self.finish_reason is not None or self._pieces:
+            return ""
+        says_text, reasons = any(self._text), bool(self._thoughts)
+        return "" if says_text == reasons else "text" if says_text else "reasoning"
 
-    def take_text(self) -> tuple[str, list[int]]:
-        """Take a piece that is text alone."""
-        text, ids = "".join(self._text), self._token_ids
-        self._text, self._token_ids, self.has_news = [], [], False
+    def take_alone(self) -> tuple[str, list[int]]:
+        """Take a piece that is text or reasoning alone."""
+        text, ids = "".join(self._text) or "".join(self._thoughts), self._token_ids
+        self._text, self._thoughts, self._token_ids, self.has_news = [], [], [], False
         self.pieces_taken += 1
         return text, ids
 
     def _add(self, text: str) -> None:
         self._chars += len(text)
+        if self._reasoning is None:
+            self._answer(text)
+        else:
+            self._divide(*self._reasoning.push(text))
+
+    def _divide(self, reasoning: str, text: str) -> None:
+        if reasoning and self._with_reasoning:
+            self._thoughts.append(reasoning)
+        self._answer(text)
+
+    def _answer(self, text: str) -> None:
+        """Take text that is no reasoning."""
         self._scan(text if self._calls is None else self._beside(*self._calls.push(text)))
 
     def _beside(self, text: str, pieces: list[CallPiece]) -> str:

@@ -22,6 +22,7 @@ from mooncake_zmq.gateway.openai.errors import (
     of_a_library,
     too_long,
 )
+from mooncake_zmq.gateway.openai.reasoning import TAIL_TOKENS, Marks, ReasoningReader
 from mooncake_zmq.gateway.openai.tools import Tools
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.tenants import Tenant
@@ -76,7 +77,9 @@ def prepare(
     tools, constraint = _form(body, model, settings, grammars)
     if tenant is not None:
         _check_rights(body, tenant)
-    common = _Common(body, model, settings.max_echo_chars, tenant, seed, stops, tools, constraint)
+    bound = bool(constraint) and (tools.binds_all or not tools.constraint)
+    marks = None if bound else body.reasoning_marks(model, settings)
+    common = _Common(body, model, settings.max_echo_chars, tenant, seed, stops, tools, constraint, marks)
     prepared = Prepared(body.without_prompt(), [], [])
     for prompt in prompts:
         common.add(prompt, prepared)
@@ -99,9 +102,12 @@ class _Common:
         stops: Sequence[StopTable],
         tools: Tools,
         constraint: bytes,
+        marks: Marks | None,
     ) -> None:
         self._body, self._model, self._seed, self._stops = body, model, seed, stops
-        self._tools, self._constraint = tools, constraint
+        self._tools, self._constraint, self._marks = tools, constraint, marks
+        shows_marks = marks is not None and marks.are_special(model.tokenizer)
+        self._special = body.skip_special_tokens is False or shows_marks
         self._form = body.chat_form()
         self._tenant = "" if tenant is None else tenant.name
         salt = body.cache_salt or ""
@@ -142,13 +148,27 @@ class _Common:
                 min_tokens=stop.min_tokens,
                 textless=body.textless(stop, model),
                 with_stop=bool(body.include_stop_str_in_output),
-                special=body.skip_special_tokens is False,
+                special=self._special,
                 echo=echo,
                 tools=self._tools,
+                reasoning=self._reasoning_reader(ids, prompt),
+                with_reasoning=body.wants_reasoning,
                 offsets=offsets,
                 silent=body.requested_tokens == 0,
             )
             prepared.choices.append(choice)
+
+    def _reasoning_reader(self, ids: list[int], prompt: Prompt) -> ReasoningReader | None:
+        """Return a reader of one answer's reasoning, which a prompt may have begun: as its last text, or in a final message
+        that the answer continues."""
+        marks = self._marks
+        if marks is None:
+            return None
+        tail = self._model.tokenizer.decode(ids[-TAIL_TOKENS:], special=True)
+        begun = tail.rstrip().endswith(marks.begin)
+        if self._form.continued and isinstance(prompt[-1], dict):
+            begun = begun or marks.open_at_end(prompt[-1]["content"])
+        return ReasoningReader(marks, begun=begun)
 
     def _echoed(self, ids: list[int], prompt: Prompt) -> tuple[str, list[int] | None]:
         """The text that each answer begins with, and where its tokens do if their probabilities are returned."""
@@ -229,7 +249,7 @@ def check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
 
 def _chars(turn: ChatTurn) -> int:
     calls = turn.get("tool_calls")
-    return len(turn["content"]) + (len(msgspec.json.encode(calls)) if calls else 0)
+    return len(turn["content"]) + len(turn.get("reasoning_content", "")) + (len(msgspec.json.encode(calls)) if calls else 0)
 
 
 def _check_chars(chars: int, param: str, model: ServedModel) -> None:

@@ -67,8 +67,6 @@ class UnsupportedOfMessage(Struct, frozen=True, gc=False, forbid_unknown_fields=
     annotations: Raw = NULL
     audio: Raw = NULL
     function_call: Raw = NULL
-    reasoning: Raw = NULL
-    reasoning_content: Raw = NULL
     refusal: Raw = NULL
 
 

@@ -13,6 +13,8 @@ from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
 from mooncake_zmq.gateway.served_model import ServedModel
 
+REASONING = "reasoning_content"
+"""The name of the reasoning in a message, as most clients read it."""
 LONG_SCORES = 2048
 """Probabilities in a body that takes long to write: half a millisecond or more."""
 
@@ -31,7 +33,7 @@ class Reply:
         self._request_id = request_id
         self._shows_reuse = shows_reuse
         self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
-        self._forms: dict[int, list[bytes]] = {}
+        self._forms: dict[tuple[int, str], list[bytes]] = {}
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
             "object": ("chat.completion" if self._chat else "text_completion"),
@@ -64,6 +66,11 @@ class Reply:
         """Tokens of all choices so far."""
         return sum(choice.completion_tokens for choice in self.choices)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of all choices so far that are reasoning."""
+        return sum(choice.reasoning_tokens for choice in self.choices)
+
     def whole(self) -> dict[str, Any]:
         """Return the body of a call that does not stream."""
         body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
@@ -80,21 +87,22 @@ class Reply:
         return b"".join([self._events(choice) for choice in self.choices if choice.has_news])
 
     def _events(self, choice: Choice) -> bytes:
-        if not choice.says_text_alone or not self._says_text_alone:
+        alone = choice.next_alone
+        if not alone or not self._says_text_alone:
             return b"".join(map(server_sent, self._chunks(choice)))
-        form = self._forms.get(choice.index)
+        form = self._forms.get((choice.index, alone))
         if form is None:
-            form = self._forms[choice.index] = self._form(choice)
-        text, ids = choice.take_text()
+            form = self._forms[choice.index, alone] = self._form(choice, "content" if alone == "text" else REASONING)
+        text, ids = choice.take_alone()
         written = _one_line(msgspec.json.encode(text))
         if len(form) == 2:
             return form[0] + written + form[1]
         return form[0] + written + form[1] + msgspec.json.encode(ids) + form[2]
 
-    def _form(self, choice: Choice) -> list[bytes]:
+    def _form(self, choice: Choice, name: str) -> list[bytes]:
         """A chunk of this choice as it is written, cut where its text stands, and its token ids: nothing else changes from
-        token to token."""
-        content = {"delta": {"content": _TEXT}} if self._chat else {"text": _TEXT}
+        token to token. `name`: the text's in a chat."""
+        content = {"delta": {name: _TEXT}} if self._chat else {"text": _TEXT}
         ids = {"token_ids": _TEXT} if self.body.return_token_ids else {}
         return server_sent(self._chunk(choice, content, ids=ids)).split(msgspec.json.encode(_TEXT))
 
@@ -108,7 +116,7 @@ class Reply:
                 chunk["prompt_token_ids"] = choice.prompt_ids
             yield chunk
         shows_ids = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
-        said = piece.text or piece.calls or choice.finish_reason
+        said = piece.text or piece.calls or piece.reasoning or choice.finish_reason
         if not (said or (first and not self._chat) or (shows_ids and piece.token_ids)):
             return
         content = {"delta": self._delta(choice, piece)} if self._chat else {"text": piece.text}
@@ -125,7 +133,9 @@ class Reply:
         yield chunk
 
     def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        delta: dict[str, Any] = {REASONING: piece.reasoning} if piece.reasoning else {}
+        if piece.text:
+            delta["content"] = piece.text
         if piece.calls:
             delta["tool_calls"] = call_deltas(piece.calls, self._call_salt(choice))
         return delta
@@ -136,6 +146,8 @@ class Reply:
 
     def _message(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": piece.text}
+        if piece.reasoning:
+            message[REASONING] = piece.reasoning
         if piece.calls:
             message["content"] = piece.text or None
             message["tool_calls"] = whole_calls(piece.calls, self._call_salt(choice))
@@ -193,6 +205,8 @@ class Reply:
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens, and how many were cached once that is known."""
         usage = _usage(self.prompt_tokens, self.completion_tokens)
+        if any(choice.may_reason for choice in self.choices):
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         served = self._served() if self._shows_reuse else None
         cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
         return {**usage, "prompt_tokens_details": cached}

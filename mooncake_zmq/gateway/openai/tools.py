@@ -94,6 +94,8 @@ class Tools:
     """Whether the mark of a call is a special token."""
     constraint: bytes = b""
     """The grammar of an answer that must have calls, or whose strict functions bind their arguments."""
+    binds_all: bool = False
+    """Whether the grammar leaves no room for other text before calls."""
 
     def reader(self) -> "CallReader | None":
         """Return a reader for one answer."""
@@ -140,7 +142,8 @@ def read_tools(
         raise ConstraintRefused("response_format", text)
     held = must or strict or answer is not None
     constraint = _grammar(form, functions, most, marks, must=must, answer=answer) if held else b""
-    return Tools(given, form, names, 1 if parallel is False else MAX_READ_CALLS, bool(marks), constraint)
+    most = 1 if parallel is False else MAX_READ_CALLS
+    return Tools(given, form, names, most, bool(marks), constraint, must or answer is not None)
 
 
 def form_of(template: str) -> CallForm | None:

@@ -42,6 +42,7 @@ class Item(Struct, frozen=True, gc=False, kw_only=True):
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Raw = NULL
+    summary: Raw = NULL
     call_id: str = ""
     name: str = ""
     arguments: str = ""
@@ -162,8 +163,8 @@ def _turns(body: ResponsesBody, model: ServedModel) -> list[dict[str, Any]]:
     return [*([{"role": "system", "content": "\n\n".join(leading)}] if leading else []), *turns]
 
 
-def _turn(item: Item) -> dict[str, Any] | None:
-    """Return an item as a turn of its own; None: it says nothing to the model. Raises RequestError."""
+def _turn(item: Item) -> dict[str, Any]:
+    """Return an item as a turn of its own, or as the beginning of one: reasoning has no content. Raises RequestError."""
     match item.type:
         case "message" if item.role is not None:
             role = "system" if item.role in SYSTEM_ROLES else item.role
@@ -175,26 +176,29 @@ def _turn(item: Item) -> dict[str, Any] | None:
         case "function_call_output":
             return {"role": "tool", "tool_call_id": item.call_id.removeprefix(CALL_PREFIX), "content": _text_of(item.output)}
         case "reasoning":
-            return None  # templates leave out the thoughts of earlier answers
+            return {"role": "assistant", "reasoning_content": _text_of(item.content) or _text_of(item.summary)}
         case "message":
             raise invalid("input", "a message has no role")
         case _:
             raise invalid("input", f"items of type {quoted(item.type)} are not supported", UNSUPPORTED)
 
 
-def _joined(turns: Iterator[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
-    """Yield the turns, with the calls of one answer in the turn of its text."""
+def _joined(turns: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the turns, with the reasoning and the calls of one answer in the turn of its text. Reasoning that no answer follows
+    is left out."""
     last: dict[str, Any] | None = None
     for turn in turns:
-        if turn is None:
-            continue
         if last is not None and last["role"] == "assistant" and "tool_calls" in turn:
+            last.setdefault("content", "")
             last.setdefault("tool_calls", []).extend(turn["tool_calls"])
             continue
-        if last is not None:
+        if last is not None and turn["role"] == "assistant" and "content" not in last:
+            last |= turn
+            continue
+        if last is not None and "content" in last:
             yield last
         last = turn
-    if last is not None:
+    if last is not None and "content" in last:
         yield last
 
 
@@ -207,7 +211,7 @@ def _text_of(raw: Raw) -> str:
 def _texts(contents: Sequence[Content]) -> Iterator[str]:
     for content in contents:
         match content.type:
-            case "input_text" | "output_text" | "text":
+            case "input_text" | "output_text" | "text" | "reasoning_text" | "summary_text":
                 yield content.text
             case "refusal":
                 yield content.refusal

@@ -13,6 +13,11 @@ from mooncake_zmq.gateway.openai.responses import server_sent
 from mooncake_zmq.gateway.responses_api.items import CALL_PREFIX
 from mooncake_zmq.gateway.served_model import ServedModel
 
+TEXTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+"""The name of a part's text in events, by the kind of the part."""
+PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+"""The beginning of an item's id, by the kind of its part."""
+
 
 class ResponsesReply(OverChat):
     """The JSON of one call of /v1/responses, whole or in events."""
@@ -103,7 +108,7 @@ class ResponsesReply(OverChat):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": self._cached_tokens()},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._chat.reasoning_tokens},
             "total_tokens": usage["total_tokens"],
         }
 
@@ -111,48 +116,54 @@ class ResponsesReply(OverChat):
         for event in parts:
             part = event.part
             at = {"item_id": _item_id(part, self._id), "output_index": part.index}
-            within = at if part.is_call else {**at, "content_index": 0}
+            within = at if part.kind == "call" else {**at, "content_index": 0}
             match event:
                 case Begins():
                     begun = _item(part, self._id, "in_progress")
                     yield {"type": "response.output_item.added", "output_index": part.index, "item": begun}
-                    if not part.is_call:
-                        yield {"type": "response.content_part.added", **within, "part": _output_text("")}
-                case Grows(_, more) if part.is_call:
-                    yield {"type": "response.function_call_arguments.delta", **within, "delta": more}
+                    if part.kind != "call":
+                        yield {"type": "response.content_part.added", **within, "part": _content(part, "")}
                 case Grows(_, more):
-                    yield {"type": "response.output_text.delta", **within, "delta": more, "logprobs": []}
+                    yield {"type": f"response.{TEXTS[part.kind]}.delta", **within, "delta": more, **_scores(part)}
                 case Ends():
                     yield from self._ends(part, within)
 
     def _ends(self, part: Part, within: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        text = part.text
-        if part.is_call:
-            yield {"type": "response.function_call_arguments.done", **within, "name": part.name, "arguments": text}
+        text, done = part.text, f"response.{TEXTS[part.kind]}.done"
+        if part.kind == "call":
+            yield {"type": done, **within, "name": part.name, "arguments": text}
         else:
-            yield {"type": "response.output_text.done", **within, "text": text, "logprobs": []}
-            yield {"type": "response.content_part.done", **within, "part": _output_text(text)}
+            yield {"type": done, **within, "text": text, **_scores(part)}
+            yield {"type": "response.content_part.done", **within, "part": _content(part, text)}
         (choice,) = self.choices
         status = "incomplete" if choice.finish_reason == "length" and part is self._parts.all[-1] else "completed"
         yield {"type": "response.output_item.done", "output_index": part.index, "item": _item(part, self._id, status)}
 
 
 def _item_id(part: Part, request_id: str) -> str:
-    return f"{'fc' if part.is_call else 'msg'}_{request_id}_{part.index}"
+    return f"{PREFIXES[part.kind]}_{request_id}_{part.index}"
 
 
 def _item(part: Part, request_id: str, status: str) -> dict[str, Any]:
     """Return a part as an item of the output."""
     common = {"id": _item_id(part, request_id), "status": status}
-    if part.is_call:
+    if part.kind == "call":
         call = {"call_id": CALL_PREFIX + part.call_id, "name": part.name, "arguments": part.text}
         return {**common, "type": "function_call", **call}
-    content = [] if status == "in_progress" else [_output_text(part.text)]
+    content = [] if status == "in_progress" else [_content(part, part.text)]
+    if part.kind == "reasoning":
+        return {**common, "type": "reasoning", "summary": [], "content": content}
     return {**common, "type": "message", "role": "assistant", "content": content}
 
 
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _content(part: Part, text: str) -> dict[str, Any]:
+    more: dict[str, Any] = {"annotations": []} if part.kind == "text" else {}
+    return {"type": TEXTS[part.kind], "text": text, **more, **_scores(part)}
+
+
+def _scores(part: Part) -> dict[str, Any]:
+    """Return the member of a text that would have its probabilities."""
+    return {"logprobs": []} if part.kind == "text" else {}
 
 
 def _choice_of(chosen: msgspec.Raw) -> Any:

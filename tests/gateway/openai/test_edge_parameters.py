@@ -344,7 +344,8 @@ def template_given(template="{{ messages[0].content }}{{ enable_thinking }}{{ re
 
 def test_a_chat_template_receives_variables_and_the_effort():
     assert template_given(chat_template_kwargs={"enable_thinking": False}) == "hiFalse"
-    assert template_given(reasoning_effort="high") == "hihigh"
+    assert template_given(reasoning_effort="high") == "hiTruehigh"
+    assert template_given(reasoning_effort="none") == "hiFalsenone"
     assert template_given(
         reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "max", "enable_thinking": None}
     ) == ("hiNonemax")
