@@ -76,7 +76,9 @@ class EdgeSettings:
     """Largest body that a thread for short bodies prepares, so that it does not wait for a long one."""
     tokenize_threads: int = 2
     """Threads for longer bodies: one long prompt does not delay another, and the engines keep their cores."""
-    tool_call_parser: Literal["", "hermes", "llama3_json", "mistral"] = ""
+    tool_call_parser: Literal[
+        "", "hermes", "llama3_json", "mistral", "qwen3_xml", "glm45", "minimax_m2", "kimi_k2", "deepseek_v31"
+    ] = ""
     """Format in which the model writes tool calls; empty: the format of its chat template."""
     reasoning_parser: Literal["", "none", "think", "mistral", "seed_oss"] = ""
     """Marks between which the model writes its reasoning: <think>, [THINK] or <seed:think>, and the same with a slash; empty:

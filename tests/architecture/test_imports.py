@@ -24,6 +24,7 @@ PURE = (
     "gateway/requests/client_events",
     "gateway/requests/cluster_snapshot",
     "gateway/openai/reasoning",
+    "gateway/openai/tagged_calls",
     "gateway/openai/tool_call_parser",
     "gateway/requests/token_gaps",
     "gateway/requests/readiness",

@@ -168,7 +168,7 @@ class _Common:
         begun = tail.rstrip().endswith(marks.begin)
         if self._form.continued and isinstance(prompt[-1], dict):
             begun = begun or marks.open_at_end(prompt[-1]["content"])
-        return ReasoningReader(marks, begun=begun)
+        return ReasoningReader(marks, begun=begun, call_mark=self._tools.call_mark)
 
     def _echoed(self, ids: list[int], prompt: Prompt) -> tuple[str, list[int] | None]:
         """The text that each answer begins with, and where its tokens do if their probabilities are returned."""

@@ -62,9 +62,11 @@ def marks_of(template: str, form: ReasoningForm | Literal["", "none"]) -> Marks 
 class ReasoningReader:
     """Divides one answer into reasoning and content."""
 
-    def __init__(self, marks: Marks, *, begun: bool) -> None:
-        """`begun`: whether the prompt ends inside the reasoning."""
+    def __init__(self, marks: Marks, *, begun: bool, call_mark: str = "") -> None:
+        """`begun`: whether the prompt ends inside the reasoning. `call_mark`: begins the tool calls, for which some models end
+        their reasoning without its mark."""
         self._marks = marks
+        self._ends = tuple(filter(None, (marks.end, call_mark)))
         self._held = ""
         self._state: Literal["before", "inside", "after", "content"] = "before"
         self._begun = begun
@@ -109,13 +111,12 @@ class ReasoningReader:
 
     def _inside(self, text: str) -> tuple[str, str]:
         """Return the reasoning and what follows it."""
-        mark = self._marks.end
-        reasoning, found, content = text.partition(mark)
+        found = [(at, mark) for mark in self._ends if (at := text.find(mark)) >= 0]
         if found:
+            at, mark = min(found)
             self._state = "after"
-            return self._trimmed(reasoning), content
-        most = min(len(mark) - 1, len(text))
-        held = next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)
+            return self._trimmed(text[:at]), text[at + len(mark) :] if mark == self._marks.end else text[at:]
+        held = max(_common(text, mark) for mark in self._ends)
         reasoning, self._held = text[: len(text) - held], text[len(text) - held :]
         return self._trimmed(reasoning), ""
 
@@ -125,3 +126,9 @@ class ReasoningReader:
             reasoning = reasoning.lstrip()
             self._said = bool(reasoning)
         return reasoning
+
+
+def _common(text: str, mark: str) -> int:
+    """Return the length of the longest end of a text with which the mark may begin."""
+    most = min(len(mark) - 1, len(text))
+    return next((size for size in range(most, 0, -1) if text.endswith(mark[:size])), 0)

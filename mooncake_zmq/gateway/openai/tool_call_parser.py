@@ -52,7 +52,7 @@ class Reader:
         self._pieces: list[Piece] = []
         self._held = ""
         """Holds back text that may be the beginning of a call."""
-        self._call: _Call | None = None
+        self._call: JsonCall | None = None
 
     def push(self, text: str) -> list[Piece]:
         """The pieces that are certain with this text."""
@@ -83,7 +83,7 @@ class Reader:
         for char in chars:
             self._state(char)
 
-    def _open(self, call: "_Call", chars: str = "") -> None:
+    def _open(self, call: "JsonCall", chars: str = "") -> None:
         """Begin to read a call's object."""
         self._call = call
         self._go(self._object, chars)
@@ -137,7 +137,7 @@ class Hermes(Marked):
     MARK, END = "<tool_call>", "</tool_call>"
 
     def _marked(self) -> None:
-        self._open(_Call())
+        self._open(JsonCall())
 
     def _behind(self, char: str) -> None:
         """Take the end mark, which some models leave out."""
@@ -176,9 +176,9 @@ class Mistral(Marked):
         name = self._held.removeprefix(self.MARK).strip()
         if char == "[" and not name:
             self._held += char
-            self._open(_Call())
+            self._open(JsonCall())
         elif char == "{":
-            self._open(_Call(name=name.partition("[")[0] or None), char)
+            self._open(JsonCall(name=name.partition("[")[0] or None), char)
         else:
             self._held += char
             if len(name) >= self.LONGEST_NAME:
@@ -187,7 +187,7 @@ class Mistral(Marked):
     def _behind(self, char: str) -> None:
         if char == ",":
             self._held = char
-            self._open(_Call())
+            self._open(JsonCall())
         elif not char.isspace():
             self._go(self._text, char if char != "]" else "")
 
@@ -207,7 +207,7 @@ class Llama(Reader):
         """Take space, the mark and space, all of which may be missing."""
         held = (self._held + char).strip()
         if char == "{" and self._held.strip() in ("", self.MARK):
-            self._open(_Call(names=self._names), char)
+            self._open(JsonCall(names=self._names), char)
         elif self.MARK.startswith(held):
             self._held += char
         else:
@@ -227,7 +227,7 @@ class Llama(Reader):
     def _next(self, char: str) -> None:
         """Take a character between two calls."""
         if char == "{":
-            self._open(_Call(names=self._names), char)
+            self._open(JsonCall(names=self._names), char)
         elif char.isspace():
             self._held += char
         else:
@@ -235,7 +235,7 @@ class Llama(Reader):
             self._go(self._text, char)
 
 
-class _Call:
+class JsonCall:
     """One call's JSON object, character by character. Only its structure is looked at: what it says is the caller's to read."""
 
     def __init__(self, *, names: frozenset[str] | None = None, name: str | None = None) -> None:

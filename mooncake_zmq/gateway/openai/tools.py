@@ -16,6 +16,17 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused, check_depth, of_lark, schema_text, within_limits
+from mooncake_zmq.gateway.openai.tagged_calls import (
+    DEEPSEEK_V31,
+    GLM45,
+    KIMI_K2,
+    MINIMAX_M2,
+    QWEN3_XML,
+    Section,
+    SectionCalls,
+    TaggedCalls,
+    Tags,
+)
 from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Hermes, Llama, Mistral, Piece, Reader
 
 MAX_TOOLS = 128
@@ -25,13 +36,28 @@ MAX_CALLS = 16
 MAX_READ_CALLS = 128
 """The most calls in any answer: further ones are left out."""
 CHOICES = '"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
-CallForm = Literal["hermes", "llama3_json", "mistral"]
+CallForm = Literal["hermes", "llama3_json", "mistral", "qwen3_xml", "glm45", "minimax_m2", "kimi_k2", "deepseek_v31"]
 FORMS: dict[CallForm, tuple[str, ...]] = {
+    "qwen3_xml": ("<parameter=",),
+    "glm45": ("<arg_key>",),
+    "minimax_m2": ("<minimax:tool_call>",),
+    "kimi_k2": ("<|tool_call_argument_begin|>",),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
     "hermes": ("<tool_call>",),
     "mistral": ("[TOOL_CALLS]",),
     "llama3_json": ("<|python_tag|>", '"parameters": dictionary'),
 }
-"""By what a chat template says when its model writes calls so."""
+"""By what a chat template says when its model writes calls so; the first form whose mark it contains counts."""
+DEEPSEEK_V3 = "tool['type'] + '<｜tool▁sep｜>'"
+"""By this a template's model writes the calls of DeepSeek-V3 and R1, whose marks are those of V3.1: they are not read."""
+TAGS: dict[CallForm, Tags | Section] = {
+    "qwen3_xml": QWEN3_XML,
+    "glm45": GLM45,
+    "minimax_m2": MINIMAX_M2,
+    "kimi_k2": KIMI_K2,
+    "deepseek_v31": DEEPSEEK_V31,
+}
+"""The texts around the parts of a call, in the forms that have such."""
 
 
 class Words(Protocol):
@@ -99,7 +125,25 @@ class Tools:
 
     def reader(self) -> "CallReader | None":
         """Return a reader for one answer."""
-        return None if self.form is None else CallReader(_READERS[self.form](self.names), self.max_calls)
+        return None if self.form is None else CallReader(self._form_reader(self.form), self.max_calls)
+
+    @property
+    def call_mark(self) -> str:
+        """The text that begins calls; empty if there is none."""
+        if (tags := TAGS.get(self.form) if self.form else None) is not None:
+            return tags.open
+        return {"hermes": Hermes.MARK, "mistral": Mistral.MARK}.get(self.form or "", "")
+
+    def _form_reader(self, form: CallForm) -> Reader:
+        match tags := TAGS.get(form):
+            case Tags():
+                functions = [tool["function"] for tool in self.given]
+                schemas = {each["name"]: (each.get("parameters") or {}).get("properties") or {} for each in functions}
+                return TaggedCalls(tags, schemas)
+            case Section():
+                return SectionCalls(tags)
+            case _:
+                return _READERS[form](self.names)
 
 
 NO_TOOLS = Tools([], None, (), 0, False)
@@ -141,6 +185,9 @@ def read_tools(
         text = "this model's calls are JSON too, so that its answer may be held to a schema alone where tool_choice is none"
         raise ConstraintRefused("response_format", text)
     held = must or strict or answer is not None
+    if held and form in TAGS:
+        param = "tool_choice" if must else "tools" if strict else "response_format"
+        raise ConstraintRefused(param, f"answers are held to no schema where the model writes calls as {form} here")
     constraint = _grammar(form, functions, most, marks, must=must, answer=answer) if held else b""
     most = 1 if parallel is False else MAX_READ_CALLS
     return Tools(given, form, names, most, bool(marks), constraint, must or answer is not None)
@@ -148,7 +195,8 @@ def read_tools(
 
 def form_of(template: str) -> CallForm | None:
     """Return the form in which a model writes calls, by its template."""
-    return next((form for form, marks in FORMS.items() if any(mark in template for mark in marks)), None)
+    found = next((form for form, marks in FORMS.items() if any(mark in template for mark in marks)), None)
+    return None if found == "deepseek_v31" and DEEPSEEK_V3 in template else found
 
 
 def read_calls(raw: Raw) -> list[dict[str, Any]]:
@@ -214,7 +262,8 @@ def _chosen(raw: bytes) -> "Literal['none', 'auto', 'required'] | _Choice | None
 def _special_marks(form: CallForm, words: Words) -> dict[str, int]:
     """Return those of the marks that are special tokens."""
     found = {}
-    for mark in {"hermes": (Hermes.MARK, Hermes.END), "mistral": (Mistral.MARK,), "llama3_json": (Llama.MARK,)}[form]:
+    own = {"hermes": (Hermes.MARK, Hermes.END), "mistral": (Mistral.MARK,), "llama3_json": (Llama.MARK,)}
+    for mark in TAGS[form].marks() if form in TAGS else own[form]:
         ids = words.encode(mark, special=False)
         if len(ids) == 1 and ids[0] in words.special_ids:
             found[mark] = ids[0]

@@ -6,9 +6,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mooncake_zmq.gateway.openai.tagged_calls import (
+    DEEPSEEK_V31,
+    GLM45,
+    KIMI_K2,
+    MINIMAX_M2,
+    QWEN3_XML,
+    SectionCalls,
+    TaggedCalls,
+    typed,
+)
 from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Hermes, Llama, Mistral, merged
 
-MAKERS = {"hermes": Hermes, "mistral": Mistral, "llama": lambda: Llama(["f", "g"])}
+SCHEMAS = {"f": {"n": {"type": "integer"}, "many": {"type": "array"}, "text": {"type": "string"}}}
+MAKERS = {
+    "hermes": Hermes,
+    "mistral": Mistral,
+    "llama": lambda: Llama(["f", "g"]),
+    "qwen": lambda: TaggedCalls(QWEN3_XML, SCHEMAS),
+    "glm": lambda: TaggedCalls(GLM45, SCHEMAS),
+    "minimax": lambda: TaggedCalls(MINIMAX_M2, SCHEMAS),
+    "kimi": lambda: SectionCalls(KIMI_K2),
+    "deepseek": lambda: SectionCalls(DEEPSEEK_V31),
+}
+QWEN = (
+    "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n"
+    "<parameter=text>\n a\n</b>\n\n</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n"
+    "<arg_key>text</arg_key>\n<arg_value>a\n</arg_value>\n</tool_call>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="many">[1, {"a": 2}]</parameter>\n</invoke>\n'
+    '<invoke name="g">\n</invoke>\n</minimax:tool_call>'
+)
+KIMI = (
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    "<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|> {}<|tool_call_end|><|tool_calls_section_end|>"
+)
+DEEPSEEK = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "}"}<｜tool▁call▁end｜>'
+    "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
 
 
 def read(form, *pieces):
@@ -57,6 +97,31 @@ CALLS = [
     ("llama", '{"name": "f", "parameters": {}}; no', [Begins("f"), Arguments("{}"), "; no"]),
     ("llama", "<|python_tag|> print(1)", ["<|python_tag|> print(1)"]),
     ("llama", ' text {"name": "f"}', [' text {"name": "f"}']),
+    ("qwen", "plain <tool_call", ["plain <tool_call"]),
+    ("qwen", "I do. " + QWEN, ["I do. ", Begins("f"), Arguments('{"n": 3, "text": " a\\n</b>\\n"}')]),
+    (
+        "qwen",
+        QWEN + "\n" + QWEN + "\ndone",
+        [*2 * [Begins("f"), Arguments('{"n": 3, "text": " a\\n</b>\\n"}')], "done"],
+    ),
+    ("qwen", "<tool_call><function=g></function></tool_call>", [Begins("g"), Arguments("{}")]),
+    ("qwen", "<tool_call><function=g><parameter=x>1</parameter></tool_call> so", [Begins("g"), Arguments('{"x": "1"}'), "so"]),
+    ("qwen", "<tool_call><function=g></function> so", [Begins("g"), Arguments("{}"), "so"]),
+    ("qwen", "<tool_call><function=g> so", [Begins("g"), Arguments("{}"), "so"]),
+    ("qwen", "<tool_call><function=f><parameter=n>3</parameter><parameter=te", [Begins("f"), Arguments('{"n": 3')]),
+    ("qwen", '<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+    ("qwen", "<tool_call><function=" + "n" * 300, ["<tool_call><function=" + "n" * 300]),
+    ("glm", GLM, [Begins("f"), Arguments('{"n": 3, "text": "a\\n"}')]),
+    ("glm", "<tool_call>g</tool_call> ok", [Begins("g"), Arguments("{}"), "ok"]),
+    ("glm", "<tool_call>g<arg_key>a</arg_key><arg_value>b</arg_value></tool_call>", [Begins("g"), Arguments('{"a": "b"}')]),
+    ("glm", "<tool_call></tool_call>", ["<tool_call></tool_call>"]),
+    ("glm", "<tool_call>g\n<arg_key>a</arg_key> b", [Begins("g"), Arguments("{}"), "b"]),
+    ("minimax", MINIMAX, [Begins("f"), Arguments('{"many": [1, {"a": 2}]}'), Begins("g"), Arguments("{}")]),
+    ("minimax", "<minimax:tool_call>none", ["<minimax:tool_call>none"]),
+    ("kimi", "so " + KIMI + "\n", ["so ", Begins("f"), Arguments('{"a": 1}'), Begins("g"), Arguments("{}")]),
+    ("kimi", "<|tool_calls_section_begin|>no", ["<|tool_calls_section_begin|>no"]),
+    ("kimi", KIMI[: KIMI.index("1}")], [Begins("f"), Arguments('{"a": ')]),
+    ("deepseek", DEEPSEEK, [Begins("f"), Arguments('{"a": "}"}'), Begins("g"), Arguments("{}")]),
 ]
 
 
@@ -76,6 +141,17 @@ PARTS = [
     "]}",
     "}",
 ]
+PARTS += [
+    "<function=f>",
+    "</function>",
+    "<parameter=n>",
+    "</parameter>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+]
+PARTS += ['<invoke name="', '">', "</invoke>", "<minimax:tool_call>", *KIMI_K2.marks(), *DEEPSEEK_V31.marks()]
 PARTS += ['"parameters": {}', "f{", "[", "]", ", ", "; ", " ", "\n", '"', "\\", "<tool", "x", "[TOOL", '"name": "g"', "{"]
 
 
@@ -127,3 +203,57 @@ def test_a_call_of_any_length_is_kept_no_longer_than_until_it_is_told(named):
     assert reader._call.raw == ""
     assert reader._call._pending == []
     assert len(merged([*told, *reader.push("}</tool_call>")])[1].text) == 300_009
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "expected"),
+    [
+        ("3", {"type": "integer"}, 3),
+        ("3.5", {"type": "number"}, 3.5),
+        ("3.5", {"type": "integer"}, "3.5"),
+        ("true", {"type": "integer"}, "true"),
+        ("True", {"type": "boolean"}, True),
+        ("null", {"type": ["string", "null"]}, None),
+        ("3", {"type": ["string", "null"]}, "3"),
+        ("3", {"type": "string"}, "3"),
+        ("3", None, "3"),
+        ("3", {"enum": [3]}, "3"),
+        ("None", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
+        ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
+        ("{a: 1}", {"type": "object"}, "{a: 1}"),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("9" * 10_000, {"type": "integer"}, "9" * 10_000),
+    ],
+)
+def test_a_value_has_a_type_of_its_schema_or_is_the_string_that_was_written(value, schema, expected):
+    found = typed(value, schema)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from("fg"), st.dictionaries(st.text("ab", min_size=1, max_size=3), st.text(max_size=9), max_size=3)
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_texts_given_one_by_one_come_back_as_they_were_written(calls):
+    def tagged(before, name, key, value, after):
+        return "\n".join(
+            before + name % called + "".join(key % each + value % text for each, text in arguments.items()) + after
+            for called, arguments in calls
+        )
+
+    texts = {
+        "qwen": tagged(
+            "<tool_call>\n", "<function=%s>\n", "<parameter=%s>", "\n%s\n</parameter>\n", "</function>\n</tool_call>"
+        ),
+        "glm": tagged("<tool_call>", "%s\n", "<arg_key>%s</arg_key>\n", "<arg_value>%s</arg_value>\n", "</tool_call>"),
+    }
+    for form, text in texts.items():
+        found = read(form, text)
+        assert [each.name for each in found[::2]] == [name for name, _ in calls]
+        assert [json.loads(each.text) for each in found[1::2]] == [arguments for _, arguments in calls]

@@ -8,7 +8,7 @@ from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
 from mooncake_zmq.engine.constraint import Compiler, ConstraintError
 from mooncake_zmq.engine.tokenizer import BYTE_TEMPLATE, ByteVocabulary, Conversation, Tokenizer, byte_tokenizer
-from mooncake_zmq.gateway.openai.tools import CallPiece, whole_calls
+from mooncake_zmq.gateway.openai.tools import CallPiece, form_of, whole_calls
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -467,3 +467,42 @@ def test_a_kind_of_tool_or_choice_that_is_not_supported_names_those_that_are(ask
     error = saying("x").chat(**asked).json()["error"]
     assert error["param"] == param
     assert said in error["message"]
+
+
+TEMPLATES = {
+    "qwen3_xml": "<tool_call>\n<function=example>\n<parameter=a>\n1",
+    "glm45": "<tool_call>{name}\n<arg_key>{key}</arg_key>",
+    "minimax_m2": '<minimax:tool_call><invoke name="f">',
+    "kimi_k2": "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
+    "deepseek_v31": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['function']['name'] + '<｜tool▁sep｜>'",
+    "hermes": '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    None: "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name']",
+}
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_the_form_of_calls_is_that_of_the_template(form):
+    assert form_of(TEMPLATES[form]) == form
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_with_arguments_one_by_one_are_returned_as_json_of_their_types(stream):
+    text = "Let me see.<tool_call>\n<function=roll>\n<parameter=times>\n3\n</parameter>\n</function>\n</tool_call>"
+    roll = {"name": "roll", "parameters": {"type": "object", "properties": {"times": {"type": "integer"}}}}
+    actor = saying(text)
+    actor.edge.settings = EdgeSettings(tool_call_parser="qwen3_xml")
+    response = actor.chat(tools=[{"type": "function", "function": roll}], stream=stream)
+    if stream:
+        content, (call,), reason = gathered(response)
+    else:
+        (choice,) = response.json()["choices"]
+        content, (call,), reason = choice["message"]["content"], choice["message"]["tool_calls"], choice["finish_reason"]
+    assert (content, call["function"], reason) == ("Let me see.", {"name": "roll", "arguments": '{"times": 3}'}, "tool_calls")
+
+
+def test_where_calls_are_written_so_no_answer_is_held_to_a_schema():
+    actor = saying("")
+    actor.edge.settings = EdgeSettings(tool_call_parser="kimi_k2")
+    for more in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        refused = actor.chat(tools=TOOLS, **more)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, [*more][0])

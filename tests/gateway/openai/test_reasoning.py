@@ -166,14 +166,22 @@ def test_a_final_message_is_continued_in_its_reasoning() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_and_calls_count_in_the_content_alone(stream: bool) -> None:
-    text = f"<think>I STOP and {CALL}</think>Well. {CALL}"
+    text = f"<think>I STOP</think>Well. {CALL}"
     message, _, reason = chat(thinking(text), stream=stream, tools=[CLOCK], stop=["STOP"])
-    assert message["reasoning_content"] == f"I STOP and {CALL}"
+    assert message["reasoning_content"] == "I STOP"
     assert message["content"] == "Well. "
     assert [call["function"]["name"] for call in message["tool_calls"] if "name" in call["function"]] == ["clock"]
     assert reason == "tool_calls"
     message, _, reason = chat(thinking("<think>a</think>b STOP c"), stream=stream, stop=["STOP"])
     assert (message["reasoning_content"], message["content"], reason) == ("a", "b ", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_ends_the_reasoning_and_is_text_of_it_where_there_are_no_tools(stream: bool) -> None:
+    message, _, reason = chat(thinking(f"<think>so {CALL}"), stream=stream, tools=[CLOCK])
+    assert (message["reasoning_content"], reason) == ("so ", "tool_calls")
+    message, _, reason = chat(thinking(f"<think>so {CALL}"), stream=stream)
+    assert (message["reasoning_content"], reason) == (f"so {CALL}", "stop")
 
 
 def test_an_answer_that_is_bound_to_a_form_from_its_beginning_is_all_content() -> None:
