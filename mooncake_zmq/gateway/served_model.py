@@ -66,7 +66,7 @@ class ServedModel:
     layout_fingerprint: str
     tokenizer: Tokenizer
     foreign: bool = False
-    """Another program computes it, which follows no constraint of ours."""
+    """Whether vLLM computes it, which is asked for no probabilities."""
 
     @property
     def max_chars(self) -> int:

@@ -149,6 +149,16 @@ def _shown(text: str) -> str:
     return " ".join(text.split())[:SHOWN_CHARACTERS]
 
 
+def structured(grammar: bytes) -> dict[str, Any]:
+    """Return a grammar of llguidance's as vLLM takes it: a JSON schema, or text in Lark's syntax."""
+    if not grammar.startswith(b"{"):
+        return {"grammar": grammar.decode()}
+    found = msgspec.json.decode(grammar)["grammars"][0]
+    if (schema := found.get("json_schema")) is None:
+        return {"grammar": found["lark_grammar"]}
+    return {"json": {name: value for name, value in schema.items() if name != "x-guidance"}}
+
+
 def request_body(work: Generate) -> bytes:
     """Return the body for `/inference/v1/generate`. The root of the keys is the salt of vLLM's cache: tenants share none of
     it."""
@@ -168,6 +178,8 @@ def request_body(work: Generate) -> bytes:
         "ignore_eos": True,
         "detokenize": False,
     }
+    if sampling.constraint:
+        parameters["structured_outputs"] = structured(sampling.constraint)
     if sampling.logit_bias:
         parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if sampling.temperature > 0:

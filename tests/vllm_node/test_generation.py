@@ -4,12 +4,15 @@ import json
 import threading
 import time
 
+import msgspec
 import pytest
 from stub_vllm import DONE, StubVllm, event, usage
 
 from mooncake_zmq.core.actor import WorkDone
 from mooncake_zmq.core.messages import MAX_RUN, Sampling, StopRule
 from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, WorkFailed
+from mooncake_zmq.gateway.openai.bodies import CompletionBody
+from mooncake_zmq.gateway.openai.constraints import of_lark, of_schema
 from mooncake_zmq.kv.block_hash import pack_tokens, salt_of
 from mooncake_zmq.runtime.generation import MAX_LINE_BYTES, Generation, request_body
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
@@ -99,6 +102,19 @@ def test_what_vllm_is_asked():
     assert "kv_transfer_params" not in asked
     assert "seed" not in json.loads(request_body(work()))["sampling_params"]
     assert json.loads(request_body(work(sources=("cache-b",))))["kv_transfer_params"] == {"mooncake_zmq.sources": ["cache-b"]}
+
+
+def test_a_grammar_is_asked_for_as_vllm_takes_it():
+    def asked(grammar):
+        sampling = Sampling(constraint=grammar)
+        return json.loads(request_body(work(sampling=sampling)))["sampling_params"]["structured_outputs"]
+
+    schema = {"type": "object", "properties": {"a": {"enum": ["x-guidance"]}}, "required": ["a"]}
+    assert asked(of_schema(schema)) == {"json": schema}
+    assert asked(of_lark('start: "a" | "b"')) == {"grammar": 'start: "a" | "b"'}
+    body = msgspec.json.decode(b'{"prompt": "p", "guided_regex": "[a-z]+"}', type=CompletionBody)
+    assert asked(body.constraint()[1]) == {"grammar": "start: /[a-z]+/"}
+    assert "structured_outputs" not in json.loads(request_body(work()))["sampling_params"]
 
 
 @pytest.mark.parametrize(

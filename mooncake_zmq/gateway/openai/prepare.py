@@ -224,8 +224,6 @@ def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Gram
             raise ConstraintRefused(param, text)
         if tools.constraint:
             param, constraint = "tools", tools.constraint
-        if constraint and model.foreign:
-            raise invalid(param, "a vLLM engine follows no constraint here", UNSUPPORTED)
         if constraint and grammars is not None:
             grammars.check(constraint)
     except ConstraintRefused as refused:
