@@ -311,9 +311,10 @@ class Generate(Struct, frozen=True):
 
 
 class TokensGenerated(Struct, frozen=True, gc=False):
-    """Progress of `Generate`: the next tokens."""
+    """Progress of `Generate`: the next tokens, with their logprobs if the request has them."""
 
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Generated(Struct, frozen=True):
@@ -322,6 +323,8 @@ class Generated(Struct, frozen=True):
 
     tokens: tuple[int, ...]
     reused: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Those of the tokens, if the request has them."""
 
 
 class WatchEngine(Struct, frozen=True):

@@ -66,7 +66,7 @@ class ServedModel:
     layout_fingerprint: str
     tokenizer: Tokenizer
     foreign: bool = False
-    """Whether vLLM computes it, which is asked for no probabilities."""
+    """Whether vLLM computes it, which is asked for no probabilities of prompts."""
 
     @property
     def max_chars(self) -> int:

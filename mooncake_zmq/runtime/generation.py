@@ -17,7 +17,7 @@ import structlog
 from msgspec import Struct
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
-from mooncake_zmq.core.messages import MAX_RUN, Hello, Sampling
+from mooncake_zmq.core.messages import LEAST_LOGPROB, MAX_LOGPROBS, MAX_RUN, MAX_SCORED, Hello, Sampling, TokenLogprob
 from mooncake_zmq.core.work import (
     EngineProbed,
     EngineReported,
@@ -52,9 +52,25 @@ class Nonsense(Exception):
     """An invalid answer of vLLM; the text is one line."""
 
 
+class _Candidate(Struct, frozen=True):
+    token_id: int
+    logprob: float
+
+
+class _Scored(_Candidate, frozen=True):
+    """A token with its logprob, and candidates in its place: the token itself first, then the likeliest."""
+
+    top_logprobs: list[_Candidate] = []
+
+
+class _Scores(Struct, frozen=True):
+    content: list[_Scored] | None = None
+
+
 class _Choice(Struct, frozen=True):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+    logprobs: _Scores | None = None
 
 
 class _Details(Struct, frozen=True):
@@ -98,12 +114,15 @@ class EventLines:
 @dataclass(slots=True)
 class Answer:
     """One stream of events, read so far: what may be reported at once, and what waits for the end. `limit`: tokens
-    requested."""
+    requested; `likeliest`: number of likeliest tokens to report with each token's logprob, None: no logprobs."""
 
     limit: int
+    likeliest: int | None = None
     ready: list[int] = field(default_factory=list)
+    ready_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: tuple[int, ...] | None = None
     """Tokens of the event with which the output ended."""
+    last_logprobs: tuple[TokenLogprob, ...] = ()
     reused: int = 0
     done: bool = False
     _count: int = 0
@@ -128,14 +147,40 @@ class Answer:
             raise Nonsense("vLLM gives more tokens than were asked for")
         if self.last is not None:
             raise Nonsense("vLLM goes on after the end of an answer")
+        logprobs = [] if self.likeliest is None else _logprobs(tokens, choice.logprobs, self.likeliest)
         if choice.finish_reason is None:
             self.ready += tokens
+            self.ready_logprobs += logprobs
         elif choice.finish_reason in ("stop", "length"):
             # Of many tokens at once all but the last piece is reported as progress: a message holds no more.
-            self.ready += tokens[:-MAX_RUN]
-            self.last = tuple(tokens[-MAX_RUN:])
+            self.ready += tokens[: -self.run]
+            self.ready_logprobs += logprobs[: -self.run]
+            self.last, self.last_logprobs = tuple(tokens[-self.run :]), tuple(logprobs[-self.run :])
         else:
             raise Nonsense(f"vLLM ended the answer: {_shown(choice.finish_reason)}")
+
+    @property
+    def run(self) -> int:
+        """The most tokens that one report may have."""
+        return MAX_RUN if self.likeliest is None else MAX_SCORED
+
+
+def _logprobs(tokens: list[int], given: _Scores | None, likeliest: int) -> list[TokenLogprob]:
+    """Return the logprobs of tokens. Raises Nonsense."""
+    scored = (given.content if given is not None else None) or []
+    if [each.token_id for each in scored] != tokens or any(each.token_id < 0 for all in scored for each in all.top_logprobs):
+        raise Nonsense("vLLM gives other logprobs than those of its tokens")
+    return [(_bounded(each.logprob), _likeliest(each.top_logprobs, likeliest)) for each in scored]
+
+
+def _likeliest(candidates: list[_Candidate], count: int) -> tuple[tuple[int, float], ...]:
+    best = sorted({each.token_id: _bounded(each.logprob) for each in candidates}.items(), key=lambda each: (-each[1], each[0]))
+    return tuple(best[:count])
+
+
+def _bounded(logprob: float) -> float:
+    """Return a logprob within what messages hold; NaN is the least."""
+    return min(0.0, logprob) if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
 def _decoded(data: bytes) -> _Chunk:
@@ -180,6 +225,9 @@ def request_body(work: Generate) -> bytes:
     }
     if sampling.constraint:
         parameters["structured_outputs"] = structured(sampling.constraint)
+    if sampling.logprobs is not None:
+        # The sampled token is one of those that vLLM returns, whether or not it is one of the likeliest.
+        parameters["logprobs"] = min(sampling.logprobs + 1, MAX_LOGPROBS)
     if sampling.logit_bias:
         parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if sampling.temperature > 0:
@@ -330,7 +378,7 @@ class Generation:
                 raise TypeError(work)
 
     async def _generate(self, work_id: int, work: Generate) -> Result:
-        answer, lines = Answer(work.stop.max_tokens - work.count), EventLines()
+        answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs), EventLines()
         timeout = httpx.Timeout(self._connect_s, read=work.quiet_s)
         async with self._client.stream("POST", GENERATE, content=request_body(work), headers=JSON, timeout=timeout) as response:
             if response.status_code != httpx.codes.OK:
@@ -343,12 +391,14 @@ class Generation:
                     break
         if answer.last is None:
             raise Nonsense("vLLM hung up in mid-answer")
-        return Generated(answer.last, answer.reused)
+        return Generated(answer.last, answer.reused, answer.last_logprobs)
 
     def _report(self, work_id: int, answer: Answer) -> None:
         while answer.ready:
-            self._emit(WorkProgress(work_id, TokensGenerated(tuple(answer.ready[:MAX_RUN]))))
-            del answer.ready[:MAX_RUN]
+            run = answer.run
+            made = TokensGenerated(tuple(answer.ready[:run]), tuple(answer.ready_logprobs[:run]))
+            self._emit(WorkProgress(work_id, made))
+            del answer.ready[:run], answer.ready_logprobs[:run]
 
 
 JSON = {"content-type": "application/json"}

@@ -156,7 +156,7 @@ def _turn(
         seed=random.randrange(1, 1 << 32) if temperature else 0,
         presence_penalty=0.0 if workload.plain else random.choice((0.0, 0.0, 0.5)),
         repetition_penalty=random.choice((1.0, 1.0, 1.1)),
-        logprobs=None if workload.plain else random.choice((None, None, 0, 2)),
+        logprobs=random.choice((None, None, 0, 2)),
         prompt_tokens=len(prompt),
         constraint=b"" if workload.plain else CONSTRAINTS[len(prompt) % len(CONSTRAINTS)],
     )

@@ -6,7 +6,7 @@ import numpy as np
 
 from mooncake_zmq.core.work import EngineProbed, Generate, Generated, TokensGenerated, WorkFailed
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
-from mooncake_zmq.simulation.engine import SimSequence, as_tokens
+from mooncake_zmq.simulation.engine import SimSequence, as_tokens, logprob_of
 from mooncake_zmq.simulation.engine_store import EngineStore, block_of, fill
 from mooncake_zmq.simulation.machine import Machine, Running, Steps
 
@@ -40,9 +40,11 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
         _save(machine, work, sequence, known, start)
         start += len(tokens)
         token = sequence.next_token(start, work.sampling)
+        logprob = logprob_of(token, start, work.sampling)
+        logprobs = () if logprob is None else (logprob,)
         if work.stop.reason(token, work.count + made) is not None:
-            return Generated((token,), reused)
-        machine.progressed(running.work_id, TokensGenerated((token,)))
+            return Generated((token,), reused, logprobs)
+        machine.progressed(running.work_id, TokensGenerated((token,), logprobs))
         tokens, known = np.array([token], dtype=np.uint32), known + pack_tokens((token,))
         sequence.feed(token, start, work.sampling)
         took_s = machine.took(hardware.step_s + hardware.step_entry_s)

@@ -15,8 +15,6 @@ TAKES: Mapping[Part, tuple[bool, bool]] = {"both": WHOLE, "prefill": (True, Fals
 
 def unable(sampling: Sampling, made: int) -> str | None:
     """Return why vLLM cannot do this once so many tokens are made; None if it can."""
-    if sampling.logprobs is not None:
-        return "probabilities of tokens are not asked of vLLM"
     if made and sampling.constraint:
         return "vLLM would begin the grammar anew where an answer goes on"
     if made and (sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0):

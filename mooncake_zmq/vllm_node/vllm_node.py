@@ -43,6 +43,7 @@ from mooncake_zmq.core.messages import (
     Message,
     StartPrefill,
     StopRule,
+    TokenLogprob,
     TokensDecoded,
     clip,
     for_sibling,
@@ -126,9 +127,9 @@ class VllmNode:
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
-            case WorkProgress(work_id, TokensGenerated(tokens)) if work_id in self._works:
+            case WorkProgress(work_id, TokensGenerated() as made) if work_id in self._works:
                 self._silence.received(now)
-                return self._on_tokens(now, self._works[work_id], tokens)
+                return self._on_tokens(now, self._works[work_id], made)
             case Received(sender, message):
                 return self._on_message(now, sender, message)
             case WorkDone(work_id, Generated() | WorkFailed() as result) if work_id in self._works:
@@ -307,11 +308,11 @@ class VllmNode:
             effects.append(Start(job.work_id, work, max(left_s, self._settings.report_s)))
         return effects
 
-    def _on_tokens(self, now: float, job: Job, tokens: tuple[int, ...]) -> list[Effect]:
+    def _on_tokens(self, now: float, job: Job, made: TokensGenerated) -> list[Effect]:
         """Handle the next tokens; those beyond the request's end are dropped, and vLLM's work is cancelled."""
         if job.state is JobState.CLOSING:
             return []
-        effects, ended = self._take(now, job, tokens)
+        effects, ended = self._take(now, job, made)
         return effects + self._drop(now, job) if ended else effects
 
     def _on_generated(self, now: float, job: Job, result: Generated | WorkFailed) -> list[Effect]:
@@ -324,15 +325,16 @@ class VllmNode:
         if job.taken_over:
             self.counts.add("taken_over_tokens", job.length)
             self.counts.add("taken_over_tokens_reused", result.reused)
-        effects, ended = self._take(now, job, result.tokens, result.reused)
+        effects, ended = self._take(now, job, result, result.reused)
         if self._jobs.get(job.request.request_id) is not job:  # the tokens were invalid
             return effects
         if ended:
             return effects + self._end(now, job)
         return effects + self._fail(now, job, f"vLLM ended the answer after {job.count} tokens")
 
-    def _take(self, now: float, job: Job, tokens: tuple[int, ...], reused: int = 0) -> tuple[list[Effect], bool]:
+    def _take(self, now: float, job: Job, given: TokensGenerated | Generated, reused: int = 0) -> tuple[list[Effect], bool]:
         """Send tokens to the gateway. Returns the effects, and whether the last token was among them."""
+        tokens, logprobs = given.tokens, given.logprobs
         if not tokens:
             return [], False
         if not self._layout.has_token(max(tokens)) or min(tokens) < 0:
@@ -340,15 +342,15 @@ class VllmNode:
             return self._fail(now, job, "vLLM gave tokens that the model does not have"), False
         request, effects = job.request, list[Effect]()
         taken, ended = self._stop(request).cut(tokens, job.count)
-        tokens = tokens[:taken]
+        tokens, logprobs = tokens[:taken], logprobs[:taken]
         if job.state is JobState.PREFILLING and not job.taken_over:
-            effects += self._first(now, job, tokens[0], reused)
-            tokens, reused = tokens[1:], 0
+            effects += self._first(now, job, tokens[0], logprobs[0] if logprobs else None, reused)
+            tokens, logprobs, reused = tokens[1:], logprobs[1:], 0
         if tokens:
-            effects.append(self._later(now, job, tokens, reused))
+            effects.append(self._later(now, job, tokens, logprobs, reused))
         return effects, ended
 
-    def _first(self, now: float, job: Job, token: int, reused: int) -> list[Effect]:
+    def _first(self, now: float, job: Job, token: int, logprob: TokenLogprob | None, reused: int) -> list[Effect]:
         self._move(job, JobEvent.TOKEN)
         request = job.request
         self._load.first(now, job)
@@ -362,6 +364,7 @@ class VllmNode:
             remote=0,
             queue_s=max(0.0, job.began_at - job.arrived_at),
             prefill_s=max(0.0, now - job.began_at),
+            logprob=logprob,
         )
         job.made, job.token_at = 1, now
         return [Send(job.gateway, first), *self._pass_on(now, job, token), *self._reports.hurry(now)]
@@ -385,7 +388,7 @@ class VllmNode:
         )
         return [Send(request.decode, rest)]
 
-    def _later(self, now: float, job: Job, tokens: tuple[int, ...], reused: int) -> Effect:
+    def _later(self, now: float, job: Job, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], reused: int) -> Effect:
         request = job.request
         if job.state is JobState.PREFILLING:
             self._move(job, JobEvent.TOKEN)
@@ -393,7 +396,8 @@ class VllmNode:
         self._load.stepped(now, job, len(tokens), self._in(JobState.DECODING))
         # For a request that was taken over, the previous node has reported what was reused before.
         report = ((request.request_id, request.attempt, reused),) if reused and not job.taken_over else ()
-        decoded = TokensDecoded(entries=((request.request_id, request.attempt, job.count, tokens),), reused=report)
+        entry = request.request_id, request.attempt, job.count, tokens
+        decoded = TokensDecoded(entries=(entry,), logprobs=(logprobs,) if logprobs else (), reused=report)
         job.made += len(tokens)
         job.token_at = now
         return Send(job.gateway, decoded)

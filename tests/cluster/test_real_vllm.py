@@ -3,13 +3,15 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import web
@@ -257,3 +259,42 @@ def test_a_decode_that_stops_while_idle_is_replaced_by_the_prefill() -> None:
         assert answer["mooncake"]["decode"] == "prefill-a"
         for pid in engine:
             os.kill(pid, signal.SIGCONT)
+
+
+ABOUT = {"a": {"enum": ["red", "green"]}, "b": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": ABOUT, "required": ["a", "b"], "additionalProperties": False}
+
+
+def is_of_schema(text: str) -> bool:
+    found = json.loads(text)
+    return found.keys() == ABOUT.keys() and found["a"] in ABOUT["a"]["enum"] and isinstance(found["b"], bool)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [
+        ({"guided_choice": ["red", "green", "blue"]}, lambda text: text in ("red", "green", "blue")),
+        ({"guided_regex": "[a-f]{4}[0-9]{2}"}, lambda text: re.fullmatch("[a-f]{4}[0-9]{2}", text)),
+        ({"guided_grammar": 'start: ("ab" | "ba") "!"'}, lambda text: text in ("ab!", "ba!")),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}, is_of_schema),
+    ],
+)
+def test_an_answer_has_the_form_that_is_asked_for(cluster: RealCluster, asked: dict, fits: Callable[[str], Any]) -> None:
+    body = {"model": cluster.model_name, "prompt": PROMPT[:40], "max_tokens": 100, "temperature": 0, **asked}
+    answer = web.post(f"{cluster.url}/v1/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert fits(choice["text"])
+
+
+def test_greedy_tokens_are_the_likeliest_by_their_probabilities(cluster: RealCluster) -> None:
+    body = {"model": cluster.model_name, "prompt": PROMPT[:40], "max_tokens": 12, "temperature": 0, "logprobs": 3}
+    answer = web.post(f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=300)
+    assert answer.status_code == 200, answer.text
+    logprobs = answer.json()["choices"][0]["logprobs"]
+    assert len(logprobs["token_logprobs"]) == 12
+    for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert len(top) == 3
+        assert max(top, key=top.__getitem__) == token
+        assert top[token] == logprob < 0

@@ -10,8 +10,8 @@ from typing import Any
 Pieces = Iterator[bytes]
 
 
-def event(tokens: list[int] | None = None, finish: str | None = None, **more: Any) -> bytes:
-    choices = [] if tokens is None else [{"index": 0, "token_ids": tokens, "finish_reason": finish, "logprobs": None}]
+def event(tokens: list[int] | None = None, finish: str | None = None, logprobs: Any = None, **more: Any) -> bytes:
+    choices = [] if tokens is None else [{"index": 0, "token_ids": tokens, "finish_reason": finish, "logprobs": logprobs}]
     return b"data: " + json.dumps({"request_id": "r", "choices": choices, **more}).encode() + b"\n\n"
 
 

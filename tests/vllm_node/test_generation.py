@@ -104,6 +104,38 @@ def test_what_vllm_is_asked():
     assert json.loads(request_body(work(sources=("cache-b",))))["kv_transfer_params"] == {"mooncake_zmq.sources": ["cache-b"]}
 
 
+def scored(*tokens):
+    """The logprobs of tokens, each with itself and three candidates."""
+
+    def candidates(token):
+        return [{"token_id": each, "logprob": -float(each), "rank": 1} for each in (token, 30, 10, 20)]
+
+    content = [{"token_id": token, "logprob": -float(token), "rank": 1, "top_logprobs": candidates(token)} for token in tokens]
+    return {"content": content}
+
+
+def test_tokens_come_with_their_logprobs_and_the_likeliest_in_order(bench):
+    answers = bench(event([15], logprobs=scored(15)), event([40, 10], "length", logprobs=scored(40, 10)), DONE)
+    result = answers.result(work(sampling=Sampling(logprobs=2)))
+    assert result == Generated((40, 10), 0, ((-40.0, ((10, -10.0), (20, -20.0))), (-10.0, ((10, -10.0), (20, -20.0)))))
+    (first,) = [each.progress for each in answers.heard if not isinstance(each, WorkDone)]
+    assert first.logprobs == ((-15.0, ((10, -10.0), (15, -15.0))),)
+    asked = [json.loads(request_body(work(sampling=Sampling(logprobs=most))))["sampling_params"] for most in (0, 20)]
+    assert [each["logprobs"] for each in asked] == [1, 20]
+
+
+@pytest.mark.parametrize("given", [None, {"content": None}, scored(2), scored(1, 1), {"content": [{"token_id": 1}]}])
+def test_other_logprobs_than_those_of_the_tokens_fail_the_work(bench, given):
+    result = bench(event([1], "stop", logprobs=given), DONE).result(work(sampling=Sampling(logprobs=0)))
+    assert isinstance(result, WorkFailed)
+
+
+def test_logprobs_are_within_what_messages_hold(bench):
+    content = [{"token_id": 1, "logprob": value, "top_logprobs": []} for value in (0.5, -1e300)]
+    result = bench(event([1, 1], "stop", logprobs={"content": content}), DONE).result(work(sampling=Sampling(logprobs=0)))
+    assert result.logprobs == ((0.0, ()), (-1e30, ()))
+
+
 def test_a_grammar_is_asked_for_as_vllm_takes_it():
     def asked(grammar):
         sampling = Sampling(constraint=grammar)

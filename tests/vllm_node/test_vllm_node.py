@@ -103,6 +103,17 @@ def test_a_request_gets_its_tokens_in_order_and_nothing_stays_behind():
     assert not node.busy()
 
 
+def test_logprobs_go_with_their_tokens_and_those_beyond_the_end_are_dropped():
+    node = Node()
+    node.begin(max_tokens=3, sampling=Sampling(logprobs=0))
+    scores = [(-float(number), ()) for number in range(4)]
+    node.progress(node.generating[0], TokensGenerated((1, 2), tuple(scores[:2])))
+    node.ends(Generated((3, 4), 4, tuple(scores[2:])))
+    assert node.one(FirstToken).logprob == scores[0]
+    assert [decoded.logprobs for decoded in node.take(TokensDecoded)] == [((scores[1],),), ((scores[2],),)]
+    assert not node.busy()
+
+
 def test_an_answer_of_one_token_tells_with_it_what_was_reused():
     node = Node()
     node.begin(max_tokens=1)

@@ -69,8 +69,8 @@ def prepare(
     body = parse_body(raw, kind)
     check_model(body.model, model)
     body.check_stream_options()
-    if model.foreign and body.likeliest is not None:
-        raise invalid("logprobs", "a vLLM engine is asked for no probabilities here", UNSUPPORTED)
+    if model.foreign and body.echoed_likeliest is not None:
+        raise invalid("logprobs", "a vLLM engine is asked for no probabilities of a prompt here", UNSUPPORTED)
     prompts = _prompts(body, model, settings)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
