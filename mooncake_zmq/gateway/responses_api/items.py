@@ -193,7 +193,8 @@ def _joined(turns: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             last.setdefault("tool_calls", []).extend(turn["tool_calls"])
             continue
         if last is not None and turn["role"] == "assistant" and "content" not in last:
-            last |= turn
+            thoughts = [each["reasoning_content"] for each in (last, turn) if "reasoning_content" in each]
+            last |= {**turn, "reasoning_content": "\n".join(thoughts)}
             continue
         if last is not None and "content" in last:
             yield last

@@ -259,6 +259,9 @@ def test_responses_have_items_of_reasoning() -> None:
     assert ask(actor, input=[user, item, call, result]).status_code == 200
     assert prompt_of(actor).startswith("user:hi;assistant:<think>hm</think><tool_call>")
     actor = thinking("ok")
+    assert ask(actor, input=[user, item, item, message]).status_code == 200
+    assert prompt_of(actor) == "user:hi;assistant:<think>hm\nhm</think>Yes.;>"
+    actor = thinking("ok")
     assert (
         ask(actor, input=[user, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}, user]).status_code
         == 200
