@@ -46,8 +46,8 @@ class Words(Protocol):
 
 
 class NamedWords(Struct, frozen=True):
-    """The special tokens of a vocabulary, and the number of all its tokens: the form in which they are sent to another
-    process."""
+    """The special tokens of a vocabulary, and the number of all its tokens, with room for each byte: the form in which they are
+    sent to another process."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -58,18 +58,19 @@ class NamedWords(Struct, frozen=True):
     def of(cls, words: Words, vocab_size: int) -> "NamedWords":
         """Read them from a tokenizer. `vocab_size`: ids that the engine gives logits for."""
         named = sorted(words.special_ids.union(words.eos_ids))
-        return cls(vocab_size, words.eos_ids, words.special_ids, {token: words.piece(token) for token in named})
+        room = max(vocab_size, 256 + len(named))
+        return cls(room, words.eos_ids, words.special_ids, {token: words.piece(token) for token in named})
 
 
 class Bytes:
     """A model's vocabulary with a token for each byte and its special ones, and no others: its table is made quickly. A grammar
-    has an answer in this vocabulary if and only if it has one in the model's."""
+    has an answer in this vocabulary if and only if it has one in the model's, unless that lacks bytes."""
 
     def __init__(self, named: NamedWords) -> None:
         self.vocab_size = named.vocab_size
         self.eos_ids = named.eos_ids
         self.special_ids = named.special_ids
-        plain = (token for token in range(named.vocab_size) if token not in named.pieces)
+        plain = (token for token in range(self.vocab_size) if token not in named.pieces)
         self._ids = {bytes([byte]): token for byte, token in zip(range(256), plain, strict=False)}
         self._pieces = {token: piece for piece, token in self._ids.items()} | named.pieces
 

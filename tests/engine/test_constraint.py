@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -156,6 +157,14 @@ def test_what_has_answers_byte_by_byte_has_them_in_the_models_own_tokens(tokeniz
         by_bytes.check(of_lark("start: start"))
     by_bytes.close()
     by_bytes.close()
+
+
+def test_a_vocabulary_that_lacks_bytes_is_checked_as_if_it_had_them():
+    few = SimpleNamespace(eos_ids=(98,), special_ids=frozenset((97, 98)), piece={97: b"<s>", 98: b"</s>"}.get)
+    words = NamedWords.of(few, 99)
+    grammars = Grammars(words, words.vocab_size)
+    grammars.check(YES_NO)
+    grammars.close()
 
 
 def test_compiled_grammars_are_kept_up_to_a_bound():

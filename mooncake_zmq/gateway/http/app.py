@@ -80,7 +80,7 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
     threads = _Threads(edge.settings)
     model = edge.model
     words = NamedWords.of(model.tokenizer, model.vocab_size)  # no more than that: the whole vocabulary's table takes memory
-    grammars = Grammars(words, model.vocab_size, max_compile_s=COMPILE_S)
+    grammars = Grammars(words, words.vocab_size, max_compile_s=COMPILE_S)
     edge.parts["grammar_processes"] = grammars.counts
 
     @contextlib.asynccontextmanager
