@@ -67,7 +67,7 @@ class SharedAddress:
         self._choose(seen)
         if self._left_at is not None:
             return _may_refuse(self._acceptor, seen.now - self._left_at)
-        return seen.now - self._asked_at >= self._decides_after(seen)
+        return seen.now - self._asked_at >= self._decides_after(seen, self._asked_at)
 
     def _choose(self, seen: Seen) -> None:
         if self._left_at is None:
@@ -95,19 +95,20 @@ class SharedAddress:
         self._left_at, self._failed = None, False
         self._acceptor.enter(listener)
 
-    def _decides_after(self, seen: Seen) -> float:
+    def _decides_after(self, seen: Seen, asked_at: float) -> float:
         """Return for how long calls are served although no other gateway is known to serve the address. One that is missing may
-        be there in a moment: it may have been late, or this gateway itself."""
-        missing = self._others - self._reports(seen, FRESH_S).keys()
+        be there in a moment: it may have been late, or this gateway itself. One whose report is older than the cordon may serve
+        by now."""
+        missing = self._others - self._reports(seen, seen.now - asked_at).keys()
         if not missing:
             return 0.0
         return DECIDE_S if missing.isdisjoint(seen.peers) else MOST_SILENT_S
 
     def _reports(self, seen: Seen, within_s: float) -> dict[str, Report]:
         """Return the reports that still count, by gateway."""
-        since = max(self._alone_at, seen.now - within_s)
-        there = [name for name in self._others if name in seen.peers and name in seen.last_reports]
-        return {name: seen.last_reports[name].report for name in there if seen.last_reports[name].at > since}
+        there = {name: seen.last_reports[name] for name in self._others if name in seen.peers and name in seen.last_reports}
+        counting = {name: each for name, each in there.items() if seen.now - within_s <= each.at > self._alone_at}
+        return {name: each.report for name, each in counting.items()}
 
 
 def leave_first(acceptor: "Acceptor", then: Callable[[], None]) -> None:

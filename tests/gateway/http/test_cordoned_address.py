@@ -152,6 +152,15 @@ def test_before_it_turns_away_who_comes_it_hears_the_others_but_not_for_long():
     assert address.turns_away
 
 
+def test_what_another_reported_before_the_cordon_is_no_reason_to_refuse_calls():
+    address = Address()
+    address.mind(g1=STARTS, age=1.0)
+    assert not address.turns_away, "it may serve by now"
+    address.now += EVERY_S
+    assert address.mind(g1=SERVES) == LEAVES
+    assert not address.turns_away
+
+
 def test_the_address_stays_left_to_one_that_is_too_busy_to_report():
     address = Address()
     assert address.mind(g1=SERVES) == LEAVES
