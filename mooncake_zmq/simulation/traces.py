@@ -147,6 +147,9 @@ def _question_length(random: Random, workload: Workload, layout: BlockLayout, so
     return max(1, length)
 
 
+LOGPROBS = (None, None, 0, 2)
+
+
 def _turn(
     random: Random, workload: Workload, layout: BlockLayout, trace: Trace, root: bytes, tenant: str, prompt: list[int]
 ) -> Turn:
@@ -156,7 +159,7 @@ def _turn(
         seed=random.randrange(1, 1 << 32) if temperature else 0,
         presence_penalty=0.0 if workload.plain else random.choice((0.0, 0.0, 0.5)),
         repetition_penalty=random.choice((1.0, 1.0, 1.1)),
-        logprobs=random.choice((None, None, 0, 2)),
+        logprobs=LOGPROBS[len(prompt) % len(LOGPROBS)] if workload.plain else random.choice(LOGPROBS),
         prompt_tokens=len(prompt),
         constraint=b"" if workload.plain else CONSTRAINTS[len(prompt) % len(CONSTRAINTS)],
     )

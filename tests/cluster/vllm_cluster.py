@@ -13,7 +13,7 @@ from typing import Any
 import web
 from strange_model import VOCABULARY
 from stub_vllm import DONE, Pieces, event, usage
-from toy_cluster import ROOT, ToyCluster, free_port
+from toy_cluster import ROOT, ToyCluster, free_port, until_none
 
 
 def next_token(tokens: list[int]) -> int:
@@ -86,6 +86,10 @@ class ApartCluster(VllmCluster):
     CONFIG = "vllm-apart.toml"
     nodes = ("conductor-0", "cache-a", "cache-b", "prefill-a", "decode-b", "gateway-0")
     VLLMS = ("prefill-a", "decode-b")
+
+    def start(self) -> None:
+        super().start()
+        until_none(self.missing, 30)  # a prefill passes requests on to a decode that is connected to it
 
 
 class AttachedCluster(ToyCluster):
