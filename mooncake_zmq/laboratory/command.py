@@ -89,7 +89,7 @@ def bars(names: Sequence[str]) -> Iterator[Progress]:
     help=f"Make a trace: KIND:key=value,...; KIND {', '.join(KINDS)}, like, or one of the zoo: {', '.join(zoo.KINDS)}.",
 )
 @click.option("--like", type=click.Path(path_type=Path), metavar="FILE", help="Make a trace by the statistics of FILE.")
-@click.option("--first", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
+@click.option("--limit", "first", type=click.IntRange(1), metavar="N", help="Only the first N requests.")
 @click.option("--prefill", default=8, show_default=True, help="Prefill nodes; with vllm policies, coupled ones.")
 @click.option("--decode", default=8, show_default=True, help="Decode nodes; with vllm policies, coupled ones too.")
 @click.option(

@@ -126,7 +126,7 @@ def test_a_bad_row_late_in_the_trace_is_said_by_the_worker(tmp_path):
     result = sim(str(path), "--policy", "vllm")
     assert result.exit_code == 2
     assert f"{path}:3:" in result.output
-    assert sim(str(path), "--policy", "vllm", "--first", "2", "--json").exit_code == 0
+    assert sim(str(path), "--policy", "vllm", "--limit", "2", "--json").exit_code == 0
 
 
 def test_settings_are_set_by_name():
