@@ -22,8 +22,9 @@ FRESH_S = 0.25
 """Shortest time between two snapshots, however many clients read."""
 MAX_STATES, STATE_S = 8, 5.0
 """Limit on the states that are awaited at once, and the timeout of each."""
-MAX_CORDONS, CORDON_S = 8, 5.0
-"""Limit on the nodes that are being cordoned or uncordoned at once, and the timeout of each."""
+MAX_CORDONS, CORDON_S, CORDON_AGAIN_S = 8, 5.0, 1.0
+"""Limit on the nodes that are being cordoned or uncordoned at once, the timeout of each, and the time after which the command
+is sent again."""
 
 
 class NoNode(Exception):
@@ -176,7 +177,7 @@ class Overview:
             async with asyncio.timeout(STATE_S):
                 state = await arrived
         except TimeoutError:
-            raise NoNode(504, "node_silent", f"{node} did not on_answer its state within {STATE_S:g} s") from None
+            raise NoNode(504, "node_silent", f"{node} did not send its state within {STATE_S:g} s") from None
         finally:
             self._states -= 1
         if state.error:
@@ -202,13 +203,17 @@ class Overview:
             self._cordoning -= 1
 
     async def _set_cordon(self, node: str, cordoned: bool) -> dict[str, Any]:
-        """Send the command once and wait: a message to a node that is up arrives, or the node goes down."""
+        """Send the command and wait. It is sent again each second: a node that has just restarted lost what was sent to the
+        incarnation before."""
         if not self._is_there(node):
             raise NoNode(503, "node_down", f"{node} does not answer")
-        self._watching.set_cordon(node, cordoned)
-        while (report := self.seen().report(node)) is None or report.cordoned != cordoned:
+        sent_at = float("-inf")
+        while (report := self.seen().report(node)) is None or report.cordoned != cordoned or sent_at < 0:
             if not self._is_there(node):
                 raise NoNode(503, "node_down", f"{node} went away")
+            if (now := self.seen().now) - sent_at >= CORDON_AGAIN_S:
+                self._watching.set_cordon(node, cordoned)
+                sent_at = now
             await asyncio.sleep(POLL_S)
         return next(node_record(self.seen(), each) for each in self._listed if each.name == node)
 

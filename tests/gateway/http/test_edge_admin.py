@@ -140,6 +140,20 @@ def test_a_node_that_is_not_there_or_does_not_do_it_is_told(monkeypatch):
     assert error_of(drain(actor))[0::3] == (503, "node_down")
 
 
+def test_a_node_that_lost_the_command_as_it_restarted_is_sent_it_again(monkeypatch):
+    monkeypatch.setattr("mooncake_zmq.gateway.http.cluster_reports.CORDON_AGAIN_S", 0.02)
+    actor = cluster(deaf=True)
+    set_cordon = actor.set_cordon
+
+    def lost_once(node, cordoned):
+        actor.deaf = not actor.cordons
+        set_cordon(node, cordoned)
+
+    actor.set_cordon = lost_once
+    assert drain(actor, "decode").json()["cordoned"]
+    assert actor.cordons == [("decode", True)] * 2
+
+
 @pytest.mark.parametrize(("key", "status"), [("root", 200), ("meter", 403), ("alice", 403), (None, 401)])
 def test_with_keys_it_takes_an_admins_from_wherever(key, status):
     actor = guarded()
