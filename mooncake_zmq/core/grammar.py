@@ -1,4 +1,7 @@
-"""Size of a grammar, counted alike by gateways and engines. Whether the grammar is valid is not checked. PURE."""
+"""Grammars as llguidance writes them down: their size, counted alike by gateways and engines, and what they were made of.
+Whether a grammar is valid is not checked. PURE."""
+
+from typing import Any
 
 import msgspec
 
@@ -10,3 +13,21 @@ def links(grammar: str) -> int:
     if grammar.lstrip().startswith("{"):  # where a name may be written in many ways
         grammar, line_end = msgspec.json.encode(msgspec.json.decode(grammar)).decode(), "\\n"
     return sum(":" in line for line in grammar.split(line_end)) + grammar.count("$ref")
+
+
+def schema_of(grammar: bytes) -> dict[str, Any] | None:
+    """Return the schema that a grammar of llguidance's was made of; None: it was made of something else."""
+    if not grammar.startswith(b"{"):
+        return None
+    found: dict[str, Any] | None = _first(grammar).get("json_schema")
+    return found
+
+
+def lark_of(grammar: bytes) -> str:
+    """Return the text in Lark's syntax of a grammar that was not made of a schema."""
+    return str(_first(grammar)["lark_grammar"]) if grammar.startswith(b"{") else grammar.decode()
+
+
+def _first(grammar: bytes) -> dict[str, Any]:
+    first: dict[str, Any] = msgspec.json.decode(grammar)["grammars"][0]
+    return first

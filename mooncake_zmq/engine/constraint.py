@@ -70,7 +70,7 @@ class Bytes:
         self.vocab_size = named.vocab_size
         self.eos_ids = named.eos_ids
         self.special_ids = named.special_ids
-        plain = (token for token in range(self.vocab_size) if token not in named.pieces)
+        plain = (token for token in range(named.vocab_size) if token not in named.pieces)
         self._ids = {bytes([byte]): token for byte, token in zip(range(256), plain, strict=False)}
         self._pieces = {token: piece for piece, token in self._ids.items()} | named.pieces
 

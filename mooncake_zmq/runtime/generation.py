@@ -17,6 +17,7 @@ import structlog
 from msgspec import Struct
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
+from mooncake_zmq.core.grammar import lark_of, schema_of
 from mooncake_zmq.core.messages import LEAST_LOGPROB, MAX_LOGPROBS, MAX_RUN, MAX_SCORED, Hello, Sampling, TokenLogprob
 from mooncake_zmq.core.work import (
     EngineProbed,
@@ -196,11 +197,8 @@ def _shown(text: str) -> str:
 
 def structured(grammar: bytes) -> dict[str, Any]:
     """Return a grammar of llguidance's as vLLM takes it: a JSON schema, or text in Lark's syntax."""
-    if not grammar.startswith(b"{"):
-        return {"grammar": grammar.decode()}
-    found = msgspec.json.decode(grammar)["grammars"][0]
-    if (schema := found.get("json_schema")) is None:
-        return {"grammar": found["lark_grammar"]}
+    if (schema := schema_of(grammar)) is None:
+        return {"grammar": lark_of(grammar)}
     return {"json": {name: value for name, value in schema.items() if name != "x-guidance"}}
 
 

@@ -135,7 +135,7 @@ def _block(part: Part) -> dict[str, Any]:
 
 def _whole_block(part: Part) -> dict[str, Any]:
     if part.kind != "call":
-        return {**_block(part), "text" if part.kind == "text" else "thinking": part.text}
+        return {**_block(part), DELTAS[part.kind][1]: part.text}
     given = msgspec.Raw(part.text.encode())
     return {**_block(part), "input": given if _is_object(given) else {}}
 

@@ -132,14 +132,6 @@ VALUES = ("enum", "const")
 """Keywords whose content belongs to the answer, and is kept as it is."""
 
 
-def schema_of(grammar: bytes) -> dict[str, Any] | None:
-    """The schema that `of_schema` made the grammar of; None: another function made it."""
-    if not grammar.startswith(b"{"):
-        return None
-    found: dict[str, Any] | None = msgspec.json.decode(grammar)["grammars"][0].get("json_schema")
-    return found
-
-
 def schema_text(schema: dict[str, Any]) -> str:
     """A schema as JSON that is safe to compile, without what it says to readers alone. Raises ValueError."""
     _check_schema(schema)

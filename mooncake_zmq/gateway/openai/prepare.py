@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
+from mooncake_zmq.core.grammar import schema_of
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway.openai.bodies import SEEDS, Body, ChatBody, ChatTurn, CompletionBody, Prompt, parse_body
-from mooncake_zmq.gateway.openai.constraints import ConstraintRefused, schema_of
+from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.detokenizer import Choice, StopTable, stop_tables
 from mooncake_zmq.gateway.openai.errors import (
     UNSUPPORTED,

@@ -199,8 +199,7 @@ class TaggedCalls(_Parts):
         if self._tags.close:
             tags[self._tags.close] = self._end_all
         if not self._after(char, tags):
-            self._finish()
-            self._as_text()
+            self._break_off()
 
     def _key(self, char: str) -> None:
         self._part += char
@@ -208,13 +207,11 @@ class TaggedCalls(_Parts):
             self._key_name, self._part = self._part.removesuffix(self._tags.key_end).strip(), ""
             self._go(self._before_value if self._tags.value else self._value)
         elif len(self._part) > LONGEST_NAME:
-            self._finish()
-            self._as_text()
+            self._break_off()
 
     def _before_value(self, char: str) -> None:
         if not self._after(char, {self._tags.value: lambda: self._go(self._value)}):
-            self._finish()
-            self._as_text()
+            self._break_off()
 
     def _value(self, char: str) -> None:
         chars, end = self._value_chars, self._tags.value_end
@@ -229,6 +226,11 @@ class TaggedCalls(_Parts):
             self._pieces.append(Arguments(f"{before}{json.dumps(self._key_name, ensure_ascii=False)}: {written}"))
             self._given += 1
             self._go(self._between)
+
+    def _break_off(self) -> None:
+        """End a call behind which stands what belongs to none."""
+        self._finish()
+        self._as_text()
 
     def _finish(self) -> None:
         """End the arguments of a call."""

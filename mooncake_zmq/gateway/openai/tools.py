@@ -58,6 +58,13 @@ TAGS: dict[CallForm, Tags | Section] = {
     "deepseek_v31": DEEPSEEK_V31,
 }
 """The texts around the parts of a call, in the forms that have such."""
+MARKS: dict[CallForm, tuple[str, ...]] = {
+    "hermes": (Hermes.MARK, Hermes.END),
+    "mistral": (Mistral.MARK,),
+    "llama3_json": (Llama.MARK,),
+    **{form: tags.marks() for form, tags in TAGS.items()},
+}
+"""The texts that may be special tokens. The first begins a call, which a call of `llama3_json` may do without."""
 
 
 class Words(Protocol):
@@ -130,9 +137,7 @@ class Tools:
     @property
     def call_mark(self) -> str:
         """The text that begins calls; empty if there is none."""
-        if (tags := TAGS.get(self.form) if self.form else None) is not None:
-            return tags.open
-        return {"hermes": Hermes.MARK, "mistral": Mistral.MARK}.get(self.form or "", "")
+        return "" if self.form is None or self.form == "llama3_json" else MARKS[self.form][0]
 
     def _form_reader(self, form: CallForm) -> Reader:
         match tags := TAGS.get(form):
@@ -262,8 +267,7 @@ def _chosen(raw: bytes) -> "Literal['none', 'auto', 'required'] | _Choice | None
 def _special_marks(form: CallForm, words: Words) -> dict[str, int]:
     """Return those of the marks that are special tokens."""
     found = {}
-    own = {"hermes": (Hermes.MARK, Hermes.END), "mistral": (Mistral.MARK,), "llama3_json": (Llama.MARK,)}
-    for mark in TAGS[form].marks() if form in TAGS else own[form]:
+    for mark in MARKS[form]:
         ids = words.encode(mark, special=False)
         if len(ids) == 1 and ids[0] in words.special_ids:
             found[mark] = ids[0]
