@@ -1,9 +1,7 @@
 """Counts, gauges and dumps of a whole process: of the actor and of everything else in it."""
 
-import os
 import resource
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from mooncake_zmq import __version__
@@ -11,9 +9,7 @@ from mooncake_zmq.core import node as node_module
 from mooncake_zmq.native.mypyc_code import EXTENSION
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.telemetry.metrics import Snapshot
-
-RESIDENT_PAGES = 1
-"""The field of /proc/self/statm with the resident pages."""
+from mooncake_zmq.transfer.process_memory import resident_bytes
 
 
 class Facts:
@@ -49,8 +45,7 @@ class Facts:
     def of_itself(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Return the process's CPU time, its resident memory, and a gauge that is 1 and whose labels are node and release."""
         used = resource.getrusage(resource.RUSAGE_SELF)
-        pages = int(Path("/proc/self/statm").read_text().split()[RESIDENT_PAGES])
-        gauges = {"process_resident_bytes": pages * os.sysconf("SC_PAGESIZE"), self._release: 1}
+        gauges = {"process_resident_bytes": resident_bytes(), self._release: 1}
         return {"process_cpu_seconds": used.ru_utime + used.ru_stime}, gauges
 
     def dump(self) -> dict[str, Any]:

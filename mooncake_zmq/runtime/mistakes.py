@@ -5,10 +5,14 @@ from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.pool.ssd.disk_directory import DiskError
 from mooncake_zmq.runtime.listening import PortInUse
-from mooncake_zmq.runtime.vllm_server import ServerError
 from mooncake_zmq.transfer.process_lock import ProcessLockError
 from mooncake_zmq.transfer.shared_memory import SharedMemoryError
 from mooncake_zmq.transfer.sockets import BadEndpoint
+
+
+class ServerError(Exception):
+    """A vLLM server that differs from the configuration; the text is one line."""
+
 
 MISTAKES = (
     ConfigError,

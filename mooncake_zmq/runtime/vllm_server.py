@@ -15,6 +15,7 @@ import structlog
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.generation import GENERATE, ONE_TOKEN
+from mooncake_zmq.runtime.mistakes import ServerError
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 log = structlog.get_logger()
@@ -30,10 +31,6 @@ SCALE_OUT = "--enable-scale-out"
 """The flag with which vLLM takes token ids, as a node sends them."""
 REUSE_REPORTED = "--enable-prompt-tokens-details"
 """The flag with which vLLM reports what it reused."""
-
-
-class ServerError(Exception):
-    """The server differs from the configuration; the text is one line."""
 
 
 class NoScaleOut(ServerError):

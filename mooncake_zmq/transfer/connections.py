@@ -24,11 +24,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from mooncake_zmq.transfer.process_memory import resident_bytes
 from mooncake_zmq.transfer.sockets import USER_ID
 
 log = structlog.get_logger()
@@ -101,7 +101,6 @@ class Connections:
         """Frames taken since the last check: (descriptor, bytes)."""
         self._empty = True
         """Whether all complete messages are taken."""
-        self._process = psutil.Process()
         self._monitor: zmq.Socket[bytes] = listening.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
@@ -198,9 +197,9 @@ class Connections:
             if not self._empty or held.untaken_bytes <= PARTIAL_BYTES:
                 held.partial = None
                 continue
-            resident_bytes = self._process.memory_info().rss
-            held.partial = since, before_bytes = held.partial or (now, resident_bytes)
-            if now - since > PARTIAL_S or resident_bytes - before_bytes > PARTIAL_GROWTH_BYTES:
+            taken_bytes = resident_bytes()
+            held.partial = since, before_bytes = held.partial or (now, taken_bytes)
+            if now - since > PARTIAL_S or taken_bytes - before_bytes > PARTIAL_GROWTH_BYTES:
                 self._cut(descriptor)
         while sum(held.untaken_bytes for held in self._open.values()) > MAX_UNTAKEN_BYTES:
             self._cut(self._heaviest(now))

@@ -12,7 +12,8 @@ from mooncake_zmq.config.load import load
 from mooncake_zmq.config.summary import summary
 from mooncake_zmq.config.warnings import warnings
 from mooncake_zmq.operate.up import Up
-from mooncake_zmq.runtime.vllm_server import ServerError, check_python, server_command
+from mooncake_zmq.runtime.mistakes import ServerError
+from mooncake_zmq.runtime.vllm_server import check_python, server_command
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 CONFIG = Path(__file__).parents[2] / "configs/vllm.toml"

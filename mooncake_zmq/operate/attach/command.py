@@ -21,9 +21,9 @@ from mooncake_zmq.operate.attach.lacks import Lack, flags, lacks, line, pasted
 from mooncake_zmq.operate.attach.model_files import find
 from mooncake_zmq.operate.attach.server import Server, ask, client_of
 from mooncake_zmq.operate.options import load_config, set_option
-from mooncake_zmq.runtime.mistakes import MISTAKES
+from mooncake_zmq.runtime.mistakes import MISTAKES, ServerError
 from mooncake_zmq.runtime.process import BAD_INPUT
-from mooncake_zmq.runtime.vllm_server import ServerError, unwell
+from mooncake_zmq.runtime.vllm_server import unwell
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 FILE = "mooncake_zmq/attach.toml"

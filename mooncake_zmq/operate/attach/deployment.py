@@ -10,7 +10,7 @@ from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
 from mooncake_zmq.operate.attach.place import host_of, is_here
 from mooncake_zmq.operate.attach.server import Server
-from mooncake_zmq.runtime.vllm_server import ServerError
+from mooncake_zmq.runtime.mistakes import ServerError
 
 MARK = "# Written by `mooncake-zmq attach`"
 MAX_RUNNING = 128

@@ -20,7 +20,7 @@ from mooncake_zmq.kv.block_hash import KEY_BYTES, pack_tokens, salt_of
 from mooncake_zmq.kv.engine_events import EngineEvent, EngineStored
 from mooncake_zmq.runtime.generation import GENERATE, JSON, Answer, EventLines, Nonsense, request_body
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
-from mooncake_zmq.runtime.vllm_server import ServerError
+from mooncake_zmq.runtime.mistakes import ServerError
 
 TRIES = 4
 """A subscription that is not complete yet misses the first events."""

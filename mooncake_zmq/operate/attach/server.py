@@ -10,7 +10,8 @@ from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_zmq.operate.attach.probe import probe
-from mooncake_zmq.runtime.vllm_server import NoScaleOut, ServerError, check_generation
+from mooncake_zmq.runtime.mistakes import ServerError
+from mooncake_zmq.runtime.vllm_server import NoScaleOut, check_generation
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ASK_S = 30.0
