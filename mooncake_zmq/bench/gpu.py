@@ -39,7 +39,8 @@ from mooncake_zmq.refused import Refused
 from mooncake_zmq.transfer.block_copy import copy_block, load_blocks, store_parts
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.data_server import DataServer
-from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
+from mooncake_zmq.transfer.segment_file import SharedMemoryError
+from mooncake_zmq.transfer.shared_memory import Segment
 
 BLOCK_TOKENS, BLOCKS = 32, 64
 PREFILL_TOKENS = (512, 2048, 8192)

@@ -6,7 +6,8 @@ from random import Random
 
 from mooncake_zmq.engine.toy import TOY_SPEC
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError
+from mooncake_zmq.transfer.segment_file import SharedMemoryError
+from mooncake_zmq.transfer.shared_memory import Segment
 
 
 def flip_files(directory: Path, count: int, random: Random) -> int:

@@ -117,7 +117,7 @@ def targets_of(cluster: Cluster) -> Iterator[Target]:
             cut, garbage = (("kv_events", "subscribers_cut", 0),), (("kv_events", "replay_garbage", 0),)
             yield Target(node.name, "events", events["endpoint"], "envelope", "events", zmq.XSUB, counters=cut)
             at = events["replay_endpoint"]
-            yield Target(node.name, "replay", at, "segment-header", "events", prefix=(b"",), counters=garbage)
+            yield Target(node.name, "replay", at, "segment-head", "events", prefix=(b"",), counters=garbage)
     for name, url in cluster.urls().items():
         yield Target(name, "http", url.replace("http://", "tcp://"), "completions")
 

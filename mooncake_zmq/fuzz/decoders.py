@@ -42,7 +42,7 @@ from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EventError, decode_batch
-from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout
 from mooncake_zmq.kv.object_record import ObjectRecord, header, why_missed
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.traces import read_trace
@@ -51,9 +51,9 @@ from mooncake_zmq.pool.ssd.disk_index import DiskIndex, IndexFault, IndexUnusabl
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
 from mooncake_zmq.runtime.generation import Answer, EventLines, Nonsense
 from mooncake_zmq.store import protocol, stream_messages
-from mooncake_zmq.transfer import block_messages, shared_memory
+from mooncake_zmq.transfer import block_messages, segment_file, shared_memory
 from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer
-from mooncake_zmq.transfer.shared_memory import SharedMemoryError
+from mooncake_zmq.transfer.segment_file import SharedMemoryError
 from mooncake_zmq.transfer.tickets import Attaching, Challenge, Refused, Tickets
 from mooncake_zmq.vllm_node.mirror import Mirror
 
@@ -208,7 +208,6 @@ def _bodies(**asked: object) -> list[bytes]:
 BLOCK = DiskBlock(3, KEY, 12345, None, b"\1\0\0\0")
 RECORD = ObjectRecord(7, 1, 4096, 100, 99, 0)
 _FINGERPRINT = bytes(16)
-_SEGMENT_BYTES = shared_memory._Offsets.of(LAYOUT, 4, shared_memory.HOST).total
 
 
 def _read_disk_index(path: Path) -> None:
@@ -259,24 +258,24 @@ def _record_header(raw: bytes) -> str:
     return why_missed(raw[: len(expected)].ljust(len(expected), b"\0"), expected)
 
 
-def _segment_header(raw: bytes) -> int:
-    return shared_memory._check_header(
-        Path("segment"), raw[: shared_memory._HEADER.size], _SEGMENT_BYTES, LAYOUT, 1, shared_memory.HOST
-    )
+def _segment_head(raw: bytes) -> tuple[bytes, int]:
+    path = Path("segment")
+    total_of = partial(shared_memory.total_bytes, path, LAYOUT, shared_memory.HOST)
+    whole = raw.ljust(PAGE_BYTES, b"\0")
+    return segment_file.check_head(path, whole, len(_segment()), shared_memory.KIND, 1, total_of)
+
+
+@cache
+def _segment() -> bytes:
+    segment = shared_memory.Segment.create(_directory(), "fuzz", "seed", LAYOUT, 4, 1)
+    try:
+        return segment.path.read_bytes()
+    finally:
+        segment.close()
 
 
 def _segment_seeds() -> list[bytes]:
-    fields = (
-        shared_memory.MAGIC,
-        shared_memory.VERSION,
-        LAYOUT.fingerprint.encode(),
-        4,
-        LAYOUT.slot_bytes,
-        1,
-        1,
-        _SEGMENT_BYTES,
-    )
-    return [shared_memory._HEADER.pack(*fields, shared_memory.HOST)]
+    return [_segment()[:PAGE_BYTES].rstrip(b"\0")]
 
 
 def _gguf_seeds() -> list[bytes]:
@@ -465,7 +464,7 @@ def _of_files() -> Iterable[Decoder]:
     model = (ModelError,)
     yield Decoder(name="slot-header", read=_slot_header, seeds=lambda: [disk._header(_FINGERPRINT, BLOCK, 1)])
     yield Decoder(name="record-header", read=_record_header, seeds=lambda: [header(b"a key", RECORD)])
-    yield Decoder(name="segment-header", read=_segment_header, refusals=(SharedMemoryError,), seeds=_segment_seeds)
+    yield Decoder(name="segment-head", read=_segment_head, refusals=(SharedMemoryError,), seeds=_segment_seeds)
     yield _file("disk-index", _read_disk_index, unusable, _index_seeds, max_bytes=32_768)
     yield _file("store-index", _read_store_index, unusable, _store_index_seeds, max_bytes=32_768)
     yield _file("trace-lines", read_trace, study, lambda: [_JSON_LINES], ".jsonl")

@@ -34,7 +34,7 @@ from mooncake_zmq.runtime.vllm_server import check_python, server_command
 from mooncake_zmq.telemetry import log_file
 from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files
 from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
-from mooncake_zmq.transfer.shared_memory import FILE_PREFIX, sweep
+from mooncake_zmq.transfer.segment_file import FILE_PREFIX, sweep
 
 LOCK_NAME = "up"
 COMPILE_LOG = "compile.log"

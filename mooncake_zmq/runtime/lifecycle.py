@@ -15,7 +15,7 @@ from mooncake_zmq.config.records import ClusterSettings
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
 from mooncake_zmq.transfer.own_files import make_own_directory
 from mooncake_zmq.transfer.process_lock import ProcessLock, is_alive
-from mooncake_zmq.transfer.shared_memory import sweep
+from mooncake_zmq.transfer.segment_file import sweep
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.pool.ssd.disk_directory import DiskError
 from mooncake_zmq.runtime.listening import PortInUse
 from mooncake_zmq.transfer.process_lock import ProcessLockError
-from mooncake_zmq.transfer.shared_memory import SharedMemoryError
+from mooncake_zmq.transfer.segment_file import SharedMemoryError
 from mooncake_zmq.transfer.sockets import BadEndpoint
 
 

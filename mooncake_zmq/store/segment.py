@@ -1,6 +1,6 @@
 """The shared memory of a store: a generation per entry and the bytes of all values, in one file under /dev/shm.
 
-    page 0        header: identity and shape
+    page 0        head (`transfer.segment_file`)
     next          generations  uint64[entries]   odd: being written; changed before a cell serves another value
     data_offset   memory       bytes[memory_bytes]
 
@@ -11,7 +11,6 @@ file beside it for as long as it runs, by which the server can distinguish a lat
 import contextlib
 import ctypes
 import fcntl
-import mmap
 import os
 import struct
 import threading
@@ -21,37 +20,36 @@ from pathlib import Path
 
 from mooncake_zmq.kv.layout import PAGE_BYTES, div_ceil
 from mooncake_zmq.transfer.own_files import open_own
-from mooncake_zmq.transfer.shared_memory import (
+from mooncake_zmq.transfer.segment_file import (
     HUGE_PAGE_BYTES,
     MADV_POPULATE_WRITE,
+    SegmentFile,
     SharedMemoryError,
     file_name,
-    make_file,
-    map_file,
+    is_locked,
     parse_name,
 )
 
-MAGIC = b"MOONOBJ\n"
-VERSION = 1
+KIND = b"values"
 SUFFIX = ".objects"
 """The suffix of the node's name in the segment's: the same node has a segment of blocks."""
-_HEADER = struct.Struct("<8sIQQQ")
+_SHAPE = struct.Struct("<QQ")
+"""Entries, bytes of memory."""
 _POPULATE_STEP_BYTES = 64 << 20
 
 
 class ObjectSegment:
     """One store's values, mapped here. The creator owns the file and removes it."""
 
-    def __init__(self, mapping: mmap.mmap, path: Path, entries: int, memory_bytes: int, owner_fd: int) -> None:
-        self.path = path
+    def __init__(self, file: SegmentFile, entries: int, memory_bytes: int) -> None:
+        self.path = file.path
         self.memory_bytes = memory_bytes
-        self._mapping = mapping
-        self._owner_fd = owner_fd
-        whole = memoryview(mapping)
+        self._file = file
+        whole = memoryview(file.mapping)
         start = _data_offset(entries)
         self.generations = whole[PAGE_BYTES : PAGE_BYTES + entries * 8].cast("Q")
         self.memory = whole[start : start + memory_bytes]
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + start
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(file.mapping)) + start
         """Where `memory` begins in this process."""
 
     @classmethod
@@ -60,11 +58,11 @@ class ObjectSegment:
     ) -> "ObjectSegment":
         """Make the file with all its memory, or raise SharedMemoryError with a reason."""
         total = _data_offset(entries) + memory_bytes
-        header = _HEADER.pack(MAGIC, VERSION, incarnation, entries, memory_bytes)
-        what = f"{memory_bytes} bytes of values for {node}; lower object_bytes"
+        shape = _SHAPE.pack(entries, memory_bytes)
+        what = f"{memory_bytes} bytes of values for {node}"
         name = file_name(cluster, f"{node}{SUFFIX}", incarnation)
-        path, fd, mapping = make_file(Path(directory), name, total, header, what, "object_bytes")
-        segment = cls(mapping, path, entries, memory_bytes, fd)
+        file = SegmentFile.create(Path(directory), name, KIND, incarnation, shape, total, what=what, setting="object_bytes")
+        segment = cls(file, entries, memory_bytes)
         _populate(segment.address, memory_bytes, lambda: segment)
         return segment
 
@@ -75,20 +73,14 @@ class ObjectSegment:
         named = parse_name(path.name)
         if not path.is_absolute() or named is None or not named[1].endswith(SUFFIX) or named[2] != incarnation:
             raise SharedMemoryError(f"{str(path)!r:.200} is no name of a store's segment")
-        total = _data_offset(entries) + memory_bytes
-        try:
-            fd = open_own(path, os.O_RDWR)
-            try:
-                header = os.pread(fd, _HEADER.size, 0)
-                expected = _HEADER.pack(MAGIC, VERSION, incarnation, entries, memory_bytes)
-                if header != expected or os.fstat(fd).st_size != total:
-                    raise SharedMemoryError(f"{path} is not the segment of incarnation {incarnation}")
-                mapping = map_file(fd, total, writable=True)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise SharedMemoryError(f"cannot attach {path}: {error.strerror}") from error
-        segment = cls(mapping, path, entries, memory_bytes, -1)
+        shape = _SHAPE.pack(entries, memory_bytes)
+
+        def total_of(written: bytes) -> int:
+            if not written.startswith(shape):
+                raise SharedMemoryError(f"{path} has another shape than its store says")
+            return _data_offset(entries) + memory_bytes
+
+        segment = cls(SegmentFile.attach(path, KIND, incarnation, total_of, writable=True), entries, memory_bytes)
         # A second for 2 GiB: no caller should wait for it, nor should it keep the mapping alone.
         arguments = (segment.address, memory_bytes, weakref.ref(segment))
         threading.Thread(target=_populate, args=arguments, name="populate", daemon=True).start()
@@ -96,10 +88,7 @@ class ObjectSegment:
 
     def close(self) -> None:
         """Owner: remove the file. Either way this mapping ends when nothing refers to it any more. May be called twice."""
-        if self._owner_fd >= 0:
-            self.path.unlink(missing_ok=True)
-            os.close(self._owner_fd)
-            self._owner_fd = -1
+        self._file.remove()
 
 
 class ClientLock:
@@ -140,20 +129,12 @@ def lock_path(directory: Path, cluster: str, client: bytes) -> Path:
     return directory / file_name(cluster, f"client-{client.hex()}", 0)
 
 
-def is_locked(path: Path) -> bool:
-    """Does any process hold the lock on this lock file?"""
+def client_runs(path: Path) -> bool:
+    """Return whether a running process holds this lock file; a file that is not there, or another user's, means no."""
     try:
-        fd = open_own(path, os.O_RDONLY)
+        return is_locked(path)
     except OSError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(fd)
 
 
 def remove_lock(path: Path) -> bool:

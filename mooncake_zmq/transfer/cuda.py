@@ -39,7 +39,8 @@ from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.kv_cache import KEY_TILE, Part, SequenceKV
 from mooncake_zmq.kv.checksum import part_checksum, part_checksums
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.transfer.shared_memory import HOST, UUID_BYTES, Segment, SharedMemoryError
+from mooncake_zmq.transfer.segment_file import SharedMemoryError
+from mooncake_zmq.transfer.shared_memory import HOST, UUID_BYTES, Segment
 
 log = structlog.get_logger()
 

@@ -10,7 +10,8 @@ import structlog
 from mooncake_zmq.core.messages import SegmentRef
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
-from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, is_segment_of
+from mooncake_zmq.transfer.segment_file import SharedMemoryError, is_segment_of
+from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import BadEndpoint, check_endpoint
 
 log = structlog.get_logger()

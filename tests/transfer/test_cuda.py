@@ -20,7 +20,8 @@ from mooncake_zmq.transfer import cuda as cuda_module
 from mooncake_zmq.transfer.block_copy import copy_block, load_blocks, store_block
 from mooncake_zmq.transfer.cuda import DeviceSegment, DeviceSequence
 from mooncake_zmq.transfer.directory import SegmentDirectory
-from mooncake_zmq.transfer.shared_memory import HOST, Segment, SharedMemoryError
+from mooncake_zmq.transfer.segment_file import SharedMemoryError
+from mooncake_zmq.transfer.shared_memory import HOST, Segment
 
 SHAPE = {"layers": 3, "kv_heads": 1, "head_dim": 2, "capacity_tokens": 16}
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from mooncake_zmq.pool.ssd.disk_directory import DiskError, take
-from mooncake_zmq.store.segment import ClientLock, ObjectSegment, is_locked, lock_path, remove_lock
+from mooncake_zmq.store.segment import ClientLock, ObjectSegment, client_runs, lock_path, remove_lock
 from mooncake_zmq.transfer.own_files import NotOurs, make_own_directory, open_own, own_files, read_own, replace_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder, is_alive
-from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
+from mooncake_zmq.transfer.segment_file import SharedMemoryError, sweep
+from mooncake_zmq.transfer.shared_memory import Segment
 
 
 def a_fifo(path: Path) -> None:
@@ -230,16 +231,16 @@ def test_a_life_file_is_a_file_of_ours_or_none(tmp_path: Path, trap: Callable[[P
     trap(path)
     with pytest.raises(OSError):
         ClientLock(tmp_path, "test", b"me")
-    assert not is_locked(path)
+    assert not client_runs(path)
     assert not remove_lock(path)
     assert path.exists() or path.is_symlink(), "what others put there stays"
 
 
 def test_another_users_file_is_no_life_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = ClientLock(tmp_path, "test", b"me")
-    assert is_locked(lock.path)
+    assert client_runs(lock.path)
     become_another_user(monkeypatch)
-    assert not is_locked(lock.path)
+    assert not client_runs(lock.path)
     assert not remove_lock(lock.path)
     monkeypatch.undo()
     lock.disown()

@@ -11,7 +11,9 @@ import pytest
 from segment_bytes import slot_bytes
 
 from mooncake_zmq.kv.layout import BlockLayout
-from mooncake_zmq.transfer.shared_memory import Segment, SharedMemoryError, sweep
+from mooncake_zmq.store.segment import ObjectSegment
+from mooncake_zmq.transfer.segment_file import SharedMemoryError, sweep
+from mooncake_zmq.transfer.shared_memory import Segment
 
 
 def test_attached_segment_shows_what_its_owner_writes(make_segment, fill, layout):
@@ -82,6 +84,19 @@ def test_attach_refuses_what_it_did_not_expect(make_segment, layout, tmp_path):
     (tmp_path / "cut").write_bytes(segment.path.read_bytes()[:-1])
     with pytest.raises(SharedMemoryError, match="bytes"):
         Segment.attach(tmp_path / "cut", layout, 7)
+
+
+def test_a_segment_of_values_is_not_taken_for_one_of_blocks(make_segment, layout, tmp_path):
+    values = ObjectSegment.create(tmp_path, "test", "a", 7, entries=4, memory_bytes=8192)
+    with pytest.raises(SharedMemoryError, match="another kind: b'values"):
+        Segment.attach(values.path, layout, 7)
+    blocks = make_segment("a.objects", incarnation=7)
+    with pytest.raises(SharedMemoryError, match="another kind: b'blocks"):
+        ObjectSegment.attach(blocks.path, 7, entries=4, memory_bytes=8192)
+    for shape in ({"entries": 5, "memory_bytes": 8192}, {"entries": 4, "memory_bytes": 4096}):
+        with pytest.raises(SharedMemoryError, match="another shape"):
+            ObjectSegment.attach(values.path, 7, **shape)
+    values.close()
 
 
 def test_too_little_space_is_told_before_anything_is_created(layout, tmp_path):

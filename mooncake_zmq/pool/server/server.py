@@ -28,7 +28,7 @@ from mooncake_zmq.pool.server.turns import TimerThread, Turns
 from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.protocol import encode
-from mooncake_zmq.store.segment import ObjectSegment, boot_id, is_locked, lock_path, remove_lock
+from mooncake_zmq.store.segment import ObjectSegment, boot_id, client_runs, lock_path, remove_lock
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 from mooncake_zmq.transfer.tickets import Tickets
 
@@ -172,7 +172,7 @@ class StoreServer:
     def _greeted(self, peer: bytes, hello: protocol.Hello, user: str | None, shown: str) -> Greeted:
         same_host = hello.boot_id == self._boot_id != ""
         path = str(self._turns.segment.path) if same_host else ""
-        runs = hello.shared and same_host and is_locked(self._lock_path(peer[1:17]))
+        runs = hello.shared and same_host and client_runs(self._lock_path(peer[1:17]))
         return Greeted(peer, hello, path, runs, self._tickets.make(shown).token, self._streams.endpoint, user)
 
     def _send(self, reply: Reply) -> None:
@@ -203,7 +203,7 @@ class StoreServer:
     def _died(self, name: bytes) -> None:
         """If this client of our host does not run any more, remove its files, and report it to the actor."""
         path = self._lock_path(name)
-        if is_locked(path):
+        if client_runs(path):
             return
         closed = not remove_lock(path)  # it has removed it itself
         if not closed:

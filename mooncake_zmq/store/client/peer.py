@@ -23,7 +23,8 @@ from mooncake_zmq.store.memory import keep_freed_memory
 from mooncake_zmq.store.protocol import MAX_KEYS
 from mooncake_zmq.store.segment import ClientLock, ObjectSegment, boot_id
 from mooncake_zmq.store.stream_messages import Attach, decode_attached
-from mooncake_zmq.transfer.shared_memory import SharedMemoryError, needs_checksums
+from mooncake_zmq.transfer.segment_file import SharedMemoryError
+from mooncake_zmq.transfer.shared_memory import needs_checksums
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets, connect_beside
 from mooncake_zmq.transfer.stream import Stream, StreamError
 from mooncake_zmq.transfer.tickets import Ticket
