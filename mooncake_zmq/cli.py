@@ -163,6 +163,7 @@ def _forward(name: str, module: str, summary: str) -> None:
 
 
 _forward("attach", "mooncake_zmq.operate.attach.command", "Serve through vLLM servers that run, with a pool, by their URLs.")
+_forward("store", "mooncake_zmq.operate.store", "Serve a store of values to other engines, without a configuration.")
 _forward("simtest", "mooncake_zmq.simulation.report", "Run the cluster under virtual time and seeded faults.")
 _forward("chaos", "mooncake_zmq.chaos.command", "Break a real cluster by seeded faults; clients check every token.")
 _forward("prove", "mooncake_zmq.prove.command", "Compare restored KV with computed KV, for any connector of vLLM.")

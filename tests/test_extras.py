@@ -66,7 +66,21 @@ def test_what_a_connector_imports_needs_the_base_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["prefill --node x", "up", "sim", "simtest", "bench serve", "doctor", "status"])
+def test_a_store_serves_with_the_base_alone(tmp_path: Path) -> None:
+    command = ["store", "--bytes", "64MiB", "--listen", f"ipc://{tmp_path}/store.sock", "--set", "cluster.log_format=json"]
+    command += [part for name in ("runtime_dir", "shm_dir") for part in ("--set", f"cluster.{name}={tmp_path}")]
+    ends_once_ready = """
+import os, signal
+from mooncake_zmq.runtime.node_process import NodeProcess
+ready = NodeProcess.report_ready
+NodeProcess.report_ready = lambda self: (ready(self), os.kill(os.getpid(), signal.SIGTERM))
+"""
+    done = run_without_extras(f"{ends_once_ready}\nfrom mooncake_zmq.cli import main\nmain({command!r})")
+    assert done.returncode == 0, done.stderr
+    assert '"event": "ready"' in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("command", ["prefill --node prefill-a", "gateway --node gateway-0", "up", "sim", "simtest", "bench serve", "doctor", "status"])
 def test_a_command_that_lacks_an_extra_names_it(command: str) -> None:
     done = run_without_extras(f"from mooncake_zmq.cli import main\nmain({command.split()!r})")
     assert done.returncode == 2

@@ -22,6 +22,8 @@ from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
+FOREIGN_POOL_BYTES = 1 << 20
+"""The default of `cache_node.pool_bytes` where our own engine does not compute: its blocks, of which there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,25 @@ class Loaded:
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:
-    """Read `path`, apply the environment and the command line (`overrides`, by dotted path), and check all of it."""
-    shown = str(path)
-    raw = _read(Path(path), shown)
+    """Read `path`, apply the environment and the command line (`overrides`, by dotted path), and check all of it. Raises
+    ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
+    return load_text(text, str(path), overrides, environment)
+
+
+def load_text(
+    text: str, shown: str, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> Loaded:
+    """Check a deployment as `load` does, from the text of its file. `shown`: what errors name in place of a path."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{shown}: not TOML: {error}") from None
     _check_keys(raw, Config, shown, "")
     sources = {key: "file" for key in _paths(raw)}
     environment = os.environ if environment is None else environment
@@ -84,6 +102,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environme
             _override(raw, sources, dotted, environment[variable], f"environment {variable}")
     for dotted, value in (overrides or {}).items():
         _override(raw, sources, dotted, value, "command line")
+    if _computes_elsewhere(raw):
+        raw = _merge({"cache_node": {"pool_bytes": FOREIGN_POOL_BYTES}}, raw)
     profiled = _profiled(raw.get("costs"), shown, "costs.profile")
     sources |= {f"costs.{key}": f"profile {raw['costs']['profile']}" for key in profiled}
     every_cost = asdict(Costs()) | profiled  # msgspec finds no defaults in a compiled class
@@ -151,23 +171,18 @@ def _profiled(costs: Any, shown: str, where: str) -> dict[str, Any]:
     return {key: value for key, value in _costs_from(path, f"{shown}: {where}").items() if key not in costs}
 
 
+def _computes_elsewhere(raw: Mapping[str, Any]) -> bool:
+    """Return whether no node computes with our own engine, so that all KV is values in the stores."""
+    model = raw.get("model")
+    return isinstance(model, Mapping) and model.get("engine") in ("vllm", "none")
+
+
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(below)
     for key, value in above.items():
         lower = merged.get(key)
         merged[key] = _merge(lower, value) if isinstance(lower, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def _read(path: Path, shown: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{shown}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{shown}: not UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{shown}: not TOML: {error}") from None
 
 
 def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str) -> None:

@@ -71,9 +71,10 @@ class ModelSettings:
 
     path: str = "default"
     """The model: "default", "toy", "dummy:CONFIG", a GGUF file or a Hugging Face directory."""
-    engine: Literal["own", "vllm"] = "own"
+    engine: Literal["own", "vllm", "none"] = "own"
     """Which engine computes. "vllm": only vLLM does. Then only config.json, tokenizer and chat template are read, of any model
-    that vLLM supports, from the Hugging Face directory `path`, which every host needs without its weights."""
+    that vLLM supports, from the Hugging Face directory `path`, which every host needs without its weights. "none": no node
+    computes; cache-nodes store the values of engines that are no part of this deployment, and `path` is not read."""
     name: str = ""
     """The name by which clients ask for the model: printable text without spaces. Empty: that of its directory or file. With
     engine "vllm" it is also the name that nodes compare instead of the directory's."""
@@ -95,8 +96,8 @@ class ModelSettings:
             raise ValueError(f"name must be printable text without spaces, of at most {MAX_MODEL_NAME} characters")
         if not 1 <= self.block_tokens <= 4096:
             raise ValueError("block_tokens must be between 1 and 4096")
-        if self.engine == "vllm" and self.card:
-            raise ValueError('card is for models that our own engine computes: with engine "vllm" leave it out')
+        if self.engine != "own" and self.card:
+            raise ValueError(f'card is for models that our own engine computes: with engine "{self.engine}" leave it out')
         if self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2")
         most = min(MAX_TOKENS, MAX_BLOCKS * self.block_tokens)
@@ -327,6 +328,10 @@ class Config:
             raise ValueError("nodes: the toy model computes on the CPU alone: leave device out")
         if self.model.engine == "vllm" and (own := self.of_role(*ENGINE_ROLES)):
             raise ValueError(f'nodes: {own[0].name} is a {own[0].role}, and with model.engine "vllm" only vllm nodes compute')
+        if self.model.engine == "none":
+            for node in self.nodes:
+                if node.role != "cache-node" or not node.store_endpoint:
+                    raise ValueError(f'nodes: {node.name}: with model.engine "none" all are cache-nodes with a store_endpoint')
         if self.prefill.chunk_tokens % self.model.block_tokens:
             raise ValueError(f"prefill.chunk_tokens must be a multiple of model.block_tokens, {self.model.block_tokens}")
         self._check_ladder()

@@ -13,20 +13,23 @@ def summary(loaded: Loaded) -> Iterator[str]:
     """Yield the lines that describe a deployment and the memory it uses. Sizes of KV are exact once the model is prepared."""
     config, mib = loaded.config, 1 << 20
     totals = {"cpu": 0, "cuda": 0}
-    yield f"cluster {config.cluster.name}: model {config.model.path}, blocks of {config.model.block_tokens} tokens"
+    model = f"model {config.model.path}, blocks of {config.model.block_tokens} tokens"
+    yield f"cluster {config.cluster.name}: {model if config.model.engine != 'none' else 'stores alone, without a model'}"
     for node in config.nodes:
         section = loaded.section(node)
         what, size = "", 0
         match node.role:
             case "cache-node":
-                size, what = section.pool_bytes, f"pool of {section.pool_bytes / mib:,.0f} MiB"
+                size = section.pool_bytes
+                what = f"pool of {size / mib:,.0f} MiB, " if config.model.engine == "own" else ""
                 if node.store_endpoint:
                     size += section.objects.object_bytes
-                    what += f", store of {section.objects.object_bytes / mib:,.0f} MiB at {node.store_endpoint}"
+                    what += f"store of {section.objects.object_bytes / mib:,.0f} MiB at {node.store_endpoint}"
                     if section.objects.tenants:
                         what += f" for {', '.join(tenant.name for tenant in section.objects.tenants)}"
                     if section.objects.ssd.directory:
                         what += f", its SSD {section.objects.ssd.bytes / mib:,.0f} MiB in {section.objects.ssd.directory}"
+                what = what.removesuffix(", ")
                 if section.ssd.directory:
                     what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
             case "prefill":

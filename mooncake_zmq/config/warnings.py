@@ -45,7 +45,7 @@ def warnings(loaded: Loaded) -> Iterator[str]:
         if node.host not in pools:
             yield f"{node.name}: no cache-node on host {node.host}: it can neither reuse nor store blocks there"
     spared = ENGINE_ROLES if config.of_role("vllm") else ("vllm",)
-    for role in ROLES:
+    for role in ROLES if config.model.engine != "none" else ():
         if role not in spared and not config.of_role(role):
             yield f"there is no {role}"
     yield from _part_warnings(loaded)
@@ -94,7 +94,7 @@ def _room_warnings(loaded: Loaded) -> Iterator[str]:
     config = loaded.config
     block_bytes = config.model.block_tokens * config.costs.kv_bytes_per_token
     for node in config.of_role("cache-node", "prefill"):
-        if node.role == "cache-node" and config.of_role("vllm"):  # whose KV is in the store
+        if node.role == "cache-node" and config.model.engine != "own":  # all KV is in the store
             continue
         section = loaded.section(node)
         rooms = {"slab_bytes": section.slab_bytes} if node.role == "prefill" else {"pool_bytes": section.pool_bytes}

@@ -6,7 +6,6 @@ cache salt or after such a block. The rest is passed over.
 
 from typing import Any
 
-import msgpack
 from msgspec import Struct
 
 from mooncake_zmq.kv.block_hash import pack_tokens
@@ -65,6 +64,8 @@ class EngineBatch(Struct, frozen=True):
 
 def decode_batch(payload: bytes) -> EngineBatch:
     """Raises EventError on anything but a batch."""
+    import msgpack  # a node without an engine's events does not need it
+
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise EventError(f"a batch of {len(payload)} bytes")
     most = len(payload)

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import msgpack
-
 from mooncake_zmq.kv.block_hash import Key, unpack_tokens
 
 MAX_EVENT_BLOCKS = 1024
@@ -93,6 +91,8 @@ class EventEncoder:
     def encode(self, time_s: float, events: Iterable[KvEvent]) -> bytes:
         """The MessagePack payload of one batch. `time_s`: seconds since 1970."""
         write = self._as_map if self._form is EventFormat.MAP else self._as_array
+        import msgpack  # a node without KV events does not need it
+
         packed: bytes = msgpack.packb((time_s, [write(event) for event in events], None))
         return packed
 

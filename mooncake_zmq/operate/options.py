@@ -46,12 +46,18 @@ def load_config(path: str, model: str | None, assignments: tuple[str, ...]) -> "
     """Return the configuration with the values of --set, and of --model if given. Raises ConfigError."""
     from mooncake_zmq.config.load import load
 
+    overrides = overrides_of(assignments)
+    if model is not None:
+        overrides["model.path"] = model
+    return load(path, overrides)
+
+
+def overrides_of(assignments: tuple[str, ...]) -> dict[str, str]:
+    """Return the values of --set by dotted path. Raises ConfigError."""
     overrides: dict[str, str] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals:
             raise ConfigError(f"--set {assignment}: write KEY=VALUE")
         overrides[key.strip()] = value.strip()
-    if model is not None:
-        overrides["model.path"] = model
-    return load(path, overrides)
+    return overrides

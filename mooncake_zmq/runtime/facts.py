@@ -2,14 +2,16 @@
 
 import resource
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mooncake_zmq import __version__
 from mooncake_zmq.core import node as node_module
 from mooncake_zmq.native.mypyc_code import EXTENSION
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
-from mooncake_zmq.telemetry.metrics import Snapshot
 from mooncake_zmq.transfer.process_memory import resident_bytes
+
+if TYPE_CHECKING:
+    from mooncake_zmq.telemetry.metrics import Snapshot
 
 
 class Facts:

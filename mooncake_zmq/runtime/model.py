@@ -29,6 +29,29 @@ WHAT_TO_DO = (
 )
 
 
+NO_MODEL = ModelCard(
+    spec=ModelSpec(
+        name="none",
+        layers=1,
+        hidden=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=1,
+        ffn=1,
+        vocab_size=1,
+        max_positions=1,
+        rope_theta=1.0,
+        norm_eps=1.0,
+        tied=False,
+        eos_ids=(),
+        bos_id=None,
+        fingerprint="none",
+    ),
+    tokenizer="none",
+)
+"""The card in place of a model's where no node computes: the smallest shape, of which no block will exist."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model before its weights are mapped. `path`: the prepared directory, "toy", or the directory of the tokenizer and
@@ -72,6 +95,8 @@ def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = t
     """Return the model as `node`'s role needs it: an engine has it prepared, the others read its card. Raises ModelError."""
     if config.model.engine == "vllm":
         return replace(_bounded(config, *_described(config)), foreign=True)
+    if config.model.engine == "none":
+        return replace(_bounded(config, Path(), NO_MODEL), foreign=True)
     if node.computes or config.model.path == "toy":
         return prepared(config, node.prepared_for)
     if config.model.card:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 import zmq
-from prometheus_client.metrics_core import Metric
 
 from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import costs_of
@@ -32,8 +31,6 @@ from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.runtime.lifecycle import Lifecycle
 from mooncake_zmq.runtime.listening import PortInUse
 from mooncake_zmq.runtime.node_plan import NodePlan
-from mooncake_zmq.telemetry.metrics import Snapshot, page_of
-from mooncake_zmq.telemetry.metrics_endpoint import MetricsEndpoint
 from mooncake_zmq.telemetry.usage import Meter
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment, DeviceSequence
@@ -43,10 +40,13 @@ from mooncake_zmq.transfer.shared_memory import Segment
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 
 if TYPE_CHECKING:  # a node imports only what its role runs, and starts a fifth sooner
+    from prometheus_client.metrics_core import Metric
+
     from mooncake_zmq.gateway.requests.otlp import Otlp
     from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
     from mooncake_zmq.runtime.executor.executor import Executor
     from mooncake_zmq.runtime.generation import Generation
+    from mooncake_zmq.telemetry.metrics import Snapshot
 
 log = structlog.get_logger()
 
@@ -332,11 +332,14 @@ class Parts:
         self.facts.threads["usage"] = meter.counts
         return meter
 
-    def serve_metrics(self, snapshot: Snapshot, also: Callable[[], Iterable[Metric]] = tuple) -> None:
+    def serve_metrics(self, snapshot: "Snapshot", also: "Callable[[], Iterable[Metric]]" = tuple) -> None:
         """Serve the node's metrics at its own port, if it has one; raises PortInUse."""
         node = self.plan.node
         if not node.metrics_port:
             return
+        from mooncake_zmq.telemetry.metrics import page_of
+        from mooncake_zmq.telemetry.metrics_endpoint import MetricsEndpoint
+
         try:
             host, port = node.metrics_host, node.metrics_port
             model = self.plan.model.spec.name if node.role in ENGINE_ROLES else ""  # a vLLM serves its own metrics

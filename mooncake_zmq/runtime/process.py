@@ -46,6 +46,8 @@ def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Calla
     except MISTAKES as mistake:
         sys.stderr.write(f"mooncake-zmq: {name}: {mistake}\n")
         return BAD_INPUT
+    except ModuleNotFoundError:
+        raise  # the command line names the extra that brings the module
     except Exception:
         # The only such place: a bug must not leave segments, sockets or threads behind, and must be visible.
         log.critical("crashed", exc_info=True)

@@ -15,7 +15,6 @@ from mooncake_zmq.runtime.mistakes import ServerError
 MARK = "# Written by `mooncake-zmq attach`"
 MAX_RUNNING = 128
 """The smallest default of vLLM's `--max-num-seqs` in a server, which no answer reports."""
-POOL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +67,6 @@ class Deployment:
 
     def _store(self) -> list[str]:
         return [
-            "[cache_node]",
-            f"pool_bytes = {POOL_BYTES}",
-            "",
             "[cache_node.objects]",
             f"object_bytes = {self.store_bytes}",
             "",

@@ -5,10 +5,9 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-import psutil
-
 from mooncake_zmq.operate.doctor.here import is_own, tcp_address
 from mooncake_zmq.runtime.listening import is_deserted
+from mooncake_zmq.transfer.process_memory import available_bytes
 
 STORE_PORT = 7301
 EVENTS_PORT = 5557
@@ -93,7 +92,7 @@ def gateway_port(urls: Sequence[str]) -> int:
 def store_bytes(shm_dir: str) -> int:
     """Return the size of a store by what is free in memory and in the directory of shared memory."""
     state = os.statvfs(shm_dir)
-    free = min(state.f_bavail * state.f_frsize, int(psutil.virtual_memory().available))
+    free = min(state.f_bavail * state.f_frsize, available_bytes())
     return max(LEAST_STORE_BYTES, min(MOST_STORE_BYTES, free // STORE_SHARE // STEP_BYTES * STEP_BYTES))
 
 
