@@ -80,7 +80,10 @@ NodeProcess.report_ready = lambda self: (ready(self), os.kill(os.getpid(), signa
     assert '"event": "ready"' in done.stderr + done.stdout
 
 
-@pytest.mark.parametrize("command", ["prefill --node prefill-a", "gateway --node gateway-0", "up", "sim", "simtest", "bench serve", "doctor", "status"])
+@pytest.mark.parametrize(
+    "command",
+    ["prefill --node prefill-a", "gateway --node gateway-0", "up", "sim", "simtest", "bench serve", "doctor", "status"],
+)
 def test_a_command_that_lacks_an_extra_names_it(command: str) -> None:
     done = run_without_extras(f"from mooncake_zmq.cli import main\nmain({command.split()!r})")
     assert done.returncode == 2

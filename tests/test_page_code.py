@@ -70,7 +70,7 @@ def test_the_pools_code_puts_and_gets_a_value(store: str) -> None:
     (code,) = [text for page, text in blocks("python") if page == "pool"]
     known: dict[str, object] = {}
     try:
-        exec(compile(code.replace("10.0.0.1:7300", store), "pool.md", "exec"), known)
+        exec(compile(code.replace("127.0.0.1:7301", store), "pool.md", "exec"), known)
         assert known["store"].get("key") == b"value"
         assert known["store"].get("missing") == b""
     finally:
