@@ -5,11 +5,31 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.bench import engine_profile
 from mooncake_zmq.bench.command import profile as command
 from mooncake_zmq.config.load import load
 from mooncake_zmq.core.profile import decode
 
 QUICK = ["--lengths", "16,64,128", "--prefixes", "0,32", "--batches", "1,4", "--contexts", "16,64", "--rounds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch):
+    """The work is done and timed, but its times are those of an engine beside which nothing runs: others may fit no costs."""
+    prefill_times_s, decode_step_s = engine_profile.prefill_times_s, engine_profile.decode_step_s
+
+    def prefills(engine, random, lengths, *, prefix, chunk_tokens):
+        took_s = prefill_times_s(engine, random, lengths, prefix=prefix, chunk_tokens=chunk_tokens)
+        assert len(took_s) == len(lengths)
+        assert min(took_s) > 0
+        return [1e-6 * tokens + 1e-10 * ((prefix + tokens) ** 2 - prefix**2) for tokens in lengths]
+
+    def step(engine, prompts, *, steps):
+        assert decode_step_s(engine, prompts, steps=steps) > 0
+        return 1e-4 + 1e-5 * len(prompts) + 1e-8 * sum(map(len, prompts))
+
+    monkeypatch.setattr(engine_profile, "prefill_times_s", prefills)
+    monkeypatch.setattr(engine_profile, "decode_step_s", step)
 
 
 def run(tmp_path, *arguments):
@@ -72,7 +92,6 @@ def test_a_plan_that_cannot_be_measured_is_refused_in_one_line(tmp_path, argumen
 
 def test_the_prefixes_of_a_prompt_are_not_timed(tmp_path, monkeypatch):
     """Each length is measured behind each prefix, `rounds` times, the prefix computed once."""
-    from mooncake_zmq.bench import engine_profile
     from mooncake_zmq.engine.toy import ToyEngine
 
     calls = []
@@ -91,9 +110,7 @@ def test_the_prefixes_of_a_prompt_are_not_timed(tmp_path, monkeypatch):
 
 
 def test_the_backend_that_was_measured_is_written_down():
-    from mooncake_zmq.bench.engine_profile import ProfilePlan, measure
-
-    plan = ProfilePlan(
+    plan = engine_profile.ProfilePlan(
         model="toy", backend="compiled", rounds=1, lengths=(8, 40), prefixes=(0,), batches=(1, 2), contexts=(4, 8), steps=2
     )
-    assert measure(plan, lambda _: None).backend == "compiled"
+    assert engine_profile.measure(plan, lambda _: None).backend == "compiled"
