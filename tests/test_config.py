@@ -1,5 +1,6 @@
 """Reading, precedence, and errors that say where they are."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from mooncake_zmq.config import warnings as config_warnings
 from mooncake_zmq.config import warnings as warnings_module
 from mooncake_zmq.config.checks import check_local_reads, check_open
 from mooncake_zmq.config.errors import ConfigError
-from mooncake_zmq.config.load import effective, load
+from mooncake_zmq.config.load import effective, load, load_text
 from mooncake_zmq.config.ports import ports
 from mooncake_zmq.config.summary import summary
 from mooncake_zmq.config.warnings import warnings
@@ -555,3 +556,19 @@ def test_the_files_for_several_hosts_name_all_ports_and_none_twice_on_a_host(nam
 def test_the_files_for_several_hosts_have_metrics_of_every_node(name: str) -> None:
     nodes = load(ROOT / f"configs/{name}.toml", {}, {}).config.nodes
     assert [node.name for node in nodes if node.role != "gateway" and not node.metrics_port] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"adapters": ["poet"]}, 'adapters are for engine "vllm"'),
+        ({"engine": "vllm", "adapters": ["a b"]}, "without spaces"),
+        ({"engine": "vllm", "adapters": [""]}, "without spaces"),
+        ({"engine": "vllm", "adapters": ["a", "a"]}, "a name is given twice"),
+        ({"engine": "vllm", "name": "a", "adapters": ["a"]}, "a name is given twice"),
+    ],
+)
+def test_adapters_have_names_of_their_own_and_a_vllm(settings, said):
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    with pytest.raises(ConfigError, match=said):
+        load_text("\n".join(["[model]", *lines]), "f", environment={})

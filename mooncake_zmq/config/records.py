@@ -11,7 +11,7 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import NAME_PATTERN
-from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_TOKENS
+from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_MODEL_NAME, MAX_TOKENS
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -25,7 +25,6 @@ from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 """The origin of a page, as browsers write it."""
-MAX_MODEL_NAME = 256
 ENDPOINT = re.compile(r"https?://[^/?#\s]+")
 """The URL of a collector of spans."""
 
@@ -78,6 +77,9 @@ class ModelSettings:
     name: str = ""
     """The name by which clients ask for the model: printable text without spaces. Empty: that of its directory or file. With
     engine "vllm" it is also the name that nodes compare instead of the directory's."""
+    adapters: tuple[str, ...] = ()
+    """Names of LoRA adapters that every vLLM serves with the model (`--enable-lora --lora-modules NAME=DIRECTORY`); each is a
+    model of its own to clients."""
     cache_dir: str = ""
     """The directory of converted weights; empty: the user's cache directory."""
     card: str = ""
@@ -94,6 +96,12 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if len(self.name) > MAX_MODEL_NAME or not self.name.isprintable() or " " in self.name:
             raise ValueError(f"name must be printable text without spaces, of at most {MAX_MODEL_NAME} characters")
+        if self.adapters and self.engine != "vllm":
+            raise ValueError('adapters are for engine "vllm"')
+        if not all(each and len(each) <= MAX_MODEL_NAME and each.isprintable() and " " not in each for each in self.adapters):
+            raise ValueError(f"adapters have names of printable text without spaces, of at most {MAX_MODEL_NAME} characters")
+        if len(set(self.adapters)) < len(self.adapters) or self.name in self.adapters:
+            raise ValueError("adapters: a name is given twice")
         if not 1 <= self.block_tokens <= 4096:
             raise ValueError("block_tokens must be between 1 and 4096")
         if self.engine != "own" and self.card:

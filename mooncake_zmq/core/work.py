@@ -297,8 +297,9 @@ class DiskWritten(Struct, frozen=True):
 
 class Generate(Struct, frozen=True):
     """Work of the engine beside this node: continue from `tokens` (int32 bytes), of which the last `count` are output, until
-    `stop` ends it. Only requests of the same `root` share its cache. Reused KV may be at the cache-nodes `sources`; that of
-    `coming_tokens` is there, or will soon be. Without a token for `quiet_s` it has failed."""
+    `stop` ends it, with the `adapter` if one is named. Only requests of the same `root`, which covers the adapter, share its
+    cache. Reused KV may be at the cache-nodes `sources`; that of `coming_tokens` is there, or will soon be. Without a token for
+    `quiet_s` it has failed."""
 
     tokens: bytes
     count: int
@@ -308,6 +309,7 @@ class Generate(Struct, frozen=True):
     sources: tuple[str, ...] = ()
     quiet_s: float = math.inf
     coming_tokens: int = 0
+    adapter: str = ""
 
 
 class TokensGenerated(Struct, frozen=True, gc=False):

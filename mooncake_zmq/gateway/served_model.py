@@ -1,7 +1,7 @@
 """The model that a cluster serves, as the gateway knows it: its limits, its tokenizer and the namespace of its block keys."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The one model of this cluster, as clients and the block keys see it."""
+    """A model of this cluster, as clients and the block keys see it: the one that it serves, or that with an adapter."""
 
     id: str
     max_model_len: int
@@ -67,6 +67,17 @@ class ServedModel:
     tokenizer: Tokenizer
     foreign: bool = False
     """Whether vLLM computes it, which is asked for no probabilities of prompts."""
+    adapters: tuple[str, ...] = ()
+    """Names of the adapters with which it is served too."""
+    adapter: str = ""
+    """The adapter that this is the model with; empty: none."""
+
+    def named(self, name: str | None) -> "ServedModel | None":
+        """Return the model that a client asks for by this name, None being the one without an adapter; None if there is none
+        of that name."""
+        if name is None or name == self.id:
+            return self
+        return replace(self, id=name, adapter=name) if name in self.adapters else None
 
     @property
     def max_chars(self) -> int:
@@ -75,5 +86,5 @@ class ServedModel:
 
     def hash_prompt(self, tokens: bytes, salt: str) -> tuple[bytes, tuple[bytes, ...]]:
         """Namespace and keys of the complete blocks of `tokens` (int32 bytes)."""
-        root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt)
+        root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt, adapter=self.adapter)
         return root, tuple(extend_keys(root, tokens, self.block_tokens))

@@ -11,10 +11,10 @@ KEY_BYTES = 16
 Key = bytes
 
 
-def namespace(*, model: str, layout: str, salt: str = "") -> bytes:
-    """The chain's root: two namespaces that differ in weights, layout or tenant salt never share a key."""
+def namespace(*, model: str, layout: str, salt: str = "", adapter: str = "") -> bytes:
+    """The chain's root: two namespaces that differ in weights, layout, tenant salt or adapter never share a key."""
     digest = hashlib.sha256()
-    for part in (model, layout, salt):
+    for part in (model, layout, salt, adapter) if adapter else (model, layout, salt):
         raw = part.encode()
         digest.update(len(raw).to_bytes(4, "little") + raw)
     return digest.digest()[:KEY_BYTES]

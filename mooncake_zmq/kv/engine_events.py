@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from mooncake_zmq.kv.block_hash import pack_tokens
+from mooncake_zmq.kv.block_hash import pack_tokens, root_of_salt
 
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_HASH_BYTES = 64
@@ -113,15 +113,14 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     kind, group = fields.get("kv_cache_spec_kind"), _group(fields)
     if fields.get("medium") not in OWN_MEDIA or kind not in FULL_ATTENTION or (kind is None and group):
         return None
-    if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
-        return None
     hashes, parent, size = _hashes(fields.get("block_hashes")), fields.get("parent_block_hash"), fields.get("block_size")
     tokens = fields.get("token_ids")
     if type(size) is not int or not 0 < size <= 1 << 20 or not isinstance(tokens, list) or len(tokens) != size * len(hashes):
         raise EventError("a stored event whose tokens do not fit its blocks")
     if not all(type(token) is int and 0 <= token <= MAX_TOKEN for token in tokens):
         raise EventError("a stored event with tokens that are none")
-    salt = _salt(fields.get("extra_keys"), first=parent is None)
+    adapted = fields.get("lora_id") is not None or fields.get("lora_name") is not None
+    salt = _salt(fields.get("extra_keys"), first=parent is None, adapted=adapted)
     if salt is None or not hashes:
         return None
     return EngineStored(hashes, None if parent is None else _hash(parent), pack_tokens(tokens), size, salt, group)
@@ -137,15 +136,22 @@ def _group(fields: dict[Any, Any]) -> int:
     return group
 
 
-def _salt(extra_keys: Any, *, first: bool) -> str | None:
-    """The one extra key of a prompt's first block; None: there is another, or none where there must be one."""
+def _salt(extra_keys: Any, *, first: bool, adapted: bool) -> str | None:
+    """Return the salt among the extra keys of a prompt's first block; None: there is none where there must be one, or another
+    key. With an adapter every block has the adapter's keys beside it, and the salt is one of `salt_of`."""
     keys = list(extra_keys) if isinstance(extra_keys, list) else []
-    own = keys.pop(0) if first and keys else None
-    if any(keys):
-        return None
-    if not first:
-        return ""
-    return own[0] if isinstance(own, list) and len(own) == 1 and isinstance(own[0], str) else None
+    usual = keys[-1] if adapted and keys and not first else []
+    salt: Any = ""
+    if first:
+        own = keys.pop(0) if keys else None
+        if not isinstance(own, list):
+            return None
+        salts = [key for key in own if not adapted or (isinstance(key, str) and root_of_salt(key) is not None)]
+        if len(salts) != 1 or not isinstance(salts[0], str):
+            return None
+        salt = salts[0]
+        usual = [key for key in own if key != salt]
+    return salt if adapted == bool(usual) and all((key or []) == usual for key in keys) else None
 
 
 def _hashes(raw: Any) -> tuple[bytes, ...]:

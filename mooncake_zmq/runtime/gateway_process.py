@@ -142,6 +142,7 @@ class GatewayProcess(NodeProcess):
             layout_fingerprint=layout.fingerprint,
             tokenizer=tokenizer,
             foreign=model.foreign,
+            adapters=self.plan.loaded.config.model.adapters,
         )
 
     def _make_runtime(self) -> ZmqRuntime:

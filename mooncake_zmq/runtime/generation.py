@@ -238,6 +238,8 @@ def request_body(work: Generate) -> bytes:
         "stream_options": {"include_usage": True},
         "cache_salt": salt_of(work.root),
     }
+    if work.adapter:
+        body["model"] = work.adapter
     if hints := as_parameters(work.sources, work.coming_tokens):
         body["kv_transfer_params"] = hints
     return msgspec.json.encode(body)

@@ -37,7 +37,13 @@ class NoScaleOut(ServerError):
     """The server does not take token ids."""
 
 
-def await_server(settings: VllmSettings, max_model_len: int, sleep: Callable[[float], None] = time.sleep) -> None:
+def await_server(
+    settings: VllmSettings,
+    max_model_len: int,
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    adapters: Sequence[str] = (),
+) -> None:
     """Return once the server serves. Raises ServerError."""
     with httpx.Client(base_url=settings.url, timeout=settings.probe_timeout_s, trust_env=False) as client:
         waited_s = 0.0
@@ -50,7 +56,7 @@ def await_server(settings: VllmSettings, max_model_len: int, sleep: Callable[[fl
             sleep(POLL_S)
             waited_s += POLL_S
         try:
-            _check(client, settings, max_model_len)
+            _check(client, settings, max_model_len, adapters)
         except httpx.HTTPError as error:
             raise ServerError(f"vLLM at {settings.url} does not answer: {error}") from error
 
@@ -64,8 +70,11 @@ def unwell(client: httpx.Client) -> str | None:
     return None if status == httpx.codes.OK else f"its /health answers {status}"
 
 
-def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int) -> None:
-    longest = _longest(client.get("/v1/models"))
+def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, adapters: Sequence[str]) -> None:
+    models = _models(client.get("/v1/models"))
+    if missing := [name for name in adapters if name not in models]:
+        log.warning("adapters_not_listed", url=settings.url, adapters=missing)
+    longest = min((length for length in models.values() if length is not None), default=None)
     if longest is not None and longest < max_model_len:
         raise ServerError(
             f"vLLM at {settings.url} takes {longest} tokens and model.max_model_len is {max_model_len}: start it with "
@@ -84,14 +93,13 @@ def check_generation(client: httpx.Client, settings: VllmSettings) -> None:
         raise ServerError(f"vLLM at {settings.url} answers {answer.status_code} to {GENERATE}: {answer.text[:300]!r}")
 
 
-def _longest(answer: httpx.Response) -> int | None:
-    """Return the most tokens of prompt and output that it takes; None if it does not report that."""
+def _models(answer: httpx.Response) -> dict[str, int | None]:
+    """Return the names of its models and adapters, with the most tokens of prompt and output where it reports that."""
     try:
-        models = answer.json()["data"]
-        found = [model["max_model_len"] for model in models if isinstance(model["max_model_len"], int)]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return min(found, default=None)
+        lengths = {model["id"]: model.get("max_model_len") for model in answer.json()["data"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
 
 
 def server_command(python: str, config: Config, settings: VllmSettings, host: str = "") -> list[str]:

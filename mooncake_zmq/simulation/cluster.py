@@ -30,6 +30,7 @@ BLOCK_TOKENS = 8
 SLOT_BYTES = sim_layout(BLOCK_TOKENS).slot_bytes
 HOSTS = ("a", "b", "c")
 CONDUCTORS = ("conductor-1", "conductor-2")
+POOLS = tuple(f"cache-node-{host}" for host in HOSTS)
 MEMBERS = tuple(f"{role}-{host}" for role in ("prefill", "decode", "cache-node") for host in HOSTS)
 VLLMS: Mapping[str, Part] = {"b": "both", "c": "both"}
 VLLMS_DISAGGREGATED: Mapping[str, Part] = {"a": "decode", "b": "prefill", "c": "decode"}
@@ -93,20 +94,26 @@ class ClusterSettings:
     """Whether its processes get no CPU now and then, and no conversation ends."""
     suspended: bool = False
     """Whether some of its hosts are suspended and go on."""
+    vllms_alone: bool = False
+    """Whether only vLLMs compute. Requests then ask for adapters."""
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
     def of_seed(cls, seed: int) -> "ClusterSettings":
-        """Return the settings of a seed. Of three seeds one has vLLMs among the others, which in half of them prefill and
-        decode separately; one computes longer prompts in pipelines of up to three prefills, one decodes several steps in a
-        work. Of five, one is watched. Of eight, one is starved. Of four, one has hosts that are suspended."""
+        """Return the settings of a seed. Of three seeds one has vLLMs among the others, or in a third of these seeds alone,
+        which in half of them prefill and decode separately; one computes longer prompts in pipelines of up to three prefills,
+        one decodes several steps in a work. Of five, one is watched. Of eight, one is starved. Of four, one has hosts that are
+        suspended."""
         plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
         if seed % 3 == 0:
             parts = (VLLM_PAIR if seed % 4 == 1 else VLLMS_DISAGGREGATED) if seed % 2 else VLLMS
-            members = (*MEMBERS, *(f"vllm-{host}" for host in parts))
-            return replace(plain, vllm_parts=parts, conductor=replace(plain.conductor, members=members))
+            alone = seed % 9 == 6
+            others = POOLS if alone else MEMBERS
+            members = (*others, *(f"vllm-{host}" for host in parts))
+            conductor = replace(plain.conductor, members=members)
+            return replace(plain, vllm_parts=parts, vllms_alone=alone, conductor=conductor)
         conductor = replace(
             plain.conductor,
             pipeline_stages=3,
@@ -129,10 +136,10 @@ def shares_of(settings: CacheNodeSettings) -> dict[Medium, dict[str, int]]:
 
 
 def processes(settings: ClusterSettings) -> list[ProcessSpec]:
-    """Return the specs of 2 gateways, 2 conductors, on each of 3 hosts a prefill, a decode and a cache-node, and on some a
-    vLLM."""
+    """Return the specs of 2 gateways, 2 conductors, on each of 3 hosts a cache-node and, unless vLLMs compute alone, a prefill
+    and a decode, and on some a vLLM."""
     places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
-    for role in ("prefill", "decode", "cache-node"):
+    for role in ("cache-node",) if settings.vllms_alone else ("prefill", "decode", "cache-node"):
         places |= {f"{role}-{host}": host for host in HOSTS}
     parts = {f"vllm-{host}": part for host, part in settings.vllm_parts.items()}
     places |= {f"vllm-{host}": host for host in settings.vllm_parts}

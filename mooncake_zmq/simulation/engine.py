@@ -37,10 +37,12 @@ def sim_layout(block_tokens: int) -> BlockLayout:
 class SimSequence:
     """One sequence's KV as `[layer, k/v, token, head_dim]`."""
 
-    __slots__ = ("capacity", "_place", "kv", "past", "unsampled")
+    __slots__ = ("_adds", "_place", "capacity", "kv", "past", "unsampled")
 
-    def __init__(self, capacity: int, past: bytes = b"") -> None:
+    def __init__(self, capacity: int, past: bytes = b"", adapter: str = "") -> None:
         self.capacity = capacity
+        self._adds = np.uint32(xxhash.xxh32_intdigest(adapter.encode()) if adapter else 0)
+        """The adapter's part of each token's KV."""
         self.past = past
         """The tokens before the next one that choices depend on, as `Sampling.past` says."""
         self.unsampled: tuple[Sampled, ...] = ()
@@ -66,6 +68,7 @@ class SimSequence:
         positions = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint32)
         steps = (tokens + np.uint32(1)) * np.uint32(7919) + positions * np.uint32(104729)
         steps ^= steps >> np.uint32(7)
+        steps += self._adds
         cells = steps[:, None] * _MULTIPLIER[layer]
         if start:
             cells[:, :, 0] += self.kv[layer, :, start - 1]

@@ -124,6 +124,11 @@ AMID_LATENESS = (
 )
 """The kinds that a seed with late processes draws from: none that may end a conversation, or have a copy that began in the last
 moments of a lease, as many do after a lateness, outlast it."""
+OF_READERS = (
+    *(FaultKind.ROLE, FaultKind.TANGLE),
+    *(FaultKind.STOP_ASKER, FaultKind.STOP_WRITER, FaultKind.STOP_READER),
+)
+"""The kinds that need a prefill or a decode, which a seed whose vLLMs compute alone does not have."""
 STORE_FAULTS = tuple(kind for kind in FaultKind if kind not in (*_OF_BLOCKS, FaultKind.CRASH_SENDER))
 """The kinds that a seed with stores alone draws from."""
 

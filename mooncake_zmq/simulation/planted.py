@@ -26,6 +26,7 @@ from mooncake_zmq.core.work import Generate
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
+from mooncake_zmq.gateway.requests.request import Request
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.prefill.waiting import Waiting
 from mooncake_zmq.simulation import engine, planted_inference, planted_stores
@@ -226,6 +227,17 @@ def _resume_repeats() -> Replacements:
     return [(VllmNode, "handle", forgetful)]
 
 
+def _resume_without_adapter() -> Replacements:
+    """An answer that another vLLM continues is asked for without its adapter."""
+    start = Request.start
+
+    def forgetful(self: Request, *arguments: Any) -> StartPrefill:
+        message = start(self, *arguments)
+        return structs.replace(message, adapter="") if message.first_index else message
+
+    return [(Request, "start", forgetful)]
+
+
 def _passed_on_short() -> Replacements:
     """A vLLM that prefilled hands the request over without the token that it made."""
     handle = VllmNode.handle
@@ -281,6 +293,7 @@ PLANTED: dict[str, Planted] = {
     "answer_forgotten": Planted("an answer resumed as prompt", ("I3",), (K.CRASH, K.CRASH), _answer_forgotten),
     "constraint_restarts": Planted("a grammar begun anew", ("I3",), (K.CRASH, K.CRASH), _constraint_restarts),
     "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
+    "resume_without_adapter": Planted("a resume forgets the adapter", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_without_adapter),
     "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_incarnation_received": Planted(

@@ -16,6 +16,7 @@ from mooncake_zmq.simulation.clients import Clients
 from mooncake_zmq.simulation.cluster import CHANGEABLE, ClusterSettings, processes, shares_of
 from mooncake_zmq.simulation.faults import (
     AMID_LATENESS,
+    OF_READERS,
     STORE_FAULTS,
     USUAL,
     Fault,
@@ -45,6 +46,8 @@ LIVENESS_S = 45.0
 """The time from healing within which everything must have ended."""
 LONGEST_STOP_S = 6.0
 """The lateness of a stopped gateway at most, beside the time for which its host is suspended."""
+ADAPTERS = ("", "", "poet", "sql")
+"""Half of the chats ask for an adapter where vLLMs compute alone."""
 OUR_BUGS = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -90,7 +93,7 @@ def run_seed(
 def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *, trace: bool, stores_only: bool) -> None:
     random = Random(result.seed)
     settings = ClusterSettings.of_seed(result.seed)
-    workload = replace(workload, plain=bool(settings.vllm_parts))
+    workload = replace(workload, plain=bool(settings.vllm_parts), adapters=ADAPTERS if settings.vllms_alone else ())
     specs = processes(settings)
     if stores_only:
         specs = [replace(spec, peers=()) for spec in specs if spec.role == "cache-node"]
@@ -101,7 +104,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     result.faults = [str(fault) for fault in faults]
     checkers = Checkers(
         blocks=work.blocks,
-        roots=tuple(workload.roots(settings.layout).values()),
+        roots=workload.roots(settings.layout),
         block_tokens=settings.layout.block_tokens,
         max_lease_s=settings.cache_node.max_lease_s,
         shares=ShareChecker(work.owners | probes.owners, shares_of(settings.cache_node)),
@@ -146,10 +149,12 @@ def _draw_faults(
     names = list(dict.fromkeys(spec.name for spec in specs))
     segments = list(dict.fromkeys(spec.name for spec in specs if spec.slots))
     kinds = STORE_FAULTS if stores_only else AMID_LATENESS if settings.starved else USUAL
+    if settings.vllms_alone:
+        kinds, stress = (tuple(kind for kind in each if kind not in OF_READERS) for each in (kinds, stress))
     faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
     if settings.watched and not stores_only:
         faults += draw_cordons(Random(f"rests of {seed}"), processes=names, window_s=SAFETY_S)
-        if not settings.starved:
+        if not (settings.starved or settings.vllms_alone):
             faults += draw_tangle(Random(f"tangle of {seed}"), processes=CHANGEABLE, window_s=SAFETY_S)
     if settings.starved and not stores_only:
         faults += draw_lates(Random(f"lateness of {seed}"), processes=names, window_s=SAFETY_S)

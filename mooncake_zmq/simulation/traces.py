@@ -1,7 +1,7 @@
 """The workload of a seed: chats whose next turn extends prompt and answer, shared system prefixes, bursts of prompts that begin
 alike, hang-ups, tenants."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -43,10 +43,21 @@ class Workload:
     tenants: tuple[str, ...] = ("", "red", "blue")
     plain: bool = False
     """Whether to ask for nothing that vLLMs do not support."""
+    adapters: tuple[str, ...] = ()
+    """The adapters that chats ask for; empty names stand for none."""
 
-    def roots(self, layout: BlockLayout) -> dict[str, bytes]:
-        """Return each tenant's namespace, after which its prompts begin."""
-        return {tenant: namespace(model=MODEL, layout=layout.fingerprint, salt=tenant) for tenant in self.tenants}
+    def adapter_for(self, prompt: Sequence[int]) -> str:
+        """Return the adapter that a chat with this first prompt asks for; empty: none."""
+        return self.adapters[sum(prompt) % len(self.adapters)] if self.adapters else ""
+
+    def root(self, layout: BlockLayout, tenant: str, adapter: str = "") -> bytes:
+        """Return the namespace after which the prompts of a tenant begin."""
+        return namespace(model=MODEL, layout=layout.fingerprint, salt=tenant, adapter=adapter)
+
+    def roots(self, layout: BlockLayout) -> tuple[bytes, ...]:
+        """Return the namespaces of all tenants, with and without adapters."""
+        adapters = sorted({"", *self.adapters})
+        return tuple(self.root(layout, tenant, adapter) for tenant in self.tenants for adapter in adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +135,14 @@ def _turns(
     random: Random, workload: Workload, layout: BlockLayout, trace: Trace, tenant: str, before: list[int], count: int
 ) -> tuple[Turn, ...]:
     """Draw so many turns of a chat of `tenant` whose prompts begin with `before`."""
-    root = workload.roots(layout)[tenant]
     prompt = list(before)
     turns: list[Turn] = []
     for _ in range(count):
         prompt = prompt + _tokens(random, _question_length(random, workload, layout, len(prompt)))
-        turn = _turn(random, workload, layout, trace, root, tenant, prompt)
+        if not turns:
+            adapter = workload.adapter_for(prompt)
+            root = workload.root(layout, tenant, adapter)
+        turn = _turn(random, workload, layout, trace, root, adapter, tenant, prompt)
         turns.append(turn)
         for answer in turn.answers:
             whole = pack_tokens(prompt + list(answer.tokens))
@@ -151,7 +164,14 @@ LOGPROBS = (None, None, 0, 2)
 
 
 def _turn(
-    random: Random, workload: Workload, layout: BlockLayout, trace: Trace, root: bytes, tenant: str, prompt: list[int]
+    random: Random,
+    workload: Workload,
+    layout: BlockLayout,
+    trace: Trace,
+    root: bytes,
+    adapter: str,
+    tenant: str,
+    prompt: list[int],
 ) -> Turn:
     temperature = random.choice((0.0, 0.0, 0.8))
     sampling = Sampling(
@@ -173,11 +193,12 @@ def _turn(
     answers: list[Answer] = []
     for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
         own = structs.replace(sampling, seed=seed)
-        answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks)))
+        answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, adapter)))
     tokens = pack_tokens(prompt)
     request = ClientRequest(
         tokens=tokens,
         root=root,
+        adapter=adapter,
         keys=tuple(extend_keys(root, tokens, layout.block_tokens)),
         sampling=sampling,
         stop=stop,
@@ -195,11 +216,17 @@ def _turn(
 
 
 def reference(
-    root: bytes, prompt: Iterable[int], sampling: Sampling, stop: StopRule, layout: BlockLayout, blocks: dict[Key, bytes]
+    root: bytes,
+    prompt: Iterable[int],
+    sampling: Sampling,
+    stop: StopRule,
+    layout: BlockLayout,
+    blocks: dict[Key, bytes],
+    adapter: str = "",
 ) -> tuple[tuple[int, ...], str]:
     """Return the undisturbed answer and why it ends; add to `blocks` the bytes of every complete block of the sequence."""
     tokens = list(prompt)
-    sequence = SimSequence(len(tokens) + stop.max_tokens, sampling.past(pack_tokens(tokens)))
+    sequence = SimSequence(len(tokens) + stop.max_tokens, sampling.past(pack_tokens(tokens)), adapter)
     sequence.run(0, np.array(tokens, dtype=np.uint32))
     prompt_length = len(tokens)
     while True:

@@ -24,7 +24,7 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
     """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under way."""
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
-    sequence = SimSequence(length + left, work.sampling.past(work.tokens))
+    sequence = SimSequence(length + left, work.sampling.past(work.tokens), work.adapter)
     start = reused = yield from _load_saved(machine, work, sequence)
     tokens = tokens[start:]
     took_s = machine.took(hardware.compute_start_s + hardware.compute_token_s * len(tokens))

@@ -298,6 +298,7 @@ class VllmNode:
                 tokens=request.tokens,
                 count=request.first_index,
                 root=request.root,
+                adapter=request.adapter,
                 sampling=request.sampling,
                 stop=self._stop(request),
                 sources=request.sources,

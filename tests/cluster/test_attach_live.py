@@ -43,10 +43,17 @@ def cluster(directory: Path, stubs: list[AttachableVllm]) -> Iterator[AttachedCl
 def test_two_servers_are_served_through_one_address(cluster: AttachedCluster, stubs: list[AttachableVllm]) -> None:
     assert f"wrote {cluster.file}" in cluster.told()
     assert "--kv-events-config" in cluster.told(), "what they lack is said, and they are served"
-    (listed,) = web.get(f"{cluster.url}/v1/models").json()["data"]
+    listed, adapter = web.get(f"{cluster.url}/v1/models").json()["data"]
+    assert (adapter["id"], adapter["parent"]) == ("tuned", NAME)
     assert (listed["id"], listed["max_model_len"]) == (NAME, 3200), "as much as one server has room for"
     chat = {"model": NAME, "messages": [{"role": "user", "content": "the"}], "max_tokens": 4, "temperature": 0}
     assert web.post(f"{cluster.url}/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 4
+
+    tuned = web.post(f"{cluster.url}/v1/chat/completions", json=chat | {"model": "tuned"}).json()
+    assert (tuned["model"], tuned["usage"]["prompt_tokens_details"]["cached_tokens"]) == ("tuned", 0)
+    asked = [body for stub in stubs for body in stub.asked if body.get("stream")]
+    assert [body.get("model") for body in asked[-2:]].count("tuned") == 1
+    assert len({body["cache_salt"] for body in asked[-2:]}) == 2
 
     ends: list[int] = []
 
@@ -59,6 +66,7 @@ def test_two_servers_are_served_through_one_address(cluster: AttachedCluster, st
 
     for stub in stubs:
         stub.answering = mortal
-    with Stream(cluster.url, greedy(model=NAME, prompt=PROMPT, max_tokens=40, stream=True)) as stream:
+    with Stream(cluster.url, greedy(model="tuned", prompt=PROMPT, max_tokens=40, stream=True)) as stream:
         assert stream.read() == expected(PROMPT, 40)
     assert not stream.errors
+    assert [body.get("model") for stub in stubs for body in stub.asked if body.get("stream")].count("tuned") >= 3

@@ -71,6 +71,7 @@ class ScriptedActor:
     share: bool = False
     max_model_len: int = 64
     vocab_size: int = 512
+    adapters: tuple[str, ...] = ()
     requests: dict[str, ClientRequest] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     up: dict[str, Hello] = field(default_factory=lambda: {role: hello(role) for role in ("conductor", "prefill", "decode")})
@@ -97,6 +98,7 @@ class ScriptedActor:
             model_fingerprint="weights",
             layout_fingerprint="layout",
             tokenizer=byte_tokenizer(),
+            adapters=self.adapters,
         )
         self.edge = Edge(
             name="gw",

@@ -31,7 +31,7 @@ class Sixteen:
         decode = replace(plain.decode, capacity_tokens=room * 80, max_requests=room, max_batch=room)
         settings = replace(plain, decode=decode)
         layout, workload = settings.layout, Workload()
-        root, blocks = workload.roots(layout)[""], {}
+        root, blocks = workload.root(layout, ""), {}
         sampling = Sampling(temperature=0.8, seed=5, prompt_tokens=len(PROMPT))
         stop, tokens = StopRule(max_tokens=12), pack_tokens(PROMPT)
         answers = []
@@ -44,7 +44,7 @@ class Sixteen:
         self.answers = answers
         self.checkers = Checkers(
             blocks=blocks,
-            roots=tuple(workload.roots(layout).values()),
+            roots=workload.roots(layout),
             block_tokens=layout.block_tokens,
             max_lease_s=settings.cache_node.max_lease_s,
             shares=ShareChecker({}, {}),

@@ -26,7 +26,7 @@ def first_token_s(length: int, stages: int) -> tuple[float, int]:
     conductor = replace(plain.conductor, pipeline_stages=stages, pipeline_min_tokens=64, pipeline_chunk_tokens=16)
     settings = replace(plain, conductor=conductor, prefill=replace(plain.prefill, chunk_tokens=16))
     blocks: dict[bytes, bytes] = {}
-    root, stop, prompt = Workload().roots(settings.layout)[""], StopRule(max_tokens=4), list(range(3, 3 + length))
+    root, stop, prompt = Workload().root(settings.layout, ""), StopRule(max_tokens=4), list(range(3, 3 + length))
     answer, _ = reference(root, prompt, Sampling(), stop, settings.layout, blocks)
     checkers = Checkers(
         blocks=blocks,

@@ -196,6 +196,35 @@ def test_blocks_that_no_request_of_ours_can_reuse_are_passed_over(more):
     assert decode_batch(batch(as_map([1, 2, 3, 4], SALT, **more))).events == ()
 
 
+ADAPTED = {"lora_id": 1, "lora_name": "poet"}
+OURS = salt_of(bytes(range(16)))
+
+
+def test_blocks_of_an_adapter_are_read_under_the_salt_that_covers_it():
+    first = as_map([1, 2, 3, 4], OURS, **ADAPTED, extra_keys=[["poet", OURS], ["poet"]])
+    later = as_map([5, 6, 7, 8], "", **ADAPTED, parent_block_hash=b"p", extra_keys=[["poet"], ["poet"]])
+    assert decode_batch(batch(first, later)).events == (
+        structs.replace(FOUR, salt=OURS),
+        structs.replace(FOUR, parent=b"p", tokens=pack_tokens([5, 6, 7, 8]), salt=""),
+    )
+
+
+@pytest.mark.parametrize(
+    "extra_keys",
+    [
+        [["poet", "a salt of another"], ["poet"]],
+        [["poet"], ["poet"]],
+        [["poet", OURS], ["poet", "image"]],
+        [["poet", OURS], None],
+        [[OURS], None],
+        [[OURS, OURS], [OURS]],
+        None,
+    ],
+)
+def test_blocks_of_an_adapter_with_other_keys_are_passed_over(extra_keys):
+    assert decode_batch(batch(as_map([1, 2, 3, 4], OURS, **ADAPTED, extra_keys=extra_keys))).events == ()
+
+
 def test_blocks_of_full_attention_are_read_whichever_group_has_them():
     event = as_map([1, 2, 3, 4], SALT, group_idx=2)
     removed = {"type": "BlockRemoved", "block_hashes": [b"h"], "group_idx": 1}

@@ -6,6 +6,7 @@ import time
 
 import msgspec
 import pytest
+import structlog
 from stub_vllm import DONE, StubVllm, event, usage
 
 from mooncake_zmq.core.actor import WorkDone
@@ -112,6 +113,11 @@ def scored(*tokens):
 
     content = [{"token_id": token, "logprob": -float(token), "rank": 1, "top_logprobs": candidates(token)} for token in tokens]
     return {"content": content}
+
+
+def test_a_request_with_an_adapter_names_it_and_no_other_does():
+    assert json.loads(request_body(work(adapter="poet")))["model"] == "poet"
+    assert "model" not in json.loads(request_body(work()))
 
 
 def test_tokens_come_with_their_logprobs_and_the_likeliest_in_order(bench):
@@ -274,6 +280,22 @@ def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():
             await_server(settings, 4096)
     finally:
         stub.close()
+
+
+def test_an_adapter_that_a_server_does_not_list_is_logged_and_others_are_not():
+    stub = StubVllm()
+    listed = [{"id": "m", "max_model_len": 4096}, {"id": "poet", "parent": "m", "max_model_len": None}]
+    stub.pages["/v1/models"] = (200, json.dumps({"data": listed}).encode())
+    try:
+        with structlog.testing.capture_logs() as logs:
+            await_server(VllmSettings(url=stub.url), 4096, adapters=("poet",))
+            assert not logs
+            stub.status = 404
+            with pytest.raises(ServerError, match="--enable-scale-out"):
+                await_server(VllmSettings(url=stub.url), 4096, adapters=("poet", "sql"))
+    finally:
+        stub.close()
+    assert [(each["event"], each["adapters"]) for each in logs] == [("adapters_not_listed", ["sql"])]
 
 
 @pytest.mark.parametrize(

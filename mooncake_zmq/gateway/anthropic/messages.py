@@ -12,7 +12,7 @@ from msgspec import Meta, Raw, Struct
 
 from mooncake_zmq.gateway.openai.bodies import ChatBody, TokenCount, parse_body, parsed
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
-from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, check_model, invalid, json_errors, quoted, too_long
+from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
 from mooncake_zmq.gateway.openai.rejected_params import NULL
 from mooncake_zmq.gateway.served_model import ServedModel
@@ -126,7 +126,7 @@ def count_tokens(raw: bytes | bytearray, model: ServedModel, settings: EdgeSetti
     """Return the answer to /v1/messages/count_tokens, as JSON: the tokens of the prompt as the model's template writes it.
     Raises RequestError."""
     chat = parse_body(msgspec.json.encode(_chat_of(parsed(raw, MessagesBody), model)), MessagesChat)
-    check_model(chat.model, model)
+    model = asked(chat.model, model)
     (prompt,) = chat.prompts(model, 1)
     check_size(prompt, model, "messages")
     try:

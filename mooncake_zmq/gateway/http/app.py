@@ -276,7 +276,7 @@ class _Generation:
         scope["state"]["reported"] = True
         reply = self._reply(
             prepared,
-            self._edge.model,
+            prepared.model,
             request_id=scope["state"]["id"],
             created=int(time.time()),
             shows_reuse=self._edge.shows_reuse(prepared.body.cache_salt),

@@ -15,7 +15,7 @@ from mooncake_zmq import __version__
 from mooncake_zmq.gateway.http import web
 from mooncake_zmq.gateway.http.auth import sees_all
 from mooncake_zmq.gateway.http.http_calls import Edge
-from mooncake_zmq.gateway.openai.errors import unknown_model
+from mooncake_zmq.gateway.openai.errors import asked
 from mooncake_zmq.gateway.served_model import ServedModel
 
 SCRAPE_EVERY_S = 0.1
@@ -29,11 +29,11 @@ def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, st
 
 def routes(edge: Edge) -> list[Route]:
     """Return all of these routes."""
-    model, health = _Model(edge.model), partial(_health, edge)
+    models, health = _Models(edge.model), partial(_health, edge)
     return [
         Route("/", partial(_front, edge.model)),
-        Route("/v1/models", model.listed),
-        Route("/v1/models/{model:path}", model.named),
+        Route("/v1/models", models.listed),
+        Route("/v1/models/{model:path}", models.named),
         Route("/health", health),
         Route("/ready", health),
         Route("/ping", health),
@@ -43,31 +43,28 @@ def routes(edge: Edge) -> list[Route]:
     ]
 
 
-class _Model:
-    """The one model, as OpenAI lists models."""
+class _Models:
+    """The model and its adapters, as OpenAI and vLLM list models."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._id = model.id
         self._model = model
         self._created = int(time.time())
 
     async def listed(self, _request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        names = (self._model.id, *self._model.adapters)
+        return json_response({"object": "list", "data": [self._card(name) for name in names]})
 
     async def named(self, request: Request) -> Response:
-        wanted = request.path_params["model"]
-        if wanted != self._id:
-            raise unknown_model(wanted, self._model)
-        return json_response(self._card())
+        return json_response(self._card(asked(request.path_params["model"], self._model).id))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "mooncake_zmq",
-            "root": self._id,
-            "parent": None,
+            "root": name,
+            "parent": None if name == self._model.id else self._model.id,
             "max_model_len": self._model.max_model_len,
         }
 

@@ -60,8 +60,9 @@ def quoted(said: str) -> str:
 
 
 def unknown_model(wanted: str, model: ServedModel) -> RequestError:
-    """The error for any model but the one that is served."""
-    return RequestError(404, f"no model {quoted(wanted)} here: it is {model.id!r}", code="model_not_found", param="model")
+    """The error for any model that is not served."""
+    there = f"it is {model.id!r}" if not model.adapters else f"there are {', '.join(map(repr, (model.id, *model.adapters)))}"
+    return RequestError(404, f"no model {quoted(wanted)} here: {there}", code="model_not_found", param="model")
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> RequestError:
@@ -84,10 +85,11 @@ def check_fits(prompt_tokens: int, param: str, model: ServedModel) -> None:
         raise too_many_tokens(param, model, prompt_tokens, 1)
 
 
-def check_model(wanted: str | None, model: ServedModel) -> None:
-    """Raises RequestError."""
-    if wanted is not None and wanted != model.id:
-        raise unknown_model(wanted, model)
+def asked(wanted: str | None, model: ServedModel) -> ServedModel:
+    """Return the model that a client names. Raises RequestError."""
+    if (found := model.named(wanted)) is None:
+        raise unknown_model(wanted or "", model)
+    return found
 
 
 def check_count(count: int, most: int, what: str) -> None:

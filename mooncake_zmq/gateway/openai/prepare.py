@@ -17,8 +17,8 @@ from mooncake_zmq.gateway.openai.detokenizer import Choice, StopTable, stop_tabl
 from mooncake_zmq.gateway.openai.errors import (
     UNSUPPORTED,
     RequestError,
+    asked,
     check_fits,
-    check_model,
     invalid,
     of_a_library,
     too_long,
@@ -44,6 +44,8 @@ class Prepared:
     """A valid HTTP body, tokenized: `requests[i]` is answered by `choices[i]`; `n` choices for each prompt, in order."""
 
     body: CompletionBody | ChatBody
+    model: ServedModel
+    """The model that the body names."""
     requests: list[ClientRequest]
     choices: list[Choice]
 
@@ -68,7 +70,7 @@ def prepare(
     """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone is too large.
     `grammars`: to see whether a constraint can be followed; None: it is not tried."""
     body = parse_body(raw, kind)
-    check_model(body.model, model)
+    model = asked(body.model, model)
     body.check_stream_options()
     if model.foreign and body.echoed_likeliest is not None:
         raise invalid("logprobs", "a vLLM engine is asked for no probabilities of a prompt here", UNSUPPORTED)
@@ -81,7 +83,7 @@ def prepare(
     bound = bool(constraint) and (tools.binds_all or not tools.constraint)
     marks = None if bound else body.reasoning_marks(model, settings)
     common = _Common(body, model, settings.max_echo_chars, tenant, seed, stops, tools, constraint, marks)
-    prepared = Prepared(body.without_prompt(), [], [])
+    prepared = Prepared(body.without_prompt(), model, [], [])
     for prompt in prompts:
         common.add(prompt, prepared)
     if prepared.held_scores > (most := settings.max_held_scores // SCORES_SHARE):
@@ -131,6 +133,7 @@ class _Common:
             request = ClientRequest(
                 tokens=tokens,
                 root=root,
+                adapter=model.adapter,
                 keys=keys,
                 sampling=msgspec.structs.replace(sampling, seed=(self._seed + nth) % SEEDS),
                 stop=stop,

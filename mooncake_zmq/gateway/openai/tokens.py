@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_zmq.gateway.openai.bodies import ChatMessage, Prompt, chat_form, parsed, read_ids, turns_of
-from mooncake_zmq.gateway.openai.errors import RequestError, check_model
+from mooncake_zmq.gateway.openai.errors import RequestError, asked
 from mooncake_zmq.gateway.openai.logprobs import text_of
 from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
 from mooncake_zmq.gateway.openai.rejected_params import NULL
@@ -38,7 +38,7 @@ class DetokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 def tokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
     """The answer to /tokenize, as JSON. Raises RequestError."""
     body = parsed(raw, TokenizeBody)
-    check_model(body.model, model)
+    model = asked(body.model, model)
     prompt = _prompt(body, model)
     param = "prompt" if isinstance(prompt, str) else "messages"
     check_size(prompt, model, param)
@@ -52,7 +52,7 @@ def tokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
 def detokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
     """The answer to /detokenize, as JSON, special tokens and all. Raises RequestError."""
     body = parsed(raw, DetokenizeBody)
-    check_model(body.model, model)
+    model = asked(body.model, model)
     ids = read_ids(bytes(body.tokens), model, "tokens")
     if max(ids, default=0) >= model.vocab_size:
         text = f"token id {max(ids)} is out of range: the vocabulary has {model.vocab_size} ids"

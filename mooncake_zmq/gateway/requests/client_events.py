@@ -13,6 +13,8 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
 
     tokens: bytes
     root: bytes
+    adapter: str = ""
+    """The adapter of a vLLM with which the model answers, which `root` covers; empty: none."""
     keys: tuple[bytes, ...]
     sampling: Sampling
     stop: StopRule

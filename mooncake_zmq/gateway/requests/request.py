@@ -176,6 +176,7 @@ class Request:
             attempt=self.attempt,
             tokens=client.tokens + pack_tokens(self.answer.tokens),
             root=client.root,
+            adapter=client.adapter,
             keys=tuple(self._keys()),
             first_index=len(self.answer.tokens),
             sampling=client.sampling,

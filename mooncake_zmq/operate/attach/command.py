@@ -178,7 +178,7 @@ def _deployment(servers: tuple[Server, ...], model: str | None) -> Deployment:
     if not store:
         named = ", ".join(sorted({endpoint for server in servers for endpoint in server.stores}))
         click.echo(f"no store is started here: the servers' connectors use {named}", err=True)
-    return Deployment(
+    deployment = Deployment(
         servers=servers,
         name=name,
         directory=find(servers, name, model),
@@ -186,6 +186,10 @@ def _deployment(servers: tuple[Server, ...], model: str | None) -> Deployment:
         store=store,
         store_bytes=place.store_bytes(SHM_DIR),
     )
+    for server in servers:
+        if partly := [adapter for adapter in server.adapters if adapter not in deployment.adapters]:
+            click.echo(f"not attached, as not every server has it: {', '.join(partly)} of {server.url}", err=True)
+    return deployment
 
 
 def _as_json(servers: Sequence[Server], found: Sequence[Sequence[Lack]], model: str | None) -> dict[str, Any]:

@@ -34,6 +34,11 @@ class Deployment:
         block_tokens = self.servers[0].block_tokens
         return min(MAX_TOKENS, MAX_BLOCKS * block_tokens, *(server.max_model_len for server in self.servers))
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that every server has."""
+        return [name for name in self.servers[0].adapters if all(name in server.adapters for server in self.servers)]
+
     def toml(self) -> str:
         """Return the text of the file."""
         parts = [
@@ -48,6 +53,7 @@ class Deployment:
             f"path = {_text(str(self.directory))}",
             f"block_tokens = {self.servers[0].block_tokens}",
             f"max_model_len = {self.max_model_len}",
+            *([f"adapters = {json.dumps(self.adapters, ensure_ascii=False)}"] if self.adapters else ()),
             "",
             "[gateway]",
             f"http_port = {self.gateway_port}",

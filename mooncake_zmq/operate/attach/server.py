@@ -32,6 +32,8 @@ class Server:
     version: str
     names: tuple[str, ...]
     """Names of its model, without those of adapters."""
+    adapters: tuple[str, ...]
+    """Names of its adapters."""
     root: str
     """Its model: a directory on its machine, or a name at Hugging Face."""
     max_model_len: int
@@ -73,7 +75,7 @@ def ask(url: str, endpoints: Sequence[str]) -> Server:
     settings = VllmSettings(url=url)
     try:
         with client_of(url) as client:
-            models = _models(client, url)
+            models, adapters = _models(client, url)
             cache, connector = _metrics(client, url)
             takes_tokens = _takes_tokens(client, settings)
             block_tokens = _whole(cache[0], "block_size", url)
@@ -87,6 +89,7 @@ def ask(url: str, endpoints: Sequence[str]) -> Server:
         url=url,
         version=_version(version),
         names=tuple(model.id for model in models),
+        adapters=tuple(model.id for model in adapters),
         root=base.root or base.id,
         max_model_len=base.max_model_len,
         block_tokens=block_tokens,
@@ -111,7 +114,8 @@ def tokens_of(url: str, name: str, text: str) -> list[int] | None:
     return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
 
 
-def _models(client: httpx.Client, url: str) -> list[_Model]:
+def _models(client: httpx.Client, url: str) -> tuple[list[_Model], list[_Model]]:
+    """Return the names of its model, and its adapters. Raises ServerError."""
     status, content = _get(client, "/v1/models", url)
     if status in GUARDED:
         raise ServerError(f"{url} wants an API key, which nodes do not send: start it without --api-key, on its own network")
@@ -122,7 +126,7 @@ def _models(client: httpx.Client, url: str) -> list[_Model]:
     own = [model for model in models if model.parent is None and model.max_model_len]
     if not own:
         raise ServerError(f"{url} is no vLLM server: its /v1/models names no model with a max_model_len (it answers {status})")
-    return own
+    return own, [model for model in models if model.parent is not None]
 
 
 def _metrics(client: httpx.Client, url: str) -> tuple[list[dict[str, str]], str | None]:
