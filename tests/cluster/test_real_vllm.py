@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import web
+from safetensors.numpy import save_file
 from stopping import stop
 from strange_model import VOCABULARY, write_model
 from toy_cluster import ROOT, Stream, eventually, free_port, greedy, until_none
 from vllm_cluster import ApartCluster, VllmCluster, cpu_s
 
-from mooncake_zmq.prove.tiny_llama import llama_config, write_weights
+from mooncake_zmq.prove.tiny_llama import HEAD, HEADS, HIDDEN, KV_HEADS, LAYERS, llama_config, write_weights
 
 PYTHON = os.environ.get("REQUIRE_VLLM", "")
 pytestmark = [
@@ -48,14 +50,36 @@ def write_llama(directory: Path) -> Path:
     return directory
 
 
+def write_adapter(directory: Path, seed: int) -> Path:
+    """A LoRA adapter of rank 8 with random weights, for queries and values of every layer."""
+    directory.mkdir()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
+    random, tensors = np.random.default_rng(seed), {}
+    for layer in range(LAYERS):
+        for part, rows in (("q_proj", HEADS * HEAD), ("v_proj", KV_HEADS * HEAD)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            tensors[f"{at}.lora_A.weight"] = random.standard_normal((8, HIDDEN), dtype=np.float32) / 4
+            tensors[f"{at}.lora_B.weight"] = random.standard_normal((rows, 8), dtype=np.float32) / 4
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
 class RealCluster(VllmCluster):
     """`up` starts the servers too."""
+
+    more_settings: tuple[str, ...] = ()
+
+    def more_arguments(self, directory: Path) -> list[str]:
+        """Further arguments of the servers."""
+        return []
 
     def __init__(self, directory: Path, model: Path) -> None:
         ports = free_port(), free_port()
         urls = f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
-        serve = json.dumps(["--dtype", "float32", "--enforce-eager"])
-        super().__init__(directory, model, urls, (f"vllm.serve_arguments={serve}", "gateway.requests.stall_s=120"))
+        serve = json.dumps(["--dtype", "float32", "--enforce-eager", *self.more_arguments(directory)])
+        settings = (f"vllm.serve_arguments={serve}", "gateway.requests.stall_s=120", *self.more_settings)
+        super().__init__(directory, model, urls, settings)
         self.arguments += ["--engine", "vllm", "--vllm-python", PYTHON]
         self.urls = dict(zip(self.VLLMS, urls, strict=True))
 
@@ -93,6 +117,17 @@ class RealCluster(VllmCluster):
 
 class RealApart(RealCluster, ApartCluster):
     """One prefills, the other decodes, both with our connector over the stores of two hosts."""
+
+
+class RealAdapters(RealCluster):
+    """Both with two adapters, and our connector over the one store."""
+
+    more_settings = ('model.adapters=["poet", "sql"]',)
+
+    def more_arguments(self, directory: Path) -> list[str]:
+        names = {name: write_adapter(directory / name, seed) for seed, name in enumerate(("poet", "sql"))}
+        modules = [f"{name}={path}" for name, path in names.items()]
+        return ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules]
 
 
 @contextlib.contextmanager
@@ -202,9 +237,14 @@ def test_what_a_node_costs(cluster: RealCluster) -> None:
     print(f"node and HTTP: {1e3 * (sum(map(cpu_s, nodes)) - before) / (8 * tokens):.2f} ms of CPU a token at 8 streams")
 
 
-def alone(cluster: RealCluster, prompt: list[int], count: int) -> list[int]:
+def alone(cluster: RealCluster, prompt: list[int], count: int, model: str | None = None) -> list[int]:
     """The tokens that the second vLLM gives by itself, nothing being reused."""
-    body = {"token_ids": prompt, "cache_salt": "alone", "sampling_params": {"max_tokens": count, "temperature": 0.0}}
+    body = {
+        "model": model,
+        "token_ids": prompt,
+        "cache_salt": "alone",
+        "sampling_params": {"max_tokens": count, "temperature": 0.0},
+    }
     body["sampling_params"] |= {"ignore_eos": True, "detokenize": False}
     answer = web.post(f"{list(cluster.urls.values())[1]}/inference/v1/generate", json=body, timeout=120.0)
     assert answer.status_code == 200, answer.text
@@ -261,6 +301,35 @@ def test_a_decode_that_stops_while_idle_is_replaced_by_the_prefill() -> None:
         assert answer["mooncake"]["decode"] == "prefill-a"
         for pid in engine:
             os.kill(pid, signal.SIGCONT)
+
+
+def test_adapters_are_models_that_share_no_kv_and_outlive_their_vllm() -> None:
+    with running(RealAdapters) as cluster:
+        name = cluster.model_name
+        models = (name, "poet", "sql")
+        assert [card["id"] for card in web.get(f"{cluster.url}/v1/models").json()["data"]] == list(models)
+        wholes = {each: alone(cluster, PROMPT, LONG, each) for each in models}
+        assert len({tuple(tokens) for tokens in wholes.values()}) == 3
+        for each in models:
+            answer = cluster.complete_text(model=each, prompt=PROMPT, max_tokens=20)
+            assert answer["model"] == each
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "the others' KV is not its own"
+            assert answer["choices"][0]["token_ids"] == wholes[each][:20]
+        for each in models:
+            answer = cluster.complete_text(model=each, prompt=PROMPT, max_tokens=20)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 288, "its own is"
+            assert answer["choices"][0]["token_ids"] == wholes[each][:20]
+
+        home = served(cluster.complete_text(model="poet", prompt=PROMPT, max_tokens=8))
+        by_node = lambda: cluster.dumps()["conductor-0"]["actor"]["index"]["by_node"]  # noqa: E731
+        known = lambda: sum(by_node().get(node, 0) for node in cluster.VLLMS)  # noqa: E731
+        eventually(lambda: known() >= 3 * (len(PROMPT) // 32), 30, "adapters' blocks are known by their events")
+        body = greedy(model="poet", prompt=PROMPT, max_tokens=LONG, ignore_eos=True, stream=True)
+        with Stream(cluster.url, body) as stream:
+            stream.read(20)
+            os.kill(cluster.server(home), signal.SIGKILL)
+            assert stream.read() == wholes["poet"]
+        assert not stream.errors
 
 
 ABOUT = {"a": {"enum": ["red", "green"]}, "b": {"type": "boolean"}}
