@@ -18,6 +18,8 @@ from mooncake_zmq.transfer.process_lock import holder
 DUMP_TIMEOUT_S, DUMP_AGAIN_S = 5.0, 0.5
 ASK_TIMEOUT_S = 5.0
 POLL_S = 0.01
+STOPPED = ("T", "t")
+"""Letters of /proc/PID/stat for a process that a signal or a debugger has stopped."""
 
 
 def collect_dumps(runtime_dir: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -52,12 +54,21 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _ask_for_dump(runtime_dir: Path, name: str) -> bool:
-    """Signal a node to write its state; return False if it does not run."""
+    """Signal a node to write its state; return False if it does not run, or is stopped and thus cannot answer."""
     pid = holder(runtime_dir, name)
     if pid:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    return pid is not None
+    return pid is not None and not _is_stopped(pid)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped the process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in STOPPED
 
 
 def ask(runtime_dir: Path, name: str, request: Ask) -> Answer:

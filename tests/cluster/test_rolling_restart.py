@@ -14,6 +14,8 @@ from toy_cluster import ROOT, ToyCluster, eventually, expected_tokens, greedy
 
 pytestmark = pytest.mark.timeout(400)
 SECOND = {"gateway-1": "gateway", "conductor-1": "conductor"}
+PAUSE_S = 0.05
+"""Between two requests of a client: enough of them are under way at any time, and nodes find the CPU to start."""
 PROMPTS = [[(7 * position + 31 * number) % 250 for position in range(60)] for number in range(6)]
 
 
@@ -69,6 +71,7 @@ class Clients:
             except (httpx.HTTPError, AssertionError) as error:
                 self.failures.append(f"{type(error).__name__}: {error}")
             self.answered += 1
+            self._over.wait(PAUSE_S)
 
 
 def restart(cluster: ToyCluster, *more: str) -> subprocess.CompletedProcess[str]:
