@@ -84,7 +84,7 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("gateway", "decode"): frozenset((CancelRequest,)),
     ("decode", "gateway"): frozenset((TokensDecoded, AttemptFailed)),
     ("gateway", "vllm"): frozenset((StartPrefill, CancelRequest)),
-    ("vllm", "gateway"): frozenset((FirstToken, TokensDecoded, AttemptFailed)),
+    ("vllm", "gateway"): frozenset((FirstToken, PromptScored, TokensDecoded, AttemptFailed)),
     ("vllm", "conductor"): frozenset((PrefillLoad, DecodeLoad, BlocksAnnounced)),
     ("vllm", "vllm"): frozenset((StartPrefill,)),
     ("prefill", "decode"): frozenset((ReserveDecode, HandoffBlocks, LayersReady, HandoffDone, HandoffFailed)),

@@ -299,7 +299,8 @@ class Generate(Struct, frozen=True):
     """Work of the engine beside this node: continue from `tokens` (int32 bytes), of which the last `count` are output, until
     `stop` ends it, with the `adapter` if one is named. Only requests of the same `root`, which covers the adapter, share its
     cache. Reused KV may be at the cache-nodes `sources`; that of `coming_tokens` is there, or will soon be. Without a token for
-    `quiet_s` it has failed."""
+    `quiet_s` it has failed. `prompt_likeliest`: the number of likeliest tokens whose logprobs are computed for each of `tokens`
+    but the first, beside its own, before the answer; None: no logprobs of the prompt."""
 
     tokens: bytes
     count: int
@@ -310,6 +311,15 @@ class Generate(Struct, frozen=True):
     quiet_s: float = math.inf
     coming_tokens: int = 0
     adapter: str = ""
+    prompt_likeliest: int | None = None
+
+
+class PromptScoresGenerated(Struct, frozen=True):
+    """Progress of `Generate`: logprobs of the prompt's tokens from position `first` on, in order, before any token; MAX_SCORED
+    at most."""
+
+    first: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 class TokensGenerated(Struct, frozen=True, gc=False):
@@ -476,7 +486,7 @@ Work = (
     | ForkSequence
     | SampleTokens
 )
-Progress = LayersComputed | TokensGenerated | EngineReported
+Progress = LayersComputed | PromptScoresGenerated | TokensGenerated | EngineReported
 Result = (
     ChunkComputed
     | BlocksPulled

@@ -65,8 +65,6 @@ class ServedModel:
     model_fingerprint: str
     layout_fingerprint: str
     tokenizer: Tokenizer
-    foreign: bool = False
-    """Whether vLLM computes it, which is asked for no probabilities of prompts."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters with which it is served too."""
     adapter: str = ""

@@ -141,7 +141,6 @@ class GatewayProcess(NodeProcess):
             model_fingerprint=model.identity,
             layout_fingerprint=layout.fingerprint,
             tokenizer=tokenizer,
-            foreign=model.foreign,
             adapters=self.plan.loaded.config.model.adapters,
         )
 

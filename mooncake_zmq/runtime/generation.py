@@ -25,6 +25,7 @@ from mooncake_zmq.core.work import (
     Generate,
     Generated,
     ProbeEngine,
+    PromptScoresGenerated,
     Result,
     TokensGenerated,
     WatchEngine,
@@ -43,6 +44,8 @@ ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature
 MAX_LINE_BYTES = 256 << 10
 """Longest event; those that we request take about 300 bytes."""
 MAX_ERROR_BYTES = 4096
+SCORE_BYTES = 160
+"""The most bytes of one token's logprob in a whole answer, with its rank and text."""
 SHOWN_CHARACTERS = 300
 SEED_LIMIT = (1 << 63) - 1
 
@@ -110,6 +113,39 @@ class EventLines:
             name, _, value = line.rstrip(b"\r").partition(b":")
             if name == b"data":
                 yield value.strip()
+
+
+class _PromptScore(Struct, frozen=True):
+    logprob: float
+
+
+class _Whole(Struct, frozen=True):
+    """A whole answer, as far as its prompt's logprobs are read: none for the first token, then by token id."""
+
+    prompt_logprobs: list[dict[int, _PromptScore] | None]
+
+
+_whole_decoder: msgspec.json.Decoder[_Whole] = msgspec.json.Decoder(_Whole)
+
+
+def prompt_scores(raw: bytes, tokens: bytes, likeliest: int) -> tuple[TokenLogprob, ...]:
+    """Return the logprobs of all `tokens` (int32 bytes) but the first, from vLLM's whole answer. Raises Nonsense."""
+    try:
+        scores = _whole_decoder.decode(raw).prompt_logprobs[1:]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Nonsense(f"vLLM sends no logprobs of the prompt: {_shown(str(error))}") from None
+    following = unpack_tokens(tokens)[1:]
+    if len(scores) != len(following):
+        raise Nonsense(f"vLLM gives logprobs of {len(scores)} tokens of a prompt where {len(following)} were asked for")
+    found = []
+    for token, by_token in zip(following, scores, strict=True):
+        if by_token is None or token not in by_token or min(by_token) < 0:
+            raise Nonsense("vLLM gives logprobs without that of the prompt's own token")
+        best = sorted(
+            ((other, _bounded(score.logprob)) for other, score in by_token.items()), key=lambda each: (-each[1], each[0])
+        )
+        found.append((_bounded(by_token[token].logprob), tuple(best[:likeliest])))
+    return tuple(found)
 
 
 @dataclass(slots=True)
@@ -203,8 +239,20 @@ def structured(grammar: bytes) -> dict[str, Any]:
 
 
 def request_body(work: Generate) -> bytes:
-    """Return the body for `/inference/v1/generate`. The root of the keys is the salt of vLLM's cache: tenants share none of
-    it."""
+    """Return the body for `/inference/v1/generate`."""
+    return msgspec.json.encode(_asked(work))
+
+
+def scoring_body(work: Generate) -> bytes:
+    """Return the body of a request for the logprobs of the work's prompt alone, which vLLM gives in whole answers."""
+    body = _asked(work)
+    del body["stream"], body["stream_options"]
+    likeliest = {"prompt_logprobs": work.prompt_likeliest, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
+    return msgspec.json.encode(body | {"sampling_params": likeliest})
+
+
+def _asked(work: Generate) -> dict[str, Any]:
+    """Return the body's fields. The root of the keys is the salt of vLLM's cache: tenants share none of it."""
     sampling, stop = work.sampling, work.stop
     left = stop.max_tokens - work.count
     parameters: dict[str, Any] = {
@@ -242,7 +290,7 @@ def request_body(work: Generate) -> bytes:
         body["model"] = work.adapter
     if hints := as_parameters(work.sources, work.coming_tokens):
         body["kv_transfer_params"] = hints
-    return msgspec.json.encode(body)
+    return body
 
 
 class Generation:
@@ -377,7 +425,26 @@ class Generation:
             case _:
                 raise TypeError(work)
 
+    async def _score(self, work_id: int, work: Generate, likeliest: int) -> None:
+        """Report the logprobs of the prompt. Raises Nonsense."""
+        timeout = httpx.Timeout(self._connect_s, read=work.quiet_s)
+        most = (likeliest + 2) * SCORE_BYTES * (len(work.tokens) // 4) + MAX_LINE_BYTES
+        async with self._client.stream("POST", GENERATE, content=scoring_body(work), headers=JSON, timeout=timeout) as response:
+            if response.status_code != httpx.codes.OK:
+                raise Nonsense(f"vLLM answers {response.status_code}: {await _beginning(response)}")
+            raw = b""
+            async for piece in response.aiter_raw():
+                raw += piece
+                if len(raw) > most:
+                    raise Nonsense(f"vLLM sends more than {most} bytes of logprobs")
+        scores = await asyncio.to_thread(prompt_scores, raw, work.tokens, likeliest)
+        for start in range(0, len(scores), MAX_SCORED):
+            found = PromptScoresGenerated(start + 1, scores[start : start + MAX_SCORED])
+            self._emit(WorkProgress(work_id, found))
+
     async def _generate(self, work_id: int, work: Generate) -> Result:
+        if work.prompt_likeliest is not None:
+            await self._score(work_id, work, work.prompt_likeliest)
         answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs), EventLines()
         timeout = httpx.Timeout(self._connect_s, read=work.quiet_s)
         async with self._client.stream("POST", GENERATE, content=request_body(work), headers=JSON, timeout=timeout) as response:

@@ -259,6 +259,10 @@ def fork(machine: Machine, running: Running, work: ForkSequence) -> Steps:
 def _scored(work: ComputeChunk) -> tuple[TokenLogprob, ...]:
     if work.prompt_logprobs is None:
         return ()
-    sampling = Sampling(logprobs=work.prompt_logprobs)
-    tokens = as_tokens(work.tokens + work.following).tolist()[1:]
-    return tuple(each for at, token in enumerate(tokens, work.start + 1) if (each := logprob_of(token, at, sampling)))
+    return prompt_scores(as_tokens(work.tokens + work.following).tolist(), work.prompt_logprobs, work.start)
+
+
+def prompt_scores(tokens: Sequence[int], likeliest: int, start: int = 0) -> tuple[TokenLogprob, ...]:
+    """Return the logprobs of all tokens but the first, which is at position `start`."""
+    sampling = Sampling(logprobs=likeliest)
+    return tuple(each for at, token in enumerate(tokens[1:], start + 1) if (each := logprob_of(token, at, sampling)))

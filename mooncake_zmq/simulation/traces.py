@@ -189,7 +189,8 @@ def _turn(
         eos_ids=random.choice((EOS_IDS, EOS_IDS, ())),
     )
     more = random.randint(1, workload.max_choices - 1) if random.random() < workload.choices_share else 0
-    scores = not (more or workload.plain) and random.random() < workload.scored_share
+    alone = not more
+    scores = alone and len(prompt) % 8 == 0 if workload.plain else alone and random.random() < workload.scored_share
     answers: list[Answer] = []
     for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
         own = structs.replace(sampling, seed=seed)
@@ -203,7 +204,7 @@ def _turn(
         sampling=sampling,
         stop=stop,
         tenant=tenant,
-        prompt_logprobs=random.choice((0, 1)) if scores else None,
+        prompt_logprobs=None if not scores else 1 if workload.plain else random.choice((0, 1)),
     )
     after_s, after_tokens = None, None
     if random.random() < workload.cancel_share:

@@ -4,10 +4,11 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from mooncake_zmq.core.work import EngineProbed, Generate, Generated, TokensGenerated, WorkFailed
+from mooncake_zmq.core.work import EngineProbed, Generate, Generated, PromptScoresGenerated, TokensGenerated, WorkFailed
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 from mooncake_zmq.simulation.engine import SimSequence, as_tokens, logprob_of
 from mooncake_zmq.simulation.engine_store import EngineStore, block_of, fill
+from mooncake_zmq.simulation.engine_works import prompt_scores
 from mooncake_zmq.simulation.machine import Machine, Running, Steps
 
 ENGINE_FAILS = 0.05
@@ -25,7 +26,9 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
     sequence = SimSequence(length + left, work.sampling.past(work.tokens), work.adapter)
-    start = reused = yield from _load_saved(machine, work, sequence)
+    start = reused = 0
+    if work.prompt_likeliest is None:
+        start = reused = yield from _load_saved(machine, work, sequence)
     tokens = tokens[start:]
     took_s = machine.took(hardware.compute_start_s + hardware.compute_token_s * len(tokens))
     if machine.world.random.random() < max(ENGINE_FAILS, machine.world.copy_fail):
@@ -36,6 +39,9 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
         stop = stop or (yield took_s)
         if stop or machine.world.random.random() < machine.world.copy_fail / ANSWER_LOSSES:
             return WorkFailed(stop or "injected failure")
+        if work.prompt_likeliest is not None and not start:
+            scores = prompt_scores(tokens.tolist(), work.prompt_likeliest)
+            machine.progressed(running.work_id, PromptScoresGenerated(1, scores))
         sequence.run(start, tokens)
         _save(machine, work, sequence, known, start)
         start += len(tokens)

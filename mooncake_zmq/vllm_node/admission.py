@@ -57,8 +57,6 @@ class Admission:
             return f"that is no work for a vLLM of part {self._settings.part}"
         if message.stop.max_tokens <= message.first_index:
             return "no token is wanted"
-        if message.prompt_logprobs is not None:
-            return "a vLLM is asked for no probabilities of a prompt"
         goes_on = message.decode != self._name and message.stop.max_tokens > message.first_index + 1
         if (reason := unable(message.sampling, message.first_index + goes_on)) is not None:
             return reason

@@ -39,6 +39,8 @@ class Load:
         """Record the first token of a job."""
         took_s = max(0.0, now - max(job.began_at, self._first_at))
         self._first_at = now
+        if job.request.prompt_logprobs is not None:  # it takes longer and would distort the measure
+            return
         self._prompts.add(now, took_s, self._prompt_s(job.request))
         if not job.taken_over:
             self.compute.add(now, took_s, self._compute_s(job.request))

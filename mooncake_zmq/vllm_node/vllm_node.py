@@ -41,6 +41,7 @@ from mooncake_zmq.core.messages import (
     FirstToken,
     Hello,
     Message,
+    PromptScored,
     StartPrefill,
     StopRule,
     TokenLogprob,
@@ -55,6 +56,7 @@ from mooncake_zmq.core.work import (
     Generate,
     Generated,
     ProbeEngine,
+    PromptScoresGenerated,
     TokensGenerated,
     WorkFailed,
 )
@@ -130,6 +132,9 @@ class VllmNode:
             case WorkProgress(work_id, TokensGenerated() as made) if work_id in self._works:
                 self._silence.received(now)
                 return self._on_tokens(now, self._works[work_id], made)
+            case WorkProgress(work_id, PromptScoresGenerated() as scores) if work_id in self._works:
+                self._silence.received(now)
+                return _scored(self._works[work_id], scores)
             case Received(sender, message):
                 return self._on_message(now, sender, message)
             case WorkDone(work_id, Generated() | WorkFailed() as result) if work_id in self._works:
@@ -304,6 +309,7 @@ class VllmNode:
                 sources=request.sources,
                 quiet_s=self._settings.quiet_s,
                 coming_tokens=job.length - 1 if job.taken_over else 0,
+                prompt_likeliest=request.prompt_logprobs,
             )
             left_s = request.deadline_s - (now - job.arrived_at)
             effects.append(Start(job.work_id, work, max(left_s, self._settings.report_s)))
@@ -326,7 +332,9 @@ class VllmNode:
         if job.taken_over:
             self.counts.add("taken_over_tokens", job.length)
             self.counts.add("taken_over_tokens_reused", result.reused)
-        effects, ended = self._take(now, job, result, result.reused)
+        # A prompt with logprobs was computed as a whole; what its answer reused is that.
+        reused = result.reused if job.request.prompt_logprobs is None else 0
+        effects, ended = self._take(now, job, result, reused)
         if self._jobs.get(job.request.request_id) is not job:  # the tokens were invalid
             return effects
         if ended:
@@ -381,6 +389,7 @@ class VllmNode:
         rest = structs.replace(
             request,
             gateway=job.gateway,
+            prompt_logprobs=None,
             tokens=request.tokens + pack_tokens((token,)),
             keys=(),
             first_index=job.count,
@@ -502,6 +511,15 @@ class VllmNode:
 
     def _move(self, job: Job, event: JobEvent) -> None:
         job.state = self._lifecycle.after(job.state, event)
+
+
+def _scored(job: Job, scores: PromptScoresGenerated) -> list[Effect]:
+    """Return the message with which logprobs of the prompt go to the gateway, unless the request has ended."""
+    if job.state is not JobState.PREFILLING:
+        return []
+    request = job.request
+    scored = PromptScored(request.request_id, request.attempt, scores.first, scores.logprobs)
+    return [Send(job.gateway, scored)]
 
 
 def _failed(gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str = "") -> Send:

@@ -359,6 +359,25 @@ def test_an_answer_has_the_form_that_is_asked_for(cluster: RealCluster, asked: d
     assert fits(choice["text"])
 
 
+def test_a_prompts_probabilities_are_those_of_one_vllm_alone(cluster: RealCluster) -> None:
+    prompt = PROMPT[:75]
+    asked = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 2}
+    name = cluster.model_name
+    for _ in range(2):  # the second time its KV is cached, and its probabilities are whole all the same
+        answer = web.post(f"{cluster.url}/v1/completions", json={"model": name, **asked}, timeout=300)
+        assert answer.status_code == 200, answer.text
+        ours = answer.json()["choices"][0]["logprobs"]
+        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": 2}
+        body = {"token_ids": prompt, "cache_salt": "alone", "sampling_params": sampling}
+        whole = web.post(f"{list(cluster.urls.values())[1]}/inference/v1/generate", json=body, timeout=300).json()
+        theirs = [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], whole["prompt_logprobs"][1:], strict=True)]
+        assert ours["token_logprobs"][0] is None
+        assert ours["token_logprobs"][1 : len(prompt)] == pytest.approx(theirs, abs=1e-4)
+        assert len(ours["token_logprobs"]) == len(prompt) + 3
+        assert {len(top) for top in ours["top_logprobs"][1:]} <= {2, 3}, "the two likeliest, and the token itself"
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_greedy_tokens_are_the_likeliest_by_their_probabilities(cluster: RealCluster) -> None:
     body = {"model": cluster.model_name, "prompt": PROMPT[:40], "max_tokens": 12, "temperature": 0, "logprobs": 3}
     answer = web.post(f"{cluster.url}/v1/completions", json={**body, "return_token_ids": True}, timeout=300)

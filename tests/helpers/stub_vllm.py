@@ -33,6 +33,8 @@ class StubVllm:
         """Status and content by path, in place of the models."""
         self.posts: dict[str, tuple[int, bytes]] = {}
         """Status and content by path, in place of an answer."""
+        self.scored: bytes | None = None
+        """The whole answer to a request for the logprobs of a prompt."""
         self.asked: list[dict[str, Any]] = []
         self.running = 0
         self.hung_up = 0
@@ -56,6 +58,9 @@ class StubVllm:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 if self.path in stub.posts:
                     return self.whole(*stub.posts[self.path])
+                if stub.scored is not None and "prompt_logprobs" in body.get("sampling_params", {}):
+                    stub.asked.append(body)
+                    return self.whole(200, stub.scored)
                 if stub.status != 200 or not body.get("stream"):
                     return self.whole(stub.status, b'{"error": "as the test wants it"}')
                 stub.serve(self, body)

@@ -11,10 +11,11 @@ from stub_vllm import DONE, StubVllm, event, usage
 
 from mooncake_zmq.core.actor import WorkDone
 from mooncake_zmq.core.messages import MAX_RUN, Sampling, StopRule
-from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, WorkFailed
+from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, PromptScoresGenerated, WorkFailed
 from mooncake_zmq.gateway.openai.bodies import CompletionBody
 from mooncake_zmq.gateway.openai.constraints import of_lark, of_schema
 from mooncake_zmq.kv.block_hash import pack_tokens, salt_of
+from mooncake_zmq.runtime import generation as generation_module
 from mooncake_zmq.runtime.generation import MAX_LINE_BYTES, Generation, request_body
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.vllm_node.settings import VllmSettings
@@ -140,6 +141,56 @@ def test_logprobs_are_within_what_messages_hold(bench):
     content = [{"token_id": 1, "logprob": value, "top_logprobs": []} for value in (0.5, -1e300)]
     result = bench(event([1, 1], "stop", logprobs={"content": content}), DONE).result(work(sampling=Sampling(logprobs=0)))
     assert result.logprobs == ((0.0, ()), (-1e30, ()))
+
+
+def whole(*scores):
+    return json.dumps({"choices": [], "prompt_logprobs": [None, *scores]}).encode()
+
+
+def score(**by_token):
+    return {name[1:]: {"logprob": value, "rank": 1, "decoded_token": None} for name, value in by_token.items()}
+
+
+def test_a_prompts_logprobs_come_before_its_answer_in_pieces_that_a_message_holds(bench, monkeypatch):
+    monkeypatch.setattr(generation_module, "MAX_SCORED", 2)
+    answers = bench(event([1], "stop"), DONE)
+    answers.stub.scored = whole(score(_6=-1.5, _9=-0.5), score(_7=-0.25), score(_8=-3.0, _2=-1.0, _3=-1.0))
+    prompt = work(tokens=pack_tokens([5, 6, 7, 8]), prompt_likeliest=1, adapter="poet", sampling=Sampling(temperature=0.5))
+    assert answers.result(prompt).tokens == (1,)
+    found = [each.progress for each in answers.heard[:-1]]
+    assert found == [
+        PromptScoresGenerated(1, ((-1.5, ((9, -0.5),)), (-0.25, ((7, -0.25),)))),
+        PromptScoresGenerated(3, ((-3.0, ((2, -1.0),)),)),
+    ]
+    scoring, asked = answers.stub.asked
+    assert scoring["sampling_params"] == {"prompt_logprobs": 1, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
+    same = ("model", "token_ids", "cache_salt")
+    assert [scoring[name] for name in same] == [asked[name] for name in same]
+    assert ("stream" in scoring, "prompt_logprobs" in asked["sampling_params"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    "scored",
+    [
+        b"",
+        b"{}",
+        b'{"prompt_logprobs": null}',
+        whole(),
+        whole(score(_6=-1.0), score(_6=-1.0)),
+        whole(score(_9=-1.0)),
+        whole(None),
+        whole({"6": {"logprob": "x"}}),
+        whole({"-1": {"logprob": -1.0}, "6": {"logprob": -1.0}}),
+        b"x" * 1_000_000,
+    ],
+)
+def test_logprobs_that_are_not_those_of_the_prompt_fail_the_work_in_one_line(bench, scored):
+    answers = bench(event([1], "stop"), DONE)
+    answers.stub.scored = scored
+    result = answers.result(work(prompt_likeliest=0))
+    assert isinstance(result, WorkFailed)
+    assert "logprobs" in result.reason
+    assert "\n" not in result.reason
 
 
 def test_a_grammar_is_asked_for_as_vllm_takes_it():

@@ -17,12 +17,21 @@ from mooncake_zmq.core.messages import (
     DecodeLoad,
     FirstToken,
     PrefillLoad,
+    PromptScored,
     Sampling,
     StartPrefill,
     StopRule,
     TokensDecoded,
 )
-from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, TokensGenerated, WorkFailed
+from mooncake_zmq.core.work import (
+    EngineProbed,
+    Generate,
+    Generated,
+    ProbeEngine,
+    PromptScoresGenerated,
+    TokensGenerated,
+    WorkFailed,
+)
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.vllm_node.admission import unable
 from mooncake_zmq.vllm_node.early import EARLY_S
@@ -101,6 +110,20 @@ def test_a_request_gets_its_tokens_in_order_and_nothing_stays_behind():
     assert reused == (("r", 1, 4),)
     assert node.told() == {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}
     assert not node.busy()
+
+
+def test_a_prompts_logprobs_go_to_the_gateway_before_its_first_token_and_nothing_counts_as_reused():
+    node, scores = Node(), ((-1.0, ()), (-2.0, ()))
+    node.begin(length=3, prompt_logprobs=0)
+    work_id, work = node.work(Generate)
+    assert work.prompt_likeliest == 0
+    node.progress(work_id, PromptScoresGenerated(1, scores))
+    scored = node.one(PromptScored)
+    assert (scored.request_id, scored.attempt, scored.first, scored.logprobs) == ("r", 1, 1, scores)
+    node.gives(1)
+    node.done(work_id, Generated((2, 3, 4, 5), 2))
+    assert node.one(FirstToken).own == 0
+    assert node.one(TokensDecoded).reused == ()
 
 
 def test_logprobs_go_with_their_tokens_and_those_beyond_the_end_are_dropped():

@@ -15,7 +15,6 @@ from mooncake_zmq.gateway.openai.bodies import SEEDS, Body, ChatBody, ChatTurn, 
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.detokenizer import Choice, StopTable, stop_tables
 from mooncake_zmq.gateway.openai.errors import (
-    UNSUPPORTED,
     RequestError,
     asked,
     check_fits,
@@ -72,8 +71,6 @@ def prepare(
     body = parse_body(raw, kind)
     model = asked(body.model, model)
     body.check_stream_options()
-    if model.foreign and body.echoed_likeliest is not None:
-        raise invalid("logprobs", "a vLLM engine is asked for no probabilities of a prompt here", UNSUPPORTED)
     prompts = _prompts(body, model, settings)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())

@@ -1,7 +1,6 @@
 """What is asked of an answer's form reaches the engines as one grammar, or is a 400 that says why not."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from scripted_actor import ScriptedActor
@@ -122,13 +121,6 @@ def test_what_is_no_form_or_too_much_is_refused_and_told_why(name, value, why):
     assert (error["param"], error["code"]) == (name, "invalid_value")
     assert why in error["message"]
     assert len(error["message"]) < 400
-
-
-def test_a_vllm_is_asked_to_follow_it_as_well():
-    actor = ScriptedActor()
-    actor.edge.model = replace(actor.edge.model, foreign=True)
-    assert actor.complete(guided_regex="a").status_code == 200
-    assert actor.only.sampling.constraint
 
 
 def test_two_forms_at_once_are_refused():

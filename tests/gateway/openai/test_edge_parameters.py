@@ -256,16 +256,6 @@ def test_an_answer_is_silent_where_the_wish_that_counts_is_for_none(echo, stream
     assert "".join(body["choices"][0]["text"] for body in bodies) == "hello" * echo + "ok"
 
 
-def test_an_engine_that_is_asked_for_no_probabilities_of_prompts_is_no_cause_to_try():
-    actor = ScriptedActor()
-    actor.edge.model = replace(actor.edge.model, foreign=True)
-    response = actor.complete(logprobs=1, echo=True)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, "logprobs", "unsupported_parameter")
-    assert not actor.requests
-    assert actor.complete(echo=True).status_code == actor.chat(logprobs=False).status_code == 200
-
-
 def test_probabilities_of_prompts_are_of_one_choice_and_not_too_many():
     assert ScriptedActor().complete(echo=True, logprobs=1, n=2).json()["error"]["param"] == "n"
     actor = ScriptedActor(max_model_len=5000)
