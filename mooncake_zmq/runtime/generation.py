@@ -6,7 +6,7 @@ ends a request there. Everything received is checked against a limit: the server
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,7 +128,7 @@ class _Whole(Struct, frozen=True):
 _whole_decoder: msgspec.json.Decoder[_Whole] = msgspec.json.Decoder(_Whole)
 
 
-def prompt_scores(raw: bytes, tokens: bytes, likeliest: int) -> tuple[TokenLogprob, ...]:
+def prompt_scores(raw: bytes | bytearray, tokens: bytes, likeliest: int) -> tuple[TokenLogprob, ...]:
     """Return the logprobs of all `tokens` (int32 bytes) but the first, from vLLM's whole answer. Raises Nonsense."""
     try:
         scores = _whole_decoder.decode(raw).prompt_logprobs[1:]
@@ -141,10 +141,8 @@ def prompt_scores(raw: bytes, tokens: bytes, likeliest: int) -> tuple[TokenLogpr
     for token, by_token in zip(following, scores, strict=True):
         if by_token is None or token not in by_token or min(by_token) < 0:
             raise Nonsense("vLLM gives logprobs without that of the prompt's own token")
-        best = sorted(
-            ((other, _bounded(score.logprob)) for other, score in by_token.items()), key=lambda each: (-each[1], each[0])
-        )
-        found.append((_bounded(by_token[token].logprob), tuple(best[:likeliest])))
+        candidates = [_Candidate(other, score.logprob) for other, score in by_token.items()]
+        found.append((_bounded(by_token[token].logprob), _likeliest(candidates, likeliest)))
     return tuple(found)
 
 
@@ -210,7 +208,7 @@ def _logprobs(tokens: list[int], given: _Scores | None, likeliest: int) -> list[
     return [(_bounded(each.logprob), _likeliest(each.top_logprobs, likeliest)) for each in scored]
 
 
-def _likeliest(candidates: list[_Candidate], count: int) -> tuple[tuple[int, float], ...]:
+def _likeliest(candidates: Iterable[_Candidate], count: int) -> tuple[tuple[int, float], ...]:
     best = sorted({each.token_id: _bounded(each.logprob) for each in candidates}.items(), key=lambda each: (-each[1], each[0]))
     return tuple(best[:count])
 
@@ -432,7 +430,7 @@ class Generation:
         async with self._client.stream("POST", GENERATE, content=scoring_body(work), headers=JSON, timeout=timeout) as response:
             if response.status_code != httpx.codes.OK:
                 raise Nonsense(f"vLLM answers {response.status_code}: {await _beginning(response)}")
-            raw = b""
+            raw = bytearray()
             async for piece in response.aiter_raw():
                 raw += piece
                 if len(raw) > most:

@@ -113,4 +113,6 @@ class Load:
 
     def _reused(self, request: StartPrefill) -> int:
         tokens = len(request.tokens) // 4
+        if request.prompt_logprobs is not None:  # each of its tokens has to be computed
+            return 0
         return min(request.reuse_blocks, (tokens - 1) // self._block_tokens) * self._block_tokens

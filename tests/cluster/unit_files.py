@@ -15,6 +15,7 @@ import msgspec
 from toy_cluster import ROOT, eventually, free_port
 
 from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime
+from mooncake_zmq.operate.local_nodes import collect_dumps
 
 UNITS = "usr/local/lib/systemd/system"
 LISTS = ("Environment",)
@@ -145,6 +146,10 @@ class Service:
             eventually(condition, within_s, f"{self.unit} {what}")
         except AssertionError as error:
             error.add_note(f"it said {self.said} and logged {self.told()[-4000:]}")
+            others = [log for log in sorted(self.root.glob("*.log")) if log != self._log]
+            error.add_note("\n".join(f"{log.stem} logged {log.read_text()[-2000:]}" for log in others))
+            states = collect_dumps(self.root / "run/mooncake-zmq", [log.stem for log in (*others, self._log)])
+            error.add_note(f"they are {states}")
             raise
 
     def stop(self) -> None:
