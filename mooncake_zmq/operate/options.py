@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from mooncake_zmq.operate.console.gateways import Gateways
 
 
+STORE_PORT = 7301
+"""The port of a store, where nothing names another."""
+
+
 def found(_context: click.Context, _parameter: click.Parameter, path: str) -> str:
     """Return the path of a configuration that may be one of the project's own."""
     return located(path)

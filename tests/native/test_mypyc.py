@@ -172,7 +172,8 @@ from mooncake_zmq.native import mypyc_code
 
 
 def use(part):
-    sys.exit(part.name)
+    early = sys.modules.keys() & {f"mooncake_zmq.{name}" for name in part.modules}
+    sys.exit(f"too late: {early}" if early else part.name)
 
 
 mypyc_code.use = use
@@ -185,6 +186,7 @@ ROLE = "from mooncake_zmq.cli import main\nmain({arguments!r})"
     [
         ("import mooncake_zmq.laboratory.__main__", "laboratory"),
         *((ROLE.format(arguments=[role, "--node", "a"]), "nodes") for role in SUMMARIES),
+        (ROLE.format(arguments=["store", "--dry-run"]), "nodes"),
         (ROLE.format(arguments=["bench", "schedule"]), "nodes"),
         ("from mooncake_zmq.simulation.__main__ import worker\nworker(['1', '--compiled'])", "nodes"),
     ],

@@ -24,8 +24,9 @@ Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 MAX_RUN = 4096
-MAX_MODEL_NAME = 256
 """Tokens of one request that one message may hold."""
+MAX_MODEL_NAME = 256
+"""Characters of the name of a model or an adapter."""
 RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_RUN)]
 Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from mooncake_zmq.operate.doctor.here import is_own, tcp_address
+from mooncake_zmq.operate.options import STORE_PORT
 from mooncake_zmq.runtime.listening import is_deserted
 from mooncake_zmq.transfer.process_memory import available_bytes
 
-STORE_PORT = 7301
 EVENTS_PORT = 5557
 """vLLM's own default."""
 PORT_RANGE = 1000
