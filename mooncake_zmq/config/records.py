@@ -94,11 +94,11 @@ class ModelSettings:
     """The most tokens of a request, prompt and output; the model's own limit if that is lower."""
 
     def __post_init__(self) -> None:
-        if len(self.name) > MAX_MODEL_NAME or not self.name.isprintable() or " " in self.name:
+        if self.name and not _is_model_name(self.name):
             raise ValueError(f"name must be printable text without spaces, of at most {MAX_MODEL_NAME} characters")
         if self.adapters and self.engine != "vllm":
             raise ValueError('adapters are for engine "vllm"')
-        if not all(each and len(each) <= MAX_MODEL_NAME and each.isprintable() and " " not in each for each in self.adapters):
+        if not all(map(_is_model_name, self.adapters)):
             raise ValueError(f"adapters have names of printable text without spaces, of at most {MAX_MODEL_NAME} characters")
         if len(set(self.adapters)) < len(self.adapters) or self.name in self.adapters:
             raise ValueError("adapters: a name is given twice")
@@ -388,3 +388,7 @@ def _is_ipv4(text: str) -> bool:
         return bool(IPv4Address(text))
     except ValueError:
         return False
+
+
+def _is_model_name(text: str) -> bool:
+    return 0 < len(text) <= MAX_MODEL_NAME and text.isprintable() and " " not in text

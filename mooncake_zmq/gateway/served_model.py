@@ -70,10 +70,9 @@ class ServedModel:
     adapter: str = ""
     """The adapter that this is the model with; empty: none."""
 
-    def named(self, name: str | None) -> "ServedModel | None":
-        """Return the model that a client asks for by this name, None being the one without an adapter; None if there is none
-        of that name."""
-        if name is None or name == self.id:
+    def named(self, name: str) -> "ServedModel | None":
+        """Return the model that a client asks for by this name, or None if there is none."""
+        if name == self.id:
             return self
         return replace(self, id=name, adapter=name) if name in self.adapters else None
 

@@ -90,9 +90,9 @@ class EventEncoder:
 
     def encode(self, time_s: float, events: Iterable[KvEvent]) -> bytes:
         """The MessagePack payload of one batch. `time_s`: seconds since 1970."""
-        write = self._as_map if self._form is EventFormat.MAP else self._as_array
         import msgpack  # a node without KV events does not need it
 
+        write = self._as_map if self._form is EventFormat.MAP else self._as_array
         packed: bytes = msgpack.packb((time_s, [write(event) for event in events], None))
         return packed
 

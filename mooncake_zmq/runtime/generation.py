@@ -6,8 +6,9 @@ ends a request there. Everything received is checked against a limit: the server
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -423,14 +424,20 @@ class Generation:
             case _:
                 raise TypeError(work)
 
-    async def _score(self, work_id: int, work: Generate, likeliest: int) -> None:
-        """Report the logprobs of the prompt. Raises Nonsense."""
+    @asynccontextmanager
+    async def _asking(self, work: Generate, body: bytes) -> AsyncIterator[httpx.Response]:
+        """Ask vLLM to generate; give its answer, of which only the beginning is here. Raises Nonsense for another status."""
         timeout = httpx.Timeout(self._connect_s, read=work.quiet_s)
-        most = (likeliest + 2) * SCORE_BYTES * (len(work.tokens) // 4) + MAX_LINE_BYTES
-        async with self._client.stream("POST", GENERATE, content=scoring_body(work), headers=JSON, timeout=timeout) as response:
+        async with self._client.stream("POST", GENERATE, content=body, headers=JSON, timeout=timeout) as response:
             if response.status_code != httpx.codes.OK:
                 raise Nonsense(f"vLLM answers {response.status_code}: {await _beginning(response)}")
-            raw = bytearray()
+            yield response
+
+    async def _score(self, work_id: int, work: Generate, likeliest: int) -> None:
+        """Report the logprobs of the prompt. Raises Nonsense."""
+        most = (likeliest + 2) * SCORE_BYTES * (len(work.tokens) // 4) + MAX_LINE_BYTES
+        raw = bytearray()
+        async with self._asking(work, scoring_body(work)) as response:
             async for piece in response.aiter_raw():
                 raw += piece
                 if len(raw) > most:
@@ -444,10 +451,7 @@ class Generation:
         if work.prompt_likeliest is not None:
             await self._score(work_id, work, work.prompt_likeliest)
         answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs), EventLines()
-        timeout = httpx.Timeout(self._connect_s, read=work.quiet_s)
-        async with self._client.stream("POST", GENERATE, content=request_body(work), headers=JSON, timeout=timeout) as response:
-            if response.status_code != httpx.codes.OK:
-                raise Nonsense(f"vLLM answers {response.status_code}: {await _beginning(response)}")
+        async with self._asking(work, request_body(work)) as response:
             async for raw in response.aiter_raw():
                 for data in lines.feed(raw):
                     answer.take(data)

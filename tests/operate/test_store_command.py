@@ -4,15 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 from click.testing import CliRunner
 from ports import free_port
+from waiting import eventually
 
 from mooncake_zmq.cli import main
+from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import load, load_text
 from mooncake_zmq.config.summary import summary
 from mooncake_zmq.config.warnings import warnings
@@ -77,24 +78,15 @@ def test_an_option_that_is_wrong_is_one_line(options: tuple[str, ...], said: str
     "nodes", ['[[nodes]]\nname = "a"\nrole = "conductor"', '[[nodes]]\nname = "a"\nrole = "cache-node"'], ids=["role", "store"]
 )
 def test_a_deployment_without_an_engine_has_stores_alone(nodes: str) -> None:
-    with pytest.raises(Exception, match='with model.engine "none" all are cache-nodes with a store_endpoint'):
+    with pytest.raises(ConfigError, match='with model.engine "none" all are cache-nodes with a store_endpoint'):
         load_text(f'[model]\nengine = "none"\n{nodes}', "f", environment={})
 
 
 def test_it_serves_on_a_machine_without_a_model_and_outlives_kill_9_by_its_ssd(tmp_path: Path) -> None:
     port, metrics = free_port(), f"127.0.0.1:{free_port()}"
     options = ["--listen", f"127.0.0.1:{port}", "--bytes", "128MiB", "--ssd", str(tmp_path / "ssd"), "--ssd-bytes", "1GiB"]
-    options += [
-        "--set",
-        f"cluster.runtime_dir={tmp_path}",
-        "--set",
-        f"cluster.shm_dir={tmp_path}",
-        "--name",
-        "pool",
-        "--metrics",
-        metrics,
-    ]
-    options += ["--set", "cache_node.objects.ssd.ahead=1"]
+    settings = (f"cluster.runtime_dir={tmp_path}", f"cluster.shm_dir={tmp_path}", "cache_node.objects.ssd.ahead=1")
+    options += ["--name", "pool", "--metrics", metrics, *(part for each in settings for part in ("--set", each))]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "no models"), "HF_HUB_OFFLINE": "1"}
 
     def started() -> "subprocess.Popen[bytes]":
@@ -110,10 +102,7 @@ def test_it_serves_on_a_machine_without_a_model_and_outlives_kill_9_by_its_ssd(t
         process.kill()
         process.wait()
         process = started()
-        deadline = time.monotonic() + 60
-        while client.get("key") != VALUE:
-            assert time.monotonic() < deadline, "the value is not back"
-            time.sleep(0.05)
+        eventually(lambda: client.get("key") == VALUE, 60, "the value is back", poll_s=0.05)
         client.close()
     finally:
         process.send_signal(signal.SIGTERM)
@@ -123,19 +112,18 @@ def test_it_serves_on_a_machine_without_a_model_and_outlives_kill_9_by_its_ssd(t
 
 def connected(address: str) -> MooncakeDistributedStore:
     """Return a client of a store that is starting."""
-    deadline = time.monotonic() + 60
-    while True:
+
+    def connect() -> MooncakeDistributedStore | None:
         client = MooncakeDistributedStore()
         if client.setup({"local_hostname": "engine", "master_server_addr": address}) == 0:
             return client
         client.close()
-        assert time.monotonic() < deadline, "the store does not serve"
-        time.sleep(0.1)
+        return None
+
+    return eventually(connect, 60, "the store serves", poll_s=0.1)
 
 
 def until_written(metrics: str) -> None:
     """Wait until the index of the SSD has the value."""
-    deadline = time.monotonic() + 60
-    while "\nmooncake_store_ssd_objects 1.0\n" not in httpx.get(f"http://{metrics}/metrics").text:
-        assert time.monotonic() < deadline, "nothing was written"
-        time.sleep(0.05)
+    written = "\nmooncake_store_ssd_objects 1.0\n"
+    eventually(lambda: written in httpx.get(f"http://{metrics}/metrics").text, 60, "it is written", poll_s=0.05)

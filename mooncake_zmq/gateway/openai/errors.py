@@ -59,12 +59,6 @@ def quoted(said: str) -> str:
     return repr(said) if len(said) <= QUOTED_CHARS else f"{said[:QUOTED_CHARS]!r}..."
 
 
-def unknown_model(wanted: str, model: ServedModel) -> RequestError:
-    """The error for any model that is not served."""
-    there = f"it is {model.id!r}" if not model.adapters else f"there are {', '.join(map(repr, (model.id, *model.adapters)))}"
-    return RequestError(404, f"no model {quoted(wanted)} here: {there}", code="model_not_found", param="model")
-
-
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> RequestError:
     return RequestError(400, message, param=param, code=code)
 
@@ -86,9 +80,14 @@ def check_fits(prompt_tokens: int, param: str, model: ServedModel) -> None:
 
 
 def asked(wanted: str | None, model: ServedModel) -> ServedModel:
-    """Return the model that a client names. Raises RequestError."""
+    """Return the model that a client names, None being the one without an adapter. Raises RequestError."""
+    if wanted is None:
+        return model
     if (found := model.named(wanted)) is None:
-        raise unknown_model(wanted or "", model)
+        there = (
+            f"it is {model.id!r}" if not model.adapters else f"there are {', '.join(map(repr, (model.id, *model.adapters)))}"
+        )
+        raise RequestError(404, f"no model {quoted(wanted)} here: {there}", code="model_not_found", param="model")
     return found
 
 
