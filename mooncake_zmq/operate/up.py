@@ -26,6 +26,7 @@ from mooncake_zmq.config.warnings import is_tls, warnings
 from mooncake_zmq.core.roles import ENGINE_ROLES, Role
 from mooncake_zmq.gateway.http.tls import tls_files_of, trusting
 from mooncake_zmq.operate.compilation import Compilation
+from mooncake_zmq.operate.first_start import NodeStart, Process, start_together
 from mooncake_zmq.runtime.lifecycle import PARENT_VARIABLE, follow_parent, make_private
 from mooncake_zmq.runtime.listening import PortInUse, claim
 from mooncake_zmq.runtime.mistakes import MISTAKES
@@ -60,7 +61,7 @@ class StartFailed(Exception):
 class _Child:
     node: NodeSettings
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     wanted: bool = True
     crashes: int = 0
     started_at: float = 0.0
@@ -139,7 +140,7 @@ class Up:
         """Stop a node with SIGTERM and keep it down until `release`."""
         child = self._children[name]
         child.wanted = False
-        signalled: subprocess.Popen[bytes] | None = None
+        signalled: Process | None = None
         while (process := child.process) is not None:
             if process is not signalled:  # the main thread may have restarted it meanwhile
                 process.send_signal(signal.SIGTERM)
@@ -244,7 +245,7 @@ class Up:
             self._children[child.name] = child
             if _size(child.log):  # the log of the previous cluster
                 os.replace(child.log, log_file.older(child.log))
-            self._spawn(child)
+        self._spawn_all()
         self.say(f"started {len(self._children)} processes; logs in {logs}")
         deadline = time.monotonic() + self._start_timeout_s
         while not self._is_complete():
@@ -275,14 +276,33 @@ class Up:
         there = {name for names in detail["peers"].values() for name in names}
         return all(node.name in there for node in self.config.of_role("conductor", "vllm", *ENGINE_ROLES))
 
+    def _spawn_all(self) -> None:
+        """Start every child for the first time: vLLMs one by one, and all nodes from one process where that is possible."""
+        nodes = [child for child in self._children.values() if not child.server]
+        for child in self._children.values():
+            if child.server:
+                self._spawn(child)
+        starts = [NodeStart(child.node.role, self._command(child), child.log) for child in nodes]
+        started = start_together(starts, self._environment())
+        for child, process in zip(nodes, started or (), strict=False):
+            self._note_start(child, process)
+        for child in () if started else nodes:
+            self._spawn(child)
+
+    def _command(self, child: _Child) -> tuple[str, ...]:
+        """Return what follows `python -m mooncake_zmq` for a node."""
+        return child.node.role, *self._arguments, "--node", child.node.name
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+
     def _spawn(self, child: _Child) -> None:
-        environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        environment[log_file.VARIABLE] = str(child.log)
-        own = [sys.executable, "-m", "mooncake_zmq", child.node.role, *self._arguments, "--node", child.node.name]
+        environment = self._environment() | {log_file.VARIABLE: str(child.log)}
+        own = [sys.executable, "-m", "mooncake_zmq", *self._command(child)]
         with open(open_own(child.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             # A session of its own: Ctrl-C reaches only this process, which then drains the children in order. And Linux shares
             # cores by session: in one session, the threads of engines delayed stores by seconds.
-            child.process = subprocess.Popen(
+            process = subprocess.Popen(
                 child.server or own,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -291,6 +311,10 @@ class Up:
                 start_new_session=True,
                 preexec_fn=follow_parent if child.server else None,
             )
+        self._note_start(child, process)
+
+    def _note_start(self, child: _Child, process: Process) -> None:
+        child.process = process
         child.started_at = time.monotonic()
         child.starts += 1
 
