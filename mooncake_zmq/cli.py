@@ -74,12 +74,6 @@ def main() -> None:
     """
 
 
-def prepare_node() -> None:
-    """Choose what a node's modules run as, before any of them is imported."""
-    limit_blas()
-    mypyc_code.use(mypyc_code.NODES)
-
-
 def _role_command(role: Role, summary: str) -> None:
     @main.command(
         role, help=f"{summary}\n\n\b\nExample:\n  mooncake-zmq {role} --config {LOCAL} --node NAME", short_help=summary
@@ -89,7 +83,8 @@ def _role_command(role: Role, summary: str) -> None:
     @model_option
     @set_option
     def run(path: str, node: str, model: str | None, assignments: tuple[str, ...]) -> None:
-        prepare_node()
+        limit_blas()
+        mypyc_code.use(mypyc_code.NODES)
         loaded = load_config(path, model, assignments)
         found = loaded.config.node(node)
         if role not in found.roles:

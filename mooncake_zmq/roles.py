@@ -62,13 +62,16 @@ def make_actor(
     costs: Costs,
     disk: DiskContents | None = None,
     may_become: str = "",
+    models: Mapping[str, BlockLayout] | None = None,
 ) -> Actor:
     """Return the actor for one incarnation of a node. `disk`: the contents of a cache-node's SSD; `may_become`: see
-    `core.drain`."""
+    `core.drain`. `models`: the layouts of several models, by identity, that a gateway serves."""
     parts = PARTS[role]
     more: dict[str, Any] = {"costs": costs} if parts.costs else {}
     if disk is not None and role == "cache-node":
         more["disk"] = disk
     if may_become:
         more["may_become"] = may_become
+    if models is not None and role == "gateway":
+        more["models"] = models
     return parts.made(name=name, host=host, incarnation=incarnation, settings=settings, layout=layout, **more)

@@ -29,6 +29,9 @@ role = "decode"
 """
 
 
+MODELS = ROOT / "configs" / "vllm-models.toml"
+
+
 @pytest.fixture
 def write(tmp_path: Path):
     def write_file(text: str, nodes: str = NODES) -> Path:
@@ -572,3 +575,83 @@ def test_adapters_have_names_of_their_own_and_a_vllm(settings, said):
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
     with pytest.raises(ConfigError, match=said):
         load_text("\n".join(["[model]", *lines]), "f", environment={})
+
+
+def test_each_of_several_models_is_a_deployment_with_the_shared_nodes():
+    loaded = load(MODELS, {"models.small.costs": {"prefill_token_s": 0.5}, "model.block_tokens": 64}, {})
+    large, small = loaded.models["large"], loaded.models["small"]
+    assert [node.name for node in large.config.nodes] == ["conductor-large", "cache-a", "vllm-a", "gateway-0"]
+    assert [node.name for node in small.config.nodes] == ["conductor-small", "cache-a", "vllm-b", "gateway-0"]
+    assert (large.config.model.max_model_len, small.config.model.max_model_len) == (4096, 2048)
+    assert {each.config.model.block_tokens for each in loaded.of_each} == {64}
+    assert (large.config.costs.prefill_token_s, small.config.costs.prefill_token_s) == (
+        loaded.config.costs.prefill_token_s,
+        0.5,
+    )
+    for node in loaded.config.nodes:
+        own = loaded.of(node)
+        assert own is (loaded if node.role in ("gateway", "cache-node") else loaded.models[node.model])
+        assert own.section(own.config.node(node.name)) == loaded.section(node)
+    shown = "\n".join(summary(loaded))
+    assert "models large (/srv/models/large), small (/srv/models/small)" in shown
+    assert "of model small" in shown
+    assert ("models.small.max_model_len", 2048) in [(name, value) for name, value, _ in effective(loaded)]
+
+
+def test_a_deployment_of_one_model_is_that_of_each():
+    loaded = load(ROOT / "configs" / "toy.toml", {}, {})
+    assert loaded.of_each == (loaded,)
+    assert all(loaded.of(node) is loaded for node in loaded.config.nodes)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('engine = "vllm"', 'engine = "own"', "several models need model.engine"),
+        ('model = "large"\n', 'model = "huge"\n', "there is no model 'huge' in .models.; there are large, small"),
+        ('model = "large"\n', "", "conductor-large: say which model this conductor is for: model is one of large, small"),
+        ('model = "small"\nhost', 'model = "large"\nhost', "no vllm has model = 'small'"),
+        ('role = "gateway"', 'role = "gateway"\nmodel = "large"', "a gateway is for all models: leave model out"),
+        ("[models.small]", '[models.small]\nname = "x"\nadapters = ["x"]', "a name is given twice"),
+        (
+            "[models.small]",
+            "[models.small]\nmax_modellen = 5",
+            "models.small.max_modellen: unknown key; did you mean max_model_len",
+        ),
+        (
+            "[models.small]",
+            "[models.small]\ncosts = { prefil_token_s = 1.0 }",
+            "models.small.costs.prefil_token_s: unknown key",
+        ),
+        ("[models.small]", "[models.small]\ncosts = { prefill_token_s = -1.0 }", "models.small: "),
+        ("[models.small]", "[models.SMALL]", "a table's name must be"),
+        ("max_model_len = 2048", 'max_model_len = "long"', "models.small.max_model_len"),
+    ],
+)
+def test_a_mistake_in_one_of_several_models_is_one_line(tmp_path: Path, old: str, new: str, said: str):
+    text = MODELS.read_text()
+    assert old in text
+    path = tmp_path / "models.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=said) as raised:
+        load(path, {}, {})
+    assert "\n" not in str(raised.value)
+
+
+def test_two_models_may_not_have_one_name():
+    same = {"models.small.name": "chat", "models.large.name": "chat"}
+    with pytest.raises(ConfigError, match="models: two of them are called 'chat'"):
+        load(MODELS, same, {})
+
+
+def test_a_setting_of_one_model_is_set_on_the_command_line_and_in_the_environment():
+    loaded = load(MODELS, {"models.small.path": "/m"}, {"MOONCAKE_ZMQ_MODELS__LARGE__NAME": "L"})
+    assert (loaded.models["small"].config.model.path, loaded.models["large"].config.model.name) == ("/m", "L")
+    with pytest.raises(ConfigError, match="there is no setting models.small.pth; did you mean path"):
+        load(MODELS, {"models.small.pth": "/m"}, {})
+
+
+def test_a_deployment_without_several_models_has_no_node_of_one(write):
+    nodes = NODES.replace('role = "conductor"', 'role = "conductor"\nmodel = "m"')
+    with pytest.raises(ConfigError, match="there is no model 'm' in .models.; there are none"):
+        load(write("", nodes), {}, {})

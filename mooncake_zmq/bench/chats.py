@@ -12,7 +12,7 @@ from mooncake_zmq.engine.prepare import prepare as prepare_model
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.gateway.openai.bodies import ChatBody
 from mooncake_zmq.gateway.openai.prepare import prepare
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 TOKENS = 100_000
@@ -64,5 +64,5 @@ def _message(rand: random.Random, role: str) -> dict[str, str]:
 def _prepared_s(messages: list[dict[str, str]], model: ServedModel) -> float:
     body = bytearray(msgspec.json.encode({"model": model.id, "messages": messages, "max_tokens": 8}))
     began = time.perf_counter()
-    prepare(body, ChatBody, model, EdgeSettings(), lambda: 0)
+    prepare(body, ChatBody, ServedModels(model), EdgeSettings(), lambda: 0)
     return time.perf_counter() - began

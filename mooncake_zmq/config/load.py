@@ -7,16 +7,16 @@ errors.
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import msgspec
 from msgspec import structs
 
 from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.hints import did_you_mean, kind_at, record_of, size, wanted, with_sizes, words
-from mooncake_zmq.config.records import Config, NodeSettings
+from mooncake_zmq.config.records import Config, NodeSettings, OneOfModels
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
@@ -34,6 +34,17 @@ class Loaded:
     config: Config
     sources: Mapping[str, str]
     raw: Mapping[str, Any]
+    models: Mapping[str, "Loaded"] = field(default_factory=dict)
+    """For each of several models the deployment without the nodes of the others, which is one of a single model."""
+
+    def of(self, node: NodeSettings) -> "Loaded":
+        """Return the deployment as a node of one model has it, in which that is the only one."""
+        return self.models[node.model] if node.model else self
+
+    @property
+    def of_each(self) -> tuple["Loaded", ...]:
+        """The deployment of each model, each of a single model."""
+        return tuple(self.models.values()) or (self,)
 
     def section(self, node: NodeSettings) -> Any:
         """Return the section of `node`'s role, with the node's own `settings` applied."""
@@ -104,6 +115,32 @@ def load_text(
         _override(raw, sources, dotted, value, "command line")
     if _computes_elsewhere(raw):
         raw = _merge({"cache_node": {"pool_bytes": FOREIGN_POOL_BYTES}}, raw)
+    if isinstance(raw.get("models"), Mapping):
+        raw = {**raw, "models": {name: _merge(raw.get("model", {}), given) for name, given in raw["models"].items()}}
+        for name, each in raw["models"].items():
+            _convert(each, OneOfModels, shown, sources, under=f"models.{name}")  # an error in the whole names no table
+    loaded = _loaded(raw, shown, sources)
+    models = {name: _loaded(_with_one(loaded, name), f"{shown}: models.{name}", {**sources}) for name in loaded.config.models}
+    return replace(loaded, models=models)
+
+
+def _with_one(loaded: Loaded, name: str) -> dict[str, Any]:
+    """Return the raw deployment in which one of several models is the only one."""
+    raw = loaded.raw
+    model = {**raw["models"][name]}
+    own_costs = model.pop("costs", {})
+    _check_keys(own_costs, Costs, loaded.path, f"models.{name}.costs.")
+    costs = _merge(raw.get("costs", {}), own_costs)
+    nodes = [
+        {key: value for key, value in node.items() if key != "model"}
+        for node in raw["nodes"]
+        if node.get("model", "") in ("", name)
+    ]
+    return {**raw, "model": model, "models": {}, "costs": costs, "nodes": nodes}
+
+
+def _loaded(raw: dict[str, Any], shown: str, sources: dict[str, str]) -> Loaded:
+    """Convert and check a raw deployment. Raises ConfigError."""
     profiled = _profiled(raw.get("costs"), shown, "costs.profile")
     sources |= {f"costs.{key}": f"profile {raw['costs']['profile']}" for key in profiled}
     every_cost = asdict(Costs()) | profiled  # msgspec finds no defaults in a compiled class
@@ -129,6 +166,9 @@ def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
             value, dotted = getattr(record, known.name), f"{under}{known.name}"
             if is_dataclass(value):
                 yield from walk(value, f"{dotted}.")
+            elif dotted == "models":
+                for name, model in value.items():
+                    yield from walk(model, f"models.{name}.")
             elif dotted == "nodes":
                 for position, node in enumerate(value):
                     yield from walk(node, f"nodes[{position}].")
@@ -199,6 +239,15 @@ def _check_keys(raw: Mapping[str, Any], kind: type[Any], shown: str, under: str)
             for position, record in enumerate(value):
                 if isinstance(record, Mapping):
                     _check_keys(record, each, shown, f"{path}[{position}].")
+        elif isinstance(value, Mapping) and (each := _record_by_name(hints[key])) is not None:
+            for name, record in value.items():
+                if isinstance(record, Mapping):
+                    _check_keys(record, each, shown, f"{path}.{name}.")
+
+
+def _record_by_name(kind: Any) -> type[Any] | None:
+    """Return the record class of tables with free names, if a setting of this type is those."""
+    return record_of(kind) if get_origin(kind) is dict else None
 
 
 def _paths(raw: Mapping[str, Any], under: str = "") -> Iterator[str]:
@@ -219,6 +268,8 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
     *sections, key = dotted.split(".")
     for section in sections:
         known_sections = get_type_hints(kind) if is_dataclass(kind) else {}
+        if (named := _record_by_name(kind)) is not None:
+            known_sections = {section: named}
         if section not in known_sections:
             raise ConfigError(f"{source}: there is no setting {dotted}{did_you_mean(section, known_sections)}")
         kind = known_sections[section]

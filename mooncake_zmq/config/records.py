@@ -11,7 +11,7 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.keys import NAME_PATTERN
-from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_MODEL_NAME, MAX_TOKENS
+from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_MODEL_NAME, MAX_MODELS, MAX_TOKENS
 from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -27,6 +27,10 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 """The origin of a page, as browsers write it."""
 ENDPOINT = re.compile(r"https?://[^/?#\s]+")
 """The URL of a collector of spans."""
+
+
+OF_ONE_MODEL: tuple[Role, ...] = ("conductor", "vllm")
+"""Roles that each of several models has nodes of its own of."""
 
 
 def default_runtime_dir() -> str:
@@ -114,11 +118,22 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OneOfModels(ModelSettings):
+    """Settings of one of several models; [model] has those that it leaves out."""
+
+    costs: dict[str, Any] = field(default_factory=dict)
+    """The costs of this model, in place of those in [costs]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """Settings of one node. `settings` replaces keys of its role's section for this node only."""
 
     name: str
     role: Role
+    model: str = ""
+    """The one of `models` that a conductor or vLLM is for; gateways and cache-nodes are for all. Empty: the deployment has one
+    model."""
     host: str = "localhost"
     """The host of the node. Nodes with the same host share memory; those on different ones use the network, even on one
     machine."""
@@ -306,6 +321,9 @@ class Config:
 
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
+    models: dict[str, OneOfModels] = field(default_factory=dict)
+    """Models behind the same gateways and on the same stores, each with conductors and vLLMs of its own. Empty: [model] is the
+    only one."""
     session: SessionSettings = field(default_factory=SessionSettings)
     security: SecuritySettings = field(default_factory=SecuritySettings)
     costs: Costs = field(default_factory=Costs)
@@ -342,7 +360,33 @@ class Config:
                     raise ValueError(f'nodes: {node.name}: with model.engine "none" all are cache-nodes with a store_endpoint')
         if self.prefill.chunk_tokens % self.model.block_tokens:
             raise ValueError(f"prefill.chunk_tokens must be a multiple of model.block_tokens, {self.model.block_tokens}")
+        self._check_models()
         self._check_ladder()
+
+    def _check_models(self) -> None:
+        """Check that each node is for one of the models, or for all of them."""
+        if self.models and self.model.engine != "vllm":
+            raise ValueError('models: several models need model.engine = "vllm": the pool of our own engine has blocks of one')
+        if len(self.models) > MAX_MODELS:
+            raise ValueError(f"models: {len(self.models)} are more than {MAX_MODELS}")
+        for name in self.models:
+            if not NAME_PATTERN.fullmatch(name):
+                raise ValueError(f"models: {name!r}: a table's name must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        there = ", ".join(self.models) or "none"
+        for node in self.nodes:
+            if node.model and node.model not in self.models:
+                raise ValueError(f"nodes: {node.name}: there is no model {node.model!r} in [models]; there are {there}")
+            if node.model and node.role not in OF_ONE_MODEL:
+                raise ValueError(f"nodes: {node.name}: a {node.role} is for all models: leave model out")
+            if self.models and not node.model and node.role in OF_ONE_MODEL:
+                raise ValueError(f"nodes: {node.name}: say which model this {node.role} is for: model is one of {there}")
+        for name in self.models:
+            lacking = [role for role in OF_ONE_MODEL if not any(n.model == name and n.role == role for n in self.nodes)]
+            if lacking:
+                raise ValueError(f"nodes: no {lacking[0]} has model = {name!r}: each model needs a conductor and a vllm")
+        given = [name for each in self.models.values() for name in (each.name, *each.adapters) if name]
+        if repeated := sorted({name for name in given if given.count(name) > 1}):
+            raise ValueError(f"models: two of them are called {repeated[0]!r}")
 
     def _check_ladder(self) -> None:
         """Check that heartbeat_s * 3 <= peer_timeout_s (asserted in SessionSettings) < lease_ttl_s <= max_lease_s."""

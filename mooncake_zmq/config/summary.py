@@ -14,6 +14,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
     config, mib = loaded.config, 1 << 20
     totals = {"cpu": 0, "cuda": 0}
     model = f"model {config.model.path}, blocks of {config.model.block_tokens} tokens"
+    if config.models:
+        model = "models " + ", ".join(f"{name} ({each.path})" for name, each in config.models.items())
     yield f"cluster {config.cluster.name}: {model if config.model.engine != 'none' else 'stores alone, without a model'}"
     for node in config.nodes:
         section = loaded.section(node)
@@ -55,6 +57,7 @@ def summary(loaded: Loaded) -> Iterator[str]:
         computes = f", {where}, {node.prepared_for}" if node.computes else f", {node.backend}"
         engine = computes if node.role in ENGINE_ROLES else ""
         also = f", may become a {node.may_become}" if node.may_become else ""
+        also += f"{', ' if what else ''}of model {node.model}" if node.model else ""
         yield f"  {node.name:<16} {node.role:<10} on {node.host:<12} {what}{engine}{also}"
     ram, gpu = (f"{total / mib:,.0f} MiB" for total in totals.values())
     yield f"KV and stores take at most {ram} of RAM, beside the weights (one copy for all) and the processes"

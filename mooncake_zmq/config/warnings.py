@@ -48,9 +48,10 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for role in ROLES if config.model.engine != "none" else ():
         if role not in spared and not config.of_role(role):
             yield f"there is no {role}"
-    yield from _part_warnings(loaded)
+    for each in loaded.of_each:
+        yield from _part_warnings(each)
     for node in config.of_role("decode", "vllm"):
-        if loaded.section(node).capacity_tokens < config.model.max_model_len:
+        if loaded.section(node).capacity_tokens < loaded.of(node).config.model.max_model_len:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
 
 

@@ -492,7 +492,7 @@ class Session:
         mine = self._hello
         for what in ("protocol", "model", "tokenizer", "layout"):
             theirs, ours = getattr(hello, what), getattr(mine, what)
-            if theirs != ours:
+            if theirs != ours and (what == "protocol" or not _overlap(theirs, ours)):
                 self.counts.add(f"refused[reason={what}]")
                 self.refusals[peer.name] = f"{what} differs: {peer.name} has {theirs}, {self.me} has {ours}"
                 return []
@@ -582,6 +582,12 @@ def _acknowledge(peer: _Peer, envelope: Envelope) -> bool:
         while peer.unacked and peer.unacked[0].sequence <= envelope.ack:
             peer.unacked.popleft()
     return len(peer.unacked) < before
+
+
+def _overlap(theirs: str, ours: str) -> bool:
+    """Return whether one of two lists of fingerprints, which are separated by spaces, has all of the other's."""
+    these, those = set(theirs.split()), set(ours.split())
+    return bool(these and those) and (these <= those or those <= these)
 
 
 def _is_by(sender: str, key_of: str | None) -> bool:

@@ -117,7 +117,7 @@ class Grammars:
         logits for."""
         self.vocab_size = vocab_size
         self.counts: dict[str, float] = {}
-        """Processes started, and processes ended, by reason."""
+        """Processes started, and processes ended, by reason. Several objects may share these."""
         self._begin = Begin(words, vocab_size)
         self._max_compile_s = max_compile_s
         self._max_token_s = max_token_s

@@ -38,7 +38,7 @@ from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.prepare import prepare
 from mooncake_zmq.gateway.requests import tenants
 from mooncake_zmq.gateway.responses_api import items
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EventError, decode_batch
@@ -170,8 +170,8 @@ def _sealed_seeds() -> list[bytes]:
 
 
 @cache
-def _served() -> ServedModel:
-    return ServedModel(
+def _served() -> ServedModels:
+    model = ServedModel(
         id="toy",
         max_model_len=2048,
         vocab_size=512,
@@ -180,6 +180,7 @@ def _served() -> ServedModel:
         layout_fingerprint="layout",
         tokenizer=byte_tokenizer(),
     )
+    return ServedModels(model)
 
 
 def _prepare(kind: Any, raw: bytes) -> object:

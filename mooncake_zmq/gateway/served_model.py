@@ -1,4 +1,4 @@
-"""The model that a cluster serves, as the gateway knows it: its limits, its tokenizer and the namespace of its block keys."""
+"""The models that a cluster serves, as the gateway knows them: limits, tokenizer and the namespace of a model's block keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,10 +65,17 @@ class ServedModel:
     model_fingerprint: str
     layout_fingerprint: str
     tokenizer: Tokenizer
+    identity: str = ""
+    """The identity with which its nodes greet, where the cluster has several models; empty: it has one."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters with which it is served too."""
     adapter: str = ""
     """The adapter that this is the model with; empty: none."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which clients ask for it, without an adapter and with each."""
+        return self.id, *self.adapters
 
     def named(self, name: str) -> "ServedModel | None":
         """Return the model that a client asks for by this name, or None if there is none."""
@@ -85,3 +92,34 @@ class ServedModel:
         """Namespace and keys of the complete blocks of `tokens` (int32 bytes)."""
         root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt, adapter=self.adapter)
         return root, tuple(extend_keys(root, tokens, self.block_tokens))
+
+
+class ServedModels:
+    """All models of a cluster, by the names that clients use."""
+
+    def __init__(self, *models: ServedModel) -> None:
+        """`models`: at least one, without adapters. Raises ValueError if two have a name in common."""
+        self.each = models
+        self.names = tuple(name for model in models for name in model.names)
+        """The names of all, in the order of the models."""
+        if repeated := next((name for name in self.names if self.names.count(name) > 1), None):
+            raise ValueError(f"two models are called {repeated!r}: give one of them another name")
+
+    @property
+    def only(self) -> ServedModel | None:
+        """The model of a cluster that has one, which clients need not name."""
+        return self.each[0] if len(self.each) == 1 else None
+
+    @property
+    def shown(self) -> str:
+        """The names of the models, without those with adapters, as one text."""
+        return ", ".join(model.id for model in self.each)
+
+    @property
+    def identities(self) -> tuple[str, ...]:
+        """The identity of each model; an empty one if there is one model."""
+        return tuple(model.identity for model in self.each)
+
+    def named(self, name: str) -> ServedModel | None:
+        """Return the model that a client asks for by this name, or None if there is none."""
+        return next((found for model in self.each if (found := model.named(name)) is not None), None)

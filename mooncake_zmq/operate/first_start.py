@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Protocol
 
 from mooncake_zmq.core.roles import Role
+from mooncake_zmq.engine.cpu import limit_blas
+from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.telemetry import log_file
 from mooncake_zmq.transfer.own_files import open_own
 
@@ -33,7 +36,7 @@ _BY_ROLE: dict[Role, tuple[str, ...]] = {
     "gateway": ("runtime.gateway_process", "gateway.http.acceptor", "gateway.http.app", "engine.tokenizer"),
     "cache-node": ("pool.server.server",),
 }
-"""What nodes import when they run, beside the module of their actor."""
+"""Modules that nodes import when they run, beside that of their actor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +135,15 @@ def main() -> None:
     Standard input has the nodes as JSON. The only argument has no meaning: its bytes are room for the nodes' command lines.
     """
     nodes = [NodeStart(role, tuple(arguments), Path(log)) for role, arguments, log in json.load(sys.stdin)]
-    from mooncake_zmq import cli
-
-    cli.prepare_node()
+    limit_blas()
+    mypyc_code.use(mypyc_code.NODES)
     _import_for({node.role for node in nodes})
     pids, this, (waits, goes) = [], os.getpid(), os.pipe()
     for node in nodes:
         if not (pid := os.fork()):
             os.close(goes)
             _become(node, this, waits)
-            cli.main(list(node.arguments), prog_name="mooncake-zmq")
+            runpy.run_module("mooncake_zmq", run_name="__main__", alter_sys=True)
         pids.append(pid)
     sys.stdout.write(" ".join(map(str, pids)))
     sys.stdout.flush()

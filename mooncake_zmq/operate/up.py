@@ -260,9 +260,10 @@ class Up:
         """Return the vLLM servers to start, which come first, as their nodes wait for them."""
         if self._vllm_python is None:
             return []
-        children = []
-        for node in self.config.of_role("vllm"):
-            command = server_command(self._vllm_python, self.config, self.loaded.section(node), node.host)
+        children, nodes = [], self.config.of_role("vllm")
+        for node in nodes:
+            config, section = self.loaded.of(node).config, self.loaded.section(node)
+            command = server_command(self._vllm_python, config, section, node.host, servers=len(nodes))
             children.append(_Child(node, logs / f"{node.name}.server.log", server=tuple(command)))
         return children
 

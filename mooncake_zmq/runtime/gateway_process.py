@@ -13,6 +13,8 @@ import structlog
 import uvicorn
 from prometheus_client.metrics_core import Metric
 
+from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.config.load import Loaded
 from mooncake_zmq.config.records import GatewaySettings
 from mooncake_zmq.config.warnings import gateway_warnings
 from mooncake_zmq.core.actor import CordonWanted, FromClient
@@ -27,10 +29,12 @@ from mooncake_zmq.gateway.requests.history import STEP_S
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.requests.request_log import RequestLog
 from mooncake_zmq.gateway.requests.requests import Requests
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
+from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.facts import counts_of
 from mooncake_zmq.runtime.listening import HTTP_BACKLOG, claim, is_deserted, listen
+from mooncake_zmq.runtime.model import Model
 from mooncake_zmq.runtime.node_process import NodeProcess
 from mooncake_zmq.runtime.parts import Parts
 from mooncake_zmq.runtime.zmq_runtime import ZmqRuntime
@@ -107,13 +111,13 @@ class GatewayProcess(NodeProcess):
         edge = Edge(
             name=self.plan.node.name,
             incarnation=self.lifecycle.incarnation,
-            model=self._served_model(),
+            models=self._served_models(),
             settings=settings.edge,
             max_open=settings.requests.max_open,
             backing=self,
             tenants=self._api_keys.tenants if self._api_keys else None,
             allow_open=settings.allow_open,
-            listed=[Listed(node.name, node.role, node.host) for node in config.nodes],
+            listed=[Listed(node.name, node.role, node.host, node.model) for node in config.nodes],
             about={
                 "cluster": config.cluster.name,
                 "block_tokens": layout.block_tokens,
@@ -128,21 +132,16 @@ class GatewayProcess(NodeProcess):
         self.parts.facts.beside.append(lambda: (edge.own_counts(), edge.own_gauges()))
         return edge
 
-    def _served_model(self) -> ServedModel:
-        from mooncake_zmq.engine.tokenizer import open_tokenizer
-
-        model, layout = self.plan.model, self.plan.layout
-        tokenizer = open_tokenizer(model.path)
-        return ServedModel(
-            id=model.spec.name,
-            max_model_len=self.plan.loaded.longest_request(model.max_model_len, layout.block_tokens),
-            vocab_size=min(model.spec.vocab_size, tokenizer.vocab_size),
-            block_tokens=layout.block_tokens,
-            model_fingerprint=model.identity,
-            layout_fingerprint=layout.fingerprint,
-            tokenizer=tokenizer,
-            adapters=self.plan.loaded.config.model.adapters,
-        )
+    def _served_models(self) -> ServedModels:
+        """Return all models of the deployment. Raises ConfigError if two have a name in common."""
+        plan = self.plan
+        each = zip((plan.model, *plan.others), plan.loaded.of_each, strict=True)
+        try:
+            return ServedModels(
+                *(_served(plan.layouts[model.identity], model, loaded, bool(plan.others)) for model, loaded in each)
+            )
+        except ValueError as error:
+            raise ConfigError(f"{plan.loaded.path}: models: {error}") from None
 
     def _make_runtime(self) -> ZmqRuntime:
         node = self.make_node(
@@ -330,6 +329,24 @@ class GatewayProcess(NodeProcess):
         if node == sender and on_answer is not None:
             del self._states_asked[answer.ask_id]
             on_answer(answer)
+
+
+def _served(layout: BlockLayout, model: Model, loaded: Loaded, one_of_several: bool) -> ServedModel:
+    """Return a model of a deployment as clients know it."""
+    from mooncake_zmq.engine.tokenizer import open_tokenizer
+
+    tokenizer = open_tokenizer(model.path)
+    return ServedModel(
+        id=model.spec.name,
+        max_model_len=loaded.longest_request(model.max_model_len, layout.block_tokens),
+        vocab_size=min(model.spec.vocab_size, tokenizer.vocab_size),
+        block_tokens=layout.block_tokens,
+        model_fingerprint=model.identity,
+        layout_fingerprint=layout.fingerprint,
+        tokenizer=tokenizer,
+        identity=model.identity if one_of_several else "",
+        adapters=loaded.config.model.adapters,
+    )
 
 
 class _Server(uvicorn.Server):

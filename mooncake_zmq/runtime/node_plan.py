@@ -1,6 +1,7 @@
 """A node as the deployment's file and its model define it, before any component of it is opened."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,11 +24,13 @@ from mooncake_zmq.runtime.starvation import waits_for_cpu
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Settings of one node in its role, with the model that its cluster serves."""
+    """Settings of one node in its role, with the model that its cluster serves. `others`: further models, of a node that is
+    for all of several."""
 
     loaded: Loaded
     node: NodeSettings
     model: Model
+    others: tuple[Model, ...] = ()
 
     @classmethod
     def learn(cls, loaded: Loaded, node: NodeSettings) -> "NodePlan":
@@ -36,7 +39,8 @@ class NodePlan:
         if node.device == "cuda":
             _find_device(loaded, node)
         with notify.extended_timeout("waiting for the model"):
-            return cls(loaded, node, learn(loaded.config, node))
+            first, *others = [learn(each.config, node) for each in loaded.of_each]
+        return cls(loaded, node, first, tuple(others))
 
     @cached_property
     def settings(self) -> Any:
@@ -44,14 +48,22 @@ class NodePlan:
         return self.loaded.section(self.node)
 
     @cached_property
+    def layouts(self) -> dict[str, BlockLayout]:
+        """The layout of each model's blocks, by the model's identity, in the order of the file."""
+        each = zip(self.loaded.of_each, (self.model, *self.others), strict=True)
+        return {model.identity: model.layout(loaded.config.model.block_tokens) for loaded, model in each}
+
+    @property
     def layout(self) -> BlockLayout:
-        """The layout of this model's blocks."""
-        return self.model.layout(self.loaded.config.model.block_tokens)
+        """The layout of the blocks of the model, or of the first of several, whose nodes have no blocks."""
+        return self.layouts[self.model.identity]
 
     @cached_property
     def costs(self) -> Costs:
         """The configured costs; raises ConfigError for a profile of another model."""
         costs = self.loaded.config.costs
+        if self.others:
+            return costs  # no node that is for all of several models predicts times
         try:
             costs.check_model(self.model.spec.fingerprint)
         except ValueError as error:
@@ -108,9 +120,9 @@ class NodePlan:
             protocol=PROTOCOL_VERSION,
             role=node.role,
             host=node.host,
-            model=self.model.identity,
-            tokenizer=self.model.tokenizer,
-            layout=self.layout.fingerprint,
+            model=_joined(self.layouts),
+            tokenizer=_joined(model.tokenizer for model in (self.model, *self.others)),
+            layout=_joined(layout.fingerprint for layout in self.layouts.values()),
             segment=segment,
             may_become=node.may_become,
             part=self.settings.part if node.role == "vllm" else "both",
@@ -139,6 +151,11 @@ class NodePlan:
                 f"needs {needed}: raise it to {needed * self.layout.slot_bytes}, or lower max_model_len"
             )
         return slots
+
+
+def _joined(fingerprints: Iterable[str]) -> str:
+    """Return the fingerprints of several models as a greeting has them."""
+    return " ".join(sorted(set(fingerprints)))
 
 
 def check(loaded: Loaded, node: NodeSettings) -> None:

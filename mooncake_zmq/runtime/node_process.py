@@ -73,6 +73,7 @@ class NodeProcess:
             costs=costs,
             disk=disk,
             may_become=node.may_become,
+            models=self.plan.layouts if self.plan.others else None,
         )
 
     def make_node(

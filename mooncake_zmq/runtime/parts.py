@@ -314,7 +314,7 @@ class Parts:
 
         if not is_installed():
             raise ConfigError(f"gateway.otlp_endpoint needs the extra otel: {installing('otel')}")
-        otlp = Otlp(endpoint, gateway=self.plan.node.name, model=self.plan.model.spec.name, on_crash=self.lifecycle.on_crash)
+        otlp = Otlp(endpoint, gateway=self.plan.node.name, on_crash=self.lifecycle.on_crash)
         self.stack.callback(otlp.close)
         self.facts.threads["otlp"] = otlp.counts
         return otlp

@@ -29,6 +29,7 @@ def main(loaded: Loaded, name: str, *, role: Role | None = None, begin_as: Calla
     """Run the node called `name` until it is stopped; returns the exit code. `role`: a different one that it may take.
     `begin_as` begins its next incarnation in another role, and is called once everything of this one is released."""
     try:
+        loaded = loaded.of(loaded.config.node(name))
         node = loaded.config.node(name)
         node = node.in_role(role or node.role)
         logs.configure(node=name, role=node.role, form=loaded.config.cluster.log_format, level=loaded.config.cluster.log_level)

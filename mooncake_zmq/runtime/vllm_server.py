@@ -102,10 +102,10 @@ def _models(answer: httpx.Response) -> dict[str, int | None]:
     return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
 
 
-def server_command(python: str, config: Config, settings: VllmSettings, host: str = "") -> list[str]:
+def server_command(python: str, config: Config, settings: VllmSettings, host: str = "", *, servers: int = 0) -> list[str]:
     """Return the command that starts such a server: by its own Python, for the deployment's model and lengths. With stores in
-    the deployment it uses our connector, which that Python must have, over all of them, those of `host` first. All servers
-    share one machine."""
+    the deployment it uses our connector, which that Python must have, over all of them, those of `host` first. All servers,
+    `servers` or as many as the deployment has, share one machine."""
     place = urlsplit(settings.url)
     options = {
         "--model": config.model.path,
@@ -116,7 +116,7 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
         "--block-size": config.model.block_tokens,
         "--max-num-seqs": settings.max_running,
     }
-    if (servers := len(config.of_role("vllm"))) > 1:
+    if (servers := servers or len(config.of_role("vllm"))) > 1:
         options["--gpu-memory-utilization"] = round(MEMORY_SHARE / servers, 3)
     if settings.kv_events:
         more = {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}

@@ -23,6 +23,7 @@ from mooncake_zmq.pool.rules.tenants import PoolTenant
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.simulation.engine import sim_layout
+from mooncake_zmq.simulation.traces import MODEL, OTHER_MODEL
 from mooncake_zmq.simulation.world import ProcessSpec
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
@@ -38,6 +39,7 @@ VLLM_PAIR: Mapping[str, Part] = {"a": "decode", "b": "prefill"}
 """The hosts whose vLLMs only prefill or only decode: each of them is the only one of its part, and stands in for the other."""
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
+TWO_MODELS = {"conductor-1": MODEL, "vllm-b": MODEL, "conductor-2": OTHER_MODEL, "vllm-c": OTHER_MODEL}
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
 
 
@@ -96,14 +98,16 @@ class ClusterSettings:
     """Whether some of its hosts are suspended and go on."""
     vllms_alone: bool = False
     """Whether only vLLMs compute. Requests then ask for adapters."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """The model of each conductor and vLLM where there are several, behind the same gateways and on the same pools."""
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
     def of_seed(cls, seed: int) -> "ClusterSettings":
         """Return the settings of a seed. Of three seeds one has vLLMs among the others, or in a third of these seeds alone,
-        which in half of them prefill and decode separately; one computes longer prompts in pipelines of up to three prefills,
-        one decodes several steps in a work. Of five, one is watched. Of eight, one is starved. Of four, one has hosts that are
-        suspended."""
+        which in half of them prefill and decode separately, and otherwise, where they are alone, are of two models; one
+        computes longer prompts in pipelines of up to three prefills, one decodes several steps in a work. Of five, one is
+        watched. Of eight, one is starved. Of four, one has hosts that are suspended."""
         plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
@@ -113,7 +117,11 @@ class ClusterSettings:
             others = POOLS if alone else MEMBERS
             members = (*others, *(f"vllm-{host}" for host in parts))
             conductor = replace(plain.conductor, members=members)
-            return replace(plain, vllm_parts=parts, vllms_alone=alone, conductor=conductor)
+            plain = replace(plain, vllm_parts=parts, vllms_alone=alone, conductor=conductor)
+            if not alone or parts is not VLLMS:
+                return plain
+            roomier = replace(plain.vllm, max_running=2, max_queued=8)  # half of all requests have one engine
+            return replace(plain, models=TWO_MODELS, vllm=roomier)
         conductor = replace(
             plain.conductor,
             pipeline_stages=3,
@@ -157,17 +165,26 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
             peers=tuple(
                 other
                 for other, there in places.items()
-                if other != name and connected(_roles_of(name), host, _roles_of(other), there)
+                if other != name
+                and connected(_roles_of(name), host, _roles_of(other), there)
+                and _together(settings.models, name, other)
             ),
             make=partial(_make, settings, role, name, host),
             slots=PARTS[role].segment_slots(settings.of_role(role), settings.layout),
             disk_slots=settings.cache_node.ssd.bytes // SLOT_BYTES if role == "cache-node" else 0,
             may_become=BECOMES[role] if name in CHANGEABLE else "",
             part=parts.get(name, "both"),
+            model=settings.models.get(name, ""),
         )
         for name, host in places.items()
         for role in _roles_of(name)
     ]
+
+
+def _together(models: Mapping[str, str], one: str, other: str) -> bool:
+    """Return whether two nodes have to do with each other: both are for one model, or either is for all."""
+    mine, theirs = models.get(one, ""), models.get(other, "")
+    return mine == theirs or not (mine and theirs)
 
 
 def _roles_of(name: str) -> tuple[Role, ...]:
@@ -182,9 +199,20 @@ def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnati
         name=name,
         host=host,
         incarnation=incarnation,
-        settings=replace(settings.vllm, part=settings.vllm_parts[host]) if role == "vllm" else settings.of_role(role),
+        settings=_settings_of(settings, role, name, host),
         layout=settings.layout,
         costs=settings.costs,
         disk=disk,
         may_become=BECOMES[role] if name in CHANGEABLE else "",
+        models=dict.fromkeys(settings.models.values(), settings.layout) or None,
     )
+
+
+def _settings_of(settings: ClusterSettings, role: Role, name: str, host: str) -> Any:
+    """Return the settings of a node: those of its role, as far as they are for all nodes of that."""
+    if role == "vllm":
+        return replace(settings.vllm, part=settings.vllm_parts[host])
+    if role == "conductor" and settings.models:
+        members = tuple(each for each in settings.conductor.members if _together(settings.models, name, each))
+        return replace(settings.conductor, members=members)
+    return settings.of_role(role)

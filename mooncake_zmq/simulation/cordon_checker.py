@@ -19,12 +19,13 @@ IncarnationId = tuple[str, int]
 
 
 class CordonChecker:
-    """The remaining work of each cordoned incarnation, and, for each incarnation of a gateway, its conductors and whether they
-    are cordoned."""
+    """The remaining work of each cordoned incarnation, and, for each incarnation of a gateway, its conductors, whether they
+    are cordoned and their models."""
 
     def __init__(self) -> None:
         self._left: dict[IncarnationId, float] = {}
         self._conductors: dict[IncarnationId, dict[str, bool]] = {}
+        self._models: dict[str, str] = {}
 
     def observed(
         self, now: float, incarnation: IncarnationId, role: str, actor: Any, event: Event, effects: Sequence[Effect]
@@ -50,12 +51,14 @@ class CordonChecker:
         match event:
             case PeerUp(peer, _, hello) if hello.role == "conductor":
                 conductors[peer] = False
+                self._models[peer] = hello.model
             case PeerDown(peer, _):
                 conductors.pop(peer, None)
             case Received(sender, NodesReported(cordoned=cordoned)):
                 conductors[sender] = cordoned
-        if all(conductors.values()):
+        open_models = {self._models[name] for name, cordoned in conductors.items() if not cordoned}
+        if not open_models:
             return None
         asked = [effect.to for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Schedule)]
-        wrong = next((to for to in asked if conductors[to]), None)
+        wrong = next((to for to in asked if conductors[to] and self._models[to] in open_models), None)
         return wrong and f"{incarnation[0]} asks {wrong}, which is cordoned, where another is not"

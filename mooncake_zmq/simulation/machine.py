@@ -121,6 +121,7 @@ class Machine:
         layout: BlockLayout,
         segment: Segment | None,
         disk: SimDisk | None = None,
+        model: str = "",
         later: Callable[[float, Callable[[], None]], None],
         done: Callable[[int, Result], None],
         progressed: Callable[[int, Progress], None],
@@ -135,6 +136,7 @@ class Machine:
         self.layout = layout
         self.segment = segment
         self.disk = disk
+        self.model = model
         self.stopped_at = float("-inf")
         """The time when the process was last stopped: a work begun before that may be late without being wrong."""
         self.woke_at = float("-inf")

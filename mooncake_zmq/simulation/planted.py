@@ -23,6 +23,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import Generate
+from mooncake_zmq.gateway.requests import readiness, requests
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
@@ -238,6 +239,15 @@ def _resume_without_adapter() -> Replacements:
     return [(Request, "start", forgetful)]
 
 
+def _any_model() -> Replacements:
+    """A gateway takes every conductor and engine to be for the model of a request."""
+
+    def careless(_peer: Any, _model: str) -> bool:
+        return True
+
+    return [(readiness, "is_for", careless), (requests, "is_for", careless)]
+
+
 def _passed_on_short() -> Replacements:
     """A vLLM that prefilled hands the request over without the token that it made."""
     handle = VllmNode.handle
@@ -293,6 +303,7 @@ PLANTED: dict[str, Planted] = {
     "answer_forgotten": Planted("an answer resumed as prompt", ("I3",), (K.CRASH, K.CRASH), _answer_forgotten),
     "constraint_restarts": Planted("a grammar begun anew", ("I3",), (K.CRASH, K.CRASH), _constraint_restarts),
     "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
+    "any_model": Planted("a gateway ignores which model a node is for", ("I3",), (), _any_model),
     "resume_without_adapter": Planted("a resume forgets the adapter", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_without_adapter),
     "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),

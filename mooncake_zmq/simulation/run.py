@@ -93,7 +93,12 @@ def run_seed(
 def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *, trace: bool, stores_only: bool) -> None:
     random = Random(result.seed)
     settings = ClusterSettings.of_seed(result.seed)
-    workload = replace(workload, plain=bool(settings.vllm_parts), adapters=ADAPTERS if settings.vllms_alone else ())
+    workload = replace(
+        workload,
+        plain=bool(settings.vllm_parts),
+        adapters=ADAPTERS if settings.vllms_alone else (),
+        models=tuple(dict.fromkeys(settings.models.values())),
+    )
     specs = processes(settings)
     if stores_only:
         specs = [replace(spec, peers=()) for spec in specs if spec.role == "cache-node"]

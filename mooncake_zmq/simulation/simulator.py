@@ -82,6 +82,7 @@ class Simulator(World[Machine]):
     ) -> None:
         """`keyed`: the wire names the key by which each frame came. `check_every`: the number of turns between checks of an
         actor's invariants."""
+        self._models = sorted({spec.model for spec in specs if spec.model}) or [MODEL]
         self.wires = Wires(hardware.frame_s, hardware.jitter)
         link = Sessions(
             settings=session,
@@ -153,6 +154,7 @@ class Simulator(World[Machine]):
             layout=self.layout,
             segment=segment,
             disk=disk,
+            model=spec.model,
             later=lambda delay_s, action: self.in_incarnation(process, self.now + delay_s, action),
             done=partial(self.work_done, process),
             progressed=partial(self.progressed, process),
@@ -167,7 +169,7 @@ class Simulator(World[Machine]):
             protocol=PROTOCOL_VERSION,
             role=process.spec.role,
             host=process.spec.host,
-            model=MODEL,
+            model=process.spec.model or " ".join(self._models),
             tokenizer=MODEL,
             layout=self.layout.fingerprint,
             segment=SegmentRef(path=f"{name}.{process.starts}", endpoint=f"sim:{name}", slots=slots) if slots else None,

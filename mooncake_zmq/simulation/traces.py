@@ -3,6 +3,7 @@ alike, hang-ups, tenants."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from random import Random
 
 import numpy as np
@@ -15,6 +16,7 @@ from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence
 
 MODEL = "simulated"
+OTHER_MODEL = "other"
 CONSTRAINTS = (b"", b"3", b"", b"58")
 
 
@@ -45,19 +47,25 @@ class Workload:
     """Whether to ask for nothing that vLLMs do not support."""
     adapters: tuple[str, ...] = ()
     """The adapters that chats ask for; empty names stand for none."""
+    models: tuple[str, ...] = ()
+    """The models that chats ask for; empty: the only one."""
+
+    def model_for(self, prompt: Sequence[int]) -> str:
+        """Return the model that a chat with this first prompt asks for; empty: the only one."""
+        return self.models[len(prompt) % len(self.models)] if self.models else ""
 
     def adapter_for(self, prompt: Sequence[int]) -> str:
         """Return the adapter that a chat with this first prompt asks for; empty: none."""
         return self.adapters[sum(prompt) % len(self.adapters)] if self.adapters else ""
 
-    def root(self, layout: BlockLayout, tenant: str, adapter: str = "") -> bytes:
+    def root(self, layout: BlockLayout, tenant: str, adapter: str = "", model: str = "") -> bytes:
         """Return the namespace after which the prompts of a tenant begin."""
-        return namespace(model=MODEL, layout=layout.fingerprint, salt=tenant, adapter=adapter)
+        return namespace(model=model or MODEL, layout=layout.fingerprint, salt=tenant, adapter=adapter)
 
     def roots(self, layout: BlockLayout) -> tuple[bytes, ...]:
         """Return the namespaces of all tenants, with and without adapters."""
-        adapters = sorted({"", *self.adapters})
-        return tuple(self.root(layout, tenant, adapter) for tenant in self.tenants for adapter in adapters)
+        each = product(self.tenants, sorted({"", *self.adapters}), self.models or ("",))
+        return tuple(self.root(layout, tenant, adapter, model) for tenant, adapter, model in each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +148,9 @@ def _turns(
     for _ in range(count):
         prompt = prompt + _tokens(random, _question_length(random, workload, layout, len(prompt)))
         if not turns:
-            adapter = workload.adapter_for(prompt)
-            root = workload.root(layout, tenant, adapter)
-        turn = _turn(random, workload, layout, trace, root, adapter, tenant, prompt)
+            adapter, model = workload.adapter_for(prompt), workload.model_for(prompt)
+            root = workload.root(layout, tenant, adapter, model)
+        turn = _turn(random, workload, layout, trace, root, (model, adapter), tenant, prompt)
         turns.append(turn)
         for answer in turn.answers:
             whole = pack_tokens(prompt + list(answer.tokens))
@@ -169,10 +177,12 @@ def _turn(
     layout: BlockLayout,
     trace: Trace,
     root: bytes,
-    adapter: str,
+    computes: tuple[str, str],
     tenant: str,
     prompt: list[int],
 ) -> Turn:
+    """Draw a turn. `computes`: the model and the adapter that are asked for."""
+    model, adapter = computes
     temperature = random.choice((0.0, 0.0, 0.8))
     sampling = Sampling(
         temperature=temperature,
@@ -194,11 +204,12 @@ def _turn(
     answers: list[Answer] = []
     for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
         own = structs.replace(sampling, seed=seed)
-        answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, adapter)))
+        answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, weights(model, adapter))))
     tokens = pack_tokens(prompt)
     request = ClientRequest(
         tokens=tokens,
         root=root,
+        model=model,
         adapter=adapter,
         keys=tuple(extend_keys(root, tokens, layout.block_tokens)),
         sampling=sampling,
@@ -216,6 +227,11 @@ def _turn(
     return Turn(request, tuple(answers), think_s, after_s, after_tokens, cancel_alone=random.random() < 0.5)
 
 
+def weights(model: str, adapter: str) -> str:
+    """Return a name for what computes an answer: an adapter of one of several models."""
+    return f"{model} {adapter}" if model == OTHER_MODEL else adapter
+
+
 def reference(
     root: bytes,
     prompt: Iterable[int],
@@ -223,11 +239,12 @@ def reference(
     stop: StopRule,
     layout: BlockLayout,
     blocks: dict[Key, bytes],
-    adapter: str = "",
+    computes: str = "",
 ) -> tuple[tuple[int, ...], str]:
-    """Return the undisturbed answer and why it ends; add to `blocks` the bytes of every complete block of the sequence."""
+    """Return the undisturbed answer and why it ends; add to `blocks` the bytes of every complete block of the sequence.
+    `computes`: see `weights`."""
     tokens = list(prompt)
-    sequence = SimSequence(len(tokens) + stop.max_tokens, sampling.past(pack_tokens(tokens)), adapter)
+    sequence = SimSequence(len(tokens) + stop.max_tokens, sampling.past(pack_tokens(tokens)), computes)
     sequence.run(0, np.array(tokens, dtype=np.uint32))
     prompt_length = len(tokens)
     while True:

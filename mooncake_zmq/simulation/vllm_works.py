@@ -10,6 +10,7 @@ from mooncake_zmq.simulation.engine import SimSequence, as_tokens, logprob_of
 from mooncake_zmq.simulation.engine_store import EngineStore, block_of, fill
 from mooncake_zmq.simulation.engine_works import prompt_scores
 from mooncake_zmq.simulation.machine import Machine, Running, Steps
+from mooncake_zmq.simulation.traces import weights
 
 ENGINE_FAILS = 0.05
 """The share of requests that a foreign engine refuses by itself."""
@@ -25,7 +26,7 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
     """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under way."""
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
-    sequence = SimSequence(length + left, work.sampling.past(work.tokens), work.adapter)
+    sequence = SimSequence(length + left, work.sampling.past(work.tokens), weights(machine.model, work.adapter))
     start = reused = 0
     if work.prompt_likeliest is None:
         start = reused = yield from _load_saved(machine, work, sequence)

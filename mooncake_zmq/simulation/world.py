@@ -50,7 +50,8 @@ Observe = Callable[[Event, list[Effect]], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """One process of the cluster. `make` builds its actor for an incarnation, from the contents of its disk; `slots`: the size
-    of its segment; `disk_slots`: that of its disk, 0 for none. `may_become`, `part`: its settings of these names."""
+    of its segment; `disk_slots`: that of its disk, 0 for none. `may_become`, `part`: its settings of these names. `model`: the
+    one of several that it is for; empty: all of them."""
 
     name: str
     role: str
@@ -61,6 +62,7 @@ class ProcessSpec:
     disk_slots: int = 0
     may_become: str = ""
     part: Part = "both"
+    model: str = ""
 
 
 class Carrier(Protocol):

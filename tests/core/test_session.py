@@ -342,6 +342,28 @@ def test_a_peer_with_another_fingerprint_is_refused(field):
 
 
 @pytest.mark.parametrize(
+    ("one", "other", "accepted"),
+    [
+        ("m", "m n", True),
+        ("m n", "n", True),
+        ("m n", "n m", True),
+        ("m n", "n o", False),
+        ("m", "mn", False),
+        ("", "", True),
+        ("", "m", False),
+        (" ", "m", False),
+    ],
+)
+def test_nodes_of_several_models_and_of_one_of_them_greet_each_other(one, other, accepted):
+    common = {field: getattr(HELLO, field) for field in HELLO.__struct_fields__}
+    pair = Pair(hellos={"a": Hello(**common | {"model": one}), "b": Hello(**common | {"model": other})})
+    pair.boot("a")
+    pair.boot("b")
+    pair.run(2.0)
+    assert pair.up == {"a": accepted, "b": accepted}
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"sender": "mallory"}, "stranger"),

@@ -128,8 +128,8 @@ class Harness:
                 return True
         return False
 
-    def up(self, name, incarnation=1, *, role=None, host="h0"):
-        hello = Hello(protocol=1, role=role or ROLES[name[0]], host=host, model="m", tokenizer="t", layout="l")
+    def up(self, name, incarnation=1, *, role=None, host="h0", model="m"):
+        hello = Hello(protocol=1, role=role or ROLES[name[0]], host=host, model=model, tokenizer="t", layout="l")
         self.peers[name] = incarnation
         self.handle(PeerUp(name, incarnation, hello))
 

@@ -22,7 +22,7 @@ from mooncake_zmq.gateway.http.http_calls import Edge
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
 from mooncake_zmq.runtime.listening import listen
 
@@ -86,6 +86,8 @@ class ScriptedActor:
     writes_later: bool = False
     writes: list[Callable[[], None]] = field(default_factory=list)
     """Lines of the log that are not written yet, where `writes_later`."""
+    others: tuple[ServedModel, ...] = ()
+    """Further models; the first one has an identity of its own then."""
     deaf: bool = False
     """No node does what it is asked to."""
 
@@ -98,12 +100,13 @@ class ScriptedActor:
             model_fingerprint="weights",
             layout_fingerprint="layout",
             tokenizer=byte_tokenizer(),
+            identity="weights" if self.others else "",
             adapters=self.adapters,
         )
         self.edge = Edge(
             name="gw",
             incarnation=0xABC,
-            model=model,
+            models=ServedModels(model, *self.others),
             settings=self.settings,
             max_open=self.max_open,
             allow_open=self.allow_open,
@@ -112,6 +115,14 @@ class ScriptedActor:
         )
         self.app = create_app(self.edge, self.cors_origins)
         self._playing: set[asyncio.Task[None]] = set()
+
+    @property
+    def model(self) -> ServedModel:
+        return self.edge.models.each[0]
+
+    @model.setter
+    def model(self, model: ServedModel) -> None:
+        self.edge.models = ServedModels(model)
 
     @property
     def only(self) -> ClientRequest:

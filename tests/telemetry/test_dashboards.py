@@ -82,7 +82,7 @@ def exported() -> Iterator[str]:
     """Of all nodes together, as Prometheus has them."""
     for plain in TEXTS:
         yield from (exposed_name(plain), f"{exposed_name(plain)}_total")
-    edge = EdgeMetrics("m", waiting_and_running=lambda: (0, 0), counts=dict, gauges=dict)
+    edge = EdgeMetrics({"": "m"}, waiting_and_running=lambda _model: (0, 0), counts=dict, gauges=dict)
     for metric in (*edge.registry.collect(), *as_vllm("m", {}, {})):
         if metric.type == "histogram":
             yield from (f"{metric.name}_{part}" for part in ("bucket", "sum", "count"))

@@ -50,6 +50,7 @@ from mooncake_zmq.core.messages.fields import (
     clip,
 )
 from mooncake_zmq.core.messages.greeting import (
+    MAX_MODELS,
     Envelope,
     Goodbye,
     Hello,
@@ -158,6 +159,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_MESSAGE_BYTES",
     "MAX_TRANSFER_STATS",
+    "MAX_MODELS",
     "MAX_MODEL_NAME",
     "MAX_NODES",
     "MAX_PRIORITY",

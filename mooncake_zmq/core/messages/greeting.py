@@ -24,15 +24,23 @@ Part = Literal["both", "prefill", "decode"]
 """The part of its requests that a vLLM computes."""
 
 
+MAX_MODELS = 32
+"""The most models of one deployment."""
+Fingerprints = Annotated[str, Meta(max_length=MAX_MODELS * 128)]
+
+
 class Hello(TaggedRecord, frozen=True):
-    """The first message of every conversation. A peer with other fingerprints is refused."""
+    """The first message of every conversation. A peer with other fingerprints is refused.
+
+    A node that serves several models has the fingerprints of all of them, separated by spaces, and its peers those of some.
+    """
 
     protocol: Count
     role: Name
     host: Name
-    model: Text
-    tokenizer: Text
-    layout: Text
+    model: Fingerprints
+    tokenizer: Fingerprints
+    layout: Fingerprints
     segment: SegmentRef | None = None
     may_become: Annotated[str, Meta(max_length=64)] = ""
     """The role to which a conductor may change it; empty: none."""

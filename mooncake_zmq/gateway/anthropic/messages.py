@@ -15,7 +15,7 @@ from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
 from mooncake_zmq.gateway.openai.rejected_params import NULL
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 CALL_PREFIX = "toolu_"
@@ -114,19 +114,20 @@ _tools = msgspec.json.Decoder(list[Tool] | None)
 _variables = msgspec.json.Decoder(dict[str, Raw] | None)
 
 
-def as_chat(raw: bytes | bytearray, model: ServedModel) -> bytes:
+def as_chat(raw: bytes | bytearray, models: ServedModels) -> bytes:
     """Return the body of the chat that a call of /v1/messages asks for. Raises RequestError."""
     body = parsed(raw, MessagesBody)
     if body.max_tokens is None:
         raise invalid("max_tokens", "max_tokens is required: the most tokens that the answer may have")
-    return msgspec.json.encode(_chat_of(body, model))
+    return msgspec.json.encode(_chat_of(body, asked(body.model, models)))
 
 
-def count_tokens(raw: bytes | bytearray, model: ServedModel, settings: EdgeSettings) -> bytes:
+def count_tokens(raw: bytes | bytearray, models: ServedModels, settings: EdgeSettings) -> bytes:
     """Return the answer to /v1/messages/count_tokens, as JSON: the tokens of the prompt as the model's template writes it.
     Raises RequestError."""
-    chat = parse_body(msgspec.json.encode(_chat_of(parsed(raw, MessagesBody), model)), MessagesChat)
-    model = asked(chat.model, model)
+    body = parsed(raw, MessagesBody)
+    model = asked(body.model, models)
+    chat = parse_body(msgspec.json.encode(_chat_of(body, model)), MessagesChat)
     (prompt,) = chat.prompts(model, 1)
     check_size(prompt, model, "messages")
     try:

@@ -6,7 +6,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -44,7 +44,7 @@ from mooncake_zmq.gateway.requests.tenants import Limited, Tenant
 from mooncake_zmq.gateway.requests.traces import names_of
 from mooncake_zmq.gateway.responses_api import items
 from mooncake_zmq.gateway.responses_api.replies import ResponsesReply
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
 
 CLIENT_CLOSED_REQUEST = 499
@@ -78,16 +78,18 @@ _log = structlog.get_logger("gateway")
 def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
     """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`. `cors_origins`: whose pages may call."""
     threads = _Threads(edge.settings)
-    model = edge.model
-    words = NamedWords.of(model.tokenizer, model.vocab_size)  # no more than that: the whole vocabulary's table takes memory
-    grammars = Grammars(words, words.vocab_size, max_compile_s=COMPILE_S)
-    edge.parts["grammar_processes"] = grammars.counts
+    grammars = {model.identity: _grammars_of(model) for model in edge.models.each}
+    counts: dict[str, float] = {}
+    for each in grammars.values():
+        each.counts = counts
+    edge.parts["grammar_processes"] = counts
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
         threads.close()
-        await asyncio.to_thread(grammars.close)
+        for each in grammars.values():
+            await asyncio.to_thread(each.close)
 
     completions = _Generation(edge, threads, CompletionBody, grammars)
     chats = _Generation(edge, threads, ChatBody, grammars)
@@ -117,6 +119,11 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _grammars_of(model: ServedModel) -> Grammars:
+    words = NamedWords.of(model.tokenizer, model.vocab_size)  # no more than that: the whole vocabulary's table takes memory
+    return Grammars(words, words.vocab_size, max_compile_s=COMPILE_S)
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
@@ -242,12 +249,12 @@ class _Asked(Protocol[WorkT]):
 class _Tokens:
     """POST /tokenize or /detokenize."""
 
-    def __init__(self, edge: Edge, work: Callable[[bytearray, ServedModel], bytes]) -> None:
-        self._model = edge.model
+    def __init__(self, edge: Edge, work: Callable[[bytearray, ServedModels], bytes]) -> None:
+        self._models = edge.models
         self._work = work
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> bytes:
-        return self._work(raw, self._model)
+        return self._work(raw, self._models)
 
     async def answer(self, call: Call, prepared: bytes, usage: Usage, scope: Scope, send: Send) -> None:
         await Response(prepared, media_type="application/json")(scope, _nothing, send)
@@ -258,7 +265,9 @@ class _Generation:
 
     _reply: type[AnyReply] = Reply
 
-    def __init__(self, edge: Edge, threads: _Threads, kind: type[CompletionBody] | type[ChatBody], grammars: Grammars) -> None:
+    def __init__(
+        self, edge: Edge, threads: _Threads, kind: type[CompletionBody] | type[ChatBody], grammars: Mapping[str, Grammars]
+    ) -> None:
         self._edge = edge
         self._threads = threads
         self._kind = kind
@@ -266,7 +275,7 @@ class _Generation:
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
         edge = self._edge
-        return prepare(raw, self._kind, edge.model, edge.settings, lambda: secrets.randbits(SEED_BITS), tenant, self._grammars)
+        return prepare(raw, self._kind, edge.models, edge.settings, lambda: secrets.randbits(SEED_BITS), tenant, self._grammars)
 
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         each = prepared.body.choices_per_prompt
@@ -323,7 +332,7 @@ class _Messages(_Generation):
     _reply = MessagesReply
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
-        return super().prepare(bytearray(messages.as_chat(raw, self._edge.model)), tenant)
+        return super().prepare(bytearray(messages.as_chat(raw, self._edge.models)), tenant)
 
 
 class _Responses(_Generation):
@@ -332,7 +341,7 @@ class _Responses(_Generation):
     _reply = ResponsesReply
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
-        return super().prepare(bytearray(items.as_chat(raw, self._edge.model)), tenant)
+        return super().prepare(bytearray(items.as_chat(raw, self._edge.models)), tenant)
 
 
 async def _hang_up(scope: Scope, receive: Receive) -> None:

@@ -224,7 +224,9 @@ class Overview:
     def _other_conductors(self, node: str) -> list[str]:
         """Return the conductors that gateways would use in place of this one, as far as is known."""
         seen = self.seen()
-        others = [each.name for each in self._listed if each.role == "conductor" and each.name != node]
+        model = self._listed_as(node).model
+        same = [each for each in self._listed if each.role == "conductor" and each.model == model]
+        others = [each.name for each in same if each.name != node]
         cordoned = [name for name in others if (report := seen.report(name)) is not None and report.draining]
         return [name for name in others if self._is_there(name) and name not in cordoned]
 

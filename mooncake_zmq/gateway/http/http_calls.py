@@ -26,11 +26,11 @@ from mooncake_zmq.gateway.http.shared_amount import SharedAmount
 from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.history import SLO_MET, SLO_MISSED, History
-from mooncake_zmq.gateway.requests.readiness import ClusterView, missing_roles
+from mooncake_zmq.gateway.requests.readiness import ClusterView, least_missing
 from mooncake_zmq.gateway.requests.request_log import RequestEntry, Slos, line
 from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names, Traces
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.telemetry.usage import Meter
 
@@ -103,7 +103,7 @@ class Edge:
         *,
         name: str,
         incarnation: int,
-        model: ServedModel,
+        models: ServedModels,
         settings: EdgeSettings,
         max_open: int,
         backing: Backing,
@@ -121,7 +121,7 @@ class Edge:
         self.tenants = tenants
         self.allow_open = allow_open
         self.name = name
-        self.model = model
+        self.models = models
         self.settings = settings
         self.backing = backing
         self.metrics = self._metrics()
@@ -159,7 +159,7 @@ class Edge:
 
     def _metrics(self) -> EdgeMetrics:
         return EdgeMetrics(
-            self.model.id,
+            {model.identity: model.id for model in self.models.each},
             waiting_and_running=self.waiting_and_running,
             counts=lambda: {**self.backing.counts(), **self.own_counts()},
             gauges=lambda: {**self.backing.gauges(), **self.own_gauges(), **self.overview.gauges()},
@@ -168,7 +168,7 @@ class Edge:
     def _overview(self, listed: Sequence[Listed], about: Mapping[str, Any]) -> Overview:
         return Overview(
             self.name,
-            self.model.id,
+            self.models.shown,
             listed,
             self.backing,
             status=self.status,
@@ -284,10 +284,10 @@ class Edge:
         """Slots that open calls hold: zero when idle."""
         return self._slots_taken
 
-    def waiting_and_running(self) -> tuple[int, int]:
-        """Return the number of requests without and with a first token."""
-        running = sum(request.times.first_token_at is not None for request in self._open.values())
-        return len(self._open) - running, running
+    def waiting_and_running(self, model: str) -> tuple[int, int]:
+        """Return the number of requests for the model with this identity, without and with a first token."""
+        ours = [request.times.first_token_at is not None for request in self._open.values() if request.times.model == model]
+        return len(ours) - sum(ours), sum(ours)
 
     def status(self) -> str:
         """Return "ok" if the cluster can serve, as far as this gateway knows, else the reason why not."""
@@ -301,12 +301,14 @@ class Edge:
     def may_open(self) -> bool:
         """Whether all roles that a request needs are connected. Cordoned nodes count: an operator uncordons them through an
         open gateway."""
-        return self.backing.cluster().ready and not missing_roles(self.backing.peers().values())
+        return self.backing.cluster().ready and not least_missing(self.backing.peers().values(), self.models.identities)
 
     def missing(self) -> list[str]:
-        """Return the roles of which no node accepts requests."""
+        """Return the roles of which no node accepts requests. The cluster serves if it serves any of several models: this is
+        for the one that lacks least."""
         closed = self.backing.cluster().closed
-        return missing_roles(hello for name, hello in self.backing.peers().items() if name not in closed)
+        there = [hello for name, hello in self.backing.peers().items() if name not in closed]
+        return least_missing(there, self.models.identities)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the cluster can serve, and details: missing roles, degraded nodes, peers."""
@@ -325,7 +327,7 @@ class Edge:
             "gateway": self.name,
             "missing": self.missing(),
             "not_connected": list(cluster.missing),
-            "model": self.model.id,
+            "model": self.models.shown,
             "peers": {role: sorted(names) for role, names in up.items()},
             "refused": dict(self.backing.refusals()),
             "open_requests": self.open_requests,
@@ -377,7 +379,7 @@ class Edge:
         """Pass the requests for answers to one prompt to the actor: the first of them lists the others as its siblings."""
         prompt_tokens = len(requests[0].tokens) // 4
         for index, request_id in enumerate(ids, first_index):
-            self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, prompt_tokens))
+            self._open[request_id] = _Open(call, index, RequestTimes(call.began_at, prompt_tokens, requests[0].model))
             prompt_tokens = 0  # counted once
         first = requests[0]
         if call.slots > 1:

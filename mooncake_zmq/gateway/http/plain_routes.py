@@ -16,7 +16,7 @@ from mooncake_zmq.gateway.http import web
 from mooncake_zmq.gateway.http.auth import sees_all
 from mooncake_zmq.gateway.http.http_calls import Edge
 from mooncake_zmq.gateway.openai.errors import asked
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 
 SCRAPE_EVERY_S = 0.1
 """Shortest time between two pages of metrics, however many scrapers read: a page takes milliseconds, in which streams wait."""
@@ -29,9 +29,9 @@ def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, st
 
 def routes(edge: Edge) -> list[Route]:
     """Return all of these routes."""
-    models, health = _Models(edge.model), partial(_health, edge)
+    models, health = _Models(edge.models), partial(_health, edge)
     return [
-        Route("/", partial(_front, edge.model)),
+        Route("/", partial(_front, edge.models)),
         Route("/v1/models", models.listed),
         Route("/v1/models/{model:path}", models.named),
         Route("/health", health),
@@ -44,28 +44,30 @@ def routes(edge: Edge) -> list[Route]:
 
 
 class _Models:
-    """The model and its adapters, as OpenAI and vLLM list models."""
+    """The models and their adapters, as OpenAI and vLLM list models."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, models: ServedModels) -> None:
+        self._models = models
         self._created = int(time.time())
 
     async def listed(self, _request: Request) -> Response:
-        names = (self._model.id, *self._model.adapters)
-        return json_response({"object": "list", "data": [self._card(name) for name in names]})
+        cards = [self._card(name, model) for model in self._models.each for name in model.names]
+        return json_response({"object": "list", "data": cards})
 
     async def named(self, request: Request) -> Response:
-        return json_response(self._card(asked(request.path_params["model"], self._model).id))
+        found = asked(request.path_params["model"], self._models)
+        return json_response(self._card(found.id, next(model for model in self._models.each if found.id in model.names)))
 
-    def _card(self, name: str) -> dict[str, Any]:
+    def _card(self, name: str, model: ServedModel) -> dict[str, Any]:
+        """Return the card of a model, or of one with an adapter, whose parent is that without."""
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "mooncake_zmq",
             "root": name,
-            "parent": None if name == self._model.id else self._model.id,
-            "max_model_len": self._model.max_model_len,
+            "parent": None if name == model.id else model.id,
+            "max_model_len": model.max_model_len,
         }
 
 
@@ -84,8 +86,9 @@ class _Metrics:
         return Response(self._page, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-async def _front(model: ServedModel, request: Request) -> Response:
-    text = web.front_page(str(request.base_url), model.id, model.max_model_len)
+async def _front(models: ServedModels, request: Request) -> Response:
+    first = models.each[0]
+    text = web.front_page(str(request.base_url), first.id, first.max_model_len)
     return HTMLResponse(text, headers=web.headers())
 
 

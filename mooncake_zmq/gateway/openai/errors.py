@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from mooncake_zmq.gateway.requests.client_events import Failed
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 
 UNSUPPORTED = "unsupported_parameter"
 QUOTED_CHARS = 200
@@ -79,16 +79,21 @@ def check_fits(prompt_tokens: int, param: str, model: ServedModel) -> None:
         raise too_many_tokens(param, model, prompt_tokens, 1)
 
 
-def asked(wanted: str | None, model: ServedModel) -> ServedModel:
-    """Return the model that a client names, None being the one without an adapter. Raises RequestError."""
+def asked(wanted: str | None, models: ServedModels) -> ServedModel:
+    """Return the model that a client names; None is the only one of a cluster, without an adapter. Raises RequestError."""
     if wanted is None:
-        return model
-    if (found := model.named(wanted)) is None:
-        there = (
-            f"it is {model.id!r}" if not model.adapters else f"there are {', '.join(map(repr, (model.id, *model.adapters)))}"
-        )
-        raise RequestError(404, f"no model {quoted(wanted)} here: {there}", code="model_not_found", param="model")
+        if models.only is None:
+            raise invalid("model", f"model is required: {_there(models)}")
+        return models.only
+    if (found := models.named(wanted)) is None:
+        raise RequestError(404, f"no model {quoted(wanted)} here: {_there(models)}", code="model_not_found", param="model")
     return found
+
+
+def _there(models: ServedModels) -> str:
+    """Return the names of all models, in words."""
+    names = ", ".join(map(repr, models.names))
+    return f"it is {names}" if len(models.names) == 1 else f"there are {names}"
 
 
 def check_count(count: int, most: int, what: str) -> None:

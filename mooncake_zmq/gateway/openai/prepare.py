@@ -1,6 +1,6 @@
 """Makes one JSON body into validated requests: checked, tokenized and hashed. PURE: no socket, clock or randomness."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -26,7 +26,7 @@ from mooncake_zmq.gateway.openai.reasoning import TAIL_TOKENS, Marks, ReasoningR
 from mooncake_zmq.gateway.openai.tools import Tools
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.tenants import Tenant
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import pack_tokens
 
@@ -60,21 +60,21 @@ class Prepared:
 def prepare(
     raw: bytes | bytearray,
     kind: type[CompletionBody] | type[ChatBody],
-    model: ServedModel,
+    models: ServedModels,
     settings: EdgeSettings,
     draw_seed: Callable[[], int],
     tenant: Tenant | None = None,
-    grammars: Grammars | None = None,
+    grammars: Mapping[str, Grammars] | None = None,
 ) -> Prepared:
     """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone is too large.
-    `grammars`: to see whether a constraint can be followed; None: it is not tried."""
+    `grammars`: by the model's identity, to see whether a constraint can be followed; None: it is not tried."""
     body = parse_body(raw, kind)
-    model = asked(body.model, model)
+    model = asked(body.model, models)
     body.check_stream_options()
     prompts = _prompts(body, model, settings)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
-    tools, constraint = _form(body, model, settings, grammars)
+    tools, constraint = _form(body, model, settings, grammars[model.identity] if grammars is not None else None)
     if tenant is not None:
         _check_rights(body, tenant)
     bound = bool(constraint) and (tools.binds_all or not tools.constraint)
@@ -130,6 +130,8 @@ class _Common:
             request = ClientRequest(
                 tokens=tokens,
                 root=root,
+                model=model.identity,
+                model_name=model.id,
                 adapter=model.adapter,
                 keys=keys,
                 sampling=msgspec.structs.replace(sampling, seed=(self._seed + nth) % SEEDS),

@@ -10,7 +10,7 @@ from mooncake_zmq.gateway.openai.errors import RequestError, asked
 from mooncake_zmq.gateway.openai.logprobs import text_of
 from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
 from mooncake_zmq.gateway.openai.rejected_params import NULL
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 
 
 class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,10 +35,10 @@ class DetokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model: str | None = None
 
 
-def tokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
+def tokenize(raw: bytes | bytearray, models: ServedModels) -> bytes:
     """The answer to /tokenize, as JSON. Raises RequestError."""
     body = parsed(raw, TokenizeBody)
-    model = asked(body.model, model)
+    model = asked(body.model, models)
     prompt = _prompt(body, model)
     param = "prompt" if isinstance(prompt, str) else "messages"
     check_size(prompt, model, param)
@@ -49,10 +49,10 @@ def tokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
     return msgspec.json.encode(answer)
 
 
-def detokenize(raw: bytes | bytearray, model: ServedModel) -> bytes:
+def detokenize(raw: bytes | bytearray, models: ServedModels) -> bytes:
     """The answer to /detokenize, as JSON, special tokens and all. Raises RequestError."""
     body = parsed(raw, DetokenizeBody)
-    model = asked(body.model, model)
+    model = asked(body.model, models)
     ids = read_ids(bytes(body.tokens), model, "tokens")
     if max(ids, default=0) >= model.vocab_size:
         text = f"token id {max(ids)} is out of range: the vocabulary has {model.vocab_size} ids"

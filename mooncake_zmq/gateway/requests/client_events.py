@@ -13,6 +13,10 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
 
     tokens: bytes
     root: bytes
+    model: str = ""
+    """Identity of the model that answers, as nodes greet with it; empty: the only one of the cluster."""
+    model_name: str = ""
+    """Name by which the client asked for it."""
     adapter: str = ""
     """The adapter of a vLLM with which the model answers, which `root` covers; empty: none."""
     keys: tuple[bytes, ...]

@@ -61,11 +61,12 @@ read, and, at the end, blocks that a conductor chose not to move."""
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A node of the configuration."""
+    """A node of the configuration. `model`: the one of several models that it is for; empty: all."""
 
     name: str
     role: str
     host: str
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,8 @@ def _degraded(seen: Seen, node: Listed) -> Iterator[Degraded]:
 
 def _down(seen: Seen, node: Listed) -> Degraded:
     reason = f"{node.role.replace('-', '_')}_down"
-    others = [each.name for each in seen.listed if each.role == node.role and each.name in seen.peers]
+    same = [each for each in seen.listed if (each.role, each.model) == (node.role, node.model)]
+    others = [each.name for each in same if each.name in seen.peers]
     alone = f": {others[0]} is alone" if node.role == "conductor" and len(others) == 1 else ""
     gone = "was stopped and is not back" if node.name in seen.departed else "does not answer"
     return Degraded(reason, node.name, f"{node.name} ({node.role} on {node.host}) {gone}{alone}")
@@ -261,6 +263,7 @@ def node_record(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dic
         "name": node.name,
         "role": role,
         "host": node.host,
+        **({"model": node.model} if node.model else {}),
         "state": state,
         "degraded": mine,
     }

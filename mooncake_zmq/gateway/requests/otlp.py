@@ -61,12 +61,12 @@ def full_url(endpoint: str) -> str:
 class Otlp:
     """The exporter of one gateway. `export` queues a request that ended; `counts` shows what became of them."""
 
-    def __init__(self, endpoint: str, *, gateway: str, model: str, on_crash: Callable[[BaseException], None]) -> None:
+    def __init__(self, endpoint: str, *, gateway: str, on_crash: Callable[[BaseException], None]) -> None:
         """Start the thread. Headers, certificates and compression are read from the usual OTEL_EXPORTER_OTLP_... variables."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
-        self._made = _Spans(gateway, model)
+        self._made = _Spans(gateway)
         self._on_crash = on_crash
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # its repeated messages are logged once below
         self._exporter = OTLPSpanExporter(endpoint=full_url(endpoint), timeout=TIMEOUT_S)
@@ -140,11 +140,11 @@ class Otlp:
 class _Spans:
     """A factory of OpenTelemetry's spans."""
 
-    def __init__(self, gateway: str, model: str) -> None:
+    def __init__(self, gateway: str) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        self._gateway, self._model = gateway, model
+        self._gateway = gateway
         self._resource = Resource.create(
             {"service.name": SERVICE, "service.instance.id": gateway, "service.version": __version__}
         )
@@ -155,7 +155,7 @@ class _Spans:
         names = ended.names
         trace_id = int(names.trace_id, 16) if names.trace_id else secrets.randbits(128) or 1
         caller = int(names.parent_id, 16) if names.parent_id else 0
-        branches = tree(ended.entry, names, model=self._model, gateway=self._gateway)
+        branches = tree(ended.entry, names, gateway=self._gateway)
         ids = [secrets.randbits(64) or 1 for _ in branches]
         began_ns = ended.at_ns - round(ended.entry.duration_s * NANOSECONDS)
         return [

@@ -91,6 +91,8 @@ class RequestEntry:
     prompt_tokens: int = 0
     max_tokens: int = 0
     tenant: str = ""
+    model: str = ""
+    """Name by which its client asked for the model."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     first_s: float | None = None
@@ -153,7 +155,7 @@ class RequestLog:
     def _begin(self, now: float, request_id: str, client: ClientRequest) -> None:
         entry = self._of(now, request_id)
         entry.prompt_tokens, entry.max_tokens = len(client.tokens) // 4, client.stop.max_tokens
-        entry.tenant = client.tenant
+        entry.tenant, entry.model = client.tenant, client.model_name
         entry.ttft_slo_s, entry.tbt_slo_s = client.ttft_slo_s, client.tbt_slo_s
 
     def _of(self, now: float, request_id: str) -> RequestEntry:
@@ -367,6 +369,7 @@ def line(entry: RequestEntry) -> dict[str, Any]:
     return {
         "outcome": entry.outcome,
         "tenant": entry.tenant,
+        "model": entry.model,
         "duration_s": _rounded(entry.duration_s),
         "prompt_tokens": entry.prompt_tokens,
         "completion_tokens": entry.completion_tokens,

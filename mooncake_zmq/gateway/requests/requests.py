@@ -4,7 +4,7 @@ A request is here from its arrival to its end. A failure elsewhere ends an *atte
 the tokens so far, so that the client sees a pause, never an error or a repeated token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain, repeat
 from typing import Any
@@ -55,7 +55,7 @@ from mooncake_zmq.gateway.requests.client_events import (
 )
 from mooncake_zmq.gateway.requests.cluster_snapshot import count_prediction, prediction
 from mooncake_zmq.gateway.requests.families import Families
-from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness
+from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness, is_for
 from mooncake_zmq.gateway.requests.request import NEXT_STATE, Request, RequestEvent, RequestState
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
@@ -67,7 +67,17 @@ EPSILON_S = 1e-9
 class Requests:
     """All requests of one gateway."""
 
-    def __init__(self, *, name: str, host: str, incarnation: int, settings: RequestsSettings, layout: BlockLayout) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        host: str,
+        incarnation: int,
+        settings: RequestsSettings,
+        layout: BlockLayout,
+        models: Mapping[str, BlockLayout] | None = None,
+    ) -> None:
+        """Create the actor. `models`: the layouts of several models by identity; None: there is one, with `layout`."""
         self.name = name
         self.host = host
         self.incarnation = incarnation
@@ -75,11 +85,11 @@ class Requests:
         self.transitions = Tally()
         self._lifecycle = Lifecycle("gateway request", NEXT_STATE, self.transitions)
         self._settings = settings
-        self._layout = layout
+        self._layouts = models or {"": layout}
         self._peers: dict[str, Hello] = {}
         self._requests: dict[str, Request] = {}
         self._families = Families()
-        self._readiness = Readiness(settings.conductors, settings.ready_wait_s)
+        self._readiness = Readiness(settings.conductors, settings.ready_wait_s, tuple(self._layouts))
         self._drain = Drain("", self.counts)
 
     @property
@@ -198,7 +208,7 @@ class Requests:
 
     def _open(self, now: float, request_id: str, client: ClientRequest, family: str) -> None:
         answer, deadline = Answer(client.stop, self.counts), now + self._settings.deadline_s
-        request = Request(request_id, client, self._layout, self._lifecycle, answer, now, deadline, family)
+        request = Request(request_id, client, self._layouts[client.model], self._lifecycle, answer, now, deadline, family)
         self._requests[request_id] = request
         self._families.add(request)
         self.counts.add("requests")
@@ -221,7 +231,7 @@ class Requests:
         token are placed together."""
         if request is None or request.state is not RequestState.WAITING:
             return []
-        conductor = self._readiness.conductor(self._peers)
+        conductor = self._readiness.conductor(self._peers, request.client.model)
         if not conductor:
             return []
         siblings = self._families.waiting_with(request)
@@ -246,7 +256,7 @@ class Requests:
         wanted = (("prefill", message.prefill, RejectReason.NO_PREFILL), ("decode", message.decode, RejectReason.NO_DECODE))
         for role, node, missing in wanted:
             peer = self._peers.get(node)
-            if peer is None or peer.role not in (role, "vllm"):
+            if peer is None or peer.role not in (role, "vllm") or not is_for(peer, request.client.model):
                 return self._retry_all(together, missing.value, exclude=node)
         effects: list[Effect] = [CancelTimer(("placement", each.request_id)) for each in together]
         for each in together:

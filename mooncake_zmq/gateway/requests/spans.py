@@ -25,10 +25,10 @@ class Branch:
     failed: str = ""
 
 
-def tree(entry: RequestEntry, names: Names, *, model: str, gateway: str) -> list[Branch]:
+def tree(entry: RequestEntry, names: Names, *, gateway: str) -> list[Branch]:
     """Return the spans of the request, its attempts, and the nodes' work for each."""
     failed = "" if entry.outcome in WELL else entry.outcome
-    request = _of_request(entry, names, model, gateway)
+    request = _of_request(entry, names, gateway)
     branches = [Branch("request", CALLER, 0.0, entry.duration_s, request, failed)]
     places: dict[int, int] = {}
     for attempt in entry.attempts:
@@ -40,10 +40,10 @@ def tree(entry: RequestEntry, names: Names, *, model: str, gateway: str) -> list
     return branches
 
 
-def _of_request(entry: RequestEntry, names: Names, model: str, gateway: str) -> dict[str, Value]:
+def _of_request(entry: RequestEntry, names: Names, gateway: str) -> dict[str, Value]:
     own, local, remote = entry.cached
     values: dict[str, Value | None] = {
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": entry.model,
         "gen_ai.request.max_tokens": entry.max_tokens,
         "gen_ai.usage.input_tokens": entry.prompt_tokens,
         "gen_ai.usage.output_tokens": entry.completion_tokens,

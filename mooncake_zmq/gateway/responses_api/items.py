@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Raw, Struct
 
 from mooncake_zmq.gateway.openai.bodies import parsed
-from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, invalid, json_errors, quoted, too_long
+from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.rejected_params import NULL
-from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 
 CALL_PREFIX = "call_"
 """The beginning of a call's id, as this API writes it. Templates are given the rest: some take nine characters alone."""
@@ -124,13 +124,13 @@ _tools = msgspec.json.Decoder(list[Tool] | None)
 _choice = msgspec.json.Decoder(str | Choice | None)
 
 
-def as_chat(raw: bytes | bytearray, model: ServedModel) -> bytes:
+def as_chat(raw: bytes | bytearray, models: ServedModels) -> bytes:
     """Return the body of the chat that a call of /v1/responses asks for. Raises RequestError."""
     body = parsed(raw, ResponsesBody)
     for name in REFUSED:
         if bytes(getattr(body, name)) not in NOTHING:
             raise invalid(name, f"{name} is not supported: no response is kept here, so send the whole input", UNSUPPORTED)
-    chat: dict[str, Any] = {"messages": _turns(body, model), **_tools_of(body)}
+    chat: dict[str, Any] = {"messages": _turns(body, asked(body.model, models)), **_tools_of(body)}
     chat |= {name: given for name in PASSED_ON if (given := getattr(body, name)) != NULL}
     if body.model is not None:
         chat["model"] = body.model

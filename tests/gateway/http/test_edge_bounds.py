@@ -65,7 +65,7 @@ def unused(*_, **__):
 
 def test_a_text_of_more_characters_than_fit_is_refused_before_it_is_tokenized():
     actor = ScriptedActor(max_model_len=10)
-    tokenizer = actor.edge.model.tokenizer
+    tokenizer = actor.model.tokenizer
     most = 10 * tokenizer.longest_token
     tokenizer.encode = tokenizer.chat = unused
     for response, param in (
@@ -82,7 +82,7 @@ def test_a_text_of_more_characters_than_fit_is_refused_before_it_is_tokenized():
 
 def test_more_messages_than_tokens_are_refused_before_the_template_sees_them():
     actor = ScriptedActor(max_model_len=10)
-    actor.edge.model.tokenizer.chat = unused
+    actor.model.tokenizer.chat = unused
     messages = [{"role": "user", "content": ""}] * 11
     assert "11 messages" in refusal(actor.chat(messages=messages), "messages", "context_length_exceeded")
 
@@ -154,7 +154,7 @@ def test_echo_repeats_only_so_much():
 def test_what_is_being_answered_keeps_no_text():
     actor = ScriptedActor()
     raw = json.dumps({"prompt": "x" * 60, "stream": True}).encode()
-    prepared = prepare.prepare(raw, CompletionBody, actor.edge.model, actor.settings, lambda: 1)
+    prepared = prepare.prepare(raw, CompletionBody, actor.edge.models, actor.settings, lambda: 1)
     assert bytes(prepared.body.prompt) == b""
     assert prepared.body.stream
 
@@ -179,7 +179,7 @@ def test_errors_quote_little_of_what_was_sent(call):
     def refuse(_messages, _answer, _tools, **_options):
         raise ValueError(f"no such role: {long}")
 
-    actor.edge.model.tokenizer.chat = refuse
+    actor.model.tokenizer.chat = refuse
     response = call(actor, long)
     assert response.status_code in (400, 404)
     assert response.json()["error"]["message"].count("y") <= QUOTED_CHARS + 5
@@ -197,14 +197,14 @@ def none_at_once(monkeypatch):
 def test_the_shortest_bodies_are_made_into_requests_at_once_and_of_the_loops_time_no_more_than_half(monkeypatch):
     actor, seen, now = ScriptedActor(), [], [0.0]
     monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0))
-    encode = actor.edge.model.tokenizer.encode
+    encode = actor.model.tokenizer.encode
 
     def slow(text, **_options):
         seen.append(threading.current_thread() is threading.main_thread())
         now[0] += 3.0
         return encode(text)
 
-    actor.edge.model.tokenizer.encode = slow
+    actor.model.tokenizer.encode = slow
     for at, filler in ((0.0, ""), (5.9, ""), (6.0, ""), (20.0, "x" * app.AT_ONCE_BYTES)):
         now[0] = at
         assert actor.complete(prompt="a", user=filler).status_code == 200
@@ -215,7 +215,7 @@ def test_the_shortest_bodies_are_made_into_requests_at_once_and_of_the_loops_tim
 def test_bodies_are_made_into_requests_by_other_threads_long_ones_by_their_own(monkeypatch, none_at_once, filler, lane):
     actor = ScriptedActor(settings=EdgeSettings(short_body_bytes=1000))
     seen = []
-    tokenizer = actor.edge.model.tokenizer
+    tokenizer = actor.model.tokenizer
     for module, name in ((prepare, "parse_body"), (tokenizer, "encode"), (tokenizer, "chat"), (prepare, "stop_tables")):
         real = getattr(module, name)
 
@@ -239,7 +239,7 @@ def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none(none_at_o
         assert text == "plain" or go_on.wait(10)
         return [1]
 
-    actor.edge.model.tokenizer.encode = slow
+    actor.model.tokenizer.encode = slow
 
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
@@ -257,9 +257,9 @@ def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none(none_at_o
 @pytest.mark.parametrize("text", ["caf\u00e9", "<a&b>", "\u4e2d\U0001f642"])
 def test_whose_text_is_written_with_escapes_waits_for_no_grammar(text, monkeypatch, none_at_once):
     actor, threads = ScriptedActor(), []
-    encode = actor.edge.model.tokenizer.encode
+    encode = actor.model.tokenizer.encode
     monkeypatch.setattr(
-        actor.edge.model.tokenizer,
+        actor.model.tokenizer,
         "encode",
         lambda text, **_options: threads.append(threading.current_thread().name) or encode(text),
     )
@@ -271,13 +271,13 @@ def test_whose_text_is_written_with_escapes_waits_for_no_grammar(text, monkeypat
 def test_a_long_body_keeps_no_short_one_waiting():
     actor = ScriptedActor(settings=EdgeSettings(short_body_bytes=1000, tokenize_threads=1))
     go_on = threading.Event()
-    encode = actor.edge.model.tokenizer.encode
+    encode = actor.model.tokenizer.encode
 
     def slow(text, **_options):
         assert text == "short" or go_on.wait(10)
         return encode(text)
 
-    actor.edge.model.tokenizer.encode = slow
+    actor.model.tokenizer.encode = slow
 
     async def go():
         transport = httpx.ASGITransport(app=actor.app)
@@ -296,14 +296,14 @@ def test_a_long_body_keeps_no_short_one_waiting():
 def test_what_a_client_no_longer_waits_for_is_not_prepared():
     actor = ScriptedActor(settings=EdgeSettings(short_body_bytes=0, tokenize_threads=1))
     go_on, encoded = threading.Event(), []
-    encode = actor.edge.model.tokenizer.encode
+    encode = actor.model.tokenizer.encode
 
     def slow(text, **_options):
         encoded.append(text)
         assert go_on.wait(10)
         return encode(text)
 
-    actor.edge.model.tokenizer.encode = slow
+    actor.model.tokenizer.encode = slow
 
     async def client(port):
         writers = []
@@ -370,7 +370,7 @@ def test_answers_that_hold_probabilities_share_what_the_gateway_has_for_them():
 def test_the_more_comes_with_tokens_the_fewer_wait_for_a_reader(logprobs, choices, most):
     actor = ScriptedActor(lambda _request, _number: [])
     body = {"prompt": "a", "n": choices, "max_tokens": 40, "stream": True, "logprobs": logprobs}
-    ready = prepare.prepare(json.dumps(body).encode(), CompletionBody, actor.edge.model, actor.settings, lambda: 1)
+    ready = prepare.prepare(json.dumps(body).encode(), CompletionBody, actor.edge.models, actor.settings, lambda: 1)
 
     async def go() -> int:
         number = 0

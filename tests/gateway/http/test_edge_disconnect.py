@@ -69,7 +69,7 @@ def test_hanging_up_while_tokenizing(monkeypatch):
     started, noticed, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
     hang_up = Call.hang_up
     monkeypatch.setattr(Call, "hang_up", lambda call: (hang_up(call), noticed.set()))
-    encode = actor.edge.model.tokenizer.encode
+    encode = actor.model.tokenizer.encode
 
     async def client(port):
         loop = asyncio.get_running_loop()
@@ -79,7 +79,7 @@ def test_hanging_up_while_tokenizing(monkeypatch):
             assert go_on.wait(5)
             return encode(text)
 
-        actor.edge.model.tokenizer.encode = slow
+        actor.model.tokenizer.encode = slow
         _, writer = await send_request(port, {"prompt": "a"})
         await started.wait()
         writer.close()

@@ -122,7 +122,7 @@ def test_what_the_template_refuses():
     def refuse(_messages, _answer, _tools, **_options):
         raise ValueError("the chat template refused the messages: roles must alternate")
 
-    actor.edge.model.tokenizer.chat = refuse
+    actor.model.tokenizer.chat = refuse
     assert "alternate" in refused(actor.chat(), "messages")
 
 

@@ -76,7 +76,7 @@ def test_what_a_key_uses_is_counted_once_a_call(tmp_path):
 
 def test_kept_tokens_of_a_text_are_of_one_tenant_and_salt():
     actor = guarded()
-    tokenizer, salts = actor.edge.model.tokenizer, []
+    tokenizer, salts = actor.model.tokenizer, []
     encode = tokenizer.encode
 
     def noting(text, *, special=True, salt=None):
@@ -167,14 +167,14 @@ class Held:
         monkeypatch.setattr(app, "AT_ONCE_BYTES", 0)
         self.actor = guarded(**limits)
         self.go_on, self.prepared = threading.Event(), []
-        encode = self.actor.edge.model.tokenizer.encode
+        encode = self.actor.model.tokenizer.encode
 
         def slow(text, **_options):
             self.prepared.append(text)
             assert self.go_on.wait(10)
             return encode(text)
 
-        self.actor.edge.model.tokenizer.encode = slow
+        self.actor.model.tokenizer.encode = slow
 
     def gauge(self, name, tenant):
         return self.actor.edge.own_gauges().get(f"tenant_{name}[tenant={tenant}]", 0)

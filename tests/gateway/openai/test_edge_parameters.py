@@ -326,7 +326,7 @@ def test_the_last_tokens_of_a_prompt_are_used_where_that_is_asked_for():
 def template_given(template="{{ messages[0].content }}{{ enable_thinking }}{{ reasoning_effort }}", **asked):
     actor = ScriptedActor(max_model_len=4096)
     tokenizer = Tokenizer(ByteVocabulary(), Conversation(template=template, eos_ids=(EOS,)))
-    actor.edge.model = replace(actor.edge.model, tokenizer=tokenizer)
+    actor.model = replace(actor.model, tokenizer=tokenizer)
     response = actor.chat(**asked)
     assert response.status_code == 200, response.text
     return bytes(prompt_of(actor)).decode()
@@ -383,7 +383,7 @@ def test_bad_values_of_vllms_parameters_are_refused_by_name(asked, param):
 def test_a_template_that_leaves_out_the_final_message_cannot_continue_it():
     actor = ScriptedActor()
     tokenizer = Tokenizer(ByteVocabulary(), Conversation(template="{{ messages | length }}", eos_ids=(EOS,)))
-    actor.edge.model = replace(actor.edge.model, tokenizer=tokenizer)
+    actor.model = replace(actor.model, tokenizer=tokenizer)
     error = actor.chat(continue_final_message=True).json()["error"]
     assert "cannot be continued" in error["message"]
 

@@ -118,7 +118,7 @@ def test_a_stop_string_of_many_bytes():
 
 def test_an_end_of_sequence_that_has_text_is_not_shown():
     actor = ScriptedActor(lambda _request, _number: one_by_one([*tokens("hi!"), finished()]))
-    actor.edge.model.tokenizer.eos_ids = (ord("!"),)
+    actor.model.tokenizer.eos_ids = (ord("!"),)
     assert actor.complete().json()["choices"][0]["text"] == "hi"
 
 

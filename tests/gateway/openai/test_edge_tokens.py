@@ -38,7 +38,7 @@ def test_a_conversation_is_told_as_the_engine_would_get_it():
 
 def test_what_a_model_puts_before_a_text_can_be_left_out():
     actor = ScriptedActor()
-    actor.edge.model.tokenizer.encode = lambda text, *, special=True, salt=None: [256] * special + list(text.encode())
+    actor.model.tokenizer.encode = lambda text, *, special=True, salt=None: [256] * special + list(text.encode())
     assert tokenize(actor, prompt="a").json()["tokens"] == [256, 97]
     assert tokenize(actor, prompt="a", add_special_tokens=True).json()["tokens"] == [256, 97]
     assert tokenize(actor, prompt="a", add_special_tokens=False).json()["tokens"] == [97]
@@ -78,7 +78,7 @@ def test_another_model_and_an_unknown_field_are_refused():
 
 def test_what_is_longer_than_any_prompt_is_refused_unread():
     actor = ScriptedActor(max_model_len=10)
-    actor.edge.model.tokenizer.encode = actor.edge.model.tokenizer.decode = None
+    actor.model.tokenizer.encode = actor.model.tokenizer.decode = None
     for response in (tokenize(actor, prompt="x" * 1000), detokenize(actor, tokens=[1] * 10)):
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 

@@ -147,7 +147,7 @@ def test_templates_see_ids_and_only_what_was_given():
 
 def with_template(template, actor):
     conversation = Conversation(template=template, eos_ids=(256,))
-    actor.edge.model = replace(actor.edge.model, tokenizer=Tokenizer(ByteVocabulary(), conversation))
+    actor.model = replace(actor.model, tokenizer=Tokenizer(ByteVocabulary(), conversation))
     return actor
 
 
@@ -244,7 +244,7 @@ def test_a_mark_that_is_a_special_token_is_seen_and_asked_for():
     said = [TokenOut(at, token) for at, token in enumerate([261, *body.encode()])]
     actor = ScriptedActor(lambda _request, _number: [[*said, finished()]], max_model_len=4096)
     tokenizer = Tokenizer(Marking(), conversation)
-    actor.edge.model = replace(actor.edge.model, tokenizer=tokenizer)
+    actor.model = replace(actor.model, tokenizer=tokenizer)
     answer = actor.chat(tools=TOOLS, tool_choice="required").json()["choices"][0]
     assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == ["clock"]
     matcher = Compiler(lambda: tokenizer, 512).matcher(actor.only.sampling.constraint)

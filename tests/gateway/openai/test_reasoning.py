@@ -85,7 +85,7 @@ def thinking(text: str, template: str = TEMPLATE, reason: str = "stop", **settin
         settings=EdgeSettings(**settings),
     )
     tokenizer = Tokenizer(ByteVocabulary(), Conversation(template=template, eos_ids=(EOS,)))
-    actor.edge.model = replace(actor.edge.model, tokenizer=tokenizer)
+    actor.model = replace(actor.model, tokenizer=tokenizer)
     return actor
 
 

@@ -121,7 +121,7 @@ def crashed(error: BaseException) -> None:
 
 
 def exporter(url: str) -> otlp.Otlp:
-    return otlp.Otlp(url, gateway="gw", model="toy", on_crash=crashed)
+    return otlp.Otlp(url, gateway="gw", on_crash=crashed)
 
 
 def test_a_request_is_a_tree_in_the_clients_trace(collector: Collector) -> None:

@@ -955,7 +955,7 @@ def test_a_prompts_probabilities_reach_the_client_once_and_in_order(node):
 @pytest.mark.parametrize("message", ["a gap", "too many", "no such token", "a token first"])
 def test_a_prefill_that_scores_what_is_not_there_has_failed(message):
     node = Node()
-    node.actor._layout = replace(LAYOUT, vocab_size=8)
+    node.actor._layouts = {"": replace(LAYOUT, vocab_size=8)}
     node.ask(prompt_logprobs=1)
     node.place()
     match message:
