@@ -386,7 +386,7 @@ class Config:
                 raise ValueError(f"nodes: no {lacking[0]} has model = {name!r}: each model needs a conductor and a vllm")
         given = [name for each in self.models.values() for name in (each.name, *each.adapters) if name]
         if repeated := sorted({name for name in given if given.count(name) > 1}):
-            raise ValueError(f"models: two of them are called {repeated[0]!r}")
+            raise ValueError(f"models: two of them are called {repeated[0]!r}: give one of them another name")
 
     def _check_ladder(self) -> None:
         """Check that heartbeat_s * 3 <= peer_timeout_s (asserted in SessionSettings) < lease_ttl_s <= max_lease_s."""

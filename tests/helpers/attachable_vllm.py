@@ -39,6 +39,7 @@ class AttachableVllm(StubVllm):
         *,
         root: str,
         names: tuple[str, ...] = ("m",),
+        adapters: tuple[str, ...] = ("tuned",),
         block_tokens: int = 32,
         blocks: int = 100,
         capacity: str = "None",
@@ -65,12 +66,15 @@ class AttachableVllm(StubVllm):
         models = [
             {"id": name, "object": "model", "root": root, "parent": None, "max_model_len": max_model_len} for name in names
         ]
-        adapter = {"id": "tuned", "object": "model", "root": "/a/tuned", "parent": names[0], "max_model_len": None}
+        models += [
+            {"id": each, "object": "model", "root": f"/a/{each}", "parent": names[0], "max_model_len": None}
+            for each in adapters
+        ]
         metrics = METRICS.format(block_tokens=block_tokens, caching=caching, capacity=capacity, blocks=blocks)
         if stores is not None:
             metrics += CONNECTOR.format(stores=stores)
         self.pages = {
-            "/v1/models": (200, json.dumps({"object": "list", "data": [*models, adapter]}).encode()),
+            "/v1/models": (200, json.dumps({"object": "list", "data": models}).encode()),
             "/metrics": (200, metrics.encode()),
             "/version": (200, b'{"version": "0.32.0"}'),
         }

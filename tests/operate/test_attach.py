@@ -79,7 +79,8 @@ def test_what_servers_say_is_found_and_nothing_is_lacking(make: Make, run: Run, 
     assert one["kv_events"].endswith("/0.ipc")
     assert two["kv_events"].endswith("/1.ipc")
     assert one["stores"] == [STORE]
-    assert found(result)["model"] == {"name": "m", "directory": str(model.resolve()), "problem": ""}
+    of_both = {"name": "m", "servers": [first.url, second.url], "directory": str(model.resolve()), "problem": ""}
+    assert found(result)["models"] == [of_both]
 
 
 FLAGS = [
@@ -194,11 +195,58 @@ def test_an_answer_without_end_is_cut(make: Make, run: Run, monkeypatch: pytest.
     assert "answers more than 1 MiB" in run(stub, "--dry-run").stderr
 
 
-def test_servers_of_two_models_are_not_attached_together(make: Make, run: Run) -> None:
-    result = run(make(names=("a", "b")), make(names=("c",)), "--dry-run")
+def test_servers_of_two_models_are_attached_with_a_conductor_for_each(
+    make: Make, run: Run, tmp_path: Path, model: Path
+) -> None:
+    other = write_model(tmp_path / "models" / "Other-7B")
+    servers = (
+        make(names=("org/Big",)),
+        make(names=("Other-7B",), root=str(other), adapters=(), max_model_len=2048, block_tokens=16),
+    )
+    third = make(names=("Other-7B", "org/Big-2"), root=str(other), adapters=(), max_model_len=2048, block_tokens=16)
+    result = run(*servers, third, "--dry-run")
+    assert result.exit_code == 0, result.output
+    file = tmp_path / "x.toml"
+    file.write_text(result.stdout)
+    loaded = load(file, {}, {})
+    big, small = loaded.models["org-big"], loaded.models["other-7b"]
+    assert (big.config.model.name, big.config.model.path) == ("org/Big", str(model.resolve()))
+    assert (small.config.model.name, small.config.model.path) == ("Other-7B", str(other.resolve()))
+    assert [(each.config.model.block_tokens, each.config.model.max_model_len) for each in (big, small)] == [
+        (32, 4096),
+        (16, 2048),
+    ]
+    nodes = ["conductor-0", "cache-0", "vllm-0", "gateway-0"], ["conductor-1", "cache-0", "vllm-1", "vllm-2", "gateway-0"]
+    assert tuple([node.name for node in each.config.nodes] for each in (big, small)) == nodes
+    assert [small.section(node).url for node in small.config.of_role("vllm")] == [servers[1].url, third.url]
+
+    models = found(run(*servers, third, "--json"))["models"]
+    assert [(each["name"], each["servers"]) for each in models] == [
+        ("org/Big", [servers[0].url]),
+        ("Other-7B", [servers[1].url, third.url]),
+    ]
+
+
+def test_the_directory_of_one_of_several_models_is_given_with_its_name(make: Make, run: Run, model: Path) -> None:
+    servers = make(root="/a"), make(names=("n",), root="/b", adapters=())
+    for words, said in (
+        ((), "the model /a is neither"),
+        (("--model", str(model)), "so give each NAME=DIR once: m, n"),
+        (("--model", f"m={model}", "--model", f"m={model}"), "so give each NAME=DIR once: m, n"),
+        (("--model", f"m={model}"), "the model /b is neither"),
+    ):
+        result = run(*servers, "--dry-run", *words)
+        assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    both = ("--model", f"m={model}", "--model", f"n={model}")
+    assert run(*servers, "--dry-run", *both).stdout.count(f'path = "{model.resolve()}"') == 2
+    assert found(run(*servers, "--json", "--model", str(model)))["problem"]
+
+
+def test_a_server_with_a_name_of_each_of_two_models_is_refused(make: Make, run: Run) -> None:
+    result = run(make(names=("a",)), make(names=("b",)), make(names=("a", "b")), "--dry-run")
     assert result.exit_code == 2
-    assert "serves a and" in result.stderr
-    assert "--served-model-name" in result.stderr
+    assert "give each model names of its own by --served-model-name" in result.stderr
 
 
 def test_a_server_that_is_not_there_is_named(make: Make, run: Run) -> None:

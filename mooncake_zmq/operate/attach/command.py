@@ -16,7 +16,7 @@ import click
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.operate.attach import place
-from mooncake_zmq.operate.attach.deployment import Deployment, agreed_name, write
+from mooncake_zmq.operate.attach.deployment import AttachedModel, Deployment, by_model, write
 from mooncake_zmq.operate.attach.lacks import Lack, flags, lacks, line, pasted
 from mooncake_zmq.operate.attach.model_files import find
 from mooncake_zmq.operate.attach.server import Server, ask, client_of
@@ -43,7 +43,13 @@ def default_file() -> Path:
 @click.command()
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @click.option("--to", "file", metavar="FILE", help="Where the deployment is written.  [default: in the user's data directory]")
-@click.option("--model", metavar="DIR", help="The directory with the model's tokenizer, or its name in the Hugging Face cache.")
+@click.option(
+    "--model",
+    "directories",
+    multiple=True,
+    metavar="[NAME=]DIR",
+    help="The directory with the model's tokenizer, or its name in the Hugging Face cache; with NAME= for one of several.",
+)
 @set_option
 @click.option("--wait", default=600.0, show_default=True, metavar="SECONDS", help="How long to wait for servers that start.")
 @click.option("--flags", "only_flags", is_flag=True, help="Print the flags that a vLLM at the first URL needs; ask nothing.")
@@ -52,7 +58,7 @@ def default_file() -> Path:
 def attach(
     urls: tuple[str, ...],
     file: str | None,
-    model: str | None,
+    directories: tuple[str, ...],
     assignments: tuple[str, ...],
     wait: float,
     *,
@@ -62,15 +68,16 @@ def attach(
 ) -> None:
     """Serve through the vLLM servers at these URLs: one address, requests routed by KV, answers that outlive their vLLM.
 
-    Each server is asked for its model, sizes and flags, with a prompt of one block. Then a conductor, a gateway, a node for
-    each server and a cache-node with a store run here until Ctrl-C; the servers stay as they are. What a server lacks is
-    printed in one line with the flags to add.
+    Each server is asked for its model, sizes and flags, with a prompt of one block. Then a conductor for each model, a gateway,
+    a node for each server and a cache-node with a store run here until Ctrl-C; the servers stay as they are. Clients name the
+    model if there are several. What a server lacks is printed in one line with the flags to add.
     The exit status is 0 if all is well, 2 if a server or a required flag is missing; with --json and --dry-run 1 if only an
     optional flag is.
 
     \b
     Examples:
       mooncake-zmq attach http://127.0.0.1:8001 http://127.0.0.1:8002
+      mooncake-zmq attach http://a:8000 http://b:8000 --model qwen=~/models/qwen --model llama=~/models/llama
       mooncake-zmq attach http://127.0.0.1:8001 --json
       vllm serve MODEL --port 8001 $(mooncake-zmq attach --flags http://127.0.0.1:8001)
     """
@@ -88,12 +95,13 @@ def attach(
                 click.echo(line(server, lack), err=True)
         needed = any(each.needed for lack in found for each in lack)
         if as_json:
-            summary = _as_json(servers, found, model)
+            summary = _as_json(servers, found, directories)
             click.echo(json.dumps(summary, indent=1))
-            sys.exit(BAD_INPUT if needed or summary["model"]["problem"] else DEGRADED if any(found) else 0)
+            problem = summary["problem"] or any(each["problem"] for each in summary["models"])
+            sys.exit(BAD_INPUT if needed or problem else DEGRADED if any(found) else 0)
         if needed:
             _fail("a required flag is missing: start that server with it, and attach again")
-        deployment = _deployment(servers, model)
+        deployment = _deployment(servers, directories)
         if dry_run:
             click.echo(deployment.toml(), nl=False)
             sys.exit(DEGRADED if any(found) else 0)
@@ -158,7 +166,8 @@ def _lacks(servers: Sequence[Server]) -> list[list[Lack]]:
     urls = [server.url for server in servers]
     store = _address(_store(servers) or place.conventional_store(urls))
     events = [place.published_at(place.events_endpoint(url)) for url in urls]
-    return [lacks(server, servers, at, store) for server, at in zip(servers, events, strict=True)]
+    beside = {server.url: of_model for _, of_model in by_model(servers) for server in of_model}
+    return [lacks(server, beside[server.url], at, store) for server, at in zip(servers, events, strict=True)]
 
 
 def _store(servers: Sequence[Server]) -> str:
@@ -172,41 +181,69 @@ def _address(store: str) -> str:
     return store.removeprefix("tcp://")
 
 
-def _deployment(servers: tuple[Server, ...], model: str | None) -> Deployment:
-    name = agreed_name(servers)
+def _deployment(servers: tuple[Server, ...], directories: Sequence[str]) -> Deployment:
+    groups = by_model(servers)
     store = _store(servers)
     if not store:
         named = ", ".join(sorted({endpoint for server in servers for endpoint in server.stores}))
         click.echo(f"no store is started here: the servers' connectors use {named}", err=True)
-    deployment = Deployment(
-        servers=servers,
-        name=name,
-        directory=find(servers, name, model),
+    given = _given(directories, [name for name, _ in groups])
+    models = [
+        AttachedModel(servers=of_model, name=name, directory=find(of_model, name, given.get(name))) for name, of_model in groups
+    ]
+    for model in models:
+        for server in model.servers:
+            if partly := [adapter for adapter in server.adapters if adapter not in model.adapters]:
+                click.echo(f"not attached, as not every server has it: {', '.join(partly)} of {server.url}", err=True)
+    return Deployment(
+        models=tuple(models),
         gateway_port=place.gateway_port([server.url for server in servers]),
         store=store,
         store_bytes=place.store_bytes(SHM_DIR),
     )
-    for server in servers:
-        if partly := [adapter for adapter in server.adapters if adapter not in deployment.adapters]:
-            click.echo(f"not attached, as not every server has it: {', '.join(partly)} of {server.url}", err=True)
-    return deployment
 
 
-def _as_json(servers: Sequence[Server], found: Sequence[Sequence[Lack]], model: str | None) -> dict[str, Any]:
-    """Return what was found; the model is null where servers disagree or its directory is not here, which `problem` says."""
-    name, directory, problem = None, None, ""
+def _given(directories: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Return the directories that were given by --model, by the name of the model. Raises ServerError."""
+    found: dict[str, str] = {}
+    if len(names) == 1 and len(directories) == 1:
+        found[names[0]] = directories[0].removeprefix(f"{names[0]}=")
+        return found
+    for each in directories:
+        name = next((name for name in names if each.startswith(f"{name}=")), None)
+        if name is None or name in found:
+            raise ServerError(
+                f"--model {each}: the servers have several models, so give each NAME=DIR once: {', '.join(names)}"
+            )
+        found[name] = each.removeprefix(f"{name}=")
+    return found
+
+
+def _as_json(servers: Sequence[Server], found: Sequence[Sequence[Lack]], directories: Sequence[str]) -> dict[str, Any]:
+    """Return what was found; `problem` says why a model's directory is not known, or why --model is refused."""
+    groups = by_model(servers)
+    problem, given = "", dict[str, str]()
     try:
-        name = agreed_name(servers)
-        directory = str(find(servers, name, model))
-    except (ServerError, ModelError) as error:
+        given = _given(directories, [name for name, _ in groups])
+    except ServerError as error:
         problem = str(error)
     return {
         "servers": [
             {**asdict(server), "lacks": [asdict(lack) for lack in lacking], "add": pasted(lacking)}
             for server, lacking in zip(servers, found, strict=True)
         ],
-        "model": {"name": name, "directory": directory, "problem": problem},
+        "models": [_model_as_json(name, of_model, given.get(name)) for name, of_model in groups],
+        "problem": problem,
     }
+
+
+def _model_as_json(name: str, servers: Sequence[Server], given: str | None) -> dict[str, Any]:
+    directory, problem = None, ""
+    try:
+        directory = str(find(servers, name, given))
+    except ModelError as error:
+        problem = str(error)
+    return {"name": name, "servers": [server.url for server in servers], "directory": directory, "problem": problem}
 
 
 def _run(path: Path, assignments: tuple[str, ...]) -> int:

@@ -18,42 +18,60 @@ MAX_RUNNING = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
-    """The content of the file. `store`: endpoint of the store of this machine; empty: there is none."""
+class AttachedModel:
+    """A model, and the servers that have it."""
 
     servers: tuple[Server, ...]
     name: str
     directory: Path
-    gateway_port: int
-    store: str
-    store_bytes: int
 
     @property
     def max_model_len(self) -> int:
         """The most tokens of a request: what every server takes and a message carries."""
-        block_tokens = self.servers[0].block_tokens
-        return min(MAX_TOKENS, MAX_BLOCKS * block_tokens, *(server.max_model_len for server in self.servers))
+        most = MAX_BLOCKS * self.servers[0].block_tokens
+        return min(MAX_TOKENS, most, *(server.max_model_len for server in self.servers))
 
     @property
     def adapters(self) -> list[str]:
         """The names of the adapters that every server has."""
         return [name for name in self.servers[0].adapters if all(name in server.adapters for server in self.servers)]
 
+    def settings(self) -> list[str]:
+        """Return the lines of its table."""
+        return [
+            f"name = {_text(self.name)}",
+            f"path = {_text(str(self.directory))}",
+            f"block_tokens = {self.servers[0].block_tokens}",
+            f"max_model_len = {self.max_model_len}",
+            *([f"adapters = {json.dumps(self.adapters, ensure_ascii=False)}"] if self.adapters else ()),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """The content of the file. `store`: endpoint of the store of this machine; empty: there is none."""
+
+    models: tuple[AttachedModel, ...]
+    gateway_port: int
+    store: str
+    store_bytes: int
+
     def toml(self) -> str:
-        """Return the text of the file."""
+        """Return the text of the file: with one model the only one, with several a table and a conductor for each."""
+        urls = [server.url for model in self.models for server in model.servers]
+        tables = tables_of([model.name for model in self.models]) if len(self.models) > 1 else [""]
         parts = [
-            f"{MARK} {' '.join(server.url for server in self.servers)}, which writes it anew.",
+            f"{MARK} {' '.join(urls)}, which writes it anew.",
             "# To change it, copy it, and run `mooncake-zmq up --config COPY`.",
             "[cluster]",
             'name = "attached"',
             "",
             "[model]",
             'engine = "vllm"',
-            f"name = {_text(self.name)}",
-            f"path = {_text(str(self.directory))}",
-            f"block_tokens = {self.servers[0].block_tokens}",
-            f"max_model_len = {self.max_model_len}",
-            *([f"adapters = {json.dumps(self.adapters, ensure_ascii=False)}"] if self.adapters else ()),
+        ]
+        for model, table in zip(self.models, tables, strict=True):
+            parts += [*(("", f"[models.{_text(table)}]") if table else ()), *model.settings()]
+        parts += [
             "",
             "[gateway]",
             f"http_port = {self.gateway_port}",
@@ -61,14 +79,16 @@ class Deployment:
             "[vllm]",
             f"max_running = {MAX_RUNNING}",
             "",
-            *_node("conductor-0", "conductor"),
-            *(self._store() if self.store else ()),
         ]
-        for number, server in enumerate(self.servers):
+        for number, table in enumerate(tables):
+            parts += _node(f"conductor-{number}", "conductor", *_of(table))
+        parts += self._store() if self.store else ()
+        of_server = [(server, table) for model, table in zip(self.models, tables, strict=True) for server in model.servers]
+        for number, (server, table) in enumerate(of_server):
             settings = f"url = {_text(server.url)}, capacity_tokens = {server.capacity_tokens}"
             if server.kv_events:
                 settings += f", kv_events = {_text(server.kv_events)}"
-            parts += _node(f"vllm-{number}", "vllm", *_host(server), f"settings = {{ {settings} }}")
+            parts += _node(f"vllm-{number}", "vllm", *_of(table), *_host(server), f"settings = {{ {settings} }}")
         return "\n".join([*parts, *_node("gateway-0", "gateway")])
 
     def _store(self) -> list[str]:
@@ -80,16 +100,35 @@ class Deployment:
         ]
 
 
-def agreed_name(servers: Sequence[Server]) -> str:
-    """Return the name by which clients ask for the model of all servers. Raises ServerError where they have none in common."""
-    first = servers[0]
-    for other in servers[1:]:
-        if not set(first.names) & set(other.names):
-            raise ServerError(
-                f"{first.url} serves {first.names[0]} and {other.url} serves {other.names[0]}: a cluster has one model, so "
-                "attach them to clusters of their own, or give both the same --served-model-name"
-            )
-    return next(name for name in first.names if all(name in server.names for server in servers))
+def by_model(servers: Sequence[Server]) -> list[tuple[str, tuple[Server, ...]]]:
+    """Return the servers of each model, with the name by which clients ask for it: servers with a name in common have one
+    model. Raises ServerError where a server shares names with two others that have none in common."""
+    groups: list[list[Server]] = []
+    for server in servers:
+        mine = [group for group in groups if any(set(server.names) & set(other.names) for other in group)]
+        groups = [group for group in groups if group not in mine] + [[*(each for group in mine for each in group), server]]
+    order = [server.url for server in servers]
+    sorted_groups = [sorted(group, key=lambda server: order.index(server.url)) for group in groups]
+    sorted_groups.sort(key=lambda group: order.index(group[0].url))
+    return [(_agreed_name(group), tuple(group)) for group in sorted_groups]
+
+
+def _agreed_name(servers: Sequence[Server]) -> str:
+    """Return the first name that all of these servers have. Raises ServerError."""
+    shared = [name for name in servers[0].names if all(name in server.names for server in servers)]
+    if not shared:
+        names = "; ".join(f"{server.url} serves {', '.join(server.names)}" for server in servers)
+        raise ServerError(f"{names}: give each model names of its own by --served-model-name")
+    return shared[0]
+
+
+def tables_of(names: Sequence[str]) -> list[str]:
+    """Return a different name of a table in [models] for each model."""
+    found: list[str] = []
+    for name in names:
+        plain = re.sub("[^a-z0-9._-]", "-", name.lower())[:48].strip("._-") or "model"
+        found.append(plain if plain not in found else f"{plain}-{len(found)}")
+    return found
 
 
 def write(path: Path, text: str) -> None:
@@ -105,6 +144,11 @@ def write(path: Path, text: str) -> None:
 
 def _node(name: str, role: str, *lines: str) -> list[str]:
     return ["[[nodes]]", f"name = {_text(name)}", f"role = {_text(role)}", *lines, ""]
+
+
+def _of(table: str) -> list[str]:
+    """Return the line of a node that is for one of several models."""
+    return [f"model = {_text(table)}"] if table else []
 
 
 def _host(server: Server) -> list[str]:
