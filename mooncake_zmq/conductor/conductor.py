@@ -5,7 +5,7 @@ placements until reports include them, so that many requests between two reports
 """
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -64,8 +64,6 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.roles import ROLES
 from mooncake_zmq.kv.layout import BlockLayout
-
-Load = TypeVar("Load", PrefillLoad, DecodeLoad)
 
 EXPIRY = ("bookings",)
 EXPIRY_MIN_DELAY_S: Final = 0.01
@@ -299,7 +297,9 @@ class Conductor:
         node = self._prefills.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        load = self._unless_silent(now, sender, self._balance.prefill_load(sender, load))
+        load = self._balance.prefill_load(sender, load)
+        if self._is_silent(now, sender) and self._prefills.has_other(node):
+            load = replace(load, draining=True)
         for number, due in self._prefills.report(now, node, load):
             booking = self._bookings.numbered(number)
             if booking is not None and booking.placed.prefill == sender:
@@ -311,13 +311,16 @@ class Conductor:
         node = self._decodes.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        load = self._unless_silent(now, sender, self._balance.decode_load(sender, load))
+        load = self._balance.decode_load(sender, load)
+        if self._is_silent(now, sender) and self._decodes.has_other(node):
+            load = replace(load, draining=True)
         self._decodes.report(now, node, load)
         return self._roll_call.takes(sender, closed=load.draining)
 
-    def _unless_silent(self, now: float, sender: str, load: Load) -> Load:
-        """Return the report marked as draining if requests on this node end without an answer."""
-        return replace(load, draining=True) if self._suspects and self._suspects.shuts(now, sender) else load
+    def _is_silent(self, now: float, node: str) -> bool:
+        """Return whether requests on this node end without an answer. It is then closed as if it drained, unless it is the last
+        one of its kind: closing that would refuse all requests."""
+        return bool(self._suspects) and self._suspects.shuts(now, node)
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
         index = self._inventory.index

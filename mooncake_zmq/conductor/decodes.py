@@ -245,6 +245,10 @@ class Decodes:
         node.draining = True
         self._rank(node)
 
+    def has_other(self, node: DecodeNode) -> bool:
+        """Return whether another node of this kind, vLLM or not, does not drain."""
+        return any([not each.draining and each is not node and each.vllm == node.vllm for each in self.nodes])
+
     def check(self, now: float) -> None:
         """Assert that the orders match the state of the nodes."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)

@@ -298,6 +298,10 @@ class Prefills:
 
     # --- queries
 
+    def has_other(self, node: PrefillNode) -> bool:
+        """Return whether another node of this kind, vLLM or not, does not drain."""
+        return any([not each.draining and each is not node and each.vllm == node.vllm for each in self.nodes])
+
     def shortest_queue_s(self, now: float) -> float:
         """Return the seconds of the shortest queue."""
         return min([node.queued_s(now) for node in self.nodes], default=0.0)

@@ -115,3 +115,31 @@ def test_a_vllm_that_is_both_is_not_cleared_by_first_tokens():
         ended = RequestEnded(request_id=placed.request_id, attempt=1, outcome=outcome(1), stalled=True)
         cluster.say("g", ended)
     assert cluster.conductor._suspects.shuts(cluster.now, "v")
+
+
+def test_the_last_open_node_of_its_kind_is_not_closed():
+    cluster = Grey()
+    for decode in ("d0", "d1"):
+        for _ in range(2):
+            cluster.stall(cluster.place_on(decode), tokens=1)
+    cluster.report()
+    assert all(cluster.conductor._suspects.shuts(cluster.now, node) for node in ("d0", "d1"))
+    assert cluster.news[-1].closed == ("d0",), "one of two that are silent goes on"
+    assert cluster.schedule(keys("n", 3)).decode == "d1"
+    cluster.down("d0")
+    cluster.report()
+    assert cluster.schedule(keys("m", 3)).decode == "d1"
+
+
+def test_the_only_vllm_gets_requests_whatever_ended_in_silence_there():
+    cluster = Cluster(0)
+    cluster.up("v", "vllm", "h0")
+    cluster.prefill_load("v")
+    cluster.decode_load("v")
+    for number in range(4):
+        placed = cluster.schedule(keys(f"v{number}", 3))
+        cluster.say("g", RequestEnded(request_id=placed.request_id, attempt=1, outcome=None, stalled=True))
+        cluster.advance(REPORT_S)
+        cluster.prefill_load("v")
+        cluster.decode_load("v")
+        assert cluster.conductor._suspects.shuts(cluster.now, "v") == (number > 0)
