@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import web
@@ -43,10 +44,10 @@ LONG = 2000
 """Tokens of an answer that is still being computed when its vLLM is killed: some 2 ms each."""
 
 
-def write_llama(directory: Path) -> Path:
+def write_llama(directory: Path, seed: int = 0) -> Path:
     """Two layers of random normal weights, with a tokenizer that a gateway takes."""
     write_model(directory, **llama_config(VOCABULARY), bos_token_id=VOCABULARY - 2)
-    write_weights(directory, VOCABULARY)
+    write_weights(directory, VOCABULARY, seed)
     return directory
 
 
@@ -128,6 +129,18 @@ class RealAdapters(RealCluster):
         names = {name: write_adapter(directory / name, seed) for seed, name in enumerate(("poet", "sql"))}
         modules = [f"{name}={path}" for name, path in names.items()]
         return ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules]
+
+
+class RealModels(RealCluster):
+    """The models "large" on the first server and "small" on the second, with our connector over the one store."""
+
+    CONFIG = "vllm-models.toml"
+    nodes = ("conductor-large", "conductor-small", "cache-a", "vllm-a", "vllm-b", "gateway-0")
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        paths = {name: write_llama(directory / "models" / name, seed) for seed, name in enumerate(("large", "small"))}
+        self.more_settings = tuple(f"models.{name}.path={path}" for name, path in paths.items())
+        super().__init__(directory, model)
 
 
 @contextlib.contextmanager
@@ -339,6 +352,45 @@ SCHEMA = {"type": "object", "properties": ABOUT, "required": ["a", "b"], "additi
 def is_of_schema(text: str) -> bool:
     found = json.loads(text)
     return found.keys() == ABOUT.keys() and found["a"] in ABOUT["a"]["enum"] and isinstance(found["b"], bool)
+
+
+def test_models_share_an_address_and_a_store_and_no_kv_and_each_finds_its_own_after_kill_9() -> None:
+    with running(RealModels) as cluster:
+        prompts = [[3 + (i * 7 + turn) % 90 for i in range(300)] for turn in range(10)]
+        tokens: dict[str, list[list[int]]] = {}
+        for name in ("large", "small"):
+            answers = [cluster.complete_text(model=name, prompt=prompt, max_tokens=20) for prompt in prompts]
+            assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in answers] == [0] * len(prompts), name
+            tokens[name] = [each["choices"][0]["token_ids"] for each in answers]
+        assert all(one != other for one, other in zip(*tokens.values(), strict=True)), "random weights agree on no answer"
+
+        saved = 2 * len(prompts) * 9
+        eventually(lambda: stored(cluster) >= saved, 60, f"{saved} blocks are in the store")
+        os.killpg(cluster.server("vllm-b"), signal.SIGKILL)
+        assert cluster.complete_text(model="large", prompt=PROMPT, max_tokens=5)["usage"]["completion_tokens"] == 5
+        eventually(lambda: cluster.complete() and serves(cluster, "small"), START_S, "the killed vLLM serves again")
+        again = [cluster.complete_text(model="small", prompt=prompt, max_tokens=20) for prompt in prompts]
+        assert [each["choices"][0]["token_ids"] for each in again] == tokens["small"]
+        cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in again]
+        print(f"cached tokens of 300 after kill -9: {cached}")
+        assert min(cached) >= 256
+
+
+def stored(cluster: RealCluster) -> float:
+    """Blocks that both vLLMs have saved."""
+    lines = [line for url in cluster.urls.values() for line in web.get(f"{url}/metrics").text.splitlines()]
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith("vllm:mooncake_zmq_pool_total{") and '"saved_blocks"' in line
+    )
+
+
+def serves(cluster: RealCluster, model: str) -> bool:
+    body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
+    with contextlib.suppress(httpx.TimeoutException):  # a request waits for its model's vLLM
+        return web.post(f"{cluster.url}/v1/completions", json=body, timeout=10).status_code == 200
+    return False
 
 
 @pytest.mark.parametrize(
