@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from mooncake_zmq.conductor.adapters import Adapters
 from mooncake_zmq.conductor.balance import BALANCE, Balance
 from mooncake_zmq.conductor.booking import Booking, BookingKey
 from mooncake_zmq.conductor.bookings import Bookings
@@ -49,6 +50,7 @@ from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.commands import SetCopies, SetRole
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
+    AdaptersListed,
     BlocksAnnounced,
     CacheLoad,
     ChangeReplica,
@@ -98,6 +100,7 @@ class Conductor:
         self._bookings = Bookings(name, incarnation, limit=settings.max_bookings)
         self._coming = Coming(costs, layout.block_tokens, self._inventory.index)
         self._suspects = Suspects()
+        self._adapters = Adapters()
         self._expiry_armed = False
         self._placement = Placement(
             settings,
@@ -146,6 +149,7 @@ class Conductor:
             ("vllm", PrefillLoad): self._on_prefill_load,
             ("vllm", DecodeLoad): self._on_decode_load,
             ("vllm", BlocksAnnounced): self._on_own_blocks,
+            ("vllm", AdaptersListed): self._on_adapters,
         }
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -264,6 +268,7 @@ class Conductor:
                     self._unbook(now, booking, gone=peer)
         self._members.leave(peer)
         self._suspects.forget(peer)
+        self._adapters.forget(peer)
         match role:
             case "prefill":
                 self._inventory.leave_reader(peer)
@@ -348,6 +353,10 @@ class Conductor:
         self._inventory.announced(sender, blocks)
         return []
 
+    def _on_adapters(self, _now: float, sender: str, message: AdaptersListed) -> list[Effect]:
+        self._adapters.listed(sender, message.adapters)
+        return []
+
     # --- placement
 
     def _on_schedule(self, now: float, gateway: str, schedule: Schedule) -> list[Effect]:
@@ -366,6 +375,7 @@ class Conductor:
         if booking is not None:
             self._unbook(now, booking)
         plan = self._placement.planner.plan(now, schedule)
+        plan.without = self._adapters.lacking(schedule.adapter)
         if attempt == 1:
             self._copies.note(plan.keys, plan.best)
         answer = self._place(now, key, schedule, plan)

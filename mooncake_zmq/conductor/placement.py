@@ -93,7 +93,7 @@ class Placement:
     def decide(self, now: float, schedule: Schedule, plan: Plan) -> Decision | Refused:
         """Return the decision for a request, or its refusal."""
         limits = self._admission.limits(schedule)
-        prefill = self._choose_prefill(now, schedule, plan, limits, ())
+        prefill = self._choose_prefill(now, schedule, plan, limits, plan.without)
         if isinstance(prefill, tuple):
             return prefill
         decided = self._go_on(now, schedule, plan, limits, prefill)
@@ -102,7 +102,7 @@ class Placement:
         # No vLLM can decode what this one would prefill. A vLLM that does both may take it; otherwise this one does, unless it
         # only has to wait for room.
         separate = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
-        other = self._choose_prefill(now, schedule, plan, limits, separate)
+        other = self._choose_prefill(now, schedule, plan, limits, (*separate, *plan.without))
         if not isinstance(other, tuple):
             instead = self._go_on(now, schedule, plan, limits, other)
             if isinstance(instead, Decision):
@@ -125,12 +125,12 @@ class Placement:
         expected = self._outputs.expected(schedule.max_tokens)
         at = now if self._at_once else now + ttft_s
         joining = self._joining(now, at, prefill, plan, expected, schedule.choices)
-        decode = self._choose_decode(now, joining, prefill, schedule)
+        decode = self._choose_decode(now, joining, prefill, schedule, plan)
         if decode is None and schedule.choices > 1:  # the others are placed when this decode has no room for them
             joining = self._joining(now, at, prefill, plan, expected, 1)
-            decode = self._choose_decode(now, joining, prefill, schedule)
+            decode = self._choose_decode(now, joining, prefill, schedule, plan)
         if decode is None:
-            return self._no_decode(self._candidates(prefill.node), joining.stay_tokens)
+            return self._no_decode(self._candidates(prefill.node), joining.stay_tokens, plan.without)
         slow_s = self._admission.slow_decode_s(limits, decode, expected)
         if slow_s:
             return RejectReason.TBT, slow_s, decode.tbt_s
@@ -241,10 +241,13 @@ class Placement:
     def _handover(self, plan: Plan, prefill: PrefillChoice) -> Handover:
         return Handover(plan, prefill, self._sources, self._transfers, self._costs, self._block_tokens)
 
-    def _choose_decode(self, now: float, joining: Joining, prefill: PrefillChoice, schedule: Schedule) -> DecodeChoice | None:
+    def _choose_decode(
+        self, now: float, joining: Joining, prefill: PrefillChoice, schedule: Schedule, plan: Plan
+    ) -> DecodeChoice | None:
         if prefill.whole:
             return self.batches.stay(joining, self._decodes.by_name[prefill.node.name])
-        return self.batches.choose(now, joining, self._candidates(prefill.node), prefill.node.host, schedule.exclude)
+        candidates = self._candidates(prefill.node)
+        return self.batches.choose(now, joining, candidates, prefill.node.host, schedule.exclude, plan.without)
 
     def _need_tokens(self, tokens: int, expected: float) -> int:
         """Return the KV tokens that a decode must have free: whole blocks for the prompt and one token, which it requires, or
@@ -276,7 +279,7 @@ class Placement:
         if last_resort is not None:
             self._give_way(now, plan, last_resort)
             return last_resort
-        if any(not node.draining for node in self._prefills.nodes):
+        if any(not node.draining and node.name not in without for node in self._prefills.nodes):
             shortest_s = min(self._prefills.shortest_queue_s(now), MAX_RETRY_S)
             return RejectReason.NO_ROOM, bounded(shortest_s / 2), 0.0
         return RejectReason.NO_PREFILL, NO_NODE_RETRY_S, 0.0
@@ -357,10 +360,11 @@ class Placement:
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )
 
-    def _no_decode(self, candidates: Candidates, stay_tokens: float) -> Refused:
+    def _no_decode(self, candidates: Candidates, stay_tokens: float, without: tuple[str, ...]) -> Refused:
         """Return the refusal when no decode has room: the retry is after the first request should have left one, or, without
         any decode, after one may be back."""
-        nodes = [entry.node for entry in (*candidates.idle.entries, *candidates.busy.entries)]
+        entries = (*candidates.idle.entries, *candidates.busy.entries)
+        nodes = [entry.node for entry in entries if entry.name not in without]
         leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in nodes]
         if not leave_s:
             return RejectReason.NO_DECODE, NO_NODE_RETRY_S, 0.0

@@ -76,6 +76,8 @@ class Plan:
     queue_s: float = 0.0
     work_s: float = 0.0
     fetch_s: float = 0.0
+    without: tuple[str, ...] = ()
+    """The nodes that cannot answer, as they do not serve the adapter that is asked for."""
 
     def __init__(
         self, now: float, keys: tuple[Key, ...], tokens: int, tenant: str, priority: int, runs: list[Run], whole_s: float

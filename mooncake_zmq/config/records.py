@@ -82,8 +82,8 @@ class ModelSettings:
     """The name by which clients ask for the model: printable text without spaces. Empty: that of its directory or file. With
     engine "vllm" it is also the name that nodes compare instead of the directory's."""
     adapters: tuple[str, ...] = ()
-    """Names of LoRA adapters that every vLLM serves with the model (`--enable-lora --lora-modules NAME=DIRECTORY`); each is a
-    model of its own to clients."""
+    """Names of LoRA adapters that vLLMs serve with the model (`--enable-lora --lora-modules NAME=DIRECTORY`); each is a model
+    of its own to clients. Requests for one go to the vLLMs that list it, which a node asks with each health check."""
     cache_dir: str = ""
     """The directory of converted weights; empty: the user's cache directory."""
     card: str = ""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.core.messages import (
+    AdaptersListed,
     AskState,
     AttemptFailed,
     BlocksAnnounced,
@@ -85,7 +86,7 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("decode", "gateway"): frozenset((TokensDecoded, AttemptFailed)),
     ("gateway", "vllm"): frozenset((StartPrefill, CancelRequest)),
     ("vllm", "gateway"): frozenset((FirstToken, PromptScored, TokensDecoded, AttemptFailed)),
-    ("vllm", "conductor"): frozenset((PrefillLoad, DecodeLoad, BlocksAnnounced)),
+    ("vllm", "conductor"): frozenset((PrefillLoad, DecodeLoad, BlocksAnnounced, AdaptersListed)),
     ("vllm", "vllm"): frozenset((StartPrefill,)),
     ("prefill", "decode"): frozenset((ReserveDecode, HandoffBlocks, LayersReady, HandoffDone, HandoffFailed)),
     ("decode", "prefill"): frozenset((DecodeReserved, DecodeDenied, HandoffReceived, HandoffFailed, ReportCorrupt)),

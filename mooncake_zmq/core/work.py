@@ -356,10 +356,12 @@ class ProbeEngine(Struct, frozen=True):
 
 
 class EngineProbed(Struct, frozen=True):
-    """Result of `ProbeEngine`. `reason`: why it is not ready."""
+    """Result of `ProbeEngine`. `reason`: why it is not ready. `adapters`: the names of adapters that it lists; None: not
+    known."""
 
     ready: bool
     reason: str = ""
+    adapters: tuple[str, ...] | None = None
 
 
 class ProbeProcess(Struct, frozen=True):

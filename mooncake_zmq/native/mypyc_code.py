@@ -38,7 +38,10 @@ _ACTORS = (
     *(f"core.{name}" for name in ("chunking", "costs", "gaps", "drain", "handlers", "order", "speed", "transfer_stats")),
     *(f"core.{name}" for name in ("actor_parts", "reports", "timers", "turns")),
     *(f"kv.{name}" for name in ("block_hash", "checksum", "key_table", "shares", "slot_table", "slots")),
-    *(f"conductor.{name}" for name in ("admission", "arrivals", "balance", "batches", "booking", "bookings", "chain")),
+    *(
+        f"conductor.{name}"
+        for name in ("adapters", "admission", "arrivals", "balance", "batches", "booking", "bookings", "chain")
+    ),
     *(f"conductor.{name}" for name in ("choices", "coming", "conductor", "copies", "corrections", "decodes", "handovers")),
     *(f"conductor.{name}" for name in ("inventory", "membership")),
     *(f"conductor.{name}" for name in ("placement", "plans", "prefills", "prefix_index", "ranking", "recent", "routing")),

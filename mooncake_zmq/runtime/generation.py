@@ -420,7 +420,8 @@ class Generation:
             case ProbeEngine(generate):
                 response = await (self._client.post(GENERATE, json=ONE_TOKEN) if generate else self._client.get("/health"))
                 well = response.status_code == httpx.codes.OK
-                return EngineProbed(well, "" if well else f"it answers {response.status_code}")
+                reason = "" if well else f"it answers {response.status_code}"
+                return EngineProbed(well, reason, adapters_in(await self._client.get("/v1/models")) if well else None)
             case _:
                 raise TypeError(work)
 
@@ -482,6 +483,15 @@ def _client(url: str, connect_s: float) -> httpx.AsyncClient:
         headers={"accept-encoding": "identity"},
         trust_env=False,
     )
+
+
+def adapters_in(answer: httpx.Response) -> tuple[str, ...] | None:
+    """Return the names of the adapters that a server lists, or None where its answer is no list of models."""
+    try:
+        listed = answer.json()["data"] if answer.status_code == httpx.codes.OK else None
+        return None if listed is None else tuple(each["id"] for each in listed if each.get("parent") is not None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 async def _beginning(response: httpx.Response) -> str:

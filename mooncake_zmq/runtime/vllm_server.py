@@ -73,7 +73,7 @@ def unwell(client: httpx.Client) -> str | None:
 def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, adapters: Sequence[str]) -> None:
     models = _models(client.get("/v1/models"))
     if missing := [name for name in adapters if name not in models]:
-        log.warning("adapters_not_listed", url=settings.url, adapters=missing)
+        log.info("adapters_not_listed", url=settings.url, adapters=missing)
     longest = min((length for length in models.values() if length is not None), default=None)
     if longest is not None and longest < max_model_len:
         raise ServerError(

@@ -118,10 +118,10 @@ class ClusterSettings:
             members = (*others, *(f"vllm-{host}" for host in parts))
             conductor = replace(plain.conductor, members=members)
             plain = replace(plain, vllm_parts=parts, vllms_alone=alone, conductor=conductor)
-            if not alone or parts is not VLLMS:
+            if not alone:
                 return plain
-            roomier = replace(plain.vllm, max_running=2, max_queued=8)  # half of all requests have one engine
-            return replace(plain, models=TWO_MODELS, vllm=roomier)
+            roomier = replace(plain.vllm, max_running=2, max_queued=8)  # one engine alone has some model or adapter
+            return replace(plain, models=TWO_MODELS if parts is VLLMS else {}, vllm=roomier)
         conductor = replace(
             plain.conductor,
             pipeline_stages=3,

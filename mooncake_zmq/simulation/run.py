@@ -37,6 +37,7 @@ from mooncake_zmq.simulation.store_clients import clients_of
 from mooncake_zmq.simulation.stores import Stores
 from mooncake_zmq.simulation.traces import Chat, Workload, generate
 from mooncake_zmq.simulation.violation import Violation
+from mooncake_zmq.simulation.vllm_works import ADAPTERS
 from mooncake_zmq.simulation.world import ProcessSpec
 
 SAFETY_S = 9.0
@@ -46,7 +47,7 @@ LIVENESS_S = 45.0
 """The time from healing within which everything must have ended."""
 LONGEST_STOP_S = 6.0
 """The lateness of a stopped gateway at most, beside the time for which its host is suspended."""
-ADAPTERS = ("", "", "poet", "sql")
+CHATS_ADAPTERS = ("", "", *ADAPTERS)
 """Half of the chats ask for an adapter where vLLMs compute alone."""
 OUR_BUGS = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -96,7 +97,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     workload = replace(
         workload,
         plain=bool(settings.vllm_parts),
-        adapters=ADAPTERS if settings.vllms_alone else (),
+        adapters=CHATS_ADAPTERS if settings.vllms_alone else (),
         models=tuple(dict.fromkeys(settings.models.values())),
     )
     specs = processes(settings)

@@ -22,10 +22,16 @@ ANSWER_LOSSES = 3
 """The number of failing copies for which a foreign engine loses an answer at one token: an answer has many tokens."""
 
 
+ADAPTERS = ("poet", "sql")
+
+
 def generate(machine: Machine, running: Running, work: Generate) -> Steps:
     """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under way."""
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
+    if work.adapter and work.adapter not in adapters_of(machine.name):
+        yield machine.took(hardware.compute_start_s)
+        return WorkFailed(f"there is no adapter {work.adapter}")
     sequence = SimSequence(length + left, work.sampling.past(work.tokens), weights(machine.model, work.adapter))
     start = reused = 0
     if work.prompt_likeliest is None:
@@ -112,4 +118,9 @@ def _put_in_store(machine: Machine, blocks: Sequence[tuple[Key, bytes]]) -> None
 def probe_engine(machine: Machine) -> Steps:
     yield machine.took(machine.world.hardware.probe_s)
     well = machine.world.random.random() >= max(ENGINE_FAILS, machine.world.copy_fail)
-    return EngineProbed(well, "" if well else "injected failure")
+    return EngineProbed(well, "" if well else "injected failure", adapters_of(machine.name) if well else None)
+
+
+def adapters_of(name: str) -> tuple[str, ...]:
+    """Return the adapters that the vLLM beside a node has; one of them has fewer than the others."""
+    return ADAPTERS[:1] if name == "vllm-a" else ADAPTERS

@@ -8,6 +8,7 @@ from the prompt and the tokens so far.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, Final
 
 from msgspec import structs
@@ -63,6 +64,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.vllm_node import early
+from mooncake_zmq.vllm_node.adapters import ListedAdapters
 from mooncake_zmq.vllm_node.admission import Admission
 from mooncake_zmq.vllm_node.engine_cache import EngineCache
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
@@ -82,6 +84,10 @@ again."""
 def _each_choice(message: StartPrefill) -> list[StartPrefill]:
     """Split a request into its choices, since vLLM's own cache lets the second one reuse the first one's prompt."""
     return [structs.replace(message, siblings=()), *(for_sibling(message, each) for each in message.siblings)]
+
+
+def _conductors(peers: Mapping[str, Hello]) -> list[str]:
+    return [name for name, hello in peers.items() if hello.role == "conductor"]
 
 
 class VllmNode:
@@ -121,6 +127,7 @@ class VllmNode:
         self._admission = Admission(name, settings, layout, self._peers, self.counts)
         self._drain = Drain("", self.counts)
         self._early = early.EarlyRequests(settings.max_queued)
+        self._adapters = ListedAdapters()
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
@@ -143,8 +150,7 @@ class VllmNode:
             case WorkDone(work_id, EngineProbed() | WorkFailed() as result) if work_id == self._probe:
                 return self._on_probed(now, result)
             case WorkProgress(work_id, EngineReported(events)) if self._cache.is_watched_by(work_id):
-                conductors = [name for name, hello in self._peers.items() if hello.role == "conductor"]
-                return self._cache.on_events(events, conductors)
+                return self._cache.on_events(events, _conductors(self._peers))
             case PeerUp() as up:
                 return self._on_peer_up(now, up)
             case PeerDown(peer, _):
@@ -276,7 +282,9 @@ class VllmNode:
     def _on_peer_up(self, now: float, up: PeerUp) -> list[Effect]:
         self._peers[up.peer] = up.hello
         self._reports.peer_up(up)
-        effects = self._cache.announce_to(up.peer) if up.hello.role == "conductor" else []
+        effects: list[Effect] = []
+        if up.hello.role == "conductor":
+            effects += self._cache.announce_to(up.peer) + self._adapters.announce_to(up.peer)
         passed_on, ends = self._early.take(up.peer)
         return effects + ends + [e for sender, message in passed_on for e in self._on_message(now, sender, message)]
 
@@ -427,6 +435,7 @@ class VllmNode:
         self._probe = None
         effects: list[Effect] = [SetTimer(PROBE, self._settings.probe_s)]
         if isinstance(result, EngineProbed) and result.ready:
+            effects += self._adapters.listed(result.adapters, _conductors(self._peers))
             due = [job for job in self._jobs.values() if job.work_id is not None]
             if due and self._silence.is_over_long(now, self._load.under_way_s(now, due)):
                 return effects + self._on_hung(now)

@@ -19,8 +19,8 @@ NAME = "org/strange"
 def stubs(directory: Path) -> Iterator[list[AttachableVllm]]:
     model, store = write_model(directory / "models" / "strange"), f"tcp://127.0.0.1:{free_port()}"
     both = [
-        AttachableVllm(root=str(model), names=(NAME,), stores=store, events=events, answering=answering())
-        for events in (f"tcp://127.0.0.1:{free_port()}", "")
+        AttachableVllm(root=str(model), names=(NAME,), adapters=adapters, stores=store, events=events, answering=answering())
+        for events, adapters in ((f"tcp://127.0.0.1:{free_port()}", ("tuned",)), ("", ("tuned", "rare")))
     ]
     yield both
     for stub in both:
@@ -43,8 +43,9 @@ def cluster(directory: Path, stubs: list[AttachableVllm]) -> Iterator[AttachedCl
 def test_two_servers_are_served_through_one_address(cluster: AttachedCluster, stubs: list[AttachableVllm]) -> None:
     assert f"wrote {cluster.file}" in cluster.told()
     assert "--kv-events-config" in cluster.told(), "what they lack is said, and they are served"
-    listed, adapter = web.get(f"{cluster.url}/v1/models").json()["data"]
-    assert (adapter["id"], adapter["parent"]) == ("tuned", NAME)
+    listed, *adapters = web.get(f"{cluster.url}/v1/models").json()["data"]
+    assert [(adapter["id"], adapter["parent"]) for adapter in adapters] == [("tuned", NAME), ("rare", NAME)]
+    assert f"{stubs[0].url} gets no requests for what it does not list: rare" in cluster.told()
     assert (listed["id"], listed["max_model_len"]) == (NAME, 3200), "as much as one server has room for"
     chat = {"model": NAME, "messages": [{"role": "user", "content": "the"}], "max_tokens": 4, "temperature": 0}
     assert web.post(f"{cluster.url}/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"] == 4
@@ -54,6 +55,12 @@ def test_two_servers_are_served_through_one_address(cluster: AttachedCluster, st
     asked = [body for stub in stubs for body in stub.asked if body.get("stream")]
     assert [body.get("model") for body in asked[-2:]].count("tuned") == 1
     assert len({body["cache_salt"] for body in asked[-2:]}) == 2
+
+    for number in range(6):
+        asked_for = {"model": "rare", "messages": [{"role": "user", "content": f"the {number}"}], "max_tokens": 2}
+        assert web.post(f"{cluster.url}/v1/chat/completions", json=asked_for).status_code == 200
+    served = [[body.get("model") for body in stub.asked if body.get("stream")].count("rare") for stub in stubs]
+    assert served == [0, 6], "the only server that has it"
 
     ends: list[int] = []
 

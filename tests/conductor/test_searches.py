@@ -60,8 +60,8 @@ class AllDecodes(Batches):
 
     compared = 0
 
-    def choose(self, now, joining, candidates, host, exclude):
-        found = super().choose(now, joining, candidates, host, exclude)
+    def choose(self, now, joining, candidates, host, exclude, without=()):
+        found = super().choose(now, joining, candidates, host, exclude, without)
         for barred in (exclude, ()):
             gaps = [
                 (self._look_at(joining, node), node)  # gaps are kept, so each is predicted once

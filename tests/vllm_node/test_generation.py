@@ -306,10 +306,26 @@ def test_closing_ends_all_works(bench):
 
 def test_a_probe_tells_whether_it_is_well(bench):
     answers = bench()
-    assert answers.result(ProbeEngine()) == EngineProbed(True)
+    assert answers.result(ProbeEngine()) == EngineProbed(True, adapters=())
     answers.heard.clear()
     answers.stub.well = 503
     assert answers.result(ProbeEngine()) == EngineProbed(False, "it answers 503")
+
+
+@pytest.mark.parametrize(
+    ("page", "adapters"),
+    [
+        ((200, b'{"data": [{"id": "m", "parent": null}, {"id": "b", "parent": "m"}, {"id": "a", "parent": "m"}]}'), ("b", "a")),
+        ((200, b'{"data": []}'), ()),
+        ((200, b'{"data": 7}'), None),
+        ((200, b"[["), None),
+        ((500, b"{}"), None),
+    ],
+)
+def test_a_probe_tells_which_adapters_are_listed(bench, page, adapters):
+    answers = bench()
+    answers.stub.pages["/v1/models"] = page
+    assert answers.result(ProbeEngine()) == EngineProbed(True, adapters=adapters)
 
 
 def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():

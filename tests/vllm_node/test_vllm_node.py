@@ -12,6 +12,7 @@ from msgspec import structs
 from mooncake_zmq.core.actor import Received
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
+    AdaptersListed,
     AttemptFailed,
     CancelRequest,
     DecodeLoad,
@@ -55,8 +56,8 @@ class Node(Harness):
         if well:
             self.probed()
 
-    def probed(self, ready=True):
-        self.done(self.work(ProbeEngine)[0], EngineProbed(ready, "" if ready else "it is gone"))
+    def probed(self, ready=True, adapters=None):
+        self.done(self.work(ProbeEngine)[0], EngineProbed(ready, "" if ready else "it is gone", adapters))
 
     def begin(self, request_id="r", length=6, *, max_tokens=5, gateway="g", attempt=1, **changes):
         tokens = pack_tokens([i % 50 for i in range(length)])
@@ -668,3 +669,17 @@ def test_a_judgement_that_came_too_early_makes_the_next_one_slower():
         node.advance(node.own.probe_s)
         node.probed()
     assert waits[0] < waits[1] < waits[2]
+
+
+def test_conductors_learn_which_adapters_are_listed_once_that_is_known_and_when_it_changes():
+    node = Node(well=False)
+    node.probed()
+    assert node.take(AdaptersListed) == []
+    for adapters, sent in ((("sql", "poet"), ("poet", "sql")), (("poet", "sql"), None), (None, None), ((), ())):
+        node.advance(node.own.probe_s)
+        node.probed(adapters=adapters)
+        assert [message.adapters for message in node.take(AdaptersListed)] == ([] if sent is None else [sent])
+    node.up("k2", 7)
+    assert [message.adapters for message in node.take(AdaptersListed)] == [()], "a conductor that comes later"
+    node.up("g3", 7)
+    assert node.take(AdaptersListed) == []

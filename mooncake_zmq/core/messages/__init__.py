@@ -58,7 +58,9 @@ from mooncake_zmq.core.messages.greeting import (
     SegmentRef,
 )
 from mooncake_zmq.core.messages.load import (
+    MAX_ADAPTERS,
     MAX_REPORTED,
+    AdaptersListed,
     BlocksAnnounced,
     CacheLoad,
     ChangeRole,
@@ -121,6 +123,8 @@ from mooncake_zmq.core.messages.watching import (
 )
 
 __all__ = [
+    "MAX_ADAPTERS",
+    "AdaptersListed",
     "AskState",
     "AttemptFailed",
     "BlocksAnnounced",
@@ -229,6 +233,7 @@ Message = (
     | Rejected
     | RequestEnded
     | PrefillLoad
+    | AdaptersListed
     | DecodeLoad
     | CacheLoad
     | WaitEnded

@@ -5,7 +5,6 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, structs
 
 from mooncake_zmq.core.messages.fields import (
-    MAX_MODEL_NAME,
     MAX_RUN,
     MAX_SCORED,
     MAX_TOKENS,
@@ -14,6 +13,7 @@ from mooncake_zmq.core.messages.fields import (
     Key,
     Keys,
     Likeliest,
+    ModelName,
     Name,
     Priority,
     Record,
@@ -69,7 +69,7 @@ class StartPrefill(TaggedRecord, frozen=True):
     gateway: Annotated[str, Meta(max_length=64)] = ""
     """Gateway of the request, where a vLLM that prefilled passes the request on to its decode, with the first token and its KV
     in the stores."""
-    adapter: Annotated[str, Meta(max_length=MAX_MODEL_NAME)] = ""
+    adapter: ModelName = ""
     """The adapter of a vLLM with which the model answers, which `root` covers; empty: none."""
 
 

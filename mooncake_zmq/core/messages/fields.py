@@ -26,6 +26,7 @@ Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 MAX_RUN = 4096
 """Tokens of one request that one message may hold."""
 MAX_MODEL_NAME = 256
+ModelName = Annotated[str, Meta(max_length=MAX_MODEL_NAME)]
 """Characters of the name of a model or an adapter."""
 RunOfTokens = Annotated[tuple[Token, ...], Meta(max_length=MAX_RUN)]
 Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]

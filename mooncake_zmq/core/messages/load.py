@@ -4,7 +4,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from mooncake_zmq.core.messages.fields import Count, Keys, Name, Record, Seconds, TaggedRecord, Tenant
+from mooncake_zmq.core.messages.fields import Count, Keys, ModelName, Name, Record, Seconds, TaggedRecord, Tenant
 
 
 class Measured(Record, frozen=True):
@@ -46,6 +46,16 @@ class PrefillLoad(TaggedRecord, frozen=True):
     draining: bool = False
     token_s: Seconds = 0.0
     """Seconds of a prompt's token by its own costs, with which `compute` was predicted; 0: by the conductor's."""
+
+
+MAX_ADAPTERS: Final = 4096
+"""The most adapters of one vLLM; further ones count as not listed."""
+
+
+class AdaptersListed(TaggedRecord, frozen=True):
+    """The adapters that a vLLM serves, sent to conductors once its server has listed them, and after each change."""
+
+    adapters: Annotated[tuple[ModelName, ...], Meta(max_length=MAX_ADAPTERS)] = ()
 
 
 class DecodeLoad(TaggedRecord, frozen=True):

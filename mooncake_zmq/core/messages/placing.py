@@ -10,6 +10,7 @@ from mooncake_zmq.core.messages.fields import (
     MAX_PRIORITY,
     Count,
     Keys,
+    ModelName,
     Name,
     Priority,
     Record,
@@ -41,6 +42,8 @@ class Schedule(TaggedRecord, frozen=True):
     choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     """Number of answers to this prompt, which is computed once; all of them run on one decode."""
     tenant: Tenant = ""
+    adapter: ModelName = ""
+    """Adapter with which a vLLM answers: only those that list it can."""
 
 
 class Placed(TaggedRecord, frozen=True):

@@ -166,6 +166,7 @@ class Request:
             waited_s=max(0.0, now - self.arrived_at),
             choices=choices,
             tenant=client.tenant,
+            adapter=client.adapter,
         )
 
     def start(self, now: float, placed: Placed, siblings: Sequence["Request"]) -> StartPrefill:

@@ -193,8 +193,8 @@ def _deployment(servers: tuple[Server, ...], directories: Sequence[str]) -> Depl
     ]
     for model in models:
         for server in model.servers:
-            if partly := [adapter for adapter in server.adapters if adapter not in model.adapters]:
-                click.echo(f"not attached, as not every server has it: {', '.join(partly)} of {server.url}", err=True)
+            if lacking := [adapter for adapter in model.adapters if adapter not in server.adapters]:
+                click.echo(f"{server.url} gets no requests for what it does not list: {', '.join(lacking)}", err=True)
     return Deployment(
         models=tuple(models),
         gateway_port=place.gateway_port([server.url for server in servers]),

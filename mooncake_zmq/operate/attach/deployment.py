@@ -33,8 +33,8 @@ class AttachedModel:
 
     @property
     def adapters(self) -> list[str]:
-        """The names of the adapters that every server has."""
-        return [name for name in self.servers[0].adapters if all(name in server.adapters for server in self.servers)]
+        """The names of the adapters that any server has."""
+        return list(dict.fromkeys(name for server in self.servers for name in server.adapters))
 
     def settings(self) -> list[str]:
         """Return the lines of its table."""
