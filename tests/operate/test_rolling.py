@@ -55,6 +55,26 @@ def test_only_names_the_nodes_and_an_unknown_name_is_refused() -> None:
         plan(nodes(ROLES), snapshot(ROLES), ("decode-z",))
 
 
+def test_the_last_node_of_one_of_several_models_is_known() -> None:
+    models = {
+        "conductor-m": "m",
+        "vllm-m": "m",
+        "vllm-m2": "m",
+        "conductor-n": "n",
+        "vllm-n": "n",
+        "gateway-0": "",
+        "cache-a": "",
+    }
+    settings = [
+        NodeSettings(name=name, role="cache-node" if name == "cache-a" else name.partition("-")[0], host="h", model=model)  # type: ignore[arg-type]
+        for name, model in models.items()
+    ]
+    seen = snapshot({node.name: node.role for node in settings})
+    for each in seen["nodes"]:
+        each |= {"model": models[each["name"]]} if models[each["name"]] else {}
+    assert sorted(lasts(plan(settings, seen))) == ["conductor-m", "conductor-n", "gateway-0", "vllm-n"]
+
+
 @pytest.mark.parametrize(
     ("roles", "states", "last"),
     [

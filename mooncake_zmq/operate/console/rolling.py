@@ -39,7 +39,7 @@ class Step:
     role: str
     host: str
     last: bool
-    """Whether no other node of its role serves: it is not drained first, as that would only lengthen the pause."""
+    """Whether no other node of its role serves its model: it is not drained first, as that would only lengthen the pause."""
 
     @property
     def unit(self) -> str:
@@ -56,17 +56,18 @@ def plan(nodes: Sequence[NodeSettings], snapshot: Snapshot, only: Sequence[str] 
     names = [node.name for node in nodes]
     if unknown := [name for name in only if name not in names]:
         raise BadPlan(f"there is no node {unknown[0]} here: there are {', '.join(names)}")
-    serving = {node["name"]: node["role"] for node in snapshot["nodes"] if node["state"] in ("ready", "degraded")}
+    serving = [node for node in snapshot["nodes"] if node["state"] in ("ready", "degraded")]
     chosen = [node for node in nodes if not only or node.name in only]
     chosen.sort(key=lambda node: ORDER.index(node.role))
     return [Step(node.name, node.role, node.host, _is_last(node, serving)) for node in chosen]
 
 
-def _is_last(node: NodeSettings, serving: Mapping[str, str]) -> bool:
-    """Return whether a role that requests need has only this node. `serving`: the roles of the nodes that serve, by name."""
-    role = serving.get(node.name, node.role)
+def _is_last(node: NodeSettings, serving: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a role that requests for its model need has only this node. `serving`: the nodes that serve."""
+    role = next((each["role"] for each in serving if each["name"] == node.name), node.role)
     roles = ("prefill", "decode") if role == "vllm" else (role,)
-    others = {other for name, other in serving.items() if name != node.name}
+    of_model = [each for each in serving if each.get("model", node.model) == node.model]
+    others = {each["role"] for each in of_model if each["name"] != node.name}
     return any(
         needed in NEEDED and needed not in others and not (needed in ("prefill", "decode") and "vllm" in others)
         for needed in roles
