@@ -578,7 +578,8 @@ def test_adapters_have_names_of_their_own_and_a_vllm(settings, said):
 
 
 def test_each_of_several_models_is_a_deployment_with_the_shared_nodes():
-    loaded = load(MODELS, {"models.small.costs": {"prefill_token_s": 0.5}, "model.block_tokens": 64}, {})
+    costs = {"prefill_token_s": 0.5, "profile": "a800-llama3-70b"}
+    loaded = load(MODELS, {"models.small.costs": costs, "model.block_tokens": 64}, {})
     large, small = loaded.models["large"], loaded.models["small"]
     assert [node.name for node in large.config.nodes] == ["conductor-large", "cache-a", "vllm-a", "gateway-0"]
     assert [node.name for node in small.config.nodes] == ["conductor-small", "cache-a", "vllm-b", "gateway-0"]
@@ -594,6 +595,7 @@ def test_each_of_several_models_is_a_deployment_with_the_shared_nodes():
         assert own.section(own.config.node(node.name)) == loaded.section(node)
     shown = "\n".join(summary(loaded))
     assert "models large (/srv/models/large), small (/srv/models/small)" in shown
+    assert "costs of a800-llama3-70b: prefill 500 ms per token" in shown
     assert "of model small" in shown
     assert ("models.small.max_model_len", 2048) in [(name, value) for name, value, _ in effective(loaded)]
 

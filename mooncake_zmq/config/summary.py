@@ -46,8 +46,9 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 what = f"vLLM at {section.url}, {section.max_running} requests at a time"
                 what += f", {section.part} alone" if section.part != "both" else ""
             case "conductor":
-                if config.costs.profile:
-                    what = f"costs of {config.costs.profile}: " + ", ".join(_shown_costs(config.costs))
+                costs = loaded.of(node).config.costs
+                if costs.profile:
+                    what = f"costs of {costs.profile}: " + ", ".join(_shown_costs(costs))
             case "gateway":
                 what = f"{'https' if is_tls(section) else 'http'}://{section.http_host}:{section.http_port}"
                 keys = api_keys_of(section.api_keys)

@@ -32,7 +32,8 @@ def warnings(loaded: Loaded) -> Iterator[str]:
             "they will wait for each other when all are busy"
         )
     yield from device_warnings(config.nodes)
-    yield from _profile_warnings(loaded)
+    for each in loaded.of_each:
+        yield from _profile_warnings(each)
     yield from _plain_warnings(loaded)
     yield from _room_warnings(loaded)
     yield from _quota_warnings(loaded)
