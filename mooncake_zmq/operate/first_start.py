@@ -111,7 +111,8 @@ def start_together(nodes: Sequence[NodeStart], environment: dict[str, str]) -> l
         return None
     finally:
         _take_orphans(False)
-    pids = [int(line) for line in forked.stdout.split()]
+    lines = forked.stdout.splitlines()[-1:]
+    pids = [int(pid) for line in lines for pid in line.split() if pid.isdigit()]
     if forked.returncode or len(pids) != len(nodes):
         for pid in pids:
             ForkedNode(pid).kill()
@@ -145,7 +146,7 @@ def main() -> None:
             _become(node, this, waits)
             runpy.run_module("mooncake_zmq", run_name="__main__", alter_sys=True)
         pids.append(pid)
-    sys.stdout.write(" ".join(map(str, pids)))
+    sys.stdout.write("\n" + " ".join(map(str, pids)))
     sys.stdout.flush()
     os.write(goes, b"." * len(pids))
     os._exit(0)  # not Python's own end, which would take the time of several forks

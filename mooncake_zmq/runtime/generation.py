@@ -19,7 +19,16 @@ from msgspec import Struct
 
 from mooncake_zmq.core.actor import WorkDone, WorkProgress
 from mooncake_zmq.core.grammar import lark_of, schema_of
-from mooncake_zmq.core.messages import LEAST_LOGPROB, MAX_LOGPROBS, MAX_RUN, MAX_SCORED, Hello, Sampling, TokenLogprob
+from mooncake_zmq.core.messages import (
+    LEAST_LOGPROB,
+    MAX_LOGPROBS,
+    MAX_MODEL_NAME,
+    MAX_RUN,
+    MAX_SCORED,
+    Hello,
+    Sampling,
+    TokenLogprob,
+)
 from mooncake_zmq.core.work import (
     EngineProbed,
     EngineReported,
@@ -421,9 +430,16 @@ class Generation:
                 response = await (self._client.post(GENERATE, json=ONE_TOKEN) if generate else self._client.get("/health"))
                 well = response.status_code == httpx.codes.OK
                 reason = "" if well else f"it answers {response.status_code}"
-                return EngineProbed(well, reason, adapters_in(await self._client.get("/v1/models")) if well else None)
+                return EngineProbed(well, reason, await self._adapters() if well else None)
             case _:
                 raise TypeError(work)
+
+    async def _adapters(self) -> tuple[str, ...] | None:
+        """Return the adapters that vLLM lists, or None if it does not answer that: it may be well all the same."""
+        try:
+            return adapters_in(await self._client.get("/v1/models"))
+        except httpx.HTTPError:
+            return None
 
     @asynccontextmanager
     async def _asking(self, work: Generate, body: bytes) -> AsyncIterator[httpx.Response]:
@@ -489,7 +505,10 @@ def adapters_in(answer: httpx.Response) -> tuple[str, ...] | None:
     """Return the names of the adapters that a server lists, or None where its answer is no list of models."""
     try:
         listed = answer.json()["data"] if answer.status_code == httpx.codes.OK else None
-        return None if listed is None else tuple(each["id"] for each in listed if each.get("parent") is not None)
+        if listed is None:
+            return None
+        names = [each["id"] for each in listed if each.get("parent") is not None]
+        return tuple(name for name in names if isinstance(name, str) and len(name) <= MAX_MODEL_NAME)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -317,6 +317,7 @@ def test_a_probe_tells_whether_it_is_well(bench):
     [
         ((200, b'{"data": [{"id": "m", "parent": null}, {"id": "b", "parent": "m"}, {"id": "a", "parent": "m"}]}'), ("b", "a")),
         ((200, b'{"data": []}'), ()),
+        ((200, json.dumps({"data": [{"id": i, "parent": "m"} for i in (7, None, "x" * 300, "y")]}).encode()), ("y",)),
         ((200, b'{"data": 7}'), None),
         ((200, b"[["), None),
         ((500, b"{}"), None),
