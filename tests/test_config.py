@@ -657,3 +657,11 @@ def test_a_deployment_without_several_models_has_no_node_of_one(write):
     nodes = NODES.replace('role = "conductor"', 'role = "conductor"\nmodel = "m"')
     with pytest.raises(ConfigError, match="there is no model 'm' in .models.; there are none"):
         load(write("", nodes), {}, {})
+
+
+@pytest.mark.parametrize(
+    "text", ["model = 5\n[models.a]\n", "models = 5", "models = [1]", "[models]\na = 5", "[models.a]\ncosts = 5"]
+)
+def test_models_of_another_type_are_refused_in_one_line(write, text):
+    with pytest.raises(ConfigError, match="model"):
+        load(write(text + "\n"), {}, {})

@@ -115,13 +115,24 @@ def load_text(
         _override(raw, sources, dotted, value, "command line")
     if _computes_elsewhere(raw):
         raw = _merge({"cache_node": {"pool_bytes": FOREIGN_POOL_BYTES}}, raw)
-    if isinstance(raw.get("models"), Mapping):
-        raw = {**raw, "models": {name: _merge(raw.get("model", {}), given) for name, given in raw["models"].items()}}
-        for name, each in raw["models"].items():
-            _convert(each, OneOfModels, shown, sources, under=f"models.{name}")  # an error in the whole names no table
+    raw = _with_common(raw, shown, sources)
     loaded = _loaded(raw, shown, sources)
     models = {name: _loaded(_with_one(loaded, name), f"{shown}: models.{name}", {**sources}) for name in loaded.config.models}
     return replace(loaded, models=models)
+
+
+def _with_common(raw: dict[str, Any], shown: str, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Return the raw deployment in which each of several models has what it leaves out from [model]. Raises ConfigError."""
+    common, models = raw.get("model", {}), raw.get("models")
+    if not (isinstance(common, Mapping) and isinstance(models, Mapping)):
+        return raw  # a value of another type is refused by the conversion
+    for name, own in models.items():
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"{shown}: models.{name}: a table is wanted: [models.{name}]")
+        _convert(
+            _merge(common, own), OneOfModels, shown, sources, under=f"models.{name}"
+        )  # an error in all of them names no table
+    return {**raw, "models": {name: _merge(common, own) for name, own in models.items()}}
 
 
 def _with_one(loaded: Loaded, name: str) -> dict[str, Any]:
