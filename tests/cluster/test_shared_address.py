@@ -84,7 +84,7 @@ def has_ended(pid: int) -> bool:
         return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z" and len(
             list((process / "task").iterdir())
         ) == 1
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it is reaped between opening and reading
         return True
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -126,4 +127,10 @@ def connected(address: str) -> MooncakeDistributedStore:
 def until_written(metrics: str) -> None:
     """Wait until the index of the SSD has the value."""
     written = "\nmooncake_store_ssd_objects 1.0\n"
-    eventually(lambda: written in httpx.get(f"http://{metrics}/metrics").text, 60, "it is written", poll_s=0.05)
+
+    def is_written() -> bool:
+        with suppress(httpx.ConnectError):  # the metrics are served a moment after the store
+            return written in httpx.get(f"http://{metrics}/metrics").text
+        return False
+
+    eventually(is_written, 60, "it is written", poll_s=0.05)
