@@ -15,10 +15,13 @@ class Adapters:
         """Forget a node that left."""
         self._listed.pop(node, None)
 
-    def lacking(self, adapter: str) -> tuple[str, ...]:
-        """Return the nodes that do not serve an adapter; the empty one stands for none, which all serve. If none lists it, any
-        may be tried: vLLM has plugins that load adapters on demand."""
-        if not adapter:
-            return ()
+    def lacking(self, adapter: str, vllms: int) -> tuple[str, ...]:
+        """Return the nodes that do not serve an adapter. If that is all of the `vllms` that there are, return none: any may be
+        tried then, as vLLM has plugins that load adapters on demand."""
         without = tuple([node for node, names in self._listed.items() if adapter not in names])
-        return without if len(without) < len(self._listed) else ()
+        return without if len(without) < vllms else ()
+
+    def with_less(self, node: str) -> tuple[str, ...]:
+        """Return the nodes that lack any adapter which this one lists."""
+        mine = self._listed.get(node)
+        return tuple([other for other, names in self._listed.items() if not names >= mine]) if mine else ()

@@ -303,7 +303,7 @@ class Conductor:
         if node is None:
             return self._unexpected(load)
         load = self._balance.prefill_load(sender, load)
-        if self._is_silent(now, sender) and self._prefills.has_other(node):
+        if self._is_silent(now, sender) and self._prefills.has_other(node, self._adapters.with_less(sender)):
             load = replace(load, draining=True)
         for number, due in self._prefills.report(now, node, load):
             booking = self._bookings.numbered(number)
@@ -317,7 +317,7 @@ class Conductor:
         if node is None:
             return self._unexpected(load)
         load = self._balance.decode_load(sender, load)
-        if self._is_silent(now, sender) and self._decodes.has_other(node):
+        if self._is_silent(now, sender) and self._decodes.has_other(node, self._adapters.with_less(sender)):
             load = replace(load, draining=True)
         self._decodes.report(now, node, load)
         return self._roll_call.takes(sender, closed=load.draining)
@@ -375,7 +375,8 @@ class Conductor:
         if booking is not None:
             self._unbook(now, booking)
         plan = self._placement.planner.plan(now, schedule)
-        plan.without = self._adapters.lacking(schedule.adapter)
+        if schedule.adapter:
+            plan.without = self._adapters.lacking(schedule.adapter, len(self._members.of_role("vllm")))
         if attempt == 1:
             self._copies.note(plan.keys, plan.best)
         answer = self._place(now, key, schedule, plan)

@@ -245,9 +245,10 @@ class Decodes:
         node.draining = True
         self._rank(node)
 
-    def has_other(self, node: DecodeNode) -> bool:
-        """Return whether another node of this kind, vLLM or not, does not drain."""
-        return any([not each.draining and each is not node and each.vllm == node.vllm for each in self.nodes])
+    def has_other(self, node: DecodeNode, without: tuple[str, ...]) -> bool:
+        """Return whether another node of this kind, vLLM or not, does not drain; those in `without` do not count."""
+        others = [each for each in self.nodes if each is not node and each.vllm == node.vllm and each.name not in without]
+        return any([not each.draining for each in others])
 
     def check(self, now: float) -> None:
         """Assert that the orders match the state of the nodes."""

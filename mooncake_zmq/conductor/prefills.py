@@ -298,9 +298,10 @@ class Prefills:
 
     # --- queries
 
-    def has_other(self, node: PrefillNode) -> bool:
-        """Return whether another node of this kind, vLLM or not, does not drain."""
-        return any([not each.draining and each is not node and each.vllm == node.vllm for each in self.nodes])
+    def has_other(self, node: PrefillNode, without: tuple[str, ...]) -> bool:
+        """Return whether another node of this kind, vLLM or not, does not drain; those in `without` do not count."""
+        others = [each for each in self.nodes if each is not node and each.vllm == node.vllm and each.name not in without]
+        return any([not each.draining for each in others])
 
     def shortest_queue_s(self, now: float) -> float:
         """Return the seconds of the shortest queue."""

@@ -141,7 +141,7 @@ def _with_one(loaded: Loaded, name: str) -> dict[str, Any]:
     model = {**raw["models"][name]}
     own_costs = model.pop("costs", {})
     _check_keys(own_costs, Costs, loaded.path, f"models.{name}.costs.")
-    costs = _merge(raw.get("costs", {}), own_costs)
+    costs = own_costs if "profile" in own_costs else _merge(raw.get("costs", {}), own_costs)
     nodes = [
         {key: value for key, value in node.items() if key != "model"}
         for node in raw["nodes"]
@@ -184,7 +184,8 @@ def effective(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:
                 for position, node in enumerate(value):
                     yield from walk(node, f"nodes[{position}].")
             else:
-                yield dotted, value, loaded.sources.get(dotted, "default")
+                common = f"model.{known.name}" if under.startswith("models.") else dotted
+                yield dotted, value, loaded.sources.get(dotted, loaded.sources.get(common, "default"))
 
     yield from walk(loaded.config, "")
 

@@ -122,7 +122,7 @@ class OneOfModels(ModelSettings):
     """Settings of one of several models; [model] has those that it leaves out."""
 
     costs: dict[str, Any] = field(default_factory=dict)
-    """The costs of this model, in place of those in [costs]."""
+    """The costs of this model. With a `profile` among them nothing of [costs] is used, otherwise what they leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,7 +365,7 @@ class Config:
 
     def _check_models(self) -> None:
         """Check that each node is for one of the models, or for all of them."""
-        if self.models and self.model.engine != "vllm":
+        if self.models and any(each.engine != "vllm" for each in (self.model, *self.models.values())):
             raise ValueError('models: several models need model.engine = "vllm": the pool of our own engine has blocks of one')
         if len(self.models) > MAX_MODELS:
             raise ValueError(f"models: {len(self.models)} are more than {MAX_MODELS}")

@@ -138,6 +138,7 @@ class Demo:
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            **({"model": up.first_model()} if up.config.models else {}),
         }
         up.console.print(f"\n[bold]{escape(question)}[/] [dim]({note})[/]")
         for chunk in self._chunks(up, answer, body):

@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -65,15 +66,19 @@ class ForkedNode:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for the number of a signal, or None while the process runs."""
-        if self.returncode is None:
-            with suppress(ChildProcessError):
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        """Return the exit code, negative for the number of a signal, or None while the process runs; 0 where the kernel has
+        dropped it, as it does if SIGCHLD is ignored."""
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+                except ChildProcessError:
+                    self.returncode = 0
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end, and return the exit code. Raises subprocess.TimeoutExpired."""

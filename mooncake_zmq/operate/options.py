@@ -53,7 +53,11 @@ def load_config(path: str, model: str | None, assignments: tuple[str, ...]) -> "
     overrides = overrides_of(assignments)
     if model is not None:
         overrides["model.path"] = model
-    return load(path, overrides)
+    loaded = load(path, overrides)
+    if model is not None and loaded.config.models:
+        names = ", ".join(loaded.config.models)
+        raise ConfigError(f"--model: {path} has several models: set one by --set models.NAME.path={model}, of {names}")
+    return loaded
 
 
 def overrides_of(assignments: tuple[str, ...]) -> dict[str, str]:

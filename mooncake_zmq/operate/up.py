@@ -164,6 +164,10 @@ class Up:
         process = self._children[name].process
         return process.pid if process else None
 
+    def first_model(self) -> str:
+        """Return the name of the first of several models; empty if the gateway does not say."""
+        return str((self.health() or {}).get("model", "")).split(", ")[0]
+
     def health(self) -> dict[str, Any] | None:
         """Return the first gateway's health; None unless it answers 200."""
         settings = self.loaded.section(self.config.of_role("gateway")[0])
@@ -348,7 +352,8 @@ class Up:
         detail = self.health() or {}
         used = self.ram_bytes()
         verdict = "under" if used < RAM_LIMIT_BYTES else "[red]over[/]"
-        question = '{"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 64}'
+        named = f'"model": "{self.first_model() or "NAME"}", ' if self.config.models else ""
+        question = f'{{{named}"messages": [{{"role": "user", "content": "What is a KV cache?"}}], "max_tokens": 64}}'
         model = f"  (model {detail['model']})" if "model" in detail else ""  # with API keys /health does not name it
         keys = self.loaded.section(self.config.of_role("gateway")[0]).api_keys
         header = " -H 'authorization: Bearer YOUR_API_KEY'" if keys else ""

@@ -48,6 +48,8 @@ from mooncake_zmq.vllm.hints import as_parameters
 
 log = structlog.get_logger()
 
+LIST_S = 0.5
+"""The longest wait for the list of adapters, which a health check asks for beside it."""
 GENERATE = "/inference/v1/generate"
 ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False}}
 """The shortest request."""
@@ -437,8 +439,9 @@ class Generation:
     async def _adapters(self) -> tuple[str, ...] | None:
         """Return the adapters that vLLM lists, or None if it does not answer that: it may be well all the same."""
         try:
-            return adapters_in(await self._client.get("/v1/models"))
-        except httpx.HTTPError:
+            async with asyncio.timeout(LIST_S):
+                return adapters_in(await self._client.get("/v1/models"))
+        except (httpx.HTTPError, TimeoutError):
             return None
 
     @asynccontextmanager

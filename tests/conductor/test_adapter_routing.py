@@ -2,7 +2,7 @@
 
 from conductor_harness import Cluster, keys
 
-from mooncake_zmq.core.messages import AdaptersListed, Placed, Rejected, RejectReason
+from mooncake_zmq.core.messages import AdaptersListed, Placed, Rejected, RejectReason, RequestEnded
 
 
 class Vllms(Cluster):
@@ -84,3 +84,23 @@ def test_if_the_nodes_that_have_it_drain_the_request_waits_as_for_a_node():
     answer = cluster.schedule(keys("x", 3), adapter="poet")
     assert isinstance(answer, Rejected)
     assert answer.reason is RejectReason.NO_PREFILL
+
+
+def test_a_node_that_has_listed_nothing_is_tried_before_those_that_lack_what_is_asked_for():
+    cluster = Vllms(v0="both", v1="both")
+    cluster.lists(v0="")
+    assert cluster.nodes("poet") == {"v1"}
+
+
+def test_the_only_vllm_with_an_adapter_is_not_closed_for_silence():
+    cluster = Vllms(v0="both", v1="both")
+    cluster.lists(v0="poet", v1="")
+    for _ in range(3):
+        placed = cluster.schedule(keys(f"s{cluster.serial}", 3), adapter="poet")
+        assert placed.prefill == "v0"
+        cluster.say("g", RequestEnded(request_id=placed.request_id, attempt=1, outcome=None, stalled=True))
+        for node in ("v0", "v1"):
+            cluster.prefill_load(node)
+            cluster.decode_load(node)
+    assert cluster.conductor._suspects.shuts(cluster.now, "v0")
+    assert cluster.nodes("poet") == {"v0"}

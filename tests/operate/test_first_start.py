@@ -108,3 +108,10 @@ def test_a_node_killed_by_a_signal_has_its_number_as_exit_code() -> None:
     node.kill()
     assert node.wait(10) == -signal.SIGKILL
     node.kill()  # it is gone, and its pid may be another's
+
+
+def test_a_node_that_something_else_has_reaped_has_ended() -> None:
+    if not (pid := os.fork()):
+        os._exit(7)
+    os.waitpid(pid, 0)
+    assert ForkedNode(pid).poll() == 0

@@ -26,7 +26,7 @@ from mooncake_zmq.gateway.http.shared_amount import SharedAmount
 from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.history import SLO_MET, SLO_MISSED, History
-from mooncake_zmq.gateway.requests.readiness import ClusterView, least_missing
+from mooncake_zmq.gateway.requests.readiness import ClusterView, least_missing, missing_roles
 from mooncake_zmq.gateway.requests.request_log import RequestEntry, Slos, line
 from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names, Traces
@@ -306,9 +306,7 @@ class Edge:
     def missing(self) -> list[str]:
         """Return the roles of which no node accepts requests. The cluster serves if it serves any of several models: this is
         for the one that lacks least."""
-        closed = self.backing.cluster().closed
-        there = [hello for name, hello in self.backing.peers().items() if name not in closed]
-        return least_missing(there, self.models.identities)
+        return min(_missing_by_model(self).values(), key=len)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the cluster can serve, and details: missing roles, degraded nodes, peers."""
@@ -328,6 +326,7 @@ class Edge:
             "missing": self.missing(),
             "not_connected": list(cluster.missing),
             "model": self.models.shown,
+            **({} if self.models.only else {"models": _missing_by_model(self)}),
             "peers": {role: sorted(names) for role, names in up.items()},
             "refused": dict(self.backing.refusals()),
             "open_requests": self.open_requests,
@@ -398,6 +397,13 @@ class Edge:
         """End an answer in which a stop string was found: the actor cancels the rest and still sends `Finished`."""
         if request_id in self._open:
             self.backing.inject(FromClient(request_id, StopFound()))
+
+
+def _missing_by_model(edge: Edge) -> dict[str, list[str]]:
+    """Return the roles of which no node accepts requests for a model, by the model's name."""
+    closed = edge.backing.cluster().closed
+    there = [hello for name, hello in edge.backing.peers().items() if name not in closed]
+    return {model.id: missing_roles(there, model.identity) for model in edge.models.each}
 
 
 class Reading:

@@ -55,7 +55,7 @@ from mooncake_zmq.gateway.requests.client_events import (
 )
 from mooncake_zmq.gateway.requests.cluster_snapshot import count_prediction, prediction
 from mooncake_zmq.gateway.requests.families import Families
-from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness, is_for
+from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness, is_for, missing_roles
 from mooncake_zmq.gateway.requests.request import NEXT_STATE, Request, RequestEvent, RequestState
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
@@ -195,6 +195,14 @@ class Requests:
             why = "the gateway is draining: try another one" if self._drain.draining else "too many open requests"
             refused = Failed(status=503, code="overloaded", message=why, retry_after_s=1.0)
             return [ToClient(each, refused) for each, _ in choices]
+        if len(self._layouts) > 1 and missing_roles(self._peers.values(), client.model):
+            # Half of what each model would have: the others are served meanwhile.
+            share = max(1, self._settings.max_open // (2 * len(self._layouts)))
+            if len(choices) + sum([each.client.model == client.model for each in self._requests.values()]) > share:
+                self.counts.add("requests_refused", len(choices))
+                why = "no node serves this model, and enough requests wait for one"
+                refused = Failed(status=503, code="no_conductor", message=why, retry_after_s=2.0)
+                return [ToClient(each, refused) for each, _ in choices]
         timers: list[Effect] = []
         family = request_id if client.siblings else ""
         for each, seed in choices:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from mooncake_zmq.config.errors import ConfigError
@@ -126,8 +127,9 @@ def tables_of(names: Sequence[str]) -> list[str]:
     """Return a different name of a table in [models] for each model."""
     found: list[str] = []
     for name in names:
-        plain = re.sub("[^a-z0-9._-]", "-", name.lower())[:48].strip("._-") or "model"
-        found.append(plain if plain not in found else f"{plain}-{len(found)}")
+        plain = re.sub("[^a-z0-9_-]", "-", name.lower())[:48].strip("_-") or "model"  # no dot: it would part a path of --set
+        free = (each for each in chain((plain,), (f"{plain}-{number}" for number in count(2))) if each not in found)
+        found.append(next(free))
     return found
 
 

@@ -140,3 +140,14 @@ def test_what_is_missing_is_what_the_model_lacks_that_lacks_least(there, of_m, o
     ]
     assert [missing_roles(hellos, model) for model in ("m", "n")] == [of_m, of_n]
     assert least_missing(hellos, ("m", "n")) == least
+
+
+def test_requests_for_a_model_that_no_node_serves_leave_room_for_the_others():
+    gateway = Gateway("v1")
+    for number in range(SETTINGS.max_open):
+        gateway.ask("n", f"n{number}")
+    failed = [output for _, output in gateway.clients if isinstance(output, Failed)]
+    assert len(failed) == SETTINGS.max_open - SETTINGS.max_open // 4
+    assert {(each.status, each.code) for each in failed} == {(503, "no_conductor")}
+    gateway.ask("m", "m0")
+    assert gateway.asked()[-1] == "k0"
