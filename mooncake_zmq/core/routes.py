@@ -4,7 +4,7 @@ Two processes keep a conversation if either may send the other a message, so the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_zmq.core.messages import (
     AdaptersListed,
@@ -61,10 +61,12 @@ from mooncake_zmq.core.roles import ROLES, Role
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A node in the configuration: its role, the role that it may change to, and its host."""
+    """A node in the configuration: its role, the role that it may change to, and its host. `fingerprints`: those by name that
+    it must greet with, where it is for one of several models."""
 
     roles: tuple[str, ...]
     host: str
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
 
 Kinds = frozenset[type]

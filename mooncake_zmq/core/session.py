@@ -489,10 +489,10 @@ class Session:
         return [Received(peer.name, message)]
 
     def _greeted(self, now: float, peer: _Peer, hello: Hello) -> list[SessionEvent]:
-        mine = self._hello
+        mine, exact = self._hello, peer.member.fingerprints
         for what in ("protocol", "model", "tokenizer", "layout"):
-            theirs, ours = getattr(hello, what), getattr(mine, what)
-            if theirs != ours and (what == "protocol" or not _overlap(theirs, ours)):
+            theirs, ours = getattr(hello, what), exact[what] if what in exact else getattr(mine, what)
+            if theirs != ours and (what == "protocol" or what in exact or not _overlap(theirs, ours)):
                 self.counts.add(f"refused[reason={what}]")
                 self.refusals[peer.name] = f"{what} differs: {peer.name} has {theirs}, {self.me} has {ours}"
                 return []

@@ -131,11 +131,20 @@ class NodePlan:
             me=node.name,
             incarnation=incarnation,
             hello=hello,
-            peers={name: Member(peer.roles, peer.host) for name, peer in self.peers.items()},
+            peers={name: Member(peer.roles, peer.host, self._fingerprints(peer)) for name, peer in self.peers.items()},
             settings=self.loaded.config.session,
             now=time.monotonic(),
             starved=partial(waits_for_cpu, self.runtime_dir),
         )
+
+    def _fingerprints(self, peer: NodeSettings) -> dict[str, str]:
+        """Return the fingerprints of the one of several models that a peer is for; none if there is one model, or it is for
+        all."""
+        if not (self.others and peer.model):
+            return {}
+        model = (self.model, *self.others)[list(self.loaded.models).index(peer.model)]
+        layout = self.layouts[model.identity]
+        return {"model": model.identity, "tokenizer": model.tokenizer, "layout": layout.fingerprint}
 
     def segment_slots(self, node: NodeSettings) -> int:
         """Return the number of slots of `node`'s segment in its role; 0: it has none. Raises ConfigError for one that is too

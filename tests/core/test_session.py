@@ -364,6 +364,22 @@ def test_nodes_of_several_models_and_of_one_of_them_greet_each_other(one, other,
 
 
 @pytest.mark.parametrize(
+    ("other", "accepted"), [({}, True), ({"model": "m n"}, False), ({"model": "n"}, False), ({"layout": "k"}, False)]
+)
+def test_a_node_of_one_of_several_models_greets_with_that_ones_fingerprints_alone(other, accepted):
+    common = {field: getattr(HELLO, field) for field in HELLO.__struct_fields__}
+    one = {"model": "m", "tokenizer": "t", "layout": "l"}
+    shared = Hello(**common | {"model": "m n", "tokenizer": "t u", "layout": "k l"})
+    pair = Pair(hellos={"a": shared, "b": Hello(**common | one | other)})
+    pair.boot("a")
+    pair.alive["a"]._peers["b"].member = replace(pair.alive["a"]._peers["b"].member, fingerprints=one)
+    pair.boot("b")
+    pair.run(2.0)
+    assert pair.up["a"] == accepted
+    assert bool(pair.alive["a"].refusals) != accepted
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"sender": "mallory"}, "stranger"),
