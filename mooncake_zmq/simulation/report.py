@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
@@ -30,6 +32,8 @@ from mooncake_zmq.vllm_node import job as vllm_job
 
 LAST_LINES = 60
 RAREST = 3
+LINE_EACH_S = 60.0
+"""The time between two lines of progress where no terminal shows a bar."""
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("gateway request", gateway_request.NEXT_STATE),
     ("prefill job", job.NEXT_STATE),
@@ -113,6 +117,32 @@ def _replay(seed: int, planted: str | None, output: Path | None, console: Consol
     return result
 
 
+@contextmanager
+def _watched(console: Console, seeds: int) -> Iterator[Callable[[SeedResult], None]]:
+    """Yield a function that shows each result as it comes: a failed seed by its line, the others by a bar, or where there is no
+    terminal by a line each minute."""
+    columns = (TextColumn("simtest"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    ended = failed = 0
+    began = shown = time.monotonic()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=seeds)
+
+        def show(result: SeedResult) -> None:
+            nonlocal ended, failed, shown
+            ended += 1
+            progress.advance(task)
+            if result.failure is not None:
+                failed += 1
+                progress.console.out(failing_line(result, _commit()), highlight=False)
+            now = time.monotonic()
+            if not console.is_terminal and now - shown >= LINE_EACH_S:
+                shown = now
+                left_min = (now - began) / ended * (seeds - ended) / 60
+                console.out(f"{ended} of {seeds} seeds, {failed} failed; {left_min:.0f} minutes left", highlight=False)
+
+        yield show
+
+
 @click.command()
 @click.option("--seeds", type=click.IntRange(1), default=20, show_default=True, help="How many seeds to run.")
 @click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first of them.")
@@ -154,12 +184,8 @@ def simtest(
     elif seed is not None:
         results = [_replay(seed, planted, trace, errors, stores)]
     else:
-        columns = (TextColumn("simtest"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=errors, transient=True) as progress:
-            task = progress.add_task("", total=seeds)
-            results = run_seeds(
-                first, seeds, jobs, lambda _: progress.advance(task), planted=planted, stores=stores, compiled=compiled
-            )
+        with _watched(errors, seeds) as ended:
+            results = run_seeds(first, seeds, jobs, ended, planted=planted, stores=stores, compiled=compiled)
     failed = [result for result in results if result.failure is not None]
     total = totals(results)
     if as_json:

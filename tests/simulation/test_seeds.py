@@ -8,6 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.simulation import report
 from mooncake_zmq.simulation.faults import MIN_FAULTS, MIN_KINDS, FaultKind
 from mooncake_zmq.simulation.planted import PLANTED, STORES
 from mooncake_zmq.simulation.report import possible, simtest, totals
@@ -115,6 +116,14 @@ def test_a_failing_seed_says_how_to_see_it_again() -> None:
     assert "seed=1 commit=" in outcome.output
     assert "simtest --seed 1 --planted commit_unverified" in outcome.output
     assert "I1" in outcome.output
+
+
+def test_many_seeds_say_how_far_they_are_and_what_failed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "LINE_EACH_S", 0.0)
+    outcome = CliRunner().invoke(simtest, ["--seeds", "2", "--jobs", "1", "--first", "1", "--planted", "commit_unverified"])
+    assert "1 of 2 seeds, " in outcome.stderr
+    assert "2 of 2 seeds, " in outcome.stderr
+    assert "seed=1 commit=" in outcome.stderr
 
 
 def test_stores_alone_hold_in_other_seeds() -> None:
