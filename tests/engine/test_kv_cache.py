@@ -1,6 +1,7 @@
 """Parts in, parts out, and memory that returns."""
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from mooncake_zmq.engine import backend
 from mooncake_zmq.engine.kept_memory import KeptMemory
 from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.prepare import default_cache_dir
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -17,25 +19,61 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_parts_come_back_as_written_at_any_offset():
+@pytest.fixture(params=["NumPy", "machine code"])
+def sequences(request):
+    """Make sequences of a kind; machine code places parts into the second."""
+    if request.param == "NumPy":
+        return SequenceKV
+    object_code = pytest.importorskip("mooncake_zmq.engine.machine_code.object_code", reason="needs Numba")
+    from mooncake_zmq.engine.machine_code.placed_parts import PlacingSequenceKV
+
+    return partial(PlacingSequenceKV, object_code.load(default_cache_dir()))
+
+
+@pytest.mark.parametrize("head_dim", [8, 12, 64])
+def test_parts_come_back_as_written_at_any_offset(sequences, head_dim):
     random = np.random.default_rng(3)
-    sequence = SequenceKV(layers=2, kv_heads=3, head_dim=8, capacity_tokens=500)
-    plain = np.zeros((2, 2, 500, 3, 8), dtype=np.float32)
+    sequence = sequences(layers=2, kv_heads=3, head_dim=head_dim, capacity_tokens=500)
+    plain = np.zeros((2, 2, 500, 3, head_dim), dtype=np.float32)
     for _ in range(300):
         layer, start = int(random.integers(2)), int(random.integers(500))
         stop = int(random.integers(start, 501))
-        part = random.standard_normal((2, stop - start, 3, 8), dtype=np.float32)
+        part = random.standard_normal((2, stop - start, 3, head_dim), dtype=np.float32)
         sequence.write_part(layer, start, part)
         plain[layer, :, start:stop] = part
         start = int(random.integers(500))
         stop = int(random.integers(start, 501))
-        out = np.full((2, stop - start, 3, 8), np.nan, dtype=np.float32)
+        out = np.full((2, stop - start, 3, head_dim), np.nan, dtype=np.float32)
         sequence.read_part(layer, start, stop, out)
         np.testing.assert_array_equal(out, plain[layer, :, start:stop])
 
 
-def test_parts_may_be_views_of_something_larger():
-    sequence = SequenceKV(layers=1, kv_heads=2, head_dim=4, capacity_tokens=300)
+def test_parts_written_together_change_nothing_but_their_own_tokens(sequences):
+    random = np.random.default_rng(5)
+    sequence, one_by_one = (kind(layers=3, kv_heads=2, head_dim=16, capacity_tokens=200) for kind in (sequences, SequenceKV))
+    for each in (sequence, one_by_one):
+        each.keys[:] = each.values[:] = -1.0
+    blocks = random.standard_normal((5, 3, 2, 32, 2, 16), dtype=np.float32)
+    parts = [(layer, 7 + 32 * block, 32 - block, blocks[block, layer]) for block in range(5) for layer in range(3)]
+    sequence.write_parts(parts)
+    for layer, start, tokens, part in parts:
+        one_by_one.store(layer, start, part[0, :tokens], part[1, :tokens])
+    np.testing.assert_array_equal(sequence.keys, one_by_one.keys)
+    np.testing.assert_array_equal(sequence.values, one_by_one.values)
+
+
+def test_parts_beyond_a_sequence_are_refused_before_any_is_written(sequences):
+    sequence = sequences(layers=1, kv_heads=2, head_dim=8, capacity_tokens=40)
+    part = np.ones((2, 32, 2, 8), dtype=np.float32)
+    for start, tokens in ((9, 32), (-1, 2)):
+        with pytest.raises(ValueError, match="capacity of 40"):
+            sequence.write_parts([(0, start, tokens, part)])
+    with pytest.raises(IndexError):
+        sequence.write_parts([(1, 0, 32, part)])
+
+
+def test_parts_may_be_views_of_something_larger(sequences):
+    sequence = sequences(layers=1, kv_heads=2, head_dim=4, capacity_tokens=300)
     part = np.random.default_rng(4).standard_normal((2, 300, 2, 4), dtype=np.float32)
     sequence.write_part(0, 20, part[:, ::2])
     large = np.zeros((2, 300, 2, 8), dtype=np.float32)

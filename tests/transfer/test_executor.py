@@ -290,7 +290,7 @@ def test_of_a_long_chunk_the_last_layer_is_told_at_once_however_lately_another_w
     assert [event.progress for event in rig.events] == [LayersComputed(1), LayersComputed(3)]
 
 
-def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkeypatch):
+def test_loading_a_band_of_layers_overlaps_with_computing_the_one_before(make_rig, monkeypatch):
     source, rig = make_rig("a"), make_rig("b")
     refs, token = source.prefill()
     rig.meet(source)
@@ -298,17 +298,17 @@ def test_loading_a_layer_overlaps_with_computing_the_one_before(make_rig, monkey
     computed_at_load = {}
 
     def load_late(loads, sequence, **options):
-        """Layer l is loaded only once layer l - 1 is computed: no progress unless the two overlap."""
-        (((_, _, (layer,))),) = loads
-        if layer:
-            rig.wait_for(lambda event: event == WorkProgress(1, LayersComputed(layer)))
-        computed_at_load[layer] = len(rig.events)
+        """A band is loaded only once the layers before it are computed: no progress unless the two overlap."""
+        ((_, _, layers),) = loads
+        if layers.start:
+            rig.wait_for(lambda event: event == WorkProgress(1, LayersComputed(layers.start)))
+        computed_at_load[layers] = len(rig.events)
         return load_blocks(loads, sequence, **options)
 
     monkeypatch.setattr(loads_module, "load_blocks", load_late)
     work = rig.compute(1, 8, PROMPT[8:], prefix=loads(refs[:2]), sampling=GREEDY)
     assert rig.result(work).token == token
-    assert computed_at_load == {0: 0, 1: 1, 2: 2}, "and none is computed before it is loaded"
+    assert computed_at_load == {range(1): 0, range(1, 3): 1}, "and none is computed before it is loaded"
 
 
 @pytest.mark.parametrize("host", ["here", "there"])

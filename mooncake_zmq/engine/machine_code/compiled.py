@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.machine_code import object_code
+from mooncake_zmq.engine.machine_code.placed_parts import PlacingSequenceKV
 from mooncake_zmq.engine.machine_code.step_layout import (
     ARRAY_FIELDS,
     ATTENDING_ROWS,
@@ -76,7 +77,7 @@ class CompiledLlama(Llama):
         cache_dir: Path,
     ) -> None:
         self._code = _machine_code(cache_dir)
-        super().__init__(spec, tensors, threads=threads)
+        super().__init__(spec, tensors, threads=threads, sequences=functools.partial(PlacingSequenceKV, self._code))
         self._panels = panels  # kept here, as the tensors are: the kernel has their addresses only
         names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
         self._shortest = {Array.MATRICES: np.array([self._matrix(name) for name in (*names, "head")], dtype=np.int64)}

@@ -11,6 +11,7 @@ from numba import njit, types
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.machine_code.attention_kernels import attend_tiles, places, prepared_head, store_token
 from mooncake_zmq.engine.machine_code.memory_access import atomic_read, fetch_add, integers
+from mooncake_zmq.engine.machine_code.part_kernels import place_parts
 from mooncake_zmq.engine.machine_code.prefill_kernels import finish_rows, project_rows, store_rows
 from mooncake_zmq.engine.machine_code.products import OPTIONS, linear
 from mooncake_zmq.engine.machine_code.row_kernels import exp, normalize, silu_times
@@ -179,6 +180,9 @@ def run(what, thread, table):
     else a layer."""
     if what == What.DECODE_STEP:
         _decode_step(thread, table)
+        return
+    if what == What.PLACE_PARTS:
+        place_parts(table)
         return
     arrays = integers(table, (ARRAYS, ARRAY_FIELDS))
     if what == What.PROJECT_ROWS:

@@ -37,8 +37,8 @@ LEFTOVER_S = 3600.0  # writing takes milliseconds: an older temporary file is a 
 _SOURCES = [
     f"{name}.py"
     for name in (
-        *("attention_kernels", "kernels", "memory_access", "object_code", "prefill_kernels", "products"),
-        *("row_kernels", "step_arrays", "step_layout", "../matrices/quantized"),
+        *("attention_kernels", "kernels", "memory_access", "object_code", "part_kernels", "prefill_kernels"),
+        *("products", "row_kernels", "step_arrays", "step_layout", "../matrices/quantized"),
     )
 ]
 _VERSIONS = [

@@ -8,6 +8,10 @@ from enum import IntEnum
 QKV, OUT, GATE_UP, DOWN, MATRICES = range(5)  # of a layer; the head follows the last layer
 FORM, VALUES, SCALES, MINIMA, GROUP_SHIFT, DEPTH, PANELS, MATRIX_FIELDS = range(8)  # of a row of `matrices`
 KEYS_AT, VALUES_AT, CAPACITY, POSITION, CACHE_FIELDS = range(5)  # of a row of `caches`
+PARTS, KV_HEADS, HEAD_DIM, PLACING_FIELDS = range(
+    CACHE_FIELDS, CACHE_FIELDS + 4
+)  # how PLACE_PARTS' table begins, after a cache
+PART_KEYS_AT, PART_VALUES_AT, PART_LAYER, PART_START, PART_TOKENS, PART_FIELDS = range(6)  # of a row that follows there
 SPAN_TILES = 8  # of keys, scored before their values are read: long runs of memory measured a tenth faster than 1
 
 LAYER_ROWS = 256  # of a prefill, through a layer: whose activations fit in a core's own cache beside the weights they meet
@@ -45,10 +49,11 @@ class Array(IntEnum):
 
 
 class What(IntEnum):
-    """The entry points, each with a table int64 [len(Array), ARRAY_FIELDS]; those of a prefill for one layer of one thread's
-    rows."""
+    """The entry points. All but the last have a table int64 [len(Array), ARRAY_FIELDS]; those of a prefill work on one layer of
+    one thread's rows."""
 
     DECODE_STEP = 0
     PROJECT_ROWS = 1  # HIDDEN into QKV
     STORE_ROWS = 2  # QKV into the cache and QUERIES
     FINISH_ROWS = 3  # QUERIES, and all the cache up to them, into HIDDEN
+    PLACE_PARTS = 4  # parts of blocks into the cache; table int64 [PLACING_FIELDS], then [PARTS, PART_FIELDS]

@@ -89,14 +89,12 @@ class Prefix:
                 check()  # the failure may come from a stop or a timeout
                 raise PrefixFailed(dict(self.failed))
 
-    def until_failed(self, order: Iterable[LayersOfBlock]) -> Iterator[LayersOfBlock]:
-        """Yield up to the end of the layer that failed, so that all its failed blocks are reported, but not beyond."""
-        current = range(0)
-        for layers, load in order:
-            if self.failed and layers != current:
+    def until_failed(self, bands: Iterable[Iterable[LayersOfBlock]]) -> Iterator[LayersOfBlock]:
+        """Yield the loads of band after band, to the end of one that failed, so that all its failed blocks are reported."""
+        for band in bands:
+            if self.failed:
                 return
-            current = layers
-            yield layers, load
+            yield from band
 
 
 def split_failures(failed: dict[int, ReadFailure]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -21,6 +21,10 @@ from mooncake_zmq.transfer.block_copy import load_blocks
 from mooncake_zmq.transfer.channel import RemoteRead
 from mooncake_zmq.transfer.directory import SegmentDirectory
 
+BAND_LAYERS = 4
+"""The most layers of a block of this host that are copied at once. Each copy has a cost of its own, and what is ready early is
+of use to a computation that waits for it."""
+
 
 class Loads:
     """Plans the loads of a work. `copier`: the thread of local copies."""
@@ -42,14 +46,15 @@ class Loads:
         return subtasks
 
     def prefix(self, job: Job, loads: Sequence[BlockLoad], sequence: SequenceKV, until: float) -> Subtasks:
-        """Load a chunk's prefix, one layer of all its blocks after the other; blocks that arrive after `until` have failed."""
+        """Load a chunk's prefix, the first layers of all its blocks before the next ones; blocks that arrive after `until` have
+        failed."""
         layers = self._layout.layers
         prefix = job.prefix = Prefix(layers, loads)
         here, far = self._split(loads)
-        reads = [self._read(load, layer, sequence, prefix) for layer, load in _by_layer(layers, far)]
+        reads = [self._read(load, part, sequence, prefix) for band in _by_bands(layers, far, 1) for part, load in band]
         subtasks = Subtasks(reads=reads, reads_until=until)
         if here:
-            order = prefix.until_failed(_by_layer(layers, here))
+            order = prefix.until_failed(_by_bands(layers, here, BAND_LAYERS))
             subtasks.turns.append((self._copier, partial(self._load, job, order, sequence, prefix, until)))
         return subtasks
 
@@ -133,7 +138,12 @@ def _batches(order: Iterable[LayersOfBlock], parts_at_once: int) -> Iterator[lis
         yield together
 
 
-def _by_layer(layers: int, loads: Sequence[BlockLoad]) -> list[LayersOfBlock]:
-    """Order the loads by layer: one layer of all blocks after the other."""
-    order = ((range(layer, layer + 1), load) for layer in range(layers) for load in loads)
-    return [(layer, load) for layer, load in order if load.first_layer <= layer.start < load.stop_layer]
+def _by_bands(layers: int, loads: Sequence[BlockLoad], most: int) -> Iterator[list[LayersOfBlock]]:
+    """Yield the loads by bands of layers: one layer of all blocks, then twice as many each time, up to `most`. A computation
+    thus begins early, and while it computes one band, the next is loaded."""
+    start, width = 0, 1
+    while start < layers:
+        stop = min(layers, start + width)
+        parts = ((range(max(start, load.first_layer), min(stop, load.stop_layer)), load) for load in loads)
+        yield [(part, load) for part, load in parts if part]
+        start, width = stop, min(2 * width, most)
