@@ -55,6 +55,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
     WaitEnded,
     Watch,
+    WeightsReported,
 )
 from mooncake_zmq.core.roles import ROLES, Role
 
@@ -87,7 +88,7 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("gateway", "decode"): frozenset((CancelRequest,)),
     ("decode", "gateway"): frozenset((TokensDecoded, AttemptFailed)),
     ("gateway", "vllm"): frozenset((StartPrefill, CancelRequest)),
-    ("vllm", "gateway"): frozenset((FirstToken, PromptScored, TokensDecoded, AttemptFailed)),
+    ("vllm", "gateway"): frozenset((FirstToken, PromptScored, TokensDecoded, WeightsReported, AttemptFailed)),
     ("vllm", "conductor"): frozenset((PrefillLoad, DecodeLoad, BlocksAnnounced, AdaptersListed)),
     ("vllm", "vllm"): frozenset((StartPrefill,)),
     ("prefill", "decode"): frozenset((ReserveDecode, HandoffBlocks, LayersReady, HandoffDone, HandoffFailed)),

@@ -337,6 +337,9 @@ class Generated(Struct, frozen=True):
     reused: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     """Those of the tokens, if the request has them."""
+    versions: tuple[tuple[str, int], ...] = ()
+    """Versions of the weights that made all tokens of the work, each with the number of tokens before it, as far as the engine
+    reports them."""
 
 
 class WatchEngine(Struct, frozen=True):

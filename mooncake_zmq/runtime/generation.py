@@ -6,7 +6,7 @@ ends a request there. Everything received is checked against a limit: the server
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,8 @@ from mooncake_zmq.core.messages import (
     MAX_MODEL_NAME,
     MAX_RUN,
     MAX_SCORED,
+    MAX_VERSION_CHARACTERS,
+    MAX_WEIGHT_VERSIONS,
     Hello,
     Sampling,
     TokenLogprob,
@@ -59,6 +61,8 @@ MAX_ERROR_BYTES = 4096
 SCORE_BYTES = 160
 """The most bytes of one token's logprob in a whole answer, with its rank and text."""
 SHOWN_CHARACTERS = 300
+UNNAMED = "default"
+"""vLLM's version of weights without a name."""
 SEED_LIMIT = (1 << 63) - 1
 
 Emit = Callable[[WorkProgress | WorkDone[Result]], None]
@@ -83,10 +87,16 @@ class _Scores(Struct, frozen=True):
     content: list[_Scored] | None = None
 
 
+class _Span(Struct, frozen=True):
+    version: str
+    start: int
+
+
 class _Choice(Struct, frozen=True):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _Scores | None = None
+    weight_versions: list[_Span] | None = None
 
 
 class _Details(Struct, frozen=True):
@@ -171,6 +181,8 @@ class Answer:
     """Tokens of the event with which the output ended."""
     last_logprobs: tuple[TokenLogprob, ...] = ()
     reused: int = 0
+    versions: tuple[tuple[str, int], ...] = ()
+    """Versions of the weights, each with the number of tokens before it; none where none has a name."""
     done: bool = False
     _count: int = 0
 
@@ -203,6 +215,7 @@ class Answer:
             self.ready += tokens[: -self.run]
             self.ready_logprobs += logprobs[: -self.run]
             self.last, self.last_logprobs = tuple(tokens[-self.run :]), tuple(logprobs[-self.run :])
+            self.versions = _versions(choice.weight_versions or (), self._count)
         else:
             raise Nonsense(f"vLLM ended the answer: {_shown(choice.finish_reason)}")
 
@@ -210,6 +223,16 @@ class Answer:
     def run(self) -> int:
         """The most tokens that one report may have."""
         return MAX_RUN if self.likeliest is None else MAX_SCORED
+
+
+def _versions(spans: Sequence[_Span], tokens: int) -> tuple[tuple[str, int], ...]:
+    """Return versions of weights, the latest that a message holds. Raises Nonsense."""
+    starts = [span.start for span in spans]
+    if starts != sorted(set(starts)) or any(not 0 <= start < tokens for start in starts):
+        raise Nonsense("vLLM gives versions of weights for other tokens than its own")
+    if all(span.version == UNNAMED for span in spans):
+        return ()
+    return tuple((span.version[:MAX_VERSION_CHARACTERS], span.start) for span in spans[-MAX_WEIGHT_VERSIONS:])
 
 
 def _logprobs(tokens: list[int], given: _Scores | None, likeliest: int) -> list[TokenLogprob]:
@@ -480,7 +503,7 @@ class Generation:
                     break
         if answer.last is None:
             raise Nonsense("vLLM hung up in mid-answer")
-        return Generated(answer.last, answer.reused, answer.last_logprobs)
+        return Generated(answer.last, answer.reused, answer.last_logprobs, answer.versions)
 
     def _report(self, work_id: int, answer: Answer) -> None:
         while answer.ready:

@@ -41,7 +41,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.core.work import ProbeEngine, PullBlocks, SlotGrant
-from mooncake_zmq.gateway.requests.client_events import ClientGone
+from mooncake_zmq.gateway.requests.client_events import ClientGone, Finished
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
@@ -50,6 +50,7 @@ from mooncake_zmq.simulation.machine import Machine, Running
 from mooncake_zmq.simulation.memory import Segment
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.violation import Violation
+from mooncake_zmq.simulation.weight_versions import WeightVersions
 from mooncake_zmq.simulation.world import Incarnation, Process, ProcessSpec
 
 EPSILON_S = 1e-6
@@ -136,6 +137,7 @@ class Checkers:
         self._shares = shares
         self._cordons = CordonChecker()
         self._attempts: dict[str, int] = {}
+        self._versions = WeightVersions()
         """The latest attempt of each request."""
         self._pools: dict[IncarnationId, _Pool] = {}
         self._committed: dict[tuple[str, int, int], tuple[int, bytes]] = {}
@@ -203,12 +205,17 @@ class Checkers:
         match event:
             case FromClient(request_id, ClientGone()):
                 self.known_gone.add(request_id)
-            case Received(_, TokensDecoded(entries=entries)):
+            case Received(sender, TokensDecoded(entries=entries) as said):
+                self._versions.received(sender, said, self._attempts)
                 self._only_current({(request_id, attempt) for request_id, attempt, _, _ in entries}, effects)
-            case Received(_, FirstToken() | PromptScored() as said):
+            case Received(sender, FirstToken() | PromptScored() as said):
+                if isinstance(said, FirstToken):
+                    self._versions.received(sender, said, self._attempts)
                 request_id, attempt = said.request_id, said.attempt
                 self._only_current({(request_id, attempt)}, effects)
         for effect in effects:
+            if isinstance(effect, ToClient) and isinstance(effect.output, Finished):
+                self._versions.finished(effect.request_id, effect.output)
             if isinstance(effect, Send) and isinstance(effect.message, Schedule):
                 self._attempts[effect.message.request_id] = effect.message.attempt
             elif isinstance(effect, Send) and isinstance(effect.message, StartPrefill):

@@ -6,7 +6,7 @@ Where an actor's own `check` would notice first, it is silenced, since the check
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +34,8 @@ from mooncake_zmq.simulation import engine, planted_inference, planted_stores
 from mooncake_zmq.simulation import planted_pools as pools
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted_stores import Replacements
+from mooncake_zmq.vllm_node import vllm_node
+from mooncake_zmq.vllm_node.job import Job
 from mooncake_zmq.vllm_node.vllm_node import VllmNode
 
 
@@ -248,6 +250,16 @@ def _any_model() -> Replacements:
     return [(readiness, "is_for", careless), (requests, "is_for", careless)]
 
 
+def _versions_from_zero() -> Replacements:
+    """A vLLM's node reports the versions of the weights as if each attempt began the answer."""
+    report = vllm_node._reported
+
+    def misplaced(job: Job, versions: tuple[tuple[str, int], ...]) -> list[Effect]:
+        return report(replace(job, request=structs.replace(job.request, first_index=0)), versions)
+
+    return [(vllm_node, "_reported", misplaced)]
+
+
 def _passed_on_short() -> Replacements:
     """A vLLM that prefilled hands the request over without the token that it made."""
     handle = VllmNode.handle
@@ -305,6 +317,7 @@ PLANTED: dict[str, Planted] = {
     "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
     "any_model": Planted("a gateway ignores which model a node is for", ("I3",), (), _any_model),
     "resume_without_adapter": Planted("a resume forgets the adapter", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_without_adapter),
+    "versions_from_zero": Planted("a resume claims earlier tokens", ("I3",), (K.CRASH, K.COPY_FAIL), _versions_from_zero),
     "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_incarnation_received": Planted(

@@ -26,7 +26,8 @@ ADAPTERS = ("poet", "sql")
 
 
 def generate(machine: Machine, running: Running, work: Generate) -> Steps:
-    """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under way."""
+    """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under
+    way. Its node's name is the version of its weights."""
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
     if work.adapter and work.adapter not in adapters_of(machine.name):
@@ -56,7 +57,7 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
         logprob = logprob_of(token, start, work.sampling)
         logprobs = () if logprob is None else (logprob,)
         if work.stop.reason(token, work.count + made) is not None:
-            return Generated((token,), reused, logprobs)
+            return Generated((token,), reused, logprobs, ((machine.name, 0),))
         machine.progressed(running.work_id, TokensGenerated((token,), logprobs))
         tokens, known = np.array([token], dtype=np.uint32), known + pack_tokens((token,))
         sequence.feed(token, start, work.sampling)

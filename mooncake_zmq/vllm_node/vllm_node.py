@@ -47,6 +47,7 @@ from mooncake_zmq.core.messages import (
     StopRule,
     TokenLogprob,
     TokensDecoded,
+    WeightsReported,
     clip,
     for_sibling,
 )
@@ -343,6 +344,7 @@ class VllmNode:
         # A prompt with logprobs was computed as a whole; what its answer reused is that.
         reused = result.reused if job.request.prompt_logprobs is None else 0
         effects, ended = self._take(now, job, result, reused)
+        effects = _reported(job, result.versions) + effects
         if self._jobs.get(job.request.request_id) is not job:  # the tokens were invalid
             return effects
         if ended:
@@ -529,6 +531,16 @@ def _scored(job: Job, scores: PromptScoresGenerated) -> list[Effect]:
     request = job.request
     scored = PromptScored(request.request_id, request.attempt, scores.first, scores.logprobs)
     return [Send(job.gateway, scored)]
+
+
+def _reported(job: Job, versions: tuple[tuple[str, int], ...]) -> list[Effect]:
+    """Return the message with which the versions of the weights that made a job's tokens go to the gateway, where vLLM names
+    any."""
+    if not versions:
+        return []
+    request = job.request
+    placed = tuple((version, request.first_index + start) for version, start in versions)
+    return [Send(job.gateway, WeightsReported(request.request_id, request.attempt, job.count, placed))]
 
 
 def _failed(gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str = "") -> Send:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(ROOT),
 }
@@ -238,6 +240,27 @@ def ask_all(cluster: RealCluster, prompts: list[list[int]], tokens: int) -> None
     for asker in askers:
         asker.join()
     assert lengths == [tokens] * len(prompts)
+
+
+def test_an_answer_says_which_weights_made_its_tokens(cluster: RealCluster) -> None:
+    def name_weights(version: str) -> None:
+        for url in cluster.urls.values():
+            assert web.post(f"{url}/update_weight_version", json={"new_version": version}, timeout=60.0).json()["success"]
+
+    def spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
+        return [(span["version"], span["start"], span["end"]) for span in answer["choices"][0]["weight_versions"]]
+
+    assert "weight_versions" not in cluster.complete_text(prompt=PROMPT[:64], max_tokens=8)["choices"][0]
+    name_weights("step-6")
+    assert spans(cluster.complete_text(prompt=PROMPT[:64], max_tokens=8)) == [("step-6", 0, 8)]
+    with ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(cluster.complete_text, prompt=PROMPT[:64], max_tokens=LONG)
+        eventually(lambda: cluster.running() == 1, 30, "vLLM says that it runs one")
+        name_weights("step-7")
+        ((first, start, turn), (second, turned, end)) = spans(answer.result())
+    assert (first, start, second, end) == ("step-6", 0, "step-7", LONG)
+    assert 0 < turn == turned < LONG
+    name_weights("default")
 
 
 def test_what_a_node_costs(cluster: RealCluster) -> None:

@@ -10,8 +10,17 @@ from typing import Any
 Pieces = Iterator[bytes]
 
 
-def event(tokens: list[int] | None = None, finish: str | None = None, logprobs: Any = None, **more: Any) -> bytes:
-    choices = [] if tokens is None else [{"index": 0, "token_ids": tokens, "finish_reason": finish, "logprobs": logprobs}]
+def event(
+    tokens: list[int] | None = None,
+    finish: str | None = None,
+    logprobs: Any = None,
+    *,
+    versions: list[dict[str, Any]] | None = None,
+    **more: Any,
+) -> bytes:
+    """Return an event of vLLM's. `versions`: of the weights that made all tokens, in the last one."""
+    choice = {"index": 0, "token_ids": tokens, "finish_reason": finish, "logprobs": logprobs, "weight_versions": versions}
+    choices = [] if tokens is None else [choice]
     return b"data: " + json.dumps({"request_id": "r", "choices": choices, **more}).encode() + b"\n\n"
 
 

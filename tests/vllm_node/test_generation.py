@@ -85,6 +85,36 @@ def test_tokens_come_as_they_are_made_and_the_last_with_what_was_reused(bench):
     assert answers.tokens == [1, 2, 3]
 
 
+def spans(*starts):
+    """As vLLM gives versions of weights."""
+    ends = [start for _, start in starts[1:]] + [3]
+    return [{"version": name, "start": start, "end": end} for (name, start), end in zip(starts, ends, strict=True)]
+
+
+def test_the_end_says_which_weights_made_the_tokens_where_vllm_has_names_for_them(bench):
+    answers = bench(event([1, 2]), event([3], "length", versions=spans(("default", 0), ("step-7" + "x" * 200, 2))), DONE)
+    assert answers.result(work()).versions == (("default", 0), (("step-7" + "x" * 200)[:128], 2))
+
+
+@pytest.mark.parametrize("versions", [None, [], spans(("default", 0))])
+def test_weights_without_a_name_are_not_spoken_of(bench, versions):
+    answers = bench(event([1, 2]), event([3], "length", versions=versions), DONE)
+    assert answers.result(work()).versions == ()
+
+
+def test_of_many_versions_the_latest_are_kept(bench):
+    many = [{"version": str(at), "start": at, "end": at + 1} for at in range(100)]
+    answers = bench(event(list(range(100)), "length", versions=many), DONE)
+    assert answers.result(work(max_tokens=100)).versions == tuple((str(at), at) for at in range(36, 100))
+
+
+@pytest.mark.parametrize("starts", [[0, 0], [1, 0], [0, 3], [-1]])
+def test_versions_of_tokens_that_there_are_not_fail_the_answer(bench, starts):
+    versions = [{"version": "v", "start": start, "end": 3} for start in starts]
+    answers = bench(event([1, 2]), event([3], "length", versions=versions), DONE)
+    assert "versions of weights" in answers.result(work()).reason
+
+
 def test_events_may_be_cut_anywhere(bench):
     whole = event([1]) + b": a comment\r\n\r\n" + event([2]) + event([3], "stop") + DONE
     answers = bench(*(whole[i : i + 1] for i in range(len(whole))))

@@ -23,6 +23,7 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     StopRule,
     TokensDecoded,
+    WeightsReported,
 )
 from mooncake_zmq.core.work import (
     EngineProbed,
@@ -125,6 +126,17 @@ def test_a_prompts_logprobs_go_to_the_gateway_before_its_first_token_and_nothing
     node.done(work_id, Generated((2, 3, 4, 5), 2))
     assert node.one(FirstToken).own == 0
     assert node.one(TokensDecoded).reused == ()
+
+
+def test_the_versions_of_the_weights_go_to_the_gateway_before_the_last_token_by_their_place_in_the_answer():
+    node = Node()
+    node.begin(first_index=10, max_tokens=15)
+    node.gives(1, 2)
+    node.ends(Generated((3, 4, 5), 0, versions=(("one", 0), ("two", 2))))
+    *_, reported, last = [message for _, message in node.sent if isinstance(message, WeightsReported | TokensDecoded)]
+    assert reported == WeightsReported("r", 1, 15, (("one", 10), ("two", 12)))
+    assert last.entries == (("r", 1, 12, (3, 4, 5)),)
+    assert not node.busy()
 
 
 def test_logprobs_go_with_their_tokens_and_those_beyond_the_end_are_dropped():

@@ -23,6 +23,7 @@ from mooncake_zmq.core.messages.computing import (
     ReserveDecode,
     StartPrefill,
     TokensDecoded,
+    WeightsReported,
     for_sibling,
 )
 from mooncake_zmq.core.messages.fields import (
@@ -39,6 +40,8 @@ from mooncake_zmq.core.messages.fields import (
     MAX_SCORED,
     MAX_TEXT,
     MAX_TOKENS,
+    MAX_VERSION_CHARACTERS,
+    MAX_WEIGHT_VERSIONS,
     PROTOCOL_VERSION,
     Checksum,
     Count,
@@ -173,6 +176,8 @@ __all__ = [
     "MAX_SCORED",
     "MAX_TEXT",
     "MAX_TOKENS",
+    "MAX_VERSION_CHARACTERS",
+    "MAX_WEIGHT_VERSIONS",
     "Measured",
     "Message",
     "Moved",
@@ -216,6 +221,7 @@ __all__ = [
     "StopRule",
     "TokenLogprob",
     "TokensDecoded",
+    "WeightsReported",
     "WaitEnded",
     "Watch",
     "clip",
@@ -252,6 +258,7 @@ Message = (
     | HandoffReceived
     | HandoffFailed
     | TokensDecoded
+    | WeightsReported
     | LeaseBlocks
     | BlocksLeased
     | RenewLease

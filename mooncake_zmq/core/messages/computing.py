@@ -8,6 +8,7 @@ from mooncake_zmq.core.messages.fields import (
     MAX_RUN,
     MAX_SCORED,
     MAX_TOKENS,
+    MAX_WEIGHT_VERSIONS,
     Checksum,
     Count,
     Key,
@@ -27,6 +28,7 @@ from mooncake_zmq.core.messages.fields import (
     Token,
     TokenLogprob,
     Tokens,
+    WeightVersion,
 )
 from mooncake_zmq.core.messages.sampling import MAX_CHOICES, Sampling, Sibling, Siblings, StopRule
 
@@ -102,6 +104,16 @@ class PromptScored(TaggedRecord, frozen=True):
     attempt: Count
     first: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     logprobs: Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_SCORED)]
+
+
+class WeightsReported(TaggedRecord, frozen=True):
+    """Versions of the weights that made a node's tokens of an attempt, from vLLM to gateway before the last one: (version,
+    output index of the first token that they made), in order. `stop`: output index after the node's last token."""
+
+    request_id: RequestId
+    attempt: Count
+    stop: Count
+    versions: Annotated[tuple[tuple[WeightVersion, Count], ...], Meta(max_length=MAX_WEIGHT_VERSIONS)]
 
 
 class AttemptFailed(TaggedRecord, frozen=True):

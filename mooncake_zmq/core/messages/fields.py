@@ -4,7 +4,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
@@ -35,6 +35,9 @@ MAX_LOGPROBS = 20
 """Number of likeliest tokens at one position that may be requested."""
 Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 MAX_SCORED = 1024
+MAX_WEIGHT_VERSIONS = 64
+MAX_VERSION_CHARACTERS = 128
+WeightVersion = Annotated[str, Meta(max_length=MAX_VERSION_CHARACTERS)]
 """Tokens of a prompt whose logprobs one message may hold: a third of a MiB at most."""
 LEAST_LOGPROB = -1e30
 MAX_CONSTRAINT_BYTES = 96 << 10

@@ -174,7 +174,7 @@ class Reply:
             whole["token_ids"] = piece.token_ids
             if not self._chat:
                 whole["prompt_token_ids"] = choice.prompt_ids
-        return whole
+        return whole | _versions(choice)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self.body.likeliest is None:
@@ -191,7 +191,8 @@ class Reply:
         self, choice: Choice, content: dict[str, Any], piece: Piece | None = None, ids: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         ending = {"logprobs": piece and self._logprobs(piece), "finish_reason": piece and choice.finish_reason}
-        said = {"index": choice.index, **content, **ending, **(ids or {})}
+        versions = _versions(choice) if piece and choice.finish_reason else {}
+        said = {"index": choice.index, **content, **ending, **(ids or {}), **versions}
         chunk = {**self._chunk_head(), "choices": [said]}
         if self.body.continuous_usage:
             chunk["usage"] = _usage(len(choice.prompt_ids), choice.completion_tokens)
@@ -229,6 +230,14 @@ class Reply:
             "attempts": finished[0].attempts,
             "request": self._request_id,
         }
+
+
+def _versions(choice: Choice) -> dict[str, Any]:
+    """Return the versions of the weights that made a complete answer's tokens, if an engine named any, in vLLM's own form."""
+    if choice.finished is None or not choice.finished.versions:
+        return {}
+    spans = [{"version": name, "start": start, "end": stop} for name, start, stop in choice.finished.versions]
+    return {"weight_versions": spans}
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

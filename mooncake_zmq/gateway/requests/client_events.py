@@ -64,6 +64,10 @@ class PromptLogprobs(Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...]
 
 
+VersionSpan = tuple[str | None, int, int]
+"""Tokens start..stop of an answer, made by weights of this version: (version, start, stop); None: of one that is not known."""
+
+
 class Finished(Struct, frozen=True, kw_only=True):
     """The end of an answer. `reason` is "stop" or "length". The prefill of the first attempt loaded and verified the cached
     tokens.
@@ -82,6 +86,8 @@ class Finished(Struct, frozen=True, kw_only=True):
     attempts: int
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    versions: tuple[VersionSpan, ...] = ()
+    """Versions of the weights that made the tokens, without a gap; empty where no engine named any."""
 
 
 class Failed(Struct, frozen=True, kw_only=True):

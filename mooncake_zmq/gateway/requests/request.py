@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+from mooncake_zmq.core.actor import Effect
 from mooncake_zmq.core.actor_parts import Lifecycle, Named
 from mooncake_zmq.core.messages import (
+    MAX_WEIGHT_VERSIONS,
     CancelRequest,
     Outcome,
     Placed,
@@ -14,9 +17,10 @@ from mooncake_zmq.core.messages import (
     Sibling,
     StartPrefill,
     TokenLogprob,
+    WeightsReported,
 )
 from mooncake_zmq.gateway.requests.answer import Answer
-from mooncake_zmq.gateway.requests.client_events import ClientRequest, Finished, PromptLogprobs
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Finished, PromptLogprobs, VersionSpan
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 
@@ -105,6 +109,8 @@ class Request:
     """Times of the attempt under way in the prefill: queued, computed."""
     received_at: float = 0.0
     """When the last message for the attempt under way arrived: the stall timer reads it when it fires."""
+    versions: tuple[VersionSpan, ...] = ()
+    """Versions of the weights that made the tokens, as far as engines reported them."""
     predicted: tuple[float, float] = (0.0, 0.0)
     """TTFT and TBT of the attempt under way, as its `Placed` predicted them."""
 
@@ -228,6 +234,24 @@ class Request:
         self.scored = end - 1
         return PromptLogprobs(first, message.logprobs[first - message.first :])
 
+    def made_by(self, node: str, report: WeightsReported) -> list[Effect]:
+        """Take what a node of the attempt under way reports of the weights that made its tokens: they follow earlier ones."""
+        if report.versions and node in (self.prefill, self.decode):
+            first = report.versions[0][1]
+            earlier = [(name, start, min(stop, first)) for name, start, stop in self.versions if start < first]
+            starts = pairwise([*report.versions, ("", report.stop)])
+            made = [(name, start, stop) for (name, start), (_, stop) in starts if start < stop]
+            self.versions = tuple([*earlier, *made][-MAX_WEIGHT_VERSIONS:])
+        return []
+
+    def _without_gaps(self) -> tuple[VersionSpan, ...]:
+        """Return the versions that made all tokens so far, those of the others as unknown."""
+        spans, at, end = list[VersionSpan](), 0, len(self.answer.tokens)
+        for name, start, stop in (*self.versions, (None, end, end)) if self.versions else ():
+            spans += [(None, at, start)] * (at < start) + [(name, start, min(stop, end))] * (start < min(stop, end))
+            at = stop
+        return tuple(spans)
+
     def outcome(self, ended: bool) -> Outcome | None:
         """Return what became of the attempt under way, if it brought a token. `ended`: its answer is complete."""
         answer = self.answer
@@ -258,6 +282,7 @@ class Request:
             attempts=self.attempt,
             queue_s=self.prefill_times[0],
             prefill_s=self.prefill_times[1],
+            versions=self._without_gaps(),
         )
 
     def dump(self, now: float) -> dict[str, Any]:

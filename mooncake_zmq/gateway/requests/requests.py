@@ -45,6 +45,7 @@ from mooncake_zmq.core.messages import (
     RequestEnded,
     TokenLogprob,
     TokensDecoded,
+    WeightsReported,
 )
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import (
@@ -120,6 +121,9 @@ class Requests:
                 return self._on_tokens(now, sender, message)
             case Received(sender, PromptScored() as message):
                 return self._on_scored(now, sender, message)
+            case Received(sender, WeightsReported(request_id, attempt) as message):
+                request = self._current(request_id, attempt)
+                return [] if request is None else request.made_by(sender, message)
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
             case Received(sender, NodesReported() as message):

@@ -127,6 +127,21 @@ def test_token_ids_in_and_out():
     assert [chunk["choices"][0].get("prompt_token_ids") for chunk in chunks] == [prompt, None, None, None]
 
 
+MADE = ((None, 0, 1), ("step-7", 1, 2))
+SPANS = [{"version": None, "start": 0, "end": 1}, {"version": "step-7", "start": 1, "end": 2}]
+
+
+@pytest.mark.parametrize("ask", [ScriptedActor.complete, ScriptedActor.chat])
+def test_a_choice_says_which_weights_made_its_tokens_and_a_stream_with_its_last_chunk(ask):
+    def answer(_request, _number):
+        return one_by_one([*tokens("ab"), finished(versions=MADE)])
+
+    assert ask(ScriptedActor(answer)).json()["choices"][0]["weight_versions"] == SPANS
+    choices = [chunk["choices"][0] for chunk in events(ask(ScriptedActor(answer), stream=True))[:-1]]
+    assert [choice.get("weight_versions") for choice in choices] == [None] * (len(choices) - 1) + [SPANS]
+    assert choices[-1]["finish_reason"] == "stop"
+
+
 def test_token_ids_of_a_chat():
     prompt = [258, *b"hi", 256, 259]
     body = ScriptedActor(hey).chat(return_token_ids=True).json()

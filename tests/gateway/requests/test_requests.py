@@ -22,6 +22,7 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     StopRule,
     TokensDecoded,
+    WeightsReported,
 )
 from mooncake_zmq.gateway.requests.answer import EARLY_TOKENS
 from mooncake_zmq.gateway.requests.client_events import (
@@ -183,6 +184,55 @@ def test_a_request_runs_to_its_end(node):
     assert node.one(RequestEnded, "k0").attempt == 1
     assert node.take(CancelRequest) == [], "all hops end by the same rule"
     assert node.busy() == {}
+
+
+def versions(*placed, stop, attempt=1):
+    return WeightsReported(request_id="r", attempt=attempt, stop=stop, versions=placed)
+
+
+def test_an_answer_says_which_weights_made_its_tokens(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.tokens(1, 2, 3)
+    node.say("p0", versions(("one", 0), stop=1))
+    node.say("d0", versions(("one", 1), ("two", 3), stop=5))
+    node.tokens(4)
+    assert node.end().versions == (("one", 0, 1), ("one", 1, 3), ("two", 3, 5))
+
+
+def test_tokens_whose_weights_have_no_name_are_not_said_to_be_those_before(node):
+    node.ask()
+    node.place()
+    node.say("p0", versions(("one", 0), stop=1))
+    node.first()
+    node.tokens(1, 2, 3, 4)
+    assert node.end().versions == (("one", 0, 1), (None, 1, 5))
+
+
+def test_an_answer_of_unnamed_weights_says_nothing_of_them(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.tokens(1, 2, 3, 4)
+    assert node.end().versions == ()
+
+
+def test_the_tokens_of_an_engine_that_died_are_by_unknown_weights(node):
+    node.ask()
+    node.place()
+    node.first()
+    node.tokens(1)
+    node.fail(1, sender="d0")
+    node.advance(1.0)
+    node.place()
+    node.say("d0", versions(("old", 0), stop=5))
+    node.say("d1", versions(("another", 2), stop=5, attempt=2))
+    node.first(2, attempt=2)
+    node.tokens(3, attempt=2)
+    node.say("d0", versions(("two", 2), stop=5, attempt=2))
+    node.tokens(4, attempt=2)
+    assert node.end().versions == ((None, 0, 2), ("two", 2, 5)), "of this attempt, and of its nodes"
 
 
 def test_eos_ends_a_request(node):
