@@ -15,6 +15,10 @@ class Adapters:
         """Forget a node that left."""
         self._listed.pop(node, None)
 
+    def dump(self) -> dict[str, list[str]]:
+        """Return the adapters by the vLLM that lists them."""
+        return {node: sorted(names) for node, names in sorted(self._listed.items())}
+
     def lacking(self, adapter: str, vllms: int) -> tuple[str, ...]:
         """Return the nodes that do not serve an adapter. If that is all of the `vllms` that there are, return none: any may be
         tried then, as vLLM has plugins that load adapters on demand."""

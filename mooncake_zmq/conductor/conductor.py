@@ -227,7 +227,7 @@ class Conductor:
     def dump(self, now: float) -> dict[str, object]:
         """Return the state, ready for JSON, with the first bookings only."""
         about = {"name": self.name, "host": self.host, "incarnation": self.incarnation}
-        return about | self._snapshot.dump(now) | {"predictions": self._accuracy.table()}
+        return about | self._snapshot.dump(now) | {"predictions": self._accuracy.table(), "adapters": self._adapters.dump()}
 
     # --- membership
 

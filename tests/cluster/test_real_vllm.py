@@ -53,10 +53,11 @@ def write_llama(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def write_adapter(directory: Path, seed: int) -> Path:
-    """A LoRA adapter of rank 8 with random weights, for queries and values of every layer."""
+def write_adapter(directory: Path, seed: int, base: str = "") -> Path:
+    """A LoRA adapter of rank 8 with random weights, for queries and values of every layer. `base`: the model that it names."""
     directory.mkdir()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none"}
+    config |= {"base_model_name_or_path": base} if base else {}
     (directory / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
     random, tensors = np.random.default_rng(seed), {}
     for layer in range(LAYERS):
@@ -76,6 +77,11 @@ class RealCluster(VllmCluster):
     def more_arguments(self, directory: Path) -> list[str]:
         """Further arguments of the servers."""
         return []
+
+    @staticmethod
+    def environment(directory: Path) -> dict[str, str]:
+        """Further variables of the servers' environment."""
+        return {}
 
     def __init__(self, directory: Path, model: Path) -> None:
         ports = free_port(), free_port()
@@ -133,6 +139,27 @@ class RealAdapters(RealCluster):
         return ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *modules]
 
 
+class RealAdaptersOnDemand(RealCluster):
+    """Both with vLLM's own plugin that loads an adapter from a directory when it is first asked for."""
+
+    more_settings = ('model.adapters=["poet", "sql"]',)
+
+    def more_arguments(self, directory: Path) -> list[str]:
+        return ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
+
+    @staticmethod
+    def environment(directory: Path) -> dict[str, str]:
+        adapters = directory / "adapters"
+        adapters.mkdir()
+        for seed, name in enumerate(("poet", "sql")):
+            write_adapter(adapters / name, seed, base=str(directory / "models" / "tiny"))
+        return {
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_PLUGINS": "lora_filesystem_resolver",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(adapters),
+        }
+
+
 class RealModels(RealCluster):
     """The models "large" on the first server and "small" on the second, with our connector over the one store."""
 
@@ -148,9 +175,9 @@ class RealModels(RealCluster):
 @contextlib.contextmanager
 def running(kind: type[RealCluster]) -> Iterator[RealCluster]:
     with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as stack:
-        for name, value in ENVIRONMENT.items():
-            patched.setenv(name, value)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mz-")))
+        for name, value in (ENVIRONMENT | kind.environment(directory)).items():
+            patched.setenv(name, value)
         made = kind(directory, write_llama(directory / "models" / "tiny"))
         try:
             made.start()
@@ -366,6 +393,25 @@ def test_adapters_are_models_that_share_no_kv_and_outlive_their_vllm() -> None:
             os.kill(cluster.server(home), signal.SIGKILL)
             assert stream.read() == wholes["poet"]
         assert not stream.errors
+
+
+def test_an_adapter_is_loaded_where_it_is_first_asked_for_and_answers_from_there() -> None:
+    with running(RealAdaptersOnDemand) as cluster:
+        listed = lambda url: [card["id"] for card in web.get(f"{url}/v1/models").json()["data"]]  # noqa: E731
+        assert all("poet" not in listed(url) for url in cluster.urls.values())
+        first = cluster.complete_text(model="poet", prompt=PROMPT, max_tokens=20)
+        home = served(first)
+        assert ["poet" in listed(url) for url in cluster.urls.values()] == [node == home for node in cluster.urls]
+        known = lambda: cluster.dumps()["conductor-0"]["actor"]["adapters"].get(home, ())  # noqa: E731
+        eventually(lambda: "poet" in known(), 30, "the conductor knows where it is")
+        prompts = [[3 + (i * 5 + turn) % 90 for i in range(200)] for turn in range(6)]
+        with ThreadPoolExecutor(6) as asking:
+            answers = list(
+                asking.map(lambda prompt: cluster.complete_text(model="poet", prompt=prompt, max_tokens=40), prompts)
+            )
+        assert [served(answer) for answer in answers] == [home] * 6, "it is loaded nowhere else"
+        plain = cluster.complete_text(prompt=PROMPT, max_tokens=20)
+        assert plain["choices"][0]["token_ids"] != first["choices"][0]["token_ids"]
 
 
 ABOUT = {"a": {"enum": ["red", "green"]}, "b": {"type": "boolean"}}

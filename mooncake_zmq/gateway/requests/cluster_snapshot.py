@@ -168,6 +168,8 @@ def _down(seen: Seen, node: Listed) -> Degraded:
     same = [each for each in seen.listed if (each.role, each.model) == (node.role, node.model)]
     others = [each.name for each in same if each.name in seen.peers]
     alone = f": {others[0]} is alone" if node.role == "conductor" and len(others) == 1 else ""
+    if node.model and not others:
+        alone = f": {node.model} is not served"
     gone = "was stopped and is not back" if node.name in seen.departed else "does not answer"
     return Degraded(reason, node.name, f"{node.name} ({node.role} on {node.host}) {gone}{alone}")
 
@@ -263,7 +265,7 @@ def node_record(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dic
         "name": node.name,
         "role": role,
         "host": node.host,
-        **({"model": node.model} if node.model else {}),
+        "model": node.model,
         "state": state,
         "degraded": mine,
     }

@@ -29,16 +29,18 @@ def overview(cluster: Cluster) -> RenderableType:
 
 
 def nodes(cluster: Cluster) -> Table:
-    """Return a table with one line per node; if it is too wide, role and host are folded, and figures stay whole."""
+    """Return a table with one line per node; if it is too wide, role and host are folded, and figures stay whole. The model of a
+    node is shown if there are several."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("node", "role", "host", "state"):
+    models = ["model"] if any(node.get("model") for node in cluster["nodes"]) else []
+    for name in ("node", "role", *models, "host", "state"):
         table.add_column(name, no_wrap=name in ("node", "state"), overflow="fold")
     for name in ("up", "wait", "run", "full", "code"):
         table.add_column(name, justify="right", no_wrap=True)
     for node in cluster["nodes"]:
         gauges = node.get("gauges", {})
         table.add_row(
-            *(Text(str(node[name])) for name in ("name", "role", "host")),
+            *(Text(str(node.get(name, ""))) for name in ("name", "role", *models, "host")),
             Text(_state(node), style=STYLES.get(str(node["state"]), "red")),
             _age(node.get("uptime_s")),
             *(_level(gauges, name) for name in ("requests_waiting", "requests_running")),

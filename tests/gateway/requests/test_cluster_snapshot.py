@@ -83,6 +83,13 @@ def test_a_conductor_that_is_alone_is_named():
     assert "unavailable" in verdict("unavailable", [found])
 
 
+def test_the_last_node_of_a_model_says_that_this_is_not_served():
+    listed = [Listed(name, "vllm", "h0", model) for name, model in (("v0", "large"), ("v1", "large"), ("v2", "small"))]
+    ends = lambda view: [each.text.partition(" does not answer")[2] for each in degraded(view)]  # noqa: E731
+    assert ends(seen(listed=listed, without=("v0", "v2"))) == ["", ": small is not served"]
+    assert ends(seen(listed=listed, without=("v0", "v1"))) == [": large is not served"] * 2
+
+
 def test_what_is_down_says_since_when_and_what_to_do():
     view = replace(seen(without=("d0",)), since={("decode_down", "d0"): NOW - 12})
     (found,) = snapshot(view)["degraded"]
