@@ -495,8 +495,10 @@ def _checked(vllm_config: Any, kv_cache_config: Any) -> ConnectorSettings:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise refuse("context parallelism is not supported")
-    if kv_cache_config.hash_block_size not in (None, sizes[0]):
-        raise refuse(f"block hashes are of {kv_cache_config.hash_block_size} tokens, blocks of {sizes[0]}")
+    # vLLM 0.31 has no such field: with blocks of one size, its hashes are of other sizes by this setting alone.
+    hashed = getattr(kv_cache_config, "hash_block_size", vllm_config.cache_config.prefix_match_unit)
+    if hashed not in (None, sizes[0]):
+        raise refuse(f"block hashes are of {hashed} tokens, blocks of {sizes[0]}")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise refuse("calculate_kv_scales makes scales that blocks do not carry")
     try:

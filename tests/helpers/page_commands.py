@@ -56,6 +56,7 @@ NOT_RUN = {
     r"bin/up": "every cluster test starts `up`; the default model is a download",
     r"mooncake-zmq attach http": "tests/cluster/test_attach_live.py attaches two stand-ins",
     r"mooncake-zmq up --(config FILE|model ~/models)": "every cluster test does",
+    r"bin/vllm-versions": "makes environments of 2 GB each; run by hand",
     r"docker |kubectl |bin/release": "needs Docker or Kubernetes; bin/release tries the image that it builds",
     r"bin/(test|cache-node)|\.ci/run": "runs this test, or is tried by tests/test_launchers.py",
     r"bin/install|git pull|cp |vi |install -|mkdir |printf |systemctl |journalctl |export |grep ": "needs root, or systemd",

@@ -29,8 +29,8 @@ def overview(cluster: Cluster) -> RenderableType:
 
 
 def nodes(cluster: Cluster) -> Table:
-    """Return a table with one line per node; if it is too wide, role and host are folded, and figures stay whole. The model of a
-    node is shown if there are several."""
+    """Return a table with one line per node, with its model if there are several; if it is too wide, role and host are folded,
+    and figures stay whole."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     models = ["model"] if any(node.get("model") for node in cluster["nodes"]) else []
     for name in ("node", "role", *models, "host", "state"):
