@@ -27,7 +27,7 @@ from mooncake_zmq.refused import Refused
 PARTS = ("cold", "warm", "gap", "decode")
 ENGINE_PARTS = ("prefill", "decode")
 GPU_PARTS = ("blocks", "engine")
-POOL_PARTS = ("local", "remote", "exist", "lease", "keys", "ssd", "index")
+POOL_PARTS = ("local", "remote", "exist", "lease", "load", "keys", "ssd", "index")
 
 EXAMPLES = """\b
 Examples:

@@ -18,6 +18,7 @@ from mooncake_zmq.bench.others.peers import Peer, peer
 from mooncake_zmq.bench.pool_index import index_bytes_per_block
 from mooncake_zmq.bench.pool_keys import cost_of_keys
 from mooncake_zmq.bench.pool_lease import BLOCKS, lease_times_s
+from mooncake_zmq.bench.pool_load import COPY, LAYOUT, load_gb_per_s
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.transfer.shared_memory import needs_checksums
 
@@ -27,6 +28,7 @@ SINGLE_BYTES, SINGLES = 64 << 10, 1000
 RESIDENT_KEYS, KEYS_PER_CALL, IN_FLIGHT = 100_000, 512, 4
 EXIST_CALLS = 400
 LEASES = 1000
+LOADED_BLOCKS = 64
 INDEX_BLOCKS = 1_000_000
 WANTED_SINGLE_US, WANTED_KEYS_PER_S, WANTED_LEASE_US, WANTED_INDEX_BYTES = 200.0, 1.2e6, 300.0, 256.0
 SEED = 3
@@ -157,11 +159,19 @@ def ssd_rows(bench: PoolBench, progress: Progress) -> list[Row]:
     return disk_rows(bench.disk_directory, rounds=bench.rounds, working_set_bytes=bench.working_set_bytes, progress=progress)
 
 
+def load_rows(bench: PoolBench, progress: Progress) -> list[Row]:
+    """Measure a prefix loaded from this host's pool into a sequence, verified, beside a plain copy; see `bench.pool_load`."""
+    took = load_gb_per_s(bench.rounds, LOADED_BLOCKS, progress)
+    what = f"load of {LOADED_BLOCKS * LAYOUT.block_tokens:,} tokens"
+    return [_rate(f"{what}, {kind} / {COPY}", rates, took[COPY]) for kind, rates in took.items() if kind != COPY]
+
+
 PARTS: dict[str, Callable[[PoolBench, Progress], list[Row]]] = {
     "local": local_rows,
     "remote": remote_rows,
     "exist": exist_rows,
     "lease": lease_rows,
+    "load": load_rows,
     "keys": keys_rows,
     "ssd": ssd_rows,
     "index": index_rows,

@@ -7,7 +7,7 @@ import click
 import pytest
 from actor_harness import leased
 
-from mooncake_zmq.bench import pool, pool_keys
+from mooncake_zmq.bench import pool, pool_keys, pool_load
 from mooncake_zmq.bench.others.peers import peer
 from mooncake_zmq.bench.others.store_driver import Buffer, StoreClient, WrongBytes
 from mooncake_zmq.bench.pool import MIB, PoolBench, bench_pool
@@ -15,6 +15,7 @@ from mooncake_zmq.bench.pool_index import index_bytes_per_block
 from mooncake_zmq.bench.pool_lease import BLOCKS, CACHE, LeaseClient, lease_times_s
 from mooncake_zmq.core.actor import Drained, PeerUp, Received, Send, TimerFired
 from mooncake_zmq.core.messages import Hello, LeaseBlocks, ReleaseLease, SlotRef
+from mooncake_zmq.engine.kv_cache import SequenceKV
 
 WORKING_SET = 4 * MIB
 
@@ -143,6 +144,26 @@ def test_another_store_that_is_named_gets_its_rows():
     assert rows["remote get 1 MiB / mooncake"] == 2.0
     assert rows["remote get 64 KiB alone, p50 / mooncake"] == 0.5, "a latency: lower is better"
     assert rows["batch_is_exist, 512 keys / mooncake"] == 2.0
+
+
+def test_loads_of_each_kind_of_sequence_are_a_row_beside_a_plain_copy(monkeypatch):
+    monkeypatch.setattr(pool, "LOADED_BLOCKS", 2)
+    (row, *rows) = bench_pool(PoolBench(rounds=2), parts=("load",), progress=lambda _: None).rows
+    assert row.name == "load of 64 tokens, NumPy / memory copy"
+    assert [each.name for each in rows] in ([], ["load of 64 tokens, machine code / memory copy"])
+    assert all(each.value > 0 for each in (row, *rows))
+
+
+def test_a_loaded_block_that_differs_from_the_pools_ends_the_bench(monkeypatch):
+    read = SequenceKV.read_part
+
+    def misread(self, layer, start, stop, out):
+        read(self, layer, start, stop, out)
+        out[0] += layer == 29
+
+    monkeypatch.setattr(SequenceKV, "read_part", misread)
+    with pytest.raises(AssertionError, match="differs"):
+        pool_load.load_gb_per_s(1, 2, lambda _: None)
 
 
 def test_index_memory_is_that_of_both_tiers():
