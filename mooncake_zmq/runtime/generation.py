@@ -6,7 +6,7 @@ ends a request there. Everything received is checked against a limit: the server
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ class _Choice(Struct, frozen=True):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: _Scores | None = None
-    weight_versions: list[_Span] | None = None
+    weight_versions: Any = None
 
 
 class _Details(Struct, frozen=True):
@@ -215,7 +215,7 @@ class Answer:
             self.ready += tokens[: -self.run]
             self.ready_logprobs += logprobs[: -self.run]
             self.last, self.last_logprobs = tuple(tokens[-self.run :]), tuple(logprobs[-self.run :])
-            self.versions = _versions(choice.weight_versions or (), self._count)
+            self.versions = _versions(choice.weight_versions, self._count)
         else:
             raise Nonsense(f"vLLM ended the answer: {_shown(choice.finish_reason)}")
 
@@ -225,11 +225,16 @@ class Answer:
         return MAX_RUN if self.likeliest is None else MAX_SCORED
 
 
-def _versions(spans: Sequence[_Span], tokens: int) -> tuple[tuple[str, int], ...]:
-    """Return versions of weights, the latest that a message holds. Raises Nonsense."""
+def _versions(given: Any, tokens: int) -> tuple[tuple[str, int], ...]:
+    """Return versions of weights, the latest that a message holds; none where they are not those of the answer's tokens, which
+    are right all the same."""
+    try:
+        spans = msgspec.convert(given or [], list[_Span])
+    except msgspec.ValidationError:
+        return ()
     starts = [span.start for span in spans]
     if starts != sorted(set(starts)) or any(not 0 <= start < tokens for start in starts):
-        raise Nonsense("vLLM gives versions of weights for other tokens than its own")
+        return ()
     if all(span.version == UNNAMED for span in spans):
         return ()
     return tuple((span.version[:MAX_VERSION_CHARACTERS], span.start) for span in spans[-MAX_WEIGHT_VERSIONS:])

@@ -137,8 +137,8 @@ class Checkers:
         self._shares = shares
         self._cordons = CordonChecker()
         self._attempts: dict[str, int] = {}
-        self._versions = WeightVersions()
         """The latest attempt of each request."""
+        self._versions = WeightVersions()
         self._pools: dict[IncarnationId, _Pool] = {}
         self._committed: dict[tuple[str, int, int], tuple[int, bytes]] = {}
         """(node, incarnation, slot) -> the generation and bytes that a cache-node committed there."""
@@ -219,6 +219,7 @@ class Checkers:
             if isinstance(effect, Send) and isinstance(effect.message, Schedule):
                 self._attempts[effect.message.request_id] = effect.message.attempt
             elif isinstance(effect, Send) and isinstance(effect.message, StartPrefill):
+                self._versions.started(effect.message)
                 self._attempts |= {sibling.request_id: sibling.attempt for sibling in effect.message.siblings}
 
     def _only_current(self, named: set[tuple[str, int]], effects: Sequence[Effect]) -> None:

@@ -25,9 +25,15 @@ ANSWER_LOSSES = 3
 ADAPTERS = ("poet", "sql")
 
 
+def version_of(node: str, root: Key) -> str:
+    """Return the version of the weights that make a node's tokens of a request with this root: its name, or nothing."""
+    return node if node.startswith("vllm") and root[0] >> (ord(node[-1]) % 2) & 1 else ""
+
+
 def generate(machine: Machine, running: Running, work: Generate) -> Steps:
     """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under
-    way. Its node's name is the version of its weights."""
+    way. Its weights may
+    have a version."""
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
     if work.adapter and work.adapter not in adapters_of(machine.name):
@@ -57,7 +63,12 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
         logprob = logprob_of(token, start, work.sampling)
         logprobs = () if logprob is None else (logprob,)
         if work.stop.reason(token, work.count + made) is not None:
-            return Generated((token,), reused, logprobs, ((machine.name, 0),))
+            return Generated(
+                (token,),
+                reused,
+                logprobs,
+                tuple([(version, 0) for version in (version_of(machine.name, work.root),) if version]),
+            )
         machine.progressed(running.work_id, TokensGenerated((token,), logprobs))
         tokens, known = np.array([token], dtype=np.uint32), known + pack_tokens((token,))
         sequence.feed(token, start, work.sampling)

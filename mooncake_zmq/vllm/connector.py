@@ -496,7 +496,7 @@ def _checked(vllm_config: Any, kv_cache_config: Any) -> ConnectorSettings:
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise refuse("context parallelism is not supported")
     # vLLM 0.31 has no such field: with blocks of one size, its hashes are of other sizes by this setting alone.
-    hashed = getattr(kv_cache_config, "hash_block_size", vllm_config.cache_config.prefix_match_unit)
+    hashed = getattr(kv_cache_config, "hash_block_size", getattr(vllm_config.cache_config, "prefix_match_unit", None))
     if hashed not in (None, sizes[0]):
         raise refuse(f"block hashes are of {hashed} tokens, blocks of {sizes[0]}")
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):

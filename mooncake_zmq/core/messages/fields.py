@@ -35,10 +35,10 @@ MAX_LOGPROBS = 20
 """Number of likeliest tokens at one position that may be requested."""
 Likeliest = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 MAX_SCORED = 1024
+"""Tokens of a prompt whose logprobs one message may hold: a third of a MiB at most."""
 MAX_WEIGHT_VERSIONS = 64
 MAX_VERSION_CHARACTERS = 128
 WeightVersion = Annotated[str, Meta(max_length=MAX_VERSION_CHARACTERS)]
-"""Tokens of a prompt whose logprobs one message may hold: a third of a MiB at most."""
 LEAST_LOGPROB = -1e30
 MAX_CONSTRAINT_BYTES = 96 << 10
 Logprob = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0)]

@@ -38,7 +38,7 @@ class PlacingSequenceKV(SequenceKV):
         shape = (kv_heads, head_dim)
         numbers = [self.keys.ctypes.data, self.values.ctypes.data, self.capacity, 0, len(parts), *shape]
         for layer, start, tokens, part in parts:
-            is_dense = part.strides[1:] == strides and part.shape[2:] == shape and part.dtype == np.float32
+            is_dense = part.strides[1:] == strides and part.shape[2:] == shape and part.dtype == np.float32 and len(part) == 2
             if not (is_dense and tokens <= part.shape[1] and 0 <= layer < layers):
                 for each in parts:
                     super().write_part(*each[:2], each[3][:, : each[2]])

@@ -128,6 +128,7 @@ class Reply:
         chunk = self._chunk(choice, content, piece, ids)
         if piece.calls and choice.finish_reason:  # what ends with the chunk that brought it, OpenAI's client overlooks
             chunk["choices"][0]["finish_reason"] = None
+            chunk["choices"][0].pop("weight_versions", None)
             yield chunk
             chunk = self._chunk(choice, {"delta": {}}, choice.take())
         yield chunk
@@ -234,10 +235,9 @@ class Reply:
 
 def _versions(choice: Choice) -> dict[str, Any]:
     """Return the versions of the weights that made a complete answer's tokens, if an engine named any, in vLLM's own form."""
-    if choice.finished is None or not choice.finished.versions:
-        return {}
-    spans = [{"version": name, "start": start, "end": stop} for name, start, stop in choice.finished.versions]
-    return {"weight_versions": spans}
+    count, given = choice.completion_tokens, choice.finished.versions if choice.finished is not None else ()
+    spans = [{"version": name, "start": start, "end": min(stop, count)} for name, start, stop in given if start < count]
+    return {"weight_versions": spans} if spans else {}
 
 
 def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -142,6 +142,8 @@ class Request:
         self.prefill_times = self.predicted = (0.0, 0.0)
         self.received_at = now
         self.answer.begin_attempt(now)
+        end = len(self.answer.tokens)
+        self.versions = tuple([(name, start, min(stop, end)) for name, start, stop in self.versions if start < end])
 
     def place(self, now: float, placed: Placed) -> None:
         """Take the nodes that a conductor chose."""
@@ -235,13 +237,15 @@ class Request:
         return PromptLogprobs(first, message.logprobs[first - message.first :])
 
     def made_by(self, node: str, report: WeightsReported) -> list[Effect]:
-        """Take what a node of the attempt under way reports of the weights that made its tokens: they follow earlier ones."""
-        if report.versions and node in (self.prefill, self.decode):
-            first = report.versions[0][1]
+        """Take what a node of the attempt under way reports of the weights that made its tokens. Reports of a prefill and a
+        decode may come in any order."""
+        starts = pairwise([*report.versions, ("", report.stop)])
+        made = [(name, start, stop) for (name, start), (_, stop) in starts if start < stop <= report.stop]
+        if made and len(made) == len(report.versions) and node in (self.prefill, self.decode):
+            first, last = made[0][1], made[-1][2]
             earlier = [(name, start, min(stop, first)) for name, start, stop in self.versions if start < first]
-            starts = pairwise([*report.versions, ("", report.stop)])
-            made = [(name, start, stop) for (name, start), (_, stop) in starts if start < stop]
-            self.versions = tuple([*earlier, *made][-MAX_WEIGHT_VERSIONS:])
+            later = [(name, max(start, last), stop) for name, start, stop in self.versions if stop > last]
+            self.versions = tuple([*earlier, *made, *later][-MAX_WEIGHT_VERSIONS:])
         return []
 
     def _without_gaps(self) -> tuple[VersionSpan, ...]:

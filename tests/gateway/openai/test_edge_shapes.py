@@ -142,6 +142,14 @@ def test_a_choice_says_which_weights_made_its_tokens_and_a_stream_with_its_last_
     assert choices[-1]["finish_reason"] == "stop"
 
 
+def test_versions_reach_no_further_than_the_answer_that_a_client_gets():
+    def answer(_request, _number):
+        return one_by_one([*tokens("ab"), finished(versions=(("one", 0, 2),))])
+
+    choice = ScriptedActor(answer).complete(prompt="x", max_tokens=0, echo=True).json()["choices"][0]
+    assert "weight_versions" not in choice
+
+
 def test_token_ids_of_a_chat():
     prompt = [258, *b"hi", 256, 259]
     body = ScriptedActor(hey).chat(return_token_ids=True).json()

@@ -218,6 +218,39 @@ def test_an_answer_of_unnamed_weights_says_nothing_of_them(node):
     assert node.end().versions == ()
 
 
+def test_a_prefills_report_may_come_after_its_decodes(node):
+    node.ask()
+    node.place()
+    node.say("d0", versions(("one", 1), stop=5))
+    node.tokens(1, 2, 3, 4)
+    node.say("p0", versions(("one", 0), stop=1))
+    node.first()
+    assert node.end().versions == (("one", 0, 1), ("one", 1, 5))
+
+
+def test_a_report_of_tokens_that_never_came_is_forgotten_with_its_attempt(node):
+    node.ask()
+    node.place()
+    node.say("d0", versions(("lost", 1), stop=5))
+    node.tokens(1, 2, 3, 4)
+    node.fail(1)
+    node.advance(1.0)
+    node.place()
+    node.first(attempt=2)
+    node.tokens(1, 2, 3, 4, attempt=2)
+    assert node.end().versions == ()
+
+
+@pytest.mark.parametrize("placed", [(("a", 1), ("b", 4)), (("a", 3), ("b", 1)), (("a", 0), ("b", 0)), ()])
+def test_a_report_that_contradicts_itself_is_ignored(node, placed):
+    node.ask()
+    node.place()
+    node.first()
+    node.say("d0", versions(*placed, stop=2))
+    node.tokens(1, 2, 3, 4)
+    assert node.end().versions == ()
+
+
 def test_the_tokens_of_an_engine_that_died_are_by_unknown_weights(node):
     node.ask()
     node.place()
