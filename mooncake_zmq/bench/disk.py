@@ -87,7 +87,7 @@ def _measure(
         for operation, sides in pairs.items():
             speeds: list[tuple[float, ...]] = []
             for _ in range(1 + rounds):
-                speeds.append(tuple(blocks * layout.slot_bytes / _elapsed_s(side) / 1e9 for side in sides))
+                speeds.append(tuple(blocks * layout.slot_bytes / elapsed_s(side) / 1e9 for side in sides))
             # The first round allocates the files and warms up.
             value, reference = (statistics.median(side) for side in zip(*speeds[1:], strict=True))
             figures[operation] = (value, reference)
@@ -95,7 +95,8 @@ def _measure(
         return figures
 
 
-def _elapsed_s(act: Callable[[], None]) -> float:
+def elapsed_s(act: Callable[[], object]) -> float:
+    """Return the seconds that a call took."""
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
@@ -109,7 +110,7 @@ class _Tier:
         self._events: SimpleQueue[WorkProgress | WorkDone[Result] | BaseException] = SimpleQueue()
         self._ids = itertools.count()
         random = np.random.default_rng(3)
-        self._refs = [_fill(segment, slot, random) for slot in range(blocks)]
+        self._refs = [fill_slot(segment, slot, random) for slot in range(blocks)]
         self._blocks = [DiskBlock(ref.slot, ref.slot.to_bytes(16, "big"), ref.checksum) for ref in self._refs]
         self._grants = [SlotGrant("bench", 1, blocks + slot, 1) for slot in range(blocks)]
         for grant in self._grants:
@@ -198,7 +199,7 @@ class _Bare:
             future.result()
 
 
-def _fill(segment: Segment, slot: int, random: np.random.Generator) -> SlotRef:
+def fill_slot(segment: Segment, slot: int, random: np.random.Generator) -> SlotRef:
     """Write a committed block of random bytes."""
     layout = segment.layout
     assert layout.block_bytes == layout.slot_bytes, "the bare side moves whole pages"

@@ -3,7 +3,6 @@ beside plain copies of as many bytes."""
 
 import ctypes
 import math
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -13,11 +12,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.bench.disk import elapsed_s, fill_slot
 from mooncake_zmq.core.work import BlockLoad, PullBlocks
 from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
 from mooncake_zmq.engine.prepare import default_cache_dir
-from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime.executor.jobs import Job
 from mooncake_zmq.runtime.executor.loads import Loads
@@ -37,25 +35,27 @@ def load_gb_per_s(rounds: int, blocks: int, progress: Progress) -> dict[str, lis
     if a loaded byte is not the pool's."""
     with ExitStack() as stack:
         place = stack.enter_context(TemporaryDirectory(prefix="mooncake-bench-", dir="/dev/shm"))
-        segment = Segment.create(Path(place), "bench", "pool", LAYOUT, blocks, 1)
+        segment = Segment.create(Path(place), "bench", "bench", LAYOUT, blocks, 1)
         stack.callback(segment.close)
-        loads = _filled(segment)
+        random = np.random.default_rng(1)
+        sources = [fill_slot(segment, slot, random) for slot in range(blocks)]
+        loads = [BlockLoad(block, source, 0, LAYOUT.layers, LAYOUT.block_tokens) for block, source in enumerate(sources)]
         copier = Worker("copies", lambda _: None)
         stack.callback(copier.close)
-        into = Loads(SegmentDirectory("pool", 1, "bench", LAYOUT, segment), copier, verify_local=True)
+        into = Loads(SegmentDirectory("bench", 1, "bench", LAYOUT, segment), copier, verify_local=True)
         sequences = {kind: _sequence(make, blocks) for kind, make in _kinds().items()}
+        for sequence in sequences.values():
+            stack.callback(sequence.close)
         copied: NDArray[np.uint8] = np.empty(segment.slots_memory().nbytes, np.uint8)
         took: dict[str, list[float]] = {}
         for number in range(rounds + 1):
             progress(f"loads, round {number} of {rounds}" if number else "loads, warming up")
             for kind, sequence in sequences.items():
-                seconds = _seconds(partial(_load, into, loads, sequence))
+                seconds = elapsed_s(partial(_load, into, loads, sequence))
                 _compare(segment, sequence)
                 took.setdefault(kind, []).append(copied.nbytes / 1e9 / seconds)
-            seconds = _seconds(lambda: ctypes.memmove(copied.ctypes.data, segment.slots_memory().ctypes.data, copied.nbytes))
+            seconds = elapsed_s(lambda: ctypes.memmove(copied.ctypes.data, segment.slots_memory().ctypes.data, copied.nbytes))
             took.setdefault(COPY, []).append(copied.nbytes / 1e9 / seconds)
-        for sequence in sequences.values():
-            sequence.close()
     return {kind: rates[1:] for kind, rates in took.items()}
 
 
@@ -79,19 +79,6 @@ def _sequence(make: NewSequence, blocks: int) -> SequenceKV:
     return sequence
 
 
-def _filled(segment: Segment) -> list[BlockLoad]:
-    """Commit random blocks into all slots; return the loads of all of them."""
-    random, loads = np.random.default_rng(1), []
-    for slot in range(segment.slots):
-        segment.set_generation(slot, 1)
-        for layer in range(LAYOUT.layers):
-            segment.write_part(slot, layer, random.standard_normal(LAYOUT.part_shape, np.float32))
-        segment.set_generation(slot, 2)
-        source = SlotRef("pool", 1, slot, 2, block_checksum(segment.parts(slot).tolist()))
-        loads.append(BlockLoad(slot, source, 0, LAYOUT.layers, LAYOUT.block_tokens))
-    return loads
-
-
 def _load(into: Loads, loads: list[BlockLoad], sequence: SequenceKV) -> None:
     job = Job(1, PullBlocks(1, tuple(loads)), math.inf)
     for _, turn in into.prefix(job, loads, sequence, math.inf).turns:
@@ -107,9 +94,3 @@ def _compare(segment: Segment, sequence: SequenceKV) -> None:
             start = slot * LAYOUT.block_tokens
             sequence.read_part(layer, start, start + LAYOUT.block_tokens, out)
             assert np.array_equal(out, segment.part_view(slot, layer)), "a loaded block differs from the pool's"
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

@@ -31,9 +31,8 @@ def version_of(node: str, root: Key) -> str:
 
 
 def generate(machine: Machine, running: Running, work: Generate) -> Steps:
-    """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under
-    way. Its weights may
-    have a version."""
+    """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under way.
+    Its weights may have a version."""
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
     if work.adapter and work.adapter not in adapters_of(machine.name):
@@ -63,12 +62,8 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
         logprob = logprob_of(token, start, work.sampling)
         logprobs = () if logprob is None else (logprob,)
         if work.stop.reason(token, work.count + made) is not None:
-            return Generated(
-                (token,),
-                reused,
-                logprobs,
-                tuple([(version, 0) for version in (version_of(machine.name, work.root),) if version]),
-            )
+            version = version_of(machine.name, work.root)
+            return Generated((token,), reused, logprobs, ((version, 0),) if version else ())
         machine.progressed(running.work_id, TokensGenerated((token,), logprobs))
         tokens, known = np.array([token], dtype=np.uint32), known + pack_tokens((token,))
         sequence.feed(token, start, work.sampling)

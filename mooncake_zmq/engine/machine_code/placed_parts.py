@@ -27,8 +27,7 @@ class PlacingSequenceKV(SequenceKV):
         self._code = code
 
     def write_part(self, layer: int, start: int, part: Any) -> None:
-        if part.shape[1]:
-            self.write_parts(((layer, start, part.shape[1], part),))
+        self.write_parts(((layer, start, part.shape[1], part),))
 
     def write_parts(self, parts: Sequence[Part]) -> None:
         for _, start, tokens, _ in parts:

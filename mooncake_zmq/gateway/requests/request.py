@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mooncake_zmq.core.actor import Effect
 from mooncake_zmq.core.actor_parts import Lifecycle, Named
 from mooncake_zmq.core.messages import (
     MAX_WEIGHT_VERSIONS,
@@ -236,7 +235,7 @@ class Request:
         self.scored = end - 1
         return PromptLogprobs(first, message.logprobs[first - message.first :])
 
-    def made_by(self, node: str, report: WeightsReported) -> list[Effect]:
+    def made_by(self, node: str, report: WeightsReported) -> None:
         """Take what a node of the attempt under way reports of the weights that made its tokens. Reports of a prefill and a
         decode may come in any order."""
         starts = pairwise([*report.versions, ("", report.stop)])
@@ -246,15 +245,16 @@ class Request:
             earlier = [(name, start, min(stop, first)) for name, start, stop in self.versions if start < first]
             later = [(name, max(start, last), stop) for name, start, stop in self.versions if stop > last]
             self.versions = tuple([*earlier, *made, *later][-MAX_WEIGHT_VERSIONS:])
-        return []
 
     def _without_gaps(self) -> tuple[VersionSpan, ...]:
         """Return the versions that made all tokens so far, those of the others as unknown."""
+        if not self.versions:
+            return ()
         spans, at, end = list[VersionSpan](), 0, len(self.answer.tokens)
-        for name, start, stop in (*self.versions, (None, end, end)) if self.versions else ():
-            spans += [(None, at, start)] * (at < start) + [(name, start, min(stop, end))] * (start < min(stop, end))
+        for name, start, stop in (*self.versions, (None, end, end)):
+            spans += (None, at, min(start, end)), (name, start, min(stop, end))
             at = stop
-        return tuple(spans)
+        return tuple([span for span in spans if span[1] < span[2]])
 
     def outcome(self, ended: bool) -> Outcome | None:
         """Return what became of the attempt under way, if it brought a token. `ended`: its answer is complete."""

@@ -122,8 +122,9 @@ class Requests:
             case Received(sender, PromptScored() as message):
                 return self._on_scored(now, sender, message)
             case Received(sender, WeightsReported(request_id, attempt) as message):
-                request = self._current(request_id, attempt)
-                return [] if request is None else request.made_by(sender, message)
+                if (request := self._current(request_id, attempt)) is not None:
+                    request.made_by(sender, message)
+                return []
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
             case Received(sender, NodesReported() as message):
