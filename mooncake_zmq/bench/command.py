@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from mooncake_zmq.bench.everything import all_, compare
-from mooncake_zmq.bench.load_commands import client, gateway
+from mooncake_zmq.bench.load_commands import client, gateway, longprompt
 from mooncake_zmq.bench.options import (
     backend_option,
     cache_dir_option,
@@ -62,6 +62,7 @@ bench.add_command(all_)
 bench.add_command(client)
 bench.add_command(compare)
 bench.add_command(gateway)
+bench.add_command(longprompt)
 bench.add_command(zoo)
 
 

@@ -1,4 +1,4 @@
-"""`bench client` and `bench gateway`: options in, a table or one JSON object out."""
+"""`bench client`, `bench gateway` and `bench longprompt`: options in, a table or one JSON object out."""
 
 import asyncio
 import sys
@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 from msgspec import structs
 
-from mooncake_zmq.bench.options import json_option, plot_option, rounds_option, show_progress
+from mooncake_zmq.bench.options import (
+    cache_dir_option,
+    json_option,
+    model_option,
+    plot_option,
+    rounds_option,
+    show_progress,
+)
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.laboratory.rows import check_writable, rows_option
 from mooncake_zmq.refused import Refused
@@ -31,6 +38,13 @@ Examples:
   mooncake-zmq bench gateway --only relay --rounds 5 --json
 """
 
+
+LONGPROMPT_EXAMPLES = """\b
+Examples:
+  mooncake-zmq bench longprompt
+  mooncake-zmq bench longprompt --tokens 1000000 --chats 4 --rate 2 --seconds 30
+  mooncake-zmq bench longprompt --beside "ROUTER/bin/python -m sglang_router.launch_router --worker-urls {urls} --port {port}"
+"""
 
 GATEWAY_PARTS = ("ttft", "relay", "open", "rate", "chat")
 
@@ -163,3 +177,25 @@ def gateway(rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | Non
     from mooncake_zmq.bench.gateway import bench_gateway
 
     bench_gateway(rounds, parts or GATEWAY_PARTS, show_progress).show(as_json=as_json, plot=plot)
+
+
+@click.command(epilog=LONGPROMPT_EXAMPLES, context_settings={"max_content_width": 110})
+@click.option("--tokens", type=click.IntRange(1000), default=100_000, show_default=True, help="Of each conversation at first.")
+@click.option("--rate", type=click.FloatRange(0.1), default=50.0, show_default=True, help="Turns a second, of all together.")
+@click.option("--seconds", type=click.FloatRange(1), default=60.0, show_default=True, help="How long turns come.")
+@click.option("--chats", type=click.IntRange(1), default=50, show_default=True, help="Conversations, which take turns.")
+@click.option("--beside", default="", metavar="COMMAND", help="Start this router too: {urls} of the servers, its own {port}.")
+@model_option
+@cache_dir_option
+@json_option
+@plot_option("the ratios")
+def longprompt(as_json: bool, plot: Path | None, **wanted: Any) -> None:
+    """Measure what gateway and conductor add to conversations of very long prompts, and what these do to short answers.
+
+    Servers sleep in place of vLLMs, so it takes no GPU; the tokenizer, the nodes and all else is real. The same calls are sent
+    straight to a server first. About three minutes, and one more with another router.
+    """
+    limit_blas()
+    from mooncake_zmq.bench.longprompt import LongPrompts, bench_longprompt
+
+    bench_longprompt(LongPrompts(**wanted), show_progress).show(as_json=as_json, plot=plot)

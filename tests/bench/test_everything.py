@@ -82,6 +82,7 @@ TRIED = {
     "engine": "bench/test_bench_engine.py",
     "gateway": "helpers/page_commands.py",
     "gpu": "bench/test_bench_gpu.py",
+    "longprompt": "bench/test_longprompt.py",
     "overload": "helpers/page_commands.py",
     "pool": "bench/test_pool.py",
     "schedule": "bench/test_schedule.py",

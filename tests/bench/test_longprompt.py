@@ -1,0 +1,68 @@
+"""`bench longprompt` at toy size: a cluster and another router in front of servers that sleep, and those servers' answers."""
+
+import json
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from mooncake_zmq.bench.command import bench
+from mooncake_zmq.bench.longprompt import LongPrompts, _servers
+from mooncake_zmq.bench.sleeping_vllm import asked_tokens
+from mooncake_zmq.prove.tiny_llama import write_model
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def test_each_side_has_its_rows(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    load = ["--tokens", "2000", "--rate", "5", "--seconds", "1", "--chats", "2", "--model", str(model)]
+    beside = f"{sys.executable} -m mooncake_zmq.bench.sleeping_vllm {{port}}"
+    result = CliRunner().invoke(bench, ["longprompt", *load, "--beside", beside, "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows["turns answered, 2,000 tokens, 5/s / sent"]["value"] == 5
+    assert rows["turns answered / the other router's"]["reference"] == 5
+    assert rows["TTFT added, p50, 2,000 tokens, 5/s / wanted"]["value"] > 0
+    assert {each["name"] for each in report["memory"]} == {"conductor-0", "gateway-0", "vllm-0", "vllm-1"}
+    assert not any("failed" in note for note in report["notes"])
+
+
+def test_a_router_that_does_not_start_is_said_so(tmp_path: Path) -> None:
+    load = ["--tokens", "1000", "--rate", "5", "--seconds", "1", "--chats", "1", "--beside", "/nowhere/router {port}"]
+    result = CliRunner().invoke(bench, ["longprompt", *load])
+    assert result.exit_code != 0
+    assert "the other router does not start" in result.output
+    assert "the engine alone" not in result.output, "it is said before anything is measured"
+
+
+@pytest.mark.parametrize(
+    "path", ["/inference/v1/generate", "/v1/chat/completions", "/v1/completions"], ids=["ids", "chat", "text"]
+)
+def test_a_server_that_sleeps_streams_what_is_asked_for(path: str) -> None:
+    with _servers(1) as (url,), httpx.Client(base_url=url) as client:
+        for asked in (1, 3):
+            answer = client.post(path, json={"messages": ["x" * 100_000], "max_tokens": asked, "stream": True})
+            events = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+            assert len(events) == asked
+            assert answer.text.endswith("data: [DONE]\n\n")
+            choice = json.loads(events[-1].removeprefix("data: "))["choices"][0]
+            assert choice["finish_reason"] == "length"
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models").json()["data"][0]["id"] == "sleeping"
+
+
+def test_the_number_of_tokens_is_found_at_either_end_of_a_body() -> None:
+    assert asked_tokens(b'{"max_tokens": 7, "messages": "' + b"x" * 10_000 + b'"}') == 7
+    assert asked_tokens(b'{"messages": "' + b"x" * 10_000 + b'", "max_completion_tokens":8}') == 8
+    assert asked_tokens(b"{}") == 16
+
+
+def test_conversations_fit_into_the_context_that_is_served() -> None:
+    load = LongPrompts(tokens=1000, rate=50, seconds=60, chats=5)
+    assert load.longest > load.tokens + load.turns / load.chats * 400
