@@ -96,7 +96,7 @@ def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress
         sides = _start(bench, spec, path, directory, cases, stack, progress)
         report = Report("engine")
         report.notes += [f"{name} {side.ready['version']}" for name, side in sides.items()]
-        report.notes += _compare_greedy(sides, open_tokenizer(path).encode(GREEDY_TEXT), progress)
+        report.notes += _compare_greedy(sides, open_tokenizer(path).encode(GREEDY_TEXT).tolist(), progress)
         took = _rounds(bench, sides, cases, spec, progress)
         report.rows += [
             row for case in cases for row in _rows(case, took, spec, "tokens/CPU s" if bench.cpu_time else "tokens/s")

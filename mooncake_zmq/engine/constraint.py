@@ -42,7 +42,7 @@ class Words(Protocol):
     special_ids: frozenset[int]
 
     def piece(self, token: int) -> bytes: ...
-    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = True) -> Sequence[int]: ...
 
 
 class NamedWords(Struct, frozen=True):
@@ -213,7 +213,7 @@ class _Vocabulary:
         text = raw.decode(errors="replace")
         ids = self._words.encode(text, special=False)
         same = max(ids, default=0) < len(self.tokens) and b"".join(self.tokens[token] for token in ids) == raw
-        return ids if same else self.greedy(text)
+        return [*ids] if same else self.greedy(text)
 
 
 def _reason(matcher: "LLMatcher") -> str:

@@ -67,23 +67,23 @@ class TextCache:
         self.bytes = 0
         """The bytes that are kept."""
 
-    def encode(self, text: str, salt: str | None) -> list[int]:
+    def encode(self, text: str, salt: str | None) -> "array[int]":
         """Return the ids of a text. What was kept for another `salt` is not used, as its speed would show that someone else has
         sent the same text. None: nothing is kept or used."""
         if self._cut is None or salt is None or len(text) < SHORTEST:
-            return self._encode([text])[0]
+            return array("i", self._encode([text])[0])
         pieces = self._cut.split(text)
-        known: dict[str, Sequence[int]] = {piece: (self._cuts[piece],) for piece in pieces if piece in self._cuts}
+        known = {piece: array("i", (self._cuts[piece],)) for piece in pieces if piece in self._cuts}
         long = {piece: _key(salt, piece) for piece in pieces if len(piece) >= SHORTEST}
         known |= self._find(long)
         new = [piece for piece in dict.fromkeys(pieces) if piece and piece not in known]
         for piece, ids in zip(new, self._encode(new), strict=True):
-            known[piece] = ids
+            known[piece] = array("i", ids)
             if piece in long:
-                self._keep(long[piece], ids)
-        whole: list[int] = []
-        for piece in pieces:
-            whole += known.get(piece, ())
+                self._keep(long[piece], known[piece])
+        whole = array("i")
+        for piece in filter(None, pieces):
+            whole += known[piece]
         return whole
 
     def _find(self, keys: Mapping[str, bytes]) -> dict[str, "array[int]"]:
@@ -93,12 +93,11 @@ class TextCache:
                 self._kept.move_to_end(keys[piece])
             return found
 
-    def _keep(self, key: bytes, ids: Sequence[int]) -> None:
-        kept = array("i", ids)
+    def _keep(self, key: bytes, ids: "array[int]") -> None:
         with self._lock:
             if key not in self._kept:
-                self.bytes += _size(kept)
-            self._kept[key] = kept
+                self.bytes += _size(ids)
+            self._kept[key] = ids
             self._kept.move_to_end(key)
             while self.bytes > self._max_bytes:
                 self.bytes -= _size(self._kept.popitem(last=False)[1])

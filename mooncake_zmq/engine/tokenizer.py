@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -77,7 +78,7 @@ class Vocabulary(Protocol):
     def longest_token(self) -> int:
         """The most characters of a text that one id stands for."""
 
-    def encode(self, text: str, salt: str | None = None) -> list[int]:
+    def encode(self, text: str, salt: str | None = None) -> "array[int]":
         """Return the ids of a text; with a `salt`, those of its parts that were tokenized with the same salt may be kept."""
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -110,12 +111,12 @@ class Tokenizer:
         self.chat_template = conversation.template or ""
         self.takes_tools = bool(re.search(r"\btools\b", self.chat_template))
 
-    def encode(self, text: str, *, special: bool = True, salt: str | None = None) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, salt: str | None = None) -> "array[int]":
         """Return the ids of `text`; with `special`, after the prefix that the model puts before a text (its BOS, if it has
         one). With a `salt`, parts that were tokenized with the same salt are not tokenized again (`text_cache.py`)."""
         ids = self._vocabulary.encode(_encodable(text), salt)
         if special and self._conversation.add_bos and self._conversation.bos_id is not None:
-            return [self._conversation.bos_id, *ids]
+            ids.insert(0, self._conversation.bos_id)
         return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -137,7 +138,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         *,
         salt: str | None = None,
-    ) -> list[int]:
+    ) -> "array[int]":
         """Return the ids of a conversation, as the model's template writes it; `salt` as in `encode`. Raises TemplateFailed."""
         return self._vocabulary.encode(_encodable(self.chat_text(messages, form, tools)), salt)
 
@@ -225,7 +226,7 @@ class BpeVocabulary:
         self._added = frozenset(added)
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
 
-    def encode(self, text: str, salt: str | None = None) -> list[int]:
+    def encode(self, text: str, salt: str | None = None) -> "array[int]":
         return self._cache.encode(text, salt)
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -265,10 +266,10 @@ class ByteVocabulary:
         self._pieces = [bytes([byte]) for byte in range(256)] + [b""] * len(self.SPECIAL)
         self._pieces += [f"<{token}>".encode() for token in range(len(self._pieces), size)]
 
-    def encode(self, text: str, salt: str | None = None) -> list[int]:
-        ids: list[int] = []
+    def encode(self, text: str, salt: str | None = None) -> "array[int]":
+        ids = array("i")
         for piece in self._split.split(text):
-            ids += [self._special_ids[piece]] if piece in self._special_ids else piece.encode()
+            ids.extend([self._special_ids[piece]] if piece in self._special_ids else piece.encode())
         return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:

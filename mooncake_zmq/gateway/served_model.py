@@ -1,11 +1,13 @@
 """The models that a cluster serves, as the gateway knows them: limits, tokenizer and the namespace of a model's block keys."""
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
-from mooncake_zmq.kv.block_hash import extend_keys, namespace
+from mooncake_zmq.gateway.key_cache import KeyCache
+from mooncake_zmq.kv.block_hash import namespace
 
 
 class TextStream(Protocol):
@@ -25,7 +27,7 @@ class Tokenizer(Protocol):
     longest_token: int
     """Characters of a text that one id stands for at most."""
 
-    def encode(self, text: str, *, special: bool = True, salt: str | None = None) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, salt: str | None = None) -> "array[int]":
         """`special`: with what the model puts before a text. `salt`: parts of the text that were tokenized with the same one
         need not be tokenized again."""
 
@@ -47,7 +49,7 @@ class Tokenizer(Protocol):
         tools: list[dict[str, Any]] | None = None,
         *,
         salt: str | None = None,
-    ) -> list[int]:
+    ) -> "array[int]":
         """Raises ValueError when the chat template refuses the messages."""
         ...
 
@@ -71,6 +73,7 @@ class ServedModel:
     """Names of the adapters with which it is served too."""
     adapter: str = ""
     """The adapter that this is the model with; empty: none."""
+    key_cache: KeyCache = field(default_factory=KeyCache, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,7 +94,7 @@ class ServedModel:
     def hash_prompt(self, tokens: bytes, salt: str) -> tuple[bytes, tuple[bytes, ...]]:
         """Namespace and keys of the complete blocks of `tokens` (int32 bytes)."""
         root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt, adapter=self.adapter)
-        return root, tuple(extend_keys(root, tokens, self.block_tokens))
+        return root, tuple(self.key_cache.extend(root, tokens, self.block_tokens))
 
 
 class ServedModels:

@@ -38,15 +38,17 @@ def root_of_salt(salt: str) -> bytes | None:
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian int32 bytes, the form in which they travel. Raises OverflowError, TypeError."""
-    packed = array("i", tokens)
+    packed = tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)
     if sys.byteorder == "big":
+        packed = packed[:]
         packed.byteswap()
     return packed.tobytes()
 
 
 def unpack_tokens(raw: bytes) -> list[int]:
     """The inverse of `pack_tokens`."""
-    return [int(token) for token in np.frombuffer(raw, dtype="<i4")]
+    ids: list[int] = np.frombuffer(raw, dtype="<i4").tolist()
+    return ids
 
 
 def extend_keys(parent: bytes, tokens: bytes, block_tokens: int) -> list[Key]:

@@ -91,7 +91,7 @@ def test_encoding_lets_other_threads_go_on():
         other = threading.Thread(target=count)
         other.start()
         before = turns[0]
-        assert vocabulary.encode("a" * 200_000) == [0] * 200_000
+        assert vocabulary.encode("a" * 200_000).tolist() == [0] * 200_000
         after = turns[0]
     finally:
         sys.setswitchinterval(interval)
@@ -119,14 +119,14 @@ def test_lone_surrogates_do_not_raise(tokenizer):
 
 
 def test_many_special_tokens_in_a_text():
-    assert byte_tokenizer().encode("<|end|>" * 5000) == [256] * 5000
+    assert byte_tokenizer().encode("<|end|>" * 5000).tolist() == [256] * 5000
 
 
 def test_bos_is_added_when_the_model_wants_it():
     conversation = Conversation(template=None, eos_ids=(256,), bos_id=257, add_bos=True)
     tokenizer = Tokenizer(ByteVocabulary(), conversation)
-    assert tokenizer.encode("a") == [257, 97]
-    assert tokenizer.encode("a", special=False) == [97]
+    assert tokenizer.encode("a").tolist() == [257, 97]
+    assert tokenizer.encode("a", special=False).tolist() == [97]
     with pytest.raises(TemplateFailed, match="no chat template"):
         tokenizer.chat([])
 

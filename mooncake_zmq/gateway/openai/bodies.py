@@ -1,6 +1,7 @@
 """The JSON bodies that clients send: unknown fields are refused, null means absent. PURE: no socket, clock or randomness."""
 
 import re
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -163,7 +164,7 @@ class Body(Constrained, frozen=True, kw_only=True):
         own = () if self.skip_special_tokens is False else model.tokenizer.eos_ids
         return frozenset((*stop.eos_ids, *own))
 
-    def truncated(self, ids: list[int], model: ServedModel) -> list[int]:
+    def truncated(self, ids: "array[int]", model: ServedModel) -> "array[int]":
         """The last tokens of a prompt, as many as are asked for. Raises RequestError."""
         kept = self.truncate_prompt_tokens
         if kept is None:

@@ -1,5 +1,6 @@
 """Detokenizes an answer as its tokens arrive: the text is cut at stop strings and returned in pieces."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -100,7 +101,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        prompt_ids: list[int],
+        prompt_ids: "array[int]",
         model: ServedModel,
         *,
         stops: Sequence[StopTable],
@@ -143,7 +144,7 @@ class Choice:
         self._min_tokens = min_tokens
         self._text = [echo]
         self._token_ids: list[int] = []
-        self._echoed_ids: list[int] = [] if offsets is None else prompt_ids
+        self._echoed_ids: list[int] = [] if offsets is None else prompt_ids.tolist()
         self._logprobs: list[TokenLogprob | None] = [] if offsets is None else [None]
         self._offsets: list[int] = offsets or []
         self._pieces: list[CallPiece] = []

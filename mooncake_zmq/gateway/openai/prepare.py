@@ -1,11 +1,13 @@
 """Makes one JSON body into validated requests: checked, tokenized and hashed. PURE: no socket, clock or randomness."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.core.grammar import schema_of
@@ -161,7 +163,7 @@ class _Common:
             )
             prepared.choices.append(choice)
 
-    def _reasoning_reader(self, ids: list[int], prompt: Prompt) -> ReasoningReader | None:
+    def _reasoning_reader(self, ids: Sequence[int], prompt: Prompt) -> ReasoningReader | None:
         """Return a reader of one answer's reasoning, which a prompt may have begun: as its last text, or in a final message
         that the answer continues."""
         marks = self._marks
@@ -173,7 +175,7 @@ class _Common:
             begun = begun or marks.open_at_end(prompt[-1]["content"])
         return ReasoningReader(marks, begun=begun, call_mark=self._tools.call_mark)
 
-    def _echoed(self, ids: list[int], prompt: Prompt) -> tuple[str, list[int] | None]:
+    def _echoed(self, ids: Sequence[int], prompt: Prompt) -> tuple[str, list[int] | None]:
         """The text that each answer begins with, and where its tokens do if their probabilities are returned."""
         body, model = self._body, self._model
         echo = _echo(body, prompt, model)
@@ -267,14 +269,14 @@ def tokenized(
     form: ChatForm = PLAIN_CHAT,
     tools: list[dict[str, Any]] | None = None,
     salt: str | None = None,
-) -> list[int]:
+) -> "array[int]":
     """Its ids, at least one. `special`: with what the model puts before a text; `form`: how a conversation is written;
     `tools`: which it may call; `salt`: of the prompts whose KV this one may use, as the ids of their texts may be used as well.
     Raises RequestError."""
     if isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt, special=special, salt=salt)
     elif isinstance(prompt[0], int):
-        ids = [item for item in prompt if isinstance(item, int)]
+        ids = array("i", (item for item in prompt if isinstance(item, int)))
     else:
         try:
             ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], form, tools, salt=salt)
@@ -282,8 +284,10 @@ def tokenized(
             raise invalid(param, of_a_library(error)) from None
     if not ids:
         raise invalid(param, "the prompt has no tokens")
-    if max(ids) >= model.vocab_size:  # a text's too: a tokenizer may know more ids than the model, whose engine would fail
-        raise invalid(param, f"token id {max(ids)} is out of range: the vocabulary has {model.vocab_size} ids")
+    if (
+        largest := int(np.frombuffer(ids, np.intc).max())
+    ) >= model.vocab_size:  # a text's too: a tokenizer may know more ids than the model, whose engine would fail
+        raise invalid(param, f"token id {largest} is out of range: the vocabulary has {model.vocab_size} ids")
     return ids
 
 

@@ -75,7 +75,7 @@ class Reply:
         """Return the body of a call that does not stream."""
         body: dict[str, Any] = {**self._head, "choices": [self._choice(choice) for choice in self.choices]}
         if self._chat and self.body.return_token_ids:
-            body["prompt_token_ids"] = self.choices[0].prompt_ids
+            body["prompt_token_ids"] = self.choices[0].prompt_ids.tolist()
         return {**body, "usage": self.usage(), "mooncake": self._served()}
 
     def encoded(self) -> bytes:
@@ -113,7 +113,7 @@ class Reply:
         if first and self._chat:
             chunk = self._chunk(choice, {"delta": {"role": "assistant", "content": ""}})
             if self.body.return_token_ids:
-                chunk["prompt_token_ids"] = choice.prompt_ids
+                chunk["prompt_token_ids"] = choice.prompt_ids.tolist()
             yield chunk
         shows_ids = self.body.return_token_ids or self.body.continuous_usage or piece.logprobs
         said = piece.text or piece.calls or piece.reasoning or choice.finish_reason
@@ -124,7 +124,7 @@ class Reply:
         if self.body.return_token_ids:
             ids["token_ids"] = piece.token_ids
             if first and not self._chat:
-                ids["prompt_token_ids"] = choice.prompt_ids
+                ids["prompt_token_ids"] = choice.prompt_ids.tolist()
         chunk = self._chunk(choice, content, piece, ids)
         if piece.calls and choice.finish_reason:  # what ends with the chunk that brought it, OpenAI's client overlooks
             chunk["choices"][0]["finish_reason"] = None
@@ -174,7 +174,7 @@ class Reply:
         if self.body.return_token_ids:
             whole["token_ids"] = piece.token_ids
             if not self._chat:
-                whole["prompt_token_ids"] = choice.prompt_ids
+                whole["prompt_token_ids"] = choice.prompt_ids.tolist()
         return whole | _versions(choice)
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:

@@ -45,7 +45,12 @@ def tokenize(raw: bytes | bytearray, models: ServedModels) -> bytes:
     form = chat_form(bytes(body.chat_template_kwargs), body.add_generation_prompt, body.continue_final_message)
     ids = tokenized(prompt, model, param, special=body.add_special_tokens is not False, form=form)
     strings = [text_of(model.tokenizer.piece(token)) for token in ids] if body.return_token_strs else None
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": model.max_model_len,
+        "tokens": ids.tolist(),
+        "token_strs": strings,
+    }
     return msgspec.json.encode(answer)
 
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import string
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal, Protocol
@@ -74,7 +74,7 @@ class Words(Protocol):
     chat_template: str
     takes_tools: bool
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = True) -> Sequence[int]: ...
 
 
 class _Function(Struct):

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import threading
+from array import array
 from types import SimpleNamespace
 
 import httpx
@@ -237,7 +238,7 @@ def test_who_asks_for_a_grammar_keeps_nobody_waiting_who_asks_for_none(none_at_o
     def slow(text, **_options):
         threads.append(threading.current_thread().name)
         assert text == "plain" or go_on.wait(10)
-        return [1]
+        return array("i", [1])
 
     actor.model.tokenizer.encode = slow
 

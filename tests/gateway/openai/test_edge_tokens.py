@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize: vLLM's shapes, bounded and prepared as prompts are, without a request."""
 
 import threading
+from array import array
 
 import pytest
 from scripted_actor import ScriptedActor
@@ -38,7 +39,7 @@ def test_a_conversation_is_told_as_the_engine_would_get_it():
 
 def test_what_a_model_puts_before_a_text_can_be_left_out():
     actor = ScriptedActor()
-    actor.model.tokenizer.encode = lambda text, *, special=True, salt=None: [256] * special + list(text.encode())
+    actor.model.tokenizer.encode = lambda text, *, special=True, salt=None: array("i", [256] * special + list(text.encode()))
     assert tokenize(actor, prompt="a").json()["tokens"] == [256, 97]
     assert tokenize(actor, prompt="a", add_special_tokens=True).json()["tokens"] == [256, 97]
     assert tokenize(actor, prompt="a", add_special_tokens=False).json()["tokens"] == [97]
