@@ -126,7 +126,7 @@ def test_a_node_may_replace_keys_of_its_role(write: Any) -> None:
         ('[model]\nname = "a\\n"\n', "x.toml: model: name must be printable text without spaces"),
         (f"[model]\nname = '{'a' * 257}'\n", "x.toml: model: name must be printable text without spaces"),
         ("[model]\nblock_tokens = 0\n", "block_tokens must be between"),
-        ("[model]\nblock_tokens = 1\nmax_model_len = 16385\n", "x.toml: model: max_model_len must be at most 16384"),
+        ("[model]\nblock_tokens = 1\nmax_model_len = 65537\n", "x.toml: model: max_model_len must be at most 65536"),
         ("[gateway]\nhttp_port = 70000\n", "x.toml: gateway: http_port must be between 1 and 65535"),
         ("a = [\n", "x.toml: not TOML"),
     ],

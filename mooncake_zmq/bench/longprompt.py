@@ -37,6 +37,7 @@ from mooncake_zmq.bench.memory import cpu_s, footprint
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.bench.sleeping_vllm import PREFILL_S, TOKEN_S
 from mooncake_zmq.config.load import load
+from mooncake_zmq.core.messages import MAX_TOKENS
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare as prepare_model
 from mooncake_zmq.engine.sources.directory import ModelDirectory
@@ -77,10 +78,6 @@ max_known_blocks = 4_194_304
 
 [gateway.requests]
 max_open = 2048
-
-[gateway.edge]
-max_body_bytes = {body_bytes}
-max_reading_bytes = {reading_bytes}
 
 [[nodes]]
 name = "conductor-0"
@@ -123,7 +120,7 @@ class LongPrompts:
     @property
     def longest(self) -> int:
         """Tokens that a conversation has at its end, at most."""
-        return int(1.3 * (self.tokens + (self.turns // self.chats + 2) * NEW_WORDS))
+        return int(1.03 * (self.tokens + (self.turns // self.chats + 2) * NEW_WORDS)) + ANSWER_TOKENS
 
 
 @dataclass(slots=True)
@@ -149,6 +146,8 @@ def bench_longprompt(wanted: LongPrompts, progress: Progress) -> Report:
     report = Report("longprompt")
     if wanted.beside and shutil.which(shlex.split(wanted.beside)[0]) is None:
         raise Refused(f"the other router does not start: there is no program {shlex.split(wanted.beside)[0]}")
+    if wanted.longest > MAX_TOKENS:
+        raise Refused(f"conversations would grow to {wanted.longest:,} tokens, and a prompt has {MAX_TOKENS:,} at most")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mczmq-")))
         servers = stack.enter_context(_servers(SERVERS))
@@ -194,14 +193,11 @@ def _cluster(
         model = _described(wanted, scratch / "model", progress)
     except ModelError as error:
         raise Refused(error.message) from None
-    body = 16 * wanted.longest
     text = NODES.format(
         model=model,
         block_tokens=BLOCK_TOKENS,
-        max_model_len=wanted.longest + ANSWER_TOKENS,
+        max_model_len=wanted.longest,
         capacity=4 * wanted.chats * wanted.longest,
-        body_bytes=body,
-        reading_bytes=max(64 << 20, 8 * body),
     )
     path = scratch / "longprompt.toml"
     path.write_text(text + "".join(NODE.format(number=number, url=url) for number, url in enumerate(servers)))

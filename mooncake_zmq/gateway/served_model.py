@@ -123,6 +123,11 @@ class ServedModels:
         """The identity of each model; an empty one if there is one model."""
         return tuple(model.identity for model in self.each)
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens that a prompt and its answer may have together at most, with any model."""
+        return max(model.max_model_len for model in self.each)
+
     def named(self, name: str) -> ServedModel | None:
         """Return the model that a client asks for by this name, or None if there is none."""
         return next((found for model in self.each if (found := model.named(name)) is not None), None)

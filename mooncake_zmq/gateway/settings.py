@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+LEAST_BODY_BYTES = 4 << 20
+TOKEN_BYTES = 9
+"""Bytes of JSON that a token takes, as an id or as text."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsSettings:
@@ -45,9 +49,9 @@ class RequestsSettings:
 class EdgeSettings:
     """Limits of HTTP calls, all checked before a prompt is tokenized."""
 
-    max_body_bytes: int = 4 << 20
-    """Bytes of one HTTP body. The longest prompt a message carries, 512 Ki token ids, is about 4 MiB of JSON; parsing
-    that occupies the interpreter for 30 to 50 ms."""
+    max_body_bytes: int = 0
+    """Bytes of one HTTP body; 0: 9 for each token of the longest context, but at least 4 MiB, and at most half of
+    `max_reading_bytes`. Parsing 4 MiB of token ids occupies the interpreter for 30 to 50 ms."""
     body_timeout_s: float = 30.0
     """Seconds a client may take to send its body."""
     max_reading_bytes: int = 64 << 20
@@ -85,18 +89,23 @@ class EdgeSettings:
     those that its chat template contains; none: its reasoning is a part of the text."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("max_body_bytes", "max_choices", "max_buffered_outputs", "max_held_scores", "tokenize_threads")
+        at_least_one = ("max_choices", "max_buffered_outputs", "max_held_scores", "tokenize_threads")
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
         for name in ("body_timeout_s", "full_retry_after_s", "send_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive")
-        for name in ("short_body_bytes", "max_echo_chars", "keep_alive_s"):
+        for name in ("max_body_bytes", "short_body_bytes", "max_echo_chars", "keep_alive_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative")
-        if self.max_reading_bytes < 2 * self.max_body_bytes:
+        if self.max_reading_bytes < 2 * (self.max_body_bytes or LEAST_BODY_BYTES):
             raise ValueError("max_reading_bytes must be at least twice max_body_bytes, as a tenant may use half of it")
+
+    def body_bytes(self, longest_context: int) -> int:
+        """Return the bytes that one body may have where the longest context served has so many tokens."""
+        enough = max(LEAST_BODY_BYTES, TOKEN_BYTES * longest_context)
+        return self.max_body_bytes or min(enough, self.max_reading_bytes // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ SEND_HWM = 4096
 """Frames queued for one connected peer; a peer further behind than this loses frames, which the session sends again."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 4096
 RECEIVE_HWM = 8
-"""Frames received from one connection and not taken yet, 32 MiB of them; more wait on the sender's side. On TCP
+"""Frames received from one connection and not taken yet, 64 MiB of them; more wait on the sender's side. On TCP
 `Connections` limits their bytes instead."""
 LIMITS = Limits(
     max_message_bytes=MAX_FRAME_BYTES,

@@ -33,13 +33,13 @@ from mooncake_zmq.transfer.sockets import USER_ID
 
 log = structlog.get_logger()
 
-MAX_UNTAKEN_BYTES = 16 << 20
+MAX_UNTAKEN_BYTES = 32 << 20
 """Limit for all connections of a socket together. Beyond it connections are cut, first of the host whose untaken bytes, each by
 the time for which it has waited, weigh most: one that sends much and is late by a moment weighs less than many that send little
 and never end. A peer that is cut reconnects."""
 PARTIAL_BYTES = 512 << 10
 PARTIAL_S = 1.0
-PARTIAL_GROWTH_BYTES = 12 << 20
+PARTIAL_GROWTH_BYTES = 24 << 20
 """Limit of three of the longest messages: a normal message takes as much memory as it has bytes."""
 MAX_OF_A_HOST = 1024
 """Connections of one host to a socket, a tenth of what the descriptors of a process allow; a further one is cut at once. A host

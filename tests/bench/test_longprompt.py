@@ -66,3 +66,9 @@ def test_the_number_of_tokens_is_found_at_either_end_of_a_body() -> None:
 def test_conversations_fit_into_the_context_that_is_served() -> None:
     load = LongPrompts(tokens=1000, rate=50, seconds=60, chats=5)
     assert load.longest > load.tokens + load.turns / load.chats * 400
+
+
+def test_conversations_longer_than_a_message_are_refused() -> None:
+    result = CliRunner().invoke(bench, ["longprompt", "--tokens", "1100000"])
+    assert result.exit_code == 2
+    assert "a prompt has 1,048,576 at most" in result.output

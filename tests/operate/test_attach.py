@@ -150,7 +150,7 @@ def test_a_dry_run_prints_a_deployment_that_loads(make: Make, run: Run, tmp_path
     loaded = load(file, {}, {})
     config = loaded.config
     assert (config.model.name, config.model.path, config.model.engine) == ("m", str(model.resolve()), "vllm")
-    assert (config.model.block_tokens, config.model.max_model_len) == (32, 524_288)
+    assert (config.model.block_tokens, config.model.max_model_len) == (32, 1_048_576)
     assert config.model.adapters == ("tuned",)
     nodes = [(node.name, node.role) for node in config.nodes]
     roles = [("conductor-0", "conductor"), ("cache-0", "cache-node"), ("vllm-0", "vllm"), ("vllm-1", "vllm")]

@@ -122,8 +122,8 @@ def most_bytes(self: Connections, _now: float) -> int:
 
 def test_a_bug_planted_in_the_choice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connections, "_heaviest", most_bytes)
-    assert HONEST not in flood(1, 60, 1, 400 << 10, 300)._open
-    assert HONEST not in flood(1, 300, 40, 64 << 10, 300)._open
+    assert HONEST not in flood(1, 120, 1, 400 << 10, 300)._open
+    assert HONEST not in flood(1, 600, 40, 64 << 10, 300)._open
 
 
 def crowded(arrivals: list[tuple[int, bool]], most: int) -> Model:

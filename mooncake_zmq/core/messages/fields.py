@@ -4,11 +4,11 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 21
-MAX_MESSAGE_BYTES = 4 << 20
+PROTOCOL_VERSION = 22
+MAX_MESSAGE_BYTES = 8 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
-MAX_BLOCKS = 16_384
+MAX_BLOCKS = 65_536
 """Blocks one message may name; longer lists are split by the sender."""
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Tenant = Annotated[str, Meta(max_length=64)]
@@ -51,7 +51,7 @@ Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 """Priority of a request: a larger number waits longer, as in vLLM."""
 MAX_NODES = 4096
 """Nodes that one message may name."""
-MAX_TOKENS = 1 << 19
+MAX_TOKENS = 1 << 20
 Tokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 """Token ids as little-endian int32 bytes."""
 

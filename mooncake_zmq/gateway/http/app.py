@@ -207,7 +207,7 @@ class _Posted(Generic[WorkT]):
             with contextlib.ExitStack() as stack:
                 usage = stack.enter_context(Usage(self._edge.tenants, tenant, self._edge.clock))
                 with self._edge.reading(tenant.name if tenant else "") as reading:
-                    raw = await _read_body(Request(scope, receive), reading, self._edge.settings)
+                    raw = await _read_body(Request(scope, receive), reading, self._edge)
                     usage.prepare()
                     call = stack.enter_context(self._edge.call())
                     call.names = scope["state"]["names"]
@@ -353,8 +353,9 @@ async def _hang_up(scope: Scope, receive: Receive) -> None:
         await cluster_routes.until_gone(receive)
 
 
-async def _read_body(request: Request, reading: Reading, settings: EdgeSettings) -> bytearray:
-    limit = settings.max_body_bytes
+async def _read_body(request: Request, reading: Reading, edge: Edge) -> bytearray:
+    settings = edge.settings
+    limit = settings.body_bytes(edge.models.longest_context)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and (len(length) > 18 or int(length) > limit):
         raise _too_large(limit)

@@ -24,7 +24,7 @@ def find(servers: Sequence[Server], name: str, given: str | None) -> Path:
         texts, _ = describe(str(found[0]), "", name)
     except ModelError as error:
         raise ModelError(f"{error}; another directory: {OPTION}") from error
-    own = open_tokenizer(texts).encode(TESTED_TEXT, special=False)
+    own = open_tokenizer(texts).encode(TESTED_TEXT, special=False).tolist()
     for server in servers:
         if tokens_of(server.url, name, TESTED_TEXT) not in (None, own):
             raise ModelError(f"the tokenizer in {found[0]} is not that of {server.url}: {OPTION}")

@@ -256,7 +256,7 @@ def test_a_call_that_was_made_into_requests_is_told_by_their_lines_and_any_other
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"max_body_bytes": 0},
+        {"max_body_bytes": -1},
         {"max_choices": 0},
         {"keep_alive_s": -1.0},
         {"max_buffered_outputs": 0},
@@ -272,3 +272,12 @@ def test_a_call_that_was_made_into_requests_is_told_by_their_lines_and_any_other
 def test_settings_are_checked(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         EdgeSettings(**wrong)
+
+
+def test_a_body_may_be_as_long_as_the_longest_prompt_as_token_ids():
+    longest = 1 << 20
+    ids = ",".join(["1000000"] * longest)
+    assert EdgeSettings().body_bytes(longest) > len(ids)
+    assert EdgeSettings().body_bytes(4096) == 4 << 20
+    assert EdgeSettings(max_body_bytes=1000).body_bytes(longest) == 1000
+    assert EdgeSettings(max_reading_bytes=10 << 20).body_bytes(longest) == 5 << 20, "a tenant may use half of it"
