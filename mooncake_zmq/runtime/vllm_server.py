@@ -122,7 +122,7 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
         more = {"replay_endpoint": settings.kv_events_replay or None, "topic": settings.kv_events_topic}
         options |= events_option(settings.kv_events, **more)
     if stores := _stores(config, host):
-        options |= connector_option(stores)
+        options |= connector_option(stores, min(settings.copies, len(stores)))
     arguments = [str(part) for name, value in options.items() for part in (name, value)]
     flags = [SCALE_OUT, REUSE_REPORTED]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]
@@ -134,13 +134,14 @@ def events_option(endpoint: str, **more: Any) -> dict[str, str]:
     return {"--kv-events-config": _compact(events)}
 
 
-def connector_option(stores: Sequence[str]) -> dict[str, str]:
-    """Return the option with which vLLM runs our connector over these stores. Its value has no space."""
+def connector_option(stores: Sequence[str], copies: int = 1) -> dict[str, str]:
+    """Return the option with which vLLM runs our connector over these stores, `copies` of which have each block. Its value has
+    no space."""
     connector = {
         "kv_connector": "MooncakeZmqConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "mooncake_zmq.vllm.connector",
-        "kv_connector_extra_config": {"stores": ",".join(stores)},
+        "kv_connector_extra_config": {"stores": ",".join(stores)} | ({"copies": copies} if copies > 1 else {}),
     }
     return {"--kv-transfer-config": _compact(connector)}
 

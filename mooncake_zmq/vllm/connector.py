@@ -427,7 +427,9 @@ class _WorkerHalf:
         else:
             raise ValueError(f"MooncakeZmqConnector: KV on {sorted(kinds)} is not supported; on cpu or cuda it is")
         threads = self._settings.copy_threads or threads
-        self._mover = Mover(_connected(self._settings, self._settings.client), self.prefix, loading, saving, threads)
+        self._mover = Mover(
+            _connected(self._settings, self._settings.client), self.prefix, loading, saving, threads, self._settings.copies
+        )
 
     def start_loads(self, orders: Orders) -> None:
         if orders.loads and self._mover is not None:

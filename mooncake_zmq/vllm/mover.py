@@ -88,11 +88,19 @@ class Mover:
     """Carry out loads and saves. One thread calls it."""
 
     def __init__(
-        self, client: StoreClient, prefix: str, loading: Sequence[Memory], saving: Sequence[Memory], threads: int = 1
+        self,
+        client: StoreClient,
+        prefix: str,
+        loading: Sequence[Memory],
+        saving: Sequence[Memory],
+        threads: int = 1,
+        copies: int = 1,
     ) -> None:
         """`prefix`: prefix of the names of this rank's blocks. `loading`, `saving`: the memory of each KV cache group.
-        `threads`: how many copy one load in parallel, and as many one save."""
+        `threads`: how many copy one load in parallel, and as many one save. `copies`: the number of stores in which a block is
+        saved."""
         self._client = client
+        self._copies = copies
         self._prefixes = [group_prefix(prefix, group) for group in range(len(loading))]
         self._loading, self._saving = loading, saving
         self._changed = threading.Condition()
@@ -215,7 +223,8 @@ class Mover:
 
     def _put(self, group: int, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
         def put(start: int, stop: int) -> list[int]:
-            return self._client.put(object_names([self._prefixes[group]], keys[start:stop]), values[start:stop])
+            names = object_names([self._prefixes[group]], keys[start:stop])
+            return self._client.put(names, values[start:stop], replicas=self._copies)
 
         return self._savers.share(len(keys), put, UNREACHED)
 

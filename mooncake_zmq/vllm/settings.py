@@ -36,6 +36,9 @@ class ConnectorSettings:
     delays one request by that time, and the engine not at all."""
     load: str = "faster"
     """Which blocks of the pool are loaded: "faster", those for which loading is faster than computing, or "always", all."""
+    copies: int = 1
+    """Stores in which each block is saved: the one on this host and, of the others, the next. With 2, the KV of an answer
+    outlives its host."""
     coming_timeout_s: float = COMING_TIMEOUT_S
     """How long a request that another engine prefilled waits for blocks that are still being saved, before it computes them."""
 
@@ -62,5 +65,8 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     own["coming_timeout_s"] = float(values.pop("coming_timeout_s", COMING_TIMEOUT_S))
     if not addresses:
         raise ValueError("stores: names no store")
+    own["copies"] = int(values.pop("copies", 1))
     _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **values})
+    if not 1 <= own["copies"] <= len(endpoints):
+        raise ValueError(f"copies: {own['copies']} is not within 1 to {len(endpoints)}, the number of stores")
     return ConnectorSettings(tuple(endpoints), client, **own)

@@ -19,6 +19,9 @@ class VllmSettings:
     serves nothing else, and its vLLM loads the KV from the stores: both run with the connector. "both": whole requests."""
     serve_arguments: tuple[str, ...] = ()
     """Further arguments on the command line of the vLLM that `up --vllm-python` starts; they have no other use."""
+    copies: int = 1
+    """Stores in which the vLLM that `up --vllm-python` starts saves each block, at most all: `copies` of the connector. With 2,
+    the KV of an answer outlives its host."""
     max_running: int = 32
     """Most requests sent to vLLM at a time: its `--max-num-seqs`, so that requests wait here, in order, and can be moved."""
     max_queued: int = 64
@@ -56,8 +59,8 @@ class VllmSettings:
 
     def __post_init__(self) -> None:
         _check_url(self.url)
-        if min(self.max_running, self.max_queued, self.capacity_tokens, self.max_known_blocks) < 1:
-            raise ValueError("max_running, max_queued, capacity_tokens and max_known_blocks must be at least 1")
+        if min(self.copies, self.max_running, self.max_queued, self.capacity_tokens, self.max_known_blocks) < 1:
+            raise ValueError("copies, max_running, max_queued, capacity_tokens and max_known_blocks must be at least 1")
         for endpoint in (self.kv_events, self.kv_events_replay):
             if endpoint and not endpoint.startswith(("tcp://", "ipc://")):
                 raise ValueError(f"kv_events and kv_events_replay are tcp:// or ipc:// endpoints, not {endpoint!r}")

@@ -46,9 +46,13 @@ LONG = 2000
 """Tokens of an answer that is still being computed when its vLLM is killed: some 2 ms each."""
 
 
-def write_llama(directory: Path, seed: int = 0) -> Path:
+MANY = 8192
+"""Tokens of a long prompt."""
+
+
+def write_llama(directory: Path, seed: int = 0, positions: int = 4096) -> Path:
     """Two layers of random normal weights, with a tokenizer that a gateway takes."""
-    write_model(directory, **llama_config(VOCABULARY), bos_token_id=VOCABULARY - 2)
+    write_model(directory, **llama_config(VOCABULARY, positions), bos_token_id=VOCABULARY - 2)
     write_weights(directory, VOCABULARY, seed)
     return directory
 
@@ -126,6 +130,37 @@ class RealCluster(VllmCluster):
 
 class RealApart(RealCluster, ApartCluster):
     """One prefills, the other decodes, both with our connector over the stores of two hosts."""
+
+
+class RealHosts(RealCluster):
+    """Each on a host with a store, on which it saves every block, and on the other's."""
+
+    CONFIG = "vllm-apart.toml"
+    nodes = ("conductor-0", "cache-a", "cache-b", "prefill-a", "decode-b", "gateway-0")
+    VLLMS = ("prefill-a", "decode-b")
+    COPIES = 2
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        model = write_llama(directory / "models" / "long", positions=2 * MANY)
+        self.more_settings = (f"vllm.copies={self.COPIES}", f"model.max_model_len={2 * MANY}", "model.block_tokens=32")
+        super().__init__(directory, model)
+        config = Path(self.arguments[1])
+        text = config.read_text()
+        for part in ("prefill", "decode"):
+            assert f'part = "{part}", ' in text
+            text = text.replace(f'part = "{part}", ', "")
+        config.write_text(text)
+
+    def kill_host(self, vllm: str, cache: str) -> None:
+        """Kill a vLLM with its node and the cache-node of its host, all at once."""
+        for pid in [*self.processes(vllm), self.pid(vllm), self.pid(cache)]:
+            os.kill(pid, signal.SIGKILL)
+
+
+class RealHostsOneCopy(RealHosts):
+    """The same with the usual one copy."""
+
+    COPIES = 1
 
 
 class RealAdapters(RealCluster):
@@ -342,6 +377,33 @@ def test_one_prefills_another_decodes_and_its_death_loses_no_token() -> None:
             os.kill(cluster.server("decode-b"), signal.SIGKILL)
             assert stream.read() == whole
         assert not stream.errors
+
+
+@pytest.mark.parametrize("kind", [RealHosts, RealHostsOneCopy])
+def test_with_two_copies_the_death_of_a_host_costs_no_prefill(kind: type[RealHosts]) -> None:
+    prompts = [[3 + (seed + i * (7 + seed)) % 90 for i in range(MANY)] for seed in range(2)]
+    with running(kind) as cluster:
+        began = time.monotonic()
+        cluster.complete_text(prompt=prompts[1], max_tokens=1)
+        cold_s = time.monotonic() - began
+        whole = cluster.complete_text(prompt=prompts[0], max_tokens=1000)
+        home, caches = served(whole), dict(zip(cluster.VLLMS, ("cache-a", "cache-b"), strict=True))
+        (left,) = {*cluster.VLLMS} - {home}
+        computed = lambda: web.get(f"{cluster.urls[left]}/metrics").text.partition('"local_compute"')[2].split()[1]  # noqa: E731
+        before = float(computed())
+        with Stream(cluster.url, greedy(model=cluster.model_name, prompt=prompts[0], max_tokens=1000, stream=True)) as stream:
+            stream.read(40)
+            cluster.kill_host(home, caches[home])
+            at = [time.monotonic()]
+            while len(stream.tokens) < 900:
+                stream.read(len(stream.tokens) + 1)
+                at.append(time.monotonic())
+            paused_s = max(np.diff(at))
+            assert stream.read() == whole["choices"][0]["token_ids"]
+        assert not stream.errors
+        again = float(computed()) - before
+        print(f"copies {kind.COPIES}: cold {cold_s:.2f} s, paused {paused_s:.2f} s, {again:.0f} prompt tokens computed again")
+        assert (again < 100) == (kind.COPIES == 2)
 
 
 def test_stopped_stores_cost_the_first_request_alone() -> None:

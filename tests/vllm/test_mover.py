@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -32,15 +32,22 @@ QUICK = ClientSettings(timeout_s=0.3, setup_timeout_s=0.3)
 class Engine:
     """Two layers of KV as NumPy arrays, and a worker's half beside them."""
 
-    def __init__(self, address: str, settings: ClientSettings = QUICK, prefix: str = PREFIX, threads: int = 1) -> None:
+    def __init__(
+        self,
+        stores: Sequence[str],
+        settings: ClientSettings = QUICK,
+        prefix: str = PREFIX,
+        threads: int = 1,
+        copies: int = 1,
+    ) -> None:
         random = np.random.default_rng(7)
         self.layers = [random.standard_normal((BLOCKS, 2, 8, 16), dtype=np.float32) for _ in range(2)]
         self.was = [layer.copy() for layer in self.layers]
         layers = [layer_spans(each.__array_interface__["data"][0], each.shape, each.strides, 4, BLOCKS) for each in self.layers]
         self.memory = HostMemory(BlockSpans(layers))
-        client = StoreClient([address], settings)
+        client = StoreClient(stores, settings)
         client.connect()
-        self.mover = Mover(client, prefix, [self.memory], [self.memory], threads)
+        self.mover = Mover(client, prefix, [self.memory], [self.memory], threads, copies)
         self.number = 0
         self.loads_took: list[tuple[int, int, float]] = []
 
@@ -81,8 +88,9 @@ class Engine:
 def engine() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def make(server: StoreServer | str, *arguments: object, **more: object) -> Engine:
-        made.append(Engine(server if isinstance(server, str) else server.endpoint, *arguments, **more))
+    def make(server: StoreServer | str | list[str], *arguments: object, **more: object) -> Engine:
+        address = server if isinstance(server, str | list) else server.endpoint
+        made.append(Engine([address] if isinstance(address, str) else address, *arguments, **more))
         return made[-1]
 
     yield make
@@ -245,7 +253,7 @@ def test_a_store_that_is_gone_is_waited_for_once_and_not_by_every_save(make_pool
     server = make_pool()
     one = engine(server)
     put, puts = one.mover._client.put, []
-    one.mover._client.put = lambda *arguments: puts.append(arguments) or put(*arguments)
+    one.mover._client.put = lambda *arguments, **more: puts.append(arguments) or put(*arguments, **more)
 
     def tries(*blocks: int) -> int:
         puts.clear()
@@ -431,6 +439,24 @@ def test_the_store_that_is_named_is_asked_before_those_that_do_not_answer(make_p
         assert client.hold(names, ["silent"]).count == 2, "a name that is wrong costs time, no more"
         client.release(hold)
     client.close()
+
+
+def test_blocks_with_two_copies_outlive_the_store_at_home(make_pool, engine):
+    home, far, other = sorted((make_pool(name) for name in ("a", "b", "c")), key=lambda server: server.endpoint)
+    stores = [home.endpoint, other.endpoint, far.endpoint]
+    writer = engine(stores, copies=2)
+    writer.save(0, 1, 2)
+    held = [server.gauges()["objects"] for server in (home, far, other)]
+    assert held == [3, 3, 0], "the second copy is in the store whose address comes next"
+    home.close()
+    reader = engine([far.endpoint])
+    reader.wipe()
+    assert reader.load(3, 4, 5) == set()
+    writer.save(0, 1, 2)
+    assert (other.gauges()["objects"], writer.mover.take_counts()["short"]) == (3, 0), "the next store takes its place"
+    far.close()
+    writer.save(0, 1, 2)
+    assert writer.mover.take_counts()["short"] == 3
 
 
 # --- several threads for one copy

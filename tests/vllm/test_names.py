@@ -511,6 +511,10 @@ def test_settings_are_read_or_refused():
     assert not settings.asking.share_memory
     assert read_settings({"stores": "a:1"}).client.timeout_s == MOVE_TIMEOUT_S
     assert read_settings({"stores": "a:1"}).load == "faster"
+    assert read_settings({"stores": "a:1,b:1", "copies": 2}).copies == 2
+    for wrong in (0, 3):
+        with pytest.raises(ValueError, match="copies"):
+            read_settings({"stores": "a:1,b:1", "copies": wrong})
     assert read_settings({"stores": "a:1", "load": "always"}).load == "always"
     assert read_settings({"stores": "a:1", "lookup_timeout_s": 3}).asking.timeout_s == 3.0
     for told in (

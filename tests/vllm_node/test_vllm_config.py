@@ -100,6 +100,16 @@ def test_a_server_has_the_connector_over_all_stores_its_own_first(config: Path, 
     assert transfer["kv_role"] == "kv_both"
 
 
+def test_a_server_saves_as_many_copies_as_there_are_stores_for(tmp_path: Path) -> None:
+    for config, copies in ((APART, {"copies": 2}), (CONFIG, {})):
+        loaded = load(config, {"vllm.copies": "2"}, {})
+        command = server_command("python", loaded.config, loaded.section(loaded.config.of_role("vllm")[0]), "host-a")
+        extra = json.loads(command[command.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+        assert {name: value for name, value in extra.items() if name != "stores"} == copies
+    with pytest.raises(ConfigError, match="copies"):
+        load(written(tmp_path, "max_running = 32", "copies = 0"), {}, {})
+
+
 def test_servers_on_one_machine_share_its_memory_unless_the_settings_say_otherwise(tmp_path: Path) -> None:
     option = "--gpu-memory-utilization"
     for config in (CONFIG, APART):

@@ -5,6 +5,7 @@ mapped segment; with others it exchanges bytes on streams.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -57,6 +58,7 @@ class StoreClient:
         self._sockets = Sockets(keys, allow_plain_tcp=settings.allow_plain_tcp, io_threads=settings.io_threads).borrow()
         self._peers = [Peer(endpoint, settings, self._sockets) for endpoint in endpoints]
         self._closed = False
+        self._short = 0
 
     def connect(self) -> str | None:
         """Meet the stores; None if at least one answered, else the reason why not."""
@@ -103,13 +105,17 @@ class StoreClient:
         replicas: int = 1,
         preferred: Sequence[str] = (),
     ) -> list[int]:
-        """Store values; 0 also where the key has one already, which stays unless `pins` say UPSERT."""
+        """Store values; 0 also where the key has one already, which stays unless `pins` say UPSERT. Of several `replicas` the
+        first is in the store at home, or one that is preferred; a value with fewer of them is stored all the same, and counted
+        as `short`."""
         sizes = [sum(length for _, length in value) for value in values]
         codes = [UNREACHED if size > 0 and is_key(key) else int(Code.INVALID) for key, size in zip(keys, sizes, strict=True)]
         wanted = [index for index, code in enumerate(codes) if code == UNREACHED]
         stores = self._peers
         if preferred:
             stores = sorted(stores, key=lambda peer: not self._is_named(peer, preferred))
+        elif replicas > 1:
+            stores = self._around()
         replaces = bool(pins & Pin.UPSERT)
         if len(stores) > 1 and replicas == 1 and not replaces:
             # A value that another store has is neither stored again nor changed, as if they were one.
@@ -118,14 +124,17 @@ class StoreClient:
                 codes[index] = 0 if found == 1 else codes[index]
             wanted = [index for index in wanted if codes[index]]
         written: list[Peer] = []
+        made: Counter[int] = Counter()
         for peer in stores:
             if len(written) == replicas:
                 break
             answers = self._put_at(peer, keys, values, sizes, pins, wanted)
             for index, code in zip(wanted, answers, strict=True):
                 codes[index] = 0 if codes[index] == 0 else code
+                made[index] += code == 0
             if any(code != UNREACHED for code in answers):
                 written.append(peer)
+        self._short += sum(0 < made[index] < replicas for index in wanted)
         if replaces:
             replaced = [keys[index] for index in wanted if codes[index] == 0]
             for peer in stores:
@@ -201,8 +210,9 @@ class StoreClient:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts of what failed in all stores together, see `Peer.counts`."""
-        return {name: sum(peer.counts[name] for peer in self._peers) for name in ("corrupt", "stale", "expired")}
+        """Counts of what failed in all stores together, see `Peer.counts`; `short`: values in fewer stores than asked for."""
+        counts = {name: sum(peer.counts[name] for peer in self._peers) for name in ("corrupt", "stale", "expired")}
+        return counts | {"short": self._short}
 
     def locate(self, keys: Sequence[str]) -> list[list[tuple[str, int]]]:
         """For each key the (store name, size) of its copies."""
@@ -255,6 +265,11 @@ class StoreClient:
                     break
 
     # --- one store
+
+    def _around(self) -> list[Peer]:
+        """Return home and then the others, from the one whose address comes next: hosts spread their second copies."""
+        home, *others = self._peers
+        return [home, *sorted(others, key=lambda peer: (peer.endpoint < home.endpoint, peer.endpoint))]
 
     def _in_order(self, first: Sequence[str]) -> list[Peer]:
         """Home, then the stores of these names, then the others. One that was never met has no name yet."""
