@@ -405,6 +405,19 @@ def test_keys_of_both_tiers_are_listed_once():
     assert len(objects.some_keys(3)) == 3
 
 
+def test_to_remove_all_finds_a_value_that_left_memory_on_its_way_to_disk():
+    objects = make(slabs=1)
+    for key in "ab":
+        put(objects, key, SLAB // 2)
+    batch = objects.demotion.unsaved(1 << 30, 1)
+    objects.entries.let_all_go()  # its bytes were read
+    assert put(objects, "c", SLAB) == Code.OK
+    assert [value.key for value in batch] == ["a"]
+    assert list(objects.by_key) == ["c"]
+    assert sorted(objects.some_keys(100)) == ["a", "c"]
+    assert objects.some_keys(1) == ["c"]
+
+
 def test_what_a_put_would_replace_on_disk_is_told():
     objects = make(slabs=1)
     put(objects, "a")

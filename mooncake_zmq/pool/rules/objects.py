@@ -78,12 +78,13 @@ class Objects:
 
     def some_keys(self, limit: int, within: tuple[str, ...] | None = None) -> list[str]:
         """Up to `limit` keys that are here, of the tenants with the namespaces `within` if any are given; fewer only if that is
-        all. It takes as long as that many do, whatever others have here."""
+        all. It takes as long as that many do, whatever others have here. A value on its way to disk may have left memory."""
         tenants = None if within is None else sorted(set(map(self.tenants.of, within)))
         keys = list(itertools.islice(self._some_readable(tenants), limit))
         if self.log is not None and len(keys) < limit:
-            others = (key for key in _some_on_disk(self.log, tenants) if key not in self.by_key)
-            keys += itertools.islice(others, limit - len(keys))
+            written = (key for key in self.log.writing if tenants is None or self.tenants.of(key) in tenants)
+            on_disk = itertools.chain(_some_on_disk(self.log, tenants), written)
+            keys += itertools.islice((key for key in on_disk if key not in self.by_key), limit - len(keys))
         return keys
 
     def _some_readable(self, tenants: list[int] | None) -> Iterable[str]:
