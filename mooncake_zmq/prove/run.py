@@ -244,7 +244,8 @@ class Proof:
                 reply = _Reply(question, server.ask(question.prompt, question.count).tokens, whole=True)
         except (httpx.HTTPError, OSError) as error:
             lost = server is not self._server or not self._up.is_set()
-            reply = _Reply(question, reply.tokens, False, "cut" if lost else "failed", f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reply = _Reply(question, reply.tokens, False, "cut" if lost else "failed", reason)
         with self._lock:
             self._done += 1
             if reply.whole:
