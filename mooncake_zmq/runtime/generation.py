@@ -5,6 +5,7 @@ ends a request there. Everything received is checked against a limit: the server
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -50,6 +51,9 @@ from mooncake_zmq.vllm.hints import as_parameters
 
 log = structlog.get_logger()
 
+READ_OUT_S = 0.05
+KEPT, KEPT_S = 32, 2.0
+"""Most idle connections, and how long they are kept: vLLM closes them after five seconds."""
 LIST_S = 0.5
 """The longest wait for the list of adapters, which a health check asks for beside it."""
 GENERATE = "/inference/v1/generate"
@@ -511,11 +515,13 @@ class Generation:
         long = len(work.tokens) > PIECE_BYTES
         body = await asyncio.to_thread(request_body, work) if long else request_body(work)
         async with self._asking(work, body) as response:
-            async for raw in response.aiter_raw():
+            pieces = response.aiter_raw()
+            async for raw in pieces:
                 for data in lines.feed(raw):
                     answer.take(data)
                 self._report(work_id, answer)
                 if answer.done:
+                    await _read_out(pieces)
                     break
         if answer.last is None:
             raise Nonsense("vLLM hung up in mid-answer")
@@ -529,6 +535,14 @@ class Generation:
             del answer.ready[:run], answer.ready_logprobs[:run]
 
 
+async def _read_out(pieces: AsyncIterator[bytes]) -> None:
+    """Read the end of an answer's transfer, which comes with its last event: its connection then serves another request."""
+    with contextlib.suppress(TimeoutError, httpx.HTTPError, httpx.StreamError):
+        async with asyncio.timeout(READ_OUT_S):
+            async for _ in pieces:
+                pass
+
+
 JSON = {"content-type": "application/json"}
 
 
@@ -537,7 +551,7 @@ def _client(url: str, connect_s: float) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=url,
         timeout=connect_s,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT, keepalive_expiry=KEPT_S),
         headers={"accept-encoding": "identity"},
         trust_env=False,
     )

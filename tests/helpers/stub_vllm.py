@@ -45,6 +45,11 @@ class StubVllm:
         self.scored: bytes | None = None
         """The whole answer to a request for the logprobs of a prompt."""
         self.asked: list[dict[str, Any]] = []
+        self.chunked = False
+        """Whether streams are in chunks on a connection that is kept, as vLLM's are."""
+        self.ends = True
+        """Whether a stream in chunks ends after its last piece."""
+        self.connections = 0
         self.running = 0
         self.hung_up = 0
         self._lock = threading.Lock()
@@ -52,6 +57,10 @@ class StubVllm:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                stub.connections += 1
+                super().setup()
 
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
@@ -83,6 +92,7 @@ class StubVllm:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda request, address: None  # a client may hang up at any time
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
@@ -93,14 +103,16 @@ class StubVllm:
             self.running += 1
         handler.send_response(200)
         handler.send_header("content-type", "text/event-stream")
-        handler.send_header("connection", "close")
+        handler.send_header(*(("transfer-encoding", "chunked") if self.chunked else ("connection", "close")))
         handler.end_headers()
-        handler.close_connection = True
+        handler.close_connection = not self.chunked
         try:
             for piece in self.answer(body):
                 if select.select([handler.connection], [], [], 0)[0]:
                     raise BrokenPipeError
-                handler.wfile.write(piece)
+                handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)
+            if self.chunked and self.ends:
+                handler.wfile.write(b"0\r\n\r\n")
         except OSError:
             self.hung_up += 1
         finally:

@@ -85,6 +85,22 @@ def test_tokens_come_as_they_are_made_and_the_last_with_what_was_reused(bench):
     assert answers.tokens == [1, 2, 3]
 
 
+def test_a_connection_serves_one_request_after_another(bench):
+    answers = bench(event([1], "length"), usage(16), DONE)
+    answers.stub.chunked = True
+    for _ in range(3):
+        assert answers.result(work()) == Generated((1,), 16)
+        answers.heard.clear()
+    assert answers.stub.connections == 1
+
+
+def test_an_answer_whose_transfer_does_not_end_is_whole_all_the_same(bench):
+    answers = bench(event([1], "length"), usage(16), DONE)
+    answers.stub.chunked, answers.stub.ends = True, False
+    assert answers.result(work()) == Generated((1,), 16)
+    assert answers.tokens == []
+
+
 def spans(*starts):
     """As vLLM gives versions of weights."""
     ends = [start for _, start in starts[1:]] + [3]
