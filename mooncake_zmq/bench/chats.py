@@ -8,6 +8,7 @@ from statistics import median
 import msgspec
 
 from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.engine.key_cache import KeyCache
 from mooncake_zmq.engine.prepare import prepare as prepare_model
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.gateway.openai.bodies import ChatBody
@@ -41,6 +42,7 @@ def chats(report: Report, rounds: int, progress: Callable[[str], None]) -> None:
             model_fingerprint="m",
             layout_fingerprint="l",
             tokenizer=tokenizer,
+            extend_keys=KeyCache().extend,
         )
         messages = [_message(rand, "user")]
         while len(tokenizer.chat(messages)) < TOKENS:

@@ -2,14 +2,14 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import click
 import httpx
 from httpx_sse import EventSource
 
+from mooncake_zmq.bench.others.store_driver import free_port
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.operate.local_nodes import collect_dumps
 
@@ -140,10 +141,8 @@ def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iter
 
     `overrides`: "section.key" -> TOML value.
     """
-    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
+        port = free_port()
         settings = {"cluster.runtime_dir": directory, "cluster.name": Path(directory).name.lower().replace("_", "-")}
         settings |= {"gateway.http_port": str(port), **overrides}
         variables = {f"MOONCAKE_ZMQ_{key.upper().replace('.', '__')}": value for key, value in settings.items()}
@@ -153,7 +152,10 @@ def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iter
             up = subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_healthy(url, up, log)
+            # Over HTTP; a TLS context costs 20 ms.
+            healthy = partial(httpx.get, f"{url}/health", timeout=5, verify=False)
+            if not answers(healthy, up, START_TIMEOUT_S):
+                raise click.ClickException(f"the cluster did not start:\n{last_lines(log)}")
             yield BenchCluster(url, Path(directory), [node.name for node in config.nodes])
         finally:
             up.send_signal(signal.SIGINT)
@@ -164,13 +166,17 @@ def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iter
                 up.wait()
 
 
-def _wait_healthy(url: str, up: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and up.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5, verify=False).status_code == 200:  # HTTP; a TLS context costs 20 ms
-                return
-        except httpx.HTTPError:
-            pass
+def answers(ask: Callable[[], httpx.Response], process: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
+    """Ask a server that starts until it answers 200; return False if its process ends or the time is over before."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(httpx.HTTPError):
+            if ask().status_code == 200:
+                return True
         time.sleep(0.2)
-    raise click.ClickException("the cluster did not start:\n" + "\n".join(log.read_text().splitlines()[-20:]))
+    return False
+
+
+def last_lines(log: Path) -> str:
+    """Return the end of a program's output."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])

@@ -11,7 +11,6 @@ import random
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,8 +32,9 @@ import uvloop
 from mooncake_zmq.bench.client_connection import Connections, Target
 from mooncake_zmq.bench.client_prompts import VOCABULARY
 from mooncake_zmq.bench.client_stream import Seen, ask
-from mooncake_zmq.bench.cluster import bench_cluster
+from mooncake_zmq.bench.cluster import answers, bench_cluster, last_lines
 from mooncake_zmq.bench.memory import cpu_s, footprint
+from mooncake_zmq.bench.others.store_driver import free_port
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.bench.sleeping_vllm import PREFILL_S, TOKEN_S
 from mooncake_zmq.config.load import load
@@ -150,7 +151,7 @@ def bench_longprompt(wanted: LongPrompts, progress: Progress) -> Report:
         raise Refused(f"conversations would grow to {wanted.longest:,} tokens, and a prompt has {MAX_TOKENS:,} at most")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mczmq-")))
-        servers = stack.enter_context(_servers(SERVERS))
+        servers = stack.enter_context(sleeping_servers(SERVERS))
         direct = _side("the engine alone", servers[0], "sleeping", wanted, {}, progress)
         with _cluster(wanted, servers, scratch, progress) as (url, model, pids):
             ours = _side("mooncake_zmq", url, model, wanted, pids, progress)
@@ -164,8 +165,9 @@ def bench_longprompt(wanted: LongPrompts, progress: Progress) -> Report:
 
 
 @contextmanager
-def _servers(count: int) -> Iterator[list[str]]:
-    ports = [_free_port() for _ in range(count)]
+def sleeping_servers(count: int) -> Iterator[list[str]]:
+    """Run so many servers that sleep in one process; yield their addresses."""
+    ports = [free_port() for _ in range(count)]
     command = [sys.executable, "-m", "mooncake_zmq.bench.sleeping_vllm", *map(str, ports)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -176,12 +178,6 @@ def _servers(count: int) -> Iterator[list[str]]:
     finally:
         process.kill()
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -245,7 +241,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 @contextmanager
 def _other(command: str, servers: Sequence[str], scratch: Path, progress: Progress) -> Iterator[tuple[str, int]]:
     """Start another router by its command line, and wait until it answers a request."""
-    port = _free_port()
+    port = free_port()
     words = shlex.split(command.format(urls=" ".join(servers), port=port))
     progress(f"starting {words[0]}")
     log = scratch / "router.log"
@@ -253,25 +249,14 @@ def _other(command: str, servers: Sequence[str], scratch: Path, progress: Progre
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_answering(url, process, log)
+        body = {"model": "sleeping", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "stream": True}
+        if not answers(partial(httpx.post, f"{url}{CHAT}", json=body, timeout=5, verify=False), process, START_TIMEOUT_S):
+            raise Refused(f"the other router does not answer:\n{last_lines(log)}")
         yield url, process.pid
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _wait_answering(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    body = {"model": "sleeping", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "stream": True}
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.post(f"{url}{CHAT}", json=body, timeout=5, verify=False).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)
-    raise Refused("the other router does not answer:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-20:]))
 
 
 # --- the load

@@ -114,7 +114,7 @@ class _Connection(asyncio.Protocol):
 
     def _answer(self, path: str) -> None:
         if (pieces := PIECES.get(self.path)) is not None:
-            tokens = asked_tokens(self.body[-1] if len(self.body[-1]) >= TAIL_BYTES else b"".join(self.body[-2:]))
+            tokens = asked_tokens(b"".join(self.body))
             return self._later(PREFILL_S, partial(self._next, pieces, tokens, EVENTS))
         content = json.dumps(MODELS).encode() if path == "/v1/models" else b"{}"
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content)

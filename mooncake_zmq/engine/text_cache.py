@@ -7,17 +7,15 @@ the same wherever the text stands again. A chat template writes one around each 
 import hashlib
 import re
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from threading import Lock
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from mooncake_zmq.engine.recent_values import RecentValues
 
 SHORTEST = 64
 """Characters of a text below which it is tokenized each time: to find it would take as long."""
 MAX_BYTES = 64 << 20
 """Limit on the ids kept, 4 bytes each: the least recently used texts go first."""
-ENTRY_BYTES = 200
-"""Memory of an entry beside its ids."""
 PROBES = ("a", " a", "a ", "A b", "\n", "\n\na", "1 2", "  ", "é", "▁a")
 """Texts by which a tokenizer shows whether it treats the beginning of a text differently from the rest."""
 
@@ -59,13 +57,15 @@ class TextCache:
     """The ids of texts, each for the clients that may know of each other. Safe to share between threads."""
 
     def __init__(self, encode: Encode, cuts: dict[str, int], max_bytes: int = MAX_BYTES) -> None:
-        self._encode, self._cuts, self._max_bytes = encode, cuts, max_bytes
+        self._encode, self._cuts = encode, cuts
         longest_first = sorted(cuts, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if cuts else None
-        self._lock = Lock()
-        self._kept: OrderedDict[bytes, array[int]] = OrderedDict()
-        self.bytes = 0
+        self._kept: RecentValues[array[int]] = RecentValues(max_bytes)
+
+    @property
+    def kept_bytes(self) -> int:
         """The bytes that are kept."""
+        return self._kept.bytes
 
     def encode(self, text: str, salt: str | None) -> "array[int]":
         """Return the ids of a text. What was kept for another `salt` is not used, as its speed would show that someone else has
@@ -75,36 +75,16 @@ class TextCache:
         pieces = self._cut.split(text)
         known = {piece: array("i", (self._cuts[piece],)) for piece in pieces if piece in self._cuts}
         long = {piece: _key(salt, piece) for piece in pieces if len(piece) >= SHORTEST}
-        known |= self._find(long)
+        known |= {piece: ids for piece, name in long.items() if (ids := self._kept.find(name)) is not None}
         new = [piece for piece in dict.fromkeys(pieces) if piece and piece not in known]
-        for piece, ids in zip(new, self._encode(new), strict=True):
-            known[piece] = array("i", ids)
+        for piece, made in zip(new, self._encode(new), strict=True):
+            known[piece] = array("i", made)
             if piece in long:
-                self._keep(long[piece], known[piece])
+                self._kept.keep(long[piece], known[piece])
         whole = array("i")
         for piece in filter(None, pieces):
             whole += known[piece]
         return whole
-
-    def _find(self, keys: Mapping[str, bytes]) -> dict[str, "array[int]"]:
-        with self._lock:
-            found = {piece: self._kept[key] for piece, key in keys.items() if key in self._kept}
-            for piece in found:
-                self._kept.move_to_end(keys[piece])
-            return found
-
-    def _keep(self, key: bytes, ids: "array[int]") -> None:
-        with self._lock:
-            if key not in self._kept:
-                self.bytes += _size(ids)
-            self._kept[key] = ids
-            self._kept.move_to_end(key)
-            while self.bytes > self._max_bytes:
-                self.bytes -= _size(self._kept.popitem(last=False)[1])
-
-
-def _size(ids: "array[int]") -> int:
-    return ENTRY_BYTES + len(ids) * ids.itemsize
 
 
 def _key(salt: str, piece: str) -> bytes:

@@ -1,13 +1,12 @@
 """The models that a cluster serves, as the gateway knows them: limits, tokenizer and the namespace of a model's block keys."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
-from mooncake_zmq.gateway.key_cache import KeyCache
-from mooncake_zmq.kv.block_hash import namespace
+from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace
 
 
 class TextStream(Protocol):
@@ -73,7 +72,8 @@ class ServedModel:
     """Names of the adapters with which it is served too."""
     adapter: str = ""
     """The adapter that this is the model with; empty: none."""
-    key_cache: KeyCache = field(default_factory=KeyCache, repr=False, compare=False)
+    extend_keys: Callable[[bytes, bytes, int], list[Key]] = field(default=extend_keys, repr=False, compare=False)
+    """`block_hash.extend_keys`, or what returns the same sooner."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ class ServedModel:
     def hash_prompt(self, tokens: bytes, salt: str) -> tuple[bytes, tuple[bytes, ...]]:
         """Namespace and keys of the complete blocks of `tokens` (int32 bytes)."""
         root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt, adapter=self.adapter)
-        return root, tuple(self.key_cache.extend(root, tokens, self.block_tokens))
+        return root, tuple(self.extend_keys(root, tokens, self.block_tokens))
 
 
 class ServedModels:

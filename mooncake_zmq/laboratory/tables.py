@@ -28,10 +28,15 @@ def pairs(title: str, lines: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+def console() -> Console:
+    """Return standard output, which has a fixed width where it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
 def show(tables: Iterable[Table], notes: Iterable[str] = ()) -> None:
     """Print tables, then notes, on standard output."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    output = console()
     for table in tables:
-        console.print(table)
+        output.print(table)
     for note in notes:
-        console.print(note, markup=False, highlight=False)
+        output.print(note, markup=False, highlight=False)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mooncake_zmq.laboratory.tables import WIDTH
+from mooncake_zmq.laboratory import tables
 from mooncake_zmq.prove.connectors import CONNECTORS, OURS, PLANTED
 from mooncake_zmq.prove.run import Outcome, Proof
 from mooncake_zmq.telemetry.log import logs_from
@@ -107,7 +107,7 @@ def _sayer() -> Callable[[str], None]:
 
 
 def _print_table(connector: str, outcomes: Sequence[Outcome]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = tables.console()
     table = Table(title=f"{connector}: restored against computed", title_justify="left", box=None)
     for head in HEADS:
         table.add_column(head, justify="left" if head == HEADS[0] else "right", no_wrap=True)

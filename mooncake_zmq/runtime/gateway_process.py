@@ -333,6 +333,7 @@ class GatewayProcess(NodeProcess):
 
 def _served(layout: BlockLayout, model: Model, loaded: Loaded, one_of_several: bool) -> ServedModel:
     """Return a model of a deployment as clients know it."""
+    from mooncake_zmq.engine.key_cache import KeyCache
     from mooncake_zmq.engine.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(model.path)
@@ -346,6 +347,7 @@ def _served(layout: BlockLayout, model: Model, loaded: Loaded, one_of_several: b
         tokenizer=tokenizer,
         identity=model.identity if one_of_several else "",
         adapters=loaded.config.model.adapters,
+        extend_keys=KeyCache().extend,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench.command import bench
-from mooncake_zmq.bench.longprompt import LongPrompts, _servers
+from mooncake_zmq.bench.longprompt import LongPrompts, sleeping_servers
 from mooncake_zmq.bench.sleeping_vllm import asked_tokens
 from mooncake_zmq.prove.tiny_llama import write_model
 
@@ -45,7 +45,7 @@ def test_a_router_that_does_not_start_is_said_so(tmp_path: Path) -> None:
     "path", ["/inference/v1/generate", "/v1/chat/completions", "/v1/completions"], ids=["ids", "chat", "text"]
 )
 def test_a_server_that_sleeps_streams_what_is_asked_for(path: str) -> None:
-    with _servers(1) as (url,), httpx.Client(base_url=url) as client:
+    with sleeping_servers(1) as (url,), httpx.Client(base_url=url) as client:
         for asked in (1, 3):
             answer = client.post(path, json={"messages": ["x" * 100_000], "max_tokens": asked, "stream": True})
             events = [line for line in answer.text.splitlines() if line.startswith("data: {")]

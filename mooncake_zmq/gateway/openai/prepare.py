@@ -284,9 +284,8 @@ def tokenized(
             raise invalid(param, of_a_library(error)) from None
     if not ids:
         raise invalid(param, "the prompt has no tokens")
-    if (
-        largest := int(np.frombuffer(ids, np.intc).max())
-    ) >= model.vocab_size:  # a text's too: a tokenizer may know more ids than the model, whose engine would fail
+    largest = int(np.frombuffer(ids, np.intc).max())
+    if largest >= model.vocab_size:  # a text's too: a tokenizer may know more ids than the model, whose engine would fail
         raise invalid(param, f"token id {largest} is out of range: the vocabulary has {model.vocab_size} ids")
     return ids
 

@@ -1,17 +1,14 @@
 """Keeps the block keys of long prompts: of the next turn of a conversation only the new tokens are hashed block by block."""
 
 import hashlib
-from collections import OrderedDict
-from threading import Lock
 
+from mooncake_zmq.engine.recent_values import RecentValues
 from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys
 
 PART_BLOCKS = 128
 """Blocks whose keys are kept together; a shorter rest of a prompt is hashed each time."""
 MAX_BYTES = 32 << 20
 """Limit on the keys kept: the least recently used parts go first."""
-ENTRY_BYTES = 200
-"""Memory of a part beside its keys."""
 
 
 class KeyCache:
@@ -19,11 +16,12 @@ class KeyCache:
     under another root, as another tenant has, find nothing. Safe to share between threads."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._lock = Lock()
-        self._parts: OrderedDict[bytes, bytes] = OrderedDict()
-        self.bytes = 0
+        self._parts: RecentValues[bytes] = RecentValues(max_bytes)
+
+    @property
+    def kept_bytes(self) -> int:
         """The bytes that are kept."""
+        return self._parts.bytes
 
     def extend(self, parent: bytes, tokens: bytes, block_tokens: int) -> list[Key]:
         """Return what `extend_keys` returns: the keys of the complete blocks in `tokens` (int32 bytes) that follow `parent`."""
@@ -34,26 +32,10 @@ class KeyCache:
         for begin in range(size, len(tokens) + 1, size):
             part = tokens[begin - size : begin]
             name = hashlib.sha256(name + part).digest()
-            found = self._find(name)
+            found = self._parts.find(name)
             if found is None:
                 found = b"".join(extend_keys(parent, part, block_tokens))
-                self._keep(name, found)
+                self._parts.keep(name, found)
             keys += [found[at : at + KEY_BYTES] for at in range(0, len(found), KEY_BYTES)]
             parent = keys[-1]
         return keys + extend_keys(parent, tokens[begin:], block_tokens)
-
-    def _find(self, name: bytes) -> bytes | None:
-        with self._lock:
-            found = self._parts.get(name)
-            if found is not None:
-                self._parts.move_to_end(name)
-            return found
-
-    def _keep(self, name: bytes, keys: bytes) -> None:
-        with self._lock:
-            if name not in self._parts:
-                self.bytes += ENTRY_BYTES + len(keys)
-            self._parts[name] = keys
-            self._parts.move_to_end(name)
-            while self.bytes > self._max_bytes:
-                self.bytes -= ENTRY_BYTES + len(self._parts.popitem(last=False)[1])

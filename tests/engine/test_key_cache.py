@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 
-from mooncake_zmq.gateway import key_cache
-from mooncake_zmq.gateway.key_cache import PART_BLOCKS, KeyCache
+from mooncake_zmq.engine import key_cache
+from mooncake_zmq.engine.key_cache import PART_BLOCKS, KeyCache
+from mooncake_zmq.engine.recent_values import ENTRY_BYTES
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 
 BLOCK = 4
@@ -59,7 +60,7 @@ def test_the_next_turn_hashes_no_block_of_the_last_one_again(hashed: list[int]) 
 
 
 def test_what_is_kept_is_bounded_and_the_least_recently_used_goes_first(hashed: list[int]) -> None:
-    most = 3 * (key_cache.ENTRY_BYTES + 16 * PART_BLOCKS)
+    most = 3 * (ENTRY_BYTES + 16 * PART_BLOCKS)
     cache = KeyCache(max_bytes=most)
     first, second, third, fourth = (prompt(seed, PART_BLOCKS) for seed in range(4))
     for tokens in (first, second, third, first, fourth):
@@ -68,6 +69,6 @@ def test_what_is_kept_is_bounded_and_the_least_recently_used_goes_first(hashed: 
     for tokens in (first, third, fourth):
         cache.extend(b"r" * 16, tokens, BLOCK)
     assert not sum(hashed)
-    assert cache.bytes == most
+    assert cache.kept_bytes == most
     cache.extend(b"r" * 16, second, BLOCK)
     assert sum(hashed) == len(second)
