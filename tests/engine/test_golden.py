@@ -59,7 +59,7 @@ def test_greedy_tokens_by_i3(default_model, golden, golden_prompts):
 def test_token_ids(default_tokenizer, golden):
     expected = np.split(golden["text_ids"], np.cumsum(golden["text_lengths"])[:-1])
     for text, ids in zip(golden["texts"], expected, strict=True):
-        assert default_tokenizer.encode(str(text)) == ids.tolist()
+        assert default_tokenizer.encode(str(text)).tolist() == ids.tolist()
 
 
 def test_chat_template(default_tokenizer, golden):
@@ -68,4 +68,4 @@ def test_chat_template(default_tokenizer, golden):
         {"role": "assistant", "content": "Paris."},
         {"role": "user", "content": "And of Japan? Answer in 1 word."},
     ]
-    assert default_tokenizer.chat(chat) == golden["chat_ids"].tolist()
+    assert default_tokenizer.chat(chat).tolist() == golden["chat_ids"].tolist()
