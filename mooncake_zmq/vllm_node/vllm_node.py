@@ -8,7 +8,7 @@ from the prompt and the tokens so far.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from msgspec import structs
@@ -35,7 +35,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.actor_parts import Ids, Lifecycle, Tally
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.drain import Drain
+from mooncake_zmq.core.drain import MOVE, Attempt, Drain
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -66,7 +66,7 @@ from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.vllm_node import early
 from mooncake_zmq.vllm_node.adapters import ListedAdapters
-from mooncake_zmq.vllm_node.admission import Admission
+from mooncake_zmq.vllm_node.admission import Admission, unable
 from mooncake_zmq.vllm_node.engine_cache import EngineCache
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
 from mooncake_zmq.vllm_node.load import Load
@@ -167,12 +167,11 @@ class VllmNode:
                 return []
             case Started():
                 return [self._reports.begin(), *self._ask(now), *self._cache.begin()]
-            case DrainWanted():
-                self._drain.drain()
-                return self._report(now)
-            case CordonWanted(cordoned):
-                self._drain.set_cordon(cordoned)
-                return self._report(now)
+            case TimerFired(key) if key == MOVE:
+                return self._drain.move(_movable(self._jobs.values()))
+            case DrainWanted() | CordonWanted() as order:
+                self._drain.wanted(order)
+                return [*self._report(now), self._drain.move_timer(self._settings.drain_grace_s)]
             case DrainTimedOut():
                 self._drain.drain()
                 return self._hand_over(now)
@@ -522,6 +521,13 @@ class VllmNode:
 
     def _move(self, job: Job, event: JobEvent) -> None:
         job.state = self._lifecycle.after(job.state, event)
+
+
+def _movable(jobs: Iterable[Job]) -> list[Attempt]:
+    """Return the attempts that go on elsewhere when the node drains: not those that vLLM cannot take over once they have a
+    token, which end here."""
+    able = [job for job in jobs if unable(job.request.sampling, job.count + 1) is None]
+    return [(job.gateway, job.request.request_id, job.request.attempt) for job in able]
 
 
 def _scored(job: Job, scores: PromptScoresGenerated) -> list[Effect]:

@@ -17,6 +17,7 @@ PURE = (
     "decode/",
     "gateway/requests/answer",
     "gateway/requests/families",
+    "gateway/requests/relocations",
     "gateway/requests/history",
     "gateway/requests/slowness",
     "gateway/requests/request",

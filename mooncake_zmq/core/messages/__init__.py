@@ -8,6 +8,7 @@ holder always stops first. Delivery (at most once, in order, within a conversati
 import msgspec
 
 from mooncake_zmq.core.messages.computing import (
+    MAX_MOVED,
     AttemptFailed,
     CancelRequest,
     DecodeDenied,
@@ -19,6 +20,7 @@ from mooncake_zmq.core.messages.computing import (
     HandoffFailed,
     HandoffReceived,
     LayersReady,
+    PlaceElsewhere,
     PromptScored,
     ReserveDecode,
     StartPrefill,
@@ -168,6 +170,7 @@ __all__ = [
     "MAX_TRANSFER_STATS",
     "MAX_MODELS",
     "MAX_MODEL_NAME",
+    "MAX_MOVED",
     "MAX_NODES",
     "MAX_PRIORITY",
     "MAX_REFUSALS",
@@ -185,6 +188,7 @@ __all__ = [
     "Outcome",
     "PROTOCOL_VERSION",
     "Part",
+    "PlaceElsewhere",
     "Placed",
     "PrefillLoad",
     "Priority",
@@ -248,6 +252,7 @@ Message = (
     | FirstToken
     | PromptScored
     | AttemptFailed
+    | PlaceElsewhere
     | CancelRequest
     | ReserveDecode
     | DecodeReserved

@@ -84,6 +84,9 @@ class Finished(Struct, frozen=True, kw_only=True):
     prefill: str
     decode: str
     attempts: int
+    """Number of attempts, without those of `relocations`."""
+    relocations: int = 0
+    """Number of attempts that began because a node drained."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     versions: tuple[VersionSpan, ...] = ()
