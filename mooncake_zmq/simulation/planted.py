@@ -27,6 +27,7 @@ from mooncake_zmq.gateway.requests import readiness, requests
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
+from mooncake_zmq.gateway.requests.relocations import Relocations
 from mooncake_zmq.gateway.requests.request import Request
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.prefill.waiting import Waiting
@@ -188,6 +189,22 @@ def _undrained() -> Replacements:
     return [(Drain, "drained", at_once)]
 
 
+def _drain_waits() -> Replacements:
+    """A draining node waits for the ends of its answers."""
+    return [(Drain, "move", lambda self, attempts, **_: [])]
+
+
+def _place_forgone() -> Replacements:
+    """A gateway that asks for another place does not use it."""
+    on_placed = Relocations.on_placed
+
+    def stay(self: Relocations, now: float, sender: str, placed: Any) -> list[Effect] | None:
+        effects = on_placed(self, now, sender, structs.replace(placed, decode=""))
+        return effects if effects is not None else on_placed(self, now, sender, placed)
+
+    return [(Relocations, "on_placed", stay)]
+
+
 def _cordon_ends_drain() -> Replacements:
     """A node that drains for another role changes at once when it is cordoned, whatever it still has."""
     drained = Drain.drained
@@ -328,6 +345,8 @@ PLANTED: dict[str, Planted] = {
     "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
     "lateness_unreported": Planted("a peer's own lateness is not reported", ("I8",), (), _lateness_not_reported),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
+    "drain_waits": Planted("a drain waits for answers", ("I4",), (), _drain_waits),
+    "place_forgone": Planted("a gateway does not use another place", ("I4",), (), _place_forgone),
     "cordon_ends_drain": Planted("a cordon ends a drain", ("I4", "I2"), (K.TANGLE, K.TANGLE, K.ROLE), _cordon_ends_drain),
     "uncordoned": Planted("a cordoned node takes new requests", ("I4",), (), _uncordoned),
     "uncordoned_conductor": Planted("a cordoned conductor is still asked", ("I4",), (K.CORDON,), _uncordoned_conductor),

@@ -30,6 +30,7 @@ class Workload:
     system_prompts: int = 3
     max_system: int = 40
     max_question: int = 32
+    min_answer: int = 1
     max_answer: int = 28
     cancel_share: float = 0.12
     max_choices: int = 4
@@ -194,7 +195,7 @@ def _turn(
         constraint=b"" if workload.plain else CONSTRAINTS[len(prompt) % len(CONSTRAINTS)],
     )
     stop = StopRule(
-        max_tokens=random.randint(1, workload.max_answer),
+        max_tokens=random.randint(workload.min_answer, workload.max_answer),
         min_tokens=random.choice((0, 0, 4)),
         eos_ids=random.choice((EOS_IDS, EOS_IDS, ())),
     )
