@@ -23,7 +23,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import Generate
-from mooncake_zmq.gateway.requests import readiness, requests
+from mooncake_zmq.gateway.requests import readiness, relocations
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
@@ -264,7 +264,7 @@ def _any_model() -> Replacements:
     def careless(_peer: Any, _model: str) -> bool:
         return True
 
-    return [(readiness, "is_for", careless), (requests, "is_for", careless)]
+    return [(readiness, "is_for", careless), (relocations, "is_for", careless)]
 
 
 def _versions_from_zero() -> Replacements:

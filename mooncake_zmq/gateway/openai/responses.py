@@ -229,6 +229,7 @@ class Reply:
             "prefill": finished[0].prefill,
             "decode": finished[0].decode,
             "attempts": finished[0].attempts,
+            "relocations": finished[0].relocations,
             "request": self._request_id,
         }
 
