@@ -9,14 +9,16 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
-from mooncake_zmq.core.messages import Sampling, StopRule
-from mooncake_zmq.gateway.requests.client_events import ClientRequest
+from mooncake_zmq.core.messages import Parsers, Sampling, StopRule
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Reading
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence
 
 MODEL = "simulated"
 OTHER_MODEL = "other"
+READ_BY = Parsers(calls=True, reasoning=True)
+"""Parsers of all vLLMs."""
 CONSTRAINTS = (b"", b"3", b"", b"58")
 
 
@@ -217,6 +219,7 @@ def _turn(
         stop=stop,
         tenant=tenant,
         prompt_logprobs=None if not scores else 1 if workload.plain else random.choice((0, 1)),
+        reading=_reading(prompt) if workload.plain else None,
     )
     after_s, after_tokens = None, None
     if random.random() < workload.cancel_share:
@@ -226,6 +229,13 @@ def _turn(
             after_tokens = random.randint(1, len(answers[0].tokens))
     think_s = random.uniform(0, workload.think_s)
     return Turn(request, tuple(answers), think_s, after_s, after_tokens, cancel_alone=random.random() < 0.5)
+
+
+def _reading(prompt: list[int]) -> Reading | None:
+    """Return how the answer is read, if vLLMs read it."""
+    if len(prompt) % 3 == 0:
+        return None
+    return Reading(parsers=READ_BY, chat=b"{}", textless=frozenset(EOS_IDS), whole=len(prompt) % 5 == 0)
 
 
 def weights(model: str, adapter: str) -> str:

@@ -43,6 +43,7 @@ from mooncake_zmq.core.messages import (
     Hello,
     Message,
     PromptScored,
+    ReadAnswer,
     StartPrefill,
     StopRule,
     TokenLogprob,
@@ -70,6 +71,7 @@ from mooncake_zmq.vllm_node.admission import Admission, unable
 from mooncake_zmq.vllm_node.engine_cache import EngineCache
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
 from mooncake_zmq.vllm_node.load import Load
+from mooncake_zmq.vllm_node.reads import Reads
 from mooncake_zmq.vllm_node.settings import VllmSettings
 from mooncake_zmq.vllm_node.silence import Silence
 
@@ -129,10 +131,11 @@ class VllmNode:
         self._drain = Drain("", self.counts)
         self._early = early.EarlyRequests(settings.max_queued)
         self._adapters = ListedAdapters()
+        self._reads = Reads(settings.max_running + settings.max_queued, self._peers, self._ids, self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
-        effects = self._dispatch(now, event)
+        effects = self._reads.handle(now, event) + self._dispatch(now, event)
         return effects + self._begin(now) + self._drained()
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
@@ -190,6 +193,8 @@ class VllmNode:
                 return [e for each in choices for e in self._on_start(now, gateway or "", each)]
             case CancelRequest():
                 return self._on_cancel(now, sender, message)
+            case ReadAnswer():
+                return []
             case _:
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
@@ -206,6 +211,7 @@ class VllmNode:
         assert len(self._works) <= self._settings.max_running
         assert len(self._in(JobState.QUEUED)) <= self._settings.max_queued
         self._cache.check()
+        self._reads.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
@@ -217,6 +223,7 @@ class VllmNode:
             "requests_waiting": waiting,
             "requests_running": len(self._jobs) - waiting,
             "requests_closing": len(self._closing),
+            "reads_open": len(self._reads),
         }
 
     def dump(self, now: float) -> dict[str, Any]:
@@ -225,6 +232,7 @@ class VllmNode:
             "gauges": self.gauges(now),
             "draining": self._drain.draining,
             "trouble": self._trouble,
+            "reads": self._reads.dump(),
             "compute": asdict(self._load.compute.measured(now)),
             "step": asdict(self._load.step.measured(now)),
             "jobs": [
@@ -430,13 +438,13 @@ class VllmNode:
         if self._probe is not None:
             return []
         self._probe, self._probe_at = self._ids.new(), now
-        return [Start(self._probe, ProbeEngine(self._hung), self._settings.probe_timeout_s)]
+        return [Start(self._probe, ProbeEngine(self._hung, bool(self._trouble)), self._settings.probe_timeout_s)]
 
     def _on_probed(self, now: float, result: EngineProbed | WorkFailed) -> list[Effect]:
         self._probe = None
         effects: list[Effect] = [SetTimer(PROBE, self._settings.probe_s)]
         if isinstance(result, EngineProbed) and result.ready:
-            effects += self._adapters.listed(result.adapters, _conductors(self._peers))
+            effects += self._adapters.listed(result.adapters, _conductors(self._peers)) + self._reads.learn(result.parsers)
             due = [job for job in self._jobs.values() if job.work_id is not None]
             if due and self._silence.is_over_long(now, self._load.under_way_s(now, due)):
                 return effects + self._on_hung(now)
@@ -506,7 +514,7 @@ class VllmNode:
         return self._reports.send(now, prompts, answers)
 
     def _drained(self) -> list[Effect]:
-        return self._drain.drained(idle=not (self._jobs or self._closing or self._early))
+        return self._drain.drained(idle=not (self._jobs or self._closing or self._early or self._reads))
 
     # --- helpers
 

@@ -29,6 +29,7 @@ PURE = (
     "gateway/openai/tool_call_parser",
     "gateway/requests/token_gaps",
     "gateway/requests/readiness",
+    "gateway/requests/readings",
     "gateway/requests/requests",
     "gateway/settings",
     "gateway/requests/tenants",

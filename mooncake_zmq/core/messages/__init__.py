@@ -107,6 +107,17 @@ from mooncake_zmq.core.messages.pool import (
     ReserveSlots,
     SlotsReserved,
 )
+from mooncake_zmq.core.messages.reading import (
+    MAX_CHAT_BYTES,
+    MAX_READ_BYTES,
+    AnswerRead,
+    AnswerUnread,
+    CallRead,
+    End,
+    Parsers,
+    ParsersReported,
+    ReadAnswer,
+)
 from mooncake_zmq.core.messages.sampling import (
     Sampled,
     Sampling,
@@ -130,11 +141,14 @@ from mooncake_zmq.core.messages.watching import (
 __all__ = [
     "MAX_ADAPTERS",
     "AdaptersListed",
+    "AnswerRead",
+    "AnswerUnread",
     "AskState",
     "AttemptFailed",
     "BlocksAnnounced",
     "BlocksLeased",
     "CacheLoad",
+    "CallRead",
     "CancelRequest",
     "ChangeReplica",
     "ChangeRole",
@@ -145,6 +159,7 @@ __all__ = [
     "DecodeDenied",
     "DecodeLoad",
     "DecodeReserved",
+    "End",
     "EndStage",
     "Envelope",
     "FirstToken",
@@ -161,6 +176,7 @@ __all__ = [
     "LeaseRenewed",
     "MAX_BLOCKS",
     "MAX_BODIES",
+    "MAX_CHAT_BYTES",
     "MAX_CONSTRAINT_BYTES",
     "MAX_DUMP_BYTES",
     "MAX_LEVEL",
@@ -173,6 +189,7 @@ __all__ = [
     "MAX_MOVED",
     "MAX_NODES",
     "MAX_PRIORITY",
+    "MAX_READ_BYTES",
     "MAX_REFUSALS",
     "MAX_REPORTED",
     "MAX_RUN",
@@ -187,6 +204,8 @@ __all__ = [
     "NodesReported",
     "Outcome",
     "PROTOCOL_VERSION",
+    "Parsers",
+    "ParsersReported",
     "Part",
     "PlaceElsewhere",
     "Placed",
@@ -195,6 +214,7 @@ __all__ = [
     "PromptScored",
     "ProtocolError",
     "QueuedJob",
+    "ReadAnswer",
     "ReclaimSlots",
     "RejectReason",
     "Rejected",
@@ -264,6 +284,10 @@ Message = (
     | HandoffFailed
     | TokensDecoded
     | WeightsReported
+    | ParsersReported
+    | ReadAnswer
+    | AnswerRead
+    | AnswerUnread
     | LeaseBlocks
     | BlocksLeased
     | RenewLease

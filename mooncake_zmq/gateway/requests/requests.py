@@ -58,6 +58,7 @@ from mooncake_zmq.gateway.requests.client_events import (
 from mooncake_zmq.gateway.requests.cluster_snapshot import count_prediction, prediction
 from mooncake_zmq.gateway.requests.families import Families
 from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness, missing_roles
+from mooncake_zmq.gateway.requests.readings import Readings
 from mooncake_zmq.gateway.requests.relocations import Relocations, absent
 from mooncake_zmq.gateway.requests.request import NEXT_STATE, Request, RequestEvent, RequestState
 from mooncake_zmq.gateway.settings import RequestsSettings
@@ -96,6 +97,7 @@ class Requests:
         self._drain = Drain("", self.counts)
         table, peers, readiness = self._requests, self._peers, self._readiness
         self._relocations = Relocations(table, peers, readiness, settings.stall_s, counts=self.counts, let_go=self._let_go)
+        self.readings = Readings(self._peers, self.counts)
 
     @property
     def cluster(self) -> ClusterView:
@@ -104,8 +106,8 @@ class Requests:
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
-        effects = self._dispatch(now, event)
-        return effects + self._drain.drained(idle=not self._requests) if self._drain.leaves else effects
+        effects = self.readings.around(now, event, self._dispatch)
+        return effects + self._drain.drained(idle=not (self._requests or self.readings)) if self._drain.leaves else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -175,11 +177,13 @@ class Requests:
             if request.led_by:
                 assert request.state is self._requests[request.led_by].state is RequestState.PLACING
         assert len(self._requests) <= self._settings.max_open
+        self.readings.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
         states = [request.state for request in self._requests.values()]
-        return {f"requests_{state.value}": states.count(state) for state in RequestState if state is not RequestState.ENDED}
+        levels = {f"requests_{state.value}": states.count(state) for state in RequestState if state is not RequestState.ENDED}
+        return {**levels, "answers_being_read": len(self.readings)}
 
     def dump(self, now: float) -> dict[str, Any]:
         """See `core.actor`."""
