@@ -92,17 +92,17 @@ def what_was_read(raw: bytes) -> TokensRead:
     if said is None:
         raise Unread(f"vLLM's parsers answer {len(choices)} choices")
     try:
-        calls = msgspec.convert([*_calls(said.tool_calls or [])], list[CallRead], from_attributes=True)
+        calls = msgspec.convert([*_calls(said.tool_calls or [])], tuple[CallRead, ...])
     except msgspec.ValidationError as error:
         raise Unread(f"vLLM's parsers read an invalid call: {_shown(str(error))}") from None
-    return TokensRead(said.reasoning or "", said.content or "", tuple(calls), bytes(read.stream_state))
+    return TokensRead(said.reasoning or "", said.content or "", calls, bytes(read.stream_state))
 
 
-def _calls(given: list[_Call]) -> Iterator[CallRead]:
-    """Yield the parts of calls; a whole answer does not number them, and each is one."""
+def _calls(given: list[_Call]) -> Iterator[tuple[int, str, str]]:
+    """Yield the fields of parts of calls; a whole answer does not number them, and each is one."""
     for place, call in enumerate(given):
         index = call.index if call.index >= 0 else place
-        yield CallRead(index=index, name=call.function.name or "", arguments=call.function.arguments or "")
+        yield index, call.function.name or "", call.function.arguments or ""
 
 
 async def read_tokens(client: httpx.AsyncClient, work: ReadTokens) -> TokensRead:
