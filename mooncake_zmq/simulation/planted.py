@@ -17,6 +17,7 @@ from mooncake_zmq.core import session
 from mooncake_zmq.core.actor import Drained, Effect, Send, SetTimer, Start
 from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
+    AnswerRead,
     FirstToken,
     StartPrefill,
     TokensDecoded,
@@ -27,6 +28,7 @@ from mooncake_zmq.gateway.requests import readiness, relocations
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
+from mooncake_zmq.gateway.requests.readings import Readings
 from mooncake_zmq.gateway.requests.relocations import Relocations
 from mooncake_zmq.gateway.requests.request import Request
 from mooncake_zmq.gateway.requests.requests import Requests
@@ -277,6 +279,16 @@ def _versions_from_zero() -> Replacements:
     return [(vllm_node, "_reported", misplaced)]
 
 
+def _read_again() -> Replacements:
+    """A gateway lets a vLLM read on from the state before the last one."""
+    on_read = Readings._on_read
+
+    def forgetful(self: Readings, now: float, answer: Any, message: AnswerRead) -> list[Effect]:
+        return on_read(self, now, answer, structs.replace(message, state=answer.state))
+
+    return [(Readings, "_on_read", forgetful)]
+
+
 def _passed_on_short() -> Replacements:
     """A vLLM that prefilled hands the request over without the token that it made."""
     handle = VllmNode.handle
@@ -335,6 +347,7 @@ PLANTED: dict[str, Planted] = {
     "any_model": Planted("a gateway ignores which model a node is for", ("I3",), (), _any_model),
     "resume_without_adapter": Planted("a resume forgets the adapter", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_without_adapter),
     "versions_from_zero": Planted("a resume claims earlier tokens", ("I3",), (K.CRASH, K.COPY_FAIL), _versions_from_zero),
+    "read_again": Planted("an answer is read on from an older state", ("I3",), (), _read_again),
     "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_incarnation_received": Planted(

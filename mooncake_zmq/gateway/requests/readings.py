@@ -59,6 +59,11 @@ AGAIN_S: Final = 0.2
 NONE_THERE = "no vLLM with its parsers is connected"
 
 
+MESSAGES: Final = frozenset((ParsersReported, AnswerRead, AnswerUnread))
+OPENS: Final = frozenset((FromClient, PeerDown))
+"""Types of the events that concern it too, even if no answer is being read."""
+
+
 @dataclass(slots=True)
 class _Answer:
     """One answer that is being read."""
@@ -109,8 +114,10 @@ class Readings:
     def around(self, now: float, event: Event, handle: Callable[[float, Event], list[Effect]]) -> list[Effect]:
         """Handle an event that concerns reading alone. Others are handled by `handle`, of whose effects the outputs to clients
         wait that have to be read first."""
-        own = self._own(now, event)
-        return self._pass_on(now, event, handle(now, event)) if own is None else own
+        if (own := self._own(now, event)) is not None:
+            return own
+        effects = handle(now, event)
+        return self._pass_on(now, event, effects) if self._open or type(event) in OPENS else effects
 
     def check(self) -> None:
         """Assert what always holds."""
@@ -124,6 +131,8 @@ class Readings:
 
     def _own(self, now: float, event: Event) -> list[Effect] | None:
         """Handle an event that concerns reading alone; None: it is another one."""
+        if type(event.message) not in MESSAGES if isinstance(event, Received) else not isinstance(event, TimerFired):
+            return None  # most events, at no cost
         match event:
             case Received(sender, ParsersReported(parsers)):
                 if sender in self._peers:
