@@ -68,6 +68,11 @@ class Reads:
                     del self._waiting[key]
         return []
 
+    @property
+    def knows_parsers(self) -> bool:
+        """Whether vLLM has ever said which parsers it has."""
+        return self._parsers is not None
+
     def learn(self, parsers: Parsers | None) -> list[Effect]:
         """Note the parsers of vLLM, None being nothing new, and send a change to the gateways."""
         if parsers is None or parsers == self._parsers:

@@ -438,7 +438,13 @@ class VllmNode:
         if self._probe is not None:
             return []
         self._probe, self._probe_at = self._ids.new(), now
-        return [Start(self._probe, ProbeEngine(self._hung, bool(self._trouble)), self._settings.probe_timeout_s)]
+        return [
+            Start(
+                self._probe,
+                ProbeEngine(self._hung, bool(self._trouble) or not self._reads.knows_parsers),
+                self._settings.probe_timeout_s,
+            )
+        ]
 
     def _on_probed(self, now: float, result: EngineProbed | WorkFailed) -> list[Effect]:
         self._probe = None

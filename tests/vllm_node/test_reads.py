@@ -91,6 +91,10 @@ def test_the_parsers_are_reported_to_gateways_and_asked_for_after_vllm_was_gone(
     node = Node(well=False)
     work_id, probe = node.work(ProbeEngine)
     assert probe.parsers
+    node.done(work_id, EngineProbed(True))
+    node.advance(1)
+    work_id, probe = node.work(ProbeEngine)
+    assert probe.parsers, "it has not said"
     node.done(work_id, EngineProbed(True, parsers=Parsers(calls=True)))
     assert [report.parsers.calls for report in node.take(ParsersReported, "g")] == [True]
     node.up("g3")
