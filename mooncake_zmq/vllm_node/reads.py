@@ -9,7 +9,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mooncake_zmq.core.actor import Effect, Event, PeerDown, PeerUp, Received, Send, SetTimer, Start, TimerFired, WorkDone
+from mooncake_zmq.core.actor import (
+    CancelWork,
+    DrainTimedOut,
+    Effect,
+    Event,
+    PeerDown,
+    PeerUp,
+    Received,
+    Send,
+    SetTimer,
+    Start,
+    TimerFired,
+    WorkDone,
+)
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import AnswerRead, AnswerUnread, Hello, Parsers, ParsersReported, ReadAnswer, clip
 from mooncake_zmq.core.work import ReadTokens, TokensRead, WorkFailed
@@ -66,6 +79,8 @@ class Reads:
             case PeerDown(peer, _):
                 for key in [key for key in self._waiting if key[0] == peer]:
                     del self._waiting[key]
+            case DrainTimedOut():
+                return self._end_all()
         return []
 
     @property
@@ -109,6 +124,12 @@ class Reads:
             return [_unread(gateway, message, "too many answers wait to be read")]
         self._waiting[key] = _Read(gateway, message, now)
         return self._begin(now)
+
+    def _end_all(self) -> list[Effect]:
+        """End all calls, so that the gateways turn to another vLLM."""
+        left = [_unread(read.gateway, read.message, "the node is leaving") for read in self._waiting.values()]
+        self._waiting.clear()
+        return [*left, *([] if self._work is None else [CancelWork(self._work)])]
 
     def _begin(self, now: float) -> list[Effect]:
         """Read the next answer: those of which nothing was read yet come first."""

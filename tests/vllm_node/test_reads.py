@@ -87,6 +87,20 @@ def test_a_gateway_that_leaves_is_read_nothing_more():
     assert not node.reading
 
 
+def test_a_drain_whose_time_is_over_ends_what_is_read_and_what_waits():
+    node = Reader()
+    node.asks("a")
+    node.asks("b")
+    node.drain()
+    assert not node.drained
+    node.run_out_of_drain()
+    assert node.one(AnswerUnread).request_id == "b"
+    assert node.cancelled == [node.work(ReadTokens)[0]]
+    node.ends(WorkFailed("cancelled"))
+    assert node.one(AnswerUnread).request_id == "a"
+    assert node.drained
+
+
 def test_the_parsers_are_reported_to_gateways_and_asked_for_after_vllm_was_gone():
     node = Node(well=False)
     work_id, probe = node.work(ProbeEngine)
