@@ -101,7 +101,7 @@ def test_a_node_may_replace_keys_of_its_role(write: Any) -> None:
         ("[decode]\nmax_batch = 'x'\n", "x.toml: decode.max_batch: expected int, got str"),
         (
             "[decode]\nmax_batsh = 1\n",
-            "x.toml: decode.max_batsh: unknown key; did you mean max_batch?; known here: capacity_tokens, max_batch",
+            "x.toml: decode.max_batsh: unknown key; did you mean max_batch?; known here: capacity_tokens, drain_grace_s",
         ),
         ("[deocde]\n", "x.toml: deocde: unknown key"),
         ("[gateway.requests]\nmax_open = 9\n", "x.toml: gateway: edge.max_choices must not exceed requests.max_open"),

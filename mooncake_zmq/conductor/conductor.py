@@ -413,13 +413,15 @@ class Conductor:
 
     def _on_ended(self, now: float, gateway: str, ended: RequestEnded) -> list[Effect]:
         booking = self._bookings.get((gateway, ended.request_id))
+        if booking is not None and booking.placed.attempt > ended.attempt:
+            booking = None  # its request was placed elsewhere while this attempt was under way
         outcome = ended.outcome
         if outcome is not None:
             self._accuracy.outcome(outcome, None if booking is None else booking.expected_tokens)
             self._placement.hindsight.outcome(outcome, booking)
             if outcome.ended:
                 self._outputs.ended(outcome.max_tokens, outcome.output_tokens)
-        if booking is not None and booking.placed.attempt <= ended.attempt:
+        if booking is not None:
             if self._suspects or ended.stalled:
                 self._judge(now, booking.placed, ended)
             self._unbook(now, booking)

@@ -1,10 +1,20 @@
-"""Draining state of a node: whether it accepts work, whether it ends once idle, and the role that it changes to. PURE."""
+"""Draining state of a node: whether it accepts work, whether it ends once idle, the role that it changes to, and the requests
+that it wants to be placed elsewhere. PURE."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from mooncake_zmq.core.actor import Drained, Effect
+from mooncake_zmq.core.actor import CancelTimer, CordonWanted, Drained, DrainWanted, Effect, Send, SetTimer, TimerKey
 from mooncake_zmq.core.actor_parts import Tally
-from mooncake_zmq.core.messages import ChangeRole, Hello
+from mooncake_zmq.core.messages import MAX_MOVED, ChangeRole, Hello, PlaceElsewhere
+
+MOVE: TimerKey = ("move",)
+"""Key of the timer after which a draining node asks to place its requests elsewhere."""
+MOVE_AGAIN_S = 1.0
+"""Time after which it asks again for those that stayed: another node may have room by then."""
+GRACE_S = 0.5
+"""Default of `drain_grace_s`: a drain then ends within 2 s, in which reports once a second show it to the operator."""
+Attempt = tuple[str, str, int]
+"""Gateway, request and number of an attempt."""
 
 
 class Drain:
@@ -43,6 +53,27 @@ class Drain:
         self.draining = self.leaves = True
         self._become = message.role
         return True
+
+    def wanted(self, order: DrainWanted | CordonWanted) -> None:
+        """Carry out the operator's order."""
+        if isinstance(order, CordonWanted):
+            self.set_cordon(order.cordoned)
+        else:
+            self.drain()
+
+    def move_timer(self, grace_s: float) -> Effect:
+        """Arm the timer `MOVE` for a drain that has begun, or disarm it after one that was undone."""
+        return SetTimer(MOVE, grace_s) if self.draining else CancelTimer(MOVE)
+
+    def move(self, attempts: Iterable[Attempt], *, left: bool = False) -> list[Effect]:
+        """Ask the gateways to place these attempts elsewhere, and arm `MOVE` for those that stay, or are `left` for now. Of
+        more than a message can name, the rest is named the next time."""
+        of_gateways: dict[str, list[tuple[str, int]]] = {}
+        for gateway, request_id, attempt in attempts:
+            of_gateways.setdefault(gateway, []).append((request_id, attempt))
+        self._counts.add("relocations_wanted", sum([len(those) for those in of_gateways.values()]))
+        asked = [Send(to, PlaceElsewhere(attempts=tuple(those[:MAX_MOVED]))) for to, those in of_gateways.items()]
+        return [*asked, SetTimer(MOVE, MOVE_AGAIN_S)] if asked or left else []
 
     def drained(self, *, idle: bool) -> list[Effect]:
         """Return `Drained` once a leaving node is idle; actors call this after every event."""

@@ -9,7 +9,7 @@ import math
 
 from msgspec import Struct, structs
 
-from mooncake_zmq.core.messages import Sampled, Sampling, SlotRef, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import CallRead, End, Parsers, Sampled, Sampling, SlotRef, StopRule, TokenLogprob
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.engine_events import EngineEvent
 from mooncake_zmq.kv.object_record import ObjectRecord
@@ -353,18 +353,42 @@ class EngineReported(Struct, frozen=True):
 
 
 class ProbeEngine(Struct, frozen=True):
-    """Work that checks whether the engine beside this node answers; with `generate`, whether it generates a token."""
+    """Work that checks whether the engine beside this node answers; with `generate`, whether it generates a token; with
+    `parsers`, which parsers it was started with."""
 
     generate: bool = False
+    parsers: bool = False
 
 
 class EngineProbed(Struct, frozen=True):
     """Result of `ProbeEngine`. `reason`: why it is not ready. `adapters`: the names of adapters that it lists; None: not
-    known."""
+    known. `parsers`: those that it was started with; None: not asked, or not known."""
 
     ready: bool
     reason: str = ""
     adapters: tuple[str, ...] | None = None
+    parsers: Parsers | None = None
+
+
+class ReadTokens(Struct, frozen=True):
+    """Work of the engine beside this node: its parsers read the next tokens of an answer. The fields are those of
+    `ReadAnswer`."""
+
+    chat: bytes
+    prompt: bytes
+    tokens: bytes
+    state: bytes = b""
+    end: End = ""
+    whole: bool = False
+
+
+class TokensRead(Struct, frozen=True):
+    """Result of `ReadTokens`. The fields are those of `AnswerRead`."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: tuple[CallRead, ...] = ()
+    state: bytes = b""
 
 
 class ProbeProcess(Struct, frozen=True):
@@ -487,6 +511,7 @@ Work = (
     | ComputeStage
     | Generate
     | ProbeEngine
+    | ReadTokens
     | WatchEngine
     | ForkSequence
     | SampleTokens
@@ -503,6 +528,7 @@ Result = (
     | StageComputed
     | Generated
     | EngineProbed
+    | TokensRead
     | SequenceForked
     | TokensSampled
 )

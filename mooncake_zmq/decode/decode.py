@@ -25,7 +25,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.drain import Drain
+from mooncake_zmq.core.drain import MOVE, Drain
 from mooncake_zmq.core.handlers import Handlers
 from mooncake_zmq.core.messages import (
     MAX_REPORTED,
@@ -212,12 +212,11 @@ class Decode:
                 return self._handoff.on_held_late(now, request_id, attempt)
             case Started():
                 return [self._reports.begin(), self._pool.renewal_timer()]
-            case DrainWanted():
-                self._drain.drain()
-                return self._report(now)
-            case CordonWanted(cordoned):
-                self._drain.set_cordon(cordoned)
-                return self._report(now)
+            case TimerFired(key) if key == MOVE:
+                return self._move()
+            case DrainWanted() | CordonWanted() as order:
+                self._drain.wanted(order)
+                return self._on_drain(now)
             case DrainTimedOut():
                 self._drain.drain()
                 return self._hand_over(now)
@@ -251,7 +250,7 @@ class Decode:
         return []
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
-        return self._report(now) if self._drain.change(sender, message, self._peers) else []
+        return self._on_drain(now) if self._drain.change(sender, message, self._peers) else []
 
     @property
     def kept_sequences(self) -> list[int]:
@@ -301,6 +300,15 @@ class Decode:
             request.unwanted = True
             return []
         return self._ends.drop(now, request, "cancelled")
+
+    def _on_drain(self, now: float) -> list[Effect]:
+        """Report a drain that began or was undone. Requests that do not end within a while are placed elsewhere."""
+        return [*self._report(now), self._drain.move_timer(self._settings.drain_grace_s)]
+
+    def _move(self) -> list[Effect]:
+        """Ask to place all requests elsewhere. Their complete blocks are in the pool, or being put there."""
+        wanted = [request.request for request in self.requests.live.values() if not request.unwanted]
+        return self._drain.move((each.gateway, each.request_id, each.attempt) for each in wanted)
 
     def _hand_over(self, now: float) -> list[Effect]:
         """End all requests at once so that they continue on other nodes; they count as ones for which there is no room."""

@@ -1,7 +1,9 @@
 """Settings of a decode node."""
 
+import math
 from dataclasses import dataclass, field
 
+from mooncake_zmq.core.drain import GRACE_S
 from mooncake_zmq.core.messages import MAX_RUN
 from mooncake_zmq.pool.node.client import PoolClientSettings
 
@@ -36,6 +38,9 @@ class DecodeSettings:
     later prompts begin with. Only prompts prefilled on another host name the blocks that allow that."""
     measured_half_life_s: float = 60.0
     """Time in which the measured speed of an idle node loses half of its weight, as for a prefill."""
+    drain_grace_s: float = GRACE_S
+    """When the decode drains, answers that do not end within so long go on at another decode that has room for them; without
+    one they end here. From `cluster.drain_timeout_s` on: all of them end here."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:
@@ -45,3 +50,5 @@ class DecodeSettings:
             raise ValueError(f"max_steps must be in 1..{MAX_RUN}")
         if min(self.report_s, self.pull_deadline_s, self.step_deadline_s, self.measured_half_life_s) <= 0:
             raise ValueError("report_s, pull_deadline_s, step_deadline_s and measured_half_life_s must be positive")
+        if not 0 <= self.drain_grace_s < math.inf:
+            raise ValueError("drain_grace_s must be 0 or more, and finite")

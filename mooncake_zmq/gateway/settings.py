@@ -81,12 +81,14 @@ class EdgeSettings:
     tokenize_threads: int = 2
     """Threads for longer bodies: one long prompt does not delay another, and the engines keep their cores."""
     tool_call_parser: Literal[
-        "", "hermes", "llama3_json", "mistral", "qwen3_xml", "glm45", "minimax_m2", "kimi_k2", "deepseek_v31"
+        "", "hermes", "llama3_json", "mistral", "qwen3_xml", "glm45", "minimax_m2", "kimi_k2", "deepseek_v31", "vllm"
     ] = ""
-    """Format in which the model writes tool calls; empty: the format of its chat template."""
-    reasoning_parser: Literal["", "none", "think", "mistral", "seed_oss"] = ""
+    """Format in which the model writes tool calls; empty: the format of its chat template, or where that is not known, whatever
+    the parser of the model's vLLMs reads (`--tool-call-parser`); vllm: the latter in any case."""
+    reasoning_parser: Literal["", "none", "think", "mistral", "seed_oss", "vllm"] = ""
     """Marks between which the model writes its reasoning: <think>, [THINK] or <seed:think>, and the same with a slash; empty:
-    those that its chat template contains; none: its reasoning is a part of the text."""
+    those that its chat template contains, or where it has none, whatever the parser of the model's vLLMs reads
+    (`--reasoning-parser`); vllm: the latter in any case; none: its reasoning is a part of the text."""
 
     def __post_init__(self) -> None:
         at_least_one = ("max_choices", "max_buffered_outputs", "max_held_scores", "tokenize_threads")

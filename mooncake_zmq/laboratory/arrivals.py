@@ -31,6 +31,7 @@ from mooncake_zmq.core.messages import (
     Message,
     Outcome,
     Placed,
+    PlaceElsewhere,
     Rejected,
     RejectReason,
     RequestEnded,
@@ -232,6 +233,8 @@ class Arrivals:
                 return self._on_rejected(now, message)
             case AttemptFailed():
                 return self._on_failed(now, sender, message)
+            case PlaceElsewhere():
+                return []  # a node that changes its role first ends what it has
             case _:
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []

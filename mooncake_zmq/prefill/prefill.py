@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mooncake_zmq.core.actor import (
+    CancelTimer,
     CordonWanted,
     DrainTimedOut,
     DrainWanted,
@@ -26,7 +27,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.drain import Drain
+from mooncake_zmq.core.drain import MOVE, Drain
 from mooncake_zmq.core.handlers import Handlers
 from mooncake_zmq.core.messages import (
     BlocksLeased,
@@ -262,12 +263,11 @@ class Prefill:
                 return self._stages.on_deadline(request_id, attempt)
             case Started():
                 return [self._reports.begin(), self._pool.renewal_timer()]
-            case DrainWanted():
-                self._drain.drain()
-                return self._report(now)
-            case CordonWanted(cordoned):
-                self._drain.set_cordon(cordoned)
-                return self._report(now)
+            case TimerFired(key) if key == MOVE:
+                return self._move(now, again=True)
+            case DrainWanted() | CordonWanted() as order:
+                self._drain.wanted(order)
+                return self._on_drain(now)
             case DrainTimedOut():
                 self._drain.drain()
                 return self._hand_over(now)
@@ -297,7 +297,7 @@ class Prefill:
         return []
 
     def _on_change(self, now: float, sender: str, message: ChangeRole) -> list[Effect]:
-        return self._report(now) if self._drain.change(sender, message, self._peers) else []
+        return self._on_drain(now) if self._drain.change(sender, message, self._peers) else []
 
     def _on_report_corrupt(self, _now: float, _sender: str, message: ReportCorrupt) -> list[Effect]:
         return self._reuse.corrupt(message.slots)
@@ -453,6 +453,21 @@ class Prefill:
         return self._reuse.take(lease_id, sources, remote) if of_stage is None else of_stage
 
     # --- ends of jobs and of the node
+
+    def _on_drain(self, now: float) -> list[Effect]:
+        """Report a drain that began or was undone. Prompts whose turn comes too late for it are placed elsewhere at once."""
+        asked = self._move(now) if self._drain.draining else []
+        return [*self._report(now), *(asked or [CancelTimer(MOVE)])]
+
+    def _move(self, now: float, *, again: bool = False) -> list[Effect]:
+        """Ask to place the prompts elsewhere that are not expected to be computed within the grace. The stages of other
+        prefills' pipelines end here. `again`: those that wait for something else than the engine have waited for long."""
+        jobs = [job for job in self._queue if job.state is not ABANDONED]
+        late = self._workload.later_than(now, jobs, self._settings.drain_grace_s)
+        waiting = [job for job in jobs if job not in late and job.state is not JobState.COMPUTING] if again else []
+        wanted = [*late, *waiting, *self._waiting]
+        attempts = [(job.gateway, *attempt) for job in wanted for attempt in job.choices.items()]
+        return self._drain.move(attempts, left=bool(jobs))
 
     def _hand_over(self, now: float) -> list[Effect]:
         """End all jobs at once so that they continue on other nodes; they count as ones for which there is no room."""

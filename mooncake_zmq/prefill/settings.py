@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from mooncake_zmq.core.drain import GRACE_S
 from mooncake_zmq.pool.node.client import PoolClientSettings
 
 
@@ -39,6 +40,9 @@ class PrefillSettings:
     own_reuse: bool = True
     """Look up blocks in the own slab before the pool. Otherwise every reused block comes from the pool, which allows to
     measure it."""
+    drain_grace_s: float = GRACE_S
+    """When the prefill drains, prompts that are not expected to be computed within so long are placed on another prefill at
+    once; without one they are computed here."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:
@@ -48,3 +52,5 @@ class PrefillSettings:
             raise ValueError("overtake and priority_s must be 0 or more, and finite")
         if min(self.report_s, self.measured_half_life_s, self.work_deadline_s) <= 0 or self.slab_bytes <= 0:
             raise ValueError("slab_bytes, report_s, measured_half_life_s and work_deadline_s must be positive")
+        if not 0 <= self.drain_grace_s < math.inf:
+            raise ValueError("drain_grace_s must be 0 or more, and finite")

@@ -123,6 +123,16 @@ class Workload:
             token_s=self._costs.prefill_token_s,
         )
 
+    def later_than(self, now: float, jobs: Sequence[Job], within_s: float) -> list[Job]:
+        """Return those of the jobs, given by rank, that are not expected to be computed within so long."""
+        speeds, ends_s = _Speeds(self._compute.ratio(now), self._load.ratio(now)), 0.0
+        late: list[Job] = []
+        for job in jobs:
+            ends_s += self._left_s(now, job, speeds)
+            if ends_s > within_s:
+                late.append(job)
+        return late
+
     def dump(self, now: float) -> dict[str, Any]:
         """Return the measured speeds as JSON-able values."""
         return {"compute": asdict(self._compute.measured(now)), "load": asdict(self._load.measured(now))}

@@ -29,6 +29,7 @@ from mooncake_zmq.core.messages import (
     MAX_VERSION_CHARACTERS,
     MAX_WEIGHT_VERSIONS,
     Hello,
+    Parsers,
     Sampling,
     TokenLogprob,
 )
@@ -39,6 +40,7 @@ from mooncake_zmq.core.work import (
     Generated,
     ProbeEngine,
     PromptScoresGenerated,
+    ReadTokens,
     Result,
     TokensGenerated,
     WatchEngine,
@@ -46,6 +48,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
+from mooncake_zmq.runtime.derender import JSON, Unread, parsers_of, read_tokens
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.vllm.hints import as_parameters
 
@@ -337,6 +340,9 @@ def _asked(work: Generate) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
         "cache_salt": salt_of(work.root),
     }
+    if sampling.constraint:
+        # A vLLM with a parser of reasoning holds an answer to its grammar only after reasoning, unless that has ended.
+        body["reasoning_ended"] = True
     if work.adapter:
         body["model"] = work.adapter
     if hints := as_parameters(work.sources, work.coming_tokens):
@@ -459,7 +465,7 @@ class Generation:
             result = WorkFailed("cancelled")
         except TimeoutError:
             result = WorkFailed("no answer in time")
-        except Nonsense as nonsense:
+        except (Nonsense, Unread) as nonsense:
             result = WorkFailed(str(nonsense))
         except (httpx.HTTPError, httpx.StreamError) as error:
             result = WorkFailed(f"vLLM at {self._url}: {type(error).__name__}{_reason(error)}")
@@ -469,11 +475,15 @@ class Generation:
         match work:
             case Generate():
                 return await self._generate(work_id, work)
-            case ProbeEngine(generate):
+            case ProbeEngine(generate, parsers):
                 response = await (self._client.post(GENERATE, json=ONE_TOKEN) if generate else self._client.get("/health"))
                 well = response.status_code == httpx.codes.OK
                 reason = "" if well else f"it answers {response.status_code}"
-                return EngineProbed(well, reason, await self._adapters() if well else None)
+                if not well:
+                    return EngineProbed(well, reason)
+                return EngineProbed(well, reason, await self._adapters(), await self._parsers() if parsers else None)
+            case ReadTokens():
+                return await read_tokens(self._client, work)
             case _:
                 raise TypeError(work)
 
@@ -482,6 +492,14 @@ class Generation:
         try:
             async with asyncio.timeout(LIST_S):
                 return adapters_in(await self._client.get("/v1/models"))
+        except (httpx.HTTPError, TimeoutError):
+            return None
+
+    async def _parsers(self) -> Parsers | None:
+        """Return the parsers that vLLM was started with, or None if it does not answer that."""
+        try:
+            async with asyncio.timeout(LIST_S):
+                return await parsers_of(self._client)
         except (httpx.HTTPError, TimeoutError):
             return None
 
@@ -541,9 +559,6 @@ async def _read_out(pieces: AsyncIterator[bytes]) -> None:
         async with asyncio.timeout(READ_OUT_S):
             async for _ in pieces:
                 pass
-
-
-JSON = {"content-type": "application/json"}
 
 
 def _client(url: str, connect_s: float) -> httpx.AsyncClient:

@@ -29,6 +29,7 @@ from mooncake_zmq.core.messages import (
     FirstToken,
     LeaseBlocks,
     LeaseRenewed,
+    PlaceElsewhere,
     PromptScored,
     ReleaseLease,
     RenewLease,
@@ -217,9 +218,11 @@ class Checkers:
             if isinstance(effect, ToClient) and isinstance(effect.output, Finished):
                 self._versions.finished(effect.request_id, effect.output)
             if isinstance(effect, Send) and isinstance(effect.message, Schedule):
-                self._attempts[effect.message.request_id] = effect.message.attempt
+                if not _is_relocating(event):  # the attempt under way goes on meanwhile
+                    self._attempts[effect.message.request_id] = effect.message.attempt
             elif isinstance(effect, Send) and isinstance(effect.message, StartPrefill):
                 self._versions.started(effect.message)
+                self._attempts[effect.message.request_id] = effect.message.attempt
                 self._attempts |= {sibling.request_id: sibling.attempt for sibling in effect.message.siblings}
 
     def _only_current(self, named: set[tuple[str, int]], effects: Sequence[Effect]) -> None:
@@ -499,6 +502,11 @@ class Checkers:
             for holder, lease in pool.leases.items():
                 if lease.expires_at > self._now(name) and self._watched.alive(*lease.holder):
                     raise Violation("I2", f"{name}: lease {holder} lasts although no lease covers it")
+
+
+def _is_relocating(event: Event) -> bool:
+    """Return whether the gateway asks for other places because a node drains."""
+    return isinstance(event, Received) and isinstance(event.message, PlaceElsewhere)
 
 
 def _checksum(segment: Segment, block: bytes) -> int:

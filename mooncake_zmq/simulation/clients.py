@@ -8,12 +8,21 @@ from typing import Any
 from msgspec import structs
 
 from mooncake_zmq.core.messages import Sampling
-from mooncake_zmq.gateway.requests.client_events import ClientGone, Failed, Finished, PromptLogprobs, TokenOut
-from mooncake_zmq.kv.block_hash import unpack_tokens
+from mooncake_zmq.gateway.requests.client_events import (
+    ClientGone,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    TextRead,
+    TextUnread,
+    TokenOut,
+)
+from mooncake_zmq.kv.block_hash import pack_tokens, unpack_tokens
 from mooncake_zmq.simulation.engine import logprob_of
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.traces import Answer, Chat, Turn
 from mooncake_zmq.simulation.violation import Violation
+from mooncake_zmq.simulation.vllm_works import text_of
 
 MAX_TRIES = 6
 RETRY_S = 0.4
@@ -31,6 +40,10 @@ class _Open:
     scored: int = 0
     """The number of the prompt's tokens whose probabilities it has."""
     received: list[int] = field(default_factory=list)
+    text: str = ""
+    """The text of its answer, if vLLMs read it."""
+    unread: str = ""
+    """Why they do not read the rest; empty: they do."""
 
 
 class Client:
@@ -95,7 +108,14 @@ class Client:
                     raise Violation("I3", f"{request.request_id} token {index} is sent with {logprob}")
                 if request.request_id == self._first_id and turn.cancel_after_tokens == len(request.received):
                     self._hang_up([request] if turn.cancel_alone else list(self._open.values()))
+            case TextRead(_, text, _):
+                request.text += text
+                self._check_text(turn, request)
+            case TextUnread(reason):
+                request.unread = reason
+                self._outcomes["unread"] += 1
             case Finished():
+                self._check_text(turn, request)
                 self._finished(turn, request, output)
             case Failed(status=status, retry_after_s=retry_after_s):
                 busy = status in (429, 503) and not self._received_any
@@ -108,6 +128,15 @@ class Client:
                     self._next(turn)
             case _:
                 raise Violation("I3", f"{request_id} is sent {output!r}")
+
+    def _check_text(self, turn: Turn, request: _Open) -> None:
+        """Check that vLLMs have read each token that has a text, once and in order."""
+        reading = turn.request.reading
+        if reading is None or request.unread:
+            return
+        expected = text_of(pack_tokens([token for token in request.received if token not in reading.textless]), 0)
+        if request.text != expected:
+            raise Violation("I3", f"{request.request_id} reads {request.text!r} where its tokens are {expected!r}")
 
     def _scored(self, turn: Turn, request: _Open, output: PromptLogprobs) -> None:
         tokens, sampling = unpack_tokens(turn.request.tokens), Sampling(logprobs=turn.request.prompt_logprobs)

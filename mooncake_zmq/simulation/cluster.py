@@ -40,6 +40,8 @@ VLLM_PAIR: Mapping[str, Part] = {"a": "decode", "b": "prefill"}
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 TWO_MODELS = {"conductor-1": MODEL, "vllm-b": MODEL, "conductor-2": OTHER_MODEL, "vllm-c": OTHER_MODEL}
+GRACE_S = 0.05
+"""The grace of a drain, which many answers outlast."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
 
 
@@ -67,10 +69,22 @@ class ClusterSettings:
         decode_request_s=0.0011,
     )
     prefill: PrefillSettings = PrefillSettings(
-        slab_bytes=48 * SLOT_BYTES, chunk_tokens=32, max_active=3, overtake=1.0, work_deadline_s=6.0, pool=POOL
+        slab_bytes=48 * SLOT_BYTES,
+        chunk_tokens=32,
+        max_active=3,
+        overtake=1.0,
+        work_deadline_s=6.0,
+        drain_grace_s=GRACE_S,
+        pool=POOL,
     )
     decode: DecodeSettings = DecodeSettings(
-        capacity_tokens=304, max_batch=6, max_requests=8, pull_deadline_s=3.0, step_deadline_s=5.0, pool=POOL
+        capacity_tokens=304,
+        max_batch=6,
+        max_requests=8,
+        pull_deadline_s=3.0,
+        step_deadline_s=5.0,
+        drain_grace_s=GRACE_S,
+        pool=POOL,
     )
     cache_node: CacheNodeSettings = CacheNodeSettings(
         pool_bytes=32 * SLOT_BYTES,
@@ -86,7 +100,7 @@ class ClusterSettings:
         kv_events=KvEventsSettings(endpoint="the checkers"),
     )
     vllm: VllmSettings = VllmSettings(
-        max_running=1, max_queued=3, capacity_tokens=600, probe_s=0.5, probe_timeout_s=0.5, quiet_s=5.0
+        max_running=1, max_queued=3, capacity_tokens=600, probe_s=0.5, probe_timeout_s=0.5, quiet_s=5.0, drain_grace_s=GRACE_S
     )
     vllm_parts: Mapping[str, Part] = field(default_factory=dict)
     """The part of the vLLM on each host that has one beside the cluster's own engines."""

@@ -23,6 +23,7 @@ from mooncake_zmq.core.work import (
     ProbeProcess,
     Progress,
     PullBlocks,
+    ReadTokens,
     Result,
     SampleTokens,
     SequenceBlock,
@@ -290,5 +291,5 @@ def _sequences_of(work: Work) -> frozenset[int]:
             return frozenset(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock))
         case ForkSequence():
             return frozenset((work.source, *work.targets))
-        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine() | SampleTokens():
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | ReadTokens() | WatchEngine() | SampleTokens():
             return frozenset()

@@ -17,16 +17,19 @@ from mooncake_zmq.core import session
 from mooncake_zmq.core.actor import Drained, Effect, Send, SetTimer, Start
 from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
+    AnswerRead,
     FirstToken,
     StartPrefill,
     TokensDecoded,
 )
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import Generate
-from mooncake_zmq.gateway.requests import readiness, requests
+from mooncake_zmq.gateway.requests import readiness, relocations
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
+from mooncake_zmq.gateway.requests.readings import Readings
+from mooncake_zmq.gateway.requests.relocations import Relocations
 from mooncake_zmq.gateway.requests.request import Request
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.prefill.waiting import Waiting
@@ -188,6 +191,22 @@ def _undrained() -> Replacements:
     return [(Drain, "drained", at_once)]
 
 
+def _drain_waits() -> Replacements:
+    """A draining node waits for the ends of its answers."""
+    return [(Drain, "move", lambda self, attempts, **_: [])]
+
+
+def _place_forgone() -> Replacements:
+    """A gateway that asks for another place does not use it."""
+    on_placed = Relocations.on_placed
+
+    def stay(self: Relocations, now: float, sender: str, placed: Any) -> list[Effect] | None:
+        effects = on_placed(self, now, sender, structs.replace(placed, decode=""))
+        return effects if effects is not None else on_placed(self, now, sender, placed)
+
+    return [(Relocations, "on_placed", stay)]
+
+
 def _cordon_ends_drain() -> Replacements:
     """A node that drains for another role changes at once when it is cordoned, whatever it still has."""
     drained = Drain.drained
@@ -247,7 +266,7 @@ def _any_model() -> Replacements:
     def careless(_peer: Any, _model: str) -> bool:
         return True
 
-    return [(readiness, "is_for", careless), (requests, "is_for", careless)]
+    return [(readiness, "is_for", careless), (relocations, "is_for", careless)]
 
 
 def _versions_from_zero() -> Replacements:
@@ -258,6 +277,16 @@ def _versions_from_zero() -> Replacements:
         return report(replace(job, request=structs.replace(job.request, first_index=0)), versions)
 
     return [(vllm_node, "_reported", misplaced)]
+
+
+def _read_again() -> Replacements:
+    """A gateway lets a vLLM read on from the state before the last one."""
+    on_read = Readings._on_read
+
+    def forgetful(self: Readings, now: float, answer: Any, message: AnswerRead) -> list[Effect]:
+        return on_read(self, now, answer, structs.replace(message, state=answer.state))
+
+    return [(Readings, "_on_read", forgetful)]
 
 
 def _passed_on_short() -> Replacements:
@@ -318,6 +347,7 @@ PLANTED: dict[str, Planted] = {
     "any_model": Planted("a gateway ignores which model a node is for", ("I3",), (), _any_model),
     "resume_without_adapter": Planted("a resume forgets the adapter", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_without_adapter),
     "versions_from_zero": Planted("a resume claims earlier tokens", ("I3",), (K.CRASH, K.COPY_FAIL), _versions_from_zero),
+    "read_again": Planted("an answer is read on from an older state", ("I3",), (), _read_again),
     "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
     "lost_request": Planted("a failed attempt is forgotten", ("I4",), (K.CRASH,), _lost_request),
     "old_incarnation_received": Planted(
@@ -328,6 +358,8 @@ PLANTED: dict[str, Planted] = {
     "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
     "lateness_unreported": Planted("a peer's own lateness is not reported", ("I8",), (), _lateness_not_reported),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),
+    "drain_waits": Planted("a drain waits for answers", ("I4",), (), _drain_waits),
+    "place_forgone": Planted("a gateway does not use another place", ("I4",), (), _place_forgone),
     "cordon_ends_drain": Planted("a cordon ends a drain", ("I4", "I2"), (K.TANGLE, K.TANGLE, K.ROLE), _cordon_ends_drain),
     "uncordoned": Planted("a cordoned node takes new requests", ("I4",), (), _uncordoned),
     "uncordoned_conductor": Planted("a cordoned conductor is still asked", ("I4",), (K.CORDON,), _uncordoned_conductor),

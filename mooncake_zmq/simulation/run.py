@@ -6,14 +6,16 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from random import Random
+from typing import Any
 
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.clients import Clients
 from mooncake_zmq.simulation.cluster import CHANGEABLE, ClusterSettings, processes, shares_of
+from mooncake_zmq.simulation.drains import DrainTrial
 from mooncake_zmq.simulation.faults import (
     AMID_LATENESS,
     OF_READERS,
@@ -41,6 +43,15 @@ from mooncake_zmq.simulation.vllm_works import ADAPTERS
 from mooncake_zmq.simulation.world import ProcessSpec
 
 SAFETY_S = 9.0
+LONG: Mapping[str, Any] = {
+    "max_turns": 1,
+    "burst_share": 0.0,
+    "window_s": 0.2,
+    "min_answer": 100,
+    "max_answer": 140,
+    "starts_at": 0.0,
+}
+"""Differences of the requests in the middle of whose answers a node is drained."""
 SETTLE_S = 3.0
 """The time from healing to the requests that must all succeed."""
 LIVENESS_S = 45.0
@@ -106,6 +117,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     work = generate(random, workload, settings.layout)
     more = replace(workload, requests=4, max_turns=2, window_s=1.0, cancel_share=0.0, starts_at=SAFETY_S + SETTLE_S)
     probes = generate(random, more, settings.layout, work.blocks)
+    drained = generate(Random(f"drain of {result.seed}"), replace(more, **LONG), settings.layout, work.blocks)
     faults = _draw_faults(result.seed, random, specs, settings, stress, stores_only=stores_only)
     result.faults = [str(fault) for fault in faults]
     checkers = Checkers(
@@ -113,7 +125,7 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
         roots=workload.roots(settings.layout),
         block_tokens=settings.layout.block_tokens,
         max_lease_s=settings.cache_node.max_lease_s,
-        shares=ShareChecker(work.owners | probes.owners, shares_of(settings.cache_node)),
+        shares=ShareChecker(work.owners | probes.owners | drained.owners, shares_of(settings.cache_node)),
         all_live=all(fault.kind in (*AMID_LATENESS, FaultKind.LATE, FaultKind.CORDON) for fault in faults),
     )
     simulator = Simulator(
@@ -139,6 +151,8 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     watched = gateways if settings.watched and not stores_only else []
     with _noted(result):
         trial.run(faults, *chats, watched=watched, must_finish=0 if stores_only else more.requests)
+        if watched:
+            trial.drain(drained.chats)
     result.digest, result.virtual_s, result.events = simulator.digest, simulator.now, simulator.events
     result.coverage = trial.coverage()
 
@@ -220,6 +234,16 @@ class Trial:
         self.outcomes = asked + probed
         if must_finish and probed["finished"] != must_finish:
             raise Violation("I4", f"requests to the healed cluster did not all succeed: {dict(probed)}")
+
+    def drain(self, chats: Sequence[Chat]) -> None:
+        """Drain a node of the healed cluster in the middle of long answers, all of which must succeed."""
+        drain = DrainTrial(self.simulator, self.injection.operator)
+        drain.begin()
+        asked = self.clients.add(chats)
+        self._live()
+        self.outcomes += asked
+        if asked["finished"] != len(chats):
+            raise Violation("I4", f"requests did not all succeed while a node drained: {dict(asked)}")
 
     def _live(self) -> None:
         """Wait until everything has ended and the index is true, or the bound has passed."""

@@ -9,14 +9,16 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
-from mooncake_zmq.core.messages import Sampling, StopRule
-from mooncake_zmq.gateway.requests.client_events import ClientRequest
+from mooncake_zmq.core.messages import Parsers, Sampling, StopRule
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Reading
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence
 
 MODEL = "simulated"
 OTHER_MODEL = "other"
+READ_BY = Parsers(calls=True, reasoning=True)
+"""Parsers of all vLLMs."""
 CONSTRAINTS = (b"", b"3", b"", b"58")
 
 
@@ -30,6 +32,7 @@ class Workload:
     system_prompts: int = 3
     max_system: int = 40
     max_question: int = 32
+    min_answer: int = 1
     max_answer: int = 28
     cancel_share: float = 0.12
     max_choices: int = 4
@@ -194,7 +197,7 @@ def _turn(
         constraint=b"" if workload.plain else CONSTRAINTS[len(prompt) % len(CONSTRAINTS)],
     )
     stop = StopRule(
-        max_tokens=random.randint(1, workload.max_answer),
+        max_tokens=random.randint(workload.min_answer, workload.max_answer),
         min_tokens=random.choice((0, 0, 4)),
         eos_ids=random.choice((EOS_IDS, EOS_IDS, ())),
     )
@@ -216,6 +219,7 @@ def _turn(
         stop=stop,
         tenant=tenant,
         prompt_logprobs=None if not scores else 1 if workload.plain else random.choice((0, 1)),
+        reading=_reading(prompt) if workload.plain else None,
     )
     after_s, after_tokens = None, None
     if random.random() < workload.cancel_share:
@@ -225,6 +229,13 @@ def _turn(
             after_tokens = random.randint(1, len(answers[0].tokens))
     think_s = random.uniform(0, workload.think_s)
     return Turn(request, tuple(answers), think_s, after_s, after_tokens, cancel_alone=random.random() < 0.5)
+
+
+def _reading(prompt: list[int]) -> Reading | None:
+    """Return how the answer is read, if vLLMs read it."""
+    if len(prompt) % 3 == 0:
+        return None
+    return Reading(parsers=READ_BY, chat=b"{}", textless=frozenset(EOS_IDS), whole=len(prompt) % 5 == 0)
 
 
 def weights(model: str, adapter: str) -> str:

@@ -4,13 +4,23 @@ from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from mooncake_zmq.core.work import EngineProbed, Generate, Generated, PromptScoresGenerated, TokensGenerated, WorkFailed
+from mooncake_zmq.core.work import (
+    EngineProbed,
+    Generate,
+    Generated,
+    ProbeEngine,
+    PromptScoresGenerated,
+    ReadTokens,
+    TokensGenerated,
+    TokensRead,
+    WorkFailed,
+)
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 from mooncake_zmq.simulation.engine import SimSequence, as_tokens, logprob_of
 from mooncake_zmq.simulation.engine_store import EngineStore, block_of, fill
 from mooncake_zmq.simulation.engine_works import prompt_scores
 from mooncake_zmq.simulation.machine import Machine, Running, Steps
-from mooncake_zmq.simulation.traces import weights
+from mooncake_zmq.simulation.traces import READ_BY, weights
 
 ENGINE_FAILS = 0.05
 """The share of requests that a foreign engine refuses by itself."""
@@ -122,10 +132,25 @@ def _put_in_store(machine: Machine, blocks: Sequence[tuple[Key, bytes]]) -> None
             store.put(key, block)
 
 
-def probe_engine(machine: Machine) -> Steps:
+def probe_engine(machine: Machine, work: ProbeEngine) -> Steps:
     yield machine.took(machine.world.hardware.probe_s)
     well = machine.world.random.random() >= max(ENGINE_FAILS, machine.world.copy_fail)
-    return EngineProbed(well, "" if well else "injected failure", adapters_of(machine.name) if well else None)
+    if not well:
+        return EngineProbed(False, "injected failure")
+    return EngineProbed(True, "", adapters_of(machine.name), READ_BY if work.parsers else None)
+
+
+def read_tokens(machine: Machine, work: ReadTokens) -> Steps:
+    """Read tokens as their places and numbers; the state is the tokens before. A call may fail."""
+    yield machine.took(machine.world.hardware.probe_s)
+    if machine.world.random.random() < max(ENGINE_FAILS, machine.world.copy_fail):
+        return WorkFailed("injected failure")
+    return TokensRead(text=text_of(work.tokens, len(work.state) // 4), state=work.state + work.tokens)
+
+
+def text_of(tokens: bytes, first: int) -> str:
+    """Return the text that a foreign engine's parsers read in tokens, of which the first is the answer's token `first`."""
+    return "".join(f"{place}:{token} " for place, token in enumerate(as_tokens(tokens).tolist(), first))
 
 
 def adapters_of(name: str) -> tuple[str, ...]:

@@ -40,5 +40,5 @@ class WeightVersions:
             versions |= dict.fromkeys(range(start, stop), version)
         for index, version in versions.items():
             made = {version_of(sender, root) or None for sender in senders.get(index, ())}
-            if version not in made and not (version is None and end.attempts > 1):
+            if version not in made and not (version is None and end.attempts + end.relocations > 1):
                 raise Violation("I3", f"{request_id} token {index} is said to be made by {version}, but it was by {made}")

@@ -11,6 +11,7 @@ from mooncake_zmq.core.work import (
     ProbeProcess,
     ProcessProbed,
     PullBlocks,
+    ReadTokens,
     SampleTokens,
     WatchEngine,
     WriteToDisk,
@@ -42,8 +43,10 @@ def steps_of(machine: Machine, running: Running) -> Steps:
             return probe(machine, work)
         case Generate() as work:
             return vllm_works.generate(machine, running, work)
-        case ProbeEngine():
-            return vllm_works.probe_engine(machine)
+        case ProbeEngine() as work:
+            return vllm_works.probe_engine(machine, work)
+        case ReadTokens() as work:
+            return vllm_works.read_tokens(machine, work)
         case WatchEngine() as work:
             raise TypeError(work)  # simulated ones publish nothing
 

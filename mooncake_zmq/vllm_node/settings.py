@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from mooncake_zmq.core.drain import GRACE_S
 from mooncake_zmq.core.messages import Part
 
 
@@ -46,6 +47,9 @@ class VllmSettings:
     quiet_s: float = 60.0
     """A request for which vLLM sends nothing for so long has failed here and continues on another node. It must be above the
     time that the longest prompt takes to its first token."""
+    drain_grace_s: float = GRACE_S
+    """When the node drains, answers that do not end within so long go on at another vLLM, as for a decode. Those with penalties
+    or a grammar end here: vLLM cannot take them over."""
     kv_events: str = ""
     """Endpoint of vLLM's KV events, "tcp://127.0.0.1:5557" or an ipc:// path (`--kv-events-config`, publisher "zmq"; for TCP
     vLLM itself needs "tcp://*:5557", or it does not listen). Requests are then placed where its own prefix cache holds their
@@ -70,6 +74,8 @@ class VllmSettings:
             raise ValueError('kv_events: nothing is placed by what the vLLM of a node of part "decode" has in its cache')
         if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):
             raise ValueError("overtake and priority_s must be 0 or more, and finite")
+        if not 0 <= self.drain_grace_s < math.inf:
+            raise ValueError("drain_grace_s must be 0 or more, and finite")
         times = (self.report_s, self.measured_half_life_s, self.probe_s, self.probe_timeout_s, self.hung_s, self.quiet_s)
         if min(times) <= 0:
             raise ValueError("report_s, measured_half_life_s, probe_s, probe_timeout_s, hung_s and quiet_s must be positive")

@@ -8,7 +8,7 @@ from the prompt and the tokens so far.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from msgspec import structs
@@ -35,7 +35,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.actor_parts import Ids, Lifecycle, Tally
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.drain import Drain
+from mooncake_zmq.core.drain import MOVE, Attempt, Drain
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -43,6 +43,7 @@ from mooncake_zmq.core.messages import (
     Hello,
     Message,
     PromptScored,
+    ReadAnswer,
     StartPrefill,
     StopRule,
     TokenLogprob,
@@ -66,10 +67,11 @@ from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.vllm_node import early
 from mooncake_zmq.vllm_node.adapters import ListedAdapters
-from mooncake_zmq.vllm_node.admission import Admission
+from mooncake_zmq.vllm_node.admission import Admission, unable
 from mooncake_zmq.vllm_node.engine_cache import EngineCache
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
 from mooncake_zmq.vllm_node.load import Load
+from mooncake_zmq.vllm_node.reads import Reads
 from mooncake_zmq.vllm_node.settings import VllmSettings
 from mooncake_zmq.vllm_node.silence import Silence
 
@@ -129,10 +131,11 @@ class VllmNode:
         self._drain = Drain("", self.counts)
         self._early = early.EarlyRequests(settings.max_queued)
         self._adapters = ListedAdapters()
+        self._reads = Reads(settings.max_running + settings.max_queued, self._peers, self._ids, self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
-        effects = self._dispatch(now, event)
+        effects = self._reads.handle(now, event) + self._dispatch(now, event)
         return effects + self._begin(now) + self._drained()
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
@@ -167,12 +170,11 @@ class VllmNode:
                 return []
             case Started():
                 return [self._reports.begin(), *self._ask(now), *self._cache.begin()]
-            case DrainWanted():
-                self._drain.drain()
-                return self._report(now)
-            case CordonWanted(cordoned):
-                self._drain.set_cordon(cordoned)
-                return self._report(now)
+            case TimerFired(key) if key == MOVE:
+                return self._drain.move(_movable(self._jobs.values()))
+            case DrainWanted() | CordonWanted() as order:
+                self._drain.wanted(order)
+                return [*self._report(now), self._drain.move_timer(self._settings.drain_grace_s)]
             case DrainTimedOut():
                 self._drain.drain()
                 return self._hand_over(now)
@@ -191,6 +193,8 @@ class VllmNode:
                 return [e for each in choices for e in self._on_start(now, gateway or "", each)]
             case CancelRequest():
                 return self._on_cancel(now, sender, message)
+            case ReadAnswer():
+                return []
             case _:
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
                 return []
@@ -207,6 +211,7 @@ class VllmNode:
         assert len(self._works) <= self._settings.max_running
         assert len(self._in(JobState.QUEUED)) <= self._settings.max_queued
         self._cache.check()
+        self._reads.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
@@ -218,6 +223,7 @@ class VllmNode:
             "requests_waiting": waiting,
             "requests_running": len(self._jobs) - waiting,
             "requests_closing": len(self._closing),
+            "reads_open": len(self._reads),
         }
 
     def dump(self, now: float) -> dict[str, Any]:
@@ -226,6 +232,7 @@ class VllmNode:
             "gauges": self.gauges(now),
             "draining": self._drain.draining,
             "trouble": self._trouble,
+            "reads": self._reads.dump(),
             "compute": asdict(self._load.compute.measured(now)),
             "step": asdict(self._load.step.measured(now)),
             "jobs": [
@@ -431,13 +438,19 @@ class VllmNode:
         if self._probe is not None:
             return []
         self._probe, self._probe_at = self._ids.new(), now
-        return [Start(self._probe, ProbeEngine(self._hung), self._settings.probe_timeout_s)]
+        return [
+            Start(
+                self._probe,
+                ProbeEngine(self._hung, bool(self._trouble) or not self._reads.knows_parsers),
+                self._settings.probe_timeout_s,
+            )
+        ]
 
     def _on_probed(self, now: float, result: EngineProbed | WorkFailed) -> list[Effect]:
         self._probe = None
         effects: list[Effect] = [SetTimer(PROBE, self._settings.probe_s)]
         if isinstance(result, EngineProbed) and result.ready:
-            effects += self._adapters.listed(result.adapters, _conductors(self._peers))
+            effects += self._adapters.listed(result.adapters, _conductors(self._peers)) + self._reads.learn(result.parsers)
             due = [job for job in self._jobs.values() if job.work_id is not None]
             if due and self._silence.is_over_long(now, self._load.under_way_s(now, due)):
                 return effects + self._on_hung(now)
@@ -507,7 +520,7 @@ class VllmNode:
         return self._reports.send(now, prompts, answers)
 
     def _drained(self) -> list[Effect]:
-        return self._drain.drained(idle=not (self._jobs or self._closing or self._early))
+        return self._drain.drained(idle=not (self._jobs or self._closing or self._early or self._reads))
 
     # --- helpers
 
@@ -522,6 +535,13 @@ class VllmNode:
 
     def _move(self, job: Job, event: JobEvent) -> None:
         job.state = self._lifecycle.after(job.state, event)
+
+
+def _movable(jobs: Iterable[Job]) -> list[Attempt]:
+    """Return the attempts that go on elsewhere when the node drains: not those that vLLM cannot take over once they have a
+    token, which end here."""
+    able = [job for job in jobs if unable(job.request.sampling, job.count + 1) is None]
+    return [(job.gateway, job.request.request_id, job.request.attempt) for job in able]
 
 
 def _scored(job: Job, scores: PromptScoresGenerated) -> list[Effect]:

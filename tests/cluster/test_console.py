@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import web
-from toy_cluster import ToyCluster, eventually
+from toy_cluster import ToyCluster, eventually, expected_tokens, greedy
 
 from mooncake_zmq.operate.console.gateways import Gateways
 
 pytestmark = pytest.mark.timeout(120)
+LONG = 3000
 
 
 def status(cluster: ToyCluster) -> tuple[int, str]:
@@ -75,8 +76,8 @@ def test_a_request_is_traced_by_its_clients_id_with_its_time_at_each_node(cluste
     assert (line["id"], line["attempts"], line["given_up"]) == (served["request"], 1, [])
 
 
-def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(cluster: ToyCluster) -> None:
-    body = {"model": "toy", "prompt": [7] * 40, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+def test_the_answers_of_a_drained_node_go_on_elsewhere_it_takes_nothing_and_serves_again(cluster: ToyCluster) -> None:
+    body = greedy(prompt=[7] * 40, max_tokens=LONG, stream=True)
     body |= {"stream_options": {"include_usage": True}, "n": 8}  # for seconds: nodes report each second
     gateways = Gateways({"gateway-0": cluster.url})
     with web.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as stream:
@@ -87,11 +88,19 @@ def test_a_drained_node_finishes_what_it_has_takes_nothing_and_serves_again(clus
         assert told["cordoned"]
         others = {cluster.complete_text(prompt=[number] * 40, max_tokens=4)["mooncake"]["decode"] for number in range(4)}
         assert decode not in others
+        command = [sys.executable, "-m", "mooncake_zmq", "drain", decode, "--url", cluster.url]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, f"{decode} is drained" in done.stdout) == (0, True), done.stderr
+        drained_first = cluster.dumps()["gateway-0"]["actor"]["requests"]
         chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert (chunks[-1]["mooncake"]["decode"], chunks[-1]["mooncake"]["attempts"]) == (decode, 1)
-    command = [sys.executable, "-m", "mooncake_zmq", "drain", decode, "--url", cluster.url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, f"{decode} is drained" in done.stdout) == (0, True), done.stderr
+    assert drained_first, "the answers were not over by then"
+    served = chunks[-1]["mooncake"]
+    assert (served["decode"] != decode, served["attempts"], served["relocations"]) == (True, 1, 1)
+    tokens: dict[int, list[int]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+    right = expected_tokens([7] * 40, LONG)
+    assert [tokens[index] == right[-len(tokens[index]) :] for index in range(8)] == [True] * 8
     assert gateways.order(f"/admin/drain/{decode}", "DELETE")[1]["state"] == "ready"
 
 

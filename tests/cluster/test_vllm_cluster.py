@@ -1,14 +1,17 @@
 """Requests served by vLLM nodes beside stand-ins: real processes, messages and HTTP; no token is lost or repeated."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import web
 from strange_model import write_model
 from stub_vllm import StubVllm
 from toy_cluster import Stream, eventually, greedy, until_none
-from vllm_cluster import ApartCluster, VllmCluster, answering, expected
+from vllm_cluster import ApartCluster, VllmCluster, answering, derender, expected, read
 
+from mooncake_zmq.runtime.derender import DERENDER, RENDER
 from mooncake_zmq.vllm.hints import as_parameters
 
 PROMPT = [3 + i % 40 for i in range(50)]
@@ -17,6 +20,8 @@ PROMPT = [3 + i % 40 for i in range(50)]
 @pytest.fixture
 def stubs() -> Iterator[tuple[StubVllm, StubVllm]]:
     both = StubVllm(answering()), StubVllm(answering())
+    for stub in both:
+        stub.posts = {RENDER: (200, b'{"reasoning_parser_kwargs": {}}'), DERENDER: derender}
     yield both
     for stub in both:
         stub.close()
@@ -69,6 +74,20 @@ def test_requests_outlive_the_engine_that_serves_them(cluster: VllmCluster, stub
     with Stream(cluster.url, greedy(model=name, prompt=PROMPT, max_tokens=3000, stream=True)) as stream:
         stream.read(3)
     eventually(lambda: not any(stub.running for stub in stubs), 20, "both are idle")
+
+    # A chat is read by the parsers of either, of which one is broken.
+    stubs[0].posts[DERENDER] = 500, b"broken"
+    for stub in stubs:
+        stub.answer = answering(0.002)
+    chat = {"model": name, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 60, "temperature": 0}
+    for stream in (False, True):
+        body = {**chat, "ignore_eos": True, "return_token_ids": True, "stream": stream}
+        answers = web.post(f"{cluster.url}/v1/chat/completions", json=body).text.split("data: ")
+        choices = [choice for each in answers if each.startswith("{") for choice in json.loads(each)["choices"]]
+        said = [choice.get("delta") or choice.get("message") or {} for choice in choices]
+        made = [token for choice in choices for token in choice.get("token_ids") or ()]
+        assert (len(made), "".join(each.get("reasoning_content", "") for each in said)) == (60, read(made))
+    assert cluster.dumps()["gateway-0"]["counts"].get("answers_unread", 0) == 0
 
     # With one of them gone all goes to the other, and the other way round.
     stubs[0].well = 503

@@ -46,6 +46,24 @@ def answering(gap_s: float = 0.0, *, dies_after: Callable[[], int | None] = lamb
     return answer
 
 
+def read(tokens: list[int], first: int = 0) -> str:
+    """What a stand-in's parsers read: each token's place and number."""
+    return "".join(f"{place}:{token} " for place, token in enumerate(tokens, first))
+
+
+def derender(body: dict[str, Any]) -> tuple[int, bytes]:
+    """Reads tokens as vLLM's parser of reasoning would that finds nothing else."""
+    if not body.get("stream"):
+        (choice,) = body["generate_response"]["choices"]
+        said = {"choices": [{"message": {"content": None, "reasoning": read(choice["token_ids"])}}]}
+        return 200, json.dumps(said).encode()
+    before = (body["stream_state"] or {"output_token_ids": []})["output_token_ids"]
+    (choice,) = body["generate_chunk"]["choices"]
+    said = {"chunk": {"choices": [{"delta": {"reasoning": read(choice["token_ids"], len(before))}}]}}
+    said["stream_state"] = {"output_token_ids": before + choice["token_ids"]}
+    return 200, json.dumps(said).encode()
+
+
 class VllmCluster(ToyCluster):
     """One of our configs on free ports, beside the servers at `urls`."""
 

@@ -46,6 +46,17 @@ def test_a_prefix_draws_its_request_to_the_host_that_holds_it():
     assert answer.tbt_s > 0
 
 
+def test_the_end_of_an_attempt_leaves_the_booking_of_the_next_one_that_was_placed_meanwhile():
+    cluster = Cluster(2)
+    first = cluster.schedule(DOC, request_id="r")
+    second = cluster.schedule(DOC, request_id="r", attempt=2, exclude=(first.decode,))
+    assert second.decode != first.decode
+    cluster.end(first)
+    assert cluster.conductor.gauges(cluster.now)["bookings"] == 1
+    cluster.end(second)
+    assert cluster.conductor.gauges(cluster.now)["bookings"] == 0
+
+
 def test_the_last_token_is_always_computed():
     cluster = Cluster(1)
     cluster.announce("c0", DOC)

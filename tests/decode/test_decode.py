@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.drain import MOVE, MOVE_AGAIN_S
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
@@ -25,6 +26,7 @@ from mooncake_zmq.core.messages import (
     HandoffReceived,
     LayersReady,
     LeaseBlocks,
+    PlaceElsewhere,
     ReleaseLease,
     ReportCorrupt,
     ReserveDecode,
@@ -294,6 +296,32 @@ def test_a_resting_decode_denies_new_requests_stays_and_takes_them_again(node):
     node.set_cordon(False)
     assert not node.take(DecodeLoad)[-1].draining
     node.run("r2", max_tokens=2)
+
+
+def test_a_draining_decode_asks_to_place_elsewhere_what_does_not_end_within_the_grace(node):
+    node.run("r0", max_tokens=2)
+    node.run("r1")
+    node.reserve("r2", attempt=3)
+    node.set_cordon()
+    assert not node.take(PlaceElsewhere)
+    node.step()
+    node.advance(node.settings.drain_grace_s)
+    assert node.one(PlaceElsewhere, "g").attempts == (("r1", 1), ("r2", 3)), "the other one has ended"
+    node.step()
+    assert node.take(TokensDecoded), "it goes on until its gateway has another place"
+    node.say("g", CancelRequest(request_id="r1", attempt=1))
+    node.advance(MOVE_AGAIN_S)
+    assert node.one(PlaceElsewhere, "g").attempts == (("r2", 3),), "for what stays it asks again"
+    node.set_cordon(False)
+    node.advance(3 * MOVE_AGAIN_S)
+    assert not node.take(PlaceElsewhere)
+
+
+def test_an_idle_decode_that_drains_asks_for_nothing(node):
+    node.set_cordon()
+    node.advance(3.0)
+    assert not node.take(PlaceElsewhere)
+    assert MOVE not in node.timers
 
 
 def test_a_drain_that_ran_out_of_time_hands_everything_over_at_once(node):

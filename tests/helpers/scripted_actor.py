@@ -13,7 +13,7 @@ import uvicorn
 from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
-from mooncake_zmq.core.messages import Hello, Report, StateReported
+from mooncake_zmq.core.messages import Hello, Parsers, Report, StateReported
 from mooncake_zmq.core.watch import PeerReport
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.http.acceptor import Acceptor, new_loop, server_config
@@ -88,6 +88,8 @@ class ScriptedActor:
     """Lines of the log that are not written yet, where `writes_later`."""
     others: tuple[ServedModel, ...] = ()
     """Further models; the first one has an identity of its own then."""
+    offered: Parsers = Parsers()
+    """The parsers of the model's vLLMs."""
     deaf: bool = False
     """No node does what it is asked to."""
 
@@ -112,6 +114,7 @@ class ScriptedActor:
             allow_open=self.allow_open,
             backing=self,
             listed=self.listed,
+            parsers=lambda model: self.offered,
         )
         self.app = create_app(self.edge, self.cors_origins)
         self._playing: set[asyncio.Task[None]] = set()

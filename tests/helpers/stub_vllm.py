@@ -40,8 +40,8 @@ class StubVllm:
         self.well = 200
         self.pages: dict[str, tuple[int, bytes]] = {}
         """Status and content by path, in place of the models."""
-        self.posts: dict[str, tuple[int, bytes]] = {}
-        """Status and content by path, in place of an answer."""
+        self.posts: dict[str, tuple[int, bytes] | Callable[[dict[str, Any]], tuple[int, bytes]]] = {}
+        """Status and content by path, or what makes them of a body, in place of an answer."""
         self.scored: bytes | None = None
         """The whole answer to a request for the logprobs of a prompt."""
         self.asked: list[dict[str, Any]] = []
@@ -74,8 +74,8 @@ class StubVllm:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                if self.path in stub.posts:
-                    return self.whole(*stub.posts[self.path])
+                if (post := stub.posts.get(self.path)) is not None:
+                    return self.whole(*(post(body) if callable(post) else post))
                 if stub.scored is not None and "prompt_logprobs" in body.get("sampling_params", {}):
                     stub.asked.append(body)
                     return self.whole(200, stub.scored)

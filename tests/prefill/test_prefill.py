@@ -9,6 +9,7 @@ from actor_harness import LAYOUT, Harness, leased
 from mooncake_zmq.core.actor import Drained, TimerFired
 from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.drain import MOVE_AGAIN_S
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     BlocksAnnounced,
@@ -26,6 +27,7 @@ from mooncake_zmq.core.messages import (
     LayersReady,
     LeaseBlocks,
     LeaseRenewed,
+    PlaceElsewhere,
     PrefillLoad,
     ReclaimSlots,
     ReleaseLease,
@@ -641,6 +643,32 @@ def test_a_resting_prefill_refuses_new_jobs_stays_and_takes_jobs_again(node):
     node.received("r2")
     node.put_all()
     assert node.drained
+
+
+def test_a_draining_prefill_asks_at_once_to_place_elsewhere_the_prompts_whose_turn_comes_too_late():
+    node = Node(costs=Costs(prefill_token_s=0.04), drain_grace_s=0.5, max_active=1, short_jobs=0)
+    node.ready("r0", prompt(8))
+    node.start("r1", prompt(8, base=50))
+    node.start("r2", prompt(8, base=90))
+    node.drain()
+    assert node.one(PlaceElsewhere, "g").attempts == (("r1", 1), ("r2", 1)), "the first one ends sooner than elsewhere"
+    node.say("g", CancelRequest(request_id="r1", attempt=1))
+    node.advance(MOVE_AGAIN_S)
+    assert node.one(PlaceElsewhere, "g").attempts == (("r2", 1),)
+    node.finish()
+    node.received("r0")
+    node.put_all()
+    assert not node.drained
+    node.say("g", CancelRequest(request_id="r2", attempt=1))
+    assert node.drained
+
+
+def test_a_prompt_that_waits_for_something_else_than_the_engine_is_placed_elsewhere_after_a_while(node):
+    node.start("r0")
+    node.set_cordon()
+    assert not node.take(PlaceElsewhere), "by its length it would end here sooner"
+    node.advance(MOVE_AGAIN_S)
+    assert node.one(PlaceElsewhere, "g").attempts == (("r0", 1),), "its decode has not answered"
 
 
 def test_a_drain_that_ran_out_of_time_hands_everything_over_at_once(node):

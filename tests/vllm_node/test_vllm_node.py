@@ -11,12 +11,14 @@ from msgspec import structs
 
 from mooncake_zmq.core.actor import Received
 from mooncake_zmq.core.costs import Costs
+from mooncake_zmq.core.drain import MOVE, MOVE_AGAIN_S
 from mooncake_zmq.core.messages import (
     AdaptersListed,
     AttemptFailed,
     CancelRequest,
     DecodeLoad,
     FirstToken,
+    PlaceElsewhere,
     PrefillLoad,
     PromptScored,
     Sampling,
@@ -278,6 +280,24 @@ def test_a_drained_node_finishes_what_it_has_and_hands_over_what_takes_too_long(
     assert node.one(AttemptFailed).full
     node.ends(WorkFailed("cancelled"))
     assert node.drained
+
+
+def test_a_drained_node_asks_to_place_elsewhere_what_another_vllm_can_take_over():
+    node = Node(max_queued=4)
+    node.begin("a")
+    node.begin("b", sampling=Sampling(presence_penalty=1.0))
+    node.begin("c", sampling=Sampling(constraint=b"x"))
+    node.begin("d")
+    node.gives(1)
+    node.set_cordon()
+    assert not node.take(PlaceElsewhere)
+    node.advance(node.own.drain_grace_s)
+    assert node.one(PlaceElsewhere, "g").attempts == (("a", 1), ("d", 1)), "penalties and grammars end where they began"
+    node.say("g", CancelRequest(request_id="a", attempt=1))
+    node.say("g", CancelRequest(request_id="d", attempt=1))
+    node.advance(MOVE_AGAIN_S)
+    assert not node.take(PlaceElsewhere)
+    assert MOVE not in node.timers
 
 
 def test_a_resting_node_finishes_what_it_has_stays_and_takes_requests_again():

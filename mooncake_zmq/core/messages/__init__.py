@@ -8,6 +8,7 @@ holder always stops first. Delivery (at most once, in order, within a conversati
 import msgspec
 
 from mooncake_zmq.core.messages.computing import (
+    MAX_MOVED,
     AttemptFailed,
     CancelRequest,
     DecodeDenied,
@@ -19,6 +20,7 @@ from mooncake_zmq.core.messages.computing import (
     HandoffFailed,
     HandoffReceived,
     LayersReady,
+    PlaceElsewhere,
     PromptScored,
     ReserveDecode,
     StartPrefill,
@@ -105,6 +107,17 @@ from mooncake_zmq.core.messages.pool import (
     ReserveSlots,
     SlotsReserved,
 )
+from mooncake_zmq.core.messages.reading import (
+    MAX_CHAT_BYTES,
+    MAX_READ_BYTES,
+    AnswerRead,
+    AnswerUnread,
+    CallRead,
+    End,
+    Parsers,
+    ParsersReported,
+    ReadAnswer,
+)
 from mooncake_zmq.core.messages.sampling import (
     Sampled,
     Sampling,
@@ -128,11 +141,14 @@ from mooncake_zmq.core.messages.watching import (
 __all__ = [
     "MAX_ADAPTERS",
     "AdaptersListed",
+    "AnswerRead",
+    "AnswerUnread",
     "AskState",
     "AttemptFailed",
     "BlocksAnnounced",
     "BlocksLeased",
     "CacheLoad",
+    "CallRead",
     "CancelRequest",
     "ChangeReplica",
     "ChangeRole",
@@ -143,6 +159,7 @@ __all__ = [
     "DecodeDenied",
     "DecodeLoad",
     "DecodeReserved",
+    "End",
     "EndStage",
     "Envelope",
     "FirstToken",
@@ -159,6 +176,7 @@ __all__ = [
     "LeaseRenewed",
     "MAX_BLOCKS",
     "MAX_BODIES",
+    "MAX_CHAT_BYTES",
     "MAX_CONSTRAINT_BYTES",
     "MAX_DUMP_BYTES",
     "MAX_LEVEL",
@@ -168,8 +186,10 @@ __all__ = [
     "MAX_TRANSFER_STATS",
     "MAX_MODELS",
     "MAX_MODEL_NAME",
+    "MAX_MOVED",
     "MAX_NODES",
     "MAX_PRIORITY",
+    "MAX_READ_BYTES",
     "MAX_REFUSALS",
     "MAX_REPORTED",
     "MAX_RUN",
@@ -184,13 +204,17 @@ __all__ = [
     "NodesReported",
     "Outcome",
     "PROTOCOL_VERSION",
+    "Parsers",
+    "ParsersReported",
     "Part",
+    "PlaceElsewhere",
     "Placed",
     "PrefillLoad",
     "Priority",
     "PromptScored",
     "ProtocolError",
     "QueuedJob",
+    "ReadAnswer",
     "ReclaimSlots",
     "RejectReason",
     "Rejected",
@@ -248,6 +272,7 @@ Message = (
     | FirstToken
     | PromptScored
     | AttemptFailed
+    | PlaceElsewhere
     | CancelRequest
     | ReserveDecode
     | DecodeReserved
@@ -259,6 +284,10 @@ Message = (
     | HandoffFailed
     | TokensDecoded
     | WeightsReported
+    | ParsersReported
+    | ReadAnswer
+    | AnswerRead
+    | AnswerUnread
     | LeaseBlocks
     | BlocksLeased
     | RenewLease

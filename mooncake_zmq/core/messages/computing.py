@@ -1,6 +1,6 @@
 """Messages of a request between gateway, prefill and decode: prompt, handoff and tokens."""
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar
 
 from msgspec import Meta, structs
 
@@ -133,6 +133,17 @@ class AttemptFailed(TaggedRecord, frozen=True):
     refused: bool = False
     retry_after_s: Seconds = 0.0
     stuck: bool = False
+
+
+MAX_MOVED: Final = 4096
+"""Attempts that one message asks to place elsewhere."""
+
+
+class PlaceElsewhere(TaggedRecord, frozen=True):
+    """Request of a draining node to a gateway to place these attempts, as (request_id, attempt), on other nodes. The node goes
+    on with each until it is cancelled, and asks again for those that stay."""
+
+    attempts: Annotated[tuple[tuple[RequestId, Count], ...], Meta(max_length=MAX_MOVED)]
 
 
 class CancelRequest(TaggedRecord, frozen=True):

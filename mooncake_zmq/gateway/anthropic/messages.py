@@ -131,7 +131,7 @@ def count_tokens(raw: bytes | bytearray, models: ServedModels, settings: EdgeSet
     (prompt,) = chat.prompts(model, 1)
     check_size(prompt, model, "messages")
     try:
-        tools = chat.tools_for(model, settings, None)
+        tools = chat.tools_for(model, settings, None, parsed=True)  # only the prompt counts
     except ConstraintRefused as refused:
         raise invalid(refused.param, refused.message) from None
     ids = tokenized(prompt, model, "messages", form=chat.chat_form(), tools=tools.given)

@@ -275,7 +275,8 @@ class _Generation:
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
         edge = self._edge
-        return prepare(raw, self._kind, edge.models, edge.settings, lambda: secrets.randbits(SEED_BITS), tenant, self._grammars)
+        seed = partial(secrets.randbits, SEED_BITS)
+        return prepare(raw, self._kind, edge.models, edge.settings, seed, tenant, self._grammars, edge.parsers)
 
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         each = prepared.body.choices_per_prompt

@@ -17,7 +17,7 @@ import structlog
 from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
-from mooncake_zmq.core.messages import Hello
+from mooncake_zmq.core.messages import Hello, Parsers
 from mooncake_zmq.gateway.http.cluster_reports import Overview, Watching
 from mooncake_zmq.gateway.http.loop_turns import LoopTurns
 from mooncake_zmq.gateway.http.metrics import EdgeMetrics, RequestTimes
@@ -78,6 +78,11 @@ class Backing(Watching, Protocol):
         """Call `write` soon, after the answers that just ended have been sent."""
 
 
+def no_parsers(_model: str) -> Parsers:
+    """Return the parsers of a model without vLLMs."""
+    return Parsers()
+
+
 class Full(Exception):
     """No slot is free, there is no memory for a body, or the gateway drains or is cordoned: HTTP 503 with Retry-After."""
 
@@ -114,10 +119,12 @@ class Edge:
         about: Mapping[str, Any] | None = None,
         export: Callable[[RequestEntry, Names], None] = lambda entry, names: None,
         meter: Meter | None = None,
+        parsers: Callable[[str], Parsers] = no_parsers,
     ) -> None:
         """Open an edge. `max_open`: requests that the actor takes at once. `tenants`: those that may call; None: any caller on
         this machine, or with `allow_open` on any machine. `listed`: the nodes of the deployment. `about`: further fields of
-        /cluster. `export`: called with each request that ended. `meter` counts what API keys use."""
+        /cluster. `export`: called with each request that ended. `meter` counts what API keys use. `parsers` returns
+        those of a model's vLLMs, in any thread."""
         self.tenants = tenants
         self.allow_open = allow_open
         self.name = name
@@ -126,14 +133,14 @@ class Edge:
         self.backing = backing
         self.metrics = self._metrics()
         self.clock = clock
-        about = about or {}
-        self._slos = Slos(about.get("ttft_slo_s"), about.get("tbt_slo_s"))
+        self._slos = Slos((about or {}).get("ttft_slo_s"), (about or {}).get("tbt_slo_s"))
         self.history = History()
         """The last five minutes in numbers."""
-        self.overview = self._overview(listed, about)
+        self.overview = self._overview(listed, about or {})
         self.draining = False
         self._export = export
         self.meter = meter
+        self.parsers = parsers
         self._unwritten: deque[tuple[RequestEntry, Names]] = deque()
         self._will_write = False
         self.traces = Traces(self._slos)

@@ -10,7 +10,7 @@ from mooncake_zmq.gateway.http.cluster_routes import HEADERS
 from mooncake_zmq.gateway.http.http_calls import Call
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.responses import KEEP_ALIVE, Reply
-from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TextRead, TokenOut
 from mooncake_zmq.gateway.responses_api.replies import ResponsesReply
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -153,9 +153,9 @@ def accept(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]])
 
 
 def accept_tokens(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]]) -> bool:
-    """Feed the choices, if all outputs are tokens: no task has to wake for them. Else return False."""
+    """Feed the choices, if all outputs are tokens and their text: no task has to wake for them. Else return False."""
     for _, output in outputs:
-        if type(output) is not TokenOut:
+        if type(output) is not TokenOut and type(output) is not TextRead:
             return False
     accept(call, reply, outputs)
     return True

@@ -112,8 +112,8 @@ class Body(Constrained, frozen=True, kw_only=True):
     def choices_per_prompt(self) -> int:
         return self.n or 1
 
-    def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
-        """`answer`: the schema of one, if there is one. Raises ConstraintRefused."""
+    def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None, *, parsed: bool) -> Tools:
+        """`answer`: the schema of one, if there is one. `parsed`: whether vLLMs parse calls. Raises ConstraintRefused."""
         return NO_TOOLS
 
     @property
@@ -124,6 +124,10 @@ class Body(Constrained, frozen=True, kw_only=True):
     def reasoning_marks(self, model: ServedModel, settings: EdgeSettings) -> Marks | None:
         """Return the marks of the reasoning in an answer; None: it is a part of the text."""
         return None
+
+    def reasons_as_vllm(self, settings: EdgeSettings) -> bool:
+        """Return whether the parser of a vLLM may read the reasoning in an answer, if its marks are not known here."""
+        return False
 
     def check_stream_options(self) -> None:
         """Raises RequestError."""
@@ -373,10 +377,10 @@ class ChatBody(Body, frozen=True, kw_only=True):
         ("tools", "tool_choice", "add_generation_prompt", "continue_final_message", "reasoning_effort", "chat_template_kwargs")
     )
 
-    def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None) -> Tools:
+    def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None, *, parsed: bool) -> Tools:
         """See `Body`."""
-        form = settings.tool_call_parser or None
-        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, model.tokenizer, form, answer)
+        form, words = settings.tool_call_parser or None, model.tokenizer
+        return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, words, form, answer, parsed=parsed)
 
     @property
     def wants_reasoning(self) -> bool:
@@ -386,6 +390,10 @@ class ChatBody(Body, frozen=True, kw_only=True):
     def reasoning_marks(self, model: ServedModel, settings: EdgeSettings) -> Marks | None:
         """See `Body`."""
         return marks_of(model.tokenizer.chat_template, settings.reasoning_parser)
+
+    def reasons_as_vllm(self, settings: EdgeSettings) -> bool:
+        """See `Body`."""
+        return settings.reasoning_parser in ("", "vllm")
 
     @property
     def likeliest(self) -> int | None:

@@ -8,7 +8,7 @@ from typing import Literal
 from mooncake_zmq.core.messages import TokenLogprob
 from mooncake_zmq.gateway.openai.reasoning import ReasoningReader
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, CallPiece, Tools
-from mooncake_zmq.gateway.requests.client_events import Failed, Finished, PromptLogprobs, TokenOut
+from mooncake_zmq.gateway.requests.client_events import Failed, Finished, PromptLogprobs, TextRead, TextUnread, TokenOut
 from mooncake_zmq.gateway.served_model import ServedModel
 
 StopTable = tuple[str, list[int]]
@@ -113,13 +113,14 @@ class Choice:
         tools: Tools = NO_TOOLS,
         reasoning: ReasoningReader | None = None,
         with_reasoning: bool = True,
+        read_elsewhere: bool = False,
         offsets: list[int] | None = None,
         silent: bool = False,
     ) -> None:
         """`textless`: the tokens whose text is left out. `with_stop`: the text has the stop string that ends it; `special`: the
         names of special tokens. `reasoning`: reads the reasoning of a model that thinks; `with_reasoning`: whether the answer
-        has it. `offsets`: those of the prompt's tokens, if their scores are asked for. `silent`: the answer
-        itself is left out."""
+        has it. `read_elsewhere`: whether the text comes beside the tokens, as a vLLM's parsers read it. `offsets`: those of
+        the prompt's tokens, if their scores are asked for. `silent`: the answer itself is left out."""
         self.index = index
         self._silent = silent
         self.prompt_ids = prompt_ids
@@ -139,6 +140,13 @@ class Choice:
         self._reasoning = reasoning
         self._with_reasoning = with_reasoning
         self._thoughts: list[str] = []
+        self._unread: list[int] | None = [] if read_elsewhere else None
+        """Tokens whose text is to come; None: it is made here."""
+        self._max_calls = tools.max_calls
+        self._called = False
+        """Whether a vLLM's parsers have read a call."""
+        self.unread_reason = ""
+        """Why vLLM's parsers read no more of it; empty: they do, or are not asked."""
         self._detokenizer = model.tokenizer.stream(special=tools.marked or special)
         self._scanner = StopScanner(stops, with_stop=with_stop)
         self._min_tokens = min_tokens
@@ -151,7 +159,7 @@ class Choice:
         self._chars = len(echo)
         """Characters of the text so far, held back or not."""
 
-    def accept(self, output: TokenOut | PromptLogprobs | Finished) -> None:
+    def accept(self, output: TokenOut | PromptLogprobs | TextRead | TextUnread | Finished) -> None:
         """Take the actor's next output; the text of a token that ends the answer is usually no part of it."""
         assert not self.has_ended
         if isinstance(output, TokenOut):
@@ -163,6 +171,12 @@ class Choice:
             self._logprobs += output.logprobs
             return
         self.has_news = True
+        if isinstance(output, TextRead):
+            self._take_read(output)
+            return
+        if isinstance(output, TextUnread):
+            self._read_here(output.reason)
+            return
         self.settle(output)
         self._add(self._detokenizer.flush())
         if self._reasoning is not None and not self.has_ended:
@@ -181,8 +195,30 @@ class Choice:
         if output.logprob is not None:
             self._logprobs.append(output.logprob)
             self._offsets.append(self._chars)
-        if output.token not in self._textless:
+        if output.token in self._textless:
+            return
+        if self._unread is None:
             self._add(self._detokenizer.push(output.token))
+        else:
+            self._unread.append(output.token)
+
+    def _take_read(self, read: TextRead) -> None:
+        """Take the text of the tokens so far. A part for which vLLM has no parser may be in it."""
+        self._unread = []
+        if read.reasoning and self._with_reasoning:
+            self._thoughts.append(read.reasoning)
+        self._add(read.text)
+        pieces = [CallPiece(call.index, call.name or None, call.arguments) for call in read.calls]
+        if pieces and not self.has_ended:
+            self._called = True
+            self._scan(self._beside("", [piece for piece in pieces if piece.index < self._max_calls]))
+
+    def _read_here(self, reason: str) -> None:
+        """Make the text here from now on."""
+        unread, self._unread, self.unread_reason = self._unread or [], None, reason
+        for token in unread:
+            if not self.has_ended:
+                self._add(self._detokenizer.push(token))
 
     @property
     def has_prompt(self) -> bool:
@@ -273,5 +309,5 @@ class Choice:
         """Add text that may be sent. A reason ends the answer."""
         self._text.append(text)
         self.finish_reason = reason
-        if reason == "stop" and self._calls is not None and self._calls.calls:
+        if reason == "stop" and (self._called or (self._calls is not None and self._calls.calls)):
             self.finish_reason = "tool_calls"

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.core.grammar import schema_of
+from mooncake_zmq.core.messages import Parsers
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway.openai.bodies import SEEDS, Body, ChatBody, ChatTurn, CompletionBody, Prompt, parse_body
@@ -26,7 +27,7 @@ from mooncake_zmq.gateway.openai.errors import (
 )
 from mooncake_zmq.gateway.openai.reasoning import TAIL_TOKENS, Marks, ReasoningReader
 from mooncake_zmq.gateway.openai.tools import Tools
-from mooncake_zmq.gateway.requests.client_events import ClientRequest
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Reading
 from mooncake_zmq.gateway.requests.tenants import Tenant
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
@@ -67,21 +68,30 @@ def prepare(
     draw_seed: Callable[[], int],
     tenant: Tenant | None = None,
     grammars: Mapping[str, Grammars] | None = None,
+    parsers: Callable[[str], Parsers] | None = None,
 ) -> Prepared:
     """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone is too large.
-    `grammars`: by the model's identity, to see whether a constraint can be followed; None: it is not tried."""
+    `grammars`: by the model's identity, to see whether a constraint can be followed; None: it is not tried. `parsers`: those
+    that vLLMs of a model have, by the same; None: there are none."""
     body = parse_body(raw, kind)
     model = asked(body.model, models)
     body.check_stream_options()
     prompts = _prompts(body, model, settings)
     seed = draw_seed() if body.seed is None else body.seed
     stops = stop_tables(body.stops())
-    tools, constraint = _form(body, model, settings, grammars[model.identity] if grammars is not None else None)
+    offered = Parsers() if parsers is None else parsers(model.identity)
+    tools, constraint = _form(body, model, settings, offered, grammars[model.identity] if grammars is not None else None)
     if tenant is not None:
         _check_rights(body, tenant)
     bound = bool(constraint) and (tools.binds_all or not tools.constraint)
     marks = None if bound else body.reasoning_marks(model, settings)
-    common = _Common(body, model, settings.max_echo_chars, tenant, seed, stops, tools, constraint, marks)
+    if marks is None and not bound and body.reasons_as_vllm(settings) and offered.reasoning or tools.for_vllm:
+        reading = _reading(body, tools, offered, whole=not body.stream and not stops)
+        tools = replace(tools, form=None) if offered.calls else tools
+        marks = None if offered.reasoning else marks
+    else:
+        reading = None
+    common = _Common(body, model, settings.max_echo_chars, tenant, seed, stops, tools, constraint, marks, reading)
     prepared = Prepared(body.without_prompt(), model, [], [])
     for prompt in prompts:
         common.add(prompt, prepared)
@@ -105,7 +115,9 @@ class _Common:
         tools: Tools,
         constraint: bytes,
         marks: Marks | None,
+        reading: Reading | None,
     ) -> None:
+        self._reading = reading
         self._body, self._model, self._seed, self._stops = body, model, seed, stops
         self._tools, self._constraint, self._marks = tools, constraint, marks
         shows_marks = marks is not None and marks.are_special(model.tokenizer)
@@ -128,6 +140,8 @@ class _Common:
         root, keys = model.hash_prompt(tokens, self._salt)
         echo, offsets = self._echoed(ids, prompt)
         sampling = body.sampling(self._seed % SEEDS, len(ids), model, self._constraint)
+        textless = body.textless(stop, model)
+        reading = self._reading and msgspec.structs.replace(self._reading, textless=textless)
         for nth in range(body.choices_per_prompt):
             request = ClientRequest(
                 tokens=tokens,
@@ -143,6 +157,7 @@ class _Common:
                 priority=body.priority or 0,
                 tenant=self._tenant,
                 prompt_logprobs=body.echoed_likeliest if len(ids) > 1 else None,
+                reading=reading,
             )
             prepared.requests.append(request)
             choice = Choice(
@@ -151,12 +166,13 @@ class _Common:
                 model,
                 stops=self._stops,
                 min_tokens=stop.min_tokens,
-                textless=body.textless(stop, model),
+                textless=textless,
                 with_stop=bool(body.include_stop_str_in_output),
                 special=self._special,
                 echo=echo,
                 tools=self._tools,
                 reasoning=self._reasoning_reader(ids, prompt),
+                read_elsewhere=reading is not None,
                 with_reasoning=body.wants_reasoning,
                 offsets=offsets,
                 silent=body.requested_tokens == 0,
@@ -218,13 +234,22 @@ def _check_rights(body: Body, tenant: Tenant) -> None:
             raise RequestError(403, f"{tenant.name} has the deployment's SLO, and may not name another", param=name, code=code)
 
 
-def _form(body: Body, model: ServedModel, settings: EdgeSettings, grammars: Grammars | None) -> tuple[Tools, bytes]:
+def _reading(body: Body, tools: Tools, parsers: Parsers, *, whole: bool) -> Reading:
+    """Return how vLLMs with these parsers read the answers. They look at no message."""
+    choice = {"tools": tools.given, "tool_choice": "auto" if tools.max_calls else "none"} if tools.given else {}
+    chat: dict[str, Any] = {"messages": [], **choice, "chat_template_kwargs": dict(body.chat_form().variables)}
+    return Reading(parsers=parsers, chat=msgspec.json.encode(chat), whole=whole)
+
+
+def _form(
+    body: Body, model: ServedModel, settings: EdgeSettings, parsers: Parsers, grammars: Grammars | None
+) -> tuple[Tools, bytes]:
     """The tools, and the grammar that the answers follow; empty: none. Engines are sent none that cannot be followed."""
     try:
         param, constraint = body.constraint()
         answer = schema_of(constraint) if constraint else None
-        tools = body.tools_for(model, settings, answer)
-        if constraint and answer is None and tools.form is not None:
+        tools = body.tools_for(model, settings, answer, parsed=parsers.calls)
+        if constraint and answer is None and (tools.form is not None or tools.for_vllm):
             text = "an answer that may call tools is held to a schema or to nothing: set tool_choice to none"
             raise ConstraintRefused(param, text)
         if tools.constraint:

@@ -49,10 +49,10 @@ FORMS: dict[ReasoningForm, Marks] = {
 }
 
 
-def marks_of(template: str, form: ReasoningForm | Literal["", "none"]) -> Marks | None:
+def marks_of(template: str, form: ReasoningForm | Literal["", "none", "vllm"]) -> Marks | None:
     """Return the marks of a model's reasoning. `form`: the operator's; empty: the form whose second mark the model's chat
     template contains."""
-    if form == "none":
+    if form == "none" or form == "vllm":
         return None
     if form:
         return FORMS[form]

@@ -213,6 +213,11 @@ class Reply:
         cached = served and {"cached_tokens": served["cached_own"] + served["cached_local"] + served["cached_remote"]}
         return {**usage, "prompt_tokens_details": cached}
 
+    def _unread(self) -> dict[str, str]:
+        """Return why vLLM's parsers did not read an answer, so that its text is as the model wrote it; empty: they did."""
+        reason = next((choice.unread_reason for choice in self.choices if choice.unread_reason), "")
+        return {"unread": reason} if reason else {}
+
     def _served(self) -> dict[str, Any] | None:
         """The nodes and attempts of the first choice, and what was reused, if the client may know that. None where that is not
         known."""
@@ -229,6 +234,8 @@ class Reply:
             "prefill": finished[0].prefill,
             "decode": finished[0].decode,
             "attempts": finished[0].attempts,
+            "relocations": finished[0].relocations,
+            **self._unread(),
             "request": self._request_id,
         }
 

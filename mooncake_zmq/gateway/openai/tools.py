@@ -117,7 +117,8 @@ _calls = msgspec.json.Decoder(Annotated[list[_Called], Meta(max_length=MAX_TOOLS
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of a chat. `given`: as the template takes them. `form`: how calls are written; None: they are not read."""
+    """The tools of a chat. `given`: as the template takes them. `form`: how calls are written; None: they are not read, or by
+    vLLM."""
 
     given: list[dict[str, Any]]
     form: CallForm | None
@@ -129,6 +130,11 @@ class Tools:
     """The grammar of an answer that must have calls, or whose strict functions bind their arguments."""
     binds_all: bool = False
     """Whether the grammar leaves no room for other text before calls."""
+
+    @property
+    def for_vllm(self) -> bool:
+        """Whether the answer may have calls whose form is not known here, but to the parser of a vLLM."""
+        return self.form is None and self.max_calls > 0
 
     def reader(self) -> "CallReader | None":
         """Return a reader for one answer."""
@@ -159,11 +165,13 @@ def read_tools(
     choice: Raw,
     parallel: bool | None,
     words: Words,
-    form: CallForm | None = None,
+    form: CallForm | Literal["vllm"] | None = None,
     answer: dict[str, Any] | None = None,
+    *,
+    parsed: bool = False,
 ) -> Tools:
     """Read the tools and the choice of a chat. `form`: the operator's; None: the template's. `answer`: the schema of an answer
-    without calls, if it has one. Raises ConstraintRefused."""
+    without calls, if it has one. `parsed`: whether vLLMs of the model have a parser of calls. Raises ConstraintRefused."""
     (given, functions), chosen = _given(bytes(tools)), _chosen(bytes(choice))
     must = chosen == "required" or isinstance(chosen, _Choice)
     if not given:
@@ -175,15 +183,25 @@ def read_tools(
     names = tuple(function.name for function in functions)
     if chosen == "none":
         return Tools(given, None, names, 0, False)
-    form = form or form_of(words.chat_template)
-    if form is None:
-        text = f"how this model writes calls is not known: the operator can set tool_call_parser to {', '.join(FORMS)}"
+    form = form_of(words.chat_template) if form is None else form if form != "vllm" else None
+    if form is None and not parsed:
+        text = (
+            f"how this model writes calls is not known: the operator can set tool_call_parser to {', '.join(FORMS)}, or start "
+            "vLLM with --enable-auto-tool-choice and --tool-call-parser"
+        )
         raise ConstraintRefused("tools", text)
     if isinstance(chosen, _Choice):
         functions = [function for function in functions if function.name == chosen.function.name]
         if not functions:
             raise ConstraintRefused("tool_choice", "it names none of the tools")
     most = 1 if parallel is False or isinstance(chosen, _Choice) else MAX_CALLS
+    if form is None and must:
+        form = "llama3_json"  # the grammar makes the model write so
+    if form is None:
+        if answer is not None or any(function.strict for function in functions):
+            param = "tools" if answer is None else "response_format"
+            raise ConstraintRefused(param, "answers are held to no schema where vLLM's parser reads the model's calls")
+        return Tools(given, None, names, 1 if parallel is False else MAX_READ_CALLS, False)
     marks = _special_marks(form, words)
     strict = any(function.strict for function in functions)
     if answer is not None and not must and form == "llama3_json":

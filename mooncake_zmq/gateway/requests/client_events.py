@@ -2,7 +2,20 @@
 
 from msgspec import Struct
 
-from mooncake_zmq.core.messages import Sampling, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import CallRead, Parsers, Sampling, StopRule, TokenLogprob
+
+
+class Reading(Struct, frozen=True, kw_only=True):
+    """How the parsers of a vLLM read an answer."""
+
+    parsers: Parsers
+    """The parsers that the vLLM has, no more and no less."""
+    chat: bytes
+    """JSON of the fields of the client's request that they look at."""
+    textless: frozenset[int] = frozenset()
+    """Tokens that they do not get, since their text is no part of an answer."""
+    whole: bool = False
+    """Whether the answer is read once, when it is complete."""
 
 
 class ClientRequest(Struct, frozen=True, kw_only=True):
@@ -35,6 +48,8 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     """Number of the likeliest tokens to send for each token of the prompt, with its probability; None: send none. The prompt is
     then computed as a whole, and has no siblings."""
+    reading: Reading | None = None
+    """How the parsers of a vLLM read the answer; None: the edge reads it."""
 
 
 class ClientGone(Struct, frozen=True):
@@ -64,6 +79,20 @@ class PromptLogprobs(Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...]
 
 
+class TextRead(Struct, frozen=True):
+    """Parts that vLLM's parsers read in the tokens since the last `TextRead`: reasoning first, then text, then calls."""
+
+    reasoning: str
+    text: str
+    calls: tuple[CallRead, ...]
+
+
+class TextUnread(Struct, frozen=True):
+    """The tokens since the last `TextRead`, and all that follow, are not read, and why: their text is the answer."""
+
+    reason: str
+
+
 VersionSpan = tuple[str | None, int, int]
 """Tokens start..stop of an answer, made by weights of this version: (version, start, stop); None: of one that is not known."""
 
@@ -84,6 +113,9 @@ class Finished(Struct, frozen=True, kw_only=True):
     prefill: str
     decode: str
     attempts: int
+    """Number of attempts, without those of `relocations`."""
+    relocations: int = 0
+    """Number of attempts that began because a node drained."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
     versions: tuple[VersionSpan, ...] = ()
@@ -99,4 +131,4 @@ class Failed(Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-ClientOutput = TokenOut | PromptLogprobs | Finished | Failed
+ClientOutput = TokenOut | PromptLogprobs | TextRead | TextUnread | Finished | Failed

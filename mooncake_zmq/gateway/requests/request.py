@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec import structs
 
 from mooncake_zmq.core.actor_parts import Lifecycle, Named
 from mooncake_zmq.core.messages import (
@@ -66,6 +68,17 @@ PLACED = (RequestState.PREFILLING, RequestState.DECODING)
 """States in which a request is placed."""
 
 
+class Asked(NamedTuple):
+    """A question to a conductor for another place, asked while an attempt is under way."""
+
+    attempt: int
+    """Number of the attempt that would begin there."""
+    conductor: str
+    node: str
+    """The draining node that it would leave."""
+    at: float
+
+
 @dataclass(slots=True)
 class Request:
     """A request from its arrival to its end, with its attempt under way."""
@@ -81,6 +94,14 @@ class Request:
     """Name of the requests of one call that have its prompt."""
     state: RequestState = RequestState.WAITING
     attempt: int = 0
+    """Number of the attempt under way."""
+    latest: int = 0
+    """Number of the latest attempt for which a place was asked."""
+    tries: int = 0
+    """Number of attempts without those that began because a node drains."""
+    relocations: int = 0
+    """Number of those."""
+    asked: Asked | None = None
     missing: str = "no_conductor"
     """Reason why a request that is not admitted waits."""
     broken: int = 0
@@ -134,8 +155,13 @@ class Request:
 
     def begin_attempt(self, now: float, conductor: str) -> None:
         """Begin the next attempt, which this conductor is to place."""
+        self.latest += 1
+        self.tries += 1
+        self._begin(now, self.latest, conductor)
+
+    def _begin(self, now: float, attempt: int, conductor: str) -> None:
         self.move(RequestEvent.SCHEDULED)
-        self.attempt += 1
+        self.attempt = attempt
         self.scheduled = True
         self.conductor, self.prefill, self.decode = conductor, "", ""
         self.prefill_times = self.predicted = (0.0, 0.0)
@@ -151,6 +177,21 @@ class Request:
         self.prefill, self.decode = placed.prefill, placed.decode
         self.predicted = (placed.ttft_s, placed.tbt_s)
         self.received_at = now
+
+    def ask(self, now: float, conductor: str, node: str) -> Schedule:
+        """Return the message that asks a conductor for a place without this node, while the attempt under way goes on."""
+        self.latest += 1
+        self.asked = Asked(self.latest, conductor, node, now)
+        self.avoid(node)
+        return structs.replace(self.schedule(now, 1), attempt=self.latest)
+
+    def continue_at(self, now: float, asked: Asked, placed: Placed) -> None:
+        """Begin the attempt for which another place was asked; that under way is over."""
+        self.move(RequestEvent.RETRY)
+        self._begin(asked.at, asked.attempt, asked.conductor)
+        self.booked = True
+        self.relocations += 1
+        self.place(now, placed)
 
     def avoid(self, node: str) -> None:
         """Exclude a node from the attempts that follow."""
@@ -283,7 +324,8 @@ class Request:
             cached_remote=remote,
             prefill=self.prefill,
             decode=self.decode,
-            attempts=self.attempt,
+            attempts=self.tries,
+            relocations=self.relocations,
             queue_s=self.prefill_times[0],
             prefill_s=self.prefill_times[1],
             versions=self._without_gaps(),

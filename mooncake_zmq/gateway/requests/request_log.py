@@ -27,6 +27,7 @@ from mooncake_zmq.core.messages import (
     FirstToken,
     Message,
     Placed,
+    PlaceElsewhere,
     Rejected,
     RejectReason,
     RequestEnded,
@@ -106,6 +107,8 @@ class RequestEntry:
     made: int = 0
     """Number of attempts, of which `attempts` holds at most `MAX_ATTEMPTS`."""
     attempts: list[Attempt] = field(default_factory=list)
+    asked: Attempt | None = None
+    """Attempt that begins if there is a place for it, as a node of the one under way drains."""
 
     @property
     def last(self) -> Attempt | None:
@@ -139,9 +142,9 @@ class RequestLog:
                 case ToClient(request_id, Finished() | Failed() as end):
                     over.append((request_id, end))
                 case Send(to, Schedule() as schedule):
-                    self._scheduled(now, to, schedule)
-                case Send(_, StartPrefill(siblings=siblings) as start) if siblings:
-                    self._shared(now, start)
+                    self._scheduled(now, to, schedule, asked=type(event) is Received and type(event.message) is PlaceElsewhere)
+                case Send(_, StartPrefill() as start):
+                    self._started(now, start)
                 case Send(_, RequestEnded() as ended):
                     self._outcome(ended)
                 case SetTimer(("attempt", str(request_id))):
@@ -166,14 +169,23 @@ class RequestLog:
                 self._open.popitem(last=False)
         return entry
 
-    def _scheduled(self, now: float, conductor: str, schedule: Schedule) -> None:
+    def _scheduled(self, now: float, conductor: str, schedule: Schedule, *, asked: bool) -> None:
         entry = self._of(now, schedule.request_id)
-        if entry.last is None or entry.last.number != schedule.attempt:
+        if asked:
+            entry.asked = Attempt(number=schedule.attempt, began_s=now - entry.arrived_at, conductor=conductor)
+        elif entry.last is None or entry.last.number != schedule.attempt:
             began_s = now - entry.arrived_at
             self._add(entry, Attempt(number=schedule.attempt, began_s=began_s, conductor=conductor))
 
-    def _shared(self, now: float, start: StartPrefill) -> None:
-        """Record the attempts of siblings, which are placed with the first choice."""
+    def _started(self, now: float, start: StartPrefill) -> None:
+        """Record an attempt that begins because a node drains, and those of siblings, placed with the first choice."""
+        entry = self._open.get(start.request_id)
+        if entry is not None and entry.asked is not None and entry.asked.number == start.attempt:
+            self._attempt_over(now, start.request_id, "its node drains")
+            self._add(entry, entry.asked)
+            entry.asked = None
+        if not start.siblings:
+            return
         found = self._attempt(start.request_id, start.attempt)
         if found is None:
             return
@@ -213,6 +225,8 @@ class RequestLog:
     def _attempt(self, request_id: str, number: int) -> tuple[RequestEntry, Attempt] | None:
         entry = self._open.get(request_id)
         attempt = entry.last if entry is not None else None
+        if entry is not None and entry.asked is not None and entry.asked.number == number:
+            attempt = entry.asked
         return None if entry is None or attempt is None or attempt.number != number else (entry, attempt)
 
     def _outcome(self, ended: RequestEnded) -> None:
@@ -352,7 +366,7 @@ def _spans(attempt: Attempt, over_s: float) -> Iterator[Span]:
 def as_json(entry: RequestEntry) -> dict[str, Any]:
     """Return the whole record, for JSON."""
     whole = asdict(entry)
-    del whole["arrived_at"]
+    del whole["arrived_at"], whole["asked"]
     own, local, remote = whole.pop("cached")
     return whole | {
         "cached_own": own,

@@ -39,6 +39,7 @@ from mooncake_zmq.core.messages import (
     Hello,
     NodesReported,
     Placed,
+    PlaceElsewhere,
     PromptScored,
     Rejected,
     RejectReason,
@@ -56,7 +57,9 @@ from mooncake_zmq.gateway.requests.client_events import (
 )
 from mooncake_zmq.gateway.requests.cluster_snapshot import count_prediction, prediction
 from mooncake_zmq.gateway.requests.families import Families
-from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness, is_for, missing_roles
+from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness, missing_roles
+from mooncake_zmq.gateway.requests.readings import Readings
+from mooncake_zmq.gateway.requests.relocations import Relocations, absent
 from mooncake_zmq.gateway.requests.request import NEXT_STATE, Request, RequestEvent, RequestState
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
@@ -92,6 +95,9 @@ class Requests:
         self._families = Families()
         self._readiness = Readiness(settings.conductors, settings.ready_wait_s, tuple(self._layouts))
         self._drain = Drain("", self.counts)
+        table, peers, readiness = self._requests, self._peers, self._readiness
+        self._relocations = Relocations(table, peers, readiness, settings.stall_s, counts=self.counts, let_go=self._let_go)
+        self.readings = Readings(self._peers, self.counts)
 
     @property
     def cluster(self) -> ClusterView:
@@ -100,8 +106,8 @@ class Requests:
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
-        effects = self._dispatch(now, event)
-        return effects + self._drain.drained(idle=not self._requests) if self._drain.leaves else effects
+        effects = self.readings.around(now, event, self._dispatch)
+        return effects + self._drain.drained(idle=not (self._requests or self.readings)) if self._drain.leaves else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -127,6 +133,8 @@ class Requests:
                 return []
             case Received(sender, AttemptFailed() as message):
                 return self._on_failed(now, sender, message)
+            case Received(sender, PlaceElsewhere() as message):
+                return self._relocations.on_wanted(now, sender, message)
             case Received(sender, NodesReported() as message):
                 return self._readiness.on_report(sender, message, self._peers)
             case PeerUp() as up:
@@ -146,11 +154,8 @@ class Requests:
                 late = self._requests.get(request_id)
                 limit = f"no answer within {self._settings.deadline_s:g} s"
                 return [] if late is None else self._fail(late, Failed(status=504, code="deadline_exceeded", message=limit))
-            case DrainWanted():
-                self._drain.drain()
-                return []
-            case CordonWanted(cordoned):
-                self._drain.set_cordon(cordoned)
+            case DrainWanted() | CordonWanted() as order:
+                self._drain.wanted(order)
                 return []
             case DrainTimedOut():
                 self._drain.drain()
@@ -172,11 +177,13 @@ class Requests:
             if request.led_by:
                 assert request.state is self._requests[request.led_by].state is RequestState.PLACING
         assert len(self._requests) <= self._settings.max_open
+        self.readings.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
         states = [request.state for request in self._requests.values()]
-        return {f"requests_{state.value}": states.count(state) for state in RequestState if state is not RequestState.ENDED}
+        levels = {f"requests_{state.value}": states.count(state) for state in RequestState if state is not RequestState.ENDED}
+        return {**levels, "answers_being_read": len(self.readings)}
 
     def dump(self, now: float) -> dict[str, Any]:
         """See `core.actor`."""
@@ -195,19 +202,19 @@ class Requests:
         choices = ((request_id, client.sampling.seed), *client.siblings)
         if any(each in self._requests for each, _ in choices):
             return []
+        refused: Failed | None = None
         if self._drain.draining or len(self._requests) + len(choices) > self._settings.max_open:
-            self.counts.add("requests_refused", len(choices))
             why = "the gateway is draining: try another one" if self._drain.draining else "too many open requests"
             refused = Failed(status=503, code="overloaded", message=why, retry_after_s=1.0)
-            return [ToClient(each, refused) for each, _ in choices]
-        if len(self._layouts) > 1 and missing_roles(self._peers.values(), client.model):
+        elif len(self._layouts) > 1 and missing_roles(self._peers.values(), client.model):
             # Half of what each model would have: the others are served meanwhile.
             share = max(1, self._settings.max_open // (2 * len(self._layouts)))
             if len(choices) + sum([each.client.model == client.model for each in self._requests.values()]) > share:
-                self.counts.add("requests_refused", len(choices))
                 why = "no node serves this model, and enough requests wait for one"
                 refused = Failed(status=503, code="no_conductor", message=why, retry_after_s=2.0)
-                return [ToClient(each, refused) for each, _ in choices]
+        if refused is not None:
+            self.counts.add("requests_refused", len(choices))
+            return [ToClient(each, refused) for each, _ in choices]
         timers: list[Effect] = []
         family = request_id if client.siblings else ""
         for each, seed in choices:
@@ -258,6 +265,8 @@ class Requests:
         return [Send(conductor, request.schedule(now, 1 + len(siblings))), *timers]
 
     def _on_placed(self, now: float, sender: str, message: Placed) -> list[Effect]:
+        if (relocated := self._relocations.on_placed(now, sender, message)) is not None:
+            return relocated
         request = self._placing(sender, message.request_id, message.attempt)
         if request is None:
             return []
@@ -266,11 +275,9 @@ class Requests:
             each.place(now, message)
         # A node may be unknown here, down, or of another role by now. That does not count as a broken attempt, but as if there
         # were no such node: a new request then waits for at most `placement_wait_s`, an admitted one until its deadline.
-        wanted = (("prefill", message.prefill, RejectReason.NO_PREFILL), ("decode", message.decode, RejectReason.NO_DECODE))
-        for role, node, missing in wanted:
-            peer = self._peers.get(node)
-            if peer is None or peer.role not in (role, "vllm") or not is_for(peer, request.client.model):
-                return self._retry_all(together, missing.value, exclude=node)
+        gone = absent(self._peers, message, request.client.model)
+        if gone is not None:
+            return self._retry_all(together, gone[1].value, exclude=gone[0])
         effects: list[Effect] = [CancelTimer(("placement", each.request_id)) for each in together]
         for each in together:
             each.admitted = True
@@ -283,6 +290,8 @@ class Requests:
         return request if request is not None and asked and request.conductor == sender else None
 
     def _on_rejected(self, now: float, sender: str, message: Rejected) -> list[Effect]:
+        if self._relocations.on_rejected(sender, message):
+            return []
         request = self._placing(sender, message.request_id, message.attempt)
         if request is None:
             return []
@@ -307,15 +316,8 @@ class Requests:
 
     def _refuse(self, request: Request, reason: RejectReason, retry_after_s: float) -> list[Effect]:
         """Refuse a request that has no token yet."""
-        overloaded = reason in (RejectReason.TTFT, RejectReason.TBT)
         self.counts.add(f"requests_rejected[reason={reason.value}]")
-        failed = Failed(
-            status=429 if overloaded else 503,
-            code=reason.value,
-            message="the request would miss its SLO" if overloaded else "no decode has room for the request now",
-            retry_after_s=retry_after_s,
-        )
-        return self._fail(request, failed)
+        return self._fail(request, _rejection(reason, retry_after_s))
 
     def _on_placement_late(self, request_id: str) -> list[Effect]:
         request = self._requests.get(request_id)
@@ -431,6 +433,7 @@ class Requests:
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
         self._readiness.forget(peer)
+        self._relocations.peer_down(peer)
         effects: list[Effect] = []
         for request in list(self._requests.values()):
             placing = request.state is RequestState.PLACING and request.conductor == peer
@@ -454,7 +457,7 @@ class Requests:
         self.counts.add("attempts_retried")
         if exclude:
             request.avoid(exclude)
-        pause = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(request.attempt - 1, 16))
+        pause = min(self._settings.backoff_max_s, self._settings.backoff_s * 2.0 ** min(request.tries - 1, 16))
         return [*effects, CancelTimer(("stall", request.request_id)), SetTimer(("attempt", request.request_id), pause)]
 
     def _let_go(self, request: Request, *, ended: bool = False, stalled: bool = False) -> list[Effect]:
@@ -474,17 +477,18 @@ class Requests:
         """Report the end of an attempt to its conductor, once. `ended`: its answer is complete; `stalled`: no message came in
         time."""
         request.scheduled = False
+        unasked = self._relocations.give_up(request)
         if not request.booked:
-            return []
+            return unasked
         outcome = request.outcome(ended)
         if outcome is not None:
             count_prediction(self.counts, "ttft", outcome.ttft_s, outcome.predicted_ttft_s)
             if len(request.answer.gaps):
                 count_prediction(self.counts, "tbt", outcome.tbt_s, outcome.predicted_tbt_s)
         if request.conductor not in self._peers:
-            return []
+            return unasked
         end = RequestEnded(request_id=request.request_id, attempt=request.attempt, outcome=outcome, stalled=stalled)
-        return [Send(request.conductor, end)]
+        return [Send(request.conductor, end), *unasked]
 
     def _fail(self, request: Request, failed: Failed) -> list[Effect]:
         self.counts.add(f"requests_failed[code={failed.code}]")
@@ -512,3 +516,14 @@ class Requests:
             self.counts.add("stale_attempt_messages")
             return None
         return request
+
+
+def _rejection(reason: RejectReason, retry_after_s: float) -> Failed:
+    """Return the error of a request for which a conductor has no place, or a decode."""
+    overloaded = reason in (RejectReason.TTFT, RejectReason.TBT)
+    return Failed(
+        status=429 if overloaded else 503,
+        code=reason.value,
+        message="the request would miss its SLO" if overloaded else "no decode has room for the request now",
+        retry_after_s=retry_after_s,
+    )

@@ -27,6 +27,7 @@ from mooncake_zmq.core.work import (
     ProbeProcess,
     ProcessProbed,
     PullBlocks,
+    ReadTokens,
     Result,
     SampleTokens,
     SequenceForked,
@@ -172,7 +173,7 @@ class Executor:
                 return Subtasks([(self._copier, partial(_fork, job, work))])
             case ProbeProcess():
                 return Subtasks([(self._copier, partial(self._probe, work))])
-            case Generate() | ProbeEngine() | WatchEngine() | SampleTokens():
+            case Generate() | ProbeEngine() | ReadTokens() | WatchEngine() | SampleTokens():
                 raise TypeError(work)  # a node beside vLLM uses `runtime.generation`
 
     def _engine_subtasks(self, job: Job, work: ComputeChunk | ComputeStage | DecodeStep) -> Subtasks:

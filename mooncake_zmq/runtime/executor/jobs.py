@@ -20,6 +20,7 @@ from mooncake_zmq.core.work import (
     ProbeEngine,
     ProbeProcess,
     PullBlocks,
+    ReadTokens,
     Result,
     SampleTokens,
     SequenceBlock,
@@ -173,5 +174,5 @@ def sequences_of(work: Work) -> list[int]:
             return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
         case ForkSequence():
             return [work.source, *work.targets]
-        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | WatchEngine() | SampleTokens():
+        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | ReadTokens() | WatchEngine() | SampleTokens():
             return []

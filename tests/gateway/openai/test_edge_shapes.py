@@ -22,6 +22,7 @@ SERVED = {
     "prefill": "prefill-0",
     "decode": "decode-0",
     "attempts": 1,
+    "relocations": 0,
     "request": "gw-abc-1",
 }
 
