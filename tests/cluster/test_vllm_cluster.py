@@ -75,6 +75,17 @@ def test_requests_outlive_the_engine_that_serves_them(cluster: VllmCluster, stub
         stream.read(3)
     eventually(lambda: not any(stub.running for stub in stubs), 20, "both are idle")
 
+    # An answer leaves a node that drains, and goes on at the other.
+    with cluster.stream(model=name, prompt=PROMPT, max_tokens=300) as stream:
+        stream.read(3)
+        node = next(each for each, stub in zip(cluster.VLLMS, stubs, strict=True) if stub.running)
+        web.post(f"{cluster.url}/admin/drain/{node}", timeout=10)
+        assert stream.read() == expected(PROMPT, 300)
+    served = stream.served
+    assert (served["decode"] != node, served["attempts"], served["relocations"], stream.errors) == (True, 1, 1, [])
+    web.request("DELETE", f"{cluster.url}/admin/drain/{node}", timeout=10)
+    eventually(lambda: not cluster.dumps()[node]["actor"]["draining"], 20, "it serves again")
+
     # A chat is read by the parsers of either, of which one is broken.
     stubs[0].posts[DERENDER] = 500, b"broken"
     for stub in stubs:

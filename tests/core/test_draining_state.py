@@ -1,12 +1,17 @@
 """When a node drains, and as what its process begins anew."""
 
+import math
+
 import pytest
 
-from mooncake_zmq.core.actor import Drained
+from mooncake_zmq.core.actor import Drained, Send, SetTimer
 from mooncake_zmq.core.actor_parts import Tally
-from mooncake_zmq.core.drain import Drain
-from mooncake_zmq.core.messages import PROTOCOL_VERSION, ChangeRole, Hello
+from mooncake_zmq.core.drain import MOVE, MOVE_AGAIN_S, Drain
+from mooncake_zmq.core.messages import MAX_MOVED, PROTOCOL_VERSION, ChangeRole, Hello, PlaceElsewhere
 from mooncake_zmq.core.routes import are_connected, may_connect
+from mooncake_zmq.decode.settings import DecodeSettings
+from mooncake_zmq.prefill.settings import PrefillSettings
+from mooncake_zmq.vllm_node.settings import VllmSettings
 
 PEERS = {
     name: Hello(protocol=PROTOCOL_VERSION, role=role, host="h", model="m", tokenizer="t", layout="l")
@@ -44,6 +49,28 @@ def test_an_operator_who_wants_it_gone_outranks_a_change() -> None:
     assert drain.drained(idle=True) == [Drained()]
     assert not drain.change("k", TO_DECODE, PEERS)
     assert drain.drained(idle=True) == [Drained()]
+
+
+@pytest.mark.parametrize("settings", [PrefillSettings, DecodeSettings, VllmSettings])
+@pytest.mark.parametrize("grace_s", [-0.1, math.inf, math.nan])
+def test_a_grace_that_is_no_time_is_refused(settings: type, grace_s: float) -> None:
+    with pytest.raises(ValueError, match="drain_grace_s must be 0 or more, and finite"):
+        settings(drain_grace_s=grace_s)
+    assert settings(drain_grace_s=0.0).drain_grace_s == 0.0
+
+
+def test_each_gateway_is_asked_about_its_own_attempts_and_about_as_many_as_a_message_takes() -> None:
+    drain = Drain("", Tally())
+    drain.drain()
+    many = [("g", f"r{number}", 1) for number in range(MAX_MOVED + 1)]
+    *asked, timer = drain.move([*many, ("g2", "s", 3)])
+    sent = {
+        send.to: send.message.attempts for send in asked if isinstance(send, Send) and isinstance(send.message, PlaceElsewhere)
+    }
+    assert (len(sent["g"]), sent["g2"]) == (MAX_MOVED, (("s", 3),))
+    assert timer == SetTimer(MOVE, MOVE_AGAIN_S)
+    assert drain.move([]) == [], "with nothing left it asks no more"
+    assert drain.move([], left=True) == [timer]
 
 
 def test_links_cover_all_roles_that_a_process_may_have() -> None:
