@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from mooncake_zmq.simulation import report
 from mooncake_zmq.simulation.faults import MIN_FAULTS, MIN_KINDS, FaultKind
-from mooncake_zmq.simulation.planted import PLANTED, STORES
+from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.report import possible, simtest, totals
 from mooncake_zmq.simulation.run import SeedResult, as_line, run_seed, run_seeds
 
@@ -104,8 +104,7 @@ def test_a_planted_bug_is_caught(name: str) -> None:
         if result.failure is not None:
             failures.append(result.failure)
             if result.invariant in planted.invariants:
-                stores = name.startswith(STORES)
-                assert run_seed(seed, stress=planted.stress, stores=stores).failure is None
+                assert run_seed(seed, stress=planted.stress, only=planted.only).failure is None
                 return
     pytest.fail(f"{planted.what}: no checker of {planted.invariants} failed, but {failures}")
 
@@ -127,7 +126,7 @@ def test_many_seeds_say_how_far_they_are_and_what_failed_where_there_is_no_termi
 
 
 def test_stores_alone_hold_in_other_seeds() -> None:
-    results = run_seeds(5000, SEEDS, os.cpu_count() or 1, lambda _: None, stores=True)
+    results = run_seeds(5000, SEEDS, os.cpu_count() or 1, lambda _: None, only="stores")
     assert [(result.seed, result.failure) for result in results if result.failure] == []
     assert totals(results)["stores"]["ForgetValues failed"] > 0
 
