@@ -13,11 +13,11 @@ ADAPTERS: Mapping[str, tuple[str, ...]] = {
 """The adapters of the only model, and of each of several. 20 in all have names that are those of another model's too."""
 MODELS = tuple(model for model in ADAPTERS if model)
 Computes = tuple[str, str]
-"""What computes an answer: a model (empty: the only one), and an adapter of it (empty: none)."""
+"""A model (empty: the only one) and an adapter of it (empty: none), which compute an answer."""
 OF_ONE: tuple[Computes, ...] = (("", ""), ("", ""), *(("", adapter) for adapter in ADAPTERS[""]))
-"""What chats ask for where vLLMs compute alone: half of them no adapter."""
+"""The choices of chats where vLLMs compute alone: half of them ask for no adapter."""
 OF_SEVERAL: tuple[Computes, ...] = tuple((model, adapter) for model in MODELS for adapter in ("", "", *ADAPTERS[model]))
-"""What chats ask for where there are several models."""
+"""The choices of chats where there are several models."""
 
 
 def adapters_of(name: str, model: str) -> tuple[str, ...]:

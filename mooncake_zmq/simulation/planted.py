@@ -347,6 +347,7 @@ PLANTED: dict[str, Planted] = {
         "a resume forgets the adapter", ("I3", "I9"), (K.CRASH, K.COPY_FAIL), models.resume_without_adapter, "models"
     ),
     "key_without_adapter": Planted("block keys without the adapter", ("I9",), (), models.key_without_adapter, "models"),
+    "saved_wrong": Planted("other bytes than were saved", ("I3",), (), pools.saved_wrong, "models"),
     "key_without_model": Planted("block keys without the model", ("I9",), (), models.key_without_model, "models"),
     **{f"{STORES}{name}": Planted(*bug, "stores") for name, bug in planted_stores.PLANTED.items()},
 }

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any, get_args
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mooncake_zmq.core.messages import Goodbye, Hello, Message
@@ -28,12 +26,11 @@ from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
+from mooncake_zmq.telemetry.progress import progress_display
 from mooncake_zmq.vllm_node import job as vllm_job
 
 LAST_LINES = 60
 RAREST = 3
-LINE_EACH_S = 60.0
-"""The time between two lines of progress where no terminal shows a bar."""
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("gateway request", gateway_request.NEXT_STATE),
     ("prefill job", job.NEXT_STATE),
@@ -118,27 +115,18 @@ def _replay(seed: int, planted: str | None, output: Path | None, console: Consol
 
 
 @contextmanager
-def _watched(console: Console, seeds: int) -> Iterator[Callable[[SeedResult], None]]:
-    """Yield a function that shows each result as it comes: a failed seed by its line, the others by a bar, or where there is no
-    terminal by a line each minute."""
-    columns = (TextColumn("simtest"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def _watched(seeds: int) -> Iterator[Callable[[SeedResult], None]]:
+    """Yield a function that shows each result as it comes: a failed seed by its line, the others by how many have ended."""
     ended = failed = 0
-    began = shown = time.monotonic()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=seeds)
+    with progress_display("simtest") as display:
 
         def show(result: SeedResult) -> None:
-            nonlocal ended, failed, shown
+            nonlocal ended, failed
             ended += 1
-            progress.advance(task)
             if result.failure is not None:
                 failed += 1
-                progress.console.out(failing_line(result, _commit()), highlight=False)
-            now = time.monotonic()
-            if not console.is_terminal and now - shown >= LINE_EACH_S:
-                shown = now
-                left_min = (now - began) / ended * (seeds - ended) / 60
-                console.out(f"{ended} of {seeds} seeds, {failed} failed; {left_min:.0f} minutes left", highlight=False)
+                display.say(failing_line(result, _commit()))
+            display.show(ended / seeds, f"{ended} of {seeds} seeds, {failed} failed")
 
         yield show
 
@@ -186,7 +174,7 @@ def simtest(
     elif seed is not None:
         results = [_replay(seed, planted, trace, errors, only)]
     else:
-        with _watched(errors, seeds) as ended:
+        with _watched(seeds) as ended:
             results = run_seeds(first, seeds, jobs, ended, planted=planted, only=only, compiled=compiled)
     failed = [result for result in results if result.failure is not None]
     total = totals(results)

@@ -135,8 +135,8 @@ def _run(result: SeedResult, scope: Scope, stress: Sequence[FaultKind], *, trace
     if not scope.chats:
         specs = [replace(spec, peers=()) for spec in specs if spec.role == "cache-node"]
     work = generate(random, workload, settings.layout)
-    healed = {"requests": scope.probes, "cancel_share": 0.0, "starts_at": scope.safety_s + SETTLE_S}
-    more = replace(workload, max_turns=2, window_s=1.0, **healed)
+    healed = replace(workload, requests=scope.probes, cancel_share=0.0, starts_at=scope.safety_s + SETTLE_S)
+    more = replace(healed, max_turns=2, window_s=1.0)
     probes = generate(random, more, settings.layout, work.blocks)
     drained = generate(Random(f"drain of {result.seed}"), replace(more, **LONG), settings.layout, work.blocks)
     faults = _draw_faults(result.seed, random, specs, settings, stress, scope)
