@@ -292,7 +292,7 @@ class Session:
         reason = self._refusal(now, peer, envelope)
         if peer is None or reason is not None:
             self.counts.add(f"dropped[reason={reason}]")
-            return []
+            return self._greet_anew(now, peer, envelope) if peer is not None and reason == "former_incarnation" else []
         if self._departing:
             if envelope.to_incarnation == self.incarnation and envelope.floor > peer.epoch:
                 peer.unacked.clear()  # it has ended the conversation, which acknowledges everything
@@ -408,6 +408,19 @@ class Session:
         elif envelope.epoch < known:
             return "old_epoch"
         return "leap" if envelope.epoch - known > MAX_LEAP or envelope.floor - peer.epoch > 2 * MAX_LEAP else None
+
+    def _greet_anew(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
+        """Forget a peer's incarnation that has been silent while another one writes to a former incarnation of ours: each side
+        would else drop all that the other writes, since it is for an incarnation that has ended."""
+        if peer.incarnation in (0, envelope.incarnation) or self._departing:
+            return []
+        if self._counted_s(now, peer.received) < self._silence_s(peer, envelope):
+            return []
+        events = self._down(peer, "restarted")
+        peer.incarnation = peer.remote_epoch = 0
+        peer.floor = 1
+        self._begin_epoch(now, peer, peer.epoch + 1)
+        return events
 
     def _silence_s(self, peer: _Peer, envelope: Envelope) -> float:
         """Return how long the known incarnation must have been silent for another one to be accepted."""
