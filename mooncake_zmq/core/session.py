@@ -416,7 +416,7 @@ class Session:
             return []
         if self._counted_s(now, peer.received) < self._silence_s(peer, envelope):
             return []
-        events = self._down(peer, "restarted")
+        events = _down(peer, "restarted")
         peer.incarnation = peer.remote_epoch = 0
         peer.floor = 1
         self._begin_epoch(now, peer, peer.epoch + 1)
@@ -434,7 +434,7 @@ class Session:
         reborn = envelope.incarnation != peer.incarnation
         began_anew = reborn or envelope.epoch > peer.remote_epoch
         if began_anew:
-            events += self._down(peer, "restarted" if reborn else "began anew")
+            events += _down(peer, "restarted" if reborn else "began anew")
             known_before = peer.incarnation
             peer.incarnation, peer.remote_epoch = envelope.incarnation, envelope.epoch
             peer.expected = 1
@@ -445,7 +445,7 @@ class Session:
                 if known_before:
                     self._begin_epoch(now, peer, peer.epoch + 1)
         if envelope.to_incarnation == self.incarnation and envelope.floor > peer.epoch:
-            events += self._down(peer, "peer gave up")
+            events += _down(peer, "peer gave up")
             self._begin_epoch(now, peer, envelope.floor)
         elif began_anew and not reborn and events:
             self._give_up(now, peer, "began anew")
@@ -520,14 +520,10 @@ class Session:
         return [PeerUp(peer.name, peer.incarnation, hello)]
 
     def _give_up(self, now: float, peer: _Peer, reason: str) -> list[SessionEvent]:
-        events = self._down(peer, reason)
+        events = _down(peer, reason)
         peer.floor = peer.remote_epoch + 1
         self._begin_epoch(now, peer, peer.epoch + 1)
         return events
-
-    def _down(self, peer: _Peer, reason: str) -> list[SessionEvent]:
-        was_up, peer.hello = peer.up, None
-        return [PeerDown(peer.name, reason)] if was_up else []
 
     def _begin_epoch(self, now: float, peer: _Peer, epoch: int) -> None:
         peer.epoch = epoch
@@ -586,6 +582,11 @@ class Session:
             )
         )
         self.outgoing.append((peer.name, frame))
+
+
+def _down(peer: _Peer, reason: str) -> list[SessionEvent]:
+    was_up, peer.hello = peer.up, None
+    return [PeerDown(peer.name, reason)] if was_up else []
 
 
 def _acknowledge(peer: _Peer, envelope: Envelope) -> bool:
