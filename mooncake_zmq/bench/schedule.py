@@ -21,7 +21,7 @@ import numpy as np
 from rich.table import Table
 
 from mooncake_zmq.bench.report import Report, Row, commit
-from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad, generated_trace
+from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad, generated_trace, of_models
 from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.conductor.conductor import Conductor
 from mooncake_zmq.conductor.prefix_index import PrefixIndex
@@ -44,6 +44,8 @@ GOALS = ((16, 20_000.0), (1 << 30, 12_000.0))
 """Goals: decisions per second, up to so many hosts."""
 GOAL_UPDATES_PER_S = 2e6
 GOAL_ZMQ_PER_S, GOAL_ZMQ_MS = 3_000.0, 10.0
+MODELS, ADAPTERS = 3, 20
+MODEL_ROUNDS = 3
 UPDATE_NODES = 256
 UPDATE_BATCHES = (64, 1024)
 UPDATED_KEYS = 1 << 17
@@ -170,6 +172,7 @@ def bench_schedule(
         report.rows.append(_row(f"index updates, {count} hosts", "blocks/s", timings.updates_per_s, GOAL_UPDATES_PER_S))
         if router_python:
             _against_router(report, asked, count, router_python)
+    _beside_one_model(report, asked, hosts[0], progress)
     if zmq_per_s:
         progress(f"over ZeroMQ, {zmq_per_s:,.0f} requests per second")
         _over_zmq(report, asked, zmq_per_s)
@@ -182,9 +185,9 @@ def bench_schedule(
     return report
 
 
-def replay(asked: Sequence[Asked], hosts: int) -> Timings:
+def replay(asked: Sequence[Asked], hosts: int, *, vllms: bool = False) -> Timings:
     """Run one conductor through the trace."""
-    load = ClusterLoad(asked, hosts=hosts, costs=COSTS)
+    load = ClusterLoad(asked, hosts=hosts, costs=COSTS, vllms=vllms)
     settings = ConductorSettings(tbt_slo_s=0.1)
     conductor = Conductor(name="k", host="h", incarnation=1, settings=settings, layout=LAYOUT, costs=COSTS)
     for event in load.joins():
@@ -296,6 +299,20 @@ def _against_router(report: ScheduleReport, asked: Sequence[Asked], hosts: int, 
     report.rows.append(_row(f"decisions, {hosts} hosts, against RadixTree", "1/s", timings.decisions_per_s, theirs))
     theirs = answer["updated"] / answer["updates_s"]
     report.rows.append(_row(f"index updates, {hosts} hosts, against RadixTree", "blocks/s", timings.updates_per_s, theirs))
+
+
+def _beside_one_model(report: ScheduleReport, asked: Sequence[Asked], hosts: int, progress: Progress) -> None:
+    """Add the decisions of a conductor whose index holds the keys of several models' stores, and whose requests ask for
+    adapters, beside those for one model: both by turns, and each the median of its rounds."""
+    sides = (asked, of_models(asked, MODELS, ADAPTERS))
+    rates: tuple[list[float], list[float]] = ([], [])
+    for number in range(MODEL_ROUNDS):
+        progress(f"{hosts} hosts of vLLMs, one model and {MODELS} by turns, round {number + 1} of {MODEL_ROUNDS}")
+        for side, each in zip(sides, rates, strict=True):
+            each.append(replay(side, hosts, vllms=True).decisions_per_s)
+    one, several = (float(np.median(each)) for each in rates)
+    name = f"decisions, {hosts} hosts of vLLMs, {MODELS} models with {ADAPTERS} adapters beside one model"
+    report.rows.append(_row(name, "1/s", several, one))
 
 
 def _over_zmq(report: ScheduleReport, asked: Sequence[Asked], per_s: float) -> None:

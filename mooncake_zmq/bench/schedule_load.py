@@ -1,21 +1,22 @@
 """The events that `bench schedule` gives a conductor: a cluster of any size that serves a trace, seen from the conductor alone.
 PURE: the same events for the same trace, so that two runs time the same work.
 
-Every host has a prefill, a decode and a cache-node. A placed request is queued at its prefill, its blocks are announced from
-there when it is computed, it decodes, and it ends; pools evict the oldest. Loads are reported every quarter second by every
-node.
+Every host has a prefill, a decode and a cache-node, or a vLLM and a cache-node. A placed request is queued at its prefill, its
+blocks are announced from there when it is computed, it decodes, and it ends; pools evict the oldest. Loads are reported every
+quarter second by every node.
 """
 
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from mooncake_zmq.core.actor import Event, PeerUp, Received
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     PROTOCOL_VERSION,
+    AdaptersListed,
     BlocksAnnounced,
     DecodeLoad,
     Hello,
@@ -51,6 +52,7 @@ class Asked:
     keys: tuple[Key, ...]
     tokens: int
     output_tokens: int
+    adapter: str = ""
 
 
 @dataclass(slots=True)
@@ -76,11 +78,16 @@ class _Host:
 class ClusterLoad:
     """Yields events in the order of virtual time; `answer` takes the conductor's placements."""
 
-    def __init__(self, asked: Sequence[Asked], *, hosts: int, costs: Costs) -> None:
+    def __init__(self, asked: Sequence[Asked], *, hosts: int, costs: Costs, vllms: bool = False) -> None:
+        """`vllms`: one on each host computes. A tenth of them lacks each adapter that is asked for."""
+        self._prefill, self._decode = ("v", "v") if vllms else ("p", "d")
+        self._adapters = sorted({each.adapter for each in asked} - {""})
         self._asked = asked
         self._costs = costs
         self._hosts = [_Host(number) for number in range(hosts)]
-        self._names = {f"{kind}{number:04}": host for number, host in enumerate(self._hosts) for kind in "pdc"}
+        self._names = {
+            f"{kind}{number:04}": host for number, host in enumerate(self._hosts) for kind in (self._prefill, self._decode, "c")
+        }
         self._due: list[tuple[float, int, str, int]] = []
         self._serial = 0
         self._requests: dict[int, _Request] = {}
@@ -90,10 +97,13 @@ class ClusterLoad:
     def joins(self) -> Iterator[Event]:
         """Yield the events with which the nodes join."""
         for name, host in {"gateway": None, **self._names}.items():
-            role = {"g": "gateway", "p": "prefill", "d": "decode", "c": "cache-node"}[name[0]]
+            role = {"g": "gateway", "p": "prefill", "d": "decode", "c": "cache-node", "v": "vllm"}[name[0]]
             place = f"host{0 if host is None else host.number:04}"
             hello = Hello(protocol=PROTOCOL_VERSION, role=role, host=place, model="m", tokenizer="t", layout="l")
             yield PeerUp(name, 1, hello)
+            if host is not None and role == "vllm":
+                has = [each for at, each in enumerate(self._adapters) if (host.number + at) % 10]
+                yield Received(name, AdaptersListed(adapters=tuple(has)))
 
     def events(self) -> Iterator[tuple[float, Event]]:
         """Yield all later events, in order; take the next only after `answer` has had the effects of the last."""
@@ -106,7 +116,12 @@ class ClusterLoad:
                 for event in self._happen(when, what, about):
                     yield when, event
             schedule = Schedule(
-                request_id=f"r{number}", attempt=1, keys=asked.keys, tokens=asked.tokens, max_tokens=2 * asked.output_tokens
+                request_id=f"r{number}",
+                attempt=1,
+                keys=asked.keys,
+                tokens=asked.tokens,
+                max_tokens=2 * asked.output_tokens,
+                adapter=asked.adapter,
             )
             yield at, Received("gateway", schedule)
 
@@ -129,8 +144,8 @@ class ClusterLoad:
     def _happen(self, now: float, what: str, about: int) -> Iterator[Event]:
         if what == "report":
             self._later(now + REPORT_S, "report", about)
-            yield Received(f"p{about:04}", self._prefill_load(now, self._hosts[about]))
-            yield Received(f"d{about:04}", self._decode_load(self._hosts[about]))
+            yield Received(f"{self._prefill}{about:04}", self._prefill_load(now, self._hosts[about]))
+            yield Received(f"{self._decode}{about:04}", self._decode_load(self._hosts[about]))
             return
         request = self._requests[about]
         if what == "first":
@@ -215,6 +230,21 @@ def generated_trace(random: Random, requests: int) -> list[tuple[Key, ...]]:
         chats.append(prompt)
         trace.append(_keys(prompt))
     return trace
+
+
+def of_models(asked: Sequence[Asked], models: int, adapters: int) -> list[Asked]:
+    """Return the same requests, each chat of one of so many models or of one of their adapters, whose keys differ. A request
+    goes on with a chat if it has all its complete blocks."""
+    kinds: dict[Key, int] = {}
+    """The last key of each chat -> what computes it: a model, or behind these an adapter."""
+    found: list[Asked] = []
+    for number, each in enumerate(asked):
+        kind = next((kinds[key] for key in reversed(each.keys) if key in kinds), number % (models + adapters))
+        if each.keys:
+            kinds[each.keys[-1]] = kind
+        keys = tuple([key[:8] + kind.to_bytes(KEY_BYTES - 8, "little") for key in each.keys])
+        found.append(replace(each, keys=keys, adapter=f"adapter-{kind - models}" if kind >= models else ""))
+    return found
 
 
 def _keys(ids: Iterable[int]) -> tuple[Key, ...]:

@@ -51,7 +51,7 @@ def zoo(
     first token, the share within the TBT, and the error of predictions. A minute and a half of CPU, with --small half a minute.
     """
     from mooncake_zmq.bench.zoo import bench_zoo, names, policies_of
-    from mooncake_zmq.laboratory.command import bars
+    from mooncake_zmq.laboratory.command import runs_display
     from mooncake_zmq.laboratory.errors import StudyError
     from mooncake_zmq.laboratory.profiles import find_profile
     from mooncake_zmq.laboratory.settings import assigned, split_assignment
@@ -70,6 +70,6 @@ def zoo(
             setup = assigned(setup, *split_assignment("--set", text))
     except StudyError as error:
         raise Refused(str(error)) from None
-    with bars(["zoo" for _ in range(len(kinds) * len(policies))]) as progress:
+    with runs_display("zoo", len(kinds) * len(policies)) as progress:
         report = bench_zoo(setup, kinds=kinds, policies=policies, seed=seed, small=small, processes=jobs, progress=progress)
     report.show(as_json=as_json)

@@ -100,14 +100,14 @@ class Batches:
         candidates: Candidates,
         host: str,
         exclude: tuple[str, ...],
-        without: tuple[str, ...] = (),
+        without: frozenset[str] = frozenset(),
     ) -> DecodeChoice | None:
         """Return the choice among the candidates. Of tied decodes one on `host` is preferred, where the handoff is a read of
         shared memory; otherwise, among the `MOST_TIES` (or a few more) with the lightest load, the one with the most free
         tokens, then by name. Decodes in `exclude` are taken only if no other has room, and those in `without` never."""
         self._look_at_stale(now, joining, candidates)
         self._look_at_holders(joining, candidates)
-        node = self._least(joining, candidates, host, (*exclude, *without) if without else exclude)
+        node = self._least(joining, candidates, host, without.union(exclude) if without and exclude else without or exclude)
         if node is None and exclude:
             node = self._least(joining, candidates, host, without)
         return None if node is None else self.promise(joining, node)

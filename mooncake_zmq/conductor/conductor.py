@@ -376,7 +376,7 @@ class Conductor:
             self._unbook(now, booking)
         plan = self._placement.planner.plan(now, schedule)
         if schedule.adapter:
-            plan.without = self._adapters.lacking(schedule.adapter, len(self._members.of_role("vllm")))
+            plan.without = self._adapters.lacking(schedule.adapter, lambda: len(self._members.of_role("vllm")))
         if attempt == 1:
             self._copies.note(plan.keys, plan.best)
         answer = self._place(now, key, schedule, plan)

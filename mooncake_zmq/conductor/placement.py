@@ -2,7 +2,6 @@
 PURE."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from typing import Final
 
 from mooncake_zmq.conductor.admission import MAX_RETRY_S, NO_NODE_RETRY_S, Admission, bounded
@@ -102,7 +101,7 @@ class Placement:
         # No vLLM can decode what this one would prefill. A vLLM that does both may take it; otherwise this one does, unless it
         # only has to wait for room.
         separate = [node.name for node in self._prefills.nodes if node.vllm and not node.stays]
-        other = self._choose_prefill(now, schedule, plan, limits, (*separate, *plan.without))
+        other = self._choose_prefill(now, schedule, plan, limits, plan.without.union(separate))
         if not isinstance(other, tuple):
             instead = self._go_on(now, schedule, plan, limits, other)
             if isinstance(instead, Decision):
@@ -255,10 +254,10 @@ class Placement:
         return max((tokens // self._block_tokens + 1) * self._block_tokens, tokens + int(expected))
 
     def _choose_prefill(
-        self, now: float, schedule: Schedule, plan: Plan, limits: Limits, without: Sequence[str]
+        self, now: float, schedule: Schedule, plan: Plan, limits: Limits, without: frozenset[str]
     ) -> PrefillChoice | Refused:
         """Choose a prefill, never one of `without`; one that the request excludes is chosen only if there is no other."""
-        barred = (*schedule.exclude, *without)
+        barred = without.union(schedule.exclude) if schedule.exclude else without
         pushed_s = 0.0
         for _ in range(TRIES):
             choice = self._router.choose(now, schedule, plan, barred)
@@ -271,7 +270,7 @@ class Placement:
             self._give_way(now, plan, choice)
             if not self._pushes_others(now, plan, limits, choice):
                 return choice
-            barred = (*barred, choice.node.name)
+            barred = barred | {choice.node.name}
             pushed_s = choice.queue_s + choice.work_s
         if pushed_s:
             return RejectReason.TTFT, bounded(pushed_s), 0.0
@@ -360,7 +359,7 @@ class Placement:
             now, work_s=choice.work_s, wait_s=choice.queue_s, overtake=node.overtake, nodes=len(self._prefills.nodes)
         )
 
-    def _no_decode(self, candidates: Candidates, stay_tokens: float, without: tuple[str, ...]) -> Refused:
+    def _no_decode(self, candidates: Candidates, stay_tokens: float, without: frozenset[str]) -> Refused:
         """Return the refusal when no decode has room: the retry is after the first request should have left one, or, without
         any decode, after one may be back."""
         entries = (*candidates.idle.entries, *candidates.busy.entries)

@@ -76,7 +76,7 @@ class Plan:
     queue_s: float = 0.0
     work_s: float = 0.0
     fetch_s: float = 0.0
-    without: tuple[str, ...] = ()
+    without: frozenset[str] = frozenset()
     """The nodes that cannot answer, as they do not serve the adapter that is asked for."""
 
     def __init__(

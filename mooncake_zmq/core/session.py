@@ -292,7 +292,7 @@ class Session:
         reason = self._refusal(now, peer, envelope)
         if peer is None or reason is not None:
             self.counts.add(f"dropped[reason={reason}]")
-            return []
+            return self._greet_anew(now, peer, envelope) if peer is not None and reason == "former_incarnation" else []
         if self._departing:
             if envelope.to_incarnation == self.incarnation and envelope.floor > peer.epoch:
                 peer.unacked.clear()  # it has ended the conversation, which acknowledges everything
@@ -409,6 +409,19 @@ class Session:
             return "old_epoch"
         return "leap" if envelope.epoch - known > MAX_LEAP or envelope.floor - peer.epoch > 2 * MAX_LEAP else None
 
+    def _greet_anew(self, now: float, peer: _Peer, envelope: Envelope) -> list[SessionEvent]:
+        """Forget a peer's incarnation that has been silent while another one writes to a former incarnation of ours: each side
+        would else drop all that the other writes, since it is for an incarnation that has ended."""
+        if peer.incarnation in (0, envelope.incarnation) or self._departing:
+            return []
+        if self._counted_s(now, peer.received) < self._silence_s(peer, envelope):
+            return []
+        events = _down(peer, "restarted")
+        peer.incarnation = peer.remote_epoch = 0
+        peer.floor = 1
+        self._begin_epoch(now, peer, peer.epoch + 1)
+        return events
+
     def _silence_s(self, peer: _Peer, envelope: Envelope) -> float:
         """Return how long the known incarnation must have been silent for another one to be accepted."""
         settings = self._settings
@@ -421,7 +434,7 @@ class Session:
         reborn = envelope.incarnation != peer.incarnation
         began_anew = reborn or envelope.epoch > peer.remote_epoch
         if began_anew:
-            events += self._down(peer, "restarted" if reborn else "began anew")
+            events += _down(peer, "restarted" if reborn else "began anew")
             known_before = peer.incarnation
             peer.incarnation, peer.remote_epoch = envelope.incarnation, envelope.epoch
             peer.expected = 1
@@ -432,7 +445,7 @@ class Session:
                 if known_before:
                     self._begin_epoch(now, peer, peer.epoch + 1)
         if envelope.to_incarnation == self.incarnation and envelope.floor > peer.epoch:
-            events += self._down(peer, "peer gave up")
+            events += _down(peer, "peer gave up")
             self._begin_epoch(now, peer, envelope.floor)
         elif began_anew and not reborn and events:
             self._give_up(now, peer, "began anew")
@@ -507,14 +520,10 @@ class Session:
         return [PeerUp(peer.name, peer.incarnation, hello)]
 
     def _give_up(self, now: float, peer: _Peer, reason: str) -> list[SessionEvent]:
-        events = self._down(peer, reason)
+        events = _down(peer, reason)
         peer.floor = peer.remote_epoch + 1
         self._begin_epoch(now, peer, peer.epoch + 1)
         return events
-
-    def _down(self, peer: _Peer, reason: str) -> list[SessionEvent]:
-        was_up, peer.hello = peer.up, None
-        return [PeerDown(peer.name, reason)] if was_up else []
 
     def _begin_epoch(self, now: float, peer: _Peer, epoch: int) -> None:
         peer.epoch = epoch
@@ -573,6 +582,11 @@ class Session:
             )
         )
         self.outgoing.append((peer.name, frame))
+
+
+def _down(peer: _Peer, reason: str) -> list[SessionEvent]:
+    was_up, peer.hello = peer.up, None
+    return [PeerDown(peer.name, reason)] if was_up else []
 
 
 def _acknowledge(peer: _Peer, envelope: Envelope) -> bool:

@@ -3,16 +3,13 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 
 from mooncake_zmq.laboratory import report, tables, zoo
 from mooncake_zmq.laboratory.drawing import new_figure
@@ -25,6 +22,7 @@ from mooncake_zmq.laboratory.runs import ADMISSIONS, ORDERS, POLICIES
 from mooncake_zmq.laboratory.settings import assigned, axes_of, split_assignment, sweep
 from mooncake_zmq.laboratory.study import Setup
 from mooncake_zmq.laboratory.traces import PUBLIC, read_trace
+from mooncake_zmq.telemetry.progress import progress_display
 
 EXAMPLES = """\b
 Examples:
@@ -66,17 +64,15 @@ def fail(message: str) -> NoReturn:
 
 
 @contextmanager
-def bars(names: Sequence[str]) -> Iterator[Progress]:
-    """Show a bar for all the runs on standard error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+def runs_display(name: str, count: int) -> Iterator[Progress]:
+    """Show on standard error how far so many runs are, all together."""
+    text = name if count == 1 else f"{name}, {count} runs"
     done: dict[int, float] = {}
-    console = Console(stderr=True)
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(names[0] if len(names) == 1 else f"{len(names)} runs", total=len(names))
+    with progress_display(text) as display:
 
         def advance(number: int, share: float) -> None:
             done[number] = share
-            bar.update(task, completed=sum(list(done.values())))
+            display.show(sum(list(done.values())) / count, text)
 
         yield advance
 
@@ -126,7 +122,7 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     check_writable(rows_file)
     measure = kept(report.outcome_of, rows_file)
     jobs = [Job(source, setup, _page(options, len(runs))) for _, setup in runs]
-    with bars(["sim" for _ in runs]) as progress:
+    with runs_display("sim", len(runs)) as progress:
         if options["dask"]:
             found = run_on_dask(options["dask"], jobs, measure, progress)
         else:

@@ -10,9 +10,9 @@ from mooncake_zmq.native import mypyc_code
 @click.command()
 @click.argument("seeds", type=int, nargs=-1, required=True)
 @click.option("--planted", default=None)
-@click.option("--stores", is_flag=True, default=None)
+@click.option("--only", default=None)
 @click.option("--compiled", is_flag=True)
-def worker(seeds: tuple[int, ...], planted: str | None, stores: bool | None, compiled: bool) -> None:
+def worker(seeds: tuple[int, ...], planted: str | None, only: str | None, compiled: bool) -> None:
     """Run `seeds` one after the other."""
     if compiled:
         mypyc_code.use(mypyc_code.NODES)  # before anything of it is imported
@@ -21,7 +21,7 @@ def worker(seeds: tuple[int, ...], planted: str | None, stores: bool | None, com
     if compiled and not mypyc_code.in_use():
         sys.exit(mypyc_code.NOT_COMPILED)
     for seed in seeds:
-        click.echo(as_line(run_seed(seed, planted=planted, stores=stores)))
+        click.echo(as_line(run_seed(seed, planted=planted, only=only)))
         sys.stdout.flush()
 
 

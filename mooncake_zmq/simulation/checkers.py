@@ -1,7 +1,8 @@
 """Checks the invariants I1 to I6 from outside: at the actors' edge, in the memory, at the clients. Trusts no actor.
 
 The checkers keep a copy of every lease and put, made from the messages alone, and compare the memory with it. I7 is checked
-by `share_checker`. I8: lateness within its bounds ends no conversation.
+by `share_checker`. I8: lateness within its bounds ends no conversation. I9, by `cross_hits`: no prompt is served KV of another
+model or adapter.
 """
 
 from collections import Counter
@@ -47,6 +48,7 @@ from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
 from mooncake_zmq.simulation.cordon_checker import CordonChecker
+from mooncake_zmq.simulation.cross_hits import CrossHits
 from mooncake_zmq.simulation.machine import Machine, Running
 from mooncake_zmq.simulation.memory import Segment
 from mooncake_zmq.simulation.share_checker import ShareChecker
@@ -137,6 +139,7 @@ class Checkers:
         self._max_lease_s = max_lease_s
         self._shares = shares
         self._cordons = CordonChecker()
+        self.cross_hits = CrossHits()
         self._attempts: dict[str, int] = {}
         """The latest attempt of each request."""
         self._versions = WeightVersions()

@@ -23,7 +23,7 @@ from mooncake_zmq.pool.rules.tenants import PoolTenant
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.roles import PARTS, make_actor
 from mooncake_zmq.simulation.engine import sim_layout
-from mooncake_zmq.simulation.traces import MODEL, OTHER_MODEL
+from mooncake_zmq.simulation.models import MODELS, OF_ONE, OF_SEVERAL, Computes
 from mooncake_zmq.simulation.world import ProcessSpec
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
@@ -37,9 +37,11 @@ VLLMS: Mapping[str, Part] = {"b": "both", "c": "both"}
 VLLMS_DISAGGREGATED: Mapping[str, Part] = {"a": "decode", "b": "prefill", "c": "decode"}
 VLLM_PAIR: Mapping[str, Part] = {"a": "decode", "b": "prefill"}
 """The hosts whose vLLMs only prefill or only decode: each of them is the only one of its part, and stands in for the other."""
+VLLMS_OF_MODELS = {f"{host}{number}": model for number, model in enumerate(MODELS, 1) for host in HOSTS[:2]}
+"""The model of each vLLM where there are several models: every one is on both of two hosts. A place begins with its host."""
+CONDUCTORS_OF_MODELS = {f"conductor-{number}": model for number, model in enumerate(MODELS, 1)}
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
-TWO_MODELS = {"conductor-1": MODEL, "vllm-b": MODEL, "conductor-2": OTHER_MODEL, "vllm-c": OTHER_MODEL}
 GRACE_S = 0.05
 """The grace of a drain, which many answers outlast."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
@@ -103,7 +105,8 @@ class ClusterSettings:
         max_running=1, max_queued=3, capacity_tokens=600, probe_s=0.5, probe_timeout_s=0.5, quiet_s=5.0, drain_grace_s=GRACE_S
     )
     vllm_parts: Mapping[str, Part] = field(default_factory=dict)
-    """The part of the vLLM on each host that has one beside the cluster's own engines."""
+    """The part of each vLLM, by its host or by a name that begins with it where several are on a host."""
+    hosts: tuple[str, ...] = HOSTS
     watched: bool = False
     """Whether an operator looks at the cluster by its gateways."""
     starved: bool = False
@@ -111,18 +114,22 @@ class ClusterSettings:
     suspended: bool = False
     """Whether some of its hosts are suspended and go on."""
     vllms_alone: bool = False
-    """Whether only vLLMs compute. Requests then ask for adapters."""
+    """Whether only vLLMs compute."""
+    computes: tuple[Computes, ...] = (("", ""),)
+    """The models and adapters that chats ask for."""
     models: Mapping[str, str] = field(default_factory=dict)
     """The model of each conductor and vLLM where there are several, behind the same gateways and on the same pools."""
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
-    def of_seed(cls, seed: int) -> "ClusterSettings":
+    def of_seed(cls, seed: int, *, of_models: bool = False) -> "ClusterSettings":
         """Return the settings of a seed. Of three seeds one has vLLMs among the others, or in a third of these seeds alone,
-        which in half of them prefill and decode separately, and otherwise, where they are alone, are of two models; one
+        which in half of them prefill and decode separately, and otherwise, where they are alone, are of several models; one
         computes longer prompts in pipelines of up to three prefills, one decodes several steps in a work. Of five, one is
-        watched. Of eight, one is starved. Of four, one has hosts that are suspended."""
+        watched. Of eight, one is starved. Of four, one has hosts that are suspended. `of_models`: all are of several models."""
         plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
+        if of_models or seed % 18 == 6:
+            return plain._with_models()
         if seed % 3 == 2:
             return replace(plain, decode=replace(plain.decode, max_steps=5))
         if seed % 3 == 0:
@@ -134,8 +141,7 @@ class ClusterSettings:
             plain = replace(plain, vllm_parts=parts, vllms_alone=alone, conductor=conductor)
             if not alone:
                 return plain
-            roomier = replace(plain.vllm, max_running=2, max_queued=8)  # one engine alone has some model or adapter
-            return replace(plain, models=TWO_MODELS if parts is VLLMS else {}, vllm=roomier)
+            return replace(plain, computes=OF_ONE, vllm=plain._roomier())
         conductor = replace(
             plain.conductor,
             pipeline_stages=3,
@@ -143,6 +149,26 @@ class ClusterSettings:
             pipeline_chunk_tokens=2 * BLOCK_TOKENS,
         )
         return replace(plain, conductor=conductor, prefill=replace(plain.prefill, chunk_tokens=2 * BLOCK_TOKENS))
+
+    def _with_models(self) -> "ClusterSettings":
+        """Return these settings with three models and 20 adapters on two hosts, which vLLMs alone compute."""
+        hosts = HOSTS[:2]
+        members = (*(f"cache-node-{host}" for host in hosts), *(f"vllm-{place}" for place in VLLMS_OF_MODELS))
+        return replace(
+            self,
+            hosts=hosts,
+            vllm_parts=dict.fromkeys(VLLMS_OF_MODELS, "both"),
+            vllms_alone=True,
+            models=CONDUCTORS_OF_MODELS | {f"vllm-{place}": model for place, model in VLLMS_OF_MODELS.items()},
+            computes=OF_SEVERAL,
+            gateway=replace(self.gateway, conductors=tuple(CONDUCTORS_OF_MODELS)),
+            conductor=replace(self.conductor, members=members),
+            vllm=self._roomier(),
+        )
+
+    def _roomier(self) -> VllmSettings:
+        """Return the settings of vLLMs that compute alone: a single one may have some model or adapter."""
+        return replace(self.vllm, max_running=2, max_queued=8)
 
     def of_role(self, role: Role) -> Any:
         """Return the settings of one role's nodes."""
@@ -158,13 +184,15 @@ def shares_of(settings: CacheNodeSettings) -> dict[Medium, dict[str, int]]:
 
 
 def processes(settings: ClusterSettings) -> list[ProcessSpec]:
-    """Return the specs of 2 gateways, 2 conductors, on each of 3 hosts a cache-node and, unless vLLMs compute alone, a prefill
-    and a decode, and on some a vLLM."""
-    places = {f"gateway-{i + 1}": HOSTS[i] for i in range(2)} | {name: HOSTS[i] for i, name in enumerate(CONDUCTORS)}
+    """Return the specs of 2 gateways, the conductors, on each host a cache-node and, unless vLLMs compute alone, a prefill and
+    a decode, and on some a vLLM or several."""
+    hosts, conductors = settings.hosts, settings.gateway.conductors
+    places = {f"gateway-{i + 1}": hosts[i] for i in range(2)}
+    places |= {name: hosts[i % len(hosts)] for i, name in enumerate(conductors)}
     for role in ("cache-node",) if settings.vllms_alone else ("prefill", "decode", "cache-node"):
-        places |= {f"{role}-{host}": host for host in HOSTS}
-    parts = {f"vllm-{host}": part for host, part in settings.vllm_parts.items()}
-    places |= {f"vllm-{host}": host for host in settings.vllm_parts}
+        places |= {f"{role}-{host}": host for host in hosts}
+    parts = {f"vllm-{place}": part for place, part in settings.vllm_parts.items()}
+    places |= {f"vllm-{place}": place[0] for place in settings.vllm_parts}
     connected = partial(
         may_connect,
         pipelines=settings.conductor.pipeline_stages > 1,
@@ -213,7 +241,7 @@ def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnati
         name=name,
         host=host,
         incarnation=incarnation,
-        settings=_settings_of(settings, role, name, host),
+        settings=_settings_of(settings, role, name),
         layout=settings.layout,
         costs=settings.costs,
         disk=disk,
@@ -222,10 +250,10 @@ def _make(settings: ClusterSettings, role: Role, name: str, host: str, incarnati
     )
 
 
-def _settings_of(settings: ClusterSettings, role: Role, name: str, host: str) -> Any:
+def _settings_of(settings: ClusterSettings, role: Role, name: str) -> Any:
     """Return the settings of a node: those of its role, as far as they are for all nodes of that."""
     if role == "vllm":
-        return replace(settings.vllm, part=settings.vllm_parts[host])
+        return replace(settings.vllm, part=settings.vllm_parts[name.removeprefix("vllm-")])
     if role == "conductor" and settings.models:
         members = tuple(each for each in settings.conductor.members if _together(settings.models, name, each))
         return replace(settings.conductor, members=members)

@@ -4,6 +4,7 @@ from typing import Any
 
 from mooncake_zmq.simulation.cluster import GRACE_S
 from mooncake_zmq.simulation.cordon_checker import HAS
+from mooncake_zmq.simulation.models import adapters_of
 from mooncake_zmq.simulation.operator import Operator
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.violation import Violation
@@ -13,6 +14,8 @@ BEGINS_S = 0.6
 WITHIN_S = GRACE_S + 0.6
 """The time within which a drained node has nothing left where others have room: the grace, the way of the operator's order, and
 the end of what was in flight. The answers take two to five times as long."""
+LOOKS = 12
+"""The number of looks at the other nodes during that time."""
 SPARE_TOKENS = 16
 """KV that a decode needs beside what a request holds at another one."""
 
@@ -25,6 +28,8 @@ class DrainTrial:
         self._operator = operator
         self.drained = 0.0
         """The number of requests that the drained node had."""
+        self._troubled: set[str] = set()
+        """The vLLMs that were not well at some look."""
 
     def begin(self) -> None:
         """Schedule the drain, its check and its end."""
@@ -33,12 +38,18 @@ class DrainTrial:
     def _drain(self) -> None:
         name, self.drained = max(((name, self._left(name)) for name in self._engines()), key=lambda each: each[1])
         self._operator.cordon(name, True)
+        for look in range(LOOKS):
+            self._simulator.at(self._simulator.now + look * WITHIN_S / LOOKS, self._look)
         self._simulator.at(self._simulator.now + WITHIN_S, self._check, name)
+
+    def _look(self) -> None:
+        now = self._simulator.now
+        self._troubled |= {name for name in self._engines() if self._actor(name).gauges(now).get("capacity_engines") == 0}
 
     def _check(self, name: str) -> None:
         """Check I4: the node is idle unless no other could take what it has."""
         left = self._left(name)
-        if left and any(self._has_room(name, other) for other in self._engines() if other != name):
+        if left and any(self._has_room(name, other) for other in self._engines() if other not in {name, *self._troubled}):
             raise Violation("I4", f"{name} has {left:g} requests {WITHIN_S:g} s after its drain began, and another has room")
         self._operator.uncordon(name)
 
@@ -48,7 +59,8 @@ class DrainTrial:
         one, two = [(spec.role, spec.model, spec.part) for spec in (processes[name].spec, processes[other].spec)]
         levels = self._actor(other).gauges(self._simulator.now)
         if one[0] == "vllm":
-            return one == two and levels["requests_waiting"] == 0
+            needed = {job.request.adapter for job in self._actor(name)._jobs.values()} - {""}
+            return one == two and levels["requests_waiting"] == 0 and needed <= set(adapters_of(other, one[1]))
         held = max((each.budget_tokens for each in self._actor(name).requests), default=0)
         return one == two and levels["capacity_tokens"] - levels["reserved_tokens"] >= held + SPARE_TOKENS
 

@@ -34,6 +34,7 @@ from mooncake_zmq.core.work import (
     WriteToDisk,
 )
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.simulation.cross_hits import CrossHits
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.engine import SimSequence
 from mooncake_zmq.simulation.memory import Segment
@@ -65,6 +66,8 @@ class Hardware:
 class Watcher(Protocol):
     """The checkers, as the machines report to them."""
 
+    @property
+    def cross_hits(self) -> CrossHits: ...
     def fenced(self, segment: Segment, slot: int, generation: int) -> None: ...
     def writing(self, machine: "Machine", work: "Running", segment: Segment, grant: SlotGrant) -> None: ...
     def reading(self, machine: "Machine", work: "Running", segment: Segment, ref: SlotRef) -> None: ...

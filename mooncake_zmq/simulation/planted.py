@@ -24,16 +24,15 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.session import Session
 from mooncake_zmq.core.work import Generate
-from mooncake_zmq.gateway.requests import readiness, relocations
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.readiness import Readiness
 from mooncake_zmq.gateway.requests.readings import Readings
 from mooncake_zmq.gateway.requests.relocations import Relocations
-from mooncake_zmq.gateway.requests.request import Request
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.prefill.waiting import Waiting
 from mooncake_zmq.simulation import engine, planted_inference, planted_stores
+from mooncake_zmq.simulation import planted_models as models
 from mooncake_zmq.simulation import planted_pools as pools
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted_stores import Replacements
@@ -50,6 +49,8 @@ class Planted:
     invariants: tuple[str, ...]
     stress: tuple[FaultKind, ...]
     replacements: Callable[[], Replacements]
+    only: str = ""
+    """The part of a seed that shows it, see `SCOPES`."""
 
 
 @contextmanager
@@ -249,26 +250,6 @@ def _resume_repeats() -> Replacements:
     return [(VllmNode, "handle", forgetful)]
 
 
-def _resume_without_adapter() -> Replacements:
-    """An answer that another vLLM continues is asked for without its adapter."""
-    start = Request.start
-
-    def forgetful(self: Request, *arguments: Any) -> StartPrefill:
-        message = start(self, *arguments)
-        return structs.replace(message, adapter="") if message.first_index else message
-
-    return [(Request, "start", forgetful)]
-
-
-def _any_model() -> Replacements:
-    """A gateway takes every conductor and engine to be for the model of a request."""
-
-    def careless(_peer: Any, _model: str) -> bool:
-        return True
-
-    return [(readiness, "is_for", careless), (relocations, "is_for", careless)]
-
-
 def _versions_from_zero() -> Replacements:
     """A vLLM's node reports the versions of the weights as if each attempt began the answer."""
     report = vllm_node._reported
@@ -344,8 +325,6 @@ PLANTED: dict[str, Planted] = {
     "answer_forgotten": Planted("an answer resumed as prompt", ("I3",), (K.CRASH, K.CRASH), _answer_forgotten),
     "constraint_restarts": Planted("a grammar begun anew", ("I3",), (K.CRASH, K.CRASH), _constraint_restarts),
     "resume_repeats": Planted("a resume repeats a token", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_repeats),
-    "any_model": Planted("a gateway ignores which model a node is for", ("I3",), (), _any_model),
-    "resume_without_adapter": Planted("a resume forgets the adapter", ("I3",), (K.CRASH, K.COPY_FAIL), _resume_without_adapter),
     "versions_from_zero": Planted("a resume claims earlier tokens", ("I3",), (K.CRASH, K.COPY_FAIL), _versions_from_zero),
     "read_again": Planted("an answer is read on from an older state", ("I3",), (), _read_again),
     "passed_on_short": Planted("a handover lacks the first token", ("I3",), (), _passed_on_short),
@@ -376,5 +355,12 @@ PLANTED: dict[str, Planted] = {
     "woken_believes": Planted("leases outlast a suspended host", ("I1", "I3"), (K.SUSPEND, K.SUSPEND), pools.woken_believes),
     "stopped_believes": Planted("leases outlast a stop", ("I1", "I3"), (K.STOP_READER, K.STOP_READER), pools.stopped_believes),
     "put_never_ends": Planted("a put never ends", ("I4",), (), pools.put_never_ends),
-    **{f"{STORES}{name}": Planted(*bug) for name, bug in planted_stores.PLANTED.items()},
+    "any_model": Planted("a gateway ignores which model a node is for", ("I3", "I9"), (), models.any_model, "models"),
+    "resume_without_adapter": Planted(
+        "a resume forgets the adapter", ("I3", "I9"), (K.CRASH, K.COPY_FAIL), models.resume_without_adapter, "models"
+    ),
+    "key_without_adapter": Planted("block keys without the adapter", ("I9",), (), models.key_without_adapter, "models"),
+    "saved_wrong": Planted("other bytes than were saved", ("I3",), (), pools.saved_wrong, "models"),
+    "key_without_model": Planted("block keys without the model", ("I9",), (), models.key_without_model, "models"),
+    **{f"{STORES}{name}": Planted(*bug, "stores") for name, bug in planted_stores.PLANTED.items()},
 }

@@ -1,6 +1,7 @@
 """Bugs planted in the pools of blocks: in leases, puts, slots, disks, copies, and in what is announced of them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -229,8 +230,8 @@ def saved_wrong() -> Replacements:
     """The blocks that vLLMs load differ from those that they saved."""
     put = engine_store.EngineStore.put
 
-    def spoilt(self: engine_store.EngineStore, key: Key, block: bytes) -> None:
-        put(self, key, block[4:] + block[:4])
+    def spoilt(self: engine_store.EngineStore, key: Key, block: engine_store.SavedBlock) -> None:
+        put(self, key, replace(block, kv=block.kv[4:] + block.kv[:4]))
 
     return [(engine_store.EngineStore, "put", spoilt)]
 

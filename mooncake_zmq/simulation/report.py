@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any, get_args
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mooncake_zmq.core.messages import Goodbye, Hello, Message
@@ -28,12 +26,11 @@ from mooncake_zmq.prefill import job, stages
 from mooncake_zmq.simulation.faults import FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.run import SeedResult, failing_line, run_seed, run_seeds
+from mooncake_zmq.telemetry.progress import progress_display
 from mooncake_zmq.vllm_node import job as vllm_job
 
 LAST_LINES = 60
 RAREST = 3
-LINE_EACH_S = 60.0
-"""The time between two lines of progress where no terminal shows a bar."""
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("gateway request", gateway_request.NEXT_STATE),
     ("prefill job", job.NEXT_STATE),
@@ -81,7 +78,7 @@ def coverage_table(total: Mapping[str, Counter[str]]) -> Table:
     table.add_column("times", justify="right")
     table.add_column("rarest")
     table.add_column("never", style="yellow")
-    rows = possible() | {kind: set(total.get(kind, ())) for kind in ("garbage", "outcomes")}
+    rows = possible() | {kind: set(total.get(kind, ())) for kind in ("garbage", "outcomes", "loads")}
     for kind, names in rows.items():
         counts = Counter({name: count for name, count in total.get(kind, Counter()).items() if name in names})
         rarest = ", ".join(f"{name} {count}" for name, count in counts.most_common()[: -RAREST - 1 : -1])
@@ -106,8 +103,8 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _replay(seed: int, planted: str | None, output: Path | None, console: Console, stores: bool | None) -> SeedResult:
-    result = run_seed(seed, planted=planted, trace=True, stores=stores)
+def _replay(seed: int, planted: str | None, output: Path | None, console: Console, only: str | None) -> SeedResult:
+    result = run_seed(seed, planted=planted, trace=True, only=only)
     if output is not None:
         output.write_text("\n".join(result.log) + "\n", encoding="utf-8")
     elif result.failure is not None:
@@ -118,27 +115,18 @@ def _replay(seed: int, planted: str | None, output: Path | None, console: Consol
 
 
 @contextmanager
-def _watched(console: Console, seeds: int) -> Iterator[Callable[[SeedResult], None]]:
-    """Yield a function that shows each result as it comes: a failed seed by its line, the others by a bar, or where there is no
-    terminal by a line each minute."""
-    columns = (TextColumn("simtest"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def _watched(seeds: int) -> Iterator[Callable[[SeedResult], None]]:
+    """Yield a function that shows each result as it comes: a failed seed by its line, the others by how many have ended."""
     ended = failed = 0
-    began = shown = time.monotonic()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=seeds)
+    with progress_display("simtest") as display:
 
         def show(result: SeedResult) -> None:
-            nonlocal ended, failed, shown
+            nonlocal ended, failed
             ended += 1
-            progress.advance(task)
             if result.failure is not None:
                 failed += 1
-                progress.console.out(failing_line(result, _commit()), highlight=False)
-            now = time.monotonic()
-            if not console.is_terminal and now - shown >= LINE_EACH_S:
-                shown = now
-                left_min = (now - began) / ended * (seeds - ended) / 60
-                console.out(f"{ended} of {seeds} seeds, {failed} failed; {left_min:.0f} minutes left", highlight=False)
+                display.say(failing_line(result, _commit()))
+            display.show(ended / seeds, f"{ended} of {seeds} seeds, {failed} failed")
 
         yield show
 
@@ -150,7 +138,8 @@ def _watched(console: Console, seeds: int) -> Iterator[Callable[[SeedResult], No
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="With --seed: write every event there.")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes; one for each core by default.")
 @click.option("--planted", type=click.Choice(sorted(PLANTED)), default=None, help="Plant a bug; a checker must then fail.")
-@click.option("--stores", is_flag=True, default=None, help="Nothing but the stores, in a fraction of the time.")
+@click.option("--stores", "only", flag_value="stores", help="Nothing but the stores, in a fraction of the time.")
+@click.option("--models", "only", flag_value="models", help="Three models with 20 adapters alone, in a fraction of the time.")
 @click.option("--compiled", is_flag=True, help="On the machine code that nodes run; see mooncake-zmq compile.")
 @click.option("--json", "as_json", is_flag=True, help="Print the coverage as one JSON object instead of a table.")
 def simtest(
@@ -160,7 +149,7 @@ def simtest(
     trace: Path | None,
     jobs: int,
     planted: str | None,
-    stores: bool | None,
+    only: str | None,
     compiled: bool,
     as_json: bool,
 ) -> None:
@@ -173,19 +162,20 @@ def simtest(
       mooncake-zmq simtest --seed 1234 --trace /tmp/1234.txt
       mooncake-zmq simtest --seeds 5 --planted late_writer
       mooncake-zmq simtest --seeds 1000 --stores
+      mooncake-zmq simtest --seeds 1000 --models
       mooncake-zmq simtest --seeds 20 --compiled
     """
     errors = Console(stderr=True)
     if compiled:
         _check_compiled(planted, trace)
     if seed is not None and compiled:
-        results = run_seeds(seed, 1, 1, lambda _: None, stores=stores, compiled=True)
+        results = run_seeds(seed, 1, 1, lambda _: None, only=only, compiled=True)
         errors.out(results[0].where, highlight=False)
     elif seed is not None:
-        results = [_replay(seed, planted, trace, errors, stores)]
+        results = [_replay(seed, planted, trace, errors, only)]
     else:
-        with _watched(errors, seeds) as ended:
-            results = run_seeds(first, seeds, jobs, ended, planted=planted, stores=stores, compiled=compiled)
+        with _watched(seeds) as ended:
+            results = run_seeds(first, seeds, jobs, ended, planted=planted, only=only, compiled=compiled)
     failed = [result for result in results if result.failure is not None]
     total = totals(results)
     if as_json:
@@ -195,7 +185,7 @@ def simtest(
     for result in failed:
         click.echo(failing_line(result, _commit()))
         how = f" --planted {planted}" if planted else ""
-        how += " --stores" * bool(stores) + " --compiled" * compiled
+        how += (f" --{only}" if only else "") + " --compiled" * compiled
         click.echo(f"  again: mooncake-zmq simtest --seed {result.seed}{how}")
     cpu_s = sum(result.cpu_s for result in results) / len(results)
     virtual_s = sum(result.virtual_s for result in results) / len(results)

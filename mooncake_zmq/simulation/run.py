@@ -32,17 +32,15 @@ from mooncake_zmq.simulation.faults import (
 )
 from mooncake_zmq.simulation.injection import Injection
 from mooncake_zmq.simulation.machine import Hardware
-from mooncake_zmq.simulation.planted import PLANTED, STORES, planting
+from mooncake_zmq.simulation.planted import PLANTED, planting
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import CHECK_EVERY, Simulator
 from mooncake_zmq.simulation.store_clients import clients_of
 from mooncake_zmq.simulation.stores import Stores
 from mooncake_zmq.simulation.traces import Chat, Workload, generate
 from mooncake_zmq.simulation.violation import Violation
-from mooncake_zmq.simulation.vllm_works import ADAPTERS
 from mooncake_zmq.simulation.world import ProcessSpec
 
-SAFETY_S = 9.0
 LONG: Mapping[str, Any] = {
     "max_turns": 1,
     "burst_share": 0.0,
@@ -58,9 +56,36 @@ LIVENESS_S = 45.0
 """The time from healing within which everything must have ended."""
 LONGEST_STOP_S = 6.0
 """The lateness of a stopped gateway at most, beside the time for which its host is suspended."""
-CHATS_ADAPTERS = ("", "", *ADAPTERS)
-"""Half of the chats ask for an adapter where vLLMs compute alone."""
 OUR_BUGS = (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """How much of a cluster a seed runs, and for how long."""
+
+    stores: bool = True
+    """Whether clients use the stores."""
+    chats: bool = True
+    """Whether clients ask the gateways. If not, there are only the stores."""
+    of_models: bool = False
+    """Whether there are always several models."""
+    safety_s: float = 9.0
+    workload: Workload = Workload()
+    probes: int = 4
+    """The number of requests to the healed cluster, which must all succeed."""
+
+
+SCOPES = {
+    "": Scope(),
+    "stores": Scope(chats=False),
+    "models": Scope(
+        stores=False,
+        of_models=True,
+        safety_s=3.5,
+        workload=Workload(requests=24, window_s=2.5, max_turns=3, system_prompts=1, max_answer=10, tenants=("", "red")),
+    ),
+}
+"""Whole seeds, and the parts that can run alone in a fraction of the time."""
 
 
 @dataclass(slots=True)
@@ -86,39 +111,35 @@ def run_seed(
     planted: str | None = None,
     stress: Sequence[FaultKind] | None = None,
     trace: bool = False,
-    stores: bool | None = None,
+    only: str | None = None,
 ) -> SeedResult:
-    """Run one seed to its end or first violation. `stress`: kinds of additional faults, by default the planted bug's.
-    `stores`: with nothing but the stores, which takes a fraction of the time; by default if the bug is one of theirs."""
+    """Run one seed to its end or first violation. `stress`: kinds of additional faults, by default the planted bug's. `only`:
+    see `SCOPES`; by default the part that the bug is in."""
     result = SeedResult(seed)
     began = time.process_time()
     if stress is None:
         stress = PLANTED[planted].stress if planted else ()
-    if stores is None:
-        stores = planted is not None and planted.startswith(STORES)
+    if only is None:
+        only = PLANTED[planted].only if planted else ""
     with planting(planted):
-        _run(result, Workload(), stress, trace=trace, stores_only=stores)
+        _run(result, SCOPES[only], stress, trace=trace)
     result.cpu_s = time.process_time() - began
     return result
 
 
-def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *, trace: bool, stores_only: bool) -> None:
+def _run(result: SeedResult, scope: Scope, stress: Sequence[FaultKind], *, trace: bool) -> None:
     random = Random(result.seed)
-    settings = ClusterSettings.of_seed(result.seed)
-    workload = replace(
-        workload,
-        plain=bool(settings.vllm_parts),
-        adapters=CHATS_ADAPTERS if settings.vllms_alone else (),
-        models=tuple(dict.fromkeys(settings.models.values())),
-    )
+    settings = ClusterSettings.of_seed(result.seed, of_models=scope.of_models)
+    workload = replace(scope.workload, plain=bool(settings.vllm_parts), computes=settings.computes)
     specs = processes(settings)
-    if stores_only:
+    if not scope.chats:
         specs = [replace(spec, peers=()) for spec in specs if spec.role == "cache-node"]
     work = generate(random, workload, settings.layout)
-    more = replace(workload, requests=4, max_turns=2, window_s=1.0, cancel_share=0.0, starts_at=SAFETY_S + SETTLE_S)
+    healed = replace(workload, requests=scope.probes, cancel_share=0.0, starts_at=scope.safety_s + SETTLE_S)
+    more = replace(healed, max_turns=2, window_s=1.0)
     probes = generate(random, more, settings.layout, work.blocks)
     drained = generate(Random(f"drain of {result.seed}"), replace(more, **LONG), settings.layout, work.blocks)
-    faults = _draw_faults(result.seed, random, specs, settings, stress, stores_only=stores_only)
+    faults = _draw_faults(result.seed, random, specs, settings, stress, scope)
     result.faults = [str(fault) for fault in faults]
     checkers = Checkers(
         blocks=work.blocks,
@@ -144,13 +165,13 @@ def _run(result: SeedResult, workload: Workload, stress: Sequence[FaultKind], *,
     slept_s = sum(fault.duration_s for fault in faults if fault.kind is FaultKind.SUSPEND)
     clients = Clients(simulator, gateways, limit_s=settings.gateway.deadline_s + LONGEST_STOP_S + slept_s)
     simulator.stores = stores = Stores(simulator, result.seed)
-    stores.clients = clients_of(stores)
+    stores.clients = clients_of(stores) if scope.stores else []
     injection = Injection(simulator)
-    trial = Trial(simulator, injection, checkers, clients, stores)
-    chats = ((), ()) if stores_only else (work.chats, probes.chats)
-    watched = gateways if settings.watched and not stores_only else []
+    trial = Trial(simulator, injection, checkers, clients, stores, scope.safety_s)
+    chats = (work.chats, probes.chats) if scope.chats else ((), ())
+    watched = gateways if settings.watched and scope.chats else []
     with _noted(result):
-        trial.run(faults, *chats, watched=watched, must_finish=0 if stores_only else more.requests)
+        trial.run(faults, *chats, watched=watched, must_finish=more.requests if scope.chats else 0)
         if watched:
             trial.drain(drained.chats)
     result.digest, result.virtual_s, result.events = simulator.digest, simulator.now, simulator.events
@@ -163,25 +184,25 @@ def _draw_faults(
     specs: Sequence[ProcessSpec],
     settings: ClusterSettings,
     stress: Sequence[FaultKind],
-    *,
-    stores_only: bool,
+    scope: Scope,
 ) -> tuple[Fault, ...]:
     names = list(dict.fromkeys(spec.name for spec in specs))
     segments = list(dict.fromkeys(spec.name for spec in specs if spec.slots))
-    kinds = STORE_FAULTS if stores_only else AMID_LATENESS if settings.starved else USUAL
+    window_s = scope.safety_s
+    kinds = STORE_FAULTS if not scope.chats else AMID_LATENESS if settings.starved else USUAL
     if settings.vllms_alone:
         kinds, stress = (tuple(kind for kind in each if kind not in OF_READERS) for each in (kinds, stress))
-    faults = draw_faults(random, processes=names, segments=segments, window_s=SAFETY_S, stress=stress, kinds=kinds)
-    if settings.watched and not stores_only:
-        faults += draw_cordons(Random(f"rests of {seed}"), processes=names, window_s=SAFETY_S)
+    faults = draw_faults(random, processes=names, segments=segments, window_s=window_s, stress=stress, kinds=kinds)
+    if settings.watched and scope.chats:
+        faults += draw_cordons(Random(f"rests of {seed}"), processes=names, window_s=window_s)
         if not (settings.starved or settings.vllms_alone):
-            faults += draw_tangle(Random(f"tangle of {seed}"), processes=CHANGEABLE, window_s=SAFETY_S)
-    if settings.starved and not stores_only:
-        faults += draw_lates(Random(f"lateness of {seed}"), processes=names, window_s=SAFETY_S)
+            faults += draw_tangle(Random(f"tangle of {seed}"), processes=CHANGEABLE, window_s=window_s)
+    if settings.starved and scope.chats:
+        faults += draw_lates(Random(f"lateness of {seed}"), processes=names, window_s=window_s)
     if seed % 3 == 0 and not settings.starved:
-        faults += draw_crash_of_sender(Random(f"sender of {seed}"), segments=segments, window_s=SAFETY_S)
+        faults += draw_crash_of_sender(Random(f"sender of {seed}"), segments=segments, window_s=window_s)
     if settings.suspended:
-        faults += draw_halts(Random(f"halts of {seed}"), processes=names, window_s=SAFETY_S)
+        faults += draw_halts(Random(f"halts of {seed}"), processes=names, window_s=window_s)
     return faults
 
 
@@ -207,6 +228,8 @@ class Trial:
     checkers: Checkers
     clients: Clients
     stores: Stores
+    safety_s: float
+    """The duration of the phase with faults."""
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def run(
@@ -225,8 +248,8 @@ class Trial:
         for fault in faults:
             self.injection.schedule(fault)
         if watched:
-            self.injection.operator.look_on(watched, SAFETY_S + SETTLE_S)
-        simulator.run_until(SAFETY_S)
+            self.injection.operator.look_on(watched, self.safety_s + SETTLE_S)
+        simulator.run_until(self.safety_s)
         self.injection.heal()
         self.stores.heal()
         probed = self.clients.add(probes)
@@ -274,6 +297,7 @@ class Trial:
             "counts": dict(checkers.counts),
             "store works": dict(self.stores.checker.works),
             "stores": dict(self.stores.checker.covered),
+            "loads": dict(checkers.cross_hits.loads),
         }
 
 
@@ -289,12 +313,12 @@ def run_seeds(
     progress: Callable[[SeedResult], None],
     *,
     planted: str | None = None,
-    stores: bool | None = None,
+    only: str | None = None,
     compiled: bool = False,
 ) -> list[SeedResult]:
     """Run seeds in `jobs` worker processes; `progress` gets each result as it comes. `compiled`: on the nodes' machine code."""
     shares = [range(first + index, first + count, jobs) for index in range(min(jobs, count))]
-    workers = [_spawn(seeds, planted, stores, compiled) for seeds in shares]
+    workers = [_spawn(seeds, planted, only, compiled) for seeds in shares]
     results: list[SeedResult] = []
     # Workers take equal turns, so reading them round robin keeps all pipes short.
     pending = {index: iter(seeds) for index, seeds in enumerate(shares)}
@@ -318,12 +342,12 @@ def run_seeds(
     return results
 
 
-def _spawn(seeds: Iterable[int], planted: str | None, stores: bool | None, compiled: bool) -> subprocess.Popen[str]:
+def _spawn(seeds: Iterable[int], planted: str | None, only: str | None, compiled: bool) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "mooncake_zmq.simulation", *map(str, seeds)]
     if planted:
         command += ["--planted", planted]
-    if stores:
-        command += ["--stores"]
+    if only:
+        command += ["--only", only]
     if compiled:
         command += ["--compiled"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

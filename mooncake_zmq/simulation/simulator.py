@@ -30,7 +30,7 @@ from mooncake_zmq.simulation.engine_store import EngineStore
 from mooncake_zmq.simulation.links import Sessions, Wires
 from mooncake_zmq.simulation.machine import Hardware, Machine
 from mooncake_zmq.simulation.memory import Segment
-from mooncake_zmq.simulation.traces import MODEL
+from mooncake_zmq.simulation.models import MODEL
 from mooncake_zmq.simulation.works import steps_of
 from mooncake_zmq.simulation.world import LINGER_S, Incarnation, Observe, Process, ProcessSpec, World
 

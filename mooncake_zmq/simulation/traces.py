@@ -14,9 +14,8 @@ from mooncake_zmq.gateway.requests.client_events import ClientRequest, Reading
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence
+from mooncake_zmq.simulation.models import MODEL, Computes, weights
 
-MODEL = "simulated"
-OTHER_MODEL = "other"
 READ_BY = Parsers(calls=True, reasoning=True)
 """Parsers of all vLLMs."""
 CONSTRAINTS = (b"", b"3", b"", b"58")
@@ -48,27 +47,21 @@ class Workload:
     tenants: tuple[str, ...] = ("", "red", "blue")
     plain: bool = False
     """Whether to ask for nothing that vLLMs do not support."""
-    adapters: tuple[str, ...] = ()
-    """The adapters that chats ask for; empty names stand for none."""
-    models: tuple[str, ...] = ()
-    """The models that chats ask for; empty: the only one."""
+    computes: tuple[Computes, ...] = (("", ""),)
+    """The models and adapters that chats ask for."""
 
-    def model_for(self, prompt: Sequence[int]) -> str:
-        """Return the model that a chat with this first prompt asks for; empty: the only one."""
-        return self.models[len(prompt) % len(self.models)] if self.models else ""
+    def computes_for(self, prompt: Sequence[int]) -> Computes:
+        """Return the model and the adapter that a chat with this first prompt asks for."""
+        return self.computes[sum(prompt) % len(self.computes)]
 
-    def adapter_for(self, prompt: Sequence[int]) -> str:
-        """Return the adapter that a chat with this first prompt asks for; empty: none."""
-        return self.adapters[sum(prompt) % len(self.adapters)] if self.adapters else ""
-
-    def root(self, layout: BlockLayout, tenant: str, adapter: str = "", model: str = "") -> bytes:
+    def root(self, layout: BlockLayout, tenant: str, computes: Computes = ("", "")) -> bytes:
         """Return the namespace after which the prompts of a tenant begin."""
+        model, adapter = computes
         return namespace(model=model or MODEL, layout=layout.fingerprint, salt=tenant, adapter=adapter)
 
     def roots(self, layout: BlockLayout) -> tuple[bytes, ...]:
-        """Return the namespaces of all tenants, with and without adapters."""
-        each = product(self.tenants, sorted({"", *self.adapters}), self.models or ("",))
-        return tuple(self.root(layout, tenant, adapter, model) for tenant, adapter, model in each)
+        """Return the namespaces of all tenants, of each model and adapter."""
+        return tuple(self.root(layout, *each) for each in product(self.tenants, dict.fromkeys(self.computes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +144,9 @@ def _turns(
     for _ in range(count):
         prompt = prompt + _tokens(random, _question_length(random, workload, layout, len(prompt)))
         if not turns:
-            adapter, model = workload.adapter_for(prompt), workload.model_for(prompt)
-            root = workload.root(layout, tenant, adapter, model)
-        turn = _turn(random, workload, layout, trace, root, (model, adapter), tenant, prompt)
+            computes = workload.computes_for(prompt)
+            root = workload.root(layout, tenant, computes)
+        turn = _turn(random, workload, layout, trace, root, computes, tenant, prompt)
         turns.append(turn)
         for answer in turn.answers:
             whole = pack_tokens(prompt + list(answer.tokens))
@@ -180,11 +173,11 @@ def _turn(
     layout: BlockLayout,
     trace: Trace,
     root: bytes,
-    computes: tuple[str, str],
+    computes: Computes,
     tenant: str,
     prompt: list[int],
 ) -> Turn:
-    """Draw a turn. `computes`: the model and the adapter that are asked for."""
+    """Draw a turn of a chat that asks for `computes`."""
     model, adapter = computes
     temperature = random.choice((0.0, 0.0, 0.8))
     sampling = Sampling(
@@ -207,7 +200,7 @@ def _turn(
     answers: list[Answer] = []
     for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
         own = structs.replace(sampling, seed=seed)
-        answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, weights(model, adapter))))
+        answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, weights(computes))))
     tokens = pack_tokens(prompt)
     request = ClientRequest(
         tokens=tokens,
@@ -236,11 +229,6 @@ def _reading(prompt: list[int]) -> Reading | None:
     if len(prompt) % 3 == 0:
         return None
     return Reading(parsers=READ_BY, chat=b"{}", textless=frozenset(EOS_IDS), whole=len(prompt) % 5 == 0)
-
-
-def weights(model: str, adapter: str) -> str:
-    """Return a name for what computes an answer: an adapter of one of several models."""
-    return f"{model} {adapter}" if model == OTHER_MODEL else adapter
 
 
 def reference(

@@ -1,6 +1,7 @@
 """The works of a simulated foreign engine (a vLLM), and the blocks that it saves in stores and loads from them."""
 
 from collections.abc import Generator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -17,10 +18,11 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 from mooncake_zmq.simulation.engine import SimSequence, as_tokens, logprob_of
-from mooncake_zmq.simulation.engine_store import EngineStore, block_of, fill
+from mooncake_zmq.simulation.engine_store import EngineStore, SavedBlock, block_of, fill
 from mooncake_zmq.simulation.engine_works import prompt_scores
 from mooncake_zmq.simulation.machine import Machine, Running, Steps
-from mooncake_zmq.simulation.traces import READ_BY, weights
+from mooncake_zmq.simulation.models import adapters_of, weights
+from mooncake_zmq.simulation.traces import READ_BY
 
 ENGINE_FAILS = 0.05
 """The share of requests that a foreign engine refuses by itself."""
@@ -30,9 +32,6 @@ SAVES_LATE = 15
 """The delay until its blocks are in a store, as a multiple of the time that a copy takes to begin."""
 ANSWER_LOSSES = 3
 """The number of failing copies for which a foreign engine loses an answer at one token: an answer has many tokens."""
-
-
-ADAPTERS = ("poet", "sql")
 
 
 def version_of(node: str, root: Key) -> str:
@@ -45,10 +44,10 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
     Its weights may have a version."""
     hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
-    if work.adapter and work.adapter not in adapters_of(machine.name):
+    if work.adapter and work.adapter not in adapters_of(machine.name, machine.model):
         yield machine.took(hardware.compute_start_s)
         return WorkFailed(f"there is no adapter {work.adapter}")
-    sequence = SimSequence(length + left, work.sampling.past(work.tokens), weights(machine.model, work.adapter))
+    sequence = SimSequence(length + left, work.sampling.past(work.tokens), weights((machine.model, work.adapter)))
     start = reused = 0
     if work.prompt_likeliest is None:
         start = reused = yield from _load_saved(machine, work, sequence)
@@ -86,6 +85,7 @@ def _load_saved(machine: Machine, work: Generate, sequence: SimSequence) -> Gene
     world, size = machine.world, machine.layout.block_tokens
     keys = extend_keys(work.root, work.tokens, size)[: (len(work.tokens) // 4 - 1) // size]
     coming, until = min(len(keys), work.coming_tokens // size), machine.now + COMING_S
+    _look(machine, work)
     found = _saved(machine, keys)
     while len(found) < coming and machine.now < until:
         if (yield AGAIN_S):
@@ -93,14 +93,21 @@ def _load_saved(machine: Machine, work: Generate, sequence: SimSequence) -> Gene
         found = _saved(machine, keys)
     if found:
         yield machine.took(world.hardware.network_start_s + world.hardware.network_block_s * len(found))
+    world.watcher.cross_hits.loading(machine.name, (machine.model, work.adapter), work.tokens, found)
     for index, block in enumerate(found):
-        fill(sequence, index * size, (index + 1) * size, block)
+        fill(sequence, index * size, (index + 1) * size, block.kv)
     return len(found) * size
 
 
-def _saved(machine: Machine, keys: Sequence[Key]) -> list[bytes]:
+def _look(machine: Machine, work: Generate) -> None:
+    """Report what stands in the stores when an engine looks there."""
+    held = chain.from_iterable(store.held() for store in _stores(machine))
+    machine.world.watcher.cross_hits.looked((machine.model, work.adapter), work.tokens, held)
+
+
+def _saved(machine: Machine, keys: Sequence[Key]) -> list[SavedBlock]:
     """Return the leading blocks that answering stores have. A torn copy is noticed."""
-    world, found = machine.world, list[bytes]()
+    world, found = machine.world, list[SavedBlock]()
     for key in keys:
         held = [block for store in _stores(machine) if (block := store.get(key)) is not None]
         if not held or (world.copy_tear and world.random.random() < world.copy_tear):
@@ -122,11 +129,15 @@ def _save(machine: Machine, work: Generate, sequence: SimSequence, known: bytes,
     size, stop = machine.layout.block_tokens, len(known) // 4 // machine.layout.block_tokens
     if start // size < stop:
         keys = extend_keys(work.root, known, size)
-        blocks = [(keys[at], block_of(sequence, at * size, (at + 1) * size)) for at in range(start // size, stop)]
+        computes = machine.model, work.adapter
+        blocks = [
+            (keys[at], SavedBlock(block_of(sequence, at * size, (at + 1) * size), known[: 4 * (at + 1) * size], computes))
+            for at in range(start // size, stop)
+        ]
         machine._later(machine.took(machine.world.hardware.copy_start_s * SAVES_LATE), lambda: _put_in_store(machine, blocks))
 
 
-def _put_in_store(machine: Machine, blocks: Sequence[tuple[Key, bytes]]) -> None:
+def _put_in_store(machine: Machine, blocks: Sequence[tuple[Key, SavedBlock]]) -> None:
     for store in _stores(machine)[:1]:
         for key, block in blocks:
             store.put(key, block)
@@ -137,7 +148,7 @@ def probe_engine(machine: Machine, work: ProbeEngine) -> Steps:
     well = machine.world.random.random() >= max(ENGINE_FAILS, machine.world.copy_fail)
     if not well:
         return EngineProbed(False, "injected failure")
-    return EngineProbed(True, "", adapters_of(machine.name), READ_BY if work.parsers else None)
+    return EngineProbed(True, "", adapters_of(machine.name, machine.model), READ_BY if work.parsers else None)
 
 
 def read_tokens(machine: Machine, work: ReadTokens) -> Steps:
@@ -151,8 +162,3 @@ def read_tokens(machine: Machine, work: ReadTokens) -> Steps:
 def text_of(tokens: bytes, first: int) -> str:
     """Return the text that a foreign engine's parsers read in tokens, of which the first is the answer's token `first`."""
     return "".join(f"{place}:{token} " for place, token in enumerate(as_tokens(tokens).tolist(), first))
-
-
-def adapters_of(name: str) -> tuple[str, ...]:
-    """Return the adapters that the vLLM beside a node has; one of them has fewer than the others."""
-    return ADAPTERS[:1] if name == "vllm-a" else ADAPTERS

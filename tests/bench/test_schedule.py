@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from mooncake_zmq.bench import schedule
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.schedule import COSTS, generated, read_trace, replay, router_choices
-from mooncake_zmq.bench.schedule_load import ClusterLoad
+from mooncake_zmq.bench.schedule_load import ClusterLoad, of_models
 from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.core.actor import Started
 from mooncake_zmq.telemetry.log import logs_from
@@ -39,6 +39,23 @@ def test_every_kind_of_event_is_replayed_and_every_request_decided():
     assert {"BlocksAnnounced", "PrefillLoad", "DecodeLoad", "RequestEnded"} <= timings.by_kind.keys()
     assert timings.updated > 300
     assert timings.decisions_per_s > 0
+
+
+def test_chats_of_several_models_keep_theirs_and_share_no_key():
+    asked = generated(300)
+    several = of_models(asked, 3, 20)
+    assert len({each.adapter for each in several}) == 21
+    assert [len(each.keys) for each in several] == [len(each.keys) for each in asked]
+    owner = {}
+    for each in several:
+        assert {owner.setdefault(key, each.adapter) for key in each.keys} <= {each.adapter}
+    assert sum(each.keys[-1] in later.keys for at, each in enumerate(several) for later in several[at + 1 : at + 40]) > 50
+
+
+def test_vllms_with_adapters_decide_every_request():
+    timings = replay(of_models(generated(300), 3, 20), 4, vllms=True)
+    assert len(timings.by_kind["Schedule"]) == 300
+    assert {"BlocksAnnounced", "PrefillLoad", "DecodeLoad", "RequestEnded"} <= timings.by_kind.keys()
 
 
 def test_the_same_trace_gives_the_same_events():

@@ -437,6 +437,20 @@ def test_a_peer_that_was_silent_when_another_took_its_name_is_heard_again():
     assert [e.incarnation for e in pair.log["a"] if isinstance(e, PeerUp)] == [1, 1]
 
 
+def test_two_that_each_write_to_an_ended_incarnation_of_the_other_meet_again():
+    pair = settled()
+    frame = a_frame(pair)
+    pair.cut = {("a", "b"), ("b", "a")}
+    pair.kill("a")
+    pair.boot("a")
+    pair.learn("a", pair.alive["a"].receive(pair.now, forged(frame)))
+    pair.run(0.5 * SETTINGS.peer_timeout_s)
+    pair.cut.clear()
+    pair.run(SETTINGS.peer_timeout_s)
+    pair.assert_settled()
+    assert [e.incarnation for e in pair.log["b"] if isinstance(e, PeerUp)] == [1, 2]
+
+
 def test_a_life_with_a_lower_incarnation_is_heard_once_the_known_one_is_silent():
     pair = Pair()
     pair.lives["b"] = 86_400_000

@@ -8,11 +8,11 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from mooncake_zmq.simulation import report
 from mooncake_zmq.simulation.faults import MIN_FAULTS, MIN_KINDS, FaultKind
-from mooncake_zmq.simulation.planted import PLANTED, STORES
+from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.report import possible, simtest, totals
 from mooncake_zmq.simulation.run import SeedResult, as_line, run_seed, run_seeds
+from mooncake_zmq.telemetry import progress
 
 SEEDS = 24
 PLANTED_SEEDS = 20
@@ -104,8 +104,7 @@ def test_a_planted_bug_is_caught(name: str) -> None:
         if result.failure is not None:
             failures.append(result.failure)
             if result.invariant in planted.invariants:
-                stores = name.startswith(STORES)
-                assert run_seed(seed, stress=planted.stress, stores=stores).failure is None
+                assert run_seed(seed, stress=planted.stress, only=planted.only).failure is None
                 return
     pytest.fail(f"{planted.what}: no checker of {planted.invariants} failed, but {failures}")
 
@@ -119,7 +118,7 @@ def test_a_failing_seed_says_how_to_see_it_again() -> None:
 
 
 def test_many_seeds_say_how_far_they_are_and_what_failed_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "LINE_EACH_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EACH_S", 0.0)
     outcome = CliRunner().invoke(simtest, ["--seeds", "2", "--jobs", "1", "--first", "1", "--planted", "commit_unverified"])
     assert "1 of 2 seeds, " in outcome.stderr
     assert "2 of 2 seeds, " in outcome.stderr
@@ -127,9 +126,17 @@ def test_many_seeds_say_how_far_they_are_and_what_failed_where_there_is_no_termi
 
 
 def test_stores_alone_hold_in_other_seeds() -> None:
-    results = run_seeds(5000, SEEDS, os.cpu_count() or 1, lambda _: None, stores=True)
+    results = run_seeds(5000, SEEDS, os.cpu_count() or 1, lambda _: None, only="stores")
     assert [(result.seed, result.failure) for result in results if result.failure] == []
     assert totals(results)["stores"]["ForgetValues failed"] > 0
+
+
+def test_models_alone_hold_in_other_seeds_where_a_wrong_key_would_hit() -> None:
+    results = run_seeds(5000, SEEDS, os.cpu_count() or 1, lambda _: None, only="models")
+    assert [(result.seed, result.failure) for result in results if result.failure] == []
+    loads = totals(results)["loads"]
+    assert min(loads[f"looks past another {what}'s"] for what in ("model", "adapter")) > SEEDS
+    assert loads["blocks"] > 10 * SEEDS
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from mooncake_zmq.laboratory.command import bars, one_line
+from mooncake_zmq.laboratory.command import one_line, runs_display
 from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import parse_spec
@@ -103,7 +103,7 @@ def _figure(name: str, source: Source, jobs: int, dask: str | None, rows_file: P
 
 def _run(plan: Plan, processes: int, dask: str | None, rows_file: Path | None, jobs: Sequence[Job]) -> list[Measured]:
     measure = kept(plan.measure, rows_file)
-    with bars([plan.name for _ in jobs]) as progress:
+    with runs_display(plan.name, len(jobs)) as progress:
         found = run_on_dask(dask, jobs, measure, progress) if dask else run_jobs(jobs, processes, measure, progress)
     write_runs(rows_file, [(job.setup, rows) for job, (_, rows) in zip(jobs, found, strict=True)])
     return [measured for measured, _ in found]
