@@ -9,7 +9,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -371,6 +371,8 @@ class Generation:
         self._on_crash = on_crash
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Running works; for the own thread only."""
+        self._ends: set[asyncio.Task[None]] = set()
+        """Answers whose results are emitted and whose transfers still end, for READ_OUT_S at most."""
         self._loop = asyncio.new_event_loop()
         self._client = _client(self._url, connect_s)
         self._closed = False
@@ -450,7 +452,7 @@ class Generation:
             log.critical("worker_crashed", thread="generation", exc_info=error)
 
     async def _end_all(self) -> None:
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._ends]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -532,18 +534,24 @@ class Generation:
         answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs), EventLines()
         long = len(work.tokens) > PIECE_BYTES
         body = await asyncio.to_thread(request_body, work) if long else request_body(work)
-        async with self._asking(work, body) as response:
-            pieces = response.aiter_raw()
+        async with AsyncExitStack() as transfer:
+            pieces = (await transfer.enter_async_context(self._asking(work, body))).aiter_raw()
             async for raw in pieces:
                 for data in lines.feed(raw):
                     answer.take(data)
                 self._report(work_id, answer)
                 if answer.done:
-                    await _read_out(pieces)
+                    self._read_out(pieces, transfer.pop_all())
                     break
         if answer.last is None:
             raise Nonsense("vLLM hung up in mid-answer")
         return Generated(answer.last, answer.reused, answer.last_logprobs, answer.versions)
+
+    def _read_out(self, pieces: AsyncIterator[bytes], transfer: AsyncExitStack) -> None:
+        """Read the end of an answer's transfer in a task of its own, which delays no result, and close it."""
+        task = self._loop.create_task(_read_out(pieces, transfer))
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
 
     def _report(self, work_id: int, answer: Answer) -> None:
         while answer.ready:
@@ -553,12 +561,13 @@ class Generation:
             del answer.ready[:run], answer.ready_logprobs[:run]
 
 
-async def _read_out(pieces: AsyncIterator[bytes]) -> None:
+async def _read_out(pieces: AsyncIterator[bytes], transfer: AsyncExitStack) -> None:
     """Read the end of an answer's transfer, which comes with its last event: its connection then serves another request."""
-    with contextlib.suppress(TimeoutError, httpx.HTTPError, httpx.StreamError):
-        async with asyncio.timeout(READ_OUT_S):
-            async for _ in pieces:
-                pass
+    async with transfer:
+        with contextlib.suppress(TimeoutError, httpx.HTTPError, httpx.StreamError):
+            async with asyncio.timeout(READ_OUT_S):
+                async for _ in pieces:
+                    pass
 
 
 def _client(url: str, connect_s: float) -> httpx.AsyncClient:

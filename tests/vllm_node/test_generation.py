@@ -101,6 +101,13 @@ def test_an_answer_whose_transfer_does_not_end_is_whole_all_the_same(bench):
     assert answers.tokens == []
 
 
+def test_the_rest_of_a_transfer_delays_no_result(bench, monkeypatch):
+    monkeypatch.setattr(generation_module, "READ_OUT_S", 60.0)
+    answers = bench(event([1], "length"), usage(16), DONE)
+    answers.stub.chunked, answers.stub.ends = True, False
+    assert answers.result(work(quiet_s=60.0), deadline_s=60.0) == Generated((1,), 16)
+
+
 def spans(*starts):
     """As vLLM gives versions of weights."""
     ends = [start for _, start in starts[1:]] + [3]
