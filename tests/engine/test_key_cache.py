@@ -31,10 +31,12 @@ def test_a_prompt_that_begins_alike_has_its_own_keys_from_where_it_differs() -> 
         assert cache.extend(b"r" * 16, other, BLOCK) == extend_keys(b"r" * 16, other, BLOCK)
 
 
-def test_roots_and_block_sizes_share_nothing() -> None:
+def test_roots_and_block_sizes_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of both block sizes are of the same tokens here, so only their names tell them apart."""
     cache, tokens = KeyCache(), prompt(1, 4 * PART_BLOCKS)
     for root in (b"r" * 16, b"s" * 16):
         for block in (BLOCK, BLOCK // 2):
+            monkeypatch.setattr(key_cache, "PART_BLOCKS", PART_BLOCKS * BLOCK // block)
             assert cache.extend(root, tokens, block) == extend_keys(root, tokens, block)
 
 
