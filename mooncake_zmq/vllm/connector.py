@@ -301,6 +301,7 @@ class _SchedulerHalf:
             coming_s=settings.coming_timeout_s,
             choice=self._choice if settings.load == "faster" else None,
             groups=_groups(kv_cache_config),
+            offers_loaded=settings.copies > 1,
         )
 
     def meet(self, prefixes: Sequence[str]) -> None:

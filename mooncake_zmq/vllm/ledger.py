@@ -171,6 +171,8 @@ class Ledger:
     choice: Choice | None = None
     groups: tuple[Group, ...] = (ATTENTION,)
     """The KV cache groups, in the engine's order."""
+    offers_loaded: bool = False
+    """Whether blocks that were loaded are offered to the pool too: of several copies a store may have lost one."""
     prefixes: tuple[str, ...] = ()
     """One name prefix per rank; before they are known nothing is looked up or saved."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -238,7 +240,9 @@ class Ledger:
             ]
             request.load = Load(self._number, request_id, tuple(parts), holders)
             self._loads.append(request.load)
-            request.saved = max(request.saved, stop)
+            # With windows some of the blocks are not loaded: what is in them has no name.
+            if not (self.offers_loaded and all(group.needs_all for group in self.groups)):
+                request.saved = max(request.saved, stop)
             self.counts["promised_blocks"] += len(request.load.blocks)
         elif request.load is None:
             self._let_go(request)

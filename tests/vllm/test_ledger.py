@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from mooncake_zmq.vllm.choice import Choice
+from mooncake_zmq.vllm.groups import ATTENTION, Group
 from mooncake_zmq.vllm.hints import NO_HINTS, Hints
 from mooncake_zmq.vllm.ledger import AGAIN_S, HOLD_LEFT_S, REOFFER_S, Ledger, Progress
 from mooncake_zmq.vllm.names import chain_root, object_names, token_keys
@@ -185,6 +186,20 @@ def test_blocks_that_did_not_come_are_offered_again_and_the_pool_is_not_asked_tw
     assert world.matched() == 0
     assert world.pool.asked == 1
     assert [save.blocks for save in world.step(computed=6 * B).saves] == [(1, 2, 3, 4, 5, 6)]
+
+
+def test_loaded_blocks_are_offered_where_a_store_may_have_lost_its_copy_unless_some_were_not_loaded():
+    for offers, groups, saved in ((False, (ATTENTION,), 0), (True, (ATTENTION,), 6), (True, (Group(window=2 * B),), 0)):
+        world = World()
+        world.ledger.offers_loaded, world.ledger.groups = offers, groups
+        world.fill(6)
+        world.add()
+        found = world.matched()
+        world.ledger.allocated("r", found, [world.blocks["r"]])
+        world.ledger.loaded(["r"], set())
+        assert found == 6 * B
+        assert sum(len(save.blocks) for save in world.step(computed=6 * B).saves) == saved
+        assert not world.step(computed=6 * B).saves, "once"
 
 
 def test_blocks_that_did_not_come_to_the_quicker_of_two_ranks_are_offered_again_too():
