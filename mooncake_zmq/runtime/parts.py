@@ -198,6 +198,7 @@ class Parts:
                 node=node.name,
                 incarnation=lifecycle.incarnation,
                 endpoint=node.store_endpoint,
+                host=node.host,
                 stream_port=node.store_stream_port,
                 on_crash=lifecycle.on_crash,
                 disk=disk,

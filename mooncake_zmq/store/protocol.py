@@ -18,7 +18,7 @@ from mooncake_zmq.core.records import NotAMessage as NotAMessage
 from mooncake_zmq.core.records import decoder as decoder
 from mooncake_zmq.core.records import encode as encode
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_KEYS = 1024
 """Keys in one request; clients split longer lists."""
 PIECE_BYTES = 1 << 20
@@ -58,7 +58,7 @@ class Welcome(_Message, frozen=True, tag=2):
     """The server's answer to Hello. `path` is empty where it cannot share memory.
 
     `stream`: where streams connect, `tcp://*:PORT` at the address of this connection or `ipc://PATH`; with `token` and `secret`
-    they are the client's. `sealed`: they are encrypted.
+    they are the client's. `sealed`: they are encrypted. `host`: equal for the stores of one host alone.
     """
 
     id: Id
@@ -76,6 +76,7 @@ class Welcome(_Message, frozen=True, tag=2):
     token: Annotated[bytes, Meta(max_length=64)]
     secret: Annotated[bytes, Meta(max_length=64)] = b""
     sealed: bool = False
+    host: Text = ""
 
 
 class Stranger(_Message, frozen=True, tag=3):

@@ -11,7 +11,9 @@ file beside it for as long as it runs, by which the server can distinguish a lat
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import os
+import socket
 import struct
 import threading
 import weakref
@@ -145,6 +147,12 @@ def remove_lock(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def host_mark(configured: str) -> str:
+    """Return what the stores of this host have alone, and of one machine those with the same `configured` name of a host. It
+    gives nothing away: with the boot id itself a client of another host could pass for one of this."""
+    return hashlib.sha256(f"{boot_id() or socket.gethostname()}\0{configured}".encode()).hexdigest()[:16]
 
 
 def boot_id() -> str:

@@ -97,8 +97,8 @@ class Mover:
         copies: int = 1,
     ) -> None:
         """`prefix`: prefix of the names of this rank's blocks. `loading`, `saving`: the memory of each KV cache group.
-        `threads`: how many copy one load in parallel, and as many one save. `copies`: the number of stores in which a block is
-        saved."""
+        `threads`: how many copy one load in parallel, and as many one save. `copies`: the number of hosts in whose stores a
+        block is saved."""
         self._client = client
         self._copies = copies
         self._prefixes = [group_prefix(prefix, group) for group in range(len(loading))]
@@ -224,7 +224,7 @@ class Mover:
     def _put(self, group: int, keys: Sequence[bytes], values: Sequence[Value]) -> list[int]:
         def put(start: int, stop: int) -> list[int]:
             names = object_names([self._prefixes[group]], keys[start:stop])
-            return self._client.put(names, values[start:stop], replicas=self._copies)
+            return self._client.put(names, values[start:stop], replicas=self._copies, distinct_hosts=True)
 
         return self._savers.share(len(keys), put, UNREACHED)
 

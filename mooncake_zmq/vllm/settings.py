@@ -37,8 +37,8 @@ class ConnectorSettings:
     load: str = "faster"
     """Which blocks of the pool are loaded: "faster", those for which loading is faster than computing, or "always", all."""
     copies: int = 1
-    """Stores in which each block is saved: the one on this host and, of the others, the next. With 2, the KV of an answer
-    outlives its host."""
+    """Hosts in whose stores each block is saved: this one and, of the others, the next. With 2, the KV of an answer outlives
+    its host."""
     coming_timeout_s: float = COMING_TIMEOUT_S
     """How long a request that another engine prefilled waits for blocks that are still being saved, before it computes them."""
 

@@ -127,7 +127,7 @@ def test_the_connectors_cpu_time_is_that_of_all_its_threads_once(monkeypatch):
     class Client:
         counts: Counter[str] = Counter()
 
-        def put(self, names, values, *, replicas):
+        def put(self, names, values, *, replicas, distinct_hosts):
             spent.s = getattr(spent, "s", 0.0) + len(names)
             return [0] * len(names)
 

@@ -13,7 +13,7 @@ from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 
 SSD_BYTES = 96 << 20
-HERE = ("directory", "cluster", "node", "incarnation", "endpoint", "on_crash", "probe_s", "sockets", "on_engine_blocks")
+HERE = ("directory", "cluster", "node", "incarnation", "endpoint", "host", "on_crash", "probe_s", "sockets", "on_engine_blocks")
 """What a server is told beside its settings."""
 
 

@@ -12,7 +12,7 @@ import waiting
 from mooncake_zmq.pool.server.server import StoreServer
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.peer import ClientSettings
-from mooncake_zmq.store.codes import Pin
+from mooncake_zmq.store.codes import Code, Pin
 from mooncake_zmq.vllm import mover as mover_module
 from mooncake_zmq.vllm.ledger import Ledger, Load, Part, Progress, Save
 from mooncake_zmq.vllm.lookups import Lookup, Lookups
@@ -441,22 +441,95 @@ def test_the_store_that_is_named_is_asked_before_those_that_do_not_answer(make_p
     client.close()
 
 
+def objects(*servers: StoreServer) -> list[float]:
+    return [server.gauges()["objects"] for server in servers]
+
+
+def counts(of: Engine, *names: str) -> list[int]:
+    counted = of.mover.take_counts()
+    return [counted[name] for name in names]
+
+
 def test_blocks_with_two_copies_outlive_the_store_at_home(make_pool, engine):
-    home, far, other = sorted((make_pool(name) for name in ("a", "b", "c")), key=lambda server: server.endpoint)
+    home, far, other = (make_pool(name, host=name) for name in ("a", "b", "c"))
     stores = [home.endpoint, other.endpoint, far.endpoint]
     writer = engine(stores, copies=2)
     writer.save(0, 1, 2)
-    held = [server.gauges()["objects"] for server in (home, far, other)]
-    assert held == [3, 3, 0], "the second copy is in the store whose address comes next"
+    assert objects(home, far, other) == [3, 3, 0], "the second copy is in the store whose name comes next"
     home.close()
     reader = engine([far.endpoint])
     reader.wipe()
     assert reader.load(3, 4, 5) == set()
     writer.save(0, 1, 2)
-    assert (other.gauges()["objects"], writer.mover.take_counts()["short"]) == (3, 0), "the next store takes its place"
+    assert objects(other) == [3], "the next store takes its place"
+    assert counts(writer, "short") == [0]
     far.close()
     writer.save(0, 1, 2)
-    assert writer.mover.take_counts()["short"] == 3
+    assert counts(writer, "short", "short_no_room") == [3, 0]
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_the_second_copy_is_on_another_host_whatever_the_addresses_are(make_pool, engine, scheme):
+    """Over TCP all addresses are loopback, so that only what a store says of its host tells them apart."""
+    places = {"home": "x", "near": "x", "zone": "y"}
+    made = {name: make_pool(name, host=host, endpoint="tcp://127.0.0.1:*" * (scheme == "tcp")) for name, host in places.items()}
+    home, near, far = made.values()
+    writer = engine([home.endpoint, near.endpoint, far.endpoint], copies=2)
+    writer.save(0, 1, 2)
+    assert objects(home, near, far) == [3, 0, 3]
+    far.close()
+    writer.save(0, 1, 2)
+    assert objects(home, near) == [3, 0], "while the other host is away there is one copy"
+    assert counts(writer, "short") == [3]
+
+
+def test_where_there_is_no_other_host_there_is_one_copy_and_one_warning(make_pool, engine, capsys):
+    home, near = make_pool("a", host="x"), make_pool("b", host="x")
+    writer = engine([home.endpoint, near.endpoint], copies=2)
+    for _ in range(3):
+        writer.save(0, 1, 2)
+    assert objects(home, near) == [3, 0]
+    assert counts(writer, "short") == [9]
+    assert capsys.readouterr().out.count("store_one_host") == 1
+
+
+def test_a_store_without_room_is_replaced_by_the_next_one_and_counted(make_pool, engine):
+    home, full, other = (make_pool(name, host=name) for name in ("a", "b", "c"))
+    small = StoreClient([full.endpoint], QUICK)
+    small.connect()
+    filling = np.zeros(SLAB, dtype=np.uint8)
+    value = [(filling.__array_interface__["data"][0], filling.nbytes)]
+    codes = [small.put([f"{number}"], [value], Pin.HARD)[0] for number in range(40)]
+    small.close()
+    assert codes == [0] * 32 + [Code.NO_ROOM] * 8
+    held = objects(full)[0]
+    writer = engine([server.endpoint for server in (home, full, other)], copies=2)
+    writer.save(0, 1, 2)
+    assert objects(home, full, other) == [3, held, 3]
+    assert counts(writer, "short") == [0]
+    other.close()
+    writer.save(0, 1, 2)
+    assert counts(writer, "short", "short_no_room") == [3, 3]
+
+
+def test_a_copy_that_a_store_lost_is_made_again_when_the_blocks_are_offered_again(make_pool, engine):
+    home, far = make_pool("a", host="a"), make_pool("b", host="b")
+    writer = engine([home.endpoint, far.endpoint], copies=2)
+    writer.save(0, 1, 2)
+    emptied = StoreClient([far.endpoint], QUICK)
+    emptied.connect()
+    assert emptied.remove_all() == 3
+    emptied.close()
+    writer.save(0, 1, 2)
+    assert objects(home, far) == [3, 3]
+
+
+def test_counts_of_copies_are_right_with_several_threads(make_pool, engine):
+    home, near = make_pool("a", host="x"), make_pool("b", host="x")
+    writer = engine([home.endpoint, near.endpoint], copies=2, threads=4)
+    for _ in range(40):
+        writer.save(0, 1, 2, 3, 4, 5, 6, 7)
+    assert counts(writer, "short") == [320]
 
 
 # --- several threads for one copy

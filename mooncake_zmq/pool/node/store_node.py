@@ -60,11 +60,13 @@ PROBE = ("probe",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreFacts:
-    """Facts of this incarnation that clients are sent. `probe_s`: how often they are probed."""
+    """Facts of this incarnation that clients are sent. `host`: see `store.segment.host_mark`; `probe_s`: how often they are
+    probed."""
 
     name: str
     cluster: str
     incarnation: int
+    host: str = ""
     probe_s: float = 1.0
 
 
@@ -194,6 +196,7 @@ class StoreNode:
             hello.shared and client.shared,
             event.stream,
             client.token,
+            host=facts.host,
         )
         self._reply(event.connection, welcome)
 

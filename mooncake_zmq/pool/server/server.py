@@ -28,7 +28,7 @@ from mooncake_zmq.pool.server.turns import TimerThread, Turns
 from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.protocol import encode
-from mooncake_zmq.store.segment import ObjectSegment, boot_id, client_runs, lock_path, remove_lock
+from mooncake_zmq.store.segment import ObjectSegment, boot_id, client_runs, host_mark, lock_path, remove_lock
 from mooncake_zmq.transfer.sockets import BadEndpoint, Sockets
 from mooncake_zmq.transfer.tickets import Tickets
 
@@ -51,13 +51,16 @@ class StoreServer:
         incarnation: int,
         endpoint: str,
         on_crash: Callable[[BaseException], None],
+        host: str = "",
         stream_port: int = 0,
         probe_s: float = 1.0,
         sockets: Sockets | None = None,
         disk: ObjectDisk | None = None,
         on_engine_blocks: Callable[[EngineBlocksReported], None] = lambda changed: None,
     ) -> None:
-        """`stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server.
+        """`host`: its name in the configuration.
+
+        `stream_port`: where streams connect if `endpoint` is TCP, 0 for any free port. `disk`: closed with the server.
         `sockets`: the process's; else one's own. `on_engine_blocks` is called within turns, from any thread."""
         self._cluster, self._directory = cluster, Path(directory)
         self._on_crash = on_crash
@@ -66,7 +69,7 @@ class StoreServer:
         self._replies: deque[Reply] = deque()
         """On their way to the server's thread: at most one of each connection, and of what waited for the disk."""
         objects_log = _recovered(settings, disk) if disk else None
-        facts = StoreFacts(name=node, cluster=cluster, incarnation=incarnation, probe_s=probe_s)
+        facts = StoreFacts(name=node, cluster=cluster, incarnation=incarnation, host=host_mark(host), probe_s=probe_s)
         self._node = StoreNode(settings, facts, objects_log)
         rows = self._node.objects.entries.table_rows
         segment = ObjectSegment.create(directory, cluster, node, incarnation, entries=rows, memory_bytes=settings.object_bytes)

@@ -4,9 +4,10 @@ The first store on this host is home: it is asked first and written first. In a 
 mapped segment; with others it exchanges bytes on streams.
 """
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ log = structlog.get_logger()
 
 UNREACHED = -900
 """The store did not answer, or was closed."""
+ELSEWHERE = (UNREACHED, Code.NO_ROOM, Code.EXPIRED, Code.TRANSFER_FAILED)
+"""Codes of a store for a copy that another store may take."""
 CLOSE_S = 5.0
 SEND_BYTES = 64 << 10
 CHUNK_BYTES = 64 << 20
@@ -58,7 +61,10 @@ class StoreClient:
         self._sockets = Sockets(keys, allow_plain_tcp=settings.allow_plain_tcp, io_threads=settings.io_threads).borrow()
         self._peers = [Peer(endpoint, settings, self._sockets) for endpoint in endpoints]
         self._closed = False
-        self._short = 0
+        self._copies = Counter(short=0, short_no_room=0)
+        """See `counts`; guarded by the lock, as is whether the lack of another host was logged."""
+        self._logged_alone = False
+        self._lock = threading.Lock()
 
     def connect(self) -> str | None:
         """Meet the stores; None if at least one answered, else the reason why not."""
@@ -104,18 +110,20 @@ class StoreClient:
         *,
         replicas: int = 1,
         preferred: Sequence[str] = (),
+        distinct_hosts: bool = False,
     ) -> list[int]:
         """Store values; 0 also where the key has one already, which stays unless `pins` say UPSERT. Of several `replicas` the
-        first is in the store at home, or one that is preferred; a value with fewer of them is stored all the same, and counted
-        as `short`."""
+        first is in the store at home, or one that is preferred, and the others are on other hosts while there are any;
+        `distinct_hosts`: never two on one host. A store that does not answer or has no room is replaced by the next one. A
+        value with fewer of them is stored all the same, and counted as `short`."""
         sizes = [sum(length for _, length in value) for value in values]
         codes = [UNREACHED if size > 0 and is_key(key) else int(Code.INVALID) for key, size in zip(keys, sizes, strict=True)]
         wanted = [index for index, code in enumerate(codes) if code == UNREACHED]
-        stores = self._peers
+        stores = self._around() if replicas > 1 else self._peers
         if preferred:
             stores = sorted(stores, key=lambda peer: not self._is_named(peer, preferred))
-        elif replicas > 1:
-            stores = self._around()
+        if distinct_hosts and replicas > 1:
+            self._check_hosts()
         replaces = bool(pins & Pin.UPSERT)
         if len(stores) > 1 and replicas == 1 and not replaces:
             # A value that another store has is neither stored again nor changed, as if they were one.
@@ -123,24 +131,33 @@ class StoreClient:
             for index, found in zip(wanted, there, strict=True):
                 codes[index] = 0 if found == 1 else codes[index]
             wanted = [index for index in wanted if codes[index]]
-        written: list[Peer] = []
-        made: Counter[int] = Counter()
+        made: dict[int, list[Peer]] = {index: [] for index in wanted}
+        settled: Counter[int] = Counter()
+        full: set[int] = set()
         for peer in stores:
-            if len(written) == replicas:
-                break
-            answers = self._put_at(peer, keys, values, sizes, pins, wanted)
-            for index, code in zip(wanted, answers, strict=True):
-                codes[index] = 0 if codes[index] == 0 else code
-                made[index] += code == 0
-            if any(code != UNREACHED for code in answers):
-                written.append(peer)
-        self._short += sum(0 < made[index] < replicas for index in wanted)
+            some = [
+                index
+                for index in wanted
+                if settled[index] < replicas and not (distinct_hosts and any(peer.host == other.host for other in made[index]))
+            ]
+            for index, code in zip(some, self._put_at(peer, keys, values, sizes, pins, some), strict=True):
+                codes[index] = code if code == 0 or codes[index] == UNREACHED else codes[index]
+                if code == 0:
+                    made[index].append(peer)
+                elif code == Code.NO_ROOM:
+                    full.add(index)
+                settled[index] += code not in ELSEWHERE if replicas > 1 else code != UNREACHED
+        self._count_copies(made, full, replicas)
         if replaces:
-            replaced = [keys[index] for index in wanted if codes[index] == 0]
             for peer in stores:
-                if peer not in written:
-                    self._remove_at(peer, replaced)
+                self._remove_at(peer, [keys[index] for index in wanted if made[index] and peer not in made[index]])
         return codes
+
+    def _count_copies(self, made: Mapping[int, Sequence[Peer]], full: set[int], replicas: int) -> None:
+        short = [index for index, peers in made.items() if 0 < len(peers) < replicas]
+        if short:
+            with self._lock:
+                self._copies.update(short=len(short), short_no_room=len(full.intersection(short)))
 
     def fetch(
         self, keys: Sequence[str], place: Place, caps: Sequence[int] | None = None, first: Sequence[str] = ()
@@ -210,9 +227,11 @@ class StoreClient:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts of what failed in all stores together, see `Peer.counts`; `short`: values in fewer stores than asked for."""
+        """Counts of what failed in all stores together, see `Peer.counts`; `short`: values in fewer stores than asked for;
+        `short_no_room`: those of them for which a store that answered had no room."""
         counts = {name: sum(peer.counts[name] for peer in self._peers) for name in ("corrupt", "stale", "expired")}
-        return counts | {"short": self._short}
+        with self._lock:
+            return counts | self._copies
 
     def locate(self, keys: Sequence[str]) -> list[list[tuple[str, int]]]:
         """For each key the (store name, size) of its copies."""
@@ -267,9 +286,34 @@ class StoreClient:
     # --- one store
 
     def _around(self) -> list[Peer]:
-        """Return home and then the others, from the one whose address comes next: hosts spread their second copies."""
+        """Return home, the stores of other hosts, from the one whose name comes next, so that hosts spread their second copies,
+        then others of its own host, and last those that never answered."""
+        for peer in self._peers:
+            self._is_met(peer)
         home, *others = self._peers
-        return [home, *sorted(others, key=lambda peer: (peer.endpoint < home.endpoint, peer.endpoint))]
+        return [
+            home,
+            *sorted(
+                others,
+                key=lambda peer: (not peer.name, peer.host == home.host, peer.name < home.name, peer.name),
+            ),
+        ]
+
+    def _is_met(self, peer: Peer) -> bool:
+        """Return whether a store answered ever: its name and host are known then. One that was not met is asked."""
+        if not peer.name:
+            with suppress(Unreached):
+                peer.session(time.monotonic() + self.settings.timeout_s)
+        return bool(peer.name)
+
+    def _check_hosts(self) -> None:
+        """Log once if all stores are on one host, so that each value has one copy however many are wanted."""
+        hosts = {peer.host for peer in self._peers if self._is_met(peer)}
+        if len(hosts) == 1 and all(peer.name for peer in self._peers):
+            with self._lock:
+                logged, self._logged_alone = self._logged_alone, True
+            if not logged:
+                log.warning("store_one_host", stores=[peer.endpoint for peer in self._peers], copies=1)
 
     def _in_order(self, first: Sequence[str]) -> list[Peer]:
         """Home, then the stores of these names, then the others. One that was never met has no name yet."""

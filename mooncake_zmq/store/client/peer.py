@@ -133,6 +133,8 @@ class Peer:
         scheme, _, place = endpoint.partition("://")
         self.name = ""
         """The store's name, once it was met."""
+        self.host = ""
+        """Its host, likewise."""
         self._server, _, place = place.rpartition("@") if scheme == "tcp" else ("", "", place)
         self.endpoint = f"{scheme}://{place}"
         self.closed = False
@@ -317,7 +319,7 @@ class Peer:
             self._links.put_back(link, broken=broken)
         if segment is None and self.settings.tune_malloc:
             keep_freed_memory()
-        self.name = welcome.name
+        self.name, self.host = welcome.name, welcome.host
         how = "shared memory" if segment is not None else "network"
         log.info("store_connected", endpoint=self.endpoint, store=welcome.name, incarnation=welcome.incarnation, by=how)
         return Session(welcome, segment, min(self.settings.ttl_s, welcome.max_ttl_s))
