@@ -28,7 +28,7 @@ from mooncake_zmq.conductor.prefix_index import PrefixIndex
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Effect, Event, Received, Send, SetTimer, TimerFired, TimerKey
 from mooncake_zmq.core.hardware import HARDWARE
-from mooncake_zmq.core.messages import BlocksAnnounced, Placed, Schedule
+from mooncake_zmq.core.messages import MAX_TOKENS, BlocksAnnounced, Placed, Schedule
 from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory import tables
@@ -55,8 +55,8 @@ Progress = Callable[[str], None]
 
 
 class _Line(msgspec.Struct, frozen=True):
-    input_length: Annotated[int, msgspec.Meta(ge=1, le=1 << 19)]
-    output_length: Annotated[int, msgspec.Meta(ge=0, le=1 << 19)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
 
 

@@ -14,6 +14,7 @@ from msgspec import inspect
 
 from mooncake_zmq.core.messages import (
     MAX_BLOCKS,
+    MAX_FETCHED_BLOCKS,
     MAX_MESSAGE_BYTES,
     MAX_TEXT,
     MAX_TOKENS,
@@ -311,11 +312,17 @@ def test_contents_that_do_not_agree_or_are_too_many_are_refused_on_arrival(paren
             parents=(b"p" * 16,) * MAX_BLOCKS,
             tokens=(bytes(4 * MAX_TOKENS // MAX_BLOCKS),) * MAX_BLOCKS,
         ),
+        msgspec.structs.replace(
+            leased(1 << 48, [REF] * MAX_FETCHED_BLOCKS, remote=MAX_FETCHED_BLOCKS),
+            parents=(b"p" * 16,) * MAX_FETCHED_BLOCKS,
+            tokens=(b"", bytes(4 * MAX_TOKENS), *(b"",) * (MAX_FETCHED_BLOCKS - 2)),
+            tenants=("\N{GRINNING FACE}" * 64,) * MAX_FETCHED_BLOCKS,
+        ),
         HandoffBlocks(request_id="r" * 128, attempt=1, first_block=0, sources=(REF,) * MAX_BLOCKS, ready=True),
         StartPrefill(
             request_id="r" * 128,
             attempt=1,
-            tokens=bytes(2 << 20),
+            tokens=bytes(4 * MAX_TOKENS),
             root=b"k" * 16,
             keys=(b"k" * 16,) * MAX_BLOCKS,
             first_index=0,

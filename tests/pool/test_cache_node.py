@@ -9,6 +9,7 @@ from msgspec import structs
 
 from mooncake_zmq.core.actor import Publish, Received, Start, Started
 from mooncake_zmq.core.messages import (
+    MAX_FETCHED_BLOCKS,
     BlocksAnnounced,
     BlocksLeased,
     CacheLoad,
@@ -1543,12 +1544,23 @@ def finish(pool, rng):
         pool.done(work_id, BlocksCopied(checksums, corrupt, "failing" if rng.random() < 0.02 else ""))
 
 
+def test_another_pool_is_leased_no_more_blocks_than_a_message_has_room_for(monkeypatch):
+    monkeypatch.setattr(block_leases, "MAX_FETCHED_BLOCKS", 2)
+    pool = Pool()
+    pool.store(1, 2, 3)
+    for client, blocks in (("c1", 2), ("p0", 3), ("d0", 3)):
+        ask = LeaseBlocks(lease_id=pool.fresh(), keys=keys(1, 2, 3), sources=(), fetch_s=1.0, ttl_s=1.0)
+        pool.say(client, ask)
+        assert len(pool.one(BlocksLeased, client).slots) == blocks
+
+
 @pytest.mark.parametrize(
     "bad",
     [
         {"pool_bytes": 0},
         {"probe_s": 0.0},
         {"fetch_batch_blocks": 0},
+        {"fetch_batch_blocks": MAX_FETCHED_BLOCKS + 1},
         {"max_leases_per_client": 0},
         {"fetch_lease_s": 61.0},
     ],

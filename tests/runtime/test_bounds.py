@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES
+from mooncake_zmq.store.protocol import MAX_FRAME_BYTES as MAX_STORE_FRAME_BYTES
+
 BOUND_BYTES = 64 << 20
 SCRIPTS = Path(__file__).parent
 
@@ -92,7 +95,7 @@ if what == "data":
 """
 
 
-@pytest.mark.parametrize(("what", "size_bytes"), [("data", 0), ("store", 2 << 20)])
+@pytest.mark.parametrize(("what", "size_bytes"), [("data", 0), ("store", MAX_STORE_FRAME_BYTES)])
 def test_a_message_without_end_to_a_server_of_bytes_is_cut(tmp_path: Path, what: str, size_bytes: int) -> None:
     growth, sent = grown(tmp_path, SERVERS, what, str(size_bytes))
     assert sent < 400 << 20
@@ -168,11 +171,11 @@ def test_a_subscriber_that_reads_nothing_costs_no_more_than_its_queue(tmp_path: 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 def test_a_receive_queue_is_bounded_in_bytes(tmp_path: Path, scheme: str) -> None:
     growth, sent = grown(tmp_path, QUEUE, "queue", scheme)
-    assert sent > 8 << 20
+    assert sent > MAX_MESSAGE_BYTES
     assert growth < (BOUND_BYTES if scheme == "tcp" else 2 * BOUND_BYTES)
 
 
-@pytest.mark.parametrize("size_bytes", [4 << 20, 1 << 10, 0])
+@pytest.mark.parametrize("size_bytes", [MAX_MESSAGE_BYTES, 1 << 10, 0])
 def test_a_message_without_end_is_cut(tmp_path: Path, size_bytes: int) -> None:
     growth, sent = grown(tmp_path, ENDLESS, str(size_bytes), "tcp")
     assert sent < 400 << 20

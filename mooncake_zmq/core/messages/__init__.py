@@ -94,6 +94,7 @@ from mooncake_zmq.core.messages.placing import (
     Schedule,
 )
 from mooncake_zmq.core.messages.pool import (
+    MAX_FETCHED_BLOCKS,
     BlocksLeased,
     ChangeReplica,
     CommitSlots,
@@ -182,6 +183,7 @@ __all__ = [
     "MAX_LEVEL",
     "MAX_LEVELS",
     "MAX_LOGPROBS",
+    "MAX_FETCHED_BLOCKS",
     "MAX_MESSAGE_BYTES",
     "MAX_TRANSFER_STATS",
     "MAX_MODELS",

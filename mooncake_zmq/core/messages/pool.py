@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from mooncake_zmq.core.messages.fields import (
     MAX_BLOCKS,
+    MAX_MESSAGE_BYTES,
     MAX_TOKENS,
     Checksum,
     Count,
@@ -24,6 +25,11 @@ from mooncake_zmq.core.messages.fields import (
     Tenant,
     Tokens,
 )
+
+COUNT_BYTES, KEY_BYTES, TOKENS_BYTES, TENANT_BYTES = 9, 18, 5, 3 + 4 * 64
+"""The most bytes of a number, a key, the beginning of a block's tokens and a tenant's name in a message."""
+MAX_FETCHED_BLOCKS = (MAX_MESSAGE_BYTES - 4096 - 4 * MAX_TOKENS) // (3 * COUNT_BYTES + KEY_BYTES + TOKENS_BYTES + TENANT_BYTES)
+"""Blocks that one lease of another cache-node has: with their tokens and tenants they fit a message, and its envelope."""
 
 
 class LeaseBlocks(TaggedRecord, frozen=True):

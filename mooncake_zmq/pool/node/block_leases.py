@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mooncake_zmq.core.actor import Effect, Send, SetTimer
 from mooncake_zmq.core.messages import (
+    MAX_BLOCKS,
+    MAX_FETCHED_BLOCKS,
     MAX_TOKENS,
     BlocksLeased,
     ChangeReplica,
@@ -72,7 +74,7 @@ class BlockLeases:
         fetch_s = min(message.fetch_s, self._settings.max_lease_s)
         gathering = Gathering(
             holder=holder,
-            keys=message.keys,
+            keys=message.keys[: MAX_FETCHED_BLOCKS if self._peers.has_role(sender, "cache-node") else MAX_BLOCKS],
             deadline=now + fetch_s,
             ttl_s=min(message.ttl_s, self._settings.max_lease_s),
             compute_s=message.compute_s,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mooncake_zmq.core.messages import MAX_BLOCKS
+from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_FETCHED_BLOCKS
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.rules.tenants import PoolTenant, check_shares
 
@@ -76,7 +76,8 @@ class CacheNodeSettings:
     fetch_lease_s: float = 20.0
     """Lease taken at another cache-node for the time of a fetch."""
     fetch_batch_blocks: int = 32
-    """Blocks asked of a source at a time. Several sources, two batches each, are under way for one lease."""
+    """Blocks asked of a source at a time; the answer must fit a message. Several sources, two batches each, are under way for
+    one lease."""
     probe_s: float = 1.0
     """How often a writer past its lease is asked again, and its process's lock looked at."""
     max_leases_per_client: int = 1024
@@ -103,8 +104,8 @@ class CacheNodeSettings:
             raise ValueError("max_lease_s, fetch_lease_s, probe_s and report_s must be positive")
         if self.fetch_lease_s > self.max_lease_s:
             raise ValueError("fetch_lease_s must be at most max_lease_s, or the granter stops before the holder")
-        if not 1 <= self.fetch_batch_blocks <= MAX_BLOCKS:
-            raise ValueError(f"fetch_batch_blocks must be in 1..{MAX_BLOCKS}")
+        if not 1 <= self.fetch_batch_blocks <= MAX_FETCHED_BLOCKS:
+            raise ValueError(f"fetch_batch_blocks must be in 1..{MAX_FETCHED_BLOCKS}")
         if min(self.max_leases_per_client, self.max_requested_copies) < 1:
             raise ValueError("max_leases_per_client and max_requested_copies must be at least 1")
         if not 0 < self.max_put_share <= 1:
