@@ -4,10 +4,10 @@ A high-water mark counts whole messages, and ZMQ_MAXMSGSIZE bounds one part of a
 that never ends, and reports none. So bytes are counted on both sides of it: the kernel counts those received on a connection,
 and the receiving thread those taken from the socket. `ipc://` connections are not watched: they are this user's own.
 
-More than `PARTIAL_BYTES` of an incomplete message may be held for `PARTIAL_S` only: long enough for a complete one whose
-receiving thread is late. Empty parts take 32 times as much memory as bytes on the wire, and ZeroMQ takes up to 30 MB/s of them:
-so the process may not grow by more than `PARTIAL_GROWTH_BYTES` meanwhile, for whatever reason. A peer that is cut wrongly
-reconnects, and sends again.
+More than `PARTIAL_BYTES` of an incomplete message may be held for `PARTIAL_S` only: long enough for the longest one over the
+slowest link, whose receiving thread is late by `LATE_S`. Empty parts take 32 times as much memory as bytes on the wire, and
+ZeroMQ takes up to 30 MB/s of them: so the process may not grow by more than `PARTIAL_GROWTH_BYTES` meanwhile, for whatever
+reason. A peer that is cut wrongly reconnects, and sends again.
 
 For this no high-water mark is set on received messages. At one ZeroMQ stops a connection's input; and libzmq 4.3.5 aborts the
 process (`!_io_error`) if the peer disconnects while its input is stopped, and something is to be written to it after that: the
@@ -28,19 +28,25 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES
 from mooncake_zmq.transfer.process_memory import resident_bytes
 from mooncake_zmq.transfer.sockets import USER_ID
 
 log = structlog.get_logger()
 
-MAX_UNTAKEN_BYTES = 32 << 20
+MAX_UNTAKEN_BYTES = 4 * MAX_MESSAGE_BYTES
 """Limit for all connections of a socket together. Beyond it connections are cut, first of the host whose untaken bytes, each by
 the time for which it has waited, weigh most: one that sends much and is late by a moment weighs less than many that send little
 and never end. A peer that is cut reconnects."""
 PARTIAL_BYTES = 512 << 10
-PARTIAL_S = 1.0
-PARTIAL_GROWTH_BYTES = 24 << 20
-"""Limit of three of the longest messages: a normal message takes as much memory as it has bytes."""
+LATE_S = 1.0
+SLOWEST_BYTES_PER_S = 3 << 20
+"""Bytes that the slowest usable link brings (25 Mbit/s): over a slower one the longest message takes longer than the peer
+timeout of 3 s, in which nothing else comes."""
+PARTIAL_S = LATE_S + MAX_MESSAGE_BYTES / SLOWEST_BYTES_PER_S
+"""How long more than PARTIAL_BYTES of an incomplete message may be held."""
+PARTIAL_GROWTH_BYTES = 3 * MAX_MESSAGE_BYTES
+"""A normal message takes as much memory as it has bytes."""
 MAX_OF_A_HOST = 1024
 """Connections of one host to a socket, a tenth of what the descriptors of a process allow; a further one is cut at once. A host
 whose handshakes fail holds no more either."""

@@ -9,8 +9,17 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake_zmq.core.messages import MAX_MESSAGE_BYTES
 from mooncake_zmq.transfer import connections
-from mooncake_zmq.transfer.connections import LONG_BYTES, LOOK_S, MAX_UNTAKEN_BYTES, PARTIAL_BYTES, Connections
+from mooncake_zmq.transfer.connections import (
+    LONG_BYTES,
+    LOOK_S,
+    MAX_UNTAKEN_BYTES,
+    PARTIAL_BYTES,
+    PARTIAL_S,
+    SLOWEST_BYTES_PER_S,
+    Connections,
+)
 
 HONEST, HONEST_PLACE = 1, "10.0.0.1"
 HONEST_BYTES = 1 << 20
@@ -113,6 +122,23 @@ FLOODS = {
 @given(**FLOODS)
 def test_many_connections_that_never_end_a_message_do_not_have_a_peer_cut_that_ends_its_own(**drawn: int) -> None:
     assert HONEST in flood(**drawn)._open
+
+
+def test_the_longest_message_comes_whole_over_the_slowest_link_and_one_that_never_ends_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model()
+    monkeypatch.setattr(connections, "_received_bytes", model.sent.get)
+    monkeypatch.setattr(connections, "resident_bytes", lambda: 0)
+    model.accept(HONEST, HONEST_PLACE)
+    while model.sent[HONEST] < MAX_MESSAGE_BYTES:
+        model.send(HONEST, int(SLOWEST_BYTES_PER_S * LOOK_S) + 1)
+        model.look()
+        assert HONEST in model._open
+    for _ in range(int(PARTIAL_S / LOOK_S)):
+        model.look()
+    assert HONEST not in model._open
+    model.close()
 
 
 def most_bytes(self: Connections, _now: float) -> int:
