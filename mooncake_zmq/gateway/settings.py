@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 LEAST_BODY_BYTES = 4 << 20
-TOKEN_BYTES = 9
-"""Bytes of JSON that a token takes, as an id or as text."""
+TOKEN_BYTES = 12
+"""Bytes of JSON that a token of a long prompt is assumed to take on average: an id with its comma has at most 9 (in Python's
+form), text in Latin script about 4, and two characters written as \\uXXXX, as for Chinese text, 12. No bound holds for all
+text, as one token may be a hundred spaces: what has more bytes needs `max_body_bytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ class EdgeSettings:
     """Limits of HTTP calls, all checked before a prompt is tokenized."""
 
     max_body_bytes: int = 0
-    """Bytes of one HTTP body; 0: 9 for each token of the longest context, but at least 4 MiB, and at most half of
+    """Bytes of one HTTP body; 0: 12 for each token of the longest context, but at least 4 MiB, and at most half of
     `max_reading_bytes`. Parsing 4 MiB of token ids occupies the interpreter for 30 to 50 ms."""
     body_timeout_s: float = 30.0
     """Seconds a client may take to send its body."""

@@ -1,5 +1,6 @@
 """Health, metrics, settings, small answers, the log."""
 
+import json
 from itertools import count
 
 import pytest
@@ -7,6 +8,7 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_actor import ScriptedActor, failing, finished, one_by_one, tokens
 
+from mooncake_zmq.core.messages import MAX_TOKENS
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.settings import EdgeSettings
@@ -274,10 +276,10 @@ def test_settings_are_checked(wrong):
         EdgeSettings(**wrong)
 
 
-def test_a_body_may_be_as_long_as_the_longest_prompt_as_token_ids():
-    longest = 1 << 20
-    ids = ",".join(["1000000"] * longest)
-    assert EdgeSettings().body_bytes(longest) > len(ids)
+def test_a_body_may_be_as_long_as_the_longest_prompt_as_token_ids_or_as_escaped_text():
+    longest = MAX_TOKENS
+    for prompt in ([1_000_000] * longest, "\N{CJK UNIFIED IDEOGRAPH-6A21}\N{CJK UNIFIED IDEOGRAPH-578B}" * (longest - 100)):
+        assert EdgeSettings().body_bytes(longest) > len(json.dumps({"model": "m", "prompt": prompt}))
     assert EdgeSettings().body_bytes(4096) == 4 << 20
     assert EdgeSettings(max_body_bytes=1000).body_bytes(longest) == 1000
     assert EdgeSettings(max_reading_bytes=10 << 20).body_bytes(longest) == 5 << 20, "a tenant may use half of it"
