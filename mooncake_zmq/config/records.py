@@ -85,8 +85,8 @@ class ModelSettings:
     """Names of LoRA adapters that vLLMs serve with the model (`--enable-lora --lora-modules NAME=DIRECTORY`); each is a model
     of its own to clients. Requests for one go to the vLLMs that list it, which a node asks with each health check."""
     task: Literal["generate", "embed"] = "generate"
-    """What the model does. "embed": its vLLMs give vectors of texts (`vllm serve MODEL --runner pooling`), which clients get at
-    `/v1/embeddings` alone; nothing of it is in a pool."""
+    """The work of the model. "embed": its vLLMs give vectors of texts (`vllm serve MODEL --runner pooling`), which clients
+    get at `/v1/embeddings` alone; nothing of it is in a pool."""
     cache_dir: str = ""
     """The directory of converted weights; empty: the user's cache directory."""
     card: str = ""

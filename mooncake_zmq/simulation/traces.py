@@ -204,8 +204,7 @@ def _turn(
     length = len(answers[0].tokens)
     embedding = _embedding(prompt) if workload.plain and alone and not scores else None
     if embedding is not None:
-        answers = [Answer(sampling.seed, (), "stop")]
-        stop = StopRule(max_tokens=1)
+        answers, stop = [Answer(sampling.seed, (), "stop")], StopRule(max_tokens=1)
     tokens = pack_tokens(prompt)
     request = ClientRequest(
         tokens=tokens,

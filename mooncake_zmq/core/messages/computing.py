@@ -42,12 +42,12 @@ class Embedding(Record, frozen=True):
     """The texts for each of which a request asks for a vector, in place of tokens: `lengths` are their numbers of tokens, in
     order, and `dimensions` the numbers in a vector; 0: as many as the model gives."""
 
-    lengths: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...], Meta(min_length=1, max_length=MAX_TEXTS)]
+    lengths: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...], Meta(max_length=MAX_TEXTS)]
     dimensions: Annotated[int, Meta(ge=0, le=MAX_VECTORS_BYTES // 4)] = 0
 
     def has(self, vectors: bytes) -> bool:
         """Return whether these bytes are as many vectors as there are texts, of the dimensions that were asked for."""
-        width, rest = divmod(len(vectors), 4 * len(self.lengths))
+        width, rest = divmod(len(vectors), max(1, 4 * len(self.lengths)))
         return not rest and width > 0 and self.dimensions in (0, width)
 
 
