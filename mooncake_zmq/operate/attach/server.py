@@ -181,7 +181,8 @@ def _takes_tokens(client: httpx.Client, settings: VllmSettings) -> bool:
 
 def _check_generates(client: httpx.Client, url: str) -> None:
     """Check that a server that takes no token ids is not one that embeds. Raises ServerError."""
-    if client.post(EMBEDDINGS, json=ONE_TEXT).status_code == httpx.codes.OK:
+    answer = client.post(EMBEDDINGS, json=ONE_TEXT)
+    if answer.status_code == httpx.codes.OK and b'"embedding"' in answer.content:
         instead = 'name it in the configuration of a deployment with model.task = "embed"'
         raise ServerError(f"{url} embeds texts and generates nothing, so that attach cannot use it: {instead}")
 
