@@ -4,7 +4,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""
