@@ -49,7 +49,8 @@ from mooncake_zmq.laboratory.traces import read_trace
 from mooncake_zmq.pool.ssd import disk
 from mooncake_zmq.pool.ssd.disk_index import DiskIndex, IndexFault, IndexUnusable
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
-from mooncake_zmq.runtime.generation import Answer, EventLines, Nonsense
+from mooncake_zmq.runtime.generation import Answer, EventLines
+from mooncake_zmq.runtime.vllm_answers import Nonsense
 from mooncake_zmq.store import protocol, stream_messages
 from mooncake_zmq.transfer import block_messages, segment_file, shared_memory
 from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer

@@ -15,20 +15,15 @@ from msgspec import Struct
 from mooncake_zmq.core.messages import MAX_READ_BYTES, CallRead, Parsers
 from mooncake_zmq.core.work import ReadTokens, TokensRead
 from mooncake_zmq.kv.block_hash import unpack_tokens
+from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, shown, whole
 
 CHAT = "/v1/chat/completions"
 DERENDER = f"{CHAT}/derender"
 RENDER = f"{CHAT}/render"
-JSON = {"content-type": "application/json"}
-SHOWN_CHARACTERS = 300
 MORE_BYTES = 64 << 10
 """Bytes of vLLM's answer around what it read and the state."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 SHORT_CHAT = {"messages": [{"role": "user", "content": "a"}]}
-
-
-class Unread(Exception):
-    """vLLM did not read the tokens; the text is one line."""
 
 
 class _Function(Struct, frozen=True):
@@ -82,19 +77,19 @@ def reading_body(work: ReadTokens) -> bytes:
 
 
 def what_was_read(raw: bytes) -> TokensRead:
-    """Return what vLLM read, from its answer. Raises Unread."""
+    """Return what vLLM read, from its answer. Raises Nonsense."""
     try:
         read = _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unread(f"vLLM's parsers answer what is not theirs: {_shown(str(error))}") from None
+        raise Nonsense(f"vLLM's parsers answer what is not theirs: {shown(str(error))}") from None
     choices = read.choices if read.chunk is None else read.chunk.choices
     said = (choices[0].delta or choices[0].message) if len(choices) == 1 else None
     if said is None:
-        raise Unread(f"vLLM's parsers answer {len(choices)} choices")
+        raise Nonsense(f"vLLM's parsers answer {len(choices)} choices")
     try:
         calls = msgspec.convert([*_calls(said.tool_calls or [])], tuple[CallRead, ...])
     except msgspec.ValidationError as error:
-        raise Unread(f"vLLM's parsers read an invalid call: {_shown(str(error))}") from None
+        raise Nonsense(f"vLLM's parsers read an invalid call: {shown(str(error))}") from None
     return TokensRead(said.reasoning or "", said.content or "", calls, bytes(read.stream_state))
 
 
@@ -106,15 +101,12 @@ def _calls(given: list[_Call]) -> Iterator[tuple[int, str, str]]:
 
 
 async def read_tokens(client: httpx.AsyncClient, work: ReadTokens) -> TokensRead:
-    """Have vLLM read tokens. Raises Unread and httpx.HTTPError."""
-    raw = bytearray()
+    """Have vLLM read tokens. Raises Nonsense and httpx.HTTPError."""
+    too_long = f"vLLM's parsers answer more than {MAX_READ_BYTES} bytes"
     async with client.stream("POST", DERENDER, content=reading_body(work), headers=JSON, timeout=None) as response:
-        async for piece in response.aiter_raw():
-            raw += piece
-            if len(raw) > MAX_READ_BYTES + MORE_BYTES:
-                raise Unread(f"vLLM's parsers answer more than {MAX_READ_BYTES} bytes")
+        raw = await whole(response, MAX_READ_BYTES + MORE_BYTES, too_long)
     if response.status_code != httpx.codes.OK:
-        raise Unread(f"vLLM's parsers answer {response.status_code}: {_shown(raw.decode('utf-8', 'replace'))}")
+        raise Nonsense(f"vLLM's parsers answer {response.status_code}: {shown(raw.decode('utf-8', 'replace'))}")
     return what_was_read(bytes(raw))
 
 
@@ -132,7 +124,3 @@ async def parsers_of(client: httpx.AsyncClient) -> Parsers | None:
         return Parsers(calls=calls, reasoning=rendered.json().get("reasoning_parser_kwargs") is not None)
     except (ValueError, AttributeError):
         return None
-
-
-def _shown(text: str) -> str:
-    return " ".join(text.split())[:SHOWN_CHARACTERS]

@@ -49,9 +49,10 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
-from mooncake_zmq.runtime.derender import JSON, Unread, parsers_of, read_tokens
-from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, NotEmbedded, embed
+from mooncake_zmq.runtime.derender import parsers_of, read_tokens
+from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, embed
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
+from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, shown, whole
 from mooncake_zmq.vllm.hints import as_parameters
 
 log = structlog.get_logger()
@@ -71,16 +72,11 @@ MAX_LINE_BYTES = 256 << 10
 MAX_ERROR_BYTES = 4096
 SCORE_BYTES = 160
 """The most bytes of one token's logprob in a whole answer, with its rank and text."""
-SHOWN_CHARACTERS = 300
 UNNAMED = "default"
 """vLLM's version of weights without a name."""
 SEED_LIMIT = (1 << 63) - 1
 
 Emit = Callable[[WorkProgress | WorkDone[Result]], None]
-
-
-class Nonsense(Exception):
-    """An invalid answer of vLLM; the text is one line."""
 
 
 class _Candidate(Struct, frozen=True):
@@ -166,7 +162,7 @@ def prompt_scores(raw: bytes | bytearray, tokens: bytes, likeliest: int) -> tupl
     try:
         scores = _whole_decoder.decode(raw).prompt_logprobs[1:]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Nonsense(f"vLLM sends no logprobs of the prompt: {_shown(str(error))}") from None
+        raise Nonsense(f"vLLM sends no logprobs of the prompt: {shown(str(error))}") from None
     following = unpack_tokens(tokens)[1:]
     if len(scores) != len(following):
         raise Nonsense(f"vLLM gives logprobs of {len(scores)} tokens of a prompt where {len(following)} were asked for")
@@ -204,7 +200,7 @@ class Answer:
             return
         chunk = _decoded(data)
         if chunk.error is not None:
-            raise Nonsense(f"vLLM failed: {_shown(str(chunk.error))}")
+            raise Nonsense(f"vLLM failed: {shown(str(chunk.error))}")
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             self.reused = max(0, min(chunk.usage.prompt_tokens_details.cached_tokens or 0, 1 << 48))
         for choice in chunk.choices:
@@ -228,7 +224,7 @@ class Answer:
             self.last, self.last_logprobs = tuple(tokens[-self.run :]), tuple(logprobs[-self.run :])
             self.versions = _versions(choice.weight_versions, self._count)
         else:
-            raise Nonsense(f"vLLM ended the answer: {_shown(choice.finish_reason)}")
+            raise Nonsense(f"vLLM ended the answer: {shown(choice.finish_reason)}")
 
     @property
     def run(self) -> int:
@@ -273,11 +269,7 @@ def _decoded(data: bytes) -> _Chunk:
     try:
         return _chunk_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Nonsense(f"vLLM sends what is no event of its own: {_shown(str(error))}") from None
-
-
-def _shown(text: str) -> str:
-    return " ".join(text.split())[:SHOWN_CHARACTERS]
+        raise Nonsense(f"vLLM sends what is no event of its own: {shown(str(error))}") from None
 
 
 def structured(grammar: bytes) -> dict[str, Any]:
@@ -472,7 +464,7 @@ class Generation:
             result = WorkFailed("cancelled")
         except TimeoutError:
             result = WorkFailed("no answer in time")
-        except (Nonsense, Unread, NotEmbedded) as nonsense:
+        except Nonsense as nonsense:
             result = WorkFailed(str(nonsense))
         except (httpx.HTTPError, httpx.StreamError) as error:
             result = WorkFailed(f"vLLM at {self._url}: {type(error).__name__}{_reason(error)}")
@@ -527,12 +519,8 @@ class Generation:
     async def _score(self, work_id: int, work: Generate, likeliest: int) -> None:
         """Report the logprobs of the prompt. Raises Nonsense."""
         most = (likeliest + 2) * SCORE_BYTES * (len(work.tokens) // 4) + MAX_LINE_BYTES
-        raw = bytearray()
         async with self._asking(work, scoring_body(work)) as response:
-            async for piece in response.aiter_raw():
-                raw += piece
-                if len(raw) > most:
-                    raise Nonsense(f"vLLM sends more than {most} bytes of logprobs")
+            raw = await whole(response, most, f"vLLM sends more than {most} bytes of logprobs")
         scores = await asyncio.to_thread(prompt_scores, raw, work.tokens, likeliest)
         for start in range(0, len(scores), MAX_SCORED):
             found = PromptScoresGenerated(start + 1, scores[start : start + MAX_SCORED])
@@ -614,9 +602,9 @@ async def _beginning(response: httpx.Response) -> str:
         raw += piece[: MAX_ERROR_BYTES - len(raw)]
         if len(raw) >= MAX_ERROR_BYTES:
             break
-    return _shown(raw.decode("utf-8", "replace"))
+    return shown(raw.decode("utf-8", "replace"))
 
 
 def _reason(error: Exception) -> str:
-    text = _shown(str(error))
+    text = shown(str(error))
     return f": {text}" if text else ""

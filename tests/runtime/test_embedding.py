@@ -9,7 +9,8 @@ import pytest
 from mooncake_zmq.core.messages import Embedding
 from mooncake_zmq.core.work import Embed
 from mooncake_zmq.kv.block_hash import pack_tokens
-from mooncake_zmq.runtime.embedding import NotEmbedded, embedding_body, vectors_in
+from mooncake_zmq.runtime.embedding import embedding_body, vectors_in
+from mooncake_zmq.runtime.vllm_answers import Nonsense
 
 WORK = Embed(pack_tokens((1, 2, 3)), Embedding((2, 1)), bytes(16))
 
@@ -40,12 +41,12 @@ def test_texts_go_out_in_order_and_vectors_come_back_in_order() -> None:
     ],
 )
 def test_anything_else_is_refused(raw: bytes) -> None:
-    with pytest.raises(NotEmbedded):
+    with pytest.raises(Nonsense):
         vectors_in(raw, WORK)
 
 
 def test_vectors_have_the_dimensions_that_were_asked_for() -> None:
     work = Embed(WORK.tokens, Embedding((2, 1), dimensions=2), WORK.root)
     assert vectors_in(answer((1.0, 2.0), (3.0, 4.0)), work)
-    with pytest.raises(NotEmbedded):
+    with pytest.raises(Nonsense):
         vectors_in(answer((1.0,), (2.0,)), work)

@@ -18,10 +18,10 @@ from mooncake_zmq.core.messages import Sampling, StopRule
 from mooncake_zmq.core.work import Generate
 from mooncake_zmq.kv.block_hash import KEY_BYTES, pack_tokens, salt_of
 from mooncake_zmq.kv.engine_events import EngineEvent, EngineStored
-from mooncake_zmq.runtime.derender import JSON
-from mooncake_zmq.runtime.generation import GENERATE, Answer, EventLines, Nonsense, request_body
+from mooncake_zmq.runtime.generation import GENERATE, Answer, EventLines, request_body
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
 from mooncake_zmq.runtime.mistakes import ServerError
+from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense
 
 TRIES = 4
 """A subscription that is not complete yet misses the first events."""

@@ -1,0 +1,28 @@
+"""Parts that all calls of a vLLM's HTTP server share: the type of a body, the error of an invalid answer, and limits on what is
+read and shown of one."""
+
+from typing import Final
+
+import httpx
+
+JSON: Final = {"content-type": "application/json"}
+SHOWN_CHARACTERS: Final = 300
+
+
+class Nonsense(Exception):
+    """An invalid answer of vLLM; the text is one line."""
+
+
+async def whole(response: httpx.Response, most_bytes: int, too_long: str) -> bytearray:
+    """Return the body of an answer. Raises Nonsense with the text `too_long` for one of more bytes, and httpx.HTTPError."""
+    raw = bytearray()
+    async for piece in response.aiter_raw():
+        raw += piece
+        if len(raw) > most_bytes:
+            raise Nonsense(too_long)
+    return raw
+
+
+def shown(text: str) -> str:
+    """Return the beginning of text from elsewhere, as one line."""
+    return " ".join(text.split())[:SHOWN_CHARACTERS]
