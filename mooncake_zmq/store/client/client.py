@@ -289,7 +289,9 @@ class StoreClient:
         """Return home, the stores of other hosts, from the one whose name comes next, so that hosts spread their second copies,
         then others of its own host, and last those that never answered."""
         for peer in self._peers:
-            self._is_met(peer)
+            if not peer.name:
+                with suppress(Unreached):
+                    peer.session(time.monotonic() + self.settings.timeout_s)
         home, *others = self._peers
         return [
             home,
@@ -299,17 +301,9 @@ class StoreClient:
             ),
         ]
 
-    def _is_met(self, peer: Peer) -> bool:
-        """Return whether a store answered ever: its name and host are known then. One that was not met is asked."""
-        if not peer.name:
-            with suppress(Unreached):
-                peer.session(time.monotonic() + self.settings.timeout_s)
-        return bool(peer.name)
-
     def _check_hosts(self) -> None:
         """Log once if all stores are on one host, so that each value has one copy however many are wanted."""
-        hosts = {peer.host for peer in self._peers if self._is_met(peer)}
-        if len(hosts) == 1 and all(peer.name for peer in self._peers):
+        if all(peer.name for peer in self._peers) and len({peer.host for peer in self._peers}) == 1:
             with self._lock:
                 logged, self._logged_alone = self._logged_alone, True
             if not logged:
