@@ -79,6 +79,10 @@ class Job:
         """Output tokens of the whole request so far."""
         return self.request.first_index + self.made
 
+    def times_s(self, now: float) -> tuple[float, float]:
+        """Return how long it waited, and how long vLLM has had it."""
+        return max(0.0, self.began_at - self.arrived_at), max(0.0, now - self.began_at)
+
     def work(self, stop: StopRule, quiet_s: float) -> Generate | Embed:
         """Return the work that vLLM does for it: until `stop`, and never silent for longer than `quiet_s`."""
         request = self.request

@@ -374,6 +374,7 @@ class VllmNode:
         self._move(job, JobEvent.TOKEN)
         request = job.request
         self._load.first(now, job)
+        queue_s, prefill_s = job.times_s(now)
         first = FirstToken(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -382,8 +383,8 @@ class VllmNode:
             own=reused,
             local=0,
             remote=0,
-            queue_s=max(0.0, job.began_at - job.arrived_at),
-            prefill_s=max(0.0, now - job.began_at),
+            queue_s=queue_s,
+            prefill_s=prefill_s,
             logprob=logprob,
         )
         job.made, job.token_at = 1, now
@@ -559,12 +560,13 @@ def _reported(job: Job, versions: tuple[tuple[str, int], ...]) -> list[Effect]:
 
 def _embedded(now: float, job: Job, result: Embedded) -> Send:
     """Return the message with which the vectors of a job go to the gateway."""
+    queue_s, prefill_s = job.times_s(now)
     embedded = TextsEmbedded(
         request_id=job.request.request_id,
         attempt=job.request.attempt,
         vectors=result.vectors,
-        queue_s=max(0.0, job.began_at - job.arrived_at),
-        prefill_s=max(0.0, now - job.began_at),
+        queue_s=queue_s,
+        prefill_s=prefill_s,
     )
     return Send(job.gateway, embedded)
 

@@ -16,7 +16,7 @@ from msgspec import Meta, Raw, Struct
 from mooncake_zmq.core.messages import MAX_TEXTS, MAX_VECTORS_BYTES, Embedding, Sampling, StopRule
 from mooncake_zmq.gateway.openai.bodies import CompletionBody, Prompt, parsed
 from mooncake_zmq.gateway.openai.errors import RequestError, asked, invalid, too_long
-from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
+from mooncake_zmq.gateway.openai.prepare import check_size, salted, tokenized
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, ClientRequest, Failed, Finished, Vectors
 from mooncake_zmq.gateway.requests.tenants import Tenant
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
@@ -97,7 +97,7 @@ def prepare_embeddings(
     if not model.embeds:
         raise invalid("model", f"the model {model.id!r} does not support the Embeddings API", "model_not_supported")
     prompts = _prompts(body, model)
-    salt = tenant.salt(body.cache_salt or "") if tenant is not None else body.cache_salt or ""
+    salt = salted(tenant, body.cache_salt)
     texts = [_text(prompt, model, salt) for prompt in prompts]
     root, _ = model.hash_prompt(b"", salt)
     requests = []

@@ -103,6 +103,11 @@ def prepare(
     return prepared
 
 
+def salted(tenant: Tenant | None, given: str | None) -> str:
+    """Return the salt of a prompt's keys: the one that is `given`, which a tenant shares with no other one."""
+    return (given or "") if tenant is None else tenant.salt(given or "")
+
+
 class _Common:
     """The part that all requests of one body share, and how much of their prompts the answer may still repeat."""
 
@@ -126,8 +131,7 @@ class _Common:
         self._special = body.skip_special_tokens is False or shows_marks
         self._form = body.chat_form()
         self._tenant = "" if tenant is None else tenant.name
-        salt = body.cache_salt or ""
-        self._salt = salt if tenant is None else tenant.salt(salt)
+        self._salt = salted(tenant, body.cache_salt)
         self._default_tokens = model.max_model_len if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
         self._max_echo_chars = self._echo_chars_left = max_echo_chars
         self._scores_left = MAX_SCORES
