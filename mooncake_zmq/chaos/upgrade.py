@@ -13,13 +13,11 @@ from mooncake_zmq.chaos.cluster import Cluster
 from mooncake_zmq.chaos.faults import Saboteur
 from mooncake_zmq.chaos.plan import Fault, Kind
 from mooncake_zmq.core.messages import PROTOCOL_VERSION
-from mooncake_zmq.core.roles import Role
+from mooncake_zmq.operate.console.rolling import ORDER
 from mooncake_zmq.refused import Refused
 
 THIS = Path(__file__).parents[2]
 """The directory of this release's package."""
-ORDER: tuple[Role, ...] = ("cache-node", "prefill", "decode", "vllm", "gateway", "conductor")
-"""That of `restart --rolling`."""
 MIXED_S = 2.0
 """The least time for which the cluster serves after each node's replacement."""
 
