@@ -84,6 +84,9 @@ class ModelSettings:
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters that vLLMs serve with the model (`--enable-lora --lora-modules NAME=DIRECTORY`); each is a model
     of its own to clients. Requests for one go to the vLLMs that list it, which a node asks with each health check."""
+    task: Literal["generate", "embed"] = "generate"
+    """The work of the model. "embed": its vLLMs give vectors of texts (`vllm serve MODEL --runner pooling`), which clients
+    get at `/v1/embeddings` alone; nothing of it is in a pool."""
     cache_dir: str = ""
     """The directory of converted weights; empty: the user's cache directory."""
     card: str = ""
@@ -102,6 +105,8 @@ class ModelSettings:
             raise ValueError(f"name must be printable text without spaces, of at most {MAX_MODEL_NAME} characters")
         if self.adapters and self.engine != "vllm":
             raise ValueError('adapters are for engine "vllm"')
+        if self.task == "embed" and self.engine != "vllm":
+            raise ValueError('task "embed" is for engine "vllm"')
         if not all(map(_is_model_name, self.adapters)):
             raise ValueError(f"adapters have names of printable text without spaces, of at most {MAX_MODEL_NAME} characters")
         if len(set(self.adapters)) < len(self.adapters) or self.name in self.adapters:

@@ -57,6 +57,7 @@ from mooncake_zmq.core.messages import (
     StartPrefill,
     StartStage,
     StateReported,
+    TextsEmbedded,
     TokensDecoded,
     WaitEnded,
     Watch,
@@ -97,6 +98,7 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
         (
             FirstToken,
             PromptScored,
+            TextsEmbedded,
             TokensDecoded,
             WeightsReported,
             AttemptFailed,

@@ -9,7 +9,7 @@ import math
 
 from msgspec import Struct, structs
 
-from mooncake_zmq.core.messages import CallRead, End, Parsers, Sampled, Sampling, SlotRef, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import CallRead, Embedding, End, Parsers, Sampled, Sampling, SlotRef, StopRule, TokenLogprob
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.engine_events import EngineEvent
 from mooncake_zmq.kv.object_record import ObjectRecord
@@ -342,6 +342,23 @@ class Generated(Struct, frozen=True):
     reports them."""
 
 
+class Embed(Struct, frozen=True):
+    """Work of the engine beside this node: a vector for each text of `embedding`, which stand in `tokens` (int32 bytes) one
+    after the other. Only requests of the same `root` share its cache. Without an answer for `quiet_s` it has failed."""
+
+    tokens: bytes
+    embedding: Embedding
+    root: Key
+    adapter: str = ""
+    quiet_s: float = math.inf
+
+
+class Embedded(Struct, frozen=True):
+    """Result of `Embed`: the vectors of all texts, as in `TextsEmbedded`."""
+
+    vectors: bytes
+
+
 class WatchEngine(Struct, frozen=True):
     """Work that reports, until cancelled, which blocks the engine beside this node stores and removes."""
 
@@ -353,8 +370,8 @@ class EngineReported(Struct, frozen=True):
 
 
 class ProbeEngine(Struct, frozen=True):
-    """Work that checks whether the engine beside this node answers; with `generate`, whether it generates a token; with
-    `parsers`, which parsers it was started with."""
+    """Work that checks whether the engine beside this node answers; with `generate`, whether it generates a token, or embeds
+    one if that is what its model does; with `parsers`, which parsers it was started with."""
 
     generate: bool = False
     parsers: bool = False
@@ -490,8 +507,8 @@ class Done(Struct, frozen=True, gc=False):
 
 
 class WorkFailed(Struct, frozen=True):
-    """Result of a work that failed as a whole or missed its deadline. `stuck`: the answer cannot follow its constraint on any
-    node. `full`: the disk has no room."""
+    """Result of a work that failed as a whole or missed its deadline. `stuck`: it fails on every node, as the answer cannot
+    follow its constraint or the model does not embed so. `full`: the disk has no room."""
 
     reason: str
     stuck: bool = False
@@ -510,6 +527,7 @@ Work = (
     | ProbeProcess
     | ComputeStage
     | Generate
+    | Embed
     | ProbeEngine
     | ReadTokens
     | WatchEngine
@@ -527,6 +545,7 @@ Result = (
     | WorkFailed
     | StageComputed
     | Generated
+    | Embedded
     | EngineProbed
     | TokensRead
     | SequenceForked

@@ -70,6 +70,8 @@ class ServedModel:
     """The identity with which its nodes greet, where the cluster has several models; empty: it has one."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters with which it is served too."""
+    embeds: bool = False
+    """Whether its answers are vectors of texts; otherwise they are tokens."""
     adapter: str = ""
     """The adapter that this is the model with; empty: none."""
     extend_keys: Callable[[bytes, bytes, int], list[Key]] = field(default=extend_keys, repr=False, compare=False)

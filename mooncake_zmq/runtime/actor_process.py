@@ -37,7 +37,9 @@ class ActorProcess(NodeProcess):
             from mooncake_zmq.runtime.vllm_server import await_server
 
             with notify.extended_timeout("waiting for vLLM"):
-                await_server(plan.settings, plan.model.max_model_len, adapters=plan.loaded.config.model.adapters)
+                served = plan.loaded.config.model
+                embeds = served.task == "embed"
+                await_server(plan.settings, plan.model.max_model_len, adapters=served.adapters, embeds=embeds)
         engine, costs = None, plan.costs
         if node.role in ENGINE_ROLES:
             with notify.extended_timeout("loading the engine"):

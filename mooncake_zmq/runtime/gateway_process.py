@@ -348,6 +348,7 @@ def _served(layout: BlockLayout, model: Model, loaded: Loaded, one_of_several: b
         tokenizer=tokenizer,
         identity=model.identity if one_of_several else "",
         adapters=loaded.config.model.adapters,
+        embeds=loaded.config.model.task == "embed",
         extend_keys=KeyCache().extend,
     )
 

@@ -34,6 +34,7 @@ from mooncake_zmq.core.messages import (
     TokenLogprob,
 )
 from mooncake_zmq.core.work import (
+    Embed,
     EngineProbed,
     EngineReported,
     Generate,
@@ -49,6 +50,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
 from mooncake_zmq.runtime.derender import JSON, Unread, parsers_of, read_tokens
+from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, NotEmbedded, embed
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.vllm.hints import as_parameters
 
@@ -361,10 +363,13 @@ class Generation:
         emit: Emit,
         on_crash: Callable[[BaseException], None],
         subscribe: Callable[[OnEvents], KvSubscriber] | None = None,
+        embeds: bool = False,
     ) -> None:
-        """`subscribe`: begins to receive vLLM's KV events, for `WatchEngine`."""
+        """`embeds`: the server's model gives vectors, no tokens. `subscribe`: begins to receive vLLM's KV events, for
+        `WatchEngine`."""
         self._url = url.rstrip("/")
         self._subscribe = subscribe
+        self._embeds = embeds
         self._subscriber: KvSubscriber | None = None
         self._connect_s = connect_s
         self._emit = emit
@@ -467,7 +472,7 @@ class Generation:
             result = WorkFailed("cancelled")
         except TimeoutError:
             result = WorkFailed("no answer in time")
-        except (Nonsense, Unread) as nonsense:
+        except (Nonsense, Unread, NotEmbedded) as nonsense:
             result = WorkFailed(str(nonsense))
         except (httpx.HTTPError, httpx.StreamError) as error:
             result = WorkFailed(f"vLLM at {self._url}: {type(error).__name__}{_reason(error)}")
@@ -478,7 +483,8 @@ class Generation:
             case Generate():
                 return await self._generate(work_id, work)
             case ProbeEngine(generate, parsers):
-                response = await (self._client.post(GENERATE, json=ONE_TOKEN) if generate else self._client.get("/health"))
+                path, body = trial(embeds=self._embeds)
+                response = await (self._client.post(path, json=body) if generate else self._client.get("/health"))
                 well = response.status_code == httpx.codes.OK
                 reason = "" if well else f"it answers {response.status_code}"
                 if not well:
@@ -486,6 +492,8 @@ class Generation:
                 return EngineProbed(well, reason, await self._adapters(), await self._parsers() if parsers else None)
             case ReadTokens():
                 return await read_tokens(self._client, work)
+            case Embed():
+                return await embed(self._client, work, self._connect_s)
             case _:
                 raise TypeError(work)
 
@@ -498,7 +506,9 @@ class Generation:
             return None
 
     async def _parsers(self) -> Parsers | None:
-        """Return the parsers that vLLM was started with, or None if it does not answer that."""
+        """Return the parsers that vLLM was started with, or None if it does not answer that. One that embeds has none."""
+        if self._embeds:
+            return Parsers()
         try:
             async with asyncio.timeout(LIST_S):
                 return await parsers_of(self._client)
@@ -559,6 +569,11 @@ class Generation:
             made = TokensGenerated(tuple(answer.ready[:run]), tuple(answer.ready_logprobs[:run]))
             self._emit(WorkProgress(work_id, made))
             del answer.ready[:run], answer.ready_logprobs[:run]
+
+
+def trial(*, embeds: bool) -> tuple[str, dict[str, Any]]:
+    """Return the shortest request of a server, as its path and body."""
+    return (EMBEDDINGS, ONE_TEXT) if embeds else (GENERATE, ONE_TOKEN)
 
 
 async def _read_out(pieces: AsyncIterator[bytes], transfer: AsyncExitStack) -> None:

@@ -274,6 +274,7 @@ class Parts:
                 connect_s=plan.settings.probe_timeout_s,
                 emit=emit,
                 on_crash=self.lifecycle.on_crash,
+                embeds=plan.loaded.config.model.task == "embed",
                 subscribe=self._subscribe if plan.settings.kv_events else None,
             )
         from mooncake_zmq.runtime.executor.executor import Executor

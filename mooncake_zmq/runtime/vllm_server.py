@@ -14,6 +14,7 @@ import structlog
 
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.runtime import notify
+from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT
 from mooncake_zmq.runtime.generation import GENERATE, ONE_TOKEN
 from mooncake_zmq.runtime.mistakes import ServerError
 from mooncake_zmq.vllm_node.settings import VllmSettings
@@ -29,6 +30,8 @@ MEMORY_SHARE = 0.9
 
 SCALE_OUT = "--enable-scale-out"
 """The flag with which vLLM takes token ids, as a node sends them."""
+POOLING = "--runner pooling"
+"""The option with which vLLM embeds texts."""
 REUSE_REPORTED = "--enable-prompt-tokens-details"
 """The flag with which vLLM reports what it reused."""
 
@@ -43,6 +46,7 @@ def await_server(
     sleep: Callable[[float], None] = time.sleep,
     *,
     adapters: Sequence[str] = (),
+    embeds: bool = False,
 ) -> None:
     """Return once the server serves. Raises ServerError."""
     with httpx.Client(base_url=settings.url, timeout=settings.probe_timeout_s, trust_env=False) as client:
@@ -56,7 +60,7 @@ def await_server(
             sleep(POLL_S)
             waited_s += POLL_S
         try:
-            _check(client, settings, max_model_len, adapters)
+            _check(client, settings, max_model_len, adapters, embeds=embeds)
         except httpx.HTTPError as error:
             raise ServerError(f"vLLM at {settings.url} does not answer: {error}") from error
 
@@ -70,7 +74,7 @@ def unwell(client: httpx.Client) -> str | None:
     return None if status == httpx.codes.OK else f"its /health answers {status}"
 
 
-def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, adapters: Sequence[str]) -> None:
+def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, adapters: Sequence[str], *, embeds: bool) -> None:
     models = _models(client.get("/v1/models"))
     if missing := [name for name in adapters if name not in models]:
         log.info("adapters_not_listed", url=settings.url, adapters=missing)
@@ -80,7 +84,21 @@ def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, ada
             f"vLLM at {settings.url} takes {longest} tokens and model.max_model_len is {max_model_len}: start it with "
             f"--max-model-len {max_model_len}, or lower the setting"
         )
-    check_generation(client, settings)
+    if embeds:
+        check_embedding(client, settings)
+    else:
+        check_generation(client, settings)
+
+
+def check_embedding(client: httpx.Client, settings: VllmSettings) -> None:
+    """Check that the server embeds. Raises ServerError and httpx.HTTPError."""
+    answer = client.post(EMBEDDINGS, json=ONE_TEXT, timeout=settings.quiet_s)
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise ServerError(
+            f'vLLM at {settings.url} does not serve {EMBEDDINGS}: start it with {POOLING}, or leave out task "embed"'
+        )
+    if answer.status_code != httpx.codes.OK:
+        raise ServerError(f"vLLM at {settings.url} answers {answer.status_code} to {EMBEDDINGS}: {answer.text[:300]!r}")
 
 
 def check_generation(client: httpx.Client, settings: VllmSettings) -> None:

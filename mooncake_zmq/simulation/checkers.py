@@ -39,6 +39,7 @@ from mooncake_zmq.core.messages import (
     SlotRef,
     SlotsReserved,
     StartPrefill,
+    TextsEmbedded,
     TokensDecoded,
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
@@ -212,7 +213,7 @@ class Checkers:
             case Received(sender, TokensDecoded(entries=entries) as said):
                 self._versions.received(sender, said, self._attempts)
                 self._only_current({(request_id, attempt) for request_id, attempt, _, _ in entries}, effects)
-            case Received(sender, FirstToken() | PromptScored() as said):
+            case Received(sender, FirstToken() | PromptScored() | TextsEmbedded() as said):
                 if isinstance(said, FirstToken):
                     self._versions.received(sender, said, self._attempts)
                 request_id, attempt = said.request_id, said.attempt

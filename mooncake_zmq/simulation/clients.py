@@ -16,13 +16,14 @@ from mooncake_zmq.gateway.requests.client_events import (
     TextRead,
     TextUnread,
     TokenOut,
+    Vectors,
 )
 from mooncake_zmq.kv.block_hash import pack_tokens, unpack_tokens
 from mooncake_zmq.simulation.engine import logprob_of
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.traces import Answer, Chat, Turn
 from mooncake_zmq.simulation.violation import Violation
-from mooncake_zmq.simulation.vllm_works import text_of
+from mooncake_zmq.simulation.vllm_works import text_of, vectors_of
 
 MAX_TRIES = 6
 RETRY_S = 0.4
@@ -40,6 +41,8 @@ class _Open:
     scored: int = 0
     """The number of the prompt's tokens whose probabilities it has."""
     received: list[int] = field(default_factory=list)
+    embedded: int = 0
+    """How often it has vectors."""
     text: str = ""
     """The text of its answer, if vLLMs read it."""
     unread: str = ""
@@ -99,6 +102,11 @@ class Client:
         match output:
             case PromptLogprobs():
                 self._scored(turn, request, output)
+            case Vectors(vectors):
+                embedding = turn.request.embedding
+                if embedding is None or vectors != vectors_of(turn.request.tokens, embedding, turn.request.root):
+                    raise Violation("I3", f"{request.request_id} is sent other vectors than those of its texts")
+                request.embedded += 1
             case TokenOut(index, token, logprob):
                 if turn.request.prompt_logprobs is not None and request.scored != len(turn.request.tokens) // 4 - 1:
                     raise Violation("I3", f"{request.request_id} has {request.scored} of its prompt's probabilities")
@@ -162,6 +170,9 @@ class Client:
             prompt,
         ):
             raise Violation("I3", f"{request.request_id} ends after {got} tokens with {end}, undisturbed: {answer.reason}")
+        if request.embedded != (turn.request.embedding is not None):
+            raise Violation("I3", f"{request.request_id} ends after {request.embedded} answers of vectors")
+        self._outcomes["finished with vectors"] += request.embedded
         cached = end.cached_own + end.cached_local + end.cached_remote
         if cached >= max(1, prompt):
             raise Violation("I3", f"{request.request_id} has {cached} of {prompt} prompt tokens from caches")

@@ -17,6 +17,7 @@ from mooncake_zmq.core.work import (
     ComputeStage,
     CopyBlocks,
     DecodeStep,
+    Embed,
     ForkSequence,
     Generate,
     ProbeEngine,
@@ -294,5 +295,7 @@ def _sequences_of(work: Work) -> frozenset[int]:
             return frozenset(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock))
         case ForkSequence():
             return frozenset((work.source, *work.targets))
-        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | ReadTokens() | WatchEngine() | SampleTokens():
+        case WriteToDisk() | ProbeProcess() | SampleTokens():
+            return frozenset()
+        case Generate() | Embed() | ProbeEngine() | ReadTokens() | WatchEngine():
             return frozenset()

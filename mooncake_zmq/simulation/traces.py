@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
-from mooncake_zmq.core.messages import Parsers, Sampling, StopRule
+from mooncake_zmq.core.messages import Embedding, Parsers, Sampling, StopRule
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, Reading
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
@@ -201,6 +201,10 @@ def _turn(
     for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
         own = structs.replace(sampling, seed=seed)
         answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, weights(computes))))
+    length = len(answers[0].tokens)
+    embedding = _embedding(prompt) if workload.plain and alone and not scores else None
+    if embedding is not None:
+        answers, stop = [Answer(sampling.seed, (), "stop")], StopRule(max_tokens=1)
     tokens = pack_tokens(prompt)
     request = ClientRequest(
         tokens=tokens,
@@ -212,16 +216,25 @@ def _turn(
         stop=stop,
         tenant=tenant,
         prompt_logprobs=None if not scores else 1 if workload.plain else random.choice((0, 1)),
-        reading=_reading(prompt) if workload.plain else None,
+        reading=_reading(prompt) if workload.plain and embedding is None else None,
+        embedding=embedding,
     )
     after_s, after_tokens = None, None
     if random.random() < workload.cancel_share:
         if random.random() < 0.5:
             after_s = random.choice((random.uniform(0, 0.02), random.uniform(0, 1.0)))
         else:
-            after_tokens = random.randint(1, len(answers[0].tokens))
+            after_tokens = random.randint(1, length)
     think_s = random.uniform(0, workload.think_s)
     return Turn(request, tuple(answers), think_s, after_s, after_tokens, cancel_alone=random.random() < 0.5)
+
+
+def _embedding(prompt: list[int]) -> Embedding | None:
+    """Return the texts of a prompt that is embedded, one of seven; it draws nothing."""
+    tokens = len(prompt)
+    if tokens % 7 != 3:
+        return None
+    return Embedding((tokens,) if tokens % 2 else (1, tokens - 2, 1), dimensions=0 if tokens % 3 else 4)
 
 
 def _reading(prompt: list[int]) -> Reading | None:

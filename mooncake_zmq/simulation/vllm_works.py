@@ -1,11 +1,15 @@
 """The works of a simulated foreign engine (a vLLM), and the blocks that it saves in stores and loads from them."""
 
+import hashlib
 from collections.abc import Generator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 
+from mooncake_zmq.core.messages import Embedding
 from mooncake_zmq.core.work import (
+    Embed,
+    Embedded,
     EngineProbed,
     Generate,
     Generated,
@@ -78,6 +82,25 @@ def generate(machine: Machine, running: Running, work: Generate) -> Steps:
         sequence.feed(token, start, work.sampling)
         took_s = machine.took(hardware.step_s + hardware.step_entry_s)
     raise AssertionError("the last token ends an answer")
+
+
+def embed(machine: Machine, running: Running, work: Embed) -> Steps:
+    """Embed texts as a foreign engine, which may fail."""
+    hardware = machine.world.hardware
+    took_s = machine.took(hardware.compute_start_s + hardware.compute_token_s * (len(work.tokens) // 4))
+    if machine.world.random.random() < max(ENGINE_FAILS, machine.world.copy_fail):
+        yield took_s
+        return WorkFailed("injected failure")
+    stop = yield machine.wait_for_compute(running, took_s)
+    stop = stop or (yield took_s)
+    return WorkFailed(stop) if stop else Embedded(vectors_of(work.tokens, work.embedding, work.root))
+
+
+def vectors_of(tokens: bytes, embedding: Embedding, root: Key) -> bytes:
+    """Return the vectors of texts, which depend on all tokens of a text and on the root."""
+    ends = [*accumulate(embedding.lengths)]
+    texts = [tokens[4 * (end - length) : 4 * end] for end, length in zip(ends, embedding.lengths, strict=True)]
+    return b"".join(hashlib.sha256(root + text).digest()[: 4 * (embedding.dimensions or 8)] for text in texts)
 
 
 def _load_saved(machine: Machine, work: Generate, sequence: SimSequence) -> Generator[float, str | None, int]:

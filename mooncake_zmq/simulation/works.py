@@ -5,6 +5,7 @@ from mooncake_zmq.core.work import (
     ComputeStage,
     CopyBlocks,
     DecodeStep,
+    Embed,
     ForkSequence,
     Generate,
     ProbeEngine,
@@ -43,6 +44,8 @@ def steps_of(machine: Machine, running: Running) -> Steps:
             return probe(machine, work)
         case Generate() as work:
             return vllm_works.generate(machine, running, work)
+        case Embed() as work:
+            return vllm_works.embed(machine, running, work)
         case ProbeEngine() as work:
             return vllm_works.probe_engine(machine, work)
         case ReadTokens() as work:

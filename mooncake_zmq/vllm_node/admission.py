@@ -55,6 +55,8 @@ class Admission:
         kind = (not message.gateway, message.decode == self._name)
         if kind not in (WHOLE, TAKES[self._settings.part]) or message.stages:
             return f"that is no work for a vLLM of part {self._settings.part}"
+        if message.embedding is not None and sum(message.embedding.lengths) != length:
+            return "the texts are not those of its tokens"
         if message.stop.max_tokens <= message.first_index:
             return "no token is wanted"
         goes_on = message.decode != self._name and message.stop.max_tokens > message.first_index + 1

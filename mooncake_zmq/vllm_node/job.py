@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from mooncake_zmq.core.actor_parts import Named
-from mooncake_zmq.core.messages import StartPrefill
+from mooncake_zmq.core.messages import StartPrefill, StopRule
+from mooncake_zmq.core.work import Embed, Generate
 
 
 class JobState(Named):
@@ -77,3 +78,21 @@ class Job:
     def count(self) -> int:
         """Output tokens of the whole request so far."""
         return self.request.first_index + self.made
+
+    def work(self, stop: StopRule, quiet_s: float) -> Generate | Embed:
+        """Return the work that vLLM does for it: until `stop`, and never silent for longer than `quiet_s`."""
+        request = self.request
+        if (embedding := request.embedding) is not None:
+            return Embed(request.tokens, embedding, request.root, request.adapter, quiet_s)
+        return Generate(
+            tokens=request.tokens,
+            count=request.first_index,
+            root=request.root,
+            adapter=request.adapter,
+            sampling=request.sampling,
+            stop=stop,
+            sources=request.sources,
+            quiet_s=quiet_s,
+            coming_tokens=self.length - 1 if self.taken_over else 0,
+            prompt_likeliest=request.prompt_logprobs,
+        )

@@ -46,6 +46,7 @@ from mooncake_zmq.core.messages import (
     ReadAnswer,
     StartPrefill,
     StopRule,
+    TextsEmbedded,
     TokenLogprob,
     TokensDecoded,
     WeightsReported,
@@ -54,9 +55,9 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.reports import REPORT, Reports
 from mooncake_zmq.core.work import (
+    Embedded,
     EngineProbed,
     EngineReported,
-    Generate,
     Generated,
     ProbeEngine,
     PromptScoresGenerated,
@@ -148,7 +149,7 @@ class VllmNode:
                 return _scored(self._works[work_id], scores)
             case Received(sender, message):
                 return self._on_message(now, sender, message)
-            case WorkDone(work_id, Generated() | WorkFailed() as result) if work_id in self._works:
+            case WorkDone(work_id, Generated() | Embedded() | WorkFailed() as result) if work_id in self._works:
                 self._silence.received(now)
                 return self._on_generated(now, self._works.pop(work_id), result)
             case WorkDone(work_id, EngineProbed() | WorkFailed() as result) if work_id == self._probe:
@@ -314,20 +315,8 @@ class VllmNode:
                 self._silence.owed(now)
             job.work_id, job.began_at = self._ids.new(), now
             self._works[job.work_id] = job
-            request = job.request
-            work = Generate(
-                tokens=request.tokens,
-                count=request.first_index,
-                root=request.root,
-                adapter=request.adapter,
-                sampling=request.sampling,
-                stop=self._stop(request),
-                sources=request.sources,
-                quiet_s=self._settings.quiet_s,
-                coming_tokens=job.length - 1 if job.taken_over else 0,
-                prompt_likeliest=request.prompt_logprobs,
-            )
-            left_s = request.deadline_s - (now - job.arrived_at)
+            work = job.work(self._stop(job.request), self._settings.quiet_s)
+            left_s = job.request.deadline_s - (now - job.arrived_at)
             effects.append(Start(job.work_id, work, max(left_s, self._settings.report_s)))
         return effects
 
@@ -338,13 +327,18 @@ class VllmNode:
         effects, ended = self._take(now, job, made)
         return effects + self._drop(now, job) if ended else effects
 
-    def _on_generated(self, now: float, job: Job, result: Generated | WorkFailed) -> list[Effect]:
+    def _on_generated(self, now: float, job: Job, result: Generated | Embedded | WorkFailed) -> list[Effect]:
         job_over = job.state is JobState.CLOSING
         job.work_id = None
         if job_over:
             return self._end(now, job)
         if isinstance(result, WorkFailed):
+            if result.stuck:
+                return self._fail(now, job, result.reason, stuck=True)
             return self._fail(now, job, result.reason) + self._doubt(now, result.reason)
+        if isinstance(result, Embedded):
+            self._load.first(now, job)
+            return [_embedded(now, job, result), *self._end(now, job)]
         if job.taken_over:
             self.counts.add("taken_over_tokens", job.length)
             self.counts.add("taken_over_tokens_reused", result.reused)
@@ -481,9 +475,9 @@ class VllmNode:
 
     # --- ends
 
-    def _fail(self, now: float, job: Job, reason: str, *, full: bool = False) -> list[Effect]:
+    def _fail(self, now: float, job: Job, reason: str, *, full: bool = False, stuck: bool = False) -> list[Effect]:
         self.counts.add("jobs_failed")
-        return [_failed(job.gateway, job.request, reason, full=full), *self._drop(now, job)]
+        return [_failed(job.gateway, job.request, reason, full=full, stuck=stuck), *self._drop(now, job)]
 
     def _hand_over(self, now: float) -> list[Effect]:
         """End all requests at once so that they continue on other nodes; they count as ones for which there is no room."""
@@ -563,6 +557,18 @@ def _reported(job: Job, versions: tuple[tuple[str, int], ...]) -> list[Effect]:
     return [Send(job.gateway, WeightsReported(request.request_id, request.attempt, job.count, placed))]
 
 
-def _failed(gateway: str, request: StartPrefill, reason: str, *, full: bool, avoid: str = "") -> Send:
-    failed = AttemptFailed(request_id=request.request_id, attempt=request.attempt, reason=clip(reason), full=full, avoid=avoid)
+def _embedded(now: float, job: Job, result: Embedded) -> Send:
+    """Return the message with which the vectors of a job go to the gateway."""
+    embedded = TextsEmbedded(
+        request_id=job.request.request_id,
+        attempt=job.request.attempt,
+        vectors=result.vectors,
+        queue_s=max(0.0, job.began_at - job.arrived_at),
+        prefill_s=max(0.0, now - job.began_at),
+    )
+    return Send(job.gateway, embedded)
+
+
+def _failed(gateway: str, request: StartPrefill, reason: str, *, full: bool, stuck: bool = False, avoid: str = "") -> Send:
+    failed = AttemptFailed(request.request_id, request.attempt, clip(reason), full=full, avoid=avoid, stuck=stuck)
     return Send(gateway, failed)

@@ -9,11 +9,14 @@ import msgspec
 
 from mooncake_zmq.core.messages.computing import (
     MAX_MOVED,
+    MAX_TEXTS,
+    MAX_VECTORS_BYTES,
     AttemptFailed,
     CancelRequest,
     DecodeDenied,
     DecodeReserved,
     DecodeTimes,
+    Embedding,
     FirstToken,
     HandoffBlocks,
     HandoffDone,
@@ -24,6 +27,7 @@ from mooncake_zmq.core.messages.computing import (
     PromptScored,
     ReserveDecode,
     StartPrefill,
+    TextsEmbedded,
     TokensDecoded,
     WeightsReported,
     for_sibling,
@@ -162,6 +166,7 @@ __all__ = [
     "DecodeDenied",
     "DecodeLoad",
     "DecodeReserved",
+    "Embedding",
     "End",
     "EndStage",
     "Envelope",
@@ -199,7 +204,9 @@ __all__ = [
     "MAX_RUN",
     "MAX_SCORED",
     "MAX_TEXT",
+    "MAX_TEXTS",
     "MAX_TOKENS",
+    "MAX_VECTORS_BYTES",
     "MAX_VERSION_CHARACTERS",
     "MAX_WEIGHT_VERSIONS",
     "Measured",
@@ -248,6 +255,7 @@ __all__ = [
     "StartStage",
     "StateReported",
     "StopRule",
+    "TextsEmbedded",
     "TokenLogprob",
     "TokensDecoded",
     "WaitEnded",
@@ -277,6 +285,7 @@ Message = (
     | StartPrefill
     | FirstToken
     | PromptScored
+    | TextsEmbedded
     | AttemptFailed
     | PlaceElsewhere
     | CancelRequest

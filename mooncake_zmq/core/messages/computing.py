@@ -32,6 +32,24 @@ from mooncake_zmq.core.messages.fields import (
 )
 from mooncake_zmq.core.messages.sampling import MAX_CHOICES, Sampling, Sibling, Siblings, StopRule
 
+MAX_TEXTS: Final = 64
+"""Texts that one request may embed."""
+MAX_VECTORS_BYTES: Final = 4 << 20
+"""Bytes of the vectors of one request: 16,384 floats for each of the most texts."""
+
+
+class Embedding(Record, frozen=True):
+    """The texts for each of which a request asks for a vector, in place of tokens: `lengths` are their numbers of tokens, in
+    order, and `dimensions` the numbers in a vector; 0: as many as the model gives."""
+
+    lengths: Annotated[tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...], Meta(max_length=MAX_TEXTS)]
+    dimensions: Annotated[int, Meta(ge=0, le=MAX_VECTORS_BYTES // 4)] = 0
+
+    def has(self, vectors: bytes) -> bool:
+        """Return whether these bytes are as many vectors as there are texts, of the dimensions that were asked for."""
+        width, rest = divmod(len(vectors), max(1, 4 * len(self.lengths)))
+        return not rest and width > 0 and self.dimensions in (0, width)
+
 
 class StartPrefill(TaggedRecord, frozen=True):
     """Request to compute the KV of `tokens`, sample the token after them and hand off to `decode`.
@@ -73,6 +91,8 @@ class StartPrefill(TaggedRecord, frozen=True):
     in the stores."""
     adapter: ModelName = ""
     """The adapter of a vLLM with which the model answers, which `root` covers; empty: none."""
+    embedding: Embedding | None = None
+    """The texts in `tokens` that a vLLM embeds, with which the request ends; None: it generates."""
 
 
 class FirstToken(TaggedRecord, frozen=True):
@@ -106,6 +126,17 @@ class PromptScored(TaggedRecord, frozen=True):
     logprobs: Annotated[tuple[TokenLogprob, ...], Meta(max_length=MAX_SCORED)]
 
 
+class TextsEmbedded(TaggedRecord, frozen=True):
+    """The vectors of all texts of a request, from vLLM to gateway, with which the request ends: little-endian float32 bytes,
+    one after the other, of equal length. `queue_s`, `prefill_s`: as in `FirstToken`."""
+
+    request_id: RequestId
+    attempt: Count
+    vectors: Annotated[bytes, Meta(min_length=4, max_length=MAX_VECTORS_BYTES)]
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+
+
 class WeightsReported(TaggedRecord, frozen=True):
     """Versions of the weights that made a node's tokens of an attempt, from vLLM to gateway before the last one: (version,
     output index of the first token that they made), in order. `stop`: output index after the node's last token."""
@@ -121,8 +152,8 @@ class AttemptFailed(TaggedRecord, frozen=True):
     far.
 
     `full`: nothing failed, there was only no room. `avoid`: the node to avoid, the sender if empty. `refused`: the decode would
-    miss the request's TBT now that its prefill is done; a request without a token ends as if it had been rejected. `stuck`: the
-    answer cannot follow its constraint in any attempt: the request ends.
+    miss the request's TBT now that its prefill is done; a request without a token ends as if it had been rejected. `stuck`: no
+    attempt can do what is asked: the answer cannot follow its constraint, or the model does not embed so. The request ends.
     """
 
     request_id: RequestId

@@ -16,6 +16,8 @@ SINCE: Final[Mapping[str, int]] = {
     "ParsersReported": 23,
     "PlaceElsewhere": 23,
     "ReadAnswer": 23,
+    "StartPrefill.embedding": 23,
+    "TextsEmbedded": 23,
 }
 """The protocol that added a type of message or a field ("Type.field"), for those that not every spoken protocol has."""
 

@@ -36,6 +36,7 @@ from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.plain_routes import json_response
 from mooncake_zmq.gateway.http.sse import AnyReply, Stream, Stuck, accept, accept_tokens
 from mooncake_zmq.gateway.openai.bodies import SEED_BITS, ChatBody, CompletionBody
+from mooncake_zmq.gateway.openai.embeddings import Embeddings, prepare_embeddings
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS, RequestError, quoted
 from mooncake_zmq.gateway.openai.prepare import Prepared, prepare
 from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, Reply, server_sent
@@ -103,6 +104,7 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
             Route("/v1/responses", _Posted(edge, threads, responses), methods=["POST"]),
             Route(MESSAGES, _Posted(edge, threads, of_anthropic), methods=["POST"]),
             Route(f"{MESSAGES}/count_tokens", _Posted(edge, threads, counted), methods=["POST"]),
+            Route("/v1/embeddings", _Posted(edge, threads, _Embeddings(edge, threads)), methods=["POST"]),
             Route("/tokenize", _Posted(edge, threads, _Tokens(edge, tokenize)), methods=["POST"]),
             Route("/detokenize", _Posted(edge, threads, _Tokens(edge, detokenize)), methods=["POST"]),
             *plain_routes.routes(edge),
@@ -325,6 +327,34 @@ class _Generation:
             ),
             completion=reply.completion_tokens,
         )
+
+
+class _Embeddings:
+    """POST /v1/embeddings."""
+
+    def __init__(self, edge: Edge, threads: _Threads) -> None:
+        self._edge = edge
+        self._threads = threads
+
+    def prepare(self, raw: bytearray, tenant: Tenant | None) -> Embeddings:
+        return prepare_embeddings(raw, self._edge.models, self._edge.settings, tenant)
+
+    async def answer(self, call: Call, prepared: Embeddings, usage: Usage, scope: Scope, send: Send) -> None:
+        tenant = prepared.requests[0].tenant
+        usage.take(prepared.requests)
+        call.hold(tenant, 0)
+        call.submit(prepared.requests)
+        scope["state"]["reported"] = True
+        try:
+            while not prepared.done:
+                prepared.accept(await call.take())
+            whole = await self._threads.encode(tenant, prepared.encoded)
+            await Response(whole, media_type="application/json")(scope, _nothing, send)
+        finally:
+            usage.tokens_used = prepared.embedded_tokens
+            if self._edge.meter is not None and prepared.embedded_tokens:
+                self._edge.meter.note(tenant, prompt=prepared.embedded_tokens, cached=(0, 0, 0), completion=0)
+            scope["state"]["facts"] |= {"prompt_tokens": prepared.embedded_tokens, "completion_tokens": 0}
 
 
 class _Messages(_Generation):

@@ -8,7 +8,15 @@ from typing import Literal
 from mooncake_zmq.core.messages import TokenLogprob
 from mooncake_zmq.gateway.openai.reasoning import ReasoningReader
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, CallPiece, Tools
-from mooncake_zmq.gateway.requests.client_events import Failed, Finished, PromptLogprobs, TextRead, TextUnread, TokenOut
+from mooncake_zmq.gateway.requests.client_events import (
+    Failed,
+    Finished,
+    PromptLogprobs,
+    TextRead,
+    TextUnread,
+    TokenOut,
+    Vectors,
+)
 from mooncake_zmq.gateway.served_model import ServedModel
 
 StopTable = tuple[str, list[int]]
@@ -159,9 +167,10 @@ class Choice:
         self._chars = len(echo)
         """Characters of the text so far, held back or not."""
 
-    def accept(self, output: TokenOut | PromptLogprobs | TextRead | TextUnread | Finished) -> None:
+    def accept(self, output: TokenOut | PromptLogprobs | Vectors | TextRead | TextUnread | Finished) -> None:
         """Take the actor's next output; the text of a token that ends the answer is usually no part of it."""
         assert not self.has_ended
+        assert not isinstance(output, Vectors), "vectors are no answer of tokens"
         if isinstance(output, TokenOut):
             if not self._silent:
                 self._accept_token(output)

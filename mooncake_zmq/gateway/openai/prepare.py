@@ -75,6 +75,8 @@ def prepare(
     that vLLMs of a model have, by the same; None: there are none."""
     body = parse_body(raw, kind)
     model = asked(body.model, models)
+    if model.embeds:
+        raise invalid("model", f"the model {model.id!r} gives vectors alone: call /v1/embeddings", "model_not_supported")
     body.check_stream_options()
     prompts = _prompts(body, model, settings)
     seed = draw_seed() if body.seed is None else body.seed

@@ -56,6 +56,10 @@ class Answer:
             self._order(first + offset, token, logprobs[offset] if logprobs else None, due)
         return due
 
+    def arrive(self, now: float) -> None:
+        """Note that the first part of the answer arrived in the attempt under way."""
+        self.ttft_s = now - self._began_at
+
     def check(self) -> None:
         """Assert what always holds of an answer that is not complete."""
         assert len(self._early) <= EARLY_TOKENS
@@ -90,7 +94,8 @@ class Answer:
         new += sum(1 for index in self._early if index >= first + count) if self._early else 0
         gap_s = now - self._token_at
         if self.ttft_s is None:
-            self.ttft_s, gap_s = now - self._began_at, 0.0
+            self.arrive(now)
+            gap_s = 0.0
             new -= 1
         if new:
             self.gaps.add(gap_s, new)

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from mooncake_zmq.core.messages import CallRead, Parsers, Sampling, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import CallRead, Embedding, Parsers, Sampling, StopRule, TokenLogprob
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -50,6 +50,8 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     then computed as a whole, and has no siblings."""
     reading: Reading | None = None
     """How the parsers of a vLLM read the answer; None: the edge reads it."""
+    embedding: Embedding | None = None
+    """The texts in `tokens` whose vectors are the answer, in place of tokens; None: tokens are."""
 
 
 class ClientGone(Struct, frozen=True):
@@ -77,6 +79,12 @@ class PromptLogprobs(Struct, frozen=True):
 
     first: int
     logprobs: tuple[TokenLogprob, ...]
+
+
+class Vectors(Struct, frozen=True):
+    """The vectors of all texts of a request: float32 bytes, one after the other, of equal length. `Finished` follows."""
+
+    vectors: bytes
 
 
 class TextRead(Struct, frozen=True):
@@ -131,4 +139,4 @@ class Failed(Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-ClientOutput = TokenOut | PromptLogprobs | TextRead | TextUnread | Finished | Failed
+ClientOutput = TokenOut | PromptLogprobs | Vectors | TextRead | TextUnread | Finished | Failed

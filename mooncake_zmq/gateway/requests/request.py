@@ -17,11 +17,12 @@ from mooncake_zmq.core.messages import (
     Schedule,
     Sibling,
     StartPrefill,
+    TextsEmbedded,
     TokenLogprob,
     WeightsReported,
 )
 from mooncake_zmq.gateway.requests.answer import Answer
-from mooncake_zmq.gateway.requests.client_events import ClientRequest, Finished, PromptLogprobs, VersionSpan
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Failed, Finished, PromptLogprobs, Vectors, VersionSpan
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 
@@ -141,7 +142,9 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the client has the prompt's probabilities, if it asked for them."""
+        """Whether the client has the prompt's probabilities, if it asked for them; vectors are the whole answer."""
+        if self.client.embedding is not None:
+            return False
         return self.client.prompt_logprobs is None or self.scored == self.prompt_tokens - 1
 
     @property
@@ -244,6 +247,7 @@ class Request:
             tenant=client.tenant,
             prompt_logprobs=None if self.is_scored else client.prompt_logprobs,
             siblings=tuple([each.as_sibling() for each in siblings]),
+            embedding=client.embedding,
         )
 
     def as_sibling(self) -> Sibling:
@@ -256,20 +260,28 @@ class Request:
 
     def fits_model(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> bool:
         """Return whether these are tokens of the model, with their probabilities if they were asked for."""
-        if len(logprobs) != (0 if self.client.sampling.logprobs is None else len(tokens)):
+        if self.client.embedding is not None or len(logprobs) != (0 if self.client.sampling.logprobs is None else len(tokens)):
             return False
         ids = [*tokens, *(token for _, likeliest in logprobs for token, _ in likeliest)] if logprobs else tokens
         return self.layout.has_token(ids[0] if len(ids) == 1 else max(ids, default=0))
 
-    def fits_prompt(self, message: PromptScored) -> bool:
-        """Return whether these probabilities are of the prompt's tokens and leave none out."""
+    def fits_prompt(self, message: PromptScored | TextsEmbedded) -> bool:
+        """Return whether these probabilities are of the prompt's tokens and leave none out, or these vectors of its texts."""
+        embedding = self.client.embedding
+        if isinstance(message, TextsEmbedded) or embedding is not None:
+            return isinstance(message, TextsEmbedded) and embedding is not None and embedding.has(message.vectors)
         ids = [token for _, likeliest in message.logprobs for token, _ in likeliest]
         end = message.first + len(message.logprobs)
         return message.first <= self.scored + 1 and end <= self.prompt_tokens and self.layout.has_token(max(ids, default=0))
 
-    def score(self, now: float, message: PromptScored) -> PromptLogprobs | None:
-        """Take probabilities of the prompt's tokens. Return those that the client lacks: a later attempt sends all of them."""
+    def take_of_prompt(self, now: float, message: PromptScored | TextsEmbedded) -> PromptLogprobs | Vectors | None:
+        """Take vectors, or probabilities of the prompt's tokens. Return those that the client lacks: a later attempt sends all
+        of them."""
         self.received_at = now
+        if isinstance(message, TextsEmbedded):
+            self.prefill_times = (message.queue_s, message.prefill_s)
+            self.answer.arrive(now)
+            return Vectors(message.vectors)
         first, end = self.scored + 1, message.first + len(message.logprobs)
         if end <= first:
             return None
@@ -296,6 +308,13 @@ class Request:
             spans += (None, at, min(start, end)), (name, start, min(stop, end))
             at = stop
         return tuple([span for span in spans if span[1] < span[2]])
+
+    def stuck(self, reason: str) -> Failed:
+        """Return the error of a request that fails on every node."""
+        if self.client.embedding is not None:
+            return Failed(status=400, code="invalid_value", message=f"the model does not embed so ({reason})")
+        why = f"the answer cannot go on as its constraint demands ({reason})"
+        return Failed(status=400, code="constraint_stuck", message=why)
 
     def outcome(self, ended: bool) -> Outcome | None:
         """Return what became of the attempt under way, if it brought a token. `ended`: its answer is complete."""
@@ -345,8 +364,10 @@ class Request:
         }
 
     def _keys(self) -> list[bytes]:
-        """Return the keys of the complete blocks of the prompt and the tokens so far."""
+        """Return the keys of the complete blocks of the prompt and the tokens so far; of texts to embed none is reused."""
         client, size = self.client, self.layout.block_tokens
+        if client.embedding is not None:
+            return []
         full = len(client.keys) * size * 4
         parent = client.keys[-1] if client.keys else client.root
         return [*client.keys, *extend_keys(parent, client.tokens[full:] + pack_tokens(self.answer.tokens), size)]

@@ -33,6 +33,7 @@ from mooncake_zmq.core.messages import (
     RequestEnded,
     Schedule,
     StartPrefill,
+    TextsEmbedded,
     TokensDecoded,
 )
 from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientRequest, Failed, Finished, TokenOut
@@ -217,7 +218,7 @@ class RequestLog:
                     found[1].predicted_ttft_s = predicted_s
                 elif found is not None:
                     found[1].predicted_tbt_s = predicted_s
-            case FirstToken():
+            case FirstToken() | TextsEmbedded():
                 found = self._attempt(message.request_id, message.attempt)
                 if found is not None and found[1].prefill == sender and found[1].ended_s is None:
                     _first(*found, message, now - found[0].arrived_at)
@@ -262,9 +263,12 @@ def _placed(attempt: Attempt, message: Placed, now_s: float) -> None:
     attempt.predicted_ttft_s, attempt.predicted_tbt_s = message.ttft_s, message.tbt_s
 
 
-def _first(entry: RequestEntry, attempt: Attempt, message: FirstToken, now_s: float) -> None:
+def _first(entry: RequestEntry, attempt: Attempt, message: FirstToken | TextsEmbedded, now_s: float) -> None:
     attempt.first_s = now_s
     entry.first_s = now_s if entry.first_s is None else entry.first_s
+    if isinstance(message, TextsEmbedded):
+        attempt.queue_s, attempt.prefill_s = message.queue_s, message.prefill_s
+        return
     attempt.cached_own, attempt.cached_local, attempt.cached_remote = message.own, message.local, message.remote
     attempt.queue_s, attempt.prepare_s = message.queue_s, message.prepare_s
     attempt.load_s, attempt.prefill_s = message.load_s, max(0.0, message.prefill_s - message.prepare_s)
@@ -286,6 +290,8 @@ def _why(event: Event) -> str:
             return f"{prefill} or {decode} is not there"
         case Received(sender, FirstToken() | TokensDecoded()):
             return f"{sender} has tokens that the model does not have"
+        case Received(sender, TextsEmbedded()):
+            return f"{sender} has vectors that are not those of the texts"
         case PeerDown(peer, reason):
             return f"{peer} is down: {reason}"
         case TimerFired(("stall", *_)):

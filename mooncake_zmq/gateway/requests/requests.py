@@ -44,6 +44,7 @@ from mooncake_zmq.core.messages import (
     Rejected,
     RejectReason,
     RequestEnded,
+    TextsEmbedded,
     TokenLogprob,
     TokensDecoded,
     WeightsReported,
@@ -125,7 +126,7 @@ class Requests:
                 return self._on_first_token(now, sender, message)
             case Received(sender, TokensDecoded() as message):
                 return self._on_tokens(now, sender, message)
-            case Received(sender, PromptScored() as message):
+            case Received(sender, PromptScored() | TextsEmbedded() as message):
                 return self._on_scored(now, sender, message)
             case Received(sender, WeightsReported(request_id, attempt) as message):
                 if (request := self._current(request_id, attempt)) is not None:
@@ -370,16 +371,19 @@ class Requests:
                 effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
         return effects
 
-    def _on_scored(self, now: float, sender: str, message: PromptScored) -> list[Effect]:
-        """Pass on probabilities of the prompt. A later attempt repeats them from the beginning: those that were sent are
-        skipped."""
+    def _on_scored(self, now: float, sender: str, message: PromptScored | TextsEmbedded) -> list[Effect]:
+        """Pass on probabilities of the prompt, or vectors, with which the request ends. A later attempt repeats probabilities
+        from the beginning: those that were sent are skipped."""
         request = self._current(message.request_id, message.attempt)
         if request is None or request.prefill != sender or request.state is not RequestState.PREFILLING or request.is_scored:
             return []
         if not request.fits_prompt(message):
             return self._on_nonsense(now, request, sender)
-        scored = request.score(now, message)
-        return [] if scored is None else [ToClient(request.request_id, scored)]
+        found = request.take_of_prompt(now, message)
+        effects: list[Effect] = [] if found is None else [ToClient(request.request_id, found)]
+        if isinstance(message, TextsEmbedded):
+            effects += [*self._forget_booking(request, ended=True), *self._finish(request, "stop")]
+        return effects
 
     def _take_run(
         self, now: float, request: Request, first: int, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
@@ -414,8 +418,7 @@ class Requests:
         if message.refused and not self._families.is_under_way(request):
             return self._refuse(request, RejectReason.TBT, message.retry_after_s)
         if message.stuck:
-            why = f"the answer cannot go on as its constraint demands ({message.reason})"
-            return self._fail(request, Failed(status=400, code="constraint_stuck", message=why))
+            return self._fail(request, request.stuck(message.reason))
         request.broken += not message.full
         return self._retry(request, exclude=message.avoid or sender)
 

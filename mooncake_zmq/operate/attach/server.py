@@ -10,6 +10,7 @@ from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_zmq.operate.attach.probe import probe
+from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT
 from mooncake_zmq.runtime.mistakes import ServerError
 from mooncake_zmq.runtime.vllm_server import NoScaleOut, check_generation
 from mooncake_zmq.vllm_node.settings import VllmSettings
@@ -78,6 +79,8 @@ def ask(url: str, endpoints: Sequence[str]) -> Server:
             models, adapters = _models(client, url)
             cache, connector = _metrics(client, url)
             takes_tokens = _takes_tokens(client, settings)
+            if not takes_tokens:
+                _check_generates(client, url)
             block_tokens = _whole(cache[0], "block_size", url)
             found = probe(client, block_tokens, endpoints) if takes_tokens else None
             version = client.get("/version")
@@ -174,6 +177,14 @@ def _takes_tokens(client: httpx.Client, settings: VllmSettings) -> bool:
     except NoScaleOut:
         return False
     return True
+
+
+def _check_generates(client: httpx.Client, url: str) -> None:
+    """Check that a server that takes no token ids is not one that embeds. Raises ServerError."""
+    answer = client.post(EMBEDDINGS, json=ONE_TEXT)
+    if answer.status_code == httpx.codes.OK and b'"embedding"' in answer.content:
+        instead = 'name it in the configuration of a deployment with model.task = "embed"'
+        raise ServerError(f"{url} embeds texts and generates nothing, so that attach cannot use it: {instead}")
 
 
 def _version(answer: httpx.Response) -> str:

@@ -21,6 +21,7 @@ from mooncake_zmq.core.work import (
     ComputeStage,
     CopyBlocks,
     DecodeStep,
+    Embed,
     ForkSequence,
     Generate,
     ProbeEngine,
@@ -173,7 +174,7 @@ class Executor:
                 return Subtasks([(self._copier, partial(_fork, job, work))])
             case ProbeProcess():
                 return Subtasks([(self._copier, partial(self._probe, work))])
-            case Generate() | ProbeEngine() | ReadTokens() | WatchEngine() | SampleTokens():
+            case Generate() | Embed() | ProbeEngine() | ReadTokens() | WatchEngine() | SampleTokens():
                 raise TypeError(work)  # a node beside vLLM uses `runtime.generation`
 
     def _engine_subtasks(self, job: Job, work: ComputeChunk | ComputeStage | DecodeStep) -> Subtasks:

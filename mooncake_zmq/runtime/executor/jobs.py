@@ -15,6 +15,7 @@ from mooncake_zmq.core.work import (
     ComputeStage,
     CopyBlocks,
     DecodeStep,
+    Embed,
     ForkSequence,
     Generate,
     ProbeEngine,
@@ -174,5 +175,7 @@ def sequences_of(work: Work) -> list[int]:
             return list(dict.fromkeys(source.sequence for source, _ in work.copies if isinstance(source, SequenceBlock)))
         case ForkSequence():
             return [work.source, *work.targets]
-        case WriteToDisk() | ProbeProcess() | Generate() | ProbeEngine() | ReadTokens() | WatchEngine() | SampleTokens():
+        case WriteToDisk() | ProbeProcess() | SampleTokens():
+            return []
+        case Generate() | Embed() | ProbeEngine() | ReadTokens() | WatchEngine():
             return []

@@ -1,0 +1,102 @@
+"""Embeds texts by vLLM's `/v1/embeddings`. It decides nothing; whatever is received is checked against a limit."""
+
+import base64
+import binascii
+from itertools import accumulate
+from typing import Any, Final
+
+import httpx
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from mooncake_zmq.core.messages import MAX_VECTORS_BYTES
+from mooncake_zmq.core.work import Embed, Embedded, WorkFailed
+from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
+
+EMBEDDINGS: Final = "/v1/embeddings"
+ONE_TEXT: Final = {"input": [[0]], "encoding_format": "base64"}
+"""The shortest request."""
+JSON: Final = {"content-type": "application/json"}
+MORE_BYTES: Final = 64 << 10
+"""Bytes of vLLM's answer around the vectors."""
+SHOWN_CHARACTERS: Final = 300
+REFUSED: Final = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
+
+
+class NotEmbedded(Exception):
+    """An invalid answer of vLLM; the text is one line."""
+
+
+class _Vector(Struct, frozen=True):
+    index: int
+    embedding: str
+
+
+class _Answer(Struct, frozen=True):
+    data: list[_Vector]
+
+
+class _Said(Struct, frozen=True):
+    message: str = ""
+
+
+class _Error(Struct, frozen=True):
+    error: _Said = _Said()
+
+
+def embedding_body(work: Embed) -> bytes:
+    """Return the body for `/v1/embeddings`. The root of the keys is the salt of vLLM's cache: tenants share none of it."""
+    tokens, ends = unpack_tokens(work.tokens), [*accumulate(work.embedding.lengths)]
+    texts = [tokens[end - length : end] for end, length in zip(ends, work.embedding.lengths, strict=True)]
+    body: dict[str, Any] = {"input": texts, "encoding_format": "base64", "cache_salt": salt_of(work.root)}
+    if work.embedding.dimensions:
+        body["dimensions"] = work.embedding.dimensions
+    if work.adapter:
+        body["model"] = work.adapter
+    return msgspec.json.encode(body)
+
+
+def vectors_in(raw: bytes | bytearray, work: Embed) -> bytes:
+    """Return the vectors of all texts, in order, from vLLM's answer. Raises NotEmbedded."""
+    try:
+        data = sorted(msgspec.json.decode(raw, type=_Answer).data, key=lambda each: each.index)
+        vectors = [base64.b64decode(each.embedding, validate=True) for each in data]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, binascii.Error) as error:
+        raise NotEmbedded(f"vLLM sends no vectors: {_shown(str(error))}") from None
+    whole = b"".join(vectors)
+    if [each.index for each in data] != [*range(len(work.embedding.lengths))] or len({*map(len, vectors)}) != 1:
+        raise NotEmbedded("vLLM sends other vectors than one of equal length for each text")
+    if len(whole) > MAX_VECTORS_BYTES or not work.embedding.has(whole):
+        raise NotEmbedded(f"vLLM sends {len(whole)} bytes of vectors, which are not what was asked for")
+    if not np.isfinite(np.frombuffer(whole, "<f4")).all():
+        raise NotEmbedded("vLLM sends vectors with infinities or no numbers in them")
+    return whole
+
+
+async def embed(client: httpx.AsyncClient, work: Embed, connect_s: float) -> Embedded | WorkFailed:
+    """Return the vectors, or why the model does not embed so. Raises NotEmbedded and httpx.HTTPError."""
+    most, raw = MAX_VECTORS_BYTES * 4 // 3 + MORE_BYTES, bytearray()
+    timeout = httpx.Timeout(connect_s, read=work.quiet_s)
+    async with client.stream("POST", EMBEDDINGS, content=embedding_body(work), headers=JSON, timeout=timeout) as response:
+        async for piece in response.aiter_raw():
+            raw += piece
+            if len(raw) > most:
+                raise NotEmbedded(f"vLLM sends more than {most} bytes of vectors")
+    if response.status_code in REFUSED:
+        return WorkFailed(_reason(raw), stuck=True)
+    if response.status_code != httpx.codes.OK:
+        raise NotEmbedded(f"vLLM answers {response.status_code}: {_reason(raw)}")
+    return Embedded(vectors_in(raw, work))
+
+
+def _reason(raw: bytes | bytearray) -> str:
+    try:
+        said = msgspec.json.decode(raw, type=_Error).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        said = ""
+    return _shown(said or bytes(raw[:SHOWN_CHARACTERS]).decode("utf-8", "replace"))
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:SHOWN_CHARACTERS]
