@@ -77,6 +77,8 @@ class Cluster:
         self.unexpected: list[str] = []
         """The processes that ended without a command to do so."""
         self.stopping = False
+        self.releases: dict[str, Path] = {}
+        """The directory whose release a node runs from its next start on; by default this one's."""
         self.peaks: dict[str, Footprint] = {}
         """The largest footprint that each process had at any time."""
         self.growths = {name: Growth() for name in self.children}
@@ -158,9 +160,17 @@ class Cluster:
         ):
             command += ["--set", f"{key}={where}"]
         environment = {**self._environment, DIALS_VARIABLE: str(self.directory / host / "dials")}
+        if release := self.releases.get(name):
+            environment["PYTHONPATH"] = str(release)
         with self.log(name).open("ab") as log:
             child.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=release,  # where `python -m` looks first
+                start_new_session=True,
             )
         child.expected = False
         child.started_at = time.monotonic()

@@ -63,6 +63,13 @@ if TYPE_CHECKING:
     help="Instead of faults: N times, 40 connections to a socket of every kind, which send and close at any stage.",
 )
 @click.option(
+    "--upgrade",
+    "upgrade_from",
+    default="",
+    metavar="FROM",
+    help="Instead of faults: replace each node of the release FROM, a directory or a git commit, by this one, and back.",
+)
+@click.option(
     "--tenants", is_flag=True, help="Instead of faults: one tenant floods, and how long another's answers take is measured."
 )
 @click.option(
@@ -102,6 +109,7 @@ def chaos(
     plain: bool,
     hostile: int | None,
     bursts: int | None,
+    upgrade_from: str,
     tenants: bool,
     kinds: tuple[str, ...],
     seconds: float,
@@ -113,21 +121,19 @@ def chaos(
 
     All TCP is CURVE, by keys made for the run. Each host is a network namespace of its own where that is permitted (root, or
     user namespaces), so that links can be cut; else all run on loopback, and partitions are left out. Nothing outlives the
-    command. The exit code is 1 if anything was wrong, lost or duplicated, left open, leaked, kept growing, or logged an error;
-    the logs are then kept.
+    command. The exit code is 1 if anything was wrong, lost or duplicated, leaked or logged an error; the logs are then kept.
 
     \b
     Examples:
       mooncake-zmq chaos                            a minute of it
       mooncake-zmq chaos --minutes 60 --lasting     does memory grow?
-      mooncake-zmq chaos --plan --seed 7            only what would be done
-      mooncake-zmq chaos --hostile 1000000 --clients 2
       mooncake-zmq chaos --bursts 10000             does a process end of clients that come and go?
+      mooncake-zmq chaos --upgrade c21443f0         replace each node by this release, and back
       mooncake-zmq chaos --tenants                  what one tenant's floods cost another
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
     _enter(alone=plan_only or loopback)
-    _refuse_both(hostile, bursts)
+    _refuse_several(hostile, bursts, upgrade_from)
     loaded = _load(path)
     if tenants:
         _run_tenants(loaded, kinds, seconds, step_ms / 1000, keep=keep, as_json=as_json)
@@ -147,13 +153,14 @@ def chaos(
         with_keys=not plain,
         hostile=hostile or 0,
         bursts=bursts or 0,
+        upgrade_from=upgrade_from,
     )
     _run_faults(wanted, keep=keep, as_json=as_json)
 
 
-def _refuse_both(hostile: int | None, bursts: int | None) -> None:
-    if hostile and bursts:
-        raise click.UsageError("--hostile and --bursts are two runs")
+def _refuse_several(*runs: int | str | None) -> None:
+    if sum(map(bool, runs)) > 1:
+        raise click.UsageError("--hostile, --bursts and --upgrade are separate runs")
 
 
 def _enter(*, alone: bool) -> None:
@@ -187,13 +194,14 @@ def _print_plan(loaded: "Loaded", seed: int, minutes: float, kinds: Sequence[Kin
 def _run_faults(wanted: "Wanted", *, keep: bool, as_json: bool) -> NoReturn:
     from mooncake_zmq.chaos import report as reports
     from mooncake_zmq.chaos.run import NotStarted, Run
+    from mooncake_zmq.refused import Refused
 
     run = Run(wanted, _sayer())
     try:
         outcome = asyncio.run(run.run())
     except asyncio.CancelledError:
         sys.exit(130)
-    except NotStarted as error:
+    except (NotStarted, Refused) as error:
         click.echo(f"mooncake-zmq chaos: {error}", err=True)
         sys.exit(1)
     if as_json:

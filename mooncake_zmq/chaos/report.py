@@ -45,6 +45,10 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str, bool]]:
     if grew:
         most = max(grew, key=lambda name: grew[name])
         yield "MiB that a process grew by at its worst", f"{grew[most] / (1 << 20):.1f}, {most}", True
+    if outcome.upgraded:
+        yield "nodes replaced by the other release", str(outcome.upgraded.replaced), True
+        half, whole = outcome.upgraded.spoken
+        yield "conversations by protocol, half way and upgraded", f"{half} {whole}", True
     if outcome.strangers_refused:
         yield "strangers with keys, refused", f"{outcome.strangers_refused:,}", True
     before, after = (
@@ -120,6 +124,7 @@ def as_json(outcome: Outcome, wanted: Wanted) -> dict[str, Any]:
         "worst_first_token_s": round(score.worst_first_token_s, 3),
         "worst_pause_amid_s": {kind: round(seconds, 3) for kind, seconds in score.worst_by_kind_s.items()},
         "inputs": outcome.inputs,
+        "upgraded": dataclasses.asdict(outcome.upgraded) if outcome.upgraded else None,
         "strangers_refused": outcome.strangers_refused,
         "pauses": [dataclasses.asdict(pause) | {"ended_at": pause.ended_at - outcome.began_at} for pause in score.pauses],
         "pauses_amid_several": [

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from mooncake_zmq.chaos.hostile import assault, burst
 from mooncake_zmq.chaos.network import open_network
 from mooncake_zmq.chaos.plan import Fault, Kind, draw_plan
 from mooncake_zmq.chaos.streams import open_api
+from mooncake_zmq.chaos.upgrade import Upgraded, release, upgrade
 from mooncake_zmq.config.load import Loaded
 
 QUIET_TIMEOUT_S = 120.0
@@ -60,6 +62,9 @@ class Wanted:
     bursts: int = 0
     """The number of bursts of connections to a socket of every kind, instead of faults; the same must hold."""
 
+    upgrade_from: str = ""
+    """The former release, a directory or a commit, from which and back to which the nodes are rolled, instead of faults."""
+
     @property
     def attacks(self) -> bool:
         """Whether the cluster is attacked instead of broken."""
@@ -85,6 +90,7 @@ class Outcome:
     growths: dict[str, Growth] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
     """The number of hostile inputs, or of bursts, that each socket took."""
+    upgraded: Upgraded | None = None
     strangers_refused: int = 0
     """The number of refused connections by keys that are not admitted."""
     warnings: Counter[str] = field(default_factory=Counter)
@@ -116,14 +122,16 @@ class Run:
         try:
             cluster = Cluster(wanted.loaded, outcome.directory, network, planted=wanted.planted, with_keys=wanted.with_keys)
             try:
-                await self._with(cluster)
+                with release(wanted.upgrade_from, outcome.directory) if wanted.upgrade_from else nullcontext() as former:
+                    cluster.releases = dict.fromkeys(cluster.children, former) if former else {}
+                    await self._with(cluster, former)
             finally:
                 cluster.destroy()
         finally:
             network.close()
         return outcome
 
-    async def _with(self, cluster: Cluster) -> None:
+    async def _with(self, cluster: Cluster, former: Path | None) -> None:
         wanted, outcome = self._wanted, self.outcome
         history, api = History(), open_api()
         outcome.api, outcome.done = api.name, history.done
@@ -134,7 +142,7 @@ class Run:
         supervising = asyncio.create_task(cluster.supervise())
         try:
             await self._begin(cluster, clients)
-            await self._break(cluster, clients, history)
+            await self._break(cluster, clients, history, former)
             await self._settle(cluster, clients)
             outcome.problems += await cluster.stop()
         finally:
@@ -169,15 +177,16 @@ class Run:
         await self._until_idle(cluster, "before anything was done")
         outcome.before = outcome.after
 
-    async def _break(self, cluster: Cluster, clients: Clients, history: History) -> None:
+    async def _break(self, cluster: Cluster, clients: Clients, history: History, former: Path | None) -> None:
         wanted, outcome = self._wanted, self.outcome
-        drawn = [] if wanted.attacks else draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
+        drawn = [] if wanted.attacks or former else draw_plan(wanted.seed, wanted.duration_s, cluster.roles(), wanted.kinds)
         plan = [fault for fault in drawn if fault.kind not in outcome.impossible]
         saboteur = Saboteur(cluster, history, wanted.seed)
         outcome.began_at = time.monotonic()
-        if not wanted.attacks:
+        if not (wanted.attacks or former):
             asyncio.get_running_loop().call_later(wanted.duration_s, self._over.set)
-        self._say(f"{wanted.clients} clients by {outcome.api}, {len(plan)} faults within {wanted.duration_s:.0f} s")
+        within = f"upgrade from {former} and back" if former else f"{len(plan)} faults within {wanted.duration_s:.0f} s"
+        self._say(f"{wanted.clients} clients by {outcome.api}, {within}")
         async with asyncio.TaskGroup() as group:
             group.create_task(clients.run())
             reporting = group.create_task(self._report(clients))
@@ -186,6 +195,9 @@ class Run:
                 made = await attack(cluster, count, wanted.seed, self._say)
                 outcome.inputs = made.taken
                 outcome.problems += made.problems
+            elif former:
+                outcome.upgraded = await upgrade(cluster, saboteur, former)
+                outcome.problems += outcome.upgraded.problems
             else:
                 await self._commit(plan, saboteur)
             clients.stopping = True

@@ -18,8 +18,12 @@ Each direction of a conversation is an *epoch* of its sender. Rules, for an enve
 - `to_incarnation` is neither 0 nor ours: it was meant for our former incarnation. Dropped and counted.
 - P began anew while we were up, yet demands no new epoch of ours (its greeting to our former incarnation reached us late): we
   give up too, or P would take our earlier messages as later ones.
-The first message of an epoch is `Hello`, sent once. A peer is up once its Hello arrived in its current epoch and agrees with
-the configuration. From then on it may send what `routes.SAYS` allows its role to send to ours, and nothing else.
+The first messages of an epoch are `Hello`s, each sent once: one for each protocol that this process speaks, the newest first. A
+peer is up once a Hello arrived in its current epoch whose protocol this process speaks, and which agrees with the
+configuration; the later ones do not count. So both sides find the newest protocol that both speak, and the envelopes and
+messages of the conversation are of that one. Until then envelopes are of the oldest protocol that their sender speaks. A
+message that the peer's protocol lacks is not sent, and counted. Once it is up it may send what `routes.SAYS` allows its role
+to send to ours, and nothing else.
 The last message of a process that ends in order is `Goodbye`, behind all earlier ones: its receiver gives up on the
 epoch at once, which acknowledges it. The process that leaves receives nothing more, and acknowledges no message that it will
 not handle. If the goodbye is lost, the silence that follows ends the conversation.
@@ -53,11 +57,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+from msgspec import structs
+
 from mooncake_zmq.core.actor import PeerDown, PeerUp, Received
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
     MAX_BODIES,
     MAX_MESSAGE_BYTES,
+    OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     Envelope,
     Goodbye,
@@ -67,6 +74,7 @@ from mooncake_zmq.core.messages import (
     decode,
     decode_envelope,
     encode,
+    speaks,
 )
 from mooncake_zmq.core.routes import SAYS, Kinds, Member
 
@@ -191,7 +199,9 @@ class Session:
         settings: SessionSettings,
         now: float,
         starved: Starved = lambda peer, incarnation: False,
+        protocols: tuple[int, int] = (OLDEST_PROTOCOL, PROTOCOL_VERSION),
     ) -> None:
+        """`protocols`: the oldest and the newest that this process speaks; the Hellos name them, whatever `hello` names."""
         self.me = me
         self.incarnation = incarnation
         self.outgoing: list[tuple[str, bytes]] = []
@@ -199,6 +209,7 @@ class Session:
         self.refusals: dict[str, str] = {}
         """Reason why a peer's Hello was refused, by peer, for the log and the state dump."""
         self._hello = hello
+        self._oldest, self._newest = protocols
         self._settings = settings
         self._waiting: list[_Peer] = []
         """Peers that may have unsent messages."""
@@ -260,13 +271,17 @@ class Session:
         if peer is None or not peer.up or self._departing:
             self.counts.add("dropped[reason=peer_down]")
             return []
+        protocol = _protocol(peer, self._oldest)
+        if not speaks(protocol, type(message)):
+            self.counts.add(f"unspoken[message={type(message).__name__}]")
+            return []
         if lossy:
-            self._transmit(now, peer, 0, (encode(message),))
+            self._transmit(now, peer, 0, (encode(message, protocol),))
             return []
         if len(peer.unacked) >= self._settings.window_messages:
             self.counts.add("windows_full")
             return self._give_up(now, peer, "window full")
-        self._send_sequenced(now, peer, encode(message))
+        self._send_sequenced(now, peer, encode(message, protocol))
         return []
 
     def leave(self, now: float) -> None:
@@ -384,6 +399,7 @@ class Session:
             "peers": {
                 p.name: {
                     "up": p.up,
+                    "protocol": _protocol(p, self._oldest),
                     "incarnation": p.incarnation,
                     "epoch": p.epoch,
                     "remote_epoch": p.remote_epoch,
@@ -394,7 +410,7 @@ class Session:
         }
 
     def _refusal(self, now: float, peer: _Peer | None, envelope: Envelope) -> str | None:
-        if envelope.version != PROTOCOL_VERSION:
+        if not self._oldest - 1 <= envelope.version <= self._newest:  # a peer of the former protocol may speak one more
             return "version"
         if peer is None:
             return "stranger"
@@ -486,8 +502,9 @@ class Session:
             self.counts.add("dropped[reason=invalid]")
             return []
         if isinstance(message, Hello):
-            if peer.up:
-                self.counts.add("dropped[reason=second_hello]")
+            if peer.hello is not None:
+                older = message.protocol < peer.hello.protocol
+                self.counts.add("dropped[reason=second_hello]", int(not older))
                 return []
             return self._greeted(now, peer, message)
         if not peer.up:
@@ -502,20 +519,14 @@ class Session:
         return [Received(peer.name, message)]
 
     def _greeted(self, now: float, peer: _Peer, hello: Hello) -> list[SessionEvent]:
-        mine, exact = self._hello, peer.member.fingerprints
-        for what in ("protocol", "model", "tokenizer", "layout"):
-            theirs, ours = getattr(hello, what), exact[what] if what in exact else getattr(mine, what)
-            if theirs != ours and (what == "protocol" or what in exact or not _overlap(theirs, ours)):
-                self.counts.add(f"refused[reason={what}]")
-                self.refusals[peer.name] = f"{what} differs: {peer.name} has {theirs}, {self.me} has {ours}"
-                return []
-        if hello.role not in peer.member.roles or hello.host != peer.member.host:
-            self.counts.add("refused[reason=member]")
-            configured = f"{'/'.join(peer.member.roles)} on {peer.member.host}"
-            self.refusals[peer.name] = f"{peer.name} says it is a {hello.role} on {hello.host}, the configuration: {configured}"
+        objection = _objection(self.me, self._hello, (self._oldest, self._newest), peer, hello)
+        if objection is not None:
+            what, why = objection
+            self.counts.add(f"refused[reason={what}]", int(self.refusals.get(peer.name) != why))
+            self.refusals[peer.name] = why
             return []
         self.refusals.pop(peer.name, None)
-        peer.hello, peer.says = hello, SAYS.get((hello.role, mine.role), frozenset())
+        peer.hello, peer.says = hello, SAYS.get((hello.role, self._hello.role), frozenset())
         peer.acked, peer.left = self._moment(now), False
         return [PeerUp(peer.name, peer.incarnation, hello)]
 
@@ -531,7 +542,8 @@ class Session:
         peer.unacked.clear()
         peer.unsent.clear()
         peer.unsent_bytes = 0
-        self._send_sequenced(now, peer, encode(self._hello))
+        for protocol in range(self._newest, self._oldest - 1, -1):
+            self._send_sequenced(now, peer, encode(structs.replace(self._hello, protocol=protocol), protocol))
 
     def _send_sequenced(self, now: float, peer: _Peer, body: bytes) -> None:
         if len(peer.unsent) == MAX_BODIES or peer.unsent_bytes + len(body) > FRAME_BYTES:
@@ -568,7 +580,7 @@ class Session:
         peer.unreported = 0
         frame = encode(
             Envelope(
-                version=PROTOCOL_VERSION,
+                version=_protocol(peer, self._oldest),
                 sender=self.me,
                 incarnation=self.incarnation,
                 epoch=peer.epoch,
@@ -579,14 +591,37 @@ class Session:
                 ack=peer.expected - 1,
                 bodies=bodies,
                 late_ms=int(1000 * self.recent_late_s),
-            )
+            ),
+            _protocol(peer, self._oldest),
         )
         self.outgoing.append((peer.name, frame))
+
+
+def _protocol(peer: _Peer, oldest: int) -> int:
+    """Return the protocol that is spoken to a peer: `oldest` until it has greeted."""
+    return oldest if peer.hello is None else peer.hello.protocol
 
 
 def _down(peer: _Peer, reason: str) -> list[SessionEvent]:
     was_up, peer.hello = peer.up, None
     return [PeerDown(peer.name, reason)] if was_up else []
+
+
+def _objection(me: str, mine: Hello, spoken: tuple[int, int], peer: _Peer, hello: Hello) -> tuple[str, str] | None:
+    """Return what of a peer's Hello is refused, and why; None: nothing."""
+    (oldest, newest), exact, name = spoken, peer.member.fingerprints, peer.name
+    if not oldest <= hello.protocol <= newest:
+        # That of a newer protocol may be followed by one that both speak.
+        what = "protocol" if hello.protocol < oldest else "newer_protocol"
+        return what, f"protocol differs: {name} has {hello.protocol}, {me} has {oldest} to {newest}"
+    for what in ("model", "tokenizer", "layout"):
+        theirs, ours = getattr(hello, what), exact[what] if what in exact else getattr(mine, what)
+        if theirs != ours and (what in exact or not _overlap(theirs, ours)):
+            return what, f"{what} differs: {name} has {theirs}, {me} has {ours}"
+    if hello.role not in peer.member.roles or hello.host != peer.member.host:
+        configured = f"{'/'.join(peer.member.roles)} on {peer.member.host}"
+        return "member", f"{name} says it is a {hello.role} on {hello.host}, the configuration: {configured}"
+    return None
 
 
 def _acknowledge(peer: _Peer, envelope: Envelope) -> bool:

@@ -12,14 +12,16 @@ from random import Random
 from typing import Any
 
 from mooncake_zmq.core.actor import Event, Outer, PeerDown, PeerUp, Received, Send, Started, Transmit
-from mooncake_zmq.core.messages import Hello, Message
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, Message
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.simulation.releases import THIS, Protocols, check_frame
 from mooncake_zmq.simulation.world import Incarnation, Process, World
 
 HelloOf = Callable[[Process[Any]], Hello]
+ProtocolsOf = Callable[[Process[Any]], Protocols]
 StarvedAt = Callable[[Process[Any], str, int], bool]
 """Returns what the kernel of a process's host shows of a peer's incarnation; see `session.Starved`."""
 
@@ -52,6 +54,7 @@ class Sessions:
         keyed: bool = False,
         layout: BlockLayout | None = None,
         starved: StarvedAt = lambda process, peer, incarnation: False,
+        protocols: ProtocolsOf = lambda process: THIS,
     ) -> None:
         self.wires = wires
         self._starved = starved
@@ -59,6 +62,7 @@ class Sessions:
         self.keyed = keyed
         self._settings = settings
         self._hello = hello
+        self._protocols = protocols
         self._random = random
         self._note = note
         self._arrivals: dict[tuple[str, str], float] = {}
@@ -81,6 +85,7 @@ class Sessions:
             settings=self._settings,
             now=world.clock(process),
             starved=partial(self._starved, process),
+            protocols=self._protocols(process),
         )
         looks = current.observe
         observe = None if looks is None else lambda _now, event, effects: looks(event, effects)
@@ -156,6 +161,9 @@ class Sessions:
     def _receive(self, process: Process[Any], frame: bytes, speaker: str) -> None:
         if self._note is not None:
             self._note(frame, process)
+        newest = self._protocols(process)[1]
+        if newest < PROTOCOL_VERSION:
+            check_frame(process.name, newest, frame)
         key_of = speaker if self.keyed else None
         self._carry_out(process, _node(process).receive(self._world.clock(process), frame, key_of))
 

@@ -17,6 +17,7 @@ from mooncake_zmq.core import session
 from mooncake_zmq.core.actor import Drained, Effect, Send, SetTimer, Start
 from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
+    PROTOCOL_VERSION,
     AnswerRead,
     FirstToken,
     StartPrefill,
@@ -178,6 +179,16 @@ def _lateness_not_reported() -> Replacements:
     return [(Session, "_note_lateness", none_reported)]
 
 
+def _newer_sent() -> Replacements:
+    """Messages of this protocol are sent to peers of the former one too."""
+    return [(session, "speaks", lambda protocol, message: True)]
+
+
+def _newer_assumed() -> Replacements:
+    """The newest protocol is spoken before a peer has greeted."""
+    return [(session, "_protocol", lambda peer, oldest: PROTOCOL_VERSION if peer.hello is None else peer.hello.protocol)]
+
+
 def _keys_not_compared() -> Replacements:
     """A session accepts any sender's name under any key."""
     return [(session, "_is_by", lambda sender, key_of: True)]
@@ -334,6 +345,8 @@ PLANTED: dict[str, Planted] = {
     ),
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
     "keys_not_compared": Planted("the sender is not compared with the key", ("I6",), (K.IMPOSTOR,), _keys_not_compared),
+    "newer_sent": Planted("a message that the peer lacks", ("I6",), (K.DRAIN,) * 6, _newer_sent),
+    "newer_assumed": Planted("the newest protocol before a Hello", ("I4",), (), _newer_assumed),
     "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
     "lateness_unreported": Planted("a peer's own lateness is not reported", ("I8",), (), _lateness_not_reported),
     "undrained": Planted("a change of role without a drain", ("I4", "I2"), (K.ROLE, K.ROLE), _undrained),

@@ -33,6 +33,7 @@ from mooncake_zmq.simulation.faults import (
 from mooncake_zmq.simulation.injection import Injection
 from mooncake_zmq.simulation.machine import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, planting
+from mooncake_zmq.simulation.releases import protocols_of
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import CHECK_EVERY, Simulator
 from mooncake_zmq.simulation.store_clients import clients_of
@@ -158,6 +159,7 @@ def _run(result: SeedResult, scope: Scope, stress: Sequence[FaultKind], *, trace
         checkers=checkers,
         keyed=result.seed % 2 == 1,
         check_every=1 if trace else CHECK_EVERY,
+        protocols=lambda process: protocols_of(result.seed, process.name, process.starts),
     )
     if trace:
         simulator.log = result.log

@@ -27,10 +27,11 @@ from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.engine_store import EngineStore
-from mooncake_zmq.simulation.links import Sessions, Wires
+from mooncake_zmq.simulation.links import ProtocolsOf, Sessions, Wires
 from mooncake_zmq.simulation.machine import Hardware, Machine
 from mooncake_zmq.simulation.memory import Segment
 from mooncake_zmq.simulation.models import MODEL
+from mooncake_zmq.simulation.releases import THIS
 from mooncake_zmq.simulation.works import steps_of
 from mooncake_zmq.simulation.world import LINGER_S, Incarnation, Observe, Process, ProcessSpec, World
 
@@ -79,6 +80,7 @@ class Simulator(World[Machine]):
         checkers: Checkers,
         keyed: bool = False,
         check_every: int = CHECK_EVERY,
+        protocols: ProtocolsOf = lambda process: THIS,
     ) -> None:
         """`keyed`: the wire names the key by which each frame came. `check_every`: the number of turns between checks of an
         actor's invariants."""
@@ -93,6 +95,7 @@ class Simulator(World[Machine]):
             keyed=keyed,
             layout=layout,
             starved=self._is_starved,
+            protocols=protocols,
         )
         self._starving: set[str] = set()
         self.sessions = link

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from mooncake_zmq.cli import main
 from mooncake_zmq.config.load import Loaded, load
+from mooncake_zmq.core.messages import PROTOCOL_VERSION
 from mooncake_zmq.operate.doctor import clock, compute, examination, here, limits, memory, packages, peers, places, storage
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.runtime.listening import listen
@@ -332,7 +333,7 @@ def test_a_peer_answers_as_zeromq_does_or_as_something_else_or_not_at_all() -> N
 def test_what_running_nodes_refuse_or_do_not_hear_is_told() -> None:
     session = {
         "refusals": {"old": "protocol differs: old has 6, me has 7"},
-        "peers": {"old": {"up": False}, "silent": {"up": False}, "up": {"up": True}},
+        "peers": {"old": {"up": False}, "silent": {"up": False}, "up": {"up": True, "protocol": PROTOCOL_VERSION}},
         "counts": {},
     }
     found = list(peers.unreached_peers({"me": session, "also me": session}))
@@ -340,7 +341,18 @@ def test_what_running_nodes_refuse_or_do_not_hear_is_told() -> None:
     assert found[-1].found == "silent is not received by me, also me"
     other = {**session, "counts": {"dropped[reason=version]": 3}}
     assert levels(peers.unreached_peers({"me": other})) == ["problem", "problem", "warning"]
-    assert levels(peers.unreached_peers({"me": {"refusals": {}, "peers": {"up": {"up": True}}, "counts": {}}})) == ["ok"]
+    assert levels(peers.unreached_peers({"me": speaking(PROTOCOL_VERSION)})) == ["ok"]
+
+
+def speaking(protocol: int) -> dict[str, Any]:
+    return {"refusals": {}, "peers": {"up": {"up": True, "protocol": protocol}}, "counts": {}}
+
+
+def test_a_peer_of_the_former_protocol_is_named_until_it_is_upgraded() -> None:
+    found = list(peers.unreached_peers({"me": speaking(PROTOCOL_VERSION - 1)}))
+    assert levels(found) == ["warning", "ok"]
+    assert "with up" in found[0].found
+    assert "restart --rolling" in found[0].advice
 
 
 def test_a_node_that_runs_is_known_by_its_lock(tmp_path: Path) -> None:

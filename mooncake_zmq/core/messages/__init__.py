@@ -48,6 +48,7 @@ from mooncake_zmq.core.messages.fields import (
     MAX_TOKENS,
     MAX_VERSION_CHARACTERS,
     MAX_WEIGHT_VERSIONS,
+    OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     Checksum,
     Count,
@@ -112,6 +113,7 @@ from mooncake_zmq.core.messages.pool import (
     ReserveSlots,
     SlotsReserved,
 )
+from mooncake_zmq.core.messages.protocols import has_all_fields, speaks, without_newer_fields
 from mooncake_zmq.core.messages.reading import (
     MAX_CHAT_BYTES,
     MAX_READ_BYTES,
@@ -212,6 +214,7 @@ __all__ = [
     "Moved",
     "NodesReported",
     "Outcome",
+    "OLDEST_PROTOCOL",
     "PROTOCOL_VERSION",
     "Parsers",
     "ParsersReported",
@@ -263,6 +266,7 @@ __all__ = [
     "decode_envelope",
     "encode",
     "for_sibling",
+    "speaks",
 ]
 
 Message = (
@@ -329,9 +333,11 @@ Message = (
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message | Envelope) -> bytes:
-    """Return the MessagePack bytes of a message or an envelope. Raises ValueError if they exceed `MAX_MESSAGE_BYTES`."""
-    packed = _encoder.encode(message)
+def encode(message: Message | Envelope, protocol: int = PROTOCOL_VERSION) -> bytes:
+    """Return the MessagePack bytes of a message or an envelope for a peer of a protocol. Raises ValueError if they exceed
+    `MAX_MESSAGE_BYTES`."""
+    whole = protocol >= PROTOCOL_VERSION or has_all_fields(protocol)
+    packed = _encoder.encode(message if whole else without_newer_fields(message, protocol))
     if len(packed) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} of {len(packed)} bytes exceeds {MAX_MESSAGE_BYTES}; split it")
     return packed

@@ -4,7 +4,9 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 23
+OLDEST_PROTOCOL = 22
+"""The oldest protocol that this release speaks: the one before its own, unless a change to it was not additive."""
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_BODIES = 64
 """Messages that one envelope may hold."""

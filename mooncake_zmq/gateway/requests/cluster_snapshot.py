@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mooncake_zmq.core.actor_parts import Tally
-from mooncake_zmq.core.messages import Hello, Report
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello, Report
 from mooncake_zmq.core.watch import STALE_S, PeerReport
 from mooncake_zmq.gateway.requests.history import Step, failures, numbers, of, refusals
 from mooncake_zmq.gateway.requests.slowness import Slow, lasts, sentence, slow
@@ -266,6 +266,7 @@ def node_record(seen: Seen, node: Listed, found: Sequence[Degraded] = ()) -> dic
         "role": role,
         "host": node.host,
         "model": node.model,
+        "protocol": seen.peers[node.name].protocol if node.name in seen.peers else PROTOCOL_VERSION if there else None,
         "state": state,
         "degraded": mine,
     }

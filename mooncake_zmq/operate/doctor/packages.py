@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-from mooncake_zmq.core.messages import PROTOCOL_VERSION
+from mooncake_zmq.core.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from mooncake_zmq.extras import DISTRIBUTION, installing
 from mooncake_zmq.native.mypyc_build import hindrance
 from mooncake_zmq.native.mypyc_code import NODES, Code, code
@@ -32,7 +32,7 @@ def examine(here: Here) -> Iterator[Finding]:
     if not wrong:
         own = importlib.metadata.version(DISTRIBUTION)
         versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in SHOWN)
-        yield Finding(AREA, "ok", f"{DISTRIBUTION} {own}, protocol {PROTOCOL_VERSION}; {versions}")
+        yield Finding(AREA, "ok", f"{DISTRIBUTION} {own}, protocols {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}; {versions}")
     yield compiled_modules(code(NODES), hindrance())
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mooncake_zmq.core.messages import PROTOCOL_VERSION
+from mooncake_zmq.core.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.operate.doctor.here import tcp_address
 from mooncake_zmq.operate.local_nodes import collect_dumps
@@ -68,9 +68,17 @@ def unreached_peers(sessions: Mapping[str, dict[str, Any]]) -> Iterator[Finding]
         missing = [peer for peer, state in session["peers"].items() if not state["up"] and peer not in session["refusals"]]
         for peer in missing:
             silent.setdefault(peer, []).append(name)
+        spoken = {peer: state.get("protocol", PROTOCOL_VERSION) for peer, state in session["peers"].items() if state["up"]}
+        older = [peer for peer, protocol in spoken.items() if protocol < PROTOCOL_VERSION]
+        if older:
+            found = f"{name} speaks an older protocol than {PROTOCOL_VERSION} with {', '.join(older)}"
+            advice = "finish the upgrade: install this release there, then mooncake-zmq restart --rolling"
+            yield Finding(AREA, "warning", found, advice)
         others = session["counts"].get("dropped[reason=version]", 0)
         if others and missing:
-            found = f"{name} was sent {others:,.0f} frames of another protocol than its own, {PROTOCOL_VERSION}"
+            found = (
+                f"{name} was sent {others:,.0f} frames of other protocols than its own, {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
+            )
             yield Finding(AREA, "problem", found, f"upgrade what does not come up: {', '.join(missing)}")
     for peer, names in silent.items():
         advice = f"start it, or look on its machine: journalctl -u 'mooncake-*@{peer}'"
