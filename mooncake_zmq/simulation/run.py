@@ -159,7 +159,9 @@ def _run(result: SeedResult, scope: Scope, stress: Sequence[FaultKind], *, trace
         checkers=checkers,
         keyed=result.seed % 2 == 1,
         check_every=1 if trace else CHECK_EVERY,
-        protocols=lambda process: protocols_of(result.seed, process.name, process.starts),
+        protocols=lambda process: protocols_of(
+            result.seed, process.name, process.starts, read_by_vllms=bool(settings.vllm_parts)
+        ),
     )
     if trace:
         simulator.log = result.log
