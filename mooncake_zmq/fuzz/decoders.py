@@ -408,7 +408,7 @@ def _of_people() -> Iterable[Decoder]:
     )
     yield Decoder(
         name="responses",
-        read=lambda raw: _prepare(ChatBody, items.as_chat(raw, _served())),
+        read=lambda raw: _prepare(ChatBody, items.as_chat(raw, _served())[0]),
         refusals=refused,
         seeds=lambda: [json.dumps({"model": "toy"} | more).encode() for more in ({"input": "hi"}, _RESPONSES_OPTIONS)],
         max_bytes=16_384,

@@ -75,6 +75,7 @@ NOT_RUN = {
     r"bin/chaos": "minutes to hours; tests/chaos runs each kind for seconds",
     r"mooncake-zmq fuzz": "minutes; tests/fuzz gives each decoder some inputs",
     r"python tests/architecture": "tests/architecture runs it",
+    r"npm install|ANTHROPIC_BASE_URL|opencode ": "1 GB of packages; tests/cluster/test_agents.py runs all three where they are",
     r"mooncake-zmq restart --rolling": "minutes; tests/cluster/test_rolling_restart.py restarts a whole cluster",
     r"mooncake-zmq sim trace.jsonl": "needs a profile of this machine's engine",
 }

@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -372,7 +373,8 @@ class _Responses(_Generation):
     _reply = ResponsesReply
 
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
-        return super().prepare(bytearray(items.as_chat(raw, self._edge.models)), tenant)
+        chat, spaces = items.as_chat(raw, self._edge.models)
+        return replace(super().prepare(bytearray(chat), tenant), spaces=spaces)
 
 
 async def _hang_up(scope: Scope, receive: Receive) -> None:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -50,6 +50,8 @@ class Prepared:
     """The model that the body names."""
     requests: list[ClientRequest]
     choices: list[Choice]
+    spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Namespace and name of each function in a namespace of a call of /v1/responses, by the name that the model sees."""
 
     @property
     def held_scores(self) -> int:

@@ -4,11 +4,11 @@ Unknown members are ignored, as clients of this API send new ones with each rele
 or for a conversation kept by the server, is refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 
 from mooncake_zmq.gateway.openai.bodies import parsed
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
@@ -26,6 +26,13 @@ REFUSED = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that ask for what a server would have to keep."""
 NOTHING = (b"null", b"false", b"{}")
 SYSTEM_ROLES = ("system", "developer")
+SPACE_SEPARATOR = "__"
+"""The text between the names of a namespace and of its function, as the model sees them: it knows no namespaces."""
+LEFT_OUT = frozenset({"web_search", "image_generation", "tool_search"})
+"""Types of tools that agents name in each call, and that are done by no one here: the model is not offered them."""
+
+Spaces = Mapping[str, tuple[str, str]]
+"""Namespace and name of each function that is in a namespace, by the name that the model sees."""
 
 
 class Content(Struct, frozen=True, gc=False, kw_only=True):
@@ -45,18 +52,20 @@ class Item(Struct, frozen=True, gc=False, kw_only=True):
     summary: Raw = NULL
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     arguments: str = ""
     output: Raw = NULL
 
 
 class Tool(Struct, frozen=True, kw_only=True):
-    """A tool; of type `function` the client runs it."""
+    """A tool; of type `function` the client runs it, of type `namespace` it has `tools` that are functions."""
 
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: "list[Tool] | None" = None
 
 
 class Format(Struct, frozen=True, kw_only=True):
@@ -115,6 +124,7 @@ class Choice(Struct, frozen=True, kw_only=True):
 
     type: str
     name: str = ""
+    namespace: str | None = None
 
 
 _input = msgspec.json.Decoder(str | list[Raw])
@@ -124,13 +134,18 @@ _tools = msgspec.json.Decoder(list[Tool] | None)
 _choice = msgspec.json.Decoder(str | Choice | None)
 
 
-def as_chat(raw: bytes | bytearray, models: ServedModels) -> bytes:
-    """Return the body of the chat that a call of /v1/responses asks for. Raises RequestError."""
+def as_chat(raw: bytes | bytearray, models: ServedModels) -> tuple[bytes, Spaces]:
+    """Return the body of the chat that a call of /v1/responses asks for, and the namespaces of its functions. Raises
+    RequestError."""
     body = parsed(raw, ResponsesBody)
     for name in REFUSED:
         if bytes(getattr(body, name)) not in NOTHING:
             raise invalid(name, f"{name} is not supported: no response is kept here, so send the whole input", UNSUPPORTED)
-    chat: dict[str, Any] = {"messages": _turns(body, asked(body.model, models)), **_tools_of(body)}
+    tools = list(_functions(body))
+    spaces = {_seen(space, tool.name): (space, tool.name) for space, tool in tools if space is not None}
+    chat: dict[str, Any] = {"messages": _turns(body, asked(body.model, models)), **_choice_of(body)}
+    if tools:
+        chat["tools"] = [_function(_seen(space, tool.name), tool) for space, tool in tools]
     chat |= {name: given for name in PASSED_ON if (given := getattr(body, name)) != NULL}
     if body.model is not None:
         chat["model"] = body.model
@@ -143,7 +158,7 @@ def as_chat(raw: bytes | bytearray, models: ServedModels) -> bytes:
         if form.type == "json_schema":
             named = {"name": form.name or "answer", "schema": form.schema, "strict": form.strict}
             chat["response_format"]["json_schema"] = _given(named)
-    return msgspec.json.encode(chat)
+    return msgspec.json.encode(chat), spaces
 
 
 def _turns(body: ResponsesBody, model: ServedModel) -> list[dict[str, Any]]:
@@ -170,7 +185,7 @@ def _turn(item: Item) -> dict[str, Any]:
             role = "system" if item.role in SYSTEM_ROLES else item.role
             return {"role": role, "content": _text_of(item.content)}
         case "function_call":
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": _seen(item.namespace, item.name), "arguments": item.arguments}
             call = {"type": "function", "id": item.call_id.removeprefix(CALL_PREFIX), "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
@@ -220,29 +235,45 @@ def _texts(contents: Sequence[Content]) -> Iterator[str]:
                 raise invalid("input", f"content of type {quoted(content.type)} is not supported: only text", UNSUPPORTED)
 
 
-def _tools_of(body: ResponsesBody) -> dict[str, Any]:
-    """Return the fields of a chat that say which functions there are and whether one is called. Raises RequestError."""
+def _functions(body: ResponsesBody) -> Iterator[tuple[str | None, Tool]]:
+    """Yield the functions, each with its namespace if it has one, which is described by its first. Raises RequestError."""
     with json_errors("tools"):
         tools = _tools.decode(body.tools) or []
     for tool in tools:
-        if tool.type != "function":
-            text = f"tools of type {quoted(tool.type)} are not supported: only functions, which the client runs"
-            raise invalid("tools", text, UNSUPPORTED)
+        if tool.type == "namespace":
+            for place, each in enumerate(map(_checked, tool.tools or ())):
+                said = [text for text in (tool.description if place == 0 else None, each.description) if text]
+                yield tool.name, structs.replace(each, description="\n\n".join(said) or None)
+        elif tool.type not in LEFT_OUT:
+            yield None, _checked(tool)
+
+
+def _checked(tool: Tool) -> Tool:
+    if tool.type != "function":
+        text = f"tools of type {quoted(tool.type)} are not supported: only functions, which the client runs"
+        raise invalid("tools", text, UNSUPPORTED)
+    return tool
+
+
+def _seen(namespace: str | None, name: str) -> str:
+    """Return the name of a function as the model sees it."""
+    return name if namespace is None else f"{namespace}{SPACE_SEPARATOR}{name}"
+
+
+def _choice_of(body: ResponsesBody) -> dict[str, Any]:
+    """Return the field of a chat that says whether a function is called. Raises RequestError."""
     with json_errors("tool_choice"):
         choice = _choice.decode(body.tool_choice)
-    chat: dict[str, Any] = {"tools": [_function(tool) for tool in tools]} if tools else {}
-    if isinstance(choice, Choice):
-        if choice.type != "function":
-            raise invalid("tool_choice", f"a choice of type {quoted(choice.type)} is not supported", UNSUPPORTED)
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif choice is not None:
-        chat["tool_choice"] = choice
-    return chat
+    if not isinstance(choice, Choice):
+        return {} if choice is None else {"tool_choice": choice}
+    if choice.type != "function":
+        raise invalid("tool_choice", f"a choice of type {quoted(choice.type)} is not supported", UNSUPPORTED)
+    return {"tool_choice": {"type": "function", "function": {"name": _seen(choice.namespace, choice.name)}}}
 
 
-def _function(tool: Tool) -> dict[str, Any]:
+def _function(name: str, tool: Tool) -> dict[str, Any]:
     named = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {"name": tool.name, **_given(named)}}
+    return {"type": "function", "function": {"name": name, **_given(named)}}
 
 
 def _given(named: dict[str, Any]) -> dict[str, Any]:

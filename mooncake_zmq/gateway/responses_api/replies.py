@@ -10,7 +10,7 @@ from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.over_chat import OverChat
 from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.responses import server_sent
-from mooncake_zmq.gateway.responses_api.items import CALL_PREFIX
+from mooncake_zmq.gateway.responses_api.items import CALL_PREFIX, Spaces
 from mooncake_zmq.gateway.served_model import ServedModel
 
 TEXTS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
@@ -29,7 +29,7 @@ class ResponsesReply(OverChat):
     ) -> None:
         """See `OverChat`."""
         super().__init__(prepared, model, request_id=request_id, created=created, shows_reuse=shows_reuse)
-        self._id = request_id
+        self._id, self._spaces = request_id, prepared.spaces
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model.id}
         self._sent = 0
         """The number of events so far."""
@@ -87,7 +87,7 @@ class ResponsesReply(OverChat):
             "instructions": None,
             "max_output_tokens": body.max_completion_tokens,
             "metadata": {},
-            "output": [_item(part, self._id, self._item_status(part, status)) for part in self._parts.all] if ended else [],
+            "output": [self._item(part, self._item_status(part, status)) for part in self._parts.all] if ended else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
@@ -119,7 +119,7 @@ class ResponsesReply(OverChat):
             within = at if part.kind == "call" else {**at, "content_index": 0}
             match event:
                 case Begins():
-                    begun = _item(part, self._id, "in_progress")
+                    begun = self._item(part, "in_progress")
                     yield {"type": "response.output_item.added", "output_index": part.index, "item": begun}
                     if part.kind != "call":
                         yield {"type": "response.content_part.added", **within, "part": _content(part, "")}
@@ -131,29 +131,40 @@ class ResponsesReply(OverChat):
     def _ends(self, part: Part, within: dict[str, Any]) -> Iterator[dict[str, Any]]:
         text, done = part.text, f"response.{TEXTS[part.kind]}.done"
         if part.kind == "call":
-            yield {"type": done, **within, "name": part.name, "arguments": text}
+            yield {"type": done, **within, **_named(part, self._spaces), "arguments": text}
         else:
             yield {"type": done, **within, "text": text, **_scores(part)}
             yield {"type": "response.content_part.done", **within, "part": _content(part, text)}
         (choice,) = self.choices
         status = "incomplete" if choice.finish_reason == "length" and part is self._parts.all[-1] else "completed"
-        yield {"type": "response.output_item.done", "output_index": part.index, "item": _item(part, self._id, status)}
+        yield {
+            "type": "response.output_item.done",
+            "output_index": part.index,
+            "item": self._item(part, status),
+        }
+
+    def _item(self, part: Part, status: str) -> dict[str, Any]:
+        """Return a part as an item of the output."""
+        common = {"id": _item_id(part, self._id), "status": status}
+        if part.kind == "call":
+            named = {"call_id": CALL_PREFIX + part.call_id, **_named(part, self._spaces)}
+            return {**common, "type": "function_call", **named, "arguments": part.text}
+        content = [] if status == "in_progress" else [_content(part, part.text)]
+        if part.kind == "reasoning":
+            return {**common, "type": "reasoning", "summary": [], "content": content}
+        return {**common, "type": "message", "role": "assistant", "content": content}
 
 
 def _item_id(part: Part, request_id: str) -> str:
     return f"{PREFIXES[part.kind]}_{request_id}_{part.index}"
 
 
-def _item(part: Part, request_id: str, status: str) -> dict[str, Any]:
-    """Return a part as an item of the output."""
-    common = {"id": _item_id(part, request_id), "status": status}
-    if part.kind == "call":
-        call = {"call_id": CALL_PREFIX + part.call_id, "name": part.name, "arguments": part.text}
-        return {**common, "type": "function_call", **call}
-    content = [] if status == "in_progress" else [_content(part, part.text)]
-    if part.kind == "reasoning":
-        return {**common, "type": "reasoning", "summary": [], "content": content}
-    return {**common, "type": "message", "role": "assistant", "content": content}
+def _named(part: Part, spaces: Spaces) -> dict[str, Any]:
+    """Return the members that name a call's function as the client knows it."""
+    if part.name not in spaces:
+        return {"name": part.name}
+    namespace, name = spaces[part.name]
+    return {"name": name, "namespace": namespace}
 
 
 def _content(part: Part, text: str) -> dict[str, Any]:

@@ -163,6 +163,29 @@ def test_calls_are_items_and_come_back_to_the_model_with_their_outputs_as_in_a_c
     assert ours.only.keys == theirs.only.keys
 
 
+def test_functions_in_a_namespace_are_seen_with_it_and_called_by_both_names() -> None:
+    spaces = [
+        {"type": "namespace", "name": "mcp__here", "description": "What is near.", "tools": TOOLS},
+        {"type": "namespace", "name": "mcp__there", "tools": [TOOLS[1]]},
+        {"type": "web_search", "external_web_access": True},
+    ]
+    said = '<tool_call>\n{"name": "mcp__here__weather", "arguments": {"place": "Bern"}}\n</tool_call>'
+    actor = saying(said)
+    (call,) = ask(actor, tools=spaces).json()["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("mcp__here", "weather", '{"place": "Bern"}')
+    prompt = prompt_of(actor)
+    assert all(f'"{name}"' in prompt for name in ("mcp__here__weather", "mcp__here__clock", "mcp__there__clock"))
+    assert ("What is near." in prompt, "web_search" in prompt) == (True, False)
+
+    whole = accumulated(events_of(ask(saying(said), tools=spaces, stream=True).text))
+    assert [(each["namespace"], each["name"]) for each in whole["output"]] == [("mcp__here", "weather")]
+
+    back = saying("fine")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    ask(back, tools=spaces, input=[{"role": "user", "content": "hi"}, call, output])
+    assert prompt_of(back).count("mcp__here__weather") == 2, "among the tools, and in the turn that called it"
+
+
 def test_a_system_prompt_alone_is_a_conversation_as_in_a_chat() -> None:
     ours, theirs = saying("fine"), saying("fine")
     assert ask(ours, input=[{"role": "developer", "content": "say fine"}]).status_code == 200
@@ -211,7 +234,8 @@ def test_settings_reach_the_sampler_and_what_is_unknown_is_ignored() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "unsupported_parameter"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
         ({"background": True}, "background", "unsupported_parameter"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "file_search"}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools", "unsupported_parameter"),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice", "unsupported_parameter"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
