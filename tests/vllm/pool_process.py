@@ -17,10 +17,11 @@ OBJECT_BYTES = 64 << 20
 
 
 class Pool:
-    """Under one address, life after life."""
+    """A store under one address, life after life, with room for `times` as much as is usual."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, times: int = 1) -> None:
         self.directory = directory
+        self.times = times
         self.endpoint = f"ipc://{directory}/pool.sock"
         self.lives = 0
         self.start()
@@ -29,7 +30,7 @@ class Pool:
         self.lives += 1
         root = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(self.directory), self.endpoint, str(self.lives)],
+            [sys.executable, __file__, str(self.directory), self.endpoint, str(self.lives), str(self.times)],
             env={"PYTHONPATH": root, "MOONCAKE_ZMQ_MYPYC": "0"},
             stdout=subprocess.PIPE,
             text=True,
@@ -51,8 +52,9 @@ class Pool:
 
     def spoil(self) -> None:
         """Flip a bit of every byte of its memory."""
-        (path,) = [each for each in self.directory.glob(f"*{SUFFIX}*") if each.stat().st_size > OBJECT_BYTES]
-        memory = np.memmap(path, np.uint8, "r+", offset=path.stat().st_size - OBJECT_BYTES)
+        size = self.times * OBJECT_BYTES
+        (path,) = [each for each in self.directory.glob(f"*{SUFFIX}*") if each.stat().st_size > size]
+        memory = np.memmap(path, np.uint8, "r+", offset=path.stat().st_size - size)
         memory ^= 1
         del memory
 
@@ -63,11 +65,11 @@ class Pool:
         self.process.wait(30)
 
 
-def main(directory: str, endpoint: str, incarnation: str) -> None:
+def main(directory: str, endpoint: str, incarnation: str, times: str) -> None:
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     server = StoreServer(
-        settings=ObjectSettings(object_bytes=OBJECT_BYTES, slab_bytes=4 << 20, max_objects=8192),
+        settings=ObjectSettings(object_bytes=int(times) * OBJECT_BYTES, slab_bytes=4 << 20, max_objects=int(times) * 8192),
         directory=directory,
         cluster="test",
         node="pool",

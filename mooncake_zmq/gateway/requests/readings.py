@@ -197,8 +197,9 @@ class Readings:
         if answer.paused:
             answer.paused = False
             return self._ask(now, answer)
-        answer.waits = False
-        return self._on_failed(answer, "vLLM's parsers did not answer in time" if answer.node else NONE_THERE)
+        if answer.waits:
+            return self._give_up(answer, NONE_THERE)
+        return self._on_failed(answer, "vLLM's parsers did not answer in time")
 
     def _on_read(self, now: float, answer: _Answer, message: AnswerRead) -> list[Effect]:
         request_id = answer.request_id
