@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace
+from mooncake_zmq.kv.image_keys import Begin, keys_with_images
 
 
 class TextStream(Protocol):
@@ -93,10 +94,10 @@ class ServedModel:
         """A longer text has more tokens than fit, whatever it says."""
         return self.max_model_len * self.tokenizer.longest_token
 
-    def hash_prompt(self, tokens: bytes, salt: str) -> tuple[bytes, tuple[bytes, ...]]:
-        """Namespace and keys of the complete blocks of `tokens` (int32 bytes)."""
+    def hash_prompt(self, tokens: bytes, salt: str, begins: Sequence[Begin] = ()) -> tuple[bytes, tuple[bytes, ...]]:
+        """Namespace and keys of the complete blocks of `tokens` (int32 bytes), where the images `begins` begin."""
         root = namespace(model=self.model_fingerprint, layout=self.layout_fingerprint, salt=salt, adapter=self.adapter)
-        return root, tuple(self.extend_keys(root, tokens, self.block_tokens))
+        return root, tuple(keys_with_images(root, tokens, self.block_tokens, begins, self.extend_keys))
 
 
 class ServedModels:

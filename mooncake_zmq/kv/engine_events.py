@@ -1,7 +1,7 @@
 """Decoding of the KV events that a vLLM publishes about its own prefix cache. PURE; both shapes of the wire format are read.
 
-Only what can be reused for a request of ours is kept: full-attention blocks in the engine's own memory, of plain text, under a
-cache salt or after such a block. The rest is passed over.
+Only what can be reused for a request of ours is kept: full-attention blocks in the engine's own memory, of text and images, under
+a cache salt or after such a block. The rest is passed over.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from mooncake_zmq.kv.block_hash import pack_tokens, root_of_salt
+from mooncake_zmq.kv.image_keys import Begin, digest_of
 
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_HASH_BYTES = 64
@@ -39,6 +40,8 @@ class EngineStored(Struct, frozen=True, gc=False):
     block_tokens: int
     salt: str = ""
     group: int = 0
+    images: tuple[Begin, ...] = ()
+    """The images that begin in `tokens`, in order."""
 
 
 class EngineRemoved(Struct, frozen=True, gc=False):
@@ -120,10 +123,31 @@ def _stored(fields: dict[Any, Any]) -> EngineStored | None:
     if not all(type(token) is int and 0 <= token <= MAX_TOKEN for token in tokens):
         raise EventError("a stored event with tokens that are none")
     adapted = fields.get("lora_id") is not None or fields.get("lora_name") is not None
-    salt = _salt(fields.get("extra_keys"), first=parent is None, adapted=adapted)
+    images, extra_keys = _without_images(fields.get("extra_keys"), size)
+    salt = _salt(extra_keys, first=parent is None, adapted=adapted)
     if salt is None or not hashes:
         return None
-    return EngineStored(hashes, None if parent is None else _hash(parent), pack_tokens(tokens), size, salt, group)
+    return EngineStored(hashes, None if parent is None else _hash(parent), pack_tokens(tokens), size, salt, group, images)
+
+
+def _without_images(extra_keys: Any, size: int) -> tuple[tuple[Begin, ...], list[Any]]:
+    """Return the images that begin in an event's blocks of `size` tokens, and the extra keys beside those of images. A block
+    that an image only continues in has a key of it too, from a place before the block."""
+    begins, rest = list[Begin](), list[Any]()
+    for block, keys in enumerate(extra_keys if isinstance(extra_keys, list) else []):
+        if not isinstance(keys, list):
+            rest.append(keys)
+            continue
+        of_images = [key for key in keys if _is_of_image(key)]
+        starts = [(block * size + at, digest_of(name.rpartition(":")[2])) for name, at in of_images if 0 <= at < size]
+        begins += sorted(starts)
+        rest.append([key for key in keys if not _is_of_image(key)])
+    return tuple(begins), rest
+
+
+def _is_of_image(key: Any) -> bool:
+    """Return whether an extra key has an image's name, perhaps after an adapter's, and where it begins."""
+    return isinstance(key, list) and len(key) == 2 and isinstance(key[0], str) and type(key[1]) is int
 
 
 def _group(fields: dict[Any, Any]) -> int:

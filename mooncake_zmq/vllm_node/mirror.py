@@ -13,8 +13,9 @@ for all of them: what it holds of a prompt is the most that can be reused.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from mooncake_zmq.kv.block_hash import Key, extend_keys
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from mooncake_zmq.kv.image_keys import Begin, keys_with_images, shifted
 
 RootOf = Callable[[str], Key | None]
 
@@ -28,6 +29,8 @@ class _Block:
     key: Key
     tail: bytes
     """Tokens after the block of `key`, up to the end of this one."""
+    begins: tuple[Begin, ...]
+    """The images that begin in these tokens."""
     keys: list[Key] = field(default_factory=list)
     """Keys of our blocks that need this one."""
 
@@ -91,9 +94,10 @@ class Mirror:
             if len(self._blocks) >= self._max_blocks and name not in self._blocks:
                 self.unknown += len(event.hashes) - index
                 break
-            block, keys = self._place(parent, root or b"", event.tokens[index * size : (index + 1) * size])
+            images = [each for each in shifted(event.images, index * event.block_tokens) if each[0] < event.block_tokens]
+            block, keys = self._place(parent, root or b"", event.tokens[index * size : (index + 1) * size], images)
             known = self._blocks.get(name)
-            if known is None or known.key != block.key or known.tail != block.tail:
+            if known is None or (known.key, known.tail, known.begins) != (block.key, block.tail, block.begins):
                 if known is not None:  # one name for two blocks is an error: the earlier one is gone
                     self._let_go(known.keys)
                 self._blocks[name] = block
@@ -103,12 +107,14 @@ class Mirror:
                     self._held[key] = None
             parent = self._blocks[name]
 
-    def _place(self, parent: _Block | None, root: Key, tokens: bytes) -> tuple[_Block, list[Key]]:
-        before, rest = (parent.key, parent.tail) if parent else (root, b"")
+    def _place(self, parent: _Block | None, root: Key, tokens: bytes, images: Iterable[Begin]) -> tuple[_Block, list[Key]]:
+        before, rest, begun = (parent.key, parent.tail, parent.begins) if parent else (root, b"", ())
         open_tokens = rest + tokens
-        keys = extend_keys(before, open_tokens, self._block_tokens)
-        tail = open_tokens[len(keys) * self._block_tokens * 4 :]
-        return _Block(parent if rest else None, len(tokens), keys[-1] if keys else before, tail), keys
+        begins = [*begun, *((len(rest) // 4 + at, digest) for at, digest in images)]
+        keys = keys_with_images(before, open_tokens, self._block_tokens, begins)
+        done = len(keys) * self._block_tokens
+        last = keys[-1] if keys else before
+        return _Block(parent if rest else None, len(tokens), last, open_tokens[4 * done :], shifted(begins, done)), keys
 
     def _needs(self, block: _Block, keys: list[Key], behind_bytes: int) -> None:
         """Record at each block the keys that need it: the first of `keys` needs the blocks before, as far as its tokens

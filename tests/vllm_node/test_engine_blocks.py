@@ -17,6 +17,7 @@ from mooncake_zmq.core.messages import BlocksAnnounced
 from mooncake_zmq.core.work import EngineReported, WatchEngine
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens, root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EngineBatch, EngineCleared, EngineRemoved, EngineStored, EventError, decode_batch
+from mooncake_zmq.kv.image_keys import digest_of, keys_with_images
 from mooncake_zmq.runtime.kv_events import END
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
 from mooncake_zmq.vllm_node.mirror import Mirror
@@ -190,12 +191,14 @@ def test_both_shapes_of_the_wire_are_read():
         {"extra_keys": [None, None]},
         {"extra_keys": [[SALT, "lora"], None]},
         {"extra_keys": [[SALT], ["image"]]},
+        {"extra_keys": [[SALT, ["image", "3"]], None]},
     ],
 )
 def test_blocks_that_no_request_of_ours_can_reuse_are_passed_over(more):
     assert decode_batch(batch(as_map([1, 2, 3, 4], SALT, **more))).events == ()
 
 
+CAT, DOG = "ca" * 32, "d0" * 32
 ADAPTED = {"lora_id": 1, "lora_name": "poet"}
 OURS = salt_of(bytes(range(16)))
 
@@ -223,6 +226,51 @@ def test_blocks_of_an_adapter_are_read_under_the_salt_that_covers_it():
 )
 def test_blocks_of_an_adapter_with_other_keys_are_passed_over(extra_keys):
     assert decode_batch(batch(as_map([1, 2, 3, 4], OURS, **ADAPTED, extra_keys=extra_keys))).events == ()
+
+
+def test_images_are_read_where_they_begin_and_not_where_they_go_on():
+    keys = [[[CAT, 1], [DOG, 0], SALT], [[DOG, -2]]]
+    (event,) = decode_batch(batch(as_map([1, 3, 3, 3], SALT, extra_keys=keys))).events
+    assert event == structs.replace(FOUR, tokens=pack_tokens([1, 3, 3, 3]), images=((0, digest_of(DOG)), (1, digest_of(CAT))))
+    later = as_map([3, 3, 3, 5], "", parent_block_hash=b"p", extra_keys=[[[DOG, -4]], [["poet:" + CAT, 1]]])
+    (event,) = decode_batch(batch(later)).events
+    assert event.images == ((3, digest_of(CAT)),)
+
+
+def seen_with_images(tokens, images, size, block_tokens=4):
+    """Return the keys that a mirror has of a prompt that vLLM reports in blocks of `size` tokens."""
+    seen, extra, parent = Mirror(block_tokens, 100, {"": None, SALT: ROOT}.get), [], None
+    for first in range(0, len(tokens) - size + 1, size):
+        extra = [[name, at - first] for at, length, name in images if at < first + size and first < at + length]
+        raw = as_map(
+            tokens[first : first + size],
+            SALT,
+            block_hashes=[f"{first}".encode()],
+            block_size=size,
+            parent_block_hash=parent,
+            extra_keys=[[*extra, *([] if parent else [SALT])] or None],
+        )
+        parent = f"{first}".encode()
+        seen.apply(decode_batch(batch(raw)).events)
+        seen.check()
+    return seen.held
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_keys_of_prompts_with_images_are_those_that_a_gateway_makes(size):
+    tokens = [7, 3, 3, 3, 3, 3, 8, 3, 3, 9, 10, 11]
+
+    def keys(first, second):
+        begins = ((1, digest_of(first)), (7, digest_of(second)))
+        made = keys_with_images(ROOT, pack_tokens(tokens), 4, begins)
+        assert seen_with_images(tokens, ((1, 5, first), (7, 2, second)), size) == made
+        return made
+
+    both, other, last = keys(CAT, DOG), keys(DOG, DOG), keys(CAT, CAT)
+    assert not set(both) & set(other), "equal tokens of other images"
+    assert both[:1] == last[:1]
+    assert not set(both[1:]) & set(last)
+    assert not set(both) & set(extend_keys(ROOT, pack_tokens(tokens), 4))
 
 
 def test_blocks_of_full_attention_are_read_whichever_group_has_them():
