@@ -18,6 +18,8 @@ from mooncake_zmq.core.messages import (
     CancelRequest,
     ChangeReplica,
     ChangeRole,
+    ChatRendered,
+    ChatUnrendered,
     CommitSlots,
     DecodeDenied,
     DecodeLoad,
@@ -41,6 +43,7 @@ from mooncake_zmq.core.messages import (
     ReclaimSlots,
     Rejected,
     ReleaseLease,
+    RenderChat,
     RenewLease,
     Report,
     ReportCorrupt,
@@ -93,7 +96,7 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("prefill", "gateway"): frozenset((FirstToken, PromptScored, AttemptFailed, PlaceElsewhere)),
     ("gateway", "decode"): frozenset((CancelRequest,)),
     ("decode", "gateway"): frozenset((TokensDecoded, AttemptFailed, PlaceElsewhere)),
-    ("gateway", "vllm"): frozenset((StartPrefill, CancelRequest, ReadAnswer)),
+    ("gateway", "vllm"): frozenset((StartPrefill, CancelRequest, ReadAnswer, RenderChat)),
     ("vllm", "gateway"): frozenset(
         (
             FirstToken,
@@ -106,6 +109,8 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
             ParsersReported,
             AnswerRead,
             AnswerUnread,
+            ChatRendered,
+            ChatUnrendered,
         )
     ),
     ("vllm", "conductor"): frozenset((PrefillLoad, DecodeLoad, BlocksAnnounced, AdaptersListed)),

@@ -9,7 +9,18 @@ import math
 
 from msgspec import Struct, structs
 
-from mooncake_zmq.core.messages import CallRead, Embedding, End, Parsers, Sampled, Sampling, SlotRef, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import (
+    CallRead,
+    Embedding,
+    End,
+    Image,
+    Parsers,
+    Sampled,
+    Sampling,
+    SlotRef,
+    StopRule,
+    TokenLogprob,
+)
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.engine_events import EngineEvent
 from mooncake_zmq.kv.object_record import ObjectRecord
@@ -300,7 +311,7 @@ class Generate(Struct, frozen=True):
     `stop` ends it, with the `adapter` if one is named. Only requests of the same `root`, which covers the adapter, share its
     cache. Reused KV may be at the cache-nodes `sources`; that of `coming_tokens` is there, or will soon be. Without a token for
     `quiet_s` it has failed. `prompt_likeliest`: the number of likeliest tokens whose logprobs are computed for each of `tokens`
-    but the first, beside its own, before the answer; None: no logprobs of the prompt."""
+    but the first, beside its own, before the answer; None: no logprobs of the prompt. `images`: those in `tokens`, in order."""
 
     tokens: bytes
     count: int
@@ -312,6 +323,7 @@ class Generate(Struct, frozen=True):
     coming_tokens: int = 0
     adapter: str = ""
     prompt_likeliest: int | None = None
+    images: tuple[Image, ...] = ()
 
 
 class PromptScoresGenerated(Struct, frozen=True):
@@ -406,6 +418,19 @@ class TokensRead(Struct, frozen=True):
     text: str = ""
     calls: tuple[CallRead, ...] = ()
     state: bytes = b""
+
+
+class WriteChat(Struct, frozen=True):
+    """Work of the engine beside this node: it writes a chat with images as tokens. The fields are those of `RenderChat`."""
+
+    chat: bytes
+
+
+class ChatWritten(Struct, frozen=True):
+    """Result of `WriteChat`. The fields are those of `ChatRendered`."""
+
+    tokens: bytes
+    images: tuple[Image, ...]
 
 
 class ProbeProcess(Struct, frozen=True):
@@ -508,7 +533,7 @@ class Done(Struct, frozen=True, gc=False):
 
 class WorkFailed(Struct, frozen=True):
     """Result of a work that failed as a whole or missed its deadline. `stuck`: it fails on every node, as the answer cannot
-    follow its constraint or the model does not embed so. `full`: the disk has no room."""
+    follow its constraint, or the model does not embed so or takes no such image. `full`: the disk has no room."""
 
     reason: str
     stuck: bool = False
@@ -530,6 +555,7 @@ Work = (
     | Embed
     | ProbeEngine
     | ReadTokens
+    | WriteChat
     | WatchEngine
     | ForkSequence
     | SampleTokens
@@ -548,6 +574,7 @@ Result = (
     | Embedded
     | EngineProbed
     | TokensRead
+    | ChatWritten
     | SequenceForked
     | TokensSampled
 )

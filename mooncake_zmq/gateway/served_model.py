@@ -73,6 +73,8 @@ class ServedModel:
     """Names of the adapters with which it is served too."""
     embeds: bool = False
     """Whether its answers are vectors of texts; otherwise they are tokens."""
+    takes_images: bool = False
+    """Whether its chats may have images, which a vLLM takes if the model does."""
     adapter: str = ""
     """The adapter that this is the model with; empty: none."""
     extend_keys: Callable[[bytes, bytes, int], list[Key]] = field(default=extend_keys, repr=False, compare=False)

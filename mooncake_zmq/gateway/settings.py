@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mooncake_zmq.core.messages import MAX_IMAGES, MAX_IMAGES_BYTES
+
 LEAST_BODY_BYTES = 4 << 20
 TOKEN_BYTES = 12
 """Bytes of JSON that a token of a long prompt is assumed to take on average: an id with its comma has at most 9 (in Python's
@@ -72,6 +74,14 @@ class EdgeSettings:
     """Probabilities of tokens that all answers without streaming may hold together, at about 150 bytes each: they are kept
     until the answer is complete. One call may hold a quarter of them (else 400) and one tenant half (else 429); a call that
     finds no room is answered 503."""
+    max_images: int = 16
+    """Images of one chat; with more it is answered 400."""
+    max_image_bytes: int = 4 << 20
+    """Bytes of all images of one chat, as the data URLs in which they come, a third more than the images; with more it is
+    answered 413."""
+    max_held_image_bytes: int = 256 << 20
+    """Bytes of images that all calls may hold together: they are kept until the answer is complete. One tenant may hold half of
+    them (else 429); a call that finds no room is answered 503."""
     send_timeout_s: float = 60.0
     """Seconds for which a client may read nothing, though data is ready, before it counts as gone: it is cut off and its
     requests are cancelled. Up to then 64 KiB wait in its connection, and `max_buffered_outputs` tokens before it."""
@@ -94,6 +104,10 @@ class EdgeSettings:
 
     def __post_init__(self) -> None:
         at_least_one = ("max_choices", "max_buffered_outputs", "max_held_scores", "tokenize_threads")
+        if not 0 <= self.max_images <= MAX_IMAGES or not 0 < self.max_image_bytes <= MAX_IMAGES_BYTES:
+            raise ValueError(f"max_images must be at most {MAX_IMAGES}, and max_image_bytes at most {MAX_IMAGES_BYTES}")
+        if self.max_held_image_bytes < 2 * self.max_image_bytes:
+            raise ValueError("max_held_image_bytes must be at least twice max_image_bytes, as a tenant may hold half of it")
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

@@ -1,7 +1,7 @@
 """Decoding of the KV events that a vLLM publishes about its own prefix cache. PURE; both shapes of the wire format are read.
 
-Only what can be reused for a request of ours is kept: full-attention blocks in the engine's own memory, of text and images, under
-a cache salt or after such a block. The rest is passed over.
+Only what can be reused for a request of ours is kept: full-attention blocks in the engine's own memory, of text and images,
+under a cache salt or after such a block. The rest is passed over.
 """
 
 from typing import Any

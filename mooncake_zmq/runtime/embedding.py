@@ -13,7 +13,7 @@ from msgspec import Struct
 from mooncake_zmq.core.messages import MAX_VECTORS_BYTES
 from mooncake_zmq.core.work import Embed, Embedded, WorkFailed
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
-from mooncake_zmq.runtime.vllm_answers import JSON, SHOWN_CHARACTERS, Nonsense, shown, whole
+from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, reason_of, shown, whole
 
 EMBEDDINGS: Final = "/v1/embeddings"
 ONE_TEXT: Final = {"input": [[0]], "encoding_format": "base64"}
@@ -30,14 +30,6 @@ class _Vector(Struct, frozen=True):
 
 class _Answer(Struct, frozen=True):
     data: list[_Vector]
-
-
-class _Said(Struct, frozen=True):
-    message: str = ""
-
-
-class _Error(Struct, frozen=True):
-    error: _Said = _Said()
 
 
 def embedding_body(work: Embed) -> bytes:
@@ -76,15 +68,7 @@ async def embed(client: httpx.AsyncClient, work: Embed, connect_s: float) -> Emb
     async with client.stream("POST", EMBEDDINGS, content=embedding_body(work), headers=JSON, timeout=timeout) as response:
         raw = await whole(response, most, f"vLLM sends more than {most} bytes of vectors")
     if response.status_code in REFUSED:
-        return WorkFailed(_reason(raw), stuck=True)
+        return WorkFailed(reason_of(raw), stuck=True)
     if response.status_code != httpx.codes.OK:
-        raise Nonsense(f"vLLM answers {response.status_code}: {_reason(raw)}")
+        raise Nonsense(f"vLLM answers {response.status_code}: {reason_of(raw)}")
     return Embedded(vectors_in(raw, work))
-
-
-def _reason(raw: bytes | bytearray) -> str:
-    try:
-        said = msgspec.json.decode(raw, type=_Error).error.message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        said = ""
-    return shown(said or bytes(raw[:SHOWN_CHARACTERS]).decode("utf-8", "replace"))

@@ -349,6 +349,7 @@ def _served(layout: BlockLayout, model: Model, loaded: Loaded, one_of_several: b
         identity=model.identity if one_of_several else "",
         adapters=loaded.config.model.adapters,
         embeds=loaded.config.model.task == "embed",
+        takes_images=loaded.config.model.engine == "vllm",
         extend_keys=KeyCache().extend,
     )
 

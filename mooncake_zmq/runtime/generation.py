@@ -47,11 +47,13 @@ from mooncake_zmq.core.work import (
     WatchEngine,
     Work,
     WorkFailed,
+    WriteChat,
 )
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
 from mooncake_zmq.runtime.derender import parsers_of, read_tokens
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, embed
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
+from mooncake_zmq.runtime.rendering import parts_of, without_repeats, write_chat
 from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, shown, whole
 from mooncake_zmq.vllm.hints import as_parameters
 
@@ -111,6 +113,7 @@ class _Details(Struct, frozen=True):
 
 
 class _Usage(Struct, frozen=True):
+    prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -178,10 +181,12 @@ def prompt_scores(raw: bytes | bytearray, tokens: bytes, likeliest: int) -> tupl
 @dataclass(slots=True)
 class Answer:
     """One stream of events, read so far: what may be reported at once, and what waits for the end. `limit`: tokens
-    requested; `likeliest`: number of likeliest tokens to report with each token's logprob, None: no logprobs."""
+    requested; `likeliest`: number of likeliest tokens to report with each token's logprob, None: no logprobs. `prompt`: tokens
+    that the prompt has once vLLM has put its images in; None: it has none."""
 
     limit: int
     likeliest: int | None = None
+    prompt: int | None = None
     ready: list[int] = field(default_factory=list)
     ready_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: tuple[int, ...] | None = None
@@ -201,6 +206,9 @@ class Answer:
         chunk = _decoded(data)
         if chunk.error is not None:
             raise Nonsense(f"vLLM failed: {shown(str(chunk.error))}")
+        counted = None if chunk.usage is None else chunk.usage.prompt_tokens
+        if None not in (self.prompt, counted) and counted != self.prompt:
+            raise Nonsense(f"vLLM makes {counted} tokens of a prompt with images that has {self.prompt}")
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             self.reused = max(0, min(chunk.usage.prompt_tokens_details.cached_tokens or 0, 1 << 48))
         for choice in chunk.choices:
@@ -328,7 +336,7 @@ def _asked(work: Generate) -> dict[str, Any]:
         # vLLM's generator counts draws, not positions: a continued answer must not begin with the same draws.
         parameters["seed"] = (sampling.seed + work.count) & SEED_LIMIT
     body: dict[str, Any] = {
-        "token_ids": _ids(work.tokens),
+        "token_ids": _ids(without_repeats(work.tokens, work.images)),
         "sampling_params": parameters,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -337,6 +345,9 @@ def _asked(work: Generate) -> dict[str, Any]:
     if sampling.constraint:
         # A vLLM with a parser of reasoning holds an answer to its grammar only after reasoning, unless that has ended.
         body["reasoning_ended"] = True
+    if work.images:
+        body["content_parts"] = parts_of(work.images)
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if work.adapter:
         body["model"] = work.adapter
     if hints := as_parameters(work.sources, work.coming_tokens):
@@ -484,6 +495,8 @@ class Generation:
                 return EngineProbed(well, reason, await self._adapters(), await self._parsers() if parsers else None)
             case ReadTokens():
                 return await read_tokens(self._client, work)
+            case WriteChat():
+                return await write_chat(self._client, work)
             case Embed():
                 return await embed(self._client, work, self._connect_s)
             case _:
@@ -529,7 +542,8 @@ class Generation:
     async def _generate(self, work_id: int, work: Generate) -> Result:
         if work.prompt_likeliest is not None:
             await self._score(work_id, work, work.prompt_likeliest)
-        answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs), EventLines()
+        prompt = len(work.tokens) // 4 if work.images else None
+        answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs, prompt), EventLines()
         long = len(work.tokens) > PIECE_BYTES
         body = await asyncio.to_thread(request_body, work) if long else request_body(work)
         async with AsyncExitStack() as transfer:

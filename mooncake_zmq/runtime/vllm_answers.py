@@ -4,6 +4,8 @@ read and shown of one."""
 from typing import Final
 
 import httpx
+import msgspec
+from msgspec import Struct
 
 JSON: Final = {"content-type": "application/json"}
 SHOWN_CHARACTERS: Final = 300
@@ -21,6 +23,23 @@ async def whole(response: httpx.Response, most_bytes: int, too_long: str) -> byt
         if len(raw) > most_bytes:
             raise Nonsense(too_long)
     return raw
+
+
+class _Said(Struct, frozen=True):
+    message: str = ""
+
+
+class _Error(Struct, frozen=True):
+    error: _Said = _Said()
+
+
+def reason_of(raw: bytes | bytearray) -> str:
+    """Return the reason in the body of an error, as one line."""
+    try:
+        said = msgspec.json.decode(raw, type=_Error).error.message
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        said = ""
+    return shown(said or bytes(raw[:SHOWN_CHARACTERS]).decode("utf-8", "replace"))
 
 
 def shown(text: str) -> str:

@@ -32,6 +32,7 @@ from mooncake_zmq.core.work import (
     WatchEngine,
     Work,
     WorkFailed,
+    WriteChat,
     WriteToDisk,
 )
 from mooncake_zmq.kv.layout import BlockLayout
@@ -297,5 +298,5 @@ def _sequences_of(work: Work) -> frozenset[int]:
             return frozenset((work.source, *work.targets))
         case WriteToDisk() | ProbeProcess() | SampleTokens():
             return frozenset()
-        case Generate() | Embed() | ProbeEngine() | ReadTokens() | WatchEngine():
+        case Generate() | Embed() | ProbeEngine() | ReadTokens() | WriteChat() | WatchEngine():
             return frozenset()

@@ -15,6 +15,7 @@ from mooncake_zmq.core.work import (
     ReadTokens,
     SampleTokens,
     WatchEngine,
+    WriteChat,
     WriteToDisk,
 )
 from mooncake_zmq.simulation import copy_works, disk_works, engine_works, vllm_works
@@ -50,8 +51,8 @@ def steps_of(machine: Machine, running: Running) -> Steps:
             return vllm_works.probe_engine(machine, work)
         case ReadTokens() as work:
             return vllm_works.read_tokens(machine, work)
-        case WatchEngine() as work:
-            raise TypeError(work)  # simulated ones publish nothing
+        case WatchEngine() | WriteChat() as work:
+            raise TypeError(work)  # simulated ones publish nothing, and simulated clients send no images
 
 
 def probe(machine: Machine, work: ProbeProcess) -> Steps:

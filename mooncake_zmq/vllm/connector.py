@@ -50,6 +50,7 @@ from mooncake_zmq.vllm.names import (
     LayerOrder,
     chain_root,
     derived_keys,
+    image_keys,
     is_of_content,
     speculation,
     token_keys,
@@ -383,8 +384,11 @@ class _SchedulerHalf:
         root = chain_root(request.cache_salt or "", self._anew, adapter)
         if not all(is_of_content(feature.identifier) for feature in request.mm_features):
             return None
-        if request.mm_features or request.prompt_embeds is not None:
+        if request.prompt_embeds is not None:
             return derived_keys(root, request.block_hashes)
+        if request.mm_features:
+            images = [(feature.mm_position.offset, feature.identifier) for feature in request.mm_features]
+            return image_keys(root, request.all_token_ids, self._block_tokens, images)
         return token_keys(root, request.all_token_ids, self._block_tokens)
 
 

@@ -16,6 +16,7 @@ from functools import reduce
 from typing import Any, Literal
 
 from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys, namespace, pack_tokens, root_of_salt
+from mooncake_zmq.kv.image_keys import digest_of, keys_with_images, shifted
 
 NAMING = 3
 """Version of what names cover; a higher one makes all stored blocks misses."""
@@ -165,12 +166,8 @@ TABLE = (
     Row("KEY", "salt", "tenants do not share; a gateway's salt is its chain's root", ("request.cache_salt",)),
     Row("KEY", "new weights", "after a reset of the cache the files no longer show the weights", ("reset_cache()",)),
     ADAPTER,
-    Row(
-        "KEY",
-        "inputs beside tokens",
-        "images by their content, and embeddings; the hashes also cover vLLM's algorithm and seed",
-        ("request.block_hashes",),
-    ),
+    Row("KEY", "images", "by content and place, as all images are the same tokens", ("request.mm_features",)),
+    Row("KEY", "embeddings of a prompt", "vLLM's own hashes cover them", ("request.block_hashes",)),
 )
 
 
@@ -319,9 +316,21 @@ def token_keys(root: bytes, tokens: Sequence[int], block_tokens: int) -> BlockKe
     return BlockKeys(more, root)
 
 
+def image_keys(root: bytes, tokens: Sequence[int], block_tokens: int, images: Iterable[tuple[int, str]]) -> BlockKeys:
+    """Return keys of text with images: the first token of each, in order, and vLLM's identifier, which is of its content.
+    `tokens` may grow."""
+    begins = [(at, digest_of(identifier.rpartition(":")[2])) for at, identifier in images]
+
+    def more(parent: bytes, first: int, stop: int) -> list[Key]:
+        own = pack_tokens(tokens[first * block_tokens : stop * block_tokens])
+        return keys_with_images(parent, own, block_tokens, shifted(begins, first * block_tokens))
+
+    return BlockKeys(more, root)
+
+
 def derived_keys(root: bytes, hashes: Sequence[bytes]) -> BlockKeys:
-    """Return keys of inputs that are more than text, derived from vLLM's own hashes of the blocks, which
-    cover all input. `hashes` may grow."""
+    """Return keys of inputs that are more than text and images, derived from vLLM's own hashes of the blocks, which cover all
+    input. `hashes` may grow."""
 
     def more(_parent: bytes, first: int, stop: int) -> list[Key]:
         return [hashlib.sha256(root + bytes(each)).digest()[:KEY_BYTES] for each in hashes[first:stop]]

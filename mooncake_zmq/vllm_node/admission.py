@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from mooncake_zmq.core.actor_parts import Tally
-from mooncake_zmq.core.messages import Hello, Part, Sampling, StartPrefill
+from mooncake_zmq.core.messages import Hello, Part, Sampling, StartPrefill, has_field
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
+IMAGES: Final = "StartPrefill.images"
 WHOLE: Final = (True, True)
 TAKES: Mapping[Part, tuple[bool, bool]] = {"both": WHOLE, "prefill": (True, False), "decode": (False, True)}
 """By part of the node: whether a request may begin there, and whether it may end there."""
@@ -57,6 +58,8 @@ class Admission:
             return f"that is no work for a vLLM of part {self._settings.part}"
         if message.embedding is not None and sum(message.embedding.lengths) != length:
             return "the texts are not those of its tokens"
+        if not _has_images(message):
+            return "the images are not those of its tokens"
         if message.stop.max_tokens <= message.first_index:
             return "no token is wanted"
         goes_on = message.decode != self._name and message.stop.max_tokens > message.first_index + 1
@@ -65,6 +68,19 @@ class Admission:
         return None if length < self._settings.capacity_tokens else "prompt is longer than vLLM's KV"
 
     def may_pass_on(self, request: StartPrefill) -> bool:
-        """Return whether a request ends here, or the vLLM that continues it is up."""
+        """Return whether a request ends here, or the vLLM that continues it is up and takes its images."""
         decode = self._peers.get(request.decode)
-        return request.decode == self._name or (decode is not None and decode.role == "vllm")
+        if request.decode == self._name:
+            return True
+        return decode is not None and decode.role == "vllm" and (not request.images or has_field(decode.protocol, IMAGES))
+
+
+def _has_images(message: StartPrefill) -> bool:
+    """Return whether the images of a request are in its tokens one after the other, each as many equal tokens."""
+    tokens, done = message.tokens, 0
+    for image in message.images:
+        own = tokens[4 * image.begin : 4 * (image.begin + image.length)]
+        if image.begin < done or len(own) != 4 * image.length or own != own[:4] * image.length or not image.url:
+            return False
+        done = image.begin + image.length
+    return not (message.images and message.embedding)

@@ -99,4 +99,5 @@ class Job:
             quiet_s=quiet_s,
             coming_tokens=self.length - 1 if self.taken_over else 0,
             prompt_likeliest=request.prompt_logprobs,
+            images=request.images,
         )

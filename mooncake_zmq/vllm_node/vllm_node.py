@@ -44,6 +44,7 @@ from mooncake_zmq.core.messages import (
     Message,
     PromptScored,
     ReadAnswer,
+    RenderChat,
     StartPrefill,
     StopRule,
     TextsEmbedded,
@@ -73,6 +74,7 @@ from mooncake_zmq.vllm_node.engine_cache import EngineCache
 from mooncake_zmq.vllm_node.job import NEXT_STATE, Job, JobEvent, JobState
 from mooncake_zmq.vllm_node.load import Load
 from mooncake_zmq.vllm_node.reads import Reads
+from mooncake_zmq.vllm_node.renders import Renders
 from mooncake_zmq.vllm_node.settings import VllmSettings
 from mooncake_zmq.vllm_node.silence import Silence
 
@@ -133,10 +135,11 @@ class VllmNode:
         self._early = early.EarlyRequests(settings.max_queued)
         self._adapters = ListedAdapters()
         self._reads = Reads(settings.max_running + settings.max_queued, self._peers, self._ids, self.counts)
+        self._renders = Renders(settings.max_queued, self._peers, self._ids, self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
-        effects = self._reads.handle(now, event) + self._dispatch(now, event)
+        effects = self._reads.handle(now, event) + self._renders.handle(now, event) + self._dispatch(now, event)
         return effects + self._begin(now) + self._drained()
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
@@ -194,7 +197,7 @@ class VllmNode:
                 return [e for each in choices for e in self._on_start(now, gateway or "", each)]
             case CancelRequest():
                 return self._on_cancel(now, sender, message)
-            case ReadAnswer():
+            case ReadAnswer() | RenderChat():
                 return []
             case _:
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
@@ -213,6 +216,7 @@ class VllmNode:
         assert len(self._in(JobState.QUEUED)) <= self._settings.max_queued
         self._cache.check()
         self._reads.check()
+        self._renders.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
@@ -225,6 +229,7 @@ class VllmNode:
             "requests_running": len(self._jobs) - waiting,
             "requests_closing": len(self._closing),
             "reads_open": len(self._reads),
+            "renders_open": len(self._renders),
         }
 
     def dump(self, now: float) -> dict[str, Any]:
@@ -234,6 +239,7 @@ class VllmNode:
             "draining": self._drain.draining,
             "trouble": self._trouble,
             "reads": self._reads.dump(),
+            "renders": self._renders.dump(),
             "compute": asdict(self._load.compute.measured(now)),
             "step": asdict(self._load.step.measured(now)),
             "jobs": [
@@ -515,7 +521,7 @@ class VllmNode:
         return self._reports.send(now, prompts, answers)
 
     def _drained(self) -> list[Effect]:
-        return self._drain.drained(idle=not (self._jobs or self._closing or self._early or self._reads))
+        return self._drain.drained(idle=not (self._jobs or self._closing or self._early or self._reads or self._renders))
 
     # --- helpers
 

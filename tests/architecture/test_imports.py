@@ -18,6 +18,7 @@ PURE = (
     "gateway/requests/answer",
     "gateway/requests/families",
     "gateway/requests/relocations",
+    "gateway/requests/renderings",
     "gateway/requests/history",
     "gateway/requests/slowness",
     "gateway/requests/request",

@@ -19,7 +19,16 @@ from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.http.acceptor import Acceptor, new_loop, server_config
 from mooncake_zmq.gateway.http.app import create_app
 from mooncake_zmq.gateway.http.http_calls import Edge
-from mooncake_zmq.gateway.requests.client_events import ClientOutput, ClientRequest, Failed, Finished, StopFound, TokenOut
+from mooncake_zmq.gateway.requests.client_events import (
+    ChatToRender,
+    ClientOutput,
+    ClientRequest,
+    Failed,
+    Finished,
+    Rendered,
+    StopFound,
+    TokenOut,
+)
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
@@ -90,6 +99,9 @@ class ScriptedActor:
     """Further models; the first one has an identity of its own then."""
     offered: Parsers = Parsers()
     """The parsers of the model's vLLMs."""
+    render: Callable[[ChatToRender], Rendered | Failed] | None = None
+    """Writes chats with images, as a vLLM does; None: no vLLM serves the model."""
+    rendered: list[ChatToRender] = field(default_factory=list)
     deaf: bool = False
     """No node does what it is asked to."""
 
@@ -104,6 +116,7 @@ class ScriptedActor:
             tokenizer=byte_tokenizer(),
             identity="weights" if self.others else "",
             adapters=self.adapters,
+            takes_images=self.render is not None,
         )
         self.edge = Edge(
             name="gw",
@@ -133,6 +146,10 @@ class ScriptedActor:
         return request
 
     def inject(self, event: FromClient) -> None:
+        if isinstance(event.input, ChatToRender) and self.render is not None:
+            self.rendered.append(event.input)
+            asyncio.get_running_loop().call_soon(self.edge.deliver, ToClient(event.request_id, self.render(event.input)))
+            return
         if not isinstance(event.input, ClientRequest):
             self.cancelled.append(event.request_id)
             if isinstance(event.input, StopFound):
@@ -200,8 +217,8 @@ class ScriptedActor:
             for _ in range(12):  # let the reader come around to waiting again
                 await asyncio.sleep(0)
 
-    def call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        """One HTTP call in a loop of its own; afterwards nothing may be left open."""
+    def call(self, method: str, path: str, *, idle: bool = True, **arguments: Any) -> httpx.Response:
+        """One HTTP call in a loop of its own; afterwards nothing may be left open (`idle`)."""
 
         async def go() -> httpx.Response:
             transport = httpx.ASGITransport(app=self.app)
@@ -209,7 +226,8 @@ class ScriptedActor:
                 return await client.request(method, path, **arguments)
 
         response = asyncio.run(go())
-        self.check_idle()
+        if idle:
+            self.check_idle()
         return response
 
     def complete(self, **body: Any) -> httpx.Response:
@@ -222,6 +240,7 @@ class ScriptedActor:
     def check_idle(self) -> None:
         assert self.edge.open_requests == 0
         assert self.edge.slots_taken == 0
+        assert self.edge.held_image_bytes.taken == 0
 
     def serve(self, client: Callable[[int], Awaitable[None]]) -> None:
         """Run `client(port)` against a real server on a loopback port, behind a acceptor as a gateway's is."""

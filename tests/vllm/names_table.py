@@ -54,7 +54,7 @@ def is_there(path: str, owner: type) -> bool:
 
 def request(adapter: LoRARequest | None = None, images: tuple[str, ...] = ()) -> Told:
     plain = {"resumable": False, "cache_salt": None, "prompt_embeds": None, "block_hashes": [b"h" * 32] * 4}
-    features = [Told(identifier=image) for image in images]
+    features = [Told(identifier=image, mm_position=Told(offset=3)) for image in images]
     return Told(all_token_ids=list(range(33)), lora_request=adapter, mm_features=features, **plain)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, salt_of
+from mooncake_zmq.kv.image_keys import digest_of, keys_with_images
 from mooncake_zmq.pool.rules.engine_blocks import block_key
 from mooncake_zmq.vllm import names
 from mooncake_zmq.vllm.names import (
@@ -25,6 +26,7 @@ from mooncake_zmq.vllm.names import (
     chain_root,
     derived_keys,
     group_prefix,
+    image_keys,
     is_of_content,
     object_names,
     token_keys,
@@ -357,7 +359,21 @@ def test_salt_and_any_token_before_change_every_key():
     assert tail[3] != base[3]
 
 
-def test_what_is_more_than_text_is_named_by_the_engines_own_hashes():
+def test_images_are_named_as_gateways_name_them_by_content_and_place():
+    tokens, cat, dog = [1, 9, 9, 9, 9, 2, 9, 9, 3], "ca" * 32, "d0" * 32
+    names = image_keys(chain_root(), tokens, 2, [(1, cat), (6, dog)])
+    assert len(names.upto(1)) == 1
+    begins = [(1, digest_of(cat)), (6, digest_of(dog))]
+    assert names.upto(4) == keys_with_images(chain_root(), pack_tokens(tokens), 2, begins)
+    other = image_keys(chain_root(), tokens, 2, [(1, cat), (6, cat)]).upto(4)
+    assert other[:3] == names.upto(3)
+    assert other[3] != names.upto(4)[3]
+    assert not set(names.upto(4)) & set(image_keys(chain_root(), tokens, 2, [(1, dog), (6, dog)]).upto(4))
+    with_adapter = image_keys(chain_root(), tokens, 2, [(1, f"poet:{cat}"), (6, dog)])
+    assert with_adapter.upto(4) == names.upto(4), "the root covers the adapter"
+
+
+def test_what_is_more_than_text_and_images_is_named_by_the_engines_own_hashes():
     hashes = [bytes([number]) * 32 for number in range(3)]
     keys = derived_keys(chain_root(), hashes).upto(3)
     assert keys == derived_keys(chain_root(), hashes).upto(3)

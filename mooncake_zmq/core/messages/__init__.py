@@ -113,7 +113,7 @@ from mooncake_zmq.core.messages.pool import (
     ReserveSlots,
     SlotsReserved,
 )
-from mooncake_zmq.core.messages.protocols import has_all_fields, speaks, without_newer_fields
+from mooncake_zmq.core.messages.protocols import has_all_fields, has_field, speaks, without_newer_fields
 from mooncake_zmq.core.messages.reading import (
     MAX_CHAT_BYTES,
     MAX_READ_BYTES,
@@ -124,6 +124,15 @@ from mooncake_zmq.core.messages.reading import (
     Parsers,
     ParsersReported,
     ReadAnswer,
+)
+from mooncake_zmq.core.messages.rendering import (
+    MAX_IMAGES,
+    MAX_IMAGES_BYTES,
+    MAX_RENDERED_BYTES,
+    ChatRendered,
+    ChatUnrendered,
+    Image,
+    RenderChat,
 )
 from mooncake_zmq.core.messages.sampling import (
     Sampled,
@@ -159,6 +168,8 @@ __all__ = [
     "CancelRequest",
     "ChangeReplica",
     "ChangeRole",
+    "ChatRendered",
+    "ChatUnrendered",
     "Checksum",
     "CommitSlots",
     "Count",
@@ -178,6 +189,7 @@ __all__ = [
     "HandoffFailed",
     "HandoffReceived",
     "Hello",
+    "Image",
     "LEAST_LOGPROB",
     "LayersReady",
     "LeaseBlocks",
@@ -187,6 +199,8 @@ __all__ = [
     "MAX_CHAT_BYTES",
     "MAX_CONSTRAINT_BYTES",
     "MAX_DUMP_BYTES",
+    "MAX_IMAGES",
+    "MAX_IMAGES_BYTES",
     "MAX_LEVEL",
     "MAX_LEVELS",
     "MAX_LOGPROBS",
@@ -200,6 +214,7 @@ __all__ = [
     "MAX_PRIORITY",
     "MAX_READ_BYTES",
     "MAX_REFUSALS",
+    "MAX_RENDERED_BYTES",
     "MAX_REPORTED",
     "MAX_RUN",
     "MAX_SCORED",
@@ -231,6 +246,7 @@ __all__ = [
     "RejectReason",
     "Rejected",
     "ReleaseLease",
+    "RenderChat",
     "RenewLease",
     "Report",
     "ReportCorrupt",
@@ -266,6 +282,7 @@ __all__ = [
     "decode_envelope",
     "encode",
     "for_sibling",
+    "has_field",
     "speaks",
 ]
 
@@ -303,6 +320,9 @@ Message = (
     | ReadAnswer
     | AnswerRead
     | AnswerUnread
+    | RenderChat
+    | ChatRendered
+    | ChatUnrendered
     | LeaseBlocks
     | BlocksLeased
     | RenewLease

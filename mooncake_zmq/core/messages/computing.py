@@ -30,6 +30,7 @@ from mooncake_zmq.core.messages.fields import (
     Tokens,
     WeightVersion,
 )
+from mooncake_zmq.core.messages.rendering import Images
 from mooncake_zmq.core.messages.sampling import MAX_CHOICES, Sampling, Sibling, Siblings, StopRule
 
 MAX_TEXTS: Final = 64
@@ -93,6 +94,8 @@ class StartPrefill(TaggedRecord, frozen=True):
     """The adapter of a vLLM with which the model answers, which `root` covers; empty: none."""
     embedding: Embedding | None = None
     """The texts in `tokens` that a vLLM embeds, with which the request ends; None: it generates."""
+    images: Images = ()
+    """The images in `tokens`, in order, each with its data URL, for a vLLM."""
 
 
 class FirstToken(TaggedRecord, frozen=True):

@@ -13,10 +13,14 @@ from msgspec import Struct
 SINCE: Final[Mapping[str, int]] = {
     "AnswerRead": 23,
     "AnswerUnread": 23,
+    "ChatRendered": 23,
+    "ChatUnrendered": 23,
     "ParsersReported": 23,
     "PlaceElsewhere": 23,
     "ReadAnswer": 23,
+    "RenderChat": 23,
     "StartPrefill.embedding": 23,
+    "StartPrefill.images": 23,
     "TextsEmbedded": 23,
 }
 """The protocol that added a type of message or a field ("Type.field"), for those that not every spoken protocol has."""
@@ -25,6 +29,11 @@ SINCE: Final[Mapping[str, int]] = {
 def speaks(protocol: int, message: type) -> bool:
     """Return whether a peer of this protocol knows a type of message."""
     return SINCE.get(message.__name__, 0) <= protocol
+
+
+def has_field(protocol: int, name: str) -> bool:
+    """Return whether a peer of this protocol knows a field ("Type.field")."""
+    return SINCE.get(name, 0) <= protocol
 
 
 def has_all_fields(protocol: int) -> bool:

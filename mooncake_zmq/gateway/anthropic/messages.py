@@ -1,7 +1,7 @@
 """Bodies of Anthropic's Messages API, translated into those of a chat, which are then checked and prepared as any other. PURE.
 
-Unknown members are ignored, as clients of this API send new ones with each release; what asks for more than text and tools is
-refused.
+Unknown members are ignored, as clients of this API send new ones with each release; what asks for more than text, images and
+tools is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from msgspec import Meta, Raw, Struct
 from mooncake_zmq.gateway.openai.bodies import ChatBody, TokenCount, parse_body, parsed
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
+from mooncake_zmq.gateway.openai.images import Part, image_part, text_of
 from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
 from mooncake_zmq.gateway.openai.rejected_params import NULL
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
@@ -30,6 +31,14 @@ REFUSED = ("mcp_servers", "container")
 TURN_ROLES = Literal["user", "assistant", "system"]
 
 
+class Source(Struct, frozen=True, gc=False, kw_only=True):
+    """Where an image is: its data in base64, or elsewhere."""
+
+    type: str
+    media_type: str = ""
+    data: str = ""
+
+
 class Block(Struct, frozen=True, gc=False, kw_only=True):
     """A part of a message's content, of one `type`."""
 
@@ -41,6 +50,7 @@ class Block(Struct, frozen=True, gc=False, kw_only=True):
     input: Raw = NULL
     tool_use_id: str = ""
     content: Raw = NULL
+    source: Source | None = None
 
 
 class Message(Struct, frozen=True, gc=False, kw_only=True):
@@ -193,18 +203,20 @@ def _turns(messages: Sequence[Message], most_blocks: int) -> Iterator[dict[str, 
 
 
 def _turns_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
-    texts: list[str] = []
+    texts: list[Part] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
         match block.type, role:
             case "text", _:
-                texts.append(block.text)
+                texts.append({"type": "text", "text": block.text})
+            case "image", "user":
+                texts.append(_image(block))
             case "tool_use", "assistant":
                 calls.append(_call(block))
             case "tool_result", "user":
                 if texts:
-                    yield {"role": role, "content": "\n".join(texts)}
+                    yield {"role": role, "content": _joined(texts)}
                     texts = []
                 yield _result(block)
             case "thinking", "assistant":
@@ -216,7 +228,7 @@ def _turns_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
                 raise invalid("messages", text, UNSUPPORTED)
     if texts or calls or role != "user" or not blocks:
         more = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
-        yield {"role": role, "content": "\n".join(texts), **{name: given for name, given in more.items() if given}}
+        yield {"role": role, "content": _joined(texts), **{name: given for name, given in more.items() if given}}
 
 
 def _call(block: Block) -> dict[str, Any]:
@@ -228,8 +240,31 @@ def _call(block: Block) -> dict[str, Any]:
 def _result(block: Block) -> dict[str, Any]:
     with json_errors("messages"):
         given = _text.decode(block.content)
-    text = given if isinstance(given, str) else "\n".join(_texts(given or (), "messages"))
-    return {"role": "tool", "tool_call_id": block.tool_use_id.removeprefix(CALL_PREFIX), "content": text}
+    content: str | list[Part] = given if isinstance(given, str) else _joined(list(_parts(given or ())))
+    return {"role": "tool", "tool_call_id": block.tool_use_id.removeprefix(CALL_PREFIX), "content": content}
+
+
+def _parts(blocks: Sequence[Block]) -> Iterator[Part]:
+    """Yield texts and images as parts of a chat's message. Raises RequestError."""
+    for block in blocks:
+        if block.type == "image":
+            yield _image(block)
+        else:
+            yield from ({"type": "text", "text": text} for text in _texts((block,), "messages"))
+
+
+def _joined(parts: list[Part]) -> str | list[Part]:
+    """Return the content of a turn: one text, unless it has images."""
+    return parts if any(part["type"] == "image_url" for part in parts) else text_of(parts)
+
+
+def _image(block: Block) -> Part:
+    source = block.source
+    if source is None or source.type != "base64":
+        kind = "none" if source is None else quoted(source.type)
+        text = f"the source of an image is its data (type 'base64'), as nothing is fetched from elsewhere: not {kind}"
+        raise invalid("messages", text, UNSUPPORTED)
+    return image_part(f"data:{source.media_type};base64,{source.data}")
 
 
 def _tools_of(body: MessagesBody) -> dict[str, Any]:

@@ -39,9 +39,10 @@ from mooncake_zmq.gateway.http.sse import AnyReply, Stream, Stuck, accept, accep
 from mooncake_zmq.gateway.openai.bodies import SEED_BITS, ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.embeddings import Embeddings, prepare_embeddings
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS, RequestError, quoted
-from mooncake_zmq.gateway.openai.prepare import Prepared, prepare
+from mooncake_zmq.gateway.openai.prepare import Prepared, Unrendered, prepare
 from mooncake_zmq.gateway.openai.responses import EVENT_STREAM, Reply, server_sent
 from mooncake_zmq.gateway.openai.tokens import detokenize, tokenize
+from mooncake_zmq.gateway.requests.client_events import Failed
 from mooncake_zmq.gateway.requests.tenants import Limited, Tenant
 from mooncake_zmq.gateway.requests.traces import names_of
 from mooncake_zmq.gateway.responses_api import items
@@ -181,6 +182,10 @@ class _Threads:
             ended = time.monotonic()
             self._loop_free_at = ended + (ended - began)
 
+    def begin(self, tenant: str, work: Callable[[], WorkT]) -> asyncio.Future[WorkT]:
+        """Begin work on a long prompt."""
+        return asyncio.wrap_future(self._long.submit(tenant, work))
+
     async def encode(self, tenant: str, work: Callable[[], bytes]) -> bytes:
         """Run `work`, which writes a long part of a reply. No other task uses the reply meanwhile."""
         return await asyncio.wrap_future(self._long.submit(tenant, work))
@@ -281,7 +286,16 @@ class _Generation:
         seed = partial(secrets.randbits, SEED_BITS)
         return prepare(raw, self._kind, edge.models, edge.settings, seed, tenant, self._grammars, edge.parsers)
 
+    async def _rendered(self, call: Call, unrendered: Unrendered) -> Prepared:
+        """Have a vLLM write a chat with images as tokens. Raises RequestError, Full, Limited and HungUp."""
+        output = await call.render(unrendered.tenant, unrendered.chat, unrendered.image_bytes)
+        if isinstance(output, Failed):
+            raise RequestError.of(output)
+        return await call.unless_gone(self._threads.begin(unrendered.tenant, partial(unrendered.prepared, output)))
+
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
+        if prepared.unrendered is not None:
+            prepared = await self._rendered(call, prepared.unrendered)
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
         call.hold(prepared.requests[0].tenant, prepared.held_scores)

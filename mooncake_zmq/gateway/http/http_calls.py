@@ -23,7 +23,16 @@ from mooncake_zmq.gateway.http.loop_turns import LoopTurns
 from mooncake_zmq.gateway.http.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.http.reuse_port import LISTENING
 from mooncake_zmq.gateway.http.shared_amount import SharedAmount
-from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientOutput, ClientRequest, Failed, Finished, StopFound
+from mooncake_zmq.gateway.requests.client_events import (
+    ChatToRender,
+    ClientGone,
+    ClientOutput,
+    ClientRequest,
+    Failed,
+    Finished,
+    Rendered,
+    StopFound,
+)
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.history import SLO_MET, SLO_MISSED, History
 from mooncake_zmq.gateway.requests.readiness import ClusterView, least_missing, missing_roles
@@ -39,7 +48,7 @@ BUFFERED_OF_EACH = 8
 """Tokens of each choice that may always wait for a reader, even with many probabilities."""
 LINES_AT_ONCE = 32
 """Log lines written in one turn of the loop: each takes about 40 us."""
-ENDS = (Finished, Failed)
+ENDS = (Finished, Failed, Rendered)
 AwaitedT = TypeVar("AwaitedT")
 _log = structlog.get_logger("gateway")
 
@@ -155,14 +164,14 @@ class Edge:
         self._with_outputs: list[Call] = []
         self._turns = LoopTurns(clock)
         """The turns by which the outputs of tenants' calls are written."""
-        self._max_open = max_open
-        self._slots_taken = 0
+        self._max_open, self._slots_taken = max_open, 0
         self.bodies = 0
         """Calls whose body is being received or parsed."""
         self.reading_bytes = SharedAmount(settings.max_reading_bytes, "bytes of bodies")
         """Bytes of the long bodies among them."""
         self.held_scores = SharedAmount(settings.max_held_scores, "probabilities")
         """Probabilities for which answers without streaming have reserved room."""
+        self.held_image_bytes = SharedAmount(settings.max_held_image_bytes, "bytes of images")
 
     def _metrics(self) -> EdgeMetrics:
         return EdgeMetrics(
@@ -353,6 +362,7 @@ class Edge:
             "edge_bodies": self.bodies,
             "edge_reading_bytes": self.reading_bytes.taken,
             "edge_held_scores": self.held_scores.taken,
+            "edge_held_image_bytes": self.held_image_bytes.taken,
             LISTENING: float(self.backing.is_listening()),
         }
         return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
@@ -413,6 +423,12 @@ def _missing_by_model(edge: Edge) -> dict[str, list[str]]:
     return {model.id: missing_roles(there, model.identity) for model in edge.models.each}
 
 
+def _pass_on_chat(edge: Edge, call: "Call", request_id: str, chat: ChatToRender) -> None:
+    """Pass a chat to the actor that is to be written as tokens."""
+    edge._open[request_id] = _Open(call, 0, RequestTimes(call.began_at, 0, chat.model))
+    edge.backing.inject(FromClient(request_id, chat))
+
+
 class Reading:
     """One body while it is received and parsed: it holds its share of `max_reading_bytes`."""
 
@@ -465,6 +481,8 @@ class Call:
         """Takes outputs at once while a reader waits. It returns False to leave them to the reader."""
         self._max_buffered = edge.settings.max_buffered_outputs
         self._held_scores = 0
+        self._held_images: tuple[str, int] | None = None
+        """Its tenant, and the bytes of its images."""
         self.tenant = ""
         """The tenant by whose turns its outputs are sent."""
         self._gone = False
@@ -483,6 +501,8 @@ class Call:
         self._cancel_all("abort")
         if self._held_scores:
             self._edge.held_scores.give_back(self.tenant, self._held_scores)
+        if self._held_images is not None:
+            self._edge.held_image_bytes.give_back(*self._held_images)
         self._edge.give_slots(self.slots)
 
     def hold(self, tenant: str, scores: int) -> None:
@@ -492,6 +512,22 @@ class Call:
             self._edge.count("edge_rejected[reason=scores]")
             raise Full("the gateway holds too many probabilities of other answers: try again, or stream the answer")
         self.tenant, self._held_scores = tenant, scores
+
+    async def render(self, tenant: str, chat: ChatToRender, image_bytes: int) -> Rendered | Failed:
+        """Have a chat written as tokens. Raises Full if there is no room for its images, Limited where the tenant has too many,
+        and HungUp."""
+        if not self._edge.held_image_bytes.take(tenant, image_bytes):
+            self._edge.count("edge_rejected[reason=images]")
+            raise Full("the gateway holds too many images of other calls: try again")
+        self._held_images = tenant, image_bytes
+        if self._gone:
+            raise HungUp
+        self._ids = [f"{self._edge.new_id()}.chat"]
+        _pass_on_chat(self._edge, self, self._ids[0], chat)
+        ((_, output),) = await self.take()
+        self._ids = []
+        assert isinstance(output, Rendered | Failed)
+        return output
 
     def submit(self, requests: Sequence[ClientRequest], each: int = 1) -> None:
         """Pass the choices to the actor, of which `each` in a row have one prompt. Raises Full if there are too few slots, and

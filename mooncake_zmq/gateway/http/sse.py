@@ -10,7 +10,7 @@ from mooncake_zmq.gateway.http.cluster_routes import HEADERS
 from mooncake_zmq.gateway.http.http_calls import Call
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.responses import KEEP_ALIVE, Reply
-from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TextRead, TokenOut
+from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, Rendered, TextRead, TokenOut
 from mooncake_zmq.gateway.responses_api.replies import ResponsesReply
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -147,6 +147,7 @@ def accept(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]])
             continue
         if isinstance(output, Failed):
             raise RequestError.of(output)
+        assert not isinstance(output, Rendered), "a chat is written before it has an answer"
         choice.accept(output)
         if choice.was_cut:
             call.stop(index)

@@ -22,6 +22,7 @@ from mooncake_zmq.gateway.openai.errors import (
     too_long,
     too_many_tokens,
 )
+from mooncake_zmq.gateway.openai.images import ImageUrl, image_part, text_of, urls_in
 from mooncake_zmq.gateway.openai.reasoning import Marks, marks_of
 from mooncake_zmq.gateway.openai.rejected_params import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, Tools, read_calls, read_tools, with_names
@@ -316,14 +317,15 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, prompt=msgspec.Raw())
 
 
-class TextPart(Struct, frozen=True, gc=False):
-    """A part of a message; only text is supported."""
+class ContentPart(Struct, frozen=True, gc=False):
+    """A part of a message: a text or an image."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | None = None
 
 
-_content = msgspec.json.Decoder(str | list[TextPart] | None)
+_content = msgspec.json.Decoder(str | list[ContentPart] | None)
 
 
 class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
@@ -342,17 +344,13 @@ class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
     """OpenAI's client sends back with an answer what it read out of it; it says nothing that the content does not."""
 
     def turn(self) -> ChatTurn:
-        """As chat templates read it. Text parts are joined by line breaks, as vLLM does."""
+        """As chat templates read it. Text parts are joined by line breaks, as vLLM does, unless there are images among them."""
         if (name := asked_of_message(self)) is not None:
             raise invalid("messages", f"{name} of a message is not supported", UNSUPPORTED)
         with json_errors("messages"):
             content = _content.decode(self.content)
-        parts = content if isinstance(content, list) else []
-        for part in parts:
-            if part.type != "text" or part.text is None:
-                kind = f"content parts of type {quoted(part.type)}"
-                raise invalid("messages", f"{kind} are not supported: only 'text' with a text")
-        text = "\n".join(part.text or "" for part in parts) if isinstance(content, list) else content or ""
+        parts = list(map(_part, content)) if isinstance(content, list) else content or ""
+        text = parts if urls_in([{"content": parts}]) else text_of(parts)
         try:
             calls = read_calls(self.tool_calls)
         except (ValueError, RecursionError) as error:
@@ -360,6 +358,16 @@ class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
         more = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
         more["reasoning_content"] = self.reasoning_content or self.reasoning
         return {"role": self.role, "content": text, **{name: said for name, said in more.items() if said}}
+
+
+def _part(given: ContentPart) -> dict[str, Any]:
+    """Return a part of a message. Raises RequestError."""
+    if given.type == "text" and given.text is not None:
+        return {"type": "text", "text": given.text}
+    if given.type == "image_url" and given.image_url is not None:
+        return image_part(given.image_url.url)
+    kind = f"content parts of type {quoted(given.type)}"
+    raise invalid("messages", f"{kind} are not supported: only 'text' with a text, and 'image_url' with an image")
 
 
 class ChatBody(Body, frozen=True, kw_only=True):

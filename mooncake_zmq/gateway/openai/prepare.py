@@ -11,13 +11,14 @@ import numpy as np
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.core.grammar import schema_of
-from mooncake_zmq.core.messages import Parsers
+from mooncake_zmq.core.messages import Image, Parsers
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
 from mooncake_zmq.engine.grammars import Grammars
 from mooncake_zmq.gateway.openai.bodies import SEEDS, Body, ChatBody, ChatTurn, CompletionBody, Prompt, parse_body
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.detokenizer import Choice, StopTable, stop_tables
 from mooncake_zmq.gateway.openai.errors import (
+    UNSUPPORTED,
     RequestError,
     asked,
     check_fits,
@@ -25,13 +26,14 @@ from mooncake_zmq.gateway.openai.errors import (
     of_a_library,
     too_long,
 )
+from mooncake_zmq.gateway.openai.images import check_images, check_rendered, text_of, urls_in
 from mooncake_zmq.gateway.openai.reasoning import TAIL_TOKENS, Marks, ReasoningReader
 from mooncake_zmq.gateway.openai.tools import Tools
-from mooncake_zmq.gateway.requests.client_events import ClientRequest, Reading
+from mooncake_zmq.gateway.requests.client_events import ChatToRender, ClientRequest, Reading, Rendered
 from mooncake_zmq.gateway.requests.tenants import Tenant
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.kv.block_hash import pack_tokens
+from mooncake_zmq.kv.block_hash import pack_tokens, unpack_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
@@ -52,6 +54,8 @@ class Prepared:
     choices: list[Choice]
     spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Namespace and name of each function in a namespace of a call of /v1/responses, by the name that the model sees."""
+    unrendered: "Unrendered | None" = None
+    """The chat that a vLLM has to write as tokens before there are requests."""
 
     @property
     def held_scores(self) -> int:
@@ -97,12 +101,35 @@ def prepare(
         reading = None
     common = _Common(body, model, settings.max_echo_chars, tenant, seed, stops, tools, constraint, marks, reading)
     prepared = Prepared(body.without_prompt(), model, [], [])
+    if isinstance(body, ChatBody) and (urls := urls_in(turns := _turns(prompts))):
+        return replace(prepared, unrendered=common.unrendered(turns, urls, prepared, settings))
     for prompt in prompts:
         common.add(prompt, prepared)
+    _check_scores(prepared, settings)
+    return prepared
+
+
+def _turns(prompts: Sequence[Prompt]) -> list[ChatTurn]:
+    """Return the turns of a chat, which is its only prompt."""
+    return [turn for turn in prompts[0] if isinstance(turn, dict)]
+
+
+def _check_scores(prepared: Prepared, settings: EdgeSettings) -> None:
     if prepared.held_scores > (most := settings.max_held_scores // SCORES_SHARE):
         text = f"an answer that is not streamed has at most {most} probabilities: stream it, or lower max_tokens, n or logprobs"
         raise invalid("logprobs", text)
-    return prepared
+
+
+@dataclass(frozen=True, slots=True)
+class Unrendered:
+    """A chat with images. Its prompt is tokens once a vLLM has written it."""
+
+    chat: ChatToRender
+    image_bytes: int
+    """Bytes of its data URLs."""
+    tenant: str
+    prepared: Callable[[Rendered], Prepared]
+    """Prepares its requests, in a thread. Raises RequestError."""
 
 
 def salted(tenant: Tenant | None, given: str | None) -> str:
@@ -138,14 +165,41 @@ class _Common:
         self._max_echo_chars = self._echo_chars_left = max_echo_chars
         self._scores_left = MAX_SCORES
 
+    def unrendered(
+        self, turns: Sequence[ChatTurn], urls: Sequence[str], prepared: Prepared, settings: EdgeSettings
+    ) -> Unrendered:
+        """Return a chat with images, as a vLLM writes it. Raises RequestError."""
+        if not self._model.takes_images:
+            raise invalid("messages", f"the model {self._model.id!r} takes no images: it is served without a vLLM", UNSUPPORTED)
+        if self._body.truncate_prompt_tokens is not None:
+            raise invalid("truncate_prompt_tokens", "a prompt with images is used as a whole: leave it out")
+        check_images(urls, settings)
+        chat: dict[str, Any] = {"messages": list(map(_as_sent, turns)), "add_generation_prompt": self._form.answer}
+        chat |= {"continue_final_message": self._form.continued, "chat_template_kwargs": dict(self._form.variables)}
+        chat |= {"tools": self._tools.given} if self._tools.given else {}
+        check_rendered(raw := msgspec.json.encode(chat))
+        encoded = [url.encode() for url in urls]
+
+        def finish(rendered: Rendered) -> Prepared:
+            images = [msgspec.structs.replace(each, url=url) for each, url in zip(rendered.images, encoded, strict=True)]
+            self._add(array("i", unpack_tokens(rendered.tokens)), [*turns], prepared, tuple(images))
+            _check_scores(prepared, settings)
+            return prepared
+
+        to_render = ChatToRender(chat=raw, images=len(urls), model=self._model.identity)
+        return Unrendered(to_render, sum(map(len, encoded)), self._tenant, finish)
+
     def add(self, prompt: Prompt, prepared: Prepared) -> None:
         """Add the requests and choices for one prompt. Raises RequestError."""
+        param = _param_of(self._body)
+        ids = tokenized(prompt, self._model, param, form=self._form, tools=self._tools.given, salt=self._salt)
+        self._add(self._body.truncated(ids, self._model), prompt, prepared)
+
+    def _add(self, ids: "array[int]", prompt: Prompt, prepared: Prepared, images: tuple[Image, ...] = ()) -> None:
         body, model, param = self._body, self._model, _param_of(self._body)
-        ids = tokenized(prompt, model, param, form=self._form, tools=self._tools.given, salt=self._salt)
-        ids = body.truncated(ids, model)
         stop = body.stop_rule(len(ids), self._default_tokens, model, param)
         tokens = pack_tokens(ids)
-        root, keys = model.hash_prompt(tokens, self._salt)
+        root, keys = model.hash_prompt(tokens, self._salt, [(image.begin, image.digest) for image in images])
         echo, offsets = self._echoed(ids, prompt)
         sampling = body.sampling(self._seed % SEEDS, len(ids), model, self._constraint)
         textless = body.textless(stop, model)
@@ -166,6 +220,7 @@ class _Common:
                 tenant=self._tenant,
                 prompt_logprobs=body.echoed_likeliest if len(ids) > 1 else None,
                 reading=reading,
+                images=images,
             )
             prepared.requests.append(request)
             choice = Choice(
@@ -196,7 +251,7 @@ class _Common:
         tail = self._model.tokenizer.decode(ids[-TAIL_TOKENS:], special=True)
         begun = tail.rstrip().endswith(marks.begin)
         if self._form.continued and isinstance(prompt[-1], dict):
-            begun = begun or marks.open_at_end(prompt[-1]["content"])
+            begun = begun or marks.open_at_end(text_of(prompt[-1]["content"]))
         return ReasoningReader(marks, begun=begun, call_mark=self._tools.call_mark)
 
     def _echoed(self, ids: Sequence[int], prompt: Prompt) -> tuple[str, list[int] | None]:
@@ -273,6 +328,16 @@ def _form(
     return tools, constraint
 
 
+def _as_sent(turn: ChatTurn) -> ChatTurn:
+    """Return a turn as clients send it to a vLLM: the arguments of calls as text of JSON."""
+    sent = {("reasoning" if name == "reasoning_content" else name): said for name, said in turn.items()}
+    for call in (calls := [dict(call) for call in turn.get("tool_calls", ())]):
+        function = call["function"]
+        call["function"] = {**function, "arguments": msgspec.json.encode(function["arguments"]).decode()}
+        call.setdefault("id", "")
+    return {**sent, **({"tool_calls": calls} if calls else {})}
+
+
 def check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
     """Refuse a prompt that is too long by its size alone, before it is tokenized. Raises RequestError."""
     if isinstance(prompt, str):
@@ -285,7 +350,11 @@ def check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
 
 def _chars(turn: ChatTurn) -> int:
     calls = turn.get("tool_calls")
-    return len(turn["content"]) + len(turn.get("reasoning_content", "")) + (len(msgspec.json.encode(calls)) if calls else 0)
+    return (
+        len(text_of(turn["content"]))
+        + len(turn.get("reasoning_content", ""))
+        + (len(msgspec.json.encode(calls)) if calls else 0)
+    )
 
 
 def _check_chars(chars: int, param: str, model: ServedModel) -> None:
@@ -311,8 +380,10 @@ def tokenized(
     elif isinstance(prompt[0], int):
         ids = array("i", (item for item in prompt if isinstance(item, int)))
     else:
+        if urls_in(turns := [item for item in prompt if isinstance(item, dict)]):
+            raise invalid(param, "only the model's vLLM knows the tokens of an image: here they are not counted", UNSUPPORTED)
         try:
-            ids = model.tokenizer.chat([item for item in prompt if isinstance(item, dict)], form, tools, salt=salt)
+            ids = model.tokenizer.chat(turns, form, tools, salt=salt)
         except ValueError as error:
             raise invalid(param, of_a_library(error)) from None
     if not ids:

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from mooncake_zmq.core.messages import CallRead, Embedding, Parsers, Sampling, StopRule, TokenLogprob
+from mooncake_zmq.core.messages import CallRead, Embedding, Image, Parsers, Sampling, StopRule, TokenLogprob
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -52,6 +52,18 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     """How the parsers of a vLLM read the answer; None: the edge reads it."""
     embedding: Embedding | None = None
     """The texts in `tokens` whose vectors are the answer, in place of tokens; None: tokens are."""
+    images: tuple[Image, ...] = ()
+    """The images in `tokens`, in order, with their data URLs."""
+
+
+class ChatToRender(Struct, frozen=True, kw_only=True):
+    """A chat with images that a vLLM of a model is to write as tokens: JSON, as in `RenderChat`, and how many images it has.
+    `Rendered` or `Failed` ends it."""
+
+    chat: bytes
+    images: int
+    model: str = ""
+    """As in `ClientRequest`."""
 
 
 class ClientGone(Struct, frozen=True):
@@ -62,7 +74,7 @@ class StopFound(Struct, frozen=True):
     """The edge found a stop string in the text: cancel at every hop and answer `Finished`."""
 
 
-ClientInput = ClientRequest | ClientGone | StopFound
+ClientInput = ClientRequest | ChatToRender | ClientGone | StopFound
 
 
 class TokenOut(Struct, frozen=True, gc=False):
@@ -85,6 +97,13 @@ class Vectors(Struct, frozen=True):
     """The vectors of all texts of a request: float32 bytes, one after the other, of equal length. `Finished` follows."""
 
     vectors: bytes
+
+
+class Rendered(Struct, frozen=True):
+    """The tokens of a chat (int32 bytes), and where its images are in them."""
+
+    tokens: bytes
+    images: tuple[Image, ...]
 
 
 class TextRead(Struct, frozen=True):
@@ -139,4 +158,4 @@ class Failed(Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
 
 
-ClientOutput = TokenOut | PromptLogprobs | Vectors | TextRead | TextUnread | Finished | Failed
+ClientOutput = TokenOut | PromptLogprobs | Vectors | Rendered | TextRead | TextUnread | Finished | Failed

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from mooncake_zmq.core.actor import Effect, Send, SetTimer
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import Hello, Placed, PlaceElsewhere, Rejected, RejectReason, RequestEnded
+from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.readiness import Readiness, is_for
+from mooncake_zmq.gateway.requests.renderings import takes_images
 from mooncake_zmq.gateway.requests.request import PLACED, Request
 
 
@@ -51,7 +53,7 @@ class Relocations:
         if request is None or request.asked is None:
             return None
         asked = request.asked
-        if asked.node in (placed.prefill, placed.decode) or absent(self._peers, placed, request.client.model):
+        if asked.node in (placed.prefill, placed.decode) or absent(self._peers, placed, request.client):
             return self.give_up(request)
         request.asked = None
         effects = self._let_go(request)
@@ -87,11 +89,14 @@ class Relocations:
         return request if asked is not None and (asked.conductor, asked.attempt) == (sender, answer.attempt) else None
 
 
-def absent(peers: Mapping[str, Hello], placed: Placed, model: str) -> tuple[str, RejectReason] | None:
-    """Return a node of a placement that is unknown here, down, or of another role or model by now, and as what it is missed."""
+def absent(peers: Mapping[str, Hello], placed: Placed, client: ClientRequest) -> tuple[str, RejectReason] | None:
+    """Return a node of a placement that is unknown here, down, of another role or model by now, or of a release that takes no
+    images of the client's, and as what it is missed."""
     wanted = (("prefill", placed.prefill, RejectReason.NO_PREFILL), ("decode", placed.decode, RejectReason.NO_DECODE))
     for role, node, missing in wanted:
         peer = peers.get(node)
-        if peer is None or peer.role not in (role, "vllm") or not is_for(peer, model):
+        if peer is None or peer.role not in (role, "vllm") or not is_for(peer, client.model):
+            return node, missing
+        if client.images and not takes_images(peer, client.model):
             return node, missing
     return None

@@ -23,7 +23,8 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, Failed, Finished, PromptLogprobs, Vectors, VersionSpan
-from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
+from mooncake_zmq.kv.block_hash import pack_tokens
+from mooncake_zmq.kv.image_keys import keys_with_images, shifted
 from mooncake_zmq.kv.layout import BlockLayout
 
 MAX_EXCLUDED = 4
@@ -248,6 +249,7 @@ class Request:
             prompt_logprobs=None if self.is_scored else client.prompt_logprobs,
             siblings=tuple([each.as_sibling() for each in siblings]),
             embedding=client.embedding,
+            images=client.images,
         )
 
     def as_sibling(self) -> Sibling:
@@ -308,6 +310,11 @@ class Request:
             spans += (None, at, min(start, end)), (name, start, min(stop, end))
             at = stop
         return tuple([span for span in spans if span[1] < span[2]])
+
+    def unplaced(self) -> Failed:
+        """Return the error of a request that waited in vain for what it is missing."""
+        missing = f"{self.missing.replace('_', ' ')} is there to serve the request"
+        return Failed(status=503, code=self.missing, message=missing, retry_after_s=2.0)
 
     def stuck(self, reason: str) -> Failed:
         """Return the error of a request that fails on every node."""
@@ -370,4 +377,5 @@ class Request:
             return []
         full = len(client.keys) * size * 4
         parent = client.keys[-1] if client.keys else client.root
-        return [*client.keys, *extend_keys(parent, client.tokens[full:] + pack_tokens(self.answer.tokens), size)]
+        begins = shifted([(image.begin, image.digest) for image in client.images], len(client.keys) * size)
+        return [*client.keys, *keys_with_images(parent, client.tokens[full:] + pack_tokens(self.answer.tokens), size, begins)]

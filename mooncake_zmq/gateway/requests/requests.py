@@ -35,6 +35,8 @@ from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
+    ChatRendered,
+    ChatUnrendered,
     FirstToken,
     Hello,
     NodesReported,
@@ -51,6 +53,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import (
+    ChatToRender,
     ClientGone,
     ClientRequest,
     Failed,
@@ -61,6 +64,7 @@ from mooncake_zmq.gateway.requests.families import Families
 from mooncake_zmq.gateway.requests.readiness import WAIT, ClusterView, Readiness, missing_roles
 from mooncake_zmq.gateway.requests.readings import Readings
 from mooncake_zmq.gateway.requests.relocations import Relocations, absent
+from mooncake_zmq.gateway.requests.renderings import Renderings
 from mooncake_zmq.gateway.requests.request import NEXT_STATE, Request, RequestEvent, RequestState
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.layout import BlockLayout
@@ -99,6 +103,7 @@ class Requests:
         table, peers, readiness = self._requests, self._peers, self._readiness
         self._relocations = Relocations(table, peers, readiness, settings.stall_s, counts=self.counts, let_go=self._let_go)
         self.readings = Readings(self._peers, self.counts)
+        self._renderings = Renderings(self._peers, self._layouts, settings, self.counts)
 
     @property
     def cluster(self) -> ClusterView:
@@ -107,8 +112,9 @@ class Requests:
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
-        effects = self.readings.around(now, event, self._dispatch)
-        return effects + self._drain.drained(idle=not (self._requests or self.readings)) if self._drain.leaves else effects
+        effects = self.readings.around(now, event, self._dispatch) + self._renderings.handle(event)
+        idle = not (self._requests or self.readings or self._renderings)
+        return effects + self._drain.drained(idle=idle) if self._drain.leaves else effects
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:
         match event:
@@ -153,18 +159,19 @@ class Requests:
                 return self._on_stalled(now, request_id)
             case TimerFired(("deadline", str(request_id))):
                 late = self._requests.get(request_id)
-                limit = f"no answer within {self._settings.deadline_s:g} s"
-                return [] if late is None else self._fail(late, Failed(status=504, code="deadline_exceeded", message=limit))
+                return [] if late is None else self._fail(late, _too_late(self._settings.deadline_s))
             case DrainWanted() | CordonWanted() as order:
                 self._drain.wanted(order)
                 return []
             case DrainTimedOut():
                 self._drain.drain()
                 return self._hand_over()
+            case Started() | TimerFired() | WorkProgress() | WorkDone():
+                return []
+            case FromClient(_, ChatToRender()) | Received(_, ChatRendered() | ChatUnrendered()):
+                return []  # see `renderings`
             case Received(_, message):
                 self.counts.add(f"unexpected_messages[type={type(message).__name__}]")
-                return []
-            case Started() | TimerFired() | WorkProgress() | WorkDone():
                 return []
             case _:
                 raise TypeError(event)
@@ -179,12 +186,13 @@ class Requests:
                 assert request.state is self._requests[request.led_by].state is RequestState.PLACING
         assert len(self._requests) <= self._settings.max_open
         self.readings.check()
+        self._renderings.check()
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
         states = [request.state for request in self._requests.values()]
         levels = {f"requests_{state.value}": states.count(state) for state in RequestState if state is not RequestState.ENDED}
-        return {**levels, "answers_being_read": len(self.readings)}
+        return {**levels, "answers_being_read": len(self.readings), "chats_being_written": len(self._renderings)}
 
     def dump(self, now: float) -> dict[str, Any]:
         """See `core.actor`."""
@@ -276,7 +284,7 @@ class Requests:
             each.place(now, message)
         # A node may be unknown here, down, or of another role by now. That does not count as a broken attempt, but as if there
         # were no such node: a new request then waits for at most `placement_wait_s`, an admitted one until its deadline.
-        gone = absent(self._peers, message, request.client.model)
+        gone = absent(self._peers, message, request.client)
         if gone is not None:
             return self._retry_all(together, gone[1].value, exclude=gone[0])
         effects: list[Effect] = [CancelTimer(("placement", each.request_id)) for each in together]
@@ -322,10 +330,7 @@ class Requests:
 
     def _on_placement_late(self, request_id: str) -> list[Effect]:
         request = self._requests.get(request_id)
-        if request is None or request.admitted:
-            return []
-        missing = f"{request.missing.replace('_', ' ')} is there to serve the request"
-        return self._fail(request, Failed(status=503, code=request.missing, message=missing, retry_after_s=2.0))
+        return [] if request is None or request.admitted else self._fail(request, request.unplaced())
 
     def _on_peer_up(self, now: float, up: PeerUp) -> list[Effect]:
         """Take a new peer. If it is a conductor, requests begin an attempt that wait for one or pause between attempts."""
@@ -452,10 +457,7 @@ class Requests:
         """Cancel this attempt at every hop and begin the next one after a pause that grows."""
         effects = self._let_go(request, stalled=stalled)
         if request.broken >= self._settings.max_attempts:
-            limit = f"gave up after {request.broken} attempts that broke"
-            return effects + self._fail(
-                request, Failed(status=503, code="attempts_exhausted", message=limit, retry_after_s=5.0)
-            )
+            return effects + self._fail(request, _exhausted(request.broken))
         request.move(RequestEvent.RETRY)
         self.counts.add("attempts_retried")
         if exclude:
@@ -519,6 +521,15 @@ class Requests:
             self.counts.add("stale_attempt_messages")
             return None
         return request
+
+
+def _exhausted(broken: int) -> Failed:
+    limit = f"gave up after {broken} attempts that broke"
+    return Failed(status=503, code="attempts_exhausted", message=limit, retry_after_s=5.0)
+
+
+def _too_late(deadline_s: float) -> Failed:
+    return Failed(status=504, code="deadline_exceeded", message=f"no answer within {deadline_s:g} s")
 
 
 def _rejection(reason: RejectReason, retry_after_s: float) -> Failed:

@@ -1,7 +1,7 @@
 """Bodies of OpenAI's Responses API, translated into those of a chat, which are then checked and prepared as any other. PURE.
 
-Unknown members are ignored, as clients of this API send new ones with each release; what asks for more than text and functions,
-or for a conversation kept by the server, is refused.
+Unknown members are ignored, as clients of this API send new ones with each release; what asks for more than text, images and
+functions, or for a conversation kept by the server, is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from msgspec import Raw, Struct, structs
 
 from mooncake_zmq.gateway.openai.bodies import parsed
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
+from mooncake_zmq.gateway.openai.images import Part, image_part
 from mooncake_zmq.gateway.openai.rejected_params import NULL
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 
@@ -41,6 +42,7 @@ class Content(Struct, frozen=True, gc=False, kw_only=True):
     type: str
     text: str = ""
     refusal: str = ""
+    image_url: str | None = None
 
 
 class Item(Struct, frozen=True, gc=False, kw_only=True):
@@ -172,7 +174,9 @@ def _turns(body: ResponsesBody, model: ServedModel) -> list[dict[str, Any]]:
     turns = list(_joined(map(_turn, items)))
     leading = [body.instructions] if body.instructions else []
     while turns and turns[0]["role"] == "system":
-        leading.append(turns.pop(0)["content"])
+        if not isinstance(content := turns.pop(0)["content"], str):
+            raise invalid("input", "an image is in a message of the user, not of the system", UNSUPPORTED)
+        leading.append(content)
     if not turns and not leading:
         raise invalid("input", "the input is empty")
     return [*([{"role": "system", "content": "\n\n".join(leading)}] if leading else []), *turns]
@@ -183,13 +187,13 @@ def _turn(item: Item) -> dict[str, Any]:
     match item.type:
         case "message" if item.role is not None:
             role = "system" if item.role in SYSTEM_ROLES else item.role
-            return {"role": role, "content": _text_of(item.content)}
+            return {"role": role, "content": _content_of(item.content)}
         case "function_call":
             function = {"name": _seen(item.namespace, item.name), "arguments": item.arguments}
             call = {"type": "function", "id": item.call_id.removeprefix(CALL_PREFIX), "function": function}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            return {"role": "tool", "tool_call_id": item.call_id.removeprefix(CALL_PREFIX), "content": _text_of(item.output)}
+            return {"role": "tool", "tool_call_id": item.call_id.removeprefix(CALL_PREFIX), "content": _content_of(item.output)}
         case "reasoning":
             return {"role": "assistant", "reasoning_content": _text_of(item.content) or _text_of(item.summary)}
         case "message":
@@ -218,6 +222,24 @@ def _joined(turns: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield last
 
 
+def _content_of(raw: Raw) -> str | list[Part]:
+    """Return the content of a turn: one text, unless it has images. Raises RequestError."""
+    with json_errors("input"):
+        given = _content.decode(raw)
+    if isinstance(given, str) or not any(each.type == "input_image" for each in given or ()):
+        return _text_of(raw)
+    return list(map(_part, given or ()))
+
+
+def _part(content: Content) -> Part:
+    if content.type != "input_image":
+        (text,) = _texts((content,))
+        return {"type": "text", "text": text}
+    if content.image_url is None:
+        raise invalid("input", "an image is a data URL in image_url: no files are kept here", UNSUPPORTED)
+    return image_part(content.image_url)
+
+
 def _text_of(raw: Raw) -> str:
     with json_errors("input"):
         given = _content.decode(raw)
@@ -232,7 +254,9 @@ def _texts(contents: Sequence[Content]) -> Iterator[str]:
             case "refusal":
                 yield content.refusal
             case _:
-                raise invalid("input", f"content of type {quoted(content.type)} is not supported: only text", UNSUPPORTED)
+                raise invalid(
+                    "input", f"content of type {quoted(content.type)} is not supported: only text and images", UNSUPPORTED
+                )
 
 
 def _functions(body: ResponsesBody) -> Iterator[tuple[str | None, Tool]]:

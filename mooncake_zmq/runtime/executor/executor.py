@@ -34,6 +34,7 @@ from mooncake_zmq.core.work import (
     SequenceForked,
     WatchEngine,
     Work,
+    WriteChat,
     WriteToDisk,
 )
 from mooncake_zmq.engine.grammars import Grammars
@@ -174,7 +175,7 @@ class Executor:
                 return Subtasks([(self._copier, partial(_fork, job, work))])
             case ProbeProcess():
                 return Subtasks([(self._copier, partial(self._probe, work))])
-            case Generate() | Embed() | ProbeEngine() | ReadTokens() | WatchEngine() | SampleTokens():
+            case Generate() | Embed() | ProbeEngine() | ReadTokens() | WriteChat() | WatchEngine() | SampleTokens():
                 raise TypeError(work)  # a node beside vLLM uses `runtime.generation`
 
     def _engine_subtasks(self, job: Job, work: ComputeChunk | ComputeStage | DecodeStep) -> Subtasks:

@@ -27,6 +27,7 @@ from mooncake_zmq.core.work import (
     SequenceBlock,
     WatchEngine,
     Work,
+    WriteChat,
     WriteToDisk,
 )
 from mooncake_zmq.engine.kv_cache import SequenceKV
@@ -177,5 +178,5 @@ def sequences_of(work: Work) -> list[int]:
             return [work.source, *work.targets]
         case WriteToDisk() | ProbeProcess() | SampleTokens():
             return []
-        case Generate() | Embed() | ProbeEngine() | ReadTokens() | WatchEngine():
+        case Generate() | Embed() | ProbeEngine() | ReadTokens() | WriteChat() | WatchEngine():
             return []

@@ -1,0 +1,118 @@
+"""Chats with images that the vLLM beside a node writes as tokens for gateways: a queue, a few at once. PURE.
+
+vLLM decodes and cuts the images in threads of its own, beside the requests that it computes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mooncake_zmq.core.actor import CancelWork, DrainTimedOut, Effect, Event, PeerDown, Received, Send, Start, WorkDone
+from mooncake_zmq.core.actor_parts import Ids, Tally
+from mooncake_zmq.core.messages import ChatRendered, ChatUnrendered, Hello, RenderChat, clip
+from mooncake_zmq.core.work import ChatWritten, WorkFailed, WriteChat
+
+AT_ONCE: Final = 2
+"""Chats that vLLM writes at the same time."""
+MOST_BYTES: Final = 64 << 20
+"""Bytes of all chats that wait; a further one is refused."""
+
+
+@dataclass(slots=True)
+class _Render:
+    """One call of a gateway."""
+
+    gateway: str
+    message: RenderChat
+    arrived_at: float
+
+    def left_s(self, now: float) -> float:
+        """Return the time for which the gateway still waits."""
+        return self.message.deadline_s - (now - self.arrived_at)
+
+
+class Renders:
+    """Calls that one vLLM serves or is to serve."""
+
+    def __init__(self, most: int, peers: Mapping[str, Hello], ids: Ids, counts: Tally) -> None:
+        """`most`: calls that may wait."""
+        self._most = most
+        self._peers = peers
+        self._ids = ids
+        self._counts = counts
+        self._waiting: OrderedDict[tuple[str, str], _Render] = OrderedDict()
+        """The latest call for each request, by gateway and request."""
+        self._works: dict[int, _Render] = {}
+
+    def __len__(self) -> int:
+        """Return the calls that have no answer yet."""
+        return len(self._waiting) + len(self._works)
+
+    def handle(self, now: float, event: Event) -> list[Effect]:
+        """Handle the part of an event that concerns writing chats."""
+        match event:
+            case Received(sender, RenderChat() as message):
+                return self._on_asked(now, sender, message)
+            case WorkDone(work_id, ChatWritten() | WorkFailed() as result) if work_id in self._works:
+                return [self._answered(self._works.pop(work_id), result), *self._begin(now)]
+            case PeerDown(peer, _):
+                for key in [key for key in self._waiting if key[0] == peer]:
+                    del self._waiting[key]
+            case DrainTimedOut():
+                left = [_unrendered(render, "the node is leaving") for render in self._waiting.values()]
+                self._waiting.clear()
+                return [*left, *map(CancelWork, self._works)]
+        return []
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        assert len(self._waiting) <= self._most
+        assert len(self._works) <= AT_ONCE
+        assert not self._waiting or len(self._works) == AT_ONCE
+
+    def dump(self) -> dict[str, Any]:
+        """Return what is waiting, JSON-able."""
+        return {"waiting": [request for _, request in self._waiting], "runs": list(self._works)}
+
+    def _on_asked(self, now: float, gateway: str, message: RenderChat) -> list[Effect]:
+        hello = self._peers.get(gateway)
+        if hello is None or hello.role != "gateway":
+            self._counts.add("unasked_requests")
+            return []
+        key = (gateway, message.request_id)
+        before = self._waiting.get(key)
+        if before is not None and before.message.call >= message.call:
+            return []
+        render = _Render(gateway, message, now)
+        held = sum(len(each.message.chat) for each in self._waiting.values() if each is not before)
+        if held + len(message.chat) > MOST_BYTES or (before is None and len(self._waiting) >= self._most):
+            self._counts.add("renders_refused")
+            return [_unrendered(render, "too many chats wait to be written")]
+        self._waiting[key] = render
+        return self._begin(now)
+
+    def _begin(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while self._waiting and len(self._works) < AT_ONCE:
+            _, render = self._waiting.popitem(last=False)
+            if render.left_s(now) > 0:
+                work_id = self._ids.new()
+                self._works[work_id] = render
+                effects.append(Start(work_id, WriteChat(render.message.chat), render.left_s(now)))
+        return effects
+
+    def _answered(self, render: _Render, result: ChatWritten | WorkFailed) -> Send:
+        if isinstance(result, WorkFailed):
+            self._counts.add("renders_failed")
+            return _unrendered(render, result.reason, refused=result.stuck)
+        self._counts.add("renders")
+        message = render.message
+        rendered = ChatRendered(request_id=message.request_id, call=message.call, tokens=result.tokens, images=result.images)
+        return Send(render.gateway, rendered)
+
+
+def _unrendered(render: _Render, reason: str, *, refused: bool = False) -> Send:
+    message = render.message
+    unrendered = ChatUnrendered(request_id=message.request_id, call=message.call, reason=clip(reason), refused=refused)
+    return Send(render.gateway, unrendered)
