@@ -53,7 +53,7 @@ from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
 from mooncake_zmq.runtime.derender import parsers_of, read_tokens
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, embed
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
-from mooncake_zmq.runtime.rendering import parts_of, without_repeats, write_chat
+from mooncake_zmq.runtime.rendering import REFUSED, parts_of, without_repeats, write_chat
 from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, shown, whole
 from mooncake_zmq.vllm.hints import as_parameters
 
@@ -79,6 +79,10 @@ UNNAMED = "default"
 SEED_LIMIT = (1 << 63) - 1
 
 Emit = Callable[[WorkProgress | WorkDone[Result]], None]
+
+
+class ImagesRefused(Exception):
+    """A refusal of a prompt with images that has no answer yet; the text is vLLM's, as one line."""
 
 
 class _Candidate(Struct, frozen=True):
@@ -475,8 +479,8 @@ class Generation:
             result = WorkFailed("cancelled")
         except TimeoutError:
             result = WorkFailed("no answer in time")
-        except Nonsense as nonsense:
-            result = WorkFailed(str(nonsense))
+        except (Nonsense, ImagesRefused) as error:
+            result = WorkFailed(str(error), stuck=isinstance(error, ImagesRefused))
         except (httpx.HTTPError, httpx.StreamError) as error:
             result = WorkFailed(f"vLLM at {self._url}: {type(error).__name__}{_reason(error)}")
         self._emit(WorkDone(work_id, result))
@@ -525,6 +529,8 @@ class Generation:
         """Ask vLLM to generate; give its answer, of which only the beginning is here. Raises Nonsense for another status."""
         timeout = httpx.Timeout(self._connect_s, read=work.quiet_s)
         async with self._client.stream("POST", GENERATE, content=body, headers=JSON, timeout=timeout) as response:
+            if response.status_code in REFUSED and work.images and not work.count:
+                raise ImagesRefused(await _beginning(response))
             if response.status_code != httpx.codes.OK:
                 raise Nonsense(f"vLLM answers {response.status_code}: {await _beginning(response)}")
             yield response

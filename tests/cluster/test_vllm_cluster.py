@@ -9,7 +9,7 @@ import web
 from strange_model import write_model
 from stub_vllm import StubVllm
 from toy_cluster import Stream, eventually, greedy, until_none
-from vllm_cluster import ApartCluster, VllmCluster, answering, derender, expected, read
+from vllm_cluster import ApartCluster, VllmCluster, answering, derender, expected, read, render, with_images
 
 from mooncake_zmq.runtime.derender import DERENDER, RENDER
 from mooncake_zmq.vllm.hints import as_parameters
@@ -21,7 +21,7 @@ PROMPT = [3 + i % 40 for i in range(50)]
 def stubs() -> Iterator[tuple[StubVllm, StubVllm]]:
     both = StubVllm(answering()), StubVllm(answering())
     for stub in both:
-        stub.posts = {RENDER: (200, b'{"reasoning_parser_kwargs": {}}'), DERENDER: derender}
+        stub.posts = {RENDER: render, DERENDER: derender}
     yield both
     for stub in both:
         stub.close()
@@ -38,6 +38,27 @@ def cluster(directory: Path, stubs: tuple[StubVllm, StubVllm]) -> Iterator[VllmC
         made.stop()
     finally:
         made.kill()
+
+
+def answers_go_on_with_their_images(cluster: VllmCluster, stubs: tuple[StubVllm, StubVllm]) -> None:
+    urls = ["data:image/png;base64,AAAA", "data:image/png;base64,AAAAAAAA"]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    wanted = expected(with_images([5, 2, 6, 5, 2, 6], urls), 40)
+    deaths: list[int] = []
+
+    def mortal(body):
+        yield from answering(0.002, dies_after=lambda: None if deaths else 5)(body)
+        deaths.append(1)
+
+    for stub in stubs:
+        stub.answer = mortal
+    chat = {"model": cluster.model_name, "messages": [{"role": "user", "content": parts}], "max_tokens": 40, "temperature": 0}
+    body = {**chat, "ignore_eos": True, "return_token_ids": True}
+    answer = web.post(f"{cluster.url}/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["token_ids"] == wanted
+    assert answer["usage"]["prompt_tokens"] == 84
+    resumed = [body for stub in stubs for body in stub.asked if body["token_ids"] == [5, 2, 6, 5, 2, 6, *wanted[:5]]]
+    assert [part["url"] for body in resumed for part in body["content_parts"]] == urls
 
 
 def test_requests_outlive_the_engine_that_serves_them(cluster: VllmCluster, stubs: tuple[StubVllm, StubVllm]) -> None:
@@ -85,6 +106,8 @@ def test_requests_outlive_the_engine_that_serves_them(cluster: VllmCluster, stub
     assert (served["decode"] != node, served["attempts"], served["relocations"], stream.errors) == (True, 1, 1, [])
     web.request("DELETE", f"{cluster.url}/admin/drain/{node}", timeout=10)
     eventually(lambda: not cluster.dumps()[node]["actor"]["draining"], 20, "it serves again")
+
+    answers_go_on_with_their_images(cluster, stubs)
 
     # A chat is read by the parsers of either, of which one is broken.
     stubs[0].posts[DERENDER] = 500, b"broken"

@@ -33,17 +33,41 @@ def answering(gap_s: float = 0.0, *, dies_after: Callable[[], int | None] = lamb
     """Answers as vLLM does. `dies_after()`: so many tokens, and then it hangs up."""
 
     def answer(body: dict[str, Any]) -> Pieces:
-        tokens, wanted = list(body["token_ids"]), body["sampling_params"]["max_tokens"]
+        wanted = body["sampling_params"]["max_tokens"]
+        tokens = with_images(body["token_ids"], [part["url"] for part in body.get("content_parts", ())])
+        prompt = len(tokens)
         for made in range(1, wanted + 1):
             tokens.append(next_token(tokens))
             yield event([tokens[-1]], "length" if made == wanted else None)
             if dies_after() == made:
                 return
             time.sleep(gap_s)
-        yield usage(len(body["token_ids"]) - 1)
+        yield usage(len(body["token_ids"]) - 1, prompt)
         yield DONE
 
     return answer
+
+
+PLACEHOLDER, IMAGE_TOKENS = 2, 40
+
+
+def with_images(tokens: list[int], urls: list[str]) -> list[int]:
+    """What a stand-in makes of a prompt: each image is as many tokens, here with what they show."""
+    rest, found = list(urls), list[int]()
+    for token in tokens:
+        found += [token] if token != PLACEHOLDER or not rest else [len(rest.pop(0))] * IMAGE_TOKENS
+    return found
+
+
+def render(body: dict[str, Any]) -> tuple[int, bytes]:
+    """Writes a chat with images as two tokens for each, around as many placeholders; others it only names a parser for."""
+    contents = [turn["content"] for turn in body["messages"] if isinstance(turn["content"], list)]
+    urls = [part["image_url"]["url"] for parts in contents for part in parts if part["type"] == "image_url"]
+    each = [5, *[PLACEHOLDER] * IMAGE_TOKENS, 6]
+    places = [{"offset": 1 + at * len(each), "length": IMAGE_TOKENS} for at in range(len(urls))]
+    hashes = [hashlib.sha256(url.encode()).hexdigest() for url in urls]
+    features = {"mm_hashes": {"image": hashes}, "mm_placeholders": {"image": places}} if urls else None
+    return 200, json.dumps({"token_ids": each * len(urls), "features": features, "reasoning_parser_kwargs": {}}).encode()
 
 
 def read(tokens: list[int], first: int = 0) -> str:

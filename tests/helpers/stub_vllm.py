@@ -24,8 +24,8 @@ def event(
     return b"data: " + json.dumps({"request_id": "r", "choices": choices, **more}).encode() + b"\n\n"
 
 
-def usage(cached: int) -> bytes:
-    return event(usage={"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": cached}})
+def usage(cached: int, prompt: int = 9) -> bytes:
+    return event(usage={"prompt_tokens": prompt, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": cached}})
 
 
 DONE = b"data: [DONE]\n\n"

@@ -219,6 +219,14 @@ def test_a_prompt_goes_to_vllm_with_one_token_and_the_data_for_each_image():
     assert without_repeats(pack_tokens(TOKENS), ()) == pack_tokens(TOKENS)
 
 
+@pytest.mark.parametrize(("count", "final"), [(0, True), (1, False)])
+def test_a_prompt_with_images_that_vllm_refuses_is_refused_everywhere_unless_its_answer_has_begun(bench, count, final):
+    bench.stub.status = 400
+    result = bench.result(work(tokens=pack_tokens(TOKENS), images=IMAGES, count=count))
+    assert isinstance(result, WorkFailed)
+    assert result.stuck is final
+
+
 @pytest.mark.parametrize(("counted", "fails"), [(8, False), (7, True)])
 def test_an_answer_to_another_prompt_than_was_hashed_is_none(bench, counted, fails):
     bench.stub.answer = lambda body: iter((event([1], "length", usage={"prompt_tokens": counted}), DONE))

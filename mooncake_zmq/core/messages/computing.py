@@ -156,7 +156,8 @@ class AttemptFailed(TaggedRecord, frozen=True):
 
     `full`: nothing failed, there was only no room. `avoid`: the node to avoid, the sender if empty. `refused`: the decode would
     miss the request's TBT now that its prefill is done; a request without a token ends as if it had been rejected. `stuck`: no
-    attempt can do what is asked: the answer cannot follow its constraint, or the model does not embed so. The request ends.
+    attempt can do what is asked: the answer cannot follow its constraint, the model does not embed so, or takes no such image.
+    The request ends.
     """
 
     request_id: RequestId

@@ -320,6 +320,8 @@ class Request:
         """Return the error of a request that fails on every node."""
         if self.client.embedding is not None:
             return Failed(status=400, code="invalid_value", message=f"the model does not embed so ({reason})")
+        if self.client.images and not self.answer.tokens:
+            return Failed(status=400, code="invalid_value", message=f"the model takes no such images ({reason})")
         why = f"the answer cannot go on as its constraint demands ({reason})"
         return Failed(status=400, code="constraint_stuck", message=why)
 

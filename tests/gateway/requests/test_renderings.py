@@ -225,6 +225,14 @@ def test_an_answer_that_goes_on_elsewhere_takes_its_images_and_has_them_in_its_k
     assert keys[CAT][1] != keys[DOG][1]
 
 
+def test_images_that_a_vllm_does_not_take_after_all_are_an_error_at_once():
+    node = Node()
+    node.client("r", request())
+    placed(node)
+    node.say("v0", AttemptFailed("r", 1, "no placeholder", stuck=True))
+    assert (node.ended.status, node.ended.message) == (400, "the model takes no such images (no placeholder)")
+
+
 @pytest.mark.parametrize("to", ["p0", "v0"])
 def test_images_are_not_sent_where_they_would_be_lost(to):
     node = Node("p0", "d0", "v0", "v1", protocol=22 if to == "v0" else 23)
