@@ -49,11 +49,11 @@ class Renders:
         """Return the calls that have no answer yet."""
         return len(self._waiting) + len(self._works)
 
-    def handle(self, now: float, event: Event) -> list[Effect]:
-        """Handle the part of an event that concerns writing chats."""
+    def handle(self, now: float, event: Event, trouble: str = "") -> list[Effect]:
+        """Handle the part of an event that concerns writing chats. `trouble`: why vLLM is lost; empty: it is not."""
         match event:
             case Received(sender, RenderChat() as message):
-                return self._on_asked(now, sender, message)
+                return self._on_asked(now, sender, message, trouble)
             case WorkDone(work_id, ChatWritten() | WorkFailed() as result) if work_id in self._works:
                 return [self._answered(self._works.pop(work_id), result), *self._begin(now)]
             case PeerDown(peer, _):
@@ -75,7 +75,7 @@ class Renders:
         """Return what is waiting, JSON-able."""
         return {"waiting": [request for _, request in self._waiting], "runs": list(self._works)}
 
-    def _on_asked(self, now: float, gateway: str, message: RenderChat) -> list[Effect]:
+    def _on_asked(self, now: float, gateway: str, message: RenderChat, trouble: str) -> list[Effect]:
         hello = self._peers.get(gateway)
         if hello is None or hello.role != "gateway":
             self._counts.add("unasked_requests")
@@ -85,6 +85,8 @@ class Renders:
         if before is not None and before.message.call >= message.call:
             return []
         render = _Render(gateway, message, now)
+        if trouble:
+            return [_unrendered(render, trouble)]
         held = sum(len(each.message.chat) for each in self._waiting.values() if each is not before)
         if held + len(message.chat) > MOST_BYTES or (before is None and len(self._waiting) >= self._most):
             self._counts.add("renders_refused")

@@ -64,6 +64,14 @@ def test_a_few_are_written_at_once_in_order_and_a_later_call_replaces_the_one_be
     assert not node.busy()
 
 
+def test_a_lost_vllm_is_not_waited_for():
+    node = Writer(well=False)
+    node.probed(ready=False)
+    node.asks()
+    assert node.one(ChatUnrendered).reason.endswith("it is gone")
+    assert not node.busy()
+
+
 def test_what_vllm_refuses_is_told_apart_from_what_failed():
     node = Writer()
     node.asks("a")

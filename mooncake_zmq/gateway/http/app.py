@@ -223,7 +223,9 @@ class _Posted(Generic[WorkT]):
                     stack.callback(watcher.cancel)
                     prepared = await self._prepare(call, raw, tenant)
                     del raw
-                await self._asked.answer(call, prepared, usage, scope, send)
+                answer = self._asked.answer(call, prepared, usage, scope, send)
+                del prepared  # the images of a chat are held once it is written, not the chat
+                await answer
         except Stuck:
             scope["state"]["reported"] = False  # its requests know only that they were cancelled
             await _hang_up(scope, receive)

@@ -34,10 +34,10 @@ TIMER: Final = "render"
 """The first part of the key of a chat's timer: for the call under way, a pause, or the wait for a vLLM."""
 RENDER_S: Final = 30.0
 """How long a call may take."""
-TRIES: Final = 3
+TRIES: Final = 5
 """Calls in a row that may fail."""
 AGAIN_S: Final = 0.2
-"""The pause after a failed call."""
+"""The pause after the first failed call, doubled for each further one: 3 s in all, in which a vLLM may be found lost."""
 NONE_THERE: Final = "no vLLM that takes images is there to serve the request"
 IMAGES: Final = "StartPrefill.images"
 
@@ -160,11 +160,11 @@ class Renderings:
     def _on_failed(self, chat: _Chat, reason: str) -> list[Effect]:
         self._counts.add("renders_in_vain")
         if chat.failed + 1 >= TRIES:
-            why = f"{TRIES} vLLMs did not write the chat as tokens ({reason})"
+            why = f"vLLM did not write the chat as tokens in {TRIES} calls ({reason})"
             return self._fail(chat, Failed(status=503, code="render_failed", message=why, retry_after_s=2.0))
         chat.failed += 1
         chat.avoid, chat.node, chat.paused = chat.node, "", True
-        return [SetTimer((TIMER, chat.request_id), AGAIN_S)]
+        return [SetTimer((TIMER, chat.request_id), AGAIN_S * 2.0 ** (chat.failed - 1))]
 
     def _refuse(self, chat: _Chat, reason: str) -> list[Effect]:
         return self._fail(chat, Failed(status=400, code="invalid_value", message=reason))

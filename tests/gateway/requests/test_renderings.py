@@ -86,7 +86,7 @@ def test_a_failed_call_is_made_again_elsewhere_a_few_times():
         names.append(name)
         assert call.call == tried
         node.fails(name, call.call)
-        node.advance(AGAIN_S)
+        node.advance(AGAIN_S * 2 ** (tried - 1))
     assert set(names) == {"v0", "v1"}
     assert (node.ended.status, node.ended.code) == (503, "render_failed")
 
