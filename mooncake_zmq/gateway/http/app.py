@@ -288,16 +288,17 @@ class _Generation:
         seed = partial(secrets.randbits, SEED_BITS)
         return prepare(raw, self._kind, edge.models, edge.settings, seed, tenant, self._grammars, edge.parsers)
 
-    async def _rendered(self, call: Call, unrendered: Unrendered) -> Prepared:
+    async def _rendered(self, call: Call, prepared: Prepared, unrendered: Unrendered) -> Prepared:
         """Have a vLLM write a chat with images as tokens. Raises RequestError, Full, Limited and HungUp."""
         output = await call.render(unrendered.tenant, unrendered.chat, unrendered.image_bytes)
         if isinstance(output, Failed):
             raise RequestError.of(output)
-        return await call.unless_gone(self._threads.begin(unrendered.tenant, partial(unrendered.prepared, output)))
+        whole = await call.unless_gone(self._threads.begin(unrendered.tenant, partial(unrendered.prepared, output)))
+        return replace(whole, spaces=prepared.spaces)
 
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         if prepared.unrendered is not None:
-            prepared = await self._rendered(call, prepared.unrendered)
+            prepared = await self._rendered(call, prepared, prepared.unrendered)
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
         call.hold(prepared.requests[0].tenant, prepared.held_scores)

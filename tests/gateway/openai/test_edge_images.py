@@ -30,8 +30,8 @@ def as_vllm(chat):
     return Rendered(pack_tokens([5, *([PLACEHOLDER] * 3 + [6]) * len(urls)]), tuple(places))
 
 
-def seeing(*, render=as_vllm, **changes):
-    batches = [[*tokens("ok"), finished()]]
+def seeing(*, render=as_vllm, says="ok", **changes):
+    batches = [[*tokens(says), finished()]]
     return ScriptedActor(lambda _request, _number: batches, max_model_len=4096, render=render, **changes)
 
 
@@ -121,6 +121,16 @@ def test_other_apis_send_images_of_their_own_shapes():
     body = {"model": "toy", "input": [{"role": "user", "content": content}]}
     assert actor.call("POST", "/v1/responses", json=body).status_code == 200
     assert urls_of(json.loads(actor.rendered[0].chat)) == [CAT]
+
+
+def test_functions_in_a_namespace_are_called_by_both_names_beside_images():
+    call = '<tool_call>\n{"name": "here__look", "arguments": {}}\n</tool_call>'
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    content = [{"type": "input_image", "image_url": CAT}]
+    body = {"model": "toy", "input": [{"role": "user", "content": content}]}
+    body["tools"] = [{"type": "namespace", "name": "here", "tools": [tool]}]
+    (called,) = seeing(says=call).call("POST", "/v1/responses", json=body).json()["output"]
+    assert (called["namespace"], called["name"]) == ("here", "look")
 
 
 @pytest.mark.parametrize(
