@@ -13,6 +13,7 @@ from mooncake_zmq.gateway.requests.client_events import (
     Failed,
     Finished,
     PromptLogprobs,
+    Rendered,
     TextRead,
     TextUnread,
     TokenOut,
@@ -20,10 +21,11 @@ from mooncake_zmq.gateway.requests.client_events import (
 )
 from mooncake_zmq.kv.block_hash import pack_tokens, unpack_tokens
 from mooncake_zmq.simulation.engine import logprob_of
+from mooncake_zmq.simulation.images import chat_of
 from mooncake_zmq.simulation.simulator import Simulator
 from mooncake_zmq.simulation.traces import Answer, Chat, Turn
 from mooncake_zmq.simulation.violation import Violation
-from mooncake_zmq.simulation.vllm_works import text_of, vectors_of
+from mooncake_zmq.simulation.vllm_works import read_as, vectors_of
 
 MAX_TRIES = 6
 RETRY_S = 0.4
@@ -41,6 +43,8 @@ class _Open:
     scored: int = 0
     """The number of the prompt's tokens whose probabilities it has."""
     received: list[int] = field(default_factory=list)
+    rendered: bool = False
+    """Whether it has the tokens of its chat, if that has images."""
     embedded: int = 0
     """How often it has vectors."""
     text: str = ""
@@ -100,6 +104,8 @@ class Client:
             raise Violation("I3", f"{request_id} is sent {output} after its end ({self.ids[request_id]})")
         turn = self._chat.turns[self._turn]
         match output:
+            case Rendered():
+                self._rendered(turn, request, output)
             case PromptLogprobs():
                 self._scored(turn, request, output)
             case Vectors(vectors):
@@ -137,12 +143,22 @@ class Client:
             case _:
                 raise Violation("I3", f"{request_id} is sent {output!r}")
 
+    def _rendered(self, turn: Turn, request: _Open, output: Rendered) -> None:
+        """Ask for the answer to a chat that a vLLM has written."""
+        asked = turn.request
+        bare = tuple([structs.replace(image, url=b"") for image in asked.images])
+        if request.rendered or (output.tokens, output.images) != (asked.tokens, bare):
+            raise Violation("I3", f"{request.request_id} is sent {output} of a chat with {asked.images}")
+        request.rendered = True
+        self._outcomes["rendered"] += 1
+        self._simulator.from_client(request.gateway, request.request_id, asked)
+
     def _check_text(self, turn: Turn, request: _Open) -> None:
         """Check that vLLMs have read each token that has a text, once and in order."""
         reading = turn.request.reading
         if reading is None or request.unread:
             return
-        expected = text_of(pack_tokens([token for token in request.received if token not in reading.textless]), 0)
+        expected = read_as(pack_tokens([token for token in request.received if token not in reading.textless]), 0)
         if request.text != expected:
             raise Violation("I3", f"{request.request_id} reads {request.text!r} where its tokens are {expected!r}")
 
@@ -208,7 +224,7 @@ class Client:
         requests = list(self._open.values())
         siblings = tuple((request.request_id, request.answer.seed) for request in requests[1:])
         asked = structs.replace(turn.request, siblings=siblings, call=first if siblings else "")
-        self._simulator.from_client(gateway, first, asked)
+        self._simulator.from_client(gateway, first, chat_of(asked) if asked.images else asked)
         if turn.cancel_after_s is not None:
             self._simulator.at(asked_at + turn.cancel_after_s, lambda: self._hang_up(requests))
 

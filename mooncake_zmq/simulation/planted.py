@@ -33,6 +33,7 @@ from mooncake_zmq.gateway.requests.relocations import Relocations
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.prefill.waiting import Waiting
 from mooncake_zmq.simulation import engine, planted_inference, planted_stores
+from mooncake_zmq.simulation import planted_images as images
 from mooncake_zmq.simulation import planted_models as models
 from mooncake_zmq.simulation import planted_pools as pools
 from mooncake_zmq.simulation.faults import FaultKind
@@ -374,6 +375,11 @@ PLANTED: dict[str, Planted] = {
     ),
     "key_without_adapter": Planted("block keys without the adapter", ("I9",), (), models.key_without_adapter, "models"),
     "saved_wrong": Planted("other bytes than were saved", ("I3",), (), pools.saved_wrong, "models"),
+    "key_without_image": Planted("block keys without images", ("I9", "I3"), (), images.key_without_image, "models"),
+    "resume_without_images": Planted(
+        "a resume forgets the images", ("I3", "I9"), (K.CRASH, K.COPY_FAIL), images.resume_without_images, "models"
+    ),
+    "vectors_of_another": Planted("texts embedded under another root", ("I3",), (), images.vectors_of_another, "models"),
     "key_without_model": Planted("block keys without the model", ("I9",), (), models.key_without_model, "models"),
     **{f"{STORES}{name}": Planted(*bug, "stores") for name, bug in planted_stores.PLANTED.items()},
 }

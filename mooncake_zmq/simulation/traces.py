@@ -9,11 +9,13 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
-from mooncake_zmq.core.messages import Embedding, Parsers, Sampling, StopRule
+from mooncake_zmq.core.messages import Embedding, Image, Parsers, Sampling, StopRule
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, Reading
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace, pack_tokens
+from mooncake_zmq.kv.image_keys import keys_with_images
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.engine import EOS_IDS, VOCABULARY, SimSequence
+from mooncake_zmq.simulation.images import begins_of, image_in, shown
 from mooncake_zmq.simulation.models import MODEL, Computes, weights
 
 READ_BY = Parsers(calls=True, reasoning=True)
@@ -197,12 +199,15 @@ def _turn(
     more = random.randint(1, workload.max_choices - 1) if random.random() < workload.choices_share else 0
     alone = not more
     scores = alone and len(prompt) % 8 == 0 if workload.plain else alone and random.random() < workload.scored_share
+    embedding = _embedding(prompt) if workload.plain and alone and not scores else None
+    images = image_in(prompt) if workload.plain and alone and not scores and embedding is None else ()
     answers: list[Answer] = []
     for seed in (sampling.seed, *(random.randrange(1 << 32) for _ in range(more))):
         own = structs.replace(sampling, seed=seed)
-        answers.append(Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, weights(computes))))
+        answers.append(
+            Answer(seed, *reference(root, prompt, own, stop, layout, trace.blocks, weights(computes), images=images))
+        )
     length = len(answers[0].tokens)
-    embedding = _embedding(prompt) if workload.plain and alone and not scores else None
     if embedding is not None:
         answers, stop = [Answer(sampling.seed, (), "stop")], StopRule(max_tokens=1)
     tokens = pack_tokens(prompt)
@@ -211,13 +216,14 @@ def _turn(
         root=root,
         model=model,
         adapter=adapter,
-        keys=tuple(extend_keys(root, tokens, layout.block_tokens)),
+        keys=tuple(keys_with_images(root, tokens, layout.block_tokens, begins_of(images))),
         sampling=sampling,
         stop=stop,
         tenant=tenant,
         prompt_logprobs=None if not scores else 1 if workload.plain else random.choice((0, 1)),
         reading=_reading(prompt) if workload.plain and embedding is None else None,
         embedding=embedding,
+        images=images,
     )
     after_s, after_tokens = None, None
     if random.random() < workload.cancel_share:
@@ -252,12 +258,13 @@ def reference(
     layout: BlockLayout,
     blocks: dict[Key, bytes],
     computes: str = "",
+    images: Sequence[Image] = (),
 ) -> tuple[tuple[int, ...], str]:
     """Return the undisturbed answer and why it ends; add to `blocks` the bytes of every complete block of the sequence.
-    `computes`: see `weights`."""
+    `computes`: see `weights`. `images`: those of the prompt."""
     tokens = list(prompt)
     sequence = SimSequence(len(tokens) + stop.max_tokens, sampling.past(pack_tokens(tokens)), computes)
-    sequence.run(0, np.array(tokens, dtype=np.uint32))
+    sequence.run(0, shown(np.array(tokens, dtype=np.uint32), images))
     prompt_length = len(tokens)
     while True:
         token = sequence.next_token(len(tokens), sampling)
@@ -268,7 +275,7 @@ def reference(
         if reason is not None:
             break
     size = layout.block_tokens
-    for index, key in enumerate(extend_keys(root, pack_tokens(tokens), size)):
+    for index, key in enumerate(keys_with_images(root, pack_tokens(tokens), size, begins_of(images))):
         if key not in blocks:
             start = index * size
             parts = (sequence.read_part(layer, start, start + size, size) for layer in range(layout.layers))

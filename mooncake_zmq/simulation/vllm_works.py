@@ -19,11 +19,14 @@ from mooncake_zmq.core.work import (
     TokensGenerated,
     TokensRead,
     WorkFailed,
+    WriteChat,
 )
-from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
+from mooncake_zmq.kv.block_hash import Key, pack_tokens
+from mooncake_zmq.kv.image_keys import keys_with_images
 from mooncake_zmq.simulation.engine import SimSequence, as_tokens, logprob_of
 from mooncake_zmq.simulation.engine_store import EngineStore, SavedBlock, block_of, fill
 from mooncake_zmq.simulation.engine_works import prompt_scores
+from mooncake_zmq.simulation.images import begins_of, shown, text_of, written
 from mooncake_zmq.simulation.machine import Machine, Running, Steps
 from mooncake_zmq.simulation.models import adapters_of, weights
 from mooncake_zmq.simulation.traces import READ_BY
@@ -46,7 +49,7 @@ def version_of(node: str, root: Key) -> str:
 def generate(machine: Machine, running: Running, work: Generate) -> Steps:
     """Generate an answer as a foreign engine, with KV of its own; a fault of copies may lose the answer under way.
     Its weights may have a version."""
-    hardware, tokens, known = machine.world.hardware, as_tokens(work.tokens), work.tokens
+    hardware, tokens, known = machine.world.hardware, shown(as_tokens(work.tokens), work.images), work.tokens
     left, length = work.stop.max_tokens - work.count, len(tokens)
     if work.adapter and work.adapter not in adapters_of(machine.name, machine.model):
         yield machine.took(hardware.compute_start_s)
@@ -106,7 +109,7 @@ def vectors_of(tokens: bytes, embedding: Embedding, root: Key) -> bytes:
 def _load_saved(machine: Machine, work: Generate, sequence: SimSequence) -> Generator[float, str | None, int]:
     """Load the KV of so many tokens from stores. What another engine is still saving is waited for, but not for long."""
     world, size = machine.world, machine.layout.block_tokens
-    keys = extend_keys(work.root, work.tokens, size)[: (len(work.tokens) // 4 - 1) // size]
+    keys = keys_with_images(work.root, work.tokens, size, begins_of(work.images))[: (len(work.tokens) // 4 - 1) // size]
     coming, until = min(len(keys), work.coming_tokens // size), machine.now + COMING_S
     _look(machine, work)
     found = _saved(machine, keys)
@@ -116,7 +119,8 @@ def _load_saved(machine: Machine, work: Generate, sequence: SimSequence) -> Gene
         found = _saved(machine, keys)
     if found:
         yield machine.took(world.hardware.network_start_s + world.hardware.network_block_s * len(found))
-    world.watcher.cross_hits.loading(machine.name, (machine.model, work.adapter), work.tokens, found)
+    seen = text_of(shown(as_tokens(work.tokens), work.images))
+    world.watcher.cross_hits.loading(machine.name, (machine.model, work.adapter), seen, found)
     for index, block in enumerate(found):
         fill(sequence, index * size, (index + 1) * size, block.kv)
     return len(found) * size
@@ -151,10 +155,11 @@ def _save(machine: Machine, work: Generate, sequence: SimSequence, known: bytes,
     """Save complete blocks in a store after a while, if this process still runs then."""
     size, stop = machine.layout.block_tokens, len(known) // 4 // machine.layout.block_tokens
     if start // size < stop:
-        keys = extend_keys(work.root, known, size)
+        keys = keys_with_images(work.root, known, size, begins_of(work.images))
+        seen = text_of(shown(as_tokens(known), work.images))
         computes = machine.model, work.adapter
         blocks = [
-            (keys[at], SavedBlock(block_of(sequence, at * size, (at + 1) * size), known[: 4 * (at + 1) * size], computes))
+            (keys[at], SavedBlock(block_of(sequence, at * size, (at + 1) * size), seen[: 4 * (at + 1) * size], computes))
             for at in range(start // size, stop)
         ]
         machine._later(machine.took(machine.world.hardware.copy_start_s * SAVES_LATE), lambda: _put_in_store(machine, blocks))
@@ -174,14 +179,22 @@ def probe_engine(machine: Machine, work: ProbeEngine) -> Steps:
     return EngineProbed(True, "", adapters_of(machine.name, machine.model), READ_BY if work.parsers else None)
 
 
+def write_chat(machine: Machine, work: WriteChat) -> Steps:
+    """Write a chat with images as tokens, which may fail."""
+    yield machine.took(machine.world.hardware.probe_s)
+    if machine.world.random.random() < max(ENGINE_FAILS, machine.world.copy_fail):
+        return WorkFailed("injected failure")
+    return written(work.chat)
+
+
 def read_tokens(machine: Machine, work: ReadTokens) -> Steps:
     """Read tokens as their places and numbers; the state is the tokens before. A call may fail."""
     yield machine.took(machine.world.hardware.probe_s)
     if machine.world.random.random() < max(ENGINE_FAILS, machine.world.copy_fail):
         return WorkFailed("injected failure")
-    return TokensRead(text=text_of(work.tokens, len(work.state) // 4), state=work.state + work.tokens)
+    return TokensRead(text=read_as(work.tokens, len(work.state) // 4), state=work.state + work.tokens)
 
 
-def text_of(tokens: bytes, first: int) -> str:
+def read_as(tokens: bytes, first: int) -> str:
     """Return the text that a foreign engine's parsers read in tokens, of which the first is the answer's token `first`."""
     return "".join(f"{place}:{token} " for place, token in enumerate(as_tokens(tokens).tolist(), first))

@@ -51,8 +51,10 @@ def steps_of(machine: Machine, running: Running) -> Steps:
             return vllm_works.probe_engine(machine, work)
         case ReadTokens() as work:
             return vllm_works.read_tokens(machine, work)
-        case WatchEngine() | WriteChat() as work:
-            raise TypeError(work)  # simulated ones publish nothing, and simulated clients send no images
+        case WriteChat() as work:
+            return vllm_works.write_chat(machine, work)
+        case WatchEngine() as work:
+            raise TypeError(work)  # simulated ones publish nothing
 
 
 def probe(machine: Machine, work: ProbeProcess) -> Steps:
