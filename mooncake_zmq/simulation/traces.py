@@ -225,14 +225,18 @@ def _turn(
         embedding=embedding,
         images=images,
     )
-    after_s, after_tokens = None, None
-    if random.random() < workload.cancel_share:
-        if random.random() < 0.5:
-            after_s = random.choice((random.uniform(0, 0.02), random.uniform(0, 1.0)))
-        else:
-            after_tokens = random.randint(1, length)
+    after_s, after_tokens = _cancelled(random, workload, length)
     think_s = random.uniform(0, workload.think_s)
     return Turn(request, tuple(answers), think_s, after_s, after_tokens, cancel_alone=random.random() < 0.5)
+
+
+def _cancelled(random: Random, workload: Workload, length: int) -> tuple[float | None, int | None]:
+    """Draw when a client cancels its request: after a time, after tokens of `length`, or never."""
+    if random.random() >= workload.cancel_share:
+        return None, None
+    if random.random() < 0.5:
+        return random.choice((random.uniform(0, 0.02), random.uniform(0, 1.0))), None
+    return None, random.randint(1, length)
 
 
 def _embedding(prompt: list[int]) -> Embedding | None:
