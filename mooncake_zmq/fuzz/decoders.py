@@ -9,6 +9,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -19,11 +20,11 @@ import msgpack
 import numpy as np
 
 from mooncake_zmq.core import commands, keys, messages, profile
-from mooncake_zmq.core.messages import PROTOCOL_VERSION, Hello
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Embedding, Hello, Image
 from mooncake_zmq.core.records import NotAMessage
 from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
-from mooncake_zmq.core.work import DiskBlock
+from mooncake_zmq.core.work import DiskBlock, Embed
 from mooncake_zmq.engine import card
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.sources.gguf_file import GgufSource
@@ -34,13 +35,15 @@ from mooncake_zmq.fuzz.examination import IN_MEMORY, Decoder
 from mooncake_zmq.fuzz.samples import samples
 from mooncake_zmq.gateway.anthropic import messages as anthropic_messages
 from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
+from mooncake_zmq.gateway.openai.embeddings import prepare_embeddings
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.prepare import prepare
 from mooncake_zmq.gateway.requests import tenants
+from mooncake_zmq.gateway.requests.client_events import Rendered
 from mooncake_zmq.gateway.responses_api import items
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.kv.block_hash import root_of_salt, salt_of
+from mooncake_zmq.kv.block_hash import pack_tokens, root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EventError, decode_batch
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout
 from mooncake_zmq.kv.object_record import ObjectRecord, header, why_missed
@@ -49,7 +52,9 @@ from mooncake_zmq.laboratory.traces import read_trace
 from mooncake_zmq.pool.ssd import disk
 from mooncake_zmq.pool.ssd.disk_index import DiskIndex, IndexFault, IndexUnusable
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
+from mooncake_zmq.runtime.embedding import vectors_in
 from mooncake_zmq.runtime.generation import Answer, EventLines
+from mooncake_zmq.runtime.rendering import what_was_written
 from mooncake_zmq.runtime.vllm_answers import Nonsense
 from mooncake_zmq.store import protocol, stream_messages
 from mooncake_zmq.transfer import block_messages, segment_file, shared_memory
@@ -180,12 +185,22 @@ def _served() -> ServedModels:
         model_fingerprint="weights",
         layout_fingerprint="layout",
         tokenizer=byte_tokenizer(),
+        takes_images=True,
     )
     return ServedModels(model)
 
 
+@cache
+def _embedding() -> ServedModels:
+    return ServedModels(replace(_served().each[0], embeds=True))
+
+
 def _prepare(kind: Any, raw: bytes) -> object:
-    return prepare(raw, kind, _served(), EdgeSettings(), lambda: 1)
+    prepared = prepare(raw, kind, _served(), EdgeSettings(), lambda: 1)
+    if (chat := prepared.unrendered) is None:
+        return prepared
+    images = [Image(begin=at, length=1, digest=KEY) for at in range(chat.chat.images)]
+    return chat.prepared(Rendered(pack_tokens([1] * (len(images) + 1)), tuple(images)))
 
 
 def _bodies(**asked: object) -> list[bytes]:
@@ -396,7 +411,7 @@ def _of_people() -> Iterable[Decoder]:
         name="chat",
         read=partial(_prepare, ChatBody),
         refusals=refused,
-        seeds=lambda: _bodies(**chat),
+        seeds=lambda: [*_bodies(**chat), *_bodies(messages=[{"role": "user", "content": [_IMAGE, _IMAGE]}])],
         max_bytes=16_384,
     )
     yield Decoder(
@@ -413,16 +428,31 @@ def _of_people() -> Iterable[Decoder]:
         seeds=lambda: [json.dumps({"model": "toy"} | more).encode() for more in ({"input": "hi"}, _RESPONSES_OPTIONS)],
         max_bytes=16_384,
     )
+    yield Decoder(
+        name="embeddings",
+        read=lambda raw: prepare_embeddings(raw, _embedding(), EdgeSettings()),
+        refusals=refused,
+        seeds=lambda: [json.dumps(body).encode() for body in _EMBEDDINGS],
+        max_bytes=16_384,
+    )
     yield Decoder(name="ask", read=commands.decode, refusals=(commands.AskError,), seeds=_ask_seeds)
     yield Decoder(name="api-keys", read=_text(tenants.parse), refusals=(tenants.TenantsError,), seeds=lambda: [_API_KEYS])
     yield Decoder(name="public-keys", read=_text(keys.parse), refusals=(keys.KeysError,), seeds=lambda: [_PUBLIC_KEYS])
 
 
+_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
+_EMBEDDINGS = (
+    {"input": "hello"},
+    {"input": ["a", "b"], "model": "toy", "encoding_format": "base64", "dimensions": 8},
+    {"input": [1, 2, 3], "user": "u", "cache_salt": "s"},
+    {"input": [[1], [2, 3]], "encoding_format": "float"},
+)
 _MESSAGES = {"model": "toy", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+_SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 _MESSAGES_OPTIONS = {
     "system": [{"type": "text", "text": "t"}],
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "t"}]},
+        {"role": "user", "content": [{"type": "text", "text": "t"}, {"type": "image", "source": _SOURCE}]},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "r"}]},
         {"role": "assistant", "content": "so"},
@@ -489,9 +519,23 @@ def _file(
     return Decoder(name=name, read=_by_file(read, suffix), refusals=refusals, seeds=seeds, max_bytes=max_bytes, quick=False)
 
 
+_VLLM_CHAT = json.dumps(
+    {
+        "token_ids": [5, 9, 9, 6],
+        "features": {"mm_hashes": {"image": ["ab" * 32]}, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}},
+    }
+).encode()
+_VLLM_VECTORS = json.dumps({"data": [{"index": index, "embedding": "AACAPwAAAEA="} for index in (1, 0)]}).encode()
+
+
 def _of_vllm() -> Iterable[Decoder]:
     yield Decoder(name="kv-events", read=_mirrored, refusals=(EventError,), seeds=lambda: [_KV_EVENTS, _KV_EVENTS_ARRAYS])
     yield Decoder(name="vllm-answer", read=_answered, refusals=(Nonsense,), seeds=lambda: [_VLLM_ANSWER])
+    yield Decoder(name="vllm-chat", read=what_was_written, refusals=(Nonsense,), seeds=lambda: [_VLLM_CHAT])
+    texts = Embed(pack_tokens([1, 2, 3]), Embedding((1, 2)), KEY)
+    yield Decoder(
+        name="vllm-vectors", read=lambda raw: vectors_in(raw, texts), refusals=(Nonsense,), seeds=lambda: [_VLLM_VECTORS]
+    )
 
 
 def _mirrored(raw: bytes) -> None:
@@ -516,7 +560,7 @@ _STORED = {
     "lora_id": None,
     "medium": "GPU",
     "lora_name": None,
-    "extra_keys": [[salt_of(KEY)], None],
+    "extra_keys": [[["ab" * 32, 3], salt_of(KEY)], [["ab" * 32, -13]]],
 }
 _KV_EVENTS = msgpack.packb([1.5, [_STORED, {"type": "BlockRemoved", "block_hashes": [5]}, {"type": "AllBlocksCleared"}]])
 _KV_EVENTS_ARRAYS = msgpack.packb([1.5, [["BlockStored", *list(_STORED.values())[1:]], ["BlockRemoved", [KEY], "GPU"]], 0])
