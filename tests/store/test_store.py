@@ -345,6 +345,20 @@ def test_replicas_and_preferred_stores(make_server, connect):
     assert both.remove_all() == 3
 
 
+def test_an_upsert_that_a_store_refuses_leaves_no_old_value_there(make_server, connect):
+    one, two = make_server("node-1", slabs=2), make_server("node-2", slabs=4)
+    both, first = connect(one, two), connect(one)
+    assert first.put("k", b"old") == first.put("kept", bytes(SLAB_BYTES)) == 0
+    held = first._client.hold(["k", "kept"])
+    assert held.found == (True, True)
+    assert both.upsert("k", bytes(SLAB_BYTES)) < 0
+    assert both.get("k") == b"old", "nothing was stored, and nothing lost"
+    assert both.upsert("k", bytes(SLAB_BYTES), ReplicateConfig(replica_num=2)) == 0
+    assert both.get("k") == bytes(SLAB_BYTES)
+    assert first.is_exist("k") == 0
+    first._client.release(held)
+
+
 def test_with_the_first_store_gone_the_second_is_used(make_server, connect):
     one, two = make_server("node-1"), make_server("node-2")
     store = connect(one, two, timeout_s=2.0)
