@@ -231,7 +231,12 @@ class Parts:
         if str(model.path) != "toy":
             log.info("engine", backend=backend, device=node.device, threads=node.threads, **why)
         engine = load_engine(
-            model.path, device=node.device, threads=node.threads, backend=node.prepared_for, sequences=sequences
+            model.path,
+            device=node.device,
+            threads=node.threads,
+            backend=node.prepared_for,
+            sequences=sequences,
+            codec=self.plan.layout.block_codec,
         )
         if self.cuda:
             _warm_up(engine)
