@@ -65,3 +65,8 @@ def rotated_together(head_dim: int) -> int:
     """Return how many numbers of a head one rotation mixes: the largest power of two that divides it, at most
     `ROTATED_TOGETHER`."""
     return min(head_dim & -head_dim, ROTATED_TOGETHER)
+
+
+def bytes_in_blocks(codec: str, float32_bytes: int, head_dim: int = 64) -> int:
+    """Return the bytes in blocks of KV that takes so many in float32; `codec`: a name."""
+    return float32_bytes if codec == EXACT else round(float32_bytes * CODECS[codec].bits_a_value(head_dim) / 32)

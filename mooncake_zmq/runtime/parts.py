@@ -60,6 +60,9 @@ class Parts:
     def __init__(self, plan: NodePlan, lifecycle: Lifecycle, stack: ExitStack) -> None:
         self.plan, self.lifecycle, self.stack = plan, lifecycle, stack
         self.facts = Facts(node=plan.node.name, host=plan.node.host, role=plan.node.role)
+        if not plan.model.foreign:
+            kv = {f"kv_bytes_per_token[codec={plan.model.codec}]": float(plan.model.kv_bytes_per_token)}
+            self.facts.beside.append(lambda: ({}, kv))
         self.sockets = self._open_sockets()
         self.cuda = self._open_device() if plan.node.device == "cuda" else None
 
