@@ -294,7 +294,7 @@ def test_the_summary_counts_the_kv_of_running_prompts(write: Any) -> None:
     )
     loaded = load(write(text, '[[nodes]]\nname = "p"\nrole = "prefill"\n'), {"costs.kv_bytes_per_token": "1024"}, {})
     lines = list(summary(loaded))
-    assert "slab of 1 MiB, KV of running prompts 3 MiB" in lines[1]
+    assert "slab of 1 MiB, KV of running prompts 3 MiB" in lines[2]
     assert "at most 4 MiB" in lines[-1]
 
 
@@ -383,13 +383,39 @@ def test_a_device_that_this_machine_lacks_is_a_warning_as_the_file_may_be_for_an
     assert said.startswith("p: device 'cuda' needs CuPy and a GPU; on the node's own machine 'mooncake-zmq doctor'")
 
 
+def test_the_summary_says_how_blocks_hold_kv(write: Any) -> None:
+    shape = 'dummy:{"layers": 2, "kv_heads": 3, "head_dim": 16, "heads": 3}'
+    for codec, said in {
+        "exact": "exactly: 46,080 bytes a token of a model such as the default one",
+        "int8": "as int8: 11,880 bytes a token of a model such as the default one (46,080 exactly)",
+        "int4": "as int4: 6,120 bytes a token of a model such as the default one (46,080 exactly)",
+    }.items():
+        lines = list(summary(load(write(f"[model]\nkv_codec = '{codec}'\npath = '{shape}'\n", NODES), {}, {})))
+        assert lines[1] == f"  blocks hold KV {said}", "the model is prepared nowhere"
+    assert "blocks hold KV" not in "".join(summary(load(ROOT / "configs" / "vllm.toml", {}, {})))
+
+
+@pytest.mark.parametrize(
+    ("model", "node", "why"),
+    [
+        ("path = 'toy'", "", "toy engine computes with whole numbers"),
+        ("", "device = 'cuda'", "compute on a CPU: node p has device 'cuda'"),
+        ("", "backend = 'modelled:a800-llama3-70b'", "a modelled engine"),
+    ],
+)
+def test_a_codec_is_for_engines_that_keep_it(write: Any, model: str, node: str, why: str) -> None:
+    text = f"[model]\nkv_codec = 'int8'\n{model}\n"
+    with pytest.raises(ConfigError, match=why):
+        load(write(text, NODES + f"[[nodes]]\nname = 'p'\nrole = 'prefill'\n{node}\n"), {}, {})
+
+
 def test_the_summary_counts_gpu_memory_by_itself(write: Any) -> None:
     text = (
         "[model]\nmax_model_len = 1024\n[prefill]\nmax_active = 3\nshort_jobs = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
     )
     node = '[[nodes]]\nname = "p"\nrole = "prefill"\ndevice = "cuda"\n'
     lines = list(summary(load(write(text, node), {"costs.kv_bytes_per_token": "1024"}, {})))
-    assert lines[1].endswith("KV of running prompts 3 MiB, cuda, numpy")
+    assert lines[2].endswith("KV of running prompts 3 MiB, cuda, numpy")
     assert "at most 0 MiB of RAM" in lines[-2]
     assert lines[-1].startswith("and 4 MiB of GPU memory")
 

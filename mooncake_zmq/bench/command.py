@@ -96,6 +96,41 @@ def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_js
 
 
 @bench.command()
+@model_option
+@cache_dir_option
+@click.option("--tokens", type=click.IntRange(min=16), default=1024, show_default=True, help="Of a context whose KV is coded.")
+@click.option("--following", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens predicted after it.")
+@click.option("--blocks", type=click.IntRange(min=1), default=64, show_default=True, help="Encoded and decoded in each round.")
+@rounds_option(5)
+@json_option
+@plot_option("the ratios")
+def codecs(
+    model: str,
+    cache_dir: str,
+    tokens: int,
+    following: int,
+    blocks: int,
+    rounds: int,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Measure the codecs of KV (kv_codec): their error beside other ways at as many bytes, and their time beside exact copies.
+
+    Two minutes and 2 GB of memory for the default model.
+
+    \b
+    Examples:
+      mooncake-zmq bench codecs
+      mooncake-zmq bench codecs --model ~/models/qwen2.5.gguf --tokens 512 --json > codecs.json
+    """
+    limit_blas()
+    from mooncake_zmq.bench.codecs import CodecBench, bench_codecs
+
+    wanted = CodecBench(model=model, cache_dir=cache_dir, tokens=tokens, following=following, rounds=rounds, rate_blocks=blocks)
+    bench_codecs(wanted, show_progress).show(as_json=as_json, plot=plot)
+
+
+@bench.command()
 @click.option("--model", default="dummy:1b", show_default=True, metavar="MODEL", help="As in the setting model.path.")
 @cache_dir_option
 @rounds_option(5)

@@ -97,6 +97,10 @@ class ModelSettings:
     block_tokens: int = 32
     """The tokens in a block. 32 of the default model are 1.41 MiB, exactly 360 pages, so a slot wastes nothing; a request
     computes half a block again on average, while keys, index and messages stay small."""
+    kv_codec: Literal["exact", "int8", "k8v4", "int4"] = "exact"
+    """How blocks hold KV, in slots, on SSDs and between nodes: as it is computed, or rounded to 8.25, 6.25 or 4.25 bits a
+    number (head_dim 64) instead of 32. With int8 and k8v4 an answer from the pool is the one without it, as KV is rounded when
+    it is computed; with int4 it may be another one. For our own engine on CPUs; one codec for a whole deployment."""
     max_model_len: int = 8192
     """The most tokens of a request, prompt and output; the model's own limit if that is lower."""
 
@@ -115,6 +119,10 @@ class ModelSettings:
             raise ValueError("block_tokens must be between 1 and 4096")
         if self.engine != "own" and self.card:
             raise ValueError(f'card is for models that our own engine computes: with engine "{self.engine}" leave it out')
+        if self.engine != "own" and self.kv_codec != "exact":
+            raise ValueError('kv_codec is for blocks of our own engine: with another engine leave it "exact"')
+        if self.kv_codec != "exact" and self.path == "toy":
+            raise ValueError("kv_codec: the toy engine computes with whole numbers, which no codec keeps")
         if self.max_model_len < 2:
             raise ValueError("max_model_len must be at least 2")
         most = min(MAX_TOKENS, MAX_BLOCKS * self.block_tokens)
@@ -355,6 +363,12 @@ class Config:
                 raise ValueError(f"nodes: {error}") from error
             if endpoints.count(endpoint) > 1:
                 raise ValueError(f"nodes: two of them listen on {endpoint}")
+        for node in self.nodes if self.model.kv_codec != "exact" else ():
+            if node.device != "cpu" or node.modelled:
+                raise ValueError(
+                    f"model.kv_codec {self.model.kv_codec!r} is for engines that compute on a CPU: node {node.name} has "
+                    f"{'a modelled engine' if node.modelled else f'device {node.device!r}'}"
+                )
         if self.model.path == "toy" and any(node.device != "cpu" for node in self.nodes):
             raise ValueError("nodes: the toy model computes on the CPU alone: leave device out")
         if self.model.engine == "vllm" and (own := self.of_role(*ENGINE_ROLES)):

@@ -1,12 +1,16 @@
 """A summary of a deployment for the operator."""
 
+import contextlib
 from collections.abc import Iterator
 
 from mooncake_zmq.config.load import Loaded
+from mooncake_zmq.config.records import Config
 from mooncake_zmq.config.warnings import is_tls
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.gateway.http.api_keys import api_keys_of
+from mooncake_zmq.kv.codec import EXACT, bytes_in_blocks
 
 
 def summary(loaded: Loaded) -> Iterator[str]:
@@ -17,6 +21,8 @@ def summary(loaded: Loaded) -> Iterator[str]:
     if config.models:
         model = "models " + ", ".join(f"{name} ({each.path})" for name, each in config.models.items())
     yield f"cluster {config.cluster.name}: {model if config.model.engine != 'none' else 'stores alone, without a model'}"
+    if config.model.engine == "own":
+        yield _kv_in_blocks(config)
     for node in config.nodes:
         section = loaded.section(node)
         what, size = "", 0
@@ -64,6 +70,21 @@ def summary(loaded: Loaded) -> Iterator[str]:
     yield f"KV and stores take at most {ram} of RAM, beside the weights (one copy for all) and the processes"
     if totals["cuda"]:
         yield f"and {gpu} of GPU memory, beside the weights (one copy for each node)"
+
+
+def _kv_in_blocks(config: Config) -> str:
+    """Return how blocks hold KV, and the bytes of a token: those of the model if its card is on this machine, else of the
+    default one."""
+    from mooncake_zmq.engine.prepare import known_shape  # no other line of a summary needs the model
+
+    exact, shape, whose = config.costs.kv_bytes_per_token, None, " of a model such as the default one"
+    with contextlib.suppress(ModelError):
+        shape, whose = known_shape(config.model.path, config.model.cache_dir, config.model.card), ""
+        exact = shape.kv_bytes_per_token
+    if config.model.kv_codec == EXACT:
+        return f"  blocks hold KV exactly: {exact:,} bytes a token{whose}"
+    coded = bytes_in_blocks(config.model.kv_codec, exact, *([shape.head_dim] if shape else []))
+    return f"  blocks hold KV as {config.model.kv_codec}: {coded:,} bytes a token{whose} ({exact:,} exactly)"
 
 
 def _shown_costs(costs: Costs) -> Iterator[str]:

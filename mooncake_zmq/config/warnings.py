@@ -17,6 +17,7 @@ from mooncake_zmq.gateway.http.api_keys import api_keys_of
 from mooncake_zmq.gateway.http.exposure import Judgement, judged
 from mooncake_zmq.gateway.http.tls import tls_files_of
 from mooncake_zmq.gateway.requests.otlp import is_installed
+from mooncake_zmq.kv.codec import bytes_in_blocks
 from mooncake_zmq.transfer.key_files import directory_of
 from mooncake_zmq.transfer.sockets import is_loopback
 
@@ -94,7 +95,7 @@ def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:
 def _room_warnings(loaded: Loaded) -> Iterator[str]:
     """Warn of memory and disks of a pool that hold no block of the model: such a node will not start."""
     config = loaded.config
-    block_bytes = config.model.block_tokens * config.costs.kv_bytes_per_token
+    block_bytes = config.model.block_tokens * bytes_in_blocks(config.model.kv_codec, config.costs.kv_bytes_per_token)
     for node in config.of_role("cache-node", "prefill"):
         if node.role == "cache-node" and config.model.engine != "own":  # all KV is in the store
             continue

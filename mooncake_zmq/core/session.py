@@ -617,7 +617,8 @@ def _objection(me: str, mine: Hello, spoken: tuple[int, int], peer: _Peer, hello
     for what in ("model", "tokenizer", "layout"):
         theirs, ours = getattr(hello, what), exact[what] if what in exact else getattr(mine, what)
         if theirs != ours and (what in exact or not _overlap(theirs, ours)):
-            return what, f"{what} differs: {name} has {theirs}, {me} has {ours}"
+            decides = "; model.kv_codec, model.block_tokens and the model's shape decide it" if what == "layout" else ""
+            return what, f"{what} differs: {name} has {theirs}, {me} has {ours}{decides}"
     if hello.role not in peer.member.roles or hello.host != peer.member.host:
         configured = f"{'/'.join(peer.member.roles)} on {peer.member.host}"
         return "member", f"{name} says it is a {hello.role} on {hello.host}, the configuration: {configured}"

@@ -21,7 +21,7 @@ from mooncake_zmq.engine.backend import KVMemory
 KEY_TILE = 64  # tokens in one transposed tile of keys
 
 Part = tuple[int, int, int, Any]
-"""One layer of a block, as (layer, start, tokens, array [k/v, block_tokens, kv_head, head_dim], of which `tokens` count)."""
+"""One layer of a block, as (layer, start, tokens, array of the layout's `part_shape`, of which `tokens` count)."""
 
 
 class SequenceKV:
@@ -60,7 +60,7 @@ class SequenceKV:
             self.keys, self.values = (memory.array for memory in self._memory)
 
     def write_part(self, layer: int, start: int, part: Any) -> None:
-        """Store one layer's part of a block, [k/v, n, kv_head, head_dim], at tokens start..start+n.
+        """Store one layer's part of a block, [k/v, n, kv_head, head_dim] or coded, at tokens start..start+n.
 
         On a device it may be under way until `settle`, and `part` is to stay as it is until then.
         """
@@ -69,19 +69,23 @@ class SequenceKV:
     def write_parts(self, parts: Sequence[Part]) -> None:
         """Call `write_part` for the first `tokens` of each."""
         for layer, start, tokens, part in parts:
-            self.write_part(layer, start, part[:, :tokens])
+            self.write_part(layer, start, self.first_tokens(part, tokens))
 
     def read_parts(self, parts: Sequence[Part]) -> None:
         """Copy tokens start..start + tokens of a layer into the beginning of each; the content behind them is undefined. Those
         in host memory are there on return."""
         for layer, start, tokens, part in parts:
-            self.read_part(layer, start, start + tokens, part[:, :tokens])
+            self.read_part(layer, start, start + tokens, self.first_tokens(part, tokens))
+
+    def first_tokens(self, part: Any, tokens: int) -> Any:
+        """Return a view of the first tokens of a part."""
+        return part[:, :tokens]
 
     def settle(self) -> None:
         """Return once every `write_part` of this thread has ended."""
 
     def read_part(self, layer: int, start: int, stop: int, out: Any) -> None:
-        """Copy one layer's tokens start..stop into `out`, [k/v, stop - start, kv_head, head_dim].
+        """Copy one layer's tokens start..stop into `out`, [k/v, stop - start, kv_head, head_dim] or coded.
 
         `stop` may lie beyond `length`: after `after_layer(l)` a layer can be read while later layers still compute.
         """

@@ -58,6 +58,7 @@ class Llama:
         self._layers = [Layer(self._tensors, layer) for layer in range(spec.layers)]
         self._group = spec.heads // spec.kv_heads
         self._query_width = spec.heads * spec.head_dim
+        self.frequencies: Any = self._tensors["inv_freq"]
         self._kv_width = spec.kv_heads * spec.head_dim
         self._team = Team(threads)
         self._linear: Product = linear

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from mooncake_zmq.engine import card as cards
 from mooncake_zmq.engine import tokenizer
 from mooncake_zmq.engine.convert import compact_matrices, write_weights
 from mooncake_zmq.engine.cpu import Backend, chosen, found_broken
@@ -26,6 +27,7 @@ from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_SHA256, Progress,
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.matrices import compact
 from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source
+from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.engine.weights import FORMAT, HEADER_FILE, WEIGHTS_FILE, compiled_engine, prepared_bytes
 
 log = structlog.get_logger()
@@ -120,6 +122,13 @@ def locate(model: str, cache_dir: Path) -> Path:
 def located(model: str, cache_dir: Path | str) -> Path:
     """Return `locate` for the arguments of `prepare`; nothing is made."""
     return locate(model, Path(cache_dir) if cache_dir else default_cache_dir())
+
+
+def known_shape(model: str, cache_dir: Path | str, card: str) -> ModelSpec:
+    """Return the shape of a model whose card is named, or which is prepared on this machine. Raises ModelError."""
+    if card:
+        return cards.read(Path(card).expanduser()).spec
+    return cards.of_prepared(Path("toy") if model == "toy" else located(model, cache_dir)).spec
 
 
 def open_source(model: str) -> tuple[Source, str]:

@@ -6,6 +6,7 @@ tokenizer's files, and for decode in machine code compact.bin. `prepare` makes i
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.cpu import Backend, Device, chosen
 from mooncake_zmq.engine.device import DeviceLlama
 from mooncake_zmq.engine.errors import ModelError
@@ -26,6 +28,7 @@ from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS, panel_count
 from mooncake_zmq.engine.sources import expected_shapes
 from mooncake_zmq.engine.spec import FAMILIES, Engine, ModelSpec, check_spec
 from mooncake_zmq.engine.toy import ToyEngine
+from mooncake_zmq.kv.codec import Codec
 
 if TYPE_CHECKING:
     from mooncake_zmq.engine.machine_code.compiled import CompiledLlama
@@ -46,12 +49,16 @@ def load_engine(
     threads: int = 1,
     backend: Backend = "numpy",
     sequences: NewSequence | None = None,
+    codec: Codec | None = None,
 ) -> Engine:
-    """Return the engine of a directory prepared for `backend`, or of "toy". `sequences`: makes the sequences of a device."""
+    """Return the engine of a directory prepared for `backend`, or of "toy". `sequences`: makes the sequences of a device;
+    `codec`: of their blocks, on a CPU."""
     if str(model) == "toy":
         return ToyEngine()
     if chosen(backend) == "compiled":
-        return open_compiled(Path(model), threads=threads, compacted=backend == "compiled")
+        return open_compiled(Path(model), threads=threads, compacted=backend == "compiled", codec=codec)
+    if codec is not None:
+        sequences = functools.partial(CodedSequenceKV, codec)
     return open_model(Path(model), device=device, threads=threads, sequences=sequences)
 
 
@@ -63,13 +70,13 @@ def open_model(path: Path, *, device: Device = "cpu", threads: int = 1, sequence
     return Llama(spec, tensors, threads=threads, sequences=sequences)
 
 
-def open_compiled(path: Path, *, threads: int = 1, compacted: bool = True) -> "CompiledLlama":
+def open_compiled(path: Path, *, threads: int = 1, compacted: bool = True, codec: Codec | None = None) -> "CompiledLlama":
     """Map a prepared model as `open_model` does, for machine code; takes seconds where no process on this machine has made that
     yet. `compacted`: the model must have its compact form; else, where it has none, decode reads float32."""
     engine = compiled_engine()
     spec, tensors = _map_tensors(path)
     panels = compact.read(path, _matrix_shapes(spec)) if compacted or compact.exists(path) else {}
-    return engine(spec, tensors, panels, threads=threads, cache_dir=path.parent)
+    return engine(spec, tensors, panels, threads=threads, codec=codec, cache_dir=path.parent)
 
 
 def compiled_engine() -> "type[CompiledLlama]":

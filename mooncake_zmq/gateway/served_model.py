@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
 from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace
+from mooncake_zmq.kv.codec import CODECS, EXACT
 from mooncake_zmq.kv.image_keys import Begin, keys_with_images
 
 
@@ -67,6 +68,10 @@ class ServedModel:
     model_fingerprint: str
     layout_fingerprint: str
     tokenizer: Tokenizer
+    kv_codec: str = EXACT
+    """How blocks hold its KV: the name of a codec, or exactly."""
+    kv_bytes_per_token: int = 0
+    """The bytes of a token's KV in blocks; 0: another program has its KV."""
     identity: str = ""
     """The identity with which its nodes greet, where the cluster has several models; empty: it has one."""
     adapters: tuple[str, ...] = ()
@@ -79,6 +84,11 @@ class ServedModel:
     """The adapter that this is the model with; empty: none."""
     extend_keys: Callable[[bytes, bytes, int], list[Key]] = field(default=extend_keys, repr=False, compare=False)
     """`block_hash.extend_keys`, or what returns the same sooner."""
+
+    @property
+    def rounds_late(self) -> bool:
+        """Whether KV is rounded only as it leaves the node that computed it, so that answers depend on where KV is from."""
+        return self.kv_codec != EXACT and not CODECS[self.kv_codec].rounds_when_stored
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,11 +2,15 @@
 share."""
 
 import hashlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mooncake_zmq.kv.codec import CODECS, CODES_VERSION, EXACT, Codec
+
 PAGE_BYTES = 4096
+FINGERPRINT_CHARS = 16
 
 
 def div_ceil(a: int, b: int) -> int:
@@ -16,7 +20,8 @@ def div_ceil(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """`block_tokens` tokens' KV of all layers as `[layer, k/v, token, kv_head, head_dim]`, contiguous.
+    """`block_tokens` tokens' KV of all layers as `[layer, k/v, token, kv_head, head_dim]`, or with a codec as `[layer, token,
+    token_bytes]`, contiguous.
 
     A layer's part is a contiguous range, so layer-wise streaming and block storage are the same bytes.
     """
@@ -29,18 +34,42 @@ class BlockLayout:
     itemsize: int = 4
     hidden_bytes: int = 0
     """Bytes of one token's hidden state, which stages of a pipeline pass on in slots; 0: this engine is not cut into stages."""
+    codec: str = EXACT
+    """The name of the codec of all blocks, whose `dtype` is then uint8."""
     vocab_size: int = 0
     """Token ids are below this; 0: token ids are not used (a replay's prompts have lengths alone)."""
 
+    def coded(self, codec: str) -> "BlockLayout":
+        """Return the layout of the same KV in another codec, or as it is."""
+        return self if codec == EXACT else replace(self, codec=codec, dtype="uint8", itemsize=1)
+
     @property
-    def part_shape(self) -> tuple[int, int, int, int]:
-        """Shape of one layer's part: `[k/v, token, kv_head, head_dim]`."""
-        return (2, self.block_tokens, self.kv_heads, self.head_dim)
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of one layer's part: `[k/v, token, kv_head, head_dim]`, or `[token, token_bytes]`."""
+        codec = self.block_codec
+        if codec is None:
+            return (2, self.block_tokens, self.kv_heads, self.head_dim)
+        return (self.block_tokens, codec.token_bytes(self.kv_heads, self.head_dim))
+
+    @property
+    def token_axis(self) -> int:
+        """The axis of a part along which its tokens lie."""
+        return 1 if self.codec == EXACT else 0
+
+    @property
+    def block_codec(self) -> Codec | None:
+        """The codec of blocks; None: they hold KV as it is."""
+        return None if self.codec == EXACT else CODECS[self.codec]
 
     @property
     def part_bytes(self) -> int:
         """Bytes of one layer's part."""
-        return 2 * self.block_tokens * self.kv_heads * self.head_dim * self.itemsize
+        return math.prod(self.part_shape) * self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's KV in a block."""
+        return self.block_bytes // self.block_tokens
 
     @property
     def block_bytes(self) -> int:
@@ -69,6 +98,10 @@ class BlockLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of everything that must agree before two nodes exchange block bytes."""
+        """Digest of everything that must agree before two nodes exchange block bytes: hexadecimal, after the codec's name if
+        there is one."""
         text = f"v1 {self.layers} 2 {self.block_tokens} {self.kv_heads} {self.head_dim} {self.dtype}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        if self.codec == EXACT:
+            return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_CHARS]
+        digest = hashlib.sha256(f"{text} {self.codec} {CODES_VERSION}".encode()).hexdigest()
+        return f"{self.codec}-{digest}"[:FINGERPRINT_CHARS]

@@ -346,6 +346,8 @@ def _served(layout: BlockLayout, model: Model, loaded: Loaded, one_of_several: b
         model_fingerprint=model.identity,
         layout_fingerprint=layout.fingerprint,
         tokenizer=tokenizer,
+        kv_codec=model.codec,
+        kv_bytes_per_token=0 if model.foreign else model.kv_bytes_per_token,
         identity=model.identity if one_of_several else "",
         adapters=loaded.config.model.adapters,
         embeds=loaded.config.model.task == "embed",

@@ -15,6 +15,7 @@ from mooncake_zmq.engine.card import ModelCard
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.spec import ModelSpec
+from mooncake_zmq.kv.codec import CODECS, EXACT
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime import notify
 
@@ -62,6 +63,8 @@ class Model:
     max_model_len: int
     identity: str
     """Identity of what the engines compute, which peers compare and keys of blocks begin with."""
+    codec: str = EXACT
+    """The codec of blocks."""
     foreign: bool = False
     """Whether another program computes the model, in KV of its own: our blocks are then as small as possible, and none
     exist."""
@@ -76,6 +79,11 @@ class Model:
         """Fingerprint of the tokenizer."""
         return self.card.tokenizer
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's KV in blocks, or of another program's as it computes it."""
+        return self.spec.kv_bytes_per_token if self.codec == EXACT else self.layout(1).token_bytes
+
     def layout(self, block_tokens: int) -> BlockLayout:
         if self.foreign:
             vocab_size = self.spec.vocab_size
@@ -88,7 +96,7 @@ class Model:
             dtype=self.spec.kv_dtype,
             hidden_bytes=4 * self.spec.hidden,
             vocab_size=self.spec.vocab_size,
-        )
+        ).coded(self.codec)
 
 
 def learn(config: Config, node: NodeSettings, sleep: Callable[[float], None] = time.sleep) -> Model:
@@ -151,7 +159,11 @@ def _described(config: Config) -> tuple[Path, ModelCard]:
 def _bounded(config: Config, path: Path, card: ModelCard) -> Model:
     if config.model.name:
         card = structs.replace(card, spec=replace(card.spec, name=config.model.name))
-    return Model(path, card, min(config.model.max_model_len, card.spec.max_positions), _identity(config, card.spec.fingerprint))
+    codec = config.model.kv_codec
+    if codec != EXACT and (refusal := CODECS[codec].refusal(card.spec.head_dim)):
+        raise ModelError(refusal)
+    longest = min(config.model.max_model_len, card.spec.max_positions)
+    return Model(path, card, longest, _identity(config, card.spec.fingerprint), codec)
 
 
 def _identity(config: Config, fingerprint: str) -> str:

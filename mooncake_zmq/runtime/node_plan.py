@@ -69,7 +69,7 @@ class NodePlan:
         except ValueError as error:
             raise ConfigError(f"costs.profile: {error}") from None
         # The cost model needs the model's own size, whatever the file says.
-        return replace(costs, kv_bytes_per_token=self.model.spec.kv_bytes_per_token)
+        return replace(costs, kv_bytes_per_token=self.model.kv_bytes_per_token)
 
     @property
     def runtime_dir(self) -> Path:

@@ -60,6 +60,9 @@ class Parts:
     def __init__(self, plan: NodePlan, lifecycle: Lifecycle, stack: ExitStack) -> None:
         self.plan, self.lifecycle, self.stack = plan, lifecycle, stack
         self.facts = Facts(node=plan.node.name, host=plan.node.host, role=plan.node.role)
+        if not plan.model.foreign:
+            kv = {f"kv_bytes_per_token[codec={plan.model.codec}]": float(plan.model.kv_bytes_per_token)}
+            self.facts.beside.append(lambda: ({}, kv))
         self.sockets = self._open_sockets()
         self.cuda = self._open_device() if plan.node.device == "cuda" else None
 
@@ -231,7 +234,12 @@ class Parts:
         if str(model.path) != "toy":
             log.info("engine", backend=backend, device=node.device, threads=node.threads, **why)
         engine = load_engine(
-            model.path, device=node.device, threads=node.threads, backend=node.prepared_for, sequences=sequences
+            model.path,
+            device=node.device,
+            threads=node.threads,
+            backend=node.prepared_for,
+            sequences=sequences,
+            codec=self.plan.layout.block_codec,
         )
         if self.cuda:
             _warm_up(engine)

@@ -23,6 +23,7 @@ _ANY = {
     "process_cpu_seconds": "CPU time that the process used, in seconds",
     "process_resident_bytes": "Memory of the process that is resident",
     "release": "1; labels are the node, its release, and whether its own modules run as machine code or as Python",
+    "kv_bytes_per_token": "Bytes of a token's KV in blocks; the label is their codec, or exact",
     "grammar_processes_begun": "Processes begun that follow grammars",
     "grammar_processes_ended": "Such processes that ended, by why: their CPU's time, by themselves (memory), by others, late",
     "unexpected_messages": "Messages that an actor has no use for, by type",

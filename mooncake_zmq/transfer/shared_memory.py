@@ -179,7 +179,8 @@ class Segment:
         """Keep the first `tokens` tokens of each part (slot, layer, tokens), zero the remaining ones, and store and return the
         checksums."""
         for slot, layer, tokens in parts:
-            self._parts[slot, layer][:, tokens:] = 0
+            part = self._parts[slot, layer]
+            (part[:, tokens:] if self.layout.token_axis else part[tokens:])[...] = 0
         return self._sealed(parts)
 
     def write_part(self, slot: int, layer: int, part: NDArray[Any]) -> int:

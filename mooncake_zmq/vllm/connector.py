@@ -38,7 +38,6 @@ from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.vllm import hints
 from mooncake_zmq.vllm.adapters import Adapters
 from mooncake_zmq.vllm.choice import Choice
-from mooncake_zmq.vllm.device_memory import DeviceMemory
 from mooncake_zmq.vllm.groups import ATTENTION, STATE, Group
 from mooncake_zmq.vllm.ledger import Ledger, Orders, Progress
 from mooncake_zmq.vllm.lookups import Lookups
@@ -53,10 +52,12 @@ from mooncake_zmq.vllm.names import (
     image_keys,
     is_of_content,
     speculation,
+    stored_form,
     token_keys,
 )
 from mooncake_zmq.vllm.settings import ConnectorSettings, read_settings
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans
+from mooncake_zmq.vllm.staged_memory import StagedMemory
 from mooncake_zmq.vllm.weights import identity
 
 log = init_logger("vllm.mooncake_zmq")  # under vLLM's own logger, or it would not be shown
@@ -402,7 +403,7 @@ class _WorkerHalf:
         """Whether vLLM may keep the blocks before one that failed. It would also do so for a window, which begins with blocks
         that were never loaded."""
         self._mover: Mover | None = None
-        self._device: list[DeviceMemory] = []
+        self._staged: list[StagedMemory] = []
         self._failed: set[int] = set()
         self._report = StepReport(0, [], [])
         self.prefix = ""
@@ -414,21 +415,21 @@ class _WorkerHalf:
             for group in self._cache.kv_cache_groups
         ]
         kinds = {tensor.device.type for tensors in groups for tensor in tensors.values()}
-        engine = _engine(self._settings.model, self._config, self._cache, groups)
+        engine = _engine(self._settings, self._config, self._cache, groups)
         self.prefix = engine.key_prefix(f"{get_pp_group().rank_in_group}.{get_tp_group().rank_in_group}", self._settings.prefix)
         loading: Sequence[Memory]
         saving: Sequence[Memory]
         threads = 1
-        if kinds == {"cpu"}:
+        codec = self._settings.codec
+        if kinds == {"cpu"} and codec is None:
             loading = saving = [HostMemory(_spans(tensors, self._cache.num_blocks)) for tensors in groups]
-        elif kinds == {"cuda"}:
-            staging = self._settings.staging_bytes // len(groups)
-            memories = [
-                [DeviceMemory(list(tensors.values()), self._cache.num_blocks, staging) for tensors in groups] for _ in range(2)
-            ]
-            self._device = memories[0] + memories[1]
-            loading, saving = memories
-            threads = max(1, min(GPU_COPY_THREADS, (os.cpu_count() or 1) // 4))
+        elif kinds in ({"cuda"}, {"cpu"}):
+            staging, blocks = self._settings.staging_bytes // len(groups), self._cache.num_blocks
+            loading, saving = (
+                [StagedMemory(list(tensors.values()), blocks, staging, codec) for tensors in groups] for _ in range(2)
+            )
+            self._staged = [*loading, *saving]
+            threads = max(1, min(GPU_COPY_THREADS, (os.cpu_count() or 1) // 4)) if kinds == {"cuda"} else 1
         else:
             raise ValueError(f"MooncakeZmqConnector: KV on {sorted(kinds)} is not supported; on cpu or cuda it is")
         threads = self._settings.copy_threads or threads
@@ -478,7 +479,7 @@ class _WorkerHalf:
 
     def _fence(self) -> None:
         """Order later copies after everything that was submitted to the device before."""
-        for memory in self._device:
+        for memory in self._staged:
             memory.fence()
 
 
@@ -509,9 +510,12 @@ def _checked(vllm_config: Any, kv_cache_config: Any) -> ConnectorSettings:
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise refuse("calculate_kv_scales makes scales that blocks do not carry")
     try:
-        return read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
     except ValueError as error:
         raise refuse(f"kv_connector_extra_config: {error}") from error
+    if settings.codec is not None and any(isinstance(spec, MambaSpec) for spec in specs):
+        raise refuse("kv_codec is for attention's KV, and this model has states too")
+    return settings
 
 
 def _specs(group: Any) -> list[Any]:
@@ -555,12 +559,14 @@ def _identity(model: Any, load_config: Any) -> str:
     return found or os.urandom(16).hex()
 
 
-def _engine(given: str, vllm_config: Any, kv_cache_config: Any, groups: Sequence[Mapping[str, torch.Tensor]]) -> Engine:
-    """Return what names are made of. `given`: the identity of the weights, if the settings have it. Raises ValueError."""
+def _engine(
+    settings: ConnectorSettings, vllm_config: Any, kv_cache_config: Any, groups: Sequence[Mapping[str, torch.Tensor]]
+) -> Engine:
+    """Return what names are made of. Raises ValueError."""
     tensors = {name: tensor for group in groups for name, tensor in group.items()}
     device = next(iter(tensors.values())).device.type
     model, drafts = vllm_config.model_config, speculation(vllm_config)
-    weights = given or _identity(model, vllm_config.load_config)
+    weights = settings.model or _identity(model, vllm_config.load_config)
     draft = getattr(drafts, "draft_model_config", None)
     if draft is None or draft.model == model.model:
         draft_weights = weights
@@ -580,7 +586,7 @@ def _engine(given: str, vllm_config: Any, kv_cache_config: Any, groups: Sequence
                 name,
                 (tensor.shape[0] // kv_cache_config.num_blocks, *tensor.shape[1:]),
                 tuple(sorted(range(1, tensor.dim()), key=lambda axis, at=tensor: -at.stride(axis))),  # type: ignore[misc]
-                str(tensor.dtype),
+                stored_form(str(tensor.dtype), settings.codec),
             )
             for name, tensor in tensors.items()
         ),

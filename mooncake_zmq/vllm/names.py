@@ -16,6 +16,7 @@ from functools import reduce
 from typing import Any, Literal
 
 from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys, namespace, pack_tokens, root_of_salt
+from mooncake_zmq.kv.codec import CODES_VERSION, Codec
 from mooncake_zmq.kv.image_keys import digest_of, keys_with_images, shifted
 
 NAMING = 3
@@ -173,7 +174,8 @@ TABLE = (
 
 @dataclass(frozen=True, slots=True)
 class LayerOrder:
-    """One layer's bytes of a block. `shape`: first how many pieces a kernel cuts it into; `axes`: in the order of memory."""
+    """One layer's bytes of a block. `shape`: first how many pieces a kernel cuts it into; `axes`: in the order of memory;
+    `dtype`: of `stored_form`."""
 
     name: str
     shape: tuple[int, ...]
@@ -256,6 +258,11 @@ class Adapter:
     def identity(self) -> str:
         """128 bits of SHA-256 over its row, in hexadecimal."""
         return _hashed(_values(ADAPTER, self))
+
+
+def stored_form(dtype: str, codec: Codec | None) -> str:
+    """Return how a layer's numbers are stored: in the type that they are in, or in a codec."""
+    return dtype if codec is None else f"{dtype} as {codec.name} {CODES_VERSION}"
 
 
 def speculation(config: Any) -> Any:

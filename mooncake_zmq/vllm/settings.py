@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mooncake_zmq.kv.codec import CODECS, EXACT, Codec
 from mooncake_zmq.store.client.api import read_setup
 from mooncake_zmq.store.client.peer import ClientSettings
 
@@ -13,6 +14,8 @@ LOOKUP_TIMEOUT_S = 0.5
 COMING_TIMEOUT_S = 1.0
 MOVE_TIMEOUT_S = 2.0
 LOAD = ("faster", "always")
+KV_CODECS = ("int8", "int4")
+"""Those that treat keys and values alike, which lie beside each other in ways that only the engine's kernels know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class ConnectorSettings:
     """Identity of the weights, where their files do not show it; two models must not have the same."""
     staging_bytes: int = STAGING_BYTES
     """Pinned host memory for loads, and as much for saves, where the KV is on a GPU."""
+    codec: Codec | None = None
+    """How blocks are stored; None: as they are."""
     copy_threads: int = 0
     """Threads that copy one load in parallel, and as many for a save; 0: one, or for KV on a GPU a quarter of the cores, at
     most four."""
@@ -61,6 +66,10 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     own["load"] = str(values.pop("load", "faster"))
     if own["load"] not in LOAD:
         raise ValueError(f"load: {own['load']!r} is none of {', '.join(LOAD)}")
+    codec = str(values.pop("kv_codec", EXACT))
+    if codec not in (EXACT, *KV_CODECS):
+        raise ValueError(f"kv_codec: {codec!r} is none of {EXACT}, {', '.join(KV_CODECS)}")
+    own["codec"] = CODECS.get(codec)
     own["lookup_timeout_s"] = float(values.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
     own["coming_timeout_s"] = float(values.pop("coming_timeout_s", COMING_TIMEOUT_S))
     if not addresses:

@@ -69,7 +69,14 @@ EDGE = (
 """Starlette's side of the gateway: not an actor, runs beside one."""
 
 CUPY = {"transfer/cuda", "engine/backend"}
-TORCH = {"vllm/connector", "vllm/device_memory", "store/tensors", "bench/others/engine_driver", "bench/others/vllm_driver"}
+TORCH = {
+    "vllm/codes",
+    "vllm/connector",
+    "vllm/staged_memory",
+    "store/tensors",
+    "bench/others/engine_driver",
+    "bench/others/vllm_driver",
+}
 """May import torch and vLLM: what runs in an environment of theirs."""
 ZMQ = ("chaos/forged", "chaos/hostile", "runtime/", "store/client/", "pool/server/")
 ZMQ += tuple(f"transfer/{name}" for name in ("block_stream", "connections", "data_server", "key_files", "sockets"))

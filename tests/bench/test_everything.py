@@ -78,6 +78,7 @@ def test_what_all_runs_are_commands_with_such_options(command: str) -> None:
 TRIED = {
     "all": "bench/test_everything.py",
     "client": "helpers/page_commands.py",
+    "codecs": "bench/test_bench_codecs.py",
     "compare": "bench/test_everything.py",
     "engine": "bench/test_bench_engine.py",
     "gateway": "helpers/page_commands.py",

@@ -34,11 +34,17 @@ from mooncake_zmq.core.session import (
     Session,
     SessionSettings,
 )
+from mooncake_zmq.kv.layout import BlockLayout
 
 SETTINGS = SessionSettings()
 HELLO = Hello(protocol=PROTOCOL_VERSION, role="cache-node", host="h", model="m", tokenizer="t", layout="l")
 MEMBERS = dict.fromkeys("ab", Member(("cache-node",), "h"))
 OTHER = {"a": "b", "b": "a"}
+
+
+def replaced(**fields):
+    """Return HELLO with other fields."""
+    return structs.replace(HELLO, **fields)
 
 
 class Pair:
@@ -332,8 +338,7 @@ def test_a_full_window_gives_the_peer_up_and_a_dead_peer_gets_nothing():
 
 @pytest.mark.parametrize("field", ["model", "tokenizer", "layout"])
 def test_a_peer_with_another_fingerprint_is_refused(field):
-    changed = Hello(**{f: getattr(HELLO, f) for f in HELLO.__struct_fields__} | {field: "other"})
-    pair = Pair(hellos={"b": changed})
+    pair = Pair(hellos={"b": replaced(**{field: "other"})})
     pair.boot("a")
     pair.boot("b")
     pair.run(10.0)
@@ -346,6 +351,21 @@ def test_a_peer_with_another_fingerprint_is_refused(field):
     pair.run(2.0)
     assert pair.up == {"a": True, "b": True}
     assert pair.alive["a"].refusals == {}
+
+
+def test_nodes_of_different_codecs_refuse_each_other_and_say_which():
+    blocks = BlockLayout(layers=2, kv_heads=2, head_dim=64, block_tokens=32)
+    codecs = {"a": "int8", "b": "k8v4"}
+    pair = Pair(hellos={name: replaced(layout=blocks.coded(codec).fingerprint) for name, codec in codecs.items()})
+    pair.boot("a")
+    pair.boot("b")
+    pair.run(2.0)
+    for name, other in OTHER.items():
+        refusal = pair.alive[name].refusals[other]
+        assert "int8-" in refusal
+        assert "k8v4-" in refusal
+        assert "model.kv_codec" in refusal
+    assert pair.log == {"a": [], "b": []}
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_code_in_use_is_not_swept(stored):
         (machine_code, "KEY_TILE", 32),
         (machine_code, "PANEL_COLUMNS", 128),
         (machine_code, "_VERSIONS", ["numba 0.1"]),
-        (machine_code, "_SOURCES", ("kernels.py",)),
+        (machine_code, "_SOURCES", {"kernels": ("kernels",)}),
         (machine_code, "_features", lambda: "+sse"),
         (machine_code.llvm, "get_host_cpu_name", lambda: "i386"),
         (machine_code.llvm, "get_process_triple", lambda: "sparc-unknown-linux"),
@@ -167,12 +167,13 @@ def test_other_code_has_another_name(monkeypatch, where, name, value):
     assert machine_code.digest() != before
 
 
-def test_all_that_the_code_is_made_of_is_in_its_name():
+@pytest.mark.parametrize("entry", [machine_code.STEPS, machine_code.CODECS])
+def test_all_that_the_code_is_made_of_is_in_its_name(entry):
     """What a source imports of ours is itself a source, or a number that the digest has."""
     directory = Path(machine_code.__file__).parent
-    known = {Path(source).name for source in machine_code._SOURCES}
-    for source in machine_code._SOURCES:
-        for node in ast.walk(ast.parse((directory / source).read_text())):
+    known = {f"{Path(source).name}.py" for source in machine_code._SOURCES[entry]}
+    for source in machine_code._SOURCES[entry]:
+        for node in ast.walk(ast.parse((directory / f"{source}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("mooncake_zmq"):
                 for alias in node.names:
                     names = {f"{node.module.rpartition('.')[2]}.py", f"{alias.name}.py"}

@@ -131,18 +131,18 @@ def test_a_model_is_ready_with_its_kernels(tmp_path, kernels):
 def test_kernels_are_made_once_and_that_is_told(tmp_path, monkeypatch):
     machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code.object_code", reason="needs Numba")
     monkeypatch.undo()
-    monkeypatch.setattr(machine_code, "make", lambda: b"code")
+    monkeypatch.setattr(machine_code, "make", lambda _: b"code")
     told = []
     for _ in range(2):
         prepare._make_kernels(tmp_path, lambda what, share: told.append(what))
     assert told == ["compiling the kernels for this CPU: half a minute, once"]
-    assert machine_code.kept(machine_code._path(tmp_path), lambda: pytest.fail("made again")) == b"code"
+    assert machine_code.kept(machine_code._path(tmp_path, machine_code.STEPS), lambda: pytest.fail("made again")) == b"code"
 
 
 def test_where_no_kernels_can_be_kept_the_model_is_ready_all_the_same(tmp_path, monkeypatch):
     machine_code = pytest.importorskip("mooncake_zmq.engine.machine_code.object_code", reason="needs Numba")
     monkeypatch.undo()
-    monkeypatch.setattr(machine_code, "make", lambda: pytest.fail("made for nobody"))
+    monkeypatch.setattr(machine_code, "make", lambda _: pytest.fail("made for nobody"))
     (tmp_path / f".{machine_code.DIRECTORY}.lock").mkdir()  # it cannot be written
     prepare._make_kernels(tmp_path, lambda what, share: None)
 

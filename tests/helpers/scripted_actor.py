@@ -80,6 +80,8 @@ class ScriptedActor:
     share: bool = False
     max_model_len: int = 64
     vocab_size: int = 512
+    kv_codec: str = "exact"
+    """With another one a token's KV takes 90 bytes."""
     adapters: tuple[str, ...] = ()
     requests: dict[str, ClientRequest] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
@@ -114,6 +116,8 @@ class ScriptedActor:
             model_fingerprint="weights",
             layout_fingerprint="layout",
             tokenizer=byte_tokenizer(),
+            kv_codec=self.kv_codec,
+            kv_bytes_per_token=0 if self.kv_codec == "exact" else 90,
             identity="weights" if self.others else "",
             adapters=self.adapters,
             takes_images=self.render is not None,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, unpack_tokens
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
+from mooncake_zmq.kv.codec import CODECS
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
 
 ROOT = namespace(model="m", layout="l", salt="s")
@@ -121,3 +122,22 @@ def test_checksums_are_golden_and_see_order_and_every_byte():
         flipped[i] ^= 1
         seen.add(part_checksum(memoryview(flipped)))
     assert len(seen) == 257
+
+
+def test_layouts_of_different_codecs_share_no_key_and_name_their_codec():
+    assert LAYOUT.coded("exact") is LAYOUT
+    coded = {name: LAYOUT.coded(name) for name in CODECS}
+    prints = [LAYOUT.fingerprint, *(layout.fingerprint for layout in coded.values())]
+    assert len(set(prints)) == len(prints)
+    assert {len(each) for each in prints} == {16}, "the SSD's blocks have as many bytes for it"
+    assert all(layout.fingerprint.startswith(f"{name}-") for name, layout in coded.items())
+    assert len({namespace(model="m", layout=each, salt="s") for each in prints}) == len(prints)
+
+
+def test_a_coded_part_has_the_bytes_of_its_tokens():
+    for name, codec in CODECS.items():
+        layout = LAYOUT.coded(name)
+        assert layout.part_shape == (256, codec.token_bytes(3, 64))
+        assert layout.part_bytes == 256 * codec.token_bytes(3, 64)
+        assert layout.token_bytes == 30 * codec.token_bytes(3, 64)
+    assert [LAYOUT.token_bytes // LAYOUT.coded(name).token_bytes for name in CODECS] == [3, 5, 7]

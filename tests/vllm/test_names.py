@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens, salt_of
+from mooncake_zmq.kv.codec import CODECS
 from mooncake_zmq.kv.image_keys import digest_of, keys_with_images
 from mooncake_zmq.pool.rules.engine_blocks import block_key
 from mooncake_zmq.vllm import names
@@ -29,6 +30,7 @@ from mooncake_zmq.vllm.names import (
     image_keys,
     is_of_content,
     object_names,
+    stored_form,
     token_keys,
 )
 from mooncake_zmq.vllm.settings import LOOKUP_TIMEOUT_S, MOVE_TIMEOUT_S, read_settings
@@ -238,6 +240,12 @@ def adapter(content: str = "one", is_3d_lora_weight: bool = False, **changes: An
 def found(by: Engine, rank: str = "0.0", root: bytes = b"", tokens: Sequence[int] = PROMPT) -> set[str]:
     """The names under which an engine saves and finds the blocks of a prompt."""
     return set(object_names([by.key_prefix(rank)], token_keys(root or chain_root(), tokens, 32).upto(3)))
+
+
+def test_blocks_of_different_codecs_have_different_names_and_exact_ones_those_of_before():
+    forms = [stored_form("torch.bfloat16", codec) for codec in (None, CODECS["int8"], CODECS["int4"])]
+    assert forms[0] == "torch.bfloat16"
+    assert len(set(forms)) == 3
 
 
 def test_every_row_of_the_table_has_engines_that_differ_in_it():
@@ -526,6 +534,8 @@ def test_settings_are_read_or_refused():
     assert settings.asking.timeout_s == LOOKUP_TIMEOUT_S
     assert not settings.asking.share_memory
     assert read_settings({"stores": "a:1"}).client.timeout_s == MOVE_TIMEOUT_S
+    assert read_settings({"stores": "a:1"}).codec is None
+    assert read_settings({"stores": "a:1", "kv_codec": "int8"}).codec == CODECS["int8"]
     assert read_settings({"stores": "a:1"}).load == "faster"
     assert read_settings({"stores": "a:1,b:1", "copies": 2}).copies == 2
     for wrong in (0, 3):
@@ -538,6 +548,7 @@ def test_settings_are_read_or_refused():
         {"stores": ""},
         {"stores": "a:1", "colour": "red"},
         {"stores": "a:1", "load": "never"},
+        {"stores": "a:1", "kv_codec": "k8v4"},
         {"stores": "a:1", "staging_bytes": "many"},
     ):
         with pytest.raises(ValueError):

@@ -4,7 +4,7 @@ import numpy as np
 from numba import njit
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
-from mooncake_zmq.engine.machine_code.memory_access import floats
+from mooncake_zmq.engine.machine_code.memory_access import call, floats
 from mooncake_zmq.engine.machine_code.products import (
     OPTIONS,
     TILE_COLUMNS,
@@ -15,7 +15,7 @@ from mooncake_zmq.engine.machine_code.products import (
     multiply_tile,
 )
 from mooncake_zmq.engine.machine_code.row_kernels import exp, exponentiate, largest, normalize
-from mooncake_zmq.engine.machine_code.step_layout import CAPACITY, KEYS_AT, SPAN_TILES, VALUES_AT
+from mooncake_zmq.engine.machine_code.step_layout import CAPACITY, KEYS_AT, ROUND_AT, SPAN_TILES, VALUES_AT, Coding
 
 FEW_ROWS = 6
 """Fewer rows meet keys as wide as they lie in memory, in long runs; more rows meet as many columns as the registers have sums
@@ -62,11 +62,14 @@ def places(cache, layer, kv_heads, head, dim):
 
 
 @njit(**OPTIONS)
-def store_token(qkv, head, group, kv_heads, bias, norms, eps, cos, sin, keys, values, position, scratch):
-    """Store key and value `head` of one row into the cache, whose head begins at `keys` and `values`; `scratch` [head_dim]."""
+def store_token(qkv, head, group, kv_heads, bias, norms, eps, cos, sin, keys, values, cache, position, scratch):
+    """Store key and value `head` of one row into the cache, whose head begins at `keys` and `values`, rounded if its codec
+    rounds what is stored; `scratch` [head_dim]."""
     dim = len(scratch)
     tile = floats(keys + 4 * (position // KEY_TILE) * dim * KEY_TILE, (dim, KEY_TILE))
     prepared_head(qkv, kv_heads * group + head, bias, norms, eps, cos, sin, np.float32(1.0), scratch)
+    if cache[ROUND_AT]:
+        call(cache[ROUND_AT], np.int64(Coding.ROUND_KEY), scratch.ctypes.data, cache.ctypes.data)
     copy(scratch, tile[:, position % KEY_TILE])
     value = floats(values + 4 * position * dim, (dim,))
     source = (kv_heads * (group + 1) + head) * dim
@@ -74,6 +77,8 @@ def store_token(qkv, head, group, kv_heads, bias, norms, eps, cos, sin, keys, va
     if len(bias):
         for index in range(dim):
             value[index] += bias[source + index]
+    if cache[ROUND_AT]:
+        call(cache[ROUND_AT], np.int64(Coding.ROUND_VALUE), value.ctypes.data, cache.ctypes.data)
 
 
 @njit(**OPTIONS)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
+from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.machine_code import object_code
-from mooncake_zmq.engine.machine_code.placed_parts import PlacingSequenceKV
+from mooncake_zmq.engine.machine_code.placed_parts import PlacingCodedKV, PlacingSequenceKV, cache_row
 from mooncake_zmq.engine.machine_code.step_layout import (
     ARRAY_FIELDS,
     ATTENDING_ROWS,
@@ -30,6 +30,7 @@ from mooncake_zmq.engine.machine_code.step_layout import (
 from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
 from mooncake_zmq.engine.matrices.quantized import Form, Panels
 from mooncake_zmq.engine.spec import ModelSpec, check_batch
+from mooncake_zmq.kv.codec import Codec
 
 _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
 
@@ -74,10 +75,12 @@ class CompiledLlama(Llama):
         panels: Mapping[str, Panels],
         *,
         threads: int = 1,
+        codec: Codec | None = None,
         cache_dir: Path,
     ) -> None:
         self._code = _machine_code(cache_dir)
-        super().__init__(spec, tensors, threads=threads, sequences=functools.partial(PlacingSequenceKV, self._code))
+        sequences = functools.partial(PlacingSequenceKV, self._code) if codec is None else _coding(cache_dir, codec)
+        super().__init__(spec, tensors, threads=threads, sequences=sequences)
         self._panels = panels  # kept here, as the tensors are: the kernel has their addresses only
         names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
         self._shortest = {Array.MATRICES: np.array([self._matrix(name) for name in (*names, "head")], dtype=np.int64)}
@@ -101,7 +104,7 @@ class CompiledLlama(Llama):
         if not sequences:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
         work = _workspace(self.spec, len(sequences), self._team.size)
-        work[Array.CACHES][:] = [_cache(sequence, sequence.length) for sequence in sequences]
+        work[Array.CACHES][:] = [cache_row(sequence, sequence.length) for sequence in sequences]
         self._turn(work, np.array([sequence.length for sequence in sequences]))
         work[Array.HIDDEN][:, : self.spec.hidden] = self._embed(tokens)
         self._run(_table(self._model | self._shortest | work))
@@ -114,7 +117,7 @@ class CompiledLlama(Llama):
         if rank not in self._kept or len(self._kept[rank][Array.HIDDEN]) < rows:
             self._kept[rank] = _rows_workspace(spec, rows)
         work = _first_rows(self._kept[rank], rows, self._group)
-        work[Array.CACHES][:] = _cache(sequence, start)
+        work[Array.CACHES][:] = cache_row(sequence, start)
         self._turn(work, np.arange(start, start + rows))
         hidden = work[Array.HIDDEN][:, : spec.hidden]
         hidden[:] = self._enter(entering)
@@ -150,9 +153,9 @@ class CompiledLlama(Llama):
         return np.stack([self._tensors[f"{layer}.{name}"] for layer in range(self.spec.layers)])
 
 
-def _cache(sequence: SequenceKV, position: int) -> tuple[int, ...]:
-    """Return a row of step_layout.CACHE_FIELDS; `position`: of the first new token."""
-    return sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, position
+def _coding(cache_dir: Path, codec: Codec) -> NewSequence:
+    """Return what makes sequences whose parts are coded."""
+    return functools.partial(PlacingCodedKV, _machine_code(cache_dir, object_code.CODECS), codec)
 
 
 def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[Any]]:

@@ -70,7 +70,22 @@ def _attend(layer, caches, qkv, bias, norms, eps, cos, sin, queries, scores, mix
             keys, values = places(caches[row], layer, kv_heads, head, dim)
             if own_last == tiles:
                 own = queries[0]
-                store_token(qkv[row], head, group, kv_heads, bias, norms, eps, cos[row], sin[row], keys, values, position, own)
+                store_token(
+                    qkv[row],
+                    head,
+                    group,
+                    kv_heads,
+                    bias,
+                    norms,
+                    eps,
+                    cos[row],
+                    sin[row],
+                    keys,
+                    values,
+                    caches[row],
+                    position,
+                    own,
+                )
             for query in range(group):
                 number = head * group + query
                 prepared_head(qkv[row], number, bias, norms, eps, cos[row], sin[row], scale, queries[query])

@@ -30,6 +30,18 @@ def atomic_read(context, address):
     return types.int64(types.int64), generate
 
 
+@intrinsic
+def call(context, function, what, address, table):
+    """Call machine code at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), 3 * [_LONG])
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*4 * [types.int64]), generate
+
+
 def _array_of(item: Any, ir_item: Any, item_bytes: int) -> Any:
     """Return f(address, shape), which gives the memory there as an array. Numba's `carray` would need its runtime."""
 
@@ -52,3 +64,4 @@ def _array_of(item: Any, ir_item: Any, item_bytes: int) -> Any:
 
 
 floats, integers = _array_of(types.float32, ir.FloatType(), 4), _array_of(types.int64, _LONG, 8)
+codes, shorts = _array_of(types.uint8, ir.IntType(8), 1), _array_of(types.uint16, ir.IntType(16), 2)

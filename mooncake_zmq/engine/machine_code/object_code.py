@@ -6,7 +6,9 @@ it costs the seconds that making the code takes.
 """
 
 import ctypes
+import functools
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -22,7 +24,7 @@ import llvmlite.binding as llvm
 import structlog
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
-from mooncake_zmq.engine.machine_code.step_layout import What
+from mooncake_zmq.engine.machine_code.step_layout import Coding, What
 from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
 
 DIRECTORY = "machine-code"  # a folder of the models' cache directory
@@ -34,13 +36,15 @@ MAX_FILE_BYTES = 16 << 20  # ours has 0.2 MB: a larger file is not ours
 UNUSED_S = 30 * 24 * 3600.0  # code of another version or CPU that no start has used for so long is removed
 LEFTOVER_S = 3600.0  # writing takes milliseconds: an older temporary file is a dead process's
 
-_SOURCES = [
-    f"{name}.py"
-    for name in (
-        *("attention_kernels", "kernels", "memory_access", "object_code", "part_kernels", "prefill_kernels"),
-        *("products", "row_kernels", "step_arrays", "step_layout", "../matrices/quantized"),
-    )
-]
+STEPS = "kernels"
+"""The module whose `run` is the entry point of what engines do."""
+CODECS = "coded_part_kernels"
+"""The module whose `run` is the entry point of what they do with codecs beside it."""
+_SHARED = ("attention_kernels", "memory_access", "object_code", "part_kernels", "products", "row_kernels", "step_layout")
+_SOURCES = {
+    STEPS: (*_SHARED, STEPS, "prefill_kernels", "step_arrays", "../matrices/quantized"),
+    CODECS: (*_SHARED, CODECS, "codec_kernels", "../matrices/quantized"),
+}
 _VERSIONS = [
     f"{package} {importlib.metadata.version(package)}" for package in ("numba", "numpy", "llvmlite")
 ]  # else ImportError
@@ -49,41 +53,42 @@ log = structlog.get_logger()
 
 
 class MachineCode:
-    """`kernels.run`, called without the GIL. Any thread may call it for as long as this object exists."""
+    """The `run` of a module of kernels, called without the GIL. Any thread may call it for as long as this object exists."""
 
     def __init__(self, code: bytes) -> None:
         """`code`: from `make`, complete and made for this kind of CPU: LLVM ends the process over anything else."""
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        self._call = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64])(self._engine.get_function_address(NAME))
+        self.address: int = self._engine.get_function_address(NAME)
+        self._call = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64])(self.address)
 
-    def __call__(self, what: What, table_address: int, thread: int = 0) -> None:
+    def __call__(self, what: What | Coding, table_address: int, thread: int = 0) -> None:
         self._call(what, thread, table_address)
 
 
-def load(cache_dir: Path) -> MachineCode:
-    """Load the code kept in `cache_dir`, or make it (some seconds) and keep it there if possible."""
-    return MachineCode(kept(_path(cache_dir), make))
+def load(cache_dir: Path, entry: str = STEPS) -> MachineCode:
+    """Load the code kept in `cache_dir`, or make it (some seconds) and keep it there if possible. `entry`: STEPS or CODECS."""
+    return MachineCode(kept(_path(cache_dir, entry), functools.partial(make, entry)))
 
 
-def is_kept(cache_dir: Path) -> bool:
+def is_kept(cache_dir: Path, entry: str = STEPS) -> bool:
     """Return whether there is a file of it; only `load` checks that it is complete."""
-    return _path(cache_dir).exists()
+    return _path(cache_dir, entry).exists()
 
 
-def keep(cache_dir: Path) -> None:
+def keep(cache_dir: Path, entry: str = STEPS) -> None:
     """Make the code and keep it, if possible, without loading it."""
-    kept(_path(cache_dir), make)
+    kept(_path(cache_dir, entry), functools.partial(make, entry))
 
 
-def _path(cache_dir: Path) -> Path:
-    return cache_dir / DIRECTORY / f"{digest()}.o"
+def _path(cache_dir: Path, entry: str) -> Path:
+    return cache_dir / DIRECTORY / f"{digest(entry)}.o"
 
 
-def digest() -> str:
+def digest(entry: str = STEPS) -> str:
     """Return a digest of all that the code depends on: this package's part, the compiler's versions, the kind of CPU."""
-    sources = [(Path(__file__).parent / name).read_bytes() for name in _SOURCES]
+    sources = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in _SOURCES[entry]]
     facts = [*_VERSIONS, f"{KEY_TILE} {PANEL_COLUMNS}", llvm.get_process_triple(), llvm.get_host_cpu_name(), _features()]
     parts = [*sources, *(fact.encode() for fact in facts)]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
@@ -108,15 +113,15 @@ def kept(path: Path, make: Callable[[], bytes]) -> bytes:
     return code
 
 
-def make() -> bytes:
-    """Compile `kernels.run` for this machine's CPU: some seconds, and the import of Numba."""
+def make(entry: str) -> bytes:
+    """Compile the `run` of a module for this machine's CPU: some seconds, and the import of Numba."""
     from numba import cfunc, types
 
-    from mooncake_zmq.engine.machine_code.kernels import run
     from mooncake_zmq.engine.machine_code.products import OPTIONS
 
-    entry = cfunc(types.void(types.int64, types.int64, types.int64), **OPTIONS)(run)
-    return _object_code(entry.inspect_llvm(), entry.native_name)
+    run = importlib.import_module(f"{__package__}.{entry}").run
+    function = cfunc(types.void(types.int64, types.int64, types.int64), **OPTIONS)(run)
+    return _object_code(function.inspect_llvm(), function.native_name)
 
 
 def _object_code(optimized: str, entry: str) -> bytes:

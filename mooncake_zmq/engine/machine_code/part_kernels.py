@@ -29,7 +29,7 @@ _LONG, _VECTOR = ir.IntType(64), ir.VectorType(ir.FloatType(), SIDE)
 
 
 @intrinsic
-def _transpose(context, source, row_bytes, target, column_bytes):
+def transpose(context, source, row_bytes, target, column_bytes):
     """Transpose SIDE rows of SIDE float32, `row_bytes` apart, to `target`, where rows are `column_bytes` apart."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -60,11 +60,11 @@ def _interleaved(first: int) -> Any:
 
 
 @njit(**OPTIONS)
-def _place_square(source, token_bytes, tokens, dim, target):
+def place_square(source, token_bytes, tokens, dim, target):
     """Store keys of one head of up to SIDE tokens, `token_bytes` apart, as columns of a tile from `target`."""
     square = dim - dim % SIDE if tokens == SIDE else 0
     for index in range(0, square, SIDE):
-        _transpose(source + 4 * index, token_bytes, target + 4 * index * KEY_TILE, 4 * KEY_TILE)
+        transpose(source + 4 * index, token_bytes, target + 4 * index * KEY_TILE, 4 * KEY_TILE)
     for token in range(tokens):
         for index in range(square, dim):
             floats(target + 4 * (index * KEY_TILE + token), (1,))[0] = floats(source + token * token_bytes + 4 * index, (1,))[0]
@@ -86,7 +86,7 @@ def place_parts(table):
             for head in range(kv_heads):
                 keys, _ = places(begins, layer, kv_heads, head, dim)
                 source = parts[row, PART_KEYS_AT] + at * token_bytes + head * head_bytes
-                _place_square(source, token_bytes, run, dim, keys + 4 * (tile * dim * KEY_TILE + column))
+                place_square(source, token_bytes, run, dim, keys + 4 * (tile * dim * KEY_TILE + column))
             at += run
         for token in range(tokens):
             for head in range(kv_heads):

@@ -56,7 +56,7 @@ def store_rows(layer, arrays):
         keys, values = places(cache, layer, kv_heads, head, dim)
         for row in range(rows):
             at = cache[POSITION] + row
-            store_token(qkv[row], head, group, kv_heads, bias, norms, eps, cos[row], sin[row], keys, values, at, scratch)
+            store_token(qkv[row], head, group, kv_heads, bias, norms, eps, cos[row], sin[row], keys, values, cache, at, scratch)
             for query in range(group):
                 out = queries[head, row * group + query]
                 prepared_head(qkv[row], head * group + query, bias, norms, eps, cos[row], sin[row], scale, out)

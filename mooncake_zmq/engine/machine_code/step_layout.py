@@ -7,11 +7,11 @@ from enum import IntEnum
 
 QKV, OUT, GATE_UP, DOWN, MATRICES = range(5)  # of a layer; the head follows the last layer
 FORM, VALUES, SCALES, MINIMA, GROUP_SHIFT, DEPTH, PANELS, MATRIX_FIELDS = range(8)  # of a row of `matrices`
-KEYS_AT, VALUES_AT, CAPACITY, POSITION, CACHE_FIELDS = range(5)  # of a row of `caches`
-PARTS, KV_HEADS, HEAD_DIM, PLACING_FIELDS = range(
-    CACHE_FIELDS, CACHE_FIELDS + 4
-)  # how PLACE_PARTS' table begins, after a cache
+KEYS_AT, VALUES_AT, CAPACITY, POSITION, HEAD_DIM, CODEC, ROUND_AT, CACHE_FIELDS = range(8)  # of a row of `caches`
+PARTS, KV_HEADS, SCRATCH_AT, PLACING_FIELDS = range(CACHE_FIELDS, CACHE_FIELDS + 4)  # how tables of parts begin, after a cache
 PART_KEYS_AT, PART_VALUES_AT, PART_LAYER, PART_START, PART_TOKENS, PART_FIELDS = range(6)  # of a row that follows there
+CODED_AT, CODED_LAYER, CODED_START, CODED_TOKENS, CODED_PART_FIELDS = range(5)  # of a row for coded parts
+ROTATES_KEYS, ROTATES_VALUES = 1 << 8, 1 << 9  # of CODEC, above the bits of a key's numbers and, times 16, of a value's
 SPAN_TILES = 8  # of keys, scored before their values are read: long runs of memory measured a tenth faster than 1
 
 LAYER_ROWS = 256  # of a prefill, through a layer: whose activations fit in a core's own cache beside the weights they meet
@@ -57,3 +57,13 @@ class What(IntEnum):
     STORE_ROWS = 2  # QKV into the cache and QUERIES
     FINISH_ROWS = 3  # QUERIES, and all the cache up to them, into HIDDEN
     PLACE_PARTS = 4  # parts of blocks into the cache; table int64 [PLACING_FIELDS], then [PARTS, PART_FIELDS]
+
+
+class Coding(IntEnum):
+    """The work that one call of the machine code of codecs does. That code is made only where blocks are coded: a step calls it
+    at the address ROUND_AT of a cache, which is 0 where nothing is rounded as it is stored."""
+
+    ENCODE_PARTS = 0  # parts of the cache into coded ones; table int64 [PLACING_FIELDS], then [PARTS, CODED_PART_FIELDS]
+    DECODE_PARTS = 1  # coded parts into the cache; the same table
+    ROUND_KEY = 2  # a key in place, at an address; the table is a cache
+    ROUND_VALUE = 3

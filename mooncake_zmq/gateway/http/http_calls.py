@@ -39,7 +39,7 @@ from mooncake_zmq.gateway.requests.readiness import ClusterView, least_missing, 
 from mooncake_zmq.gateway.requests.request_log import RequestEntry, Slos, line
 from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names, Traces
-from mooncake_zmq.gateway.served_model import ServedModels
+from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.telemetry.usage import Meter
 
@@ -342,6 +342,7 @@ class Edge:
             "missing": self.missing(),
             "not_connected": list(cluster.missing),
             "model": self.models.shown,
+            **_kv_of(self.models.only),
             **({} if self.models.only else {"models": _missing_by_model(self)}),
             "peers": {role: sorted(names) for role, names in up.items()},
             "refused": dict(self.backing.refusals()),
@@ -414,6 +415,13 @@ class Edge:
         """End an answer in which a stop string was found: the actor cancels the rest and still sends `Finished`."""
         if request_id in self._open:
             self.backing.inject(FromClient(request_id, StopFound()))
+
+
+def _kv_of(model: ServedModel | None) -> dict[str, Any]:
+    """Return how blocks hold the model's KV, as a detail of health; empty: another program has it."""
+    if model is None or not model.kv_bytes_per_token:
+        return {}
+    return {"kv": {"codec": model.kv_codec, "bytes_per_token": model.kv_bytes_per_token}}
 
 
 def _missing_by_model(edge: Edge) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ from mooncake_zmq.gateway.openai.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
 from mooncake_zmq.gateway.served_model import ServedModel
+from mooncake_zmq.kv.codec import EXACT
 
 REASONING = "reasoning_content"
 """The name of the reasoning in a message, as most clients read it."""
@@ -235,9 +236,20 @@ class Reply:
             "decode": finished[0].decode,
             "attempts": finished[0].attempts,
             "relocations": finished[0].relocations,
+            **self._coded(sum(reused.values()), finished[0].attempts + finished[0].relocations),
             **self._unread(),
             "request": self._request_id,
         }
+
+    def _coded(self, reused: int, attempts: int) -> dict[str, Any]:
+        """Return how blocks hold KV, and whether the answer may for that reason differ from one without them; empty: they hold
+        it exactly. `reused`: tokens whose KV was loaded."""
+        if self._model.kv_codec == EXACT:
+            return {}
+        said: dict[str, Any] = {"kv_codec": self._model.kv_codec, "kv_bytes_per_token": self._model.kv_bytes_per_token}
+        if self._model.rounds_late:
+            said["approximate"] = (reused > 0 or attempts > 1) if self._shows_reuse else None
+        return said
 
 
 def _versions(choice: Choice) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class _SequenceSink:
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
         part: NDArray[Any] = np.frombuffer(payload, self._layout.dtype).reshape(self._layout.part_shape)
         load = self._load
-        self._sequence.write_part(layer, load.block * self._layout.block_tokens, part[:, : load.tokens])
+        self._sequence.write_parts(((layer, load.block * self._layout.block_tokens, load.tokens, part),))
         self._sequence.settle()
         self._record.arrived(load.block, range(layer, layer + 1), (checksum,))
 

@@ -164,6 +164,11 @@ def test_health_says_what_is_missing(path):
     assert response.json()["status"] == "unavailable"
 
 
+def test_health_says_how_blocks_hold_kv():
+    health = ScriptedActor(kv_codec="int8").call("GET", "/health").json()
+    assert health["kv"] == {"codec": "int8", "bytes_per_token": 90}
+
+
 def test_health_is_not_ok_before_the_conductor_has_heard_all():
     actor = ScriptedActor(view=ClusterView(ready=False, missing=("cache-1",)))
     response = actor.call("GET", "/health")

@@ -1,0 +1,252 @@
+"""`bench codecs`: what the codecs of KV cost in quality beside other ways at as many bytes, and in time beside exact copies.
+
+Quality: of pages of our own manual, which are in no training set that ended before them, the first `tokens` are a context whose
+KV is coded, and the following ones are predicted from it. KL is that of the next token's distribution against the one with
+exact KV. A codec is run as it is served; the others change the KV of the whole context, which was computed exactly.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+import mooncake_zmq
+from mooncake_zmq.bench.codec_baselines import SINKS, adjacent_cosines, baselines
+from mooncake_zmq.bench.codec_rates import rate_rows
+from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.engine.coded_kv import CodedSequenceKV
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.engine.tokenizer import open_tokenizer
+from mooncake_zmq.engine.weights import open_model
+from mooncake_zmq.kv.codec import CODECS, Codec
+from mooncake_zmq.laboratory import tables
+from mooncake_zmq.refused import Refused
+
+PAGES = ("architecture", "pool", "vllm")
+BFLOAT16, FLOAT32 = 16.0, 32.0
+"""Bits of a number: as most engines keep KV, and as ours computes it."""
+BESIDE = (
+    ("int8", "KIVI, 8 bits"),
+    ("int8", "fp8 e4m3, scale 1 (vLLM's fp8)"),
+    ("k8v4", "KIVI, K 8 and V 4 bits"),
+    ("int4", "KIVI, 4 bits"),
+    ("int4", "4 bits a token and head, not rotated"),
+    ("int4", f"{SINKS} sinks and recent tokens"),
+)
+"""Codecs, and the ways that take as many bytes or more."""
+Floats = NDArray[np.float32]
+Logs = NDArray[np.float64]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecBench:
+    """The parameters of a run. `rate_blocks`: that are encoded and decoded in each of `rounds`."""
+
+    model: str = "default"
+    cache_dir: str = ""
+    tokens: int = 1024
+    following: int = 128
+    rounds: int = 5
+    rate_blocks: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """The error of a way to hold KV: means over all texts. `warm`: the KL of an answer whose context was loaded from blocks
+    against one that computed it; None: not served."""
+
+    name: str
+    bits: float
+    kl: float
+    top1: float
+    perplexity: float
+    warm: float | None = None
+
+
+@dataclass(slots=True)
+class CodecReport(Report):
+    """A report with the qualities of all ways."""
+
+    qualities: list[Quality] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return Report.as_json(self) | {"qualities": [asdict(each) for each in self.qualities]}
+
+    def _tables(self) -> Iterator[Table]:
+        columns = ("KV", "bits", "x of bf16", "KL", "top-1", "perplexity", "KL, warm / cold")
+        table = tables.empty("quality", columns, text=columns[:1])
+        for each in self.qualities:
+            ratio = BFLOAT16 / each.bits
+            warm = "" if each.warm is None else f"{each.warm:.4f}"
+            figures = (f"{each.bits:.2f}", f"{ratio:.2f}", f"{each.kl:.4f}", f"{each.top1:.3f}", f"{each.perplexity:.3f}", warm)
+            table.add_row(each.name, *figures)
+        yield table
+        yield from Report._tables(self)
+
+
+def bench_codecs(bench: CodecBench, progress: Progress) -> CodecReport:
+    """Run all of it. Raises click.ClickException on a bad model."""
+    report = CodecReport("codecs")
+    progress(f"preparing the model {bench.model}")
+    try:
+        path = prepare(bench.model, bench.cache_dir, kernels=False)
+        if str(path) == "toy":
+            raise ModelError("the toy engine has no KV of floats: give another model")
+        study = _Study(bench, path, progress)
+    except ModelError as error:
+        raise Refused(error.message) from None
+    report.qualities = study.qualities()
+    report.notes += [f"{study.engine.spec.name}, {len(study.texts)} pages, {bench.tokens} tokens, the next {bench.following}"]
+    report.notes += study.cosine_notes()
+    by_name = {each.name: each for each in report.qualities}
+    report.rows += [
+        Row(
+            name=f"KL, {name} / {other}",
+            unit="nats",
+            value=by_name[name].kl,
+            reference=by_name[other].kl,
+            higher_is_better=False,
+        )
+        for name, other in BESIDE
+    ]
+    report.rows += rate_rows(bench.rate_blocks, bench.rounds, progress)
+    return report
+
+
+class _Study:
+    """The texts, the exact engine and what it makes of them."""
+
+    def __init__(self, bench: CodecBench, path: Path, progress: Progress) -> None:
+        self._bench, self._path, self._progress = bench, path, progress
+        self.engine = open_model(path)
+        tokenizer, docs = open_tokenizer(path), Path(mooncake_zmq.__file__).parent / "docs"
+        needed = bench.tokens + bench.following
+        if needed > self.engine.spec.max_positions:
+            raise ModelError(f"{self.engine.spec.name} has {self.engine.spec.max_positions} positions, and this needs {needed}")
+        self.texts = [np.asarray(tokenizer.encode((docs / f"{page}.md").read_text())[:needed], np.int32) for page in PAGES]
+        if any(len(text) < needed for text in self.texts):
+            raise ModelError(f"the manual's pages have less than {needed} tokens: take fewer")
+        progress("exact KV")
+        self._contexts = [self._context(text) for text in self.texts]
+        self._exact = [self._after(keys, values, text) for (keys, values), text in zip(self._contexts, self.texts, strict=True)]
+
+    def qualities(self) -> list[Quality]:
+        """Return those of exact KV, of all codecs and of the other ways."""
+        spec = self.engine.spec
+        found = [self._quality("exact", FLOAT32, self._exact)]
+        for codec in CODECS.values():
+            if not codec.refusal(spec.head_dim):
+                self._progress(f"codec {codec.name}")
+                found.append(self._of_codec(codec))
+        int4_bits = CODECS["int4"].bits_a_value(spec.head_dim)
+        for other in baselines(spec.head_dim, spec.layers, self._bench.tokens, int4_bits):
+            self._progress(other.name)
+            logs = []
+            for (keys, values), text in zip(self._contexts, self.texts, strict=True):
+                changed = other.change(keys, values)
+                moved = self._moved(changed[0]) if other.drops else changed[0]
+                logs.append(self._after(moved, changed[1], text))
+            found.append(self._quality(other.name, other.bits, logs))
+        return found
+
+    def cosine_notes(self) -> Iterator[str]:
+        """Yield what says why merging layers works or not."""
+        for what, index in (("keys", 0), ("values", 1)):
+            cosines = np.mean([adjacent_cosines(context[index]) for context in self._contexts], axis=0)
+            yield (
+                f"cosine of {what} in adjacent layers, which MiniCache needs near 1: "
+                f"{cosines.min():.2f} to {cosines.max():.2f}, mean {cosines.mean():.2f}"
+            )
+
+    def _of_codec(self, codec: Codec) -> Quality:
+        """Compare what is served: a context computed here, where KV is rounded when stored, and one loaded from blocks."""
+        engine = open_model(self._path, sequences=partial(CodedSequenceKV, codec))
+        cold: list[Logs] = []
+        warm: list[Logs] = []
+        for text in self.texts:
+            context, following = text[: self._bench.tokens], text[self._bench.tokens :]
+            sequence = engine.new_sequence(len(text))
+            engine.prefill(sequence, context)
+            loaded = _through_blocks(codec, engine, sequence, len(context))
+            for each, logs in ((sequence, cold), (loaded, warm)):
+                logs.append(_logs(engine, each, following))
+                each.close()
+        served = self._quality(codec.name, codec.bits_a_value(engine.spec.head_dim), warm)
+        divergence = float(np.mean([_divergence(*pair).mean() for pair in zip(cold, warm, strict=True)]))
+        return Quality(**(asdict(served) | {"warm": divergence}))
+
+    def _quality(self, name: str, bits: float, logs: Sequence[Logs]) -> Quality:
+        pairs = list(zip(self._exact, logs, strict=True))
+        likely = [
+            -log[np.arange(len(log) - 1), text[self._bench.tokens + 1 :]] for log, text in zip(logs, self.texts, strict=True)
+        ]
+        return Quality(
+            name=name,
+            bits=bits,
+            kl=float(np.mean([_divergence(*pair).mean() for pair in pairs])),
+            top1=float(np.mean([(exact.argmax(-1) == log.argmax(-1)).mean() for exact, log in pairs])),
+            perplexity=float(np.exp(np.mean(likely))),
+        )
+
+    def _context(self, text: NDArray[np.int32]) -> tuple[Floats, Floats]:
+        """Return the exact keys and values of a context, [layer, token, kv_head, head_dim]."""
+        spec, tokens = self.engine.spec, self._bench.tokens
+        sequence = self.engine.new_sequence(tokens)
+        self.engine.prefill(sequence, text[:tokens])
+        both: Floats = np.empty((spec.layers, 2, tokens, spec.kv_heads, spec.head_dim), np.float32)
+        for layer in range(spec.layers):
+            sequence.read_part(layer, 0, tokens, both[layer])
+        sequence.close()
+        return both[:, 0], both[:, 1]
+
+    def _after(self, keys: Floats, values: Floats, text: NDArray[np.int32]) -> Logs:
+        """Return the log probabilities after each following token, of a context that has this KV."""
+        tokens = keys.shape[1]
+        sequence = self.engine.new_sequence(tokens + self._bench.following)
+        for layer in range(len(keys)):
+            sequence.store(layer, 0, keys[layer], values[layer])
+        sequence.set_length(tokens)
+        logs = _logs(self.engine, sequence, text[self._bench.tokens :])
+        sequence.close()
+        return logs
+
+    def _moved(self, keys: Floats) -> Floats:
+        """Return keys of which those after the sinks are rotated to the positions that they have now, as in StreamingLLM."""
+        shift = self._bench.tokens - keys.shape[1]
+        pairs = keys.view(np.complex64).copy()
+        pairs[:, SINKS:] *= np.exp(-1j * shift * self.engine.frequencies).astype(np.complex64)
+        moved: Floats = pairs.view(np.float32)
+        return moved
+
+
+def _through_blocks(codec: Codec, engine: Llama, source: SequenceKV, tokens: int) -> SequenceKV:
+    """Return a sequence that has the tokens of another as blocks bring them."""
+    spec, taken = engine.spec, engine.new_sequence(source.capacity)
+    part = np.empty((tokens, codec.token_bytes(spec.kv_heads, spec.head_dim)), np.uint8)
+    for layer in range(spec.layers):
+        source.read_part(layer, 0, tokens, part)
+        taken.write_part(layer, 0, part)
+    taken.set_length(tokens)
+    return taken
+
+
+def _logs(engine: Llama, sequence: SequenceKV, following: NDArray[np.int32]) -> Logs:
+    """Return the log probabilities of the next token after each of these."""
+    logits = np.asarray(engine.prefill(sequence, following, logits_at=list(range(len(following)))), np.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    logs: Logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return logs
+
+
+def _divergence(exact: Logs, other: Logs) -> Logs:
+    divergence: Logs = (np.exp(exact) * (exact - other)).sum(axis=-1)
+    return divergence

@@ -1,0 +1,187 @@
+"""The arithmetic of `engine.codecs` on one head in machine code, byte for byte: codes and scale of a key or value, and the
+rounding of both as they are stored. A codec is one number here, the CODEC of a cache."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from mooncake_zmq.engine.machine_code.memory_access import codes, floats, shorts
+from mooncake_zmq.engine.machine_code.products import OPTIONS
+from mooncake_zmq.engine.machine_code.step_layout import CODEC, HEAD_DIM, ROTATES_KEYS, ROTATES_VALUES
+
+SIDE = 8  # numbers of a vector
+RUN = 64  # numbers that one rotation mixes, at most
+LEAST_SCALE = np.float32(2.0**-100)
+
+_LONG, _INT, _VECTOR = ir.IntType(64), ir.IntType(32), ir.VectorType(ir.FloatType(), SIDE)
+
+
+@intrinsic
+def _rotate_run(context, address):
+    """Multiply RUN numbers in place by a Hadamard matrix / 8: first vectors with each other, then the numbers of each."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        places = [
+            builder.inttoptr(builder.add(arguments[0], _LONG(4 * SIDE * row)), _VECTOR.as_pointer())
+            for row in range(RUN // SIDE)
+        ]
+        rows = [builder.load(place, align=4) for place in places]
+        distance = 1
+        while distance < len(rows):
+            for row in range(len(rows)):
+                if not row & distance:
+                    one, two = rows[row], rows[row + distance]
+                    rows[row], rows[row + distance] = builder.fadd(one, two), builder.fsub(one, two)
+            distance *= 2
+        distance = 1
+        while distance < SIDE:
+            partners = ir.Constant(ir.VectorType(_INT, SIDE), [index ^ distance for index in range(SIDE)])
+            signs = ir.Constant(_VECTOR, [-1.0 if index & distance else 1.0 for index in range(SIDE)])
+            rows = [builder.fadd(builder.shuffle_vector(row, row, partners), builder.fmul(row, signs)) for row in rows]
+            distance *= 2
+        factor = ir.Constant(_VECTOR, [0.125] * SIDE)
+        for row, place in zip(rows, places, strict=True):
+            builder.store(builder.fmul(row, factor), place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@njit(**OPTIONS)
+def rotate(address, dim):
+    """Rotate a head [dim] in place."""
+    run = min(dim & -dim, RUN)
+    if run == RUN:
+        for turn in range(dim // RUN):
+            _rotate_run(address + 4 * RUN * turn)
+        return
+    numbers = floats(address, (dim,))
+    distance = SIDE
+    while distance < run:
+        _mix(numbers, distance)
+        distance *= 2
+    distance = 1
+    while distance < min(run, SIDE):
+        _mix(numbers, distance)
+        distance *= 2
+    factor = np.float32(1.0 / np.sqrt(np.float64(run)))
+    for index in range(dim):
+        numbers[index] *= factor
+
+
+@njit(**OPTIONS)
+def _mix(numbers, distance):
+    """Replace numbers that are `distance` apart by their sum and difference."""
+    for index in range(len(numbers)):
+        if not index & distance:
+            one, two = numbers[index], numbers[index + distance]
+            numbers[index], numbers[index + distance] = one + two, one - two
+
+
+@njit(**OPTIONS, fastmath={"reassoc", "nsz", "nnan"})
+def _highest(numbers):
+    """Return the largest magnitude of numbers."""
+    highest = np.float32(0.0)
+    for index in range(len(numbers)):
+        highest = max(highest, abs(numbers[index]))
+    return highest
+
+
+@njit(**OPTIONS, fastmath={"reassoc", "nsz"})
+def _nothing(numbers):
+    """Return 0, or not a number if one of them is infinite or none."""
+    total = np.float32(0.0)
+    for index in range(len(numbers)):
+        total += numbers[index] * np.float32(0.0)
+    return total
+
+
+@njit(**OPTIONS, inline="always")
+def _scale_of(numbers, bits):
+    """Return the scale of a head, exact in bfloat16."""
+    part = np.float32(1.0) / np.float32(127.0) if bits == 8 else np.float32(1.0) / np.float32(7.5)
+    word = np.float32(_highest(numbers) * part + _nothing(numbers)).view(np.uint32)
+    word = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    scale = np.uint32(word).view(np.float32)
+    return np.float32(0.0) if scale < LEAST_SCALE else scale
+
+
+@njit(**OPTIONS, inline="always")
+def _step_of(scale):
+    return np.float32(1.0) / scale if scale > np.float32(0.0) else np.float32(0.0)
+
+
+@njit(**OPTIONS, inline="always")
+def _code_of(number, step, half, least, most):
+    return np.int32(min(max(np.floor(number * step + half), least), most))
+
+
+@njit(**OPTIONS)
+def encode_head(numbers, bits, out_at, scale_at):
+    """Write the codes and the scale of one head [dim]."""
+    scale = _scale_of(numbers, bits)
+    step, dim = _step_of(scale), len(numbers)
+    shorts(scale_at, (1,))[0] = np.uint16(np.float32(scale).view(np.uint32) >> np.uint32(16))
+    if bits == 8:
+        out = codes(out_at, (dim,))
+        for index in range(dim):
+            out[index] = np.uint8(_code_of(numbers[index], step, np.float32(128.5), np.float32(1.0), np.float32(255.0)))
+        return
+    half, out = dim // 2, codes(out_at, (dim // 2,))
+    for index in range(half):
+        low = _code_of(numbers[index], step, np.float32(8.0), np.float32(0.0), np.float32(15.0))
+        high = _code_of(numbers[half + index], step, np.float32(8.0), np.float32(0.0), np.float32(15.0))
+        out[index] = np.uint8(low | (high << 4))
+
+
+@njit(**OPTIONS)
+def decode_head(in_at, scale_at, bits, numbers):
+    """Read one head [dim] from its codes and scale."""
+    scale, dim = np.uint32(np.uint32(shorts(scale_at, (1,))[0]) << np.uint32(16)).view(np.float32), len(numbers)
+    if bits == 8:
+        given = codes(in_at, (dim,))
+        for index in range(dim):
+            numbers[index] = (np.float32(np.int32(given[index])) - np.float32(128.0)) * scale
+        return
+    half, given = dim // 2, codes(in_at, (dim // 2,))
+    for index in range(half):
+        numbers[index] = (np.float32(np.int32(given[index] & 15)) - np.float32(7.5)) * scale
+    for index in range(half):
+        numbers[half + index] = (np.float32(np.int32(given[index] >> 4)) - np.float32(7.5)) * scale
+
+
+@njit(**OPTIONS)
+def _round_head(address, dim, bits, is_rotated):
+    """Round one head in place, as encoding and decoding do."""
+    if is_rotated:
+        rotate(address, dim)
+    numbers = floats(address, (dim,))
+    scale = _scale_of(numbers, bits)
+    step = _step_of(scale)
+    if bits == 8:
+        for index in range(dim):
+            code = _code_of(numbers[index], step, np.float32(128.5), np.float32(1.0), np.float32(255.0))
+            numbers[index] = (np.float32(code) - np.float32(128.0)) * scale
+    else:
+        for index in range(dim):
+            code = _code_of(numbers[index], step, np.float32(8.0), np.float32(0.0), np.float32(15.0))
+            numbers[index] = (np.float32(code) - np.float32(7.5)) * scale
+    if is_rotated:
+        rotate(address, dim)
+
+
+@njit(**OPTIONS)
+def round_key(address, cache):
+    """Round a key in place as the codec of its cache does."""
+    codec = cache[CODEC]
+    _round_head(address, cache[HEAD_DIM], codec & 15, codec & ROTATES_KEYS != 0)
+
+
+@njit(**OPTIONS)
+def round_value(address, cache):
+    """Round a value in place as the codec of its cache does."""
+    codec = cache[CODEC]
+    _round_head(address, cache[HEAD_DIM], (codec >> 4) & 15, codec & ROTATES_VALUES != 0)

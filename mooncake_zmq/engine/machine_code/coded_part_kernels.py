@@ -1,0 +1,136 @@
+"""Coded parts of blocks, between slots and a sequence's memory, and the entry point of the machine code of codecs."""
+
+from numba import njit
+
+from mooncake_zmq.engine.kv_cache import KEY_TILE
+from mooncake_zmq.engine.machine_code.attention_kernels import copy, places
+from mooncake_zmq.engine.machine_code.codec_kernels import decode_head, encode_head, rotate, round_key, round_value
+from mooncake_zmq.engine.machine_code.memory_access import floats, integers
+from mooncake_zmq.engine.machine_code.part_kernels import SIDE, place_square, transpose
+from mooncake_zmq.engine.machine_code.products import OPTIONS
+from mooncake_zmq.engine.machine_code.step_layout import (
+    CACHE_FIELDS,
+    CODEC,
+    CODED_AT,
+    CODED_LAYER,
+    CODED_PART_FIELDS,
+    CODED_START,
+    CODED_TOKENS,
+    HEAD_DIM,
+    KV_HEADS,
+    PARTS,
+    PLACING_FIELDS,
+    ROTATES_KEYS,
+    ROTATES_VALUES,
+    SCRATCH_AT,
+    Coding,
+)
+
+
+@njit(**OPTIONS)
+def _fields_of(codec, kv_heads, dim):
+    """Return where the values' codes, the keys' scales and the values' scales of a token begin, and its bytes."""
+    values = kv_heads * dim * (codec & 15) // 8
+    scales = values + kv_heads * dim * ((codec >> 4) & 15) // 8
+    return values, scales, scales + 2 * kv_heads, scales + 4 * kv_heads
+
+
+@njit(**OPTIONS)
+def encode_parts(table):
+    """Write parts of the cache into slots; `table`: the address of the table of `Coding.ENCODE_PARTS`."""
+    begins = integers(table, (PLACING_FIELDS,))
+    codec, kv_heads, dim, scratch = begins[CODEC], begins[KV_HEADS], begins[HEAD_DIM], begins[SCRATCH_AT]
+    key_bits, value_bits = codec & 15, (codec >> 4) & 15
+    values_at, key_scales_at, value_scales_at, token_bytes = _fields_of(codec, kv_heads, dim)
+    parts = integers(table + 8 * PLACING_FIELDS, (begins[PARTS], CODED_PART_FIELDS))
+    for row in range(len(parts)):
+        layer, start, tokens, out = (
+            parts[row, CODED_LAYER],
+            parts[row, CODED_START],
+            parts[row, CODED_TOKENS],
+            parts[row, CODED_AT],
+        )
+        at = 0
+        while at < tokens:
+            tile, column = (start + at) // KEY_TILE, (start + at) % KEY_TILE
+            run = min(min(SIDE, tokens - at), KEY_TILE - column)
+            for head in range(kv_heads):
+                keys, values = places(begins, layer, kv_heads, head, dim)
+                _take_square(keys + 4 * (tile * dim * KEY_TILE + column), run, dim, scratch)
+                for token in range(run):
+                    here, number = out + (at + token) * token_bytes, scratch + 4 * token * dim
+                    if codec & ROTATES_KEYS:
+                        rotate(number, dim)
+                    codes_at = here + head * (dim * key_bits // 8)
+                    encode_head(floats(number, (dim,)), key_bits, codes_at, here + key_scales_at + 2 * head)
+                for token in range(run):
+                    here, number = out + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
+                    if codec & ROTATES_VALUES:
+                        copy(floats(number, (dim,)), floats(scratch, (dim,)))
+                        number = scratch
+                        rotate(number, dim)
+                    codes_at = here + values_at + head * (dim * value_bits // 8)
+                    encode_head(floats(number, (dim,)), value_bits, codes_at, here + value_scales_at + 2 * head)
+            at += run
+
+
+@njit(**OPTIONS)
+def _take_square(source, tokens, dim, target):
+    """Copy columns of a tile, keys of one head of up to SIDE tokens, as rows [tokens, dim]."""
+    square = dim - dim % SIDE if tokens == SIDE else 0
+    for turn in range(square // SIDE):
+        index = turn * SIDE
+        transpose(source + 4 * index * KEY_TILE, 4 * KEY_TILE, target + 4 * index, 4 * dim)
+    for token in range(tokens):
+        for index in range(square, dim):
+            floats(target + 4 * (token * dim + index), (1,))[0] = floats(source + 4 * (index * KEY_TILE + token), (1,))[0]
+
+
+@njit(**OPTIONS)
+def decode_parts(table):
+    """Place coded parts into the cache; `table`: the address of the table of `Coding.DECODE_PARTS`."""
+    begins = integers(table, (PLACING_FIELDS,))
+    codec, kv_heads, dim, scratch = begins[CODEC], begins[KV_HEADS], begins[HEAD_DIM], begins[SCRATCH_AT]
+    key_bits, value_bits = codec & 15, (codec >> 4) & 15
+    values_at, key_scales_at, value_scales_at, token_bytes = _fields_of(codec, kv_heads, dim)
+    parts = integers(table + 8 * PLACING_FIELDS, (begins[PARTS], CODED_PART_FIELDS))
+    for row in range(len(parts)):
+        layer, start, tokens, given = (
+            parts[row, CODED_LAYER],
+            parts[row, CODED_START],
+            parts[row, CODED_TOKENS],
+            parts[row, CODED_AT],
+        )
+        at = 0
+        while at < tokens:
+            tile, column = (start + at) // KEY_TILE, (start + at) % KEY_TILE
+            run = min(min(SIDE, tokens - at), KEY_TILE - column)
+            for head in range(kv_heads):
+                keys, values = places(begins, layer, kv_heads, head, dim)
+                for token in range(run):
+                    here, number = given + (at + token) * token_bytes, scratch + 4 * token * dim
+                    codes_at = here + head * (dim * key_bits // 8)
+                    decode_head(codes_at, here + key_scales_at + 2 * head, key_bits, floats(number, (dim,)))
+                    if codec & ROTATES_KEYS:
+                        rotate(number, dim)
+                place_square(scratch, 4 * dim, run, dim, keys + 4 * (tile * dim * KEY_TILE + column))
+                for token in range(run):
+                    here, number = given + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
+                    codes_at = here + values_at + head * (dim * value_bits // 8)
+                    decode_head(codes_at, here + value_scales_at + 2 * head, value_bits, floats(number, (dim,)))
+                    if codec & ROTATES_VALUES:
+                        rotate(number, dim)
+            at += run
+
+
+def run(what, address, table):
+    """Enter the machine code. `address`: of a key or value that is rounded; `table`: the address of the table that
+    step_layout.Coding describes."""
+    if what == Coding.ENCODE_PARTS:
+        encode_parts(table)
+    elif what == Coding.DECODE_PARTS:
+        decode_parts(table)
+    elif what == Coding.ROUND_KEY:
+        round_key(address, integers(table, (CACHE_FIELDS,)))
+    elif what == Coding.ROUND_VALUE:
+        round_value(address, integers(table, (CACHE_FIELDS,)))

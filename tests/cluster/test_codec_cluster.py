@@ -1,0 +1,136 @@
+"""A cluster whose blocks are coded gives one answer, however its KV came about: computed, loaded, handed off, after a crash."""
+
+import json
+import signal
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import web
+from toy_cluster import ToyCluster, eventually, free_port
+
+from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.kv.codec import CODECS
+
+pytestmark = pytest.mark.timeout(120)
+
+MODEL, CODEC = "dummy:tiny", "int8"
+NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "decode-b", "gateway-0")
+PROMPTS, ANSWER = 20, 24
+CONFIG = """
+[model]
+path = "{model}"
+cache_dir = "{cache}"
+max_model_len = 512
+kv_codec = "{codec}"
+[cache_node]
+pool_bytes = 16_777_216
+[prefill]
+slab_bytes = 8_388_608
+own_reuse = false
+[decode]
+capacity_tokens = 16_384
+[costs]
+decode_step_s = 0.023  # given, so not measured at the start
+[[nodes]]
+name = "conductor-0"
+role = "conductor"
+[[nodes]]
+name = "cache-a"
+role = "cache-node"
+[[nodes]]
+name = "prefill-a"
+role = "prefill"
+backend = "numpy"
+metrics_port = {port}
+[[nodes]]
+name = "decode-a"
+role = "decode"
+backend = "numpy"
+[[nodes]]
+name = "decode-b"
+role = "decode"
+backend = "numpy"
+[[nodes]]
+name = "gateway-0"
+role = "gateway"
+"""
+
+
+class CodedCluster(ToyCluster):
+    nodes = NODES
+
+    def complete(self) -> bool:
+        detail = self.health()
+        wanted = {"conductor": ["conductor-0"], "prefill": ["prefill-a"], "decode": ["decode-a", "decode-b"]}
+        return detail is not None and {role: detail["peers"][role] for role in wanted} == wanted
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[CodedCluster]:
+    config, port = tmp_path / "coded.toml", free_port()
+    config.write_text(CONFIG.format(model=MODEL, cache=tmp_path / "models", codec=CODEC, port=port))
+    with tempfile.TemporaryDirectory(prefix="mz-") as path:
+        cluster = CodedCluster(Path(path), config=str(config))
+        cluster.metrics_port = port
+        try:
+            cluster.start()
+            yield cluster
+            cluster.stop()
+            assert cluster.leftovers() == []
+            assert cluster.errors() == []
+        finally:
+            cluster.kill()
+
+
+def of_the_engine_alone(cache: Path, prompts: list[list[int]]) -> list[list[int]]:
+    engine = weights.load_engine(prepare(MODEL, cache), codec=CODECS[CODEC])
+    answers = []
+    for prompt in prompts:
+        sequence = engine.new_sequence(512)
+        tokens = [int(np.argmax(engine.prefill(sequence, np.asarray(prompt, np.int32))[-1]))]
+        while len(tokens) < ANSWER:
+            tokens.append(int(np.argmax(engine.decode([sequence], np.asarray(tokens[-1:], np.int32))[0])))
+        answers.append(tokens)
+    return answers
+
+
+def test_greedy_tokens_are_the_same_cold_warm_handed_off_and_after_a_kill(cluster: CodedCluster, tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    prompts = [random.integers(0, 500, int(length)).tolist() for length in random.integers(70, 300, PROMPTS)]
+    expected = of_the_engine_alone(tmp_path / "models", prompts)
+    name = json.loads(web.get(f"{cluster.url}/v1/models").text)["data"][0]["id"]
+
+    def ask(prompt: list[int]) -> dict[str, Any]:
+        return cluster.complete_text(model=name, prompt=prompt, max_tokens=ANSWER)
+
+    with ThreadPoolExecutor(4) as threads:
+        cold, warm = (list(threads.map(ask, prompts)) for _ in range(2))
+    for answers in (cold, warm):
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+    assert {answer["mooncake"]["decode"] for answer in cold + warm} == {"decode-a", "decode-b"}, "all is handed off"
+    assert not any(answer["mooncake"]["cached_local"] for answer in cold)
+    assert all(answer["mooncake"]["cached_local"] >= 64 for answer in warm)
+
+    bytes_per_token = 2 * CODECS[CODEC].token_bytes(2, 16)
+    assert warm[0]["mooncake"]["kv_codec"] == CODEC
+    assert cluster.health()["kv"] == {"codec": CODEC, "bytes_per_token": warm[0]["mooncake"]["kv_bytes_per_token"]}
+    exposed = web.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics").text
+    assert f'mooncake_kv_bytes_per_token{{codec="{CODEC}"}} {bytes_per_token}' in exposed
+
+    with cluster.stream(model=name, prompt=prompts[0], max_tokens=200) as answer:
+        answer.read(20)
+        (victim,) = [node for node, dump in cluster.dumps().items() if dump["gauges"].get("requests_running")]
+        cluster.signal(victim, signal.SIGKILL)
+        tokens = answer.read()
+    assert answer.errors == []
+    assert answer.served["attempts"] > 1
+    assert tokens[:ANSWER] == expected[0]
+    again = cluster.complete_text(model=name, prompt=prompts[0], max_tokens=200)
+    assert tokens == again["choices"][0]["token_ids"]
+    eventually(cluster.complete, 30, "the decode is restarted")
