@@ -11,14 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
-from mooncake_zmq.core.messages import Hello, Parsers
-from mooncake_zmq.gateway.http.cluster_reports import Overview, Watching
+from mooncake_zmq.core.messages import Parsers
+from mooncake_zmq.gateway.http.backing import Backing
+from mooncake_zmq.gateway.http.cluster_reports import Overview
 from mooncake_zmq.gateway.http.loop_turns import LoopTurns
 from mooncake_zmq.gateway.http.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.http.reuse_port import LISTENING
@@ -35,7 +36,7 @@ from mooncake_zmq.gateway.requests.client_events import (
 )
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.history import SLO_MET, SLO_MISSED, History
-from mooncake_zmq.gateway.requests.readiness import ClusterView, least_missing, missing_roles
+from mooncake_zmq.gateway.requests.readiness import least_missing, missing_roles
 from mooncake_zmq.gateway.requests.request_log import RequestEntry, Slos, line
 from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names, Traces
@@ -51,40 +52,6 @@ LINES_AT_ONCE = 32
 ENDS = (Finished, Failed, Rendered)
 AwaitedT = TypeVar("AwaitedT")
 _log = structlog.get_logger("gateway")
-
-
-class Backing(Watching, Protocol):
-    """Interface of the process to its edge. The loop calls its methods, and each returns at once."""
-
-    def inject(self, event: FromClient) -> None:
-        """Pass an event to the actor. Its effects may arrive at `Edge.deliver` before this returns."""
-
-    def peers(self) -> Mapping[str, Hello]:
-        """Return the peers with a session to this gateway: `Session.up_peers`."""
-
-    def refusals(self) -> Mapping[str, str]:
-        """Return the reasons why peers were refused, by name: `Session.refusals`."""
-
-    def departed(self) -> Sequence[str]:
-        """Return the peers that ended in order and have not come back: `Session.departed`."""
-
-    def cluster(self) -> ClusterView:
-        """Return what the conductor reported of the cluster: `Requests.cluster`."""
-
-    def counts(self) -> Mapping[str, float]:
-        """Return the monotonic counters of actor, session and runtime, named as `Actor.counts` says."""
-
-    def gauges(self) -> Mapping[str, float]:
-        """Return the current levels, named like the counters."""
-
-    def cordoned(self) -> bool:
-        """Return whether an operator cordoned this gateway: it accepts no new calls."""
-
-    def is_listening(self) -> bool:
-        """Return whether the process accepts connections."""
-
-    def call_later(self, write: Callable[[], None]) -> None:
-        """Call `write` soon, after the answers that just ended have been sent."""
 
 
 def no_parsers(_model: str) -> Parsers:
