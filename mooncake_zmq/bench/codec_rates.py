@@ -36,7 +36,7 @@ def rate_rows(blocks: int, rounds: int, progress: Progress) -> Iterator[Row]:
                 took.setdefault((what, name), []).append(time.process_time() - begun)
     gigabytes = blocks * LAYOUT.block_bytes / 1e9
     rates = {key: gigabytes / max(median(seconds[1:]), 1e-9) for key, seconds in took.items()}
-    for what, plain in (("encode", "read exactly"), ("decode", "placed exactly")):
+    for what, plain in (("encode", "read exactly by NumPy"), ("decode", "placed exactly")):
         for name in CODECS:
             yield Row(
                 name=f"{what} {name}, {kind} / {plain}",

@@ -1,4 +1,4 @@
-"""`bench codecs`: what the codecs of KV cost in quality beside other ways at as many bytes, and in time beside exact copies.
+"""`bench codecs`: what codecs of KV cost in quality beside other ways at about as many bytes, and in time beside exact copies.
 
 Quality: of pages of our own manual, which are in no training set that ended before them, the first `tokens` are a context whose
 KV is coded, and the following ones are predicted from it. KL is that of the next token's distribution against the one with

@@ -29,6 +29,7 @@ from mooncake_zmq.engine.matrices import compact
 from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.engine.weights import FORMAT, HEADER_FILE, WEIGHTS_FILE, compiled_engine, prepared_bytes
+from mooncake_zmq.kv.codec import EXACT
 
 log = structlog.get_logger()
 
@@ -46,12 +47,14 @@ def prepare(
     *,
     backend: Backend = "numpy",
     kernels: bool = True,
+    codec: str = EXACT,
 ) -> Path:
     """Return the prepared directory of `model`, made if needed. Raises ModelError.
 
     `model` is "default", a .gguf file, a Hugging Face directory, "dummy:SHAPE" or "toy" (nothing to prepare). `cache_dir`: as
     in the setting `model.cache_dir`; empty: the default one. `backend`: "compiled" adds compact.bin, for which a model prepared
-    earlier needs its source again, and, with `kernels`, the machine code. Where "auto" means "compiled" and the source is not
+    earlier needs its source again, and, with `kernels`, the machine code, and that of codecs if `codec`
+    names one. Where "auto" means "compiled" and the source is not
     available again, compact.bin is left out.
     """
     if model == "toy":
@@ -67,7 +70,7 @@ def prepare(
         log.warning("decode reads float32: the model has no shorter form here", path=str(target), reason=error.message)
     if compacted and kernels:
         try:
-            _make_kernels(cache_dir, progress)
+            _make_kernels(cache_dir, progress, coded=codec != EXACT)
         except ImportError as error:
             if backend != "auto":
                 raise ModelError(f"backend 'compiled' needs Numba, which cannot be imported: {error}") from error
@@ -75,20 +78,23 @@ def prepare(
     return target
 
 
-def _make_kernels(cache_dir: Path, progress: Progress) -> None:
-    """Make the machine code and keep it beside the models, so that no engine makes it during a request."""
+def _make_kernels(cache_dir: Path, progress: Progress, *, coded: bool) -> None:
+    """Make the machine code and keep it beside the models, so that no engine makes it during a request. `coded`: that of codecs
+    too."""
     try:
         from mooncake_zmq.engine.machine_code import object_code
     except ImportError:  # the process that loads the engine reports it
         return
-    if object_code.is_kept(cache_dir):
+    entries = (object_code.STEPS, object_code.CODECS) if coded else (object_code.STEPS,)
+    if all(object_code.is_kept(cache_dir, entry) for entry in entries):
         return
     waiting = "waiting for another process that compiles the kernels"
     with contextlib.suppress(OSError), _locked(cache_dir / f".{object_code.DIRECTORY}.lock", progress, waiting):
         # Where no code can be kept, each engine makes its own as it is loaded.
-        if not object_code.is_kept(cache_dir):
-            progress("compiling the kernels for this CPU: half a minute, once", 0.0)
-            object_code.keep(cache_dir)
+        for entry in entries:
+            if not object_code.is_kept(cache_dir, entry):
+                progress("compiling the kernels for this CPU: half a minute, once", 0.0)
+                object_code.keep(cache_dir, entry)
 
 
 def _prepared(model: str, cache_dir: Path, progress: Progress, *, compacted: bool) -> Path:

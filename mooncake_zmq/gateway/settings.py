@@ -106,8 +106,9 @@ class EdgeSettings:
         at_least_one = ("max_choices", "max_buffered_outputs", "max_held_scores", "tokenize_threads")
         if not 0 <= self.max_images <= MAX_IMAGES or not 0 < self.max_image_bytes <= MAX_IMAGES_BYTES:
             raise ValueError(f"max_images must be at most {MAX_IMAGES}, and max_image_bytes at most {MAX_IMAGES_BYTES}")
-        if self.max_held_image_bytes < 2 * self.max_image_bytes:
-            raise ValueError("max_held_image_bytes must be at least twice max_image_bytes, as a tenant may hold half of it")
+        if self.max_held_image_bytes < 8 * self.max_image_bytes:
+            text = "max_held_image_bytes must be at least 8 times max_image_bytes: a tenant may hold half, a call three copies"
+            raise ValueError(text)
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

@@ -234,7 +234,8 @@ class Up:
                 progress.update(task, description=what, completed=share)
 
             began_at = time.monotonic()
-            path = prepare(self.config.model.path, self.config.model.cache_dir, show, backend=self.config.backend)
+            model = self.config.model
+            path = prepare(model.path, model.cache_dir, show, backend=self.config.backend, codec=model.kv_codec)
         took = time.monotonic() - began_at
         self.say(f"model {self.config.model.path}: {path}" + (f" (prepared in {took:.0f} s)" if took > 1 else ""))
         for former in remove_former(path):

@@ -550,7 +550,7 @@ class Generation:
             await self._score(work_id, work, work.prompt_likeliest)
         prompt = len(work.tokens) // 4 if work.images else None
         answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs, prompt), EventLines()
-        long = len(work.tokens) > PIECE_BYTES
+        long = len(work.tokens) + sum(len(image.url) for image in work.images) > PIECE_BYTES
         body = await asyncio.to_thread(request_body, work) if long else request_body(work)
         async with AsyncExitStack() as transfer:
             pieces = (await transfer.enter_async_context(self._asking(work, body))).aiter_raw()

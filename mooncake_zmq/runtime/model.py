@@ -127,7 +127,7 @@ def prepared(config: Config, backend: Backend = "numpy") -> Model:
             log.info("model", what=what)
         notify.status(f"{what}, {share:.0%}")
 
-    path = prepare(config.model.path, config.model.cache_dir, progress, backend=backend)
+    path = prepare(config.model.path, config.model.cache_dir, progress, backend=backend, codec=config.model.kv_codec)
     for former in remove_former(path):
         log.info("former_model_removed", path=str(former))
     return _model(config, path)

@@ -68,8 +68,9 @@ class NodePlan:
             costs.check_model(self.model.spec.fingerprint)
         except ValueError as error:
             raise ConfigError(f"costs.profile: {error}") from None
-        # The cost model needs the model's own size, whatever the file says.
-        return replace(costs, kv_bytes_per_token=self.model.kv_bytes_per_token)
+        # The cost model needs the model's own size, whatever the file says. To decode KV takes as long as to place it exactly.
+        coded, exact = self.model.kv_bytes_per_token, self.model.spec.kv_bytes_per_token
+        return replace(costs, kv_bytes_per_token=coded, load_bytes_per_s=costs.load_bytes_per_s * coded / exact)
 
     @property
     def runtime_dir(self) -> Path:

@@ -8,6 +8,7 @@ the images beside them.
     given       | a b # c # d |  image 1, image 2
 """
 
+import asyncio
 from typing import Any, Final
 
 import httpx
@@ -24,7 +25,9 @@ from mooncake_zmq.vllm.names import is_of_content
 
 MOST_BYTES: Final = 16 * MAX_TOKENS + (1 << 20)
 """Bytes of the token ids of a prompt as JSON, and of what is around them."""
-REFUSED: Final = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
+REFUSED: Final = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY, httpx.codes.NOT_IMPLEMENTED)
+BOMB: Final = "decompression bomb"
+"""Words of an error, which vLLM takes for its own, at an image of more pixels than its decoder takes."""
 IMAGE: Final = "image"
 PATCHWORK: Final = (
     "images of this model are not supported: they are tokens of several kinds, which vLLM's API for token ids cannot take back"
@@ -48,15 +51,16 @@ class _Rendered(Struct, frozen=True):
 
 async def write_chat(client: httpx.AsyncClient, work: WriteChat) -> ChatWritten | WorkFailed:
     """Return a chat's tokens, or why vLLM does not take the chat. Raises Nonsense and httpx.HTTPError."""
-    async with client.stream("POST", RENDER, content=_body(work), headers=JSON, timeout=None) as response:
+    body = await asyncio.to_thread(_body, work)
+    async with client.stream("POST", RENDER, content=body, headers=JSON, timeout=None) as response:
         raw = await whole(response, MOST_BYTES, f"vLLM writes a chat in more than {MOST_BYTES} bytes")
-    if response.status_code in REFUSED:
+    if response.status_code in REFUSED or BOMB in reason_of(raw):
         return WorkFailed(reason_of(raw), stuck=True)
     if response.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
         return WorkFailed("the model's vLLM has no API that writes chats as tokens", stuck=True)
     if response.status_code != httpx.codes.OK:
         raise Nonsense(f"vLLM answers {response.status_code}: {reason_of(raw)}")
-    return what_was_written(raw)
+    return await asyncio.to_thread(what_was_written, raw)
 
 
 def _body(work: WriteChat) -> bytes:

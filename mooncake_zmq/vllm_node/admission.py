@@ -80,7 +80,12 @@ def _has_images(message: StartPrefill) -> bool:
     tokens, done = message.tokens, 0
     for image in message.images:
         own = tokens[4 * image.begin : 4 * (image.begin + image.length)]
-        if image.begin < done or len(own) != 4 * image.length or own != own[:4] * image.length or not image.url:
+        if (
+            image.begin < done
+            or len(own) != 4 * image.length
+            or own != own[:4] * image.length
+            or not image.url.startswith(b"data:image/")
+        ):
             return False
         done = image.begin + image.length
     return not (message.images and message.embedding)

@@ -139,11 +139,8 @@ class VllmNode:
 
     def handle(self, now: float, event: Event) -> list[Effect]:
         """See `core.actor`."""
-        effects = (
-            self._reads.handle(now, event)
-            + self._renders.handle(now, event, self._trouble if self._lost else "")
-            + self._dispatch(now, event)
-        )
+        trouble = self._trouble if self._lost else "the node is draining" if self._drain.draining else ""
+        effects = self._reads.handle(now, event) + self._renders.handle(now, event, trouble) + self._dispatch(now, event)
         return effects + self._begin(now) + self._drained()
 
     def _dispatch(self, now: float, event: Event) -> list[Effect]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_vllm import BLOCK, STANDS_STILL_AT, TURNS, write_model
+from scripted_vllm import BLOCK, IN_NAMESPACE, STANDS_STILL_AT, TURNS, write_model
 from toy_cluster import ROOT, eventually, until_none
 from vllm_cluster import VllmCluster
 
@@ -139,6 +139,7 @@ def test_a_session_of_an_agent_finds_its_kv_in_each_turn_and_outlives_its_vllm(
     assert {each["pid"] for each in fresh[:STANDS_STILL_AT]} == {killed}
     assert {each["pid"] for each in [*resumed, *fresh[STANDS_STILL_AT:]]} == {each.pid for each in servers.processes} - {killed}
     assert all("unsupported call" not in each["text"] for each in turns)
+    assert (f'{{"name": "{IN_NAMESPACE}"' in turns[-1]["text"]) == (agent is codex), "a function of a namespace was called"
     for before, turn in zip(fresh, fresh[1:], strict=False):
         same = next(
             (place for place, pair in enumerate(zip(before["prompt"], turn["prompt"], strict=False)) if pair[0] != pair[1]),

@@ -22,11 +22,13 @@ pytestmark = pytest.mark.timeout(120)
 MODEL, CODEC = "dummy:tiny", "int8"
 NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "decode-b", "gateway-0")
 PROMPTS, ANSWER = 20, 24
+LONG = 1500
+"""Tokens of an answer that is not over before its decode is killed."""
 CONFIG = """
 [model]
 path = "{model}"
 cache_dir = "{cache}"
-max_model_len = 512
+max_model_len = 2048
 kv_codec = "{codec}"
 [cache_node]
 pool_bytes = 16_777_216
@@ -123,7 +125,7 @@ def test_greedy_tokens_are_the_same_cold_warm_handed_off_and_after_a_kill(cluste
     exposed = web.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics").text
     assert f'mooncake_kv_bytes_per_token{{codec="{CODEC}"}} {bytes_per_token}' in exposed
 
-    with cluster.stream(model=name, prompt=prompts[0], max_tokens=200) as answer:
+    with cluster.stream(model=name, prompt=prompts[0], max_tokens=LONG) as answer:
         answer.read(20)
         (victim,) = [node for node, dump in cluster.dumps().items() if dump["gauges"].get("requests_running")]
         cluster.signal(victim, signal.SIGKILL)
@@ -131,6 +133,6 @@ def test_greedy_tokens_are_the_same_cold_warm_handed_off_and_after_a_kill(cluste
     assert answer.errors == []
     assert answer.served["attempts"] > 1
     assert tokens[:ANSWER] == expected[0]
-    again = cluster.complete_text(model=name, prompt=prompts[0], max_tokens=200)
+    again = cluster.complete_text(model=name, prompt=prompts[0], max_tokens=LONG)
     assert tokens == again["choices"][0]["token_ids"]
     eventually(cluster.complete, 30, "the decode is restarted")

@@ -20,7 +20,7 @@ from mooncake_zmq.engine.sources import DummySource
 def kernels(monkeypatch):
     """Where kernels were made: here none are, which takes half a minute."""
     made = []
-    monkeypatch.setattr(prepare, "_make_kernels", lambda cache_dir, _: made.append(cache_dir))
+    monkeypatch.setattr(prepare, "_make_kernels", lambda cache_dir, _, coded: made.append(cache_dir))
     return made
 
 
@@ -134,7 +134,7 @@ def test_kernels_are_made_once_and_that_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_code, "make", lambda _: b"code")
     told = []
     for _ in range(2):
-        prepare._make_kernels(tmp_path, lambda what, share: told.append(what))
+        prepare._make_kernels(tmp_path, lambda what, share: told.append(what), coded=False)
     assert told == ["compiling the kernels for this CPU: half a minute, once"]
     assert machine_code.kept(machine_code._path(tmp_path, machine_code.STEPS), lambda: pytest.fail("made again")) == b"code"
 
@@ -144,11 +144,11 @@ def test_where_no_kernels_can_be_kept_the_model_is_ready_all_the_same(tmp_path, 
     monkeypatch.undo()
     monkeypatch.setattr(machine_code, "make", lambda _: pytest.fail("made for nobody"))
     (tmp_path / f".{machine_code.DIRECTORY}.lock").mkdir()  # it cannot be written
-    prepare._make_kernels(tmp_path, lambda what, share: None)
+    prepare._make_kernels(tmp_path, lambda what, share: None, coded=False)
 
 
 def test_a_compiler_that_cannot_be_imported_makes_auto_numpy(tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, coded):
         raise ImportError("Numba needs NumPy 2.4 or less")
 
     monkeypatch.setattr(prepare, "_make_kernels", broken)

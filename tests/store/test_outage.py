@@ -76,7 +76,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A store in a process of its own, and its endpoint."""
     endpoint = f"ipc://{tmp_path}/pool.sock"
     script = Path(__file__).parents[1] / "vllm" / "pool_process.py"
-    command = [sys.executable, str(script), str(tmp_path), endpoint, "1"]
+    command = [sys.executable, str(script), str(tmp_path), endpoint, "1", "1"]
     environment = os.environ | {"PYTHONPATH": str(script.parents[2]), "MOONCAKE_ZMQ_MYPYC": "0"}
     started = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None

@@ -8,7 +8,8 @@ from stub_vllm import DONE, event
 from test_generation import Bench, work
 from test_vllm_node import BASE, Node
 
-from mooncake_zmq.core.messages import AttemptFailed, ChatRendered, ChatUnrendered, Image, RenderChat
+from mooncake_zmq.core.actor import DrainWanted
+from mooncake_zmq.core.messages import AttemptFailed, CancelRequest, ChatRendered, ChatUnrendered, Image, RenderChat
 from mooncake_zmq.core.work import ChatWritten, Generate, Generated, WorkFailed, WriteChat
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.image_keys import digest_of
@@ -27,8 +28,8 @@ WRITTEN = ChatWritten(pack_tokens(TOKENS), tuple(structs.replace(image, url=b"")
 
 
 class Writer(Node):
-    def asks(self, request_id="r", call=1, *, gateway="g", chat=b"{}", deadline_s=10.0):
-        self.say(gateway, RenderChat(request_id=request_id, call=call, chat=chat, deadline_s=deadline_s))
+    def asks(self, request_id="r", call=1, *, gateway="g", chat=b"{}", deadline_s=10.0, tenant=""):
+        self.say(gateway, RenderChat(request_id=request_id, call=call, chat=chat, deadline_s=deadline_s, tenant=tenant))
 
     @property
     def writing(self):
@@ -92,6 +93,44 @@ def test_more_than_may_wait_by_number_or_bytes_are_refused():
     for number in range(AT_ONCE + MOST_BYTES // len(large) + 1):
         roomy.asks(f"r{number}", chat=large)
     assert roomy.one(ChatUnrendered).request_id == f"r{AT_ONCE + MOST_BYTES // len(large)}"
+
+
+def test_tenants_take_turns_and_none_has_more_than_half_of_the_queue_beside_others():
+    node = Writer(max_queued=8)
+    for number in range(AT_ONCE + 6):
+        node.asks(f"a{number}", tenant="a")
+    node.asks("b0", tenant="b")
+    node.asks("a9", tenant="a")
+    assert node.one(ChatUnrendered).request_id == "a9"
+    node.asks("b1", tenant="b")
+    node.now += 1
+    node.done(node.writing[0], WRITTEN)
+    node.now += 1
+    node.done(node.writing[0], WRITTEN)
+    waiting = node.actor.dump(node.now)["renders"]["waiting"]
+    assert not {"b0", "b1"} & set(waiting), "the other tenant's are next"
+
+
+def test_a_call_that_is_cancelled_is_not_written():
+    node = Writer()
+    for name in ("a", "b", "c"):
+        node.asks(name)
+    node.say("g", CancelRequest(request_id="c", attempt=1))
+    node.say("k", CancelRequest(request_id="a", attempt=1))
+    assert len(node.writing) == AT_ONCE
+    (first, _) = node.writing
+    node.say("g", CancelRequest(request_id="a", attempt=1))
+    assert first in node.cancelled
+    for _ in range(AT_ONCE):
+        node.done(node.writing[0], WorkFailed("cancelled"))
+    assert not node.busy()
+
+
+def test_a_node_that_drains_writes_no_more_chats():
+    node = Writer()
+    node.handle(DrainWanted())
+    node.asks()
+    assert node.one(ChatUnrendered).reason == "the node is draining"
 
 
 def test_chats_of_a_gateway_that_left_and_of_strangers_are_not_written():

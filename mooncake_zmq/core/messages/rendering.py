@@ -15,6 +15,7 @@ from mooncake_zmq.core.messages.fields import (
     RequestId,
     Seconds,
     TaggedRecord,
+    Tenant,
     Text,
     Tokens,
 )
@@ -49,6 +50,8 @@ class RenderChat(TaggedRecord, frozen=True):
     deadline_s: Seconds
     """Time after which the gateway asks another vLLM."""
     chat: Annotated[bytes, Meta(max_length=MAX_RENDERED_BYTES)]
+    tenant: Tenant = ""
+    """The tenant that asks, by which the node is shared."""
 
 
 class ChatRendered(TaggedRecord, frozen=True):

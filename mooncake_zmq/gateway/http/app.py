@@ -290,14 +290,15 @@ class _Generation:
 
     async def _rendered(self, call: Call, prepared: Prepared, unrendered: Unrendered) -> Prepared:
         """Have a vLLM write a chat with images as tokens. Raises RequestError, Full, Limited and HungUp."""
-        output = await call.render(unrendered.tenant, unrendered.chat, unrendered.image_bytes)
+        output = await call.render(unrendered.chat, unrendered.held_bytes)
         if isinstance(output, Failed):
             raise RequestError.of(output)
-        whole = await call.unless_gone(self._threads.begin(unrendered.tenant, partial(unrendered.prepared, output)))
+        whole = await call.unless_gone(self._threads.begin(unrendered.chat.tenant, partial(unrendered.prepared, output)))
         return replace(whole, spaces=prepared.spaces)
 
     async def answer(self, call: Call, prepared: Prepared, usage: Usage, scope: Scope, send: Send) -> None:
         if prepared.unrendered is not None:
+            usage.has_work = True
             prepared = await self._rendered(call, prepared, prepared.unrendered)
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)

@@ -101,6 +101,8 @@ class Usage:
         self._tenants, self._tenant, self._clock = tenants, tenant, clock
         self._slots = self._tokens = 0
         self._preparing = False
+        self.has_work = False
+        """Whether anything is done for the call beyond the gateway, which is in vain if its client hangs up."""
         self.tokens_used = 0
         """Tokens of prompts and answers, set when the call has ended."""
 
@@ -124,7 +126,7 @@ class Usage:
         tokens += sum(request.stop.max_tokens for request in requests)
         self._prepared(self._tenants, self._tenant)
         self._tenants.take(self._clock(), self._tenant, len(requests) - self._slots, tokens)
-        self._slots, self._tokens = len(requests), tokens
+        self._slots, self._tokens, self.has_work = len(requests), tokens, True
 
     def _prepared(self, tenants: Tenants, tenant: Tenant) -> None:
         if self._preparing:
@@ -132,7 +134,7 @@ class Usage:
         self._preparing = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._tokens and isinstance(error, HungUp) and self._tenants is not None and self._tenant is not None:
+        if self.has_work and isinstance(error, HungUp) and self._tenants is not None and self._tenant is not None:
             self._tenants.hung_up(self._clock(), self._tenant)
         if self._slots and self._tenants is not None and self._tenant is not None:
             self._prepared(self._tenants, self._tenant)

@@ -488,13 +488,13 @@ class Call:
             raise Full("the gateway holds too many probabilities of other answers: try again, or stream the answer")
         self.tenant, self._held_scores = tenant, scores
 
-    async def render(self, tenant: str, chat: ChatToRender, image_bytes: int) -> Rendered | Failed:
+    async def render(self, chat: ChatToRender, held_bytes: int) -> Rendered | Failed:
         """Have a chat written as tokens. Raises Full if there is no room for its images, Limited where the tenant has too many,
         and HungUp."""
-        if not self._edge.held_image_bytes.take(tenant, image_bytes):
+        if not self._edge.held_image_bytes.take(chat.tenant, held_bytes):
             self._edge.count("edge_rejected[reason=images]")
             raise Full("the gateway holds too many images of other calls: try again")
-        self._held_images = tenant, image_bytes
+        self._held_images = chat.tenant, held_bytes
         if self._gone:
             raise HungUp
         self._ids = [f"{self._edge.new_id()}.chat"]
@@ -509,7 +509,8 @@ class Call:
         HungUp if the client has disconnected."""
         if self._gone:
             raise HungUp
-        self._edge.take_slots(len(requests) - 1)
+        if len(requests) > 1:  # a call with one has its slot, also where the gateway began to drain since
+            self._edge.take_slots(len(requests) - 1)
         self.slots += len(requests) - 1
         if likeliest := requests[0].sampling.logprobs:
             self._max_buffered = min(

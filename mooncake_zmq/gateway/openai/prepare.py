@@ -26,7 +26,7 @@ from mooncake_zmq.gateway.openai.errors import (
     of_a_library,
     too_long,
 )
-from mooncake_zmq.gateway.openai.images import check_images, check_rendered, text_of, urls_in
+from mooncake_zmq.gateway.openai.images import check_images, held_bytes, text_of, urls_in
 from mooncake_zmq.gateway.openai.reasoning import TAIL_TOKENS, Marks, ReasoningReader
 from mooncake_zmq.gateway.openai.tools import Tools
 from mooncake_zmq.gateway.requests.client_events import ChatToRender, ClientRequest, Reading, Rendered
@@ -125,9 +125,8 @@ class Unrendered:
     """A chat with images. Its prompt is tokens once a vLLM has written it."""
 
     chat: ChatToRender
-    image_bytes: int
-    """Bytes of its data URLs."""
-    tenant: str
+    held_bytes: int
+    """Bytes that are held for it and its images, and for those of all choices."""
     prepared: Callable[[Rendered], Prepared]
     """Prepares its requests, in a thread. Raises RequestError."""
 
@@ -173,11 +172,12 @@ class _Common:
             raise invalid("messages", f"the model {self._model.id!r} takes no images: it is served without a vLLM", UNSUPPORTED)
         if self._body.truncate_prompt_tokens is not None:
             raise invalid("truncate_prompt_tokens", "a prompt with images is used as a whole: leave it out")
-        check_images(urls, settings)
+        check_images(urls, self._model, settings)
         chat: dict[str, Any] = {"messages": list(map(_as_sent, turns)), "add_generation_prompt": self._form.answer}
         chat |= {"continue_final_message": self._form.continued, "chat_template_kwargs": dict(self._form.variables)}
         chat |= {"tools": self._tools.given} if self._tools.given else {}
-        check_rendered(raw := msgspec.json.encode(chat))
+        raw = msgspec.json.encode(chat)
+        held = held_bytes(raw, urls, self._body.choices_per_prompt, settings)
         encoded = [url.encode() for url in urls]
 
         def finish(rendered: Rendered) -> Prepared:
@@ -186,8 +186,8 @@ class _Common:
             _check_scores(prepared, settings)
             return prepared
 
-        to_render = ChatToRender(chat=raw, images=len(urls), model=self._model.identity)
-        return Unrendered(to_render, sum(map(len, encoded)), self._tenant, finish)
+        to_render = ChatToRender(chat=raw, images=len(urls), model=self._model.identity, tenant=self._tenant)
+        return Unrendered(to_render, held, finish)
 
     def add(self, prompt: Prompt, prepared: Prepared) -> None:
         """Add the requests and choices for one prompt. Raises RequestError."""

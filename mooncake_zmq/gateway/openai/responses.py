@@ -236,20 +236,24 @@ class Reply:
             "decode": finished[0].decode,
             "attempts": finished[0].attempts,
             "relocations": finished[0].relocations,
-            **self._coded(sum(reused.values()), finished[0].attempts + finished[0].relocations),
+            **self._coded(sum(reused.values())),
             **self._unread(),
             "request": self._request_id,
         }
 
-    def _coded(self, reused: int, attempts: int) -> dict[str, Any]:
-        """Return how blocks hold KV, and whether the answer may for that reason differ from one without them; empty: they hold
-        it exactly. `reused`: tokens whose KV was loaded."""
+    def _coded(self, reused: int) -> dict[str, Any]:
+        """Return how blocks hold KV, and whether the answer may for that reason differ from one that was computed at once;
+        empty: they hold it exactly. `reused`: tokens whose KV was loaded."""
         if self._model.kv_codec == EXACT:
             return {}
-        said: dict[str, Any] = {"kv_codec": self._model.kv_codec, "kv_bytes_per_token": self._model.kv_bytes_per_token}
-        if self._model.rounds_late:
-            said["approximate"] = (reused > 0 or attempts > 1) if self._shows_reuse else None
-        return said
+        ends = [choice.finished for choice in self.choices if choice.finished is not None]
+        moved = any(end.attempts + end.relocations > 1 for end in ends)
+        may_differ = moved or (self._model.rounds_late and reused > 0)
+        return {
+            "kv_codec": self._model.kv_codec,
+            "kv_bytes_per_token": self._model.kv_bytes_per_token,
+            "approximate": may_differ if self._shows_reuse else None,
+        }
 
 
 def _versions(choice: Choice) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class ChatToRender(Struct, frozen=True, kw_only=True):
 
     chat: bytes
     images: int
+    tenant: str = ""
     model: str = ""
     """As in `ClientRequest`."""
 

@@ -103,7 +103,7 @@ class Requests:
         table, peers, readiness = self._requests, self._peers, self._readiness
         self._relocations = Relocations(table, peers, readiness, settings.stall_s, counts=self.counts, let_go=self._let_go)
         self.readings = Readings(self._peers, self.counts)
-        self._renderings = Renderings(self._peers, self._layouts, settings, self.counts)
+        self._renderings = Renderings(self._peers, self._layouts, settings, self.counts, lambda: self.cluster.closed)
 
     @property
     def cluster(self) -> ClusterView:

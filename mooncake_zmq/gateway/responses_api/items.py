@@ -144,7 +144,7 @@ def as_chat(raw: bytes | bytearray, models: ServedModels) -> tuple[bytes, Spaces
         if bytes(getattr(body, name)) not in NOTHING:
             raise invalid(name, f"{name} is not supported: no response is kept here, so send the whole input", UNSUPPORTED)
     tools = list(_functions(body))
-    spaces = {_seen(space, tool.name): (space, tool.name) for space, tool in tools if space is not None}
+    spaces = _spaces(tools)
     chat: dict[str, Any] = {"messages": _turns(body, asked(body.model, models)), **_choice_of(body)}
     if tools:
         chat["tools"] = [_function(_seen(space, tool.name), tool) for space, tool in tools]
@@ -272,6 +272,15 @@ def _functions(body: ResponsesBody) -> Iterator[tuple[str | None, Tool]]:
             yield None, _checked(tool)
 
 
+def _spaces(tools: Sequence[tuple[str | None, Tool]]) -> Spaces:
+    """Return the namespaces of functions. Raises RequestError if the model would see two functions under one name."""
+    seen: dict[str, str | None] = {}
+    for space, tool in tools:
+        if seen.setdefault(name := _seen(space, tool.name), space) != space:
+            raise invalid("tools", f"two functions of different namespaces are both {quoted(name)} for the model: rename one")
+    return {_seen(space, tool.name): (space, tool.name) for space, tool in tools if space}
+
+
 def _checked(tool: Tool) -> Tool:
     if tool.type != "function":
         text = f"tools of type {quoted(tool.type)} are not supported: only functions, which the client runs"
@@ -281,7 +290,7 @@ def _checked(tool: Tool) -> Tool:
 
 def _seen(namespace: str | None, name: str) -> str:
     """Return the name of a function as the model sees it."""
-    return name if namespace is None else f"{namespace}{SPACE_SEPARATOR}{name}"
+    return f"{namespace}{SPACE_SEPARATOR}{name}" if namespace else name
 
 
 def _choice_of(body: ResponsesBody) -> dict[str, Any]:

@@ -1,11 +1,22 @@
 """Images in chats: what a vLLM is asked to write, what becomes of it, and whatever is refused before."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from scripted_actor import ScriptedActor, events, failing, finished, tokens
 
-from mooncake_zmq.core.messages import MAX_RENDERED_BYTES, Image
+from mooncake_zmq.core.messages import (
+    MAX_CONSTRAINT_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_RENDERED_BYTES,
+    MAX_TOKENS,
+    Image,
+    Sampling,
+    StartPrefill,
+    StopRule,
+    encode,
+)
 from mooncake_zmq.gateway.openai import images
 from mooncake_zmq.gateway.requests.client_events import Rendered
 from mooncake_zmq.gateway.requests.tenants import Limited
@@ -189,17 +200,45 @@ def test_a_chat_that_fits_no_message_is_a_413(monkeypatch):
 
 
 def test_images_of_all_calls_have_a_limit_and_a_tenant_half_of_it():
-    actor = seeing(settings=EdgeSettings(max_image_bytes=100, max_held_image_bytes=200))
-    assert actor.edge.held_image_bytes.take("", 150)
+    actor = seeing(settings=EdgeSettings(max_image_bytes=100, max_held_image_bytes=4000))
+    assert actor.edge.held_image_bytes.take("", 3900)
     status, code, message = error_of(
         actor.call("POST", "/v1/chat/completions", json={"messages": said(CAT, DOG, CAT)}, idle=False)
     )
     assert (status, code) == (503, "overloaded")
     assert "images" in message
     with pytest.raises(Limited, match="bytes of images"):
-        actor.edge.held_image_bytes.take("tenant", 101)
-    actor.edge.held_image_bytes.give_back("", 150)
+        actor.edge.held_image_bytes.take("tenant", 2001)
+    actor.edge.held_image_bytes.give_back("", 3900)
     actor.check_idle()
+
+
+def test_images_leave_room_for_the_longest_prompt_and_answer_in_one_message():
+    longest, shorter = (SimpleNamespace(max_model_len=tokens, block_tokens=16) for tokens in (MAX_TOKENS, 1 << 17))
+    assert images.most_bytes(shorter, EdgeSettings()) == EdgeSettings().max_image_bytes
+    image = Image(begin=0, length=1, digest=bytes(16), url=bytes(images.most_bytes(longest, EdgeSettings())))
+    request = StartPrefill(
+        request_id="r" * 128,
+        attempt=1,
+        tokens=bytes(4 * MAX_TOKENS),
+        root=bytes(16),
+        keys=(bytes(16),) * (MAX_TOKENS // 16),
+        first_index=0,
+        sampling=Sampling(constraint=bytes(MAX_CONSTRAINT_BYTES)),
+        stop=StopRule(max_tokens=1),
+        decode="d" * 64,
+        reuse_blocks=0,
+        sources=("s" * 64,) * 16,
+        deadline_s=1.0,
+        images=(image,),
+    )
+    assert MAX_MESSAGE_BYTES - (1 << 20) < len(encode(request)) < MAX_MESSAGE_BYTES - (1 << 18)
+
+
+def test_images_go_with_each_choice_and_count_so_often():
+    actor = seeing(settings=EdgeSettings(max_image_bytes=100, max_held_image_bytes=4000, max_choices=128))
+    status, code, message = error_of(actor.chat(messages=said(CAT), n=128))
+    assert (status, code, "128 choices" in message) == (413, "images_too_large", True)
 
 
 def test_what_the_vllm_refuses_or_cannot_do_is_the_calls_error():

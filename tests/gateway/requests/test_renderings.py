@@ -6,6 +6,7 @@ from msgspec import structs
 
 from mooncake_zmq.core.messages import (
     AttemptFailed,
+    CancelRequest,
     ChatRendered,
     ChatUnrendered,
     FirstToken,
@@ -128,6 +129,46 @@ def test_without_a_vllm_a_chat_waits_and_is_answered_503():
     assert other.asked()[0] == "v0"
     other.advance(WAIT_S)
     assert not other.clients, "the wait is over, the call is not"
+
+
+def test_a_client_that_leaves_ends_its_call_at_the_node():
+    node = Node()
+    node.client("r", CHAT)
+    name, call = node.asked()
+    node.client("r", ClientGone())
+    assert node.one(CancelRequest, name) == CancelRequest(request_id="r", attempt=call.call)
+    assert not node.busy()
+
+
+def test_a_second_call_that_takes_too_long_is_the_last():
+    node = Node()
+    node.client("r", CHAT)
+    for _ in range(2):
+        node.asked()
+        node.advance(RENDER_S)
+        node.advance(AGAIN_S)
+    assert (node.ended.status, node.ended.code) == (503, "render_failed")
+
+
+def test_vllms_are_asked_by_turns_and_those_that_failed_wait_for_one_where_the_last_is_gone():
+    node = Node("v0", "v1", "v2")
+    names = []
+    for _ in range(6):
+        node.client("r", CHAT)
+        name, call = node.asked()
+        names.append(name)
+        node.writes(name, call.call)
+        assert isinstance(node.ended, Rendered)
+        node.clients.clear()
+    assert names == ["v0", "v1", "v2"] * 2
+    alone = Node("v0")
+    alone.client("r", CHAT)
+    alone.fails("v0", alone.asked()[1].call)
+    alone.down("v0")
+    alone.advance(AGAIN_S)
+    alone.actor.check(alone.now)
+    alone.advance(WAIT_S)
+    assert (alone.ended.status, alone.ended.code) == (503, "no_vllm")
 
 
 def test_a_vllm_of_a_release_that_knows_no_images_is_not_asked():

@@ -186,6 +186,20 @@ def test_functions_in_a_namespace_are_seen_with_it_and_called_by_both_names() ->
     assert prompt_of(back).count("mcp__here__weather") == 2, "among the tools, and in the turn that called it"
 
 
+def test_two_functions_that_the_model_would_see_under_one_name_are_refused() -> None:
+    plain = {"type": "function", "name": "a__b", "parameters": {"type": "object"}}
+    spaces = [
+        {"type": "namespace", "name": name, "tools": [{**plain, "name": inner}]} for name, inner in (("a", "b"), ("a__b", "c"))
+    ]
+    other = {"type": "namespace", "name": "a", "tools": [{**plain, "name": "b__c"}]}
+    for tools in ([plain, spaces[0]], [spaces[1], other]):
+        assert "two functions" in ask(ScriptedActor(), tools=tools).json()["error"]["message"]
+    unnamed = {"type": "namespace", "name": "", "tools": [plain]}
+    actor = saying('<tool_call>\n{"name": "a__b", "arguments": {}}\n</tool_call>')
+    (call,) = ask(actor, tools=[unnamed]).json()["output"]
+    assert (call["name"], "namespace" in call) == ("a__b", False)
+
+
 def test_a_system_prompt_alone_is_a_conversation_as_in_a_chat() -> None:
     ours, theirs = saying("fine"), saying("fine")
     assert ask(ours, input=[{"role": "developer", "content": "say fine"}]).status_code == 200
