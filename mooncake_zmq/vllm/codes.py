@@ -47,7 +47,8 @@ class Codes:
         numbers = codes.to(torch.float32).sub_(self._zero).mul_(scales[..., None])
         if self._rotation is not None:
             numbers = numbers @ self._rotation
-        return numbers.to(dtype).reshape(len(coded), -1)
+        most = torch.finfo(dtype).max  # a scale is rounded, so that the largest float16 may come back as more
+        return numbers.clamp_(-most, most).to(dtype).reshape(len(coded), -1)
 
 
 def _hadamard(size: int) -> torch.Tensor:
