@@ -78,7 +78,7 @@ def prepare(
     return target
 
 
-def _make_kernels(cache_dir: Path, progress: Progress, *, coded: bool) -> None:
+def _make_kernels(cache_dir: Path, progress: Progress, *, coded: bool = False) -> None:
     """Make the machine code and keep it beside the models, so that no engine makes it during a request. `coded`: that of codecs
     too."""
     try:

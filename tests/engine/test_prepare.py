@@ -134,7 +134,7 @@ def test_kernels_are_made_once_and_that_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_code, "make", lambda _: b"code")
     told = []
     for _ in range(2):
-        prepare._make_kernels(tmp_path, lambda what, share: told.append(what), coded=False)
+        prepare._make_kernels(tmp_path, lambda what, share: told.append(what))
     assert told == ["compiling the kernels for this CPU: half a minute, once"]
     assert machine_code.kept(machine_code._path(tmp_path, machine_code.STEPS), lambda: pytest.fail("made again")) == b"code"
 
@@ -144,7 +144,7 @@ def test_where_no_kernels_can_be_kept_the_model_is_ready_all_the_same(tmp_path, 
     monkeypatch.undo()
     monkeypatch.setattr(machine_code, "make", lambda _: pytest.fail("made for nobody"))
     (tmp_path / f".{machine_code.DIRECTORY}.lock").mkdir()  # it cannot be written
-    prepare._make_kernels(tmp_path, lambda what, share: None, coded=False)
+    prepare._make_kernels(tmp_path, lambda what, share: None)
 
 
 def test_a_compiler_that_cannot_be_imported_makes_auto_numpy(tmp_path, monkeypatch):
