@@ -578,9 +578,10 @@ class Session:
     def _transmit(self, now: float, peer: _Peer, sequence: int, bodies: tuple[bytes, ...]) -> None:
         peer.sent_at = now
         peer.unreported = 0
+        protocol = _protocol(peer, self._oldest)
         frame = encode(
             Envelope(
-                version=_protocol(peer, self._oldest),
+                version=protocol,
                 sender=self.me,
                 incarnation=self.incarnation,
                 epoch=peer.epoch,
@@ -592,7 +593,7 @@ class Session:
                 bodies=bodies,
                 late_ms=int(1000 * self.recent_late_s),
             ),
-            _protocol(peer, self._oldest),
+            protocol,
         )
         self.outgoing.append((peer.name, frame))
 

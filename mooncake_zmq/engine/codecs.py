@@ -10,15 +10,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.kv.codec import SCALE_BYTES, Codec, rotated_together
+from mooncake_zmq.kv.codec import REACHES, SCALE_BYTES, ZEROS, Codec, rotated_together
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-ZEROS = {8: 128.0, 4: 7.5}
-"""The code that stands for zero, by bits."""
-REACHES = {8: 127.0, 4: 7.5}
-"""The largest magnitude in steps, by bits."""
 LEAST_SCALE = 2.0**-100
 """Numbers so small are zero."""
 SIDE = 8

@@ -13,6 +13,10 @@ from typing import Final
 
 CODES_VERSION: Final = 1
 """Raised when the bytes of a codec change."""
+ZEROS = {8: 128.0, 4: 7.5}
+"""The code that stands for zero, by bits."""
+REACHES = {8: 127.0, 4: 7.5}
+"""The largest magnitude in steps, by bits."""
 SCALE_BYTES: Final = 2
 ROTATED_TOGETHER: Final = 64
 """The most numbers that one rotation mixes."""

@@ -6,7 +6,7 @@ engine's layout, which blocks are named by. The steps are those of `kv.codec`, w
 
 import torch
 
-from mooncake_zmq.kv.codec import SCALE_BYTES, Codec
+from mooncake_zmq.kv.codec import REACHES, SCALE_BYTES, ZEROS, Codec
 
 RUN = 64
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,7 +17,7 @@ class Codes:
 
     def __init__(self, codec: Codec, device: torch.device) -> None:
         self._bits = codec.key_bits
-        self._zero, self._reach = (128.0, 127.0) if self._bits == 8 else (7.5, 7.5)
+        self._zero, self._reach = ZEROS[self._bits], REACHES[self._bits]
         self._rotation = _hadamard(RUN).to(device) if codec.rotates_keys else None
 
     def bytes_of(self, numbers: int) -> int:

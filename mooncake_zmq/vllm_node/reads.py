@@ -6,7 +6,6 @@ after that nothing for as long: at most half of its time goes there.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from mooncake_zmq.core.actor import (
@@ -26,22 +25,12 @@ from mooncake_zmq.core.actor import (
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import AnswerRead, AnswerUnread, Hello, Parsers, ParsersReported, ReadAnswer, clip
 from mooncake_zmq.core.work import ReadTokens, TokensRead, WorkFailed
+from mooncake_zmq.vllm_node.gateway_call import GatewayCall
 
 PAUSED: Final = ("read",)
 
 
-@dataclass(slots=True)
-class _Read:
-    """One call of a gateway."""
-
-    gateway: str
-    message: ReadAnswer
-    arrived_at: float
-    began_at: float = 0.0
-
-    def left_s(self, now: float) -> float:
-        """Return the time for which the gateway still waits."""
-        return self.message.deadline_s - (now - self.arrived_at)
+_Read = GatewayCall[ReadAnswer]
 
 
 class Reads:

@@ -5,7 +5,6 @@ vLLM decodes and cuts the images in threads of its own, beside the requests that
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from mooncake_zmq.core.actor import CancelWork, DrainTimedOut, Effect, Event, PeerDown, Received, Send, Start, WorkDone
@@ -13,6 +12,7 @@ from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import CancelRequest, ChatRendered, ChatUnrendered, Hello, RenderChat, clip
 from mooncake_zmq.core.turns import Shares
 from mooncake_zmq.core.work import ChatWritten, WorkFailed, WriteChat
+from mooncake_zmq.vllm_node.gateway_call import GatewayCall
 
 AT_ONCE: Final = 2
 """Chats that vLLM writes at the same time."""
@@ -20,22 +20,7 @@ MOST_BYTES: Final = 64 << 20
 """Bytes of all chats that wait, of which one tenant may have half; a further one is refused."""
 
 
-@dataclass(slots=True)
-class _Render:
-    """One call of a gateway."""
-
-    gateway: str
-    message: RenderChat
-    arrived_at: float
-    begun_at: float = 0.0
-
-    def left_s(self, now: float) -> float:
-        """Return the time for which the gateway still waits."""
-        return self.message.deadline_s - (now - self.arrived_at)
-
-    def is_of(self, gateway: str, request_id: str) -> bool:
-        """Return whether this is a call for a gateway's request."""
-        return (self.gateway, self.message.request_id) == (gateway, request_id)
+_Render = GatewayCall[RenderChat]
 
 
 class Renders:
@@ -64,7 +49,7 @@ class Renders:
                 return self._on_asked(now, sender, message, trouble)
             case WorkDone(work_id, ChatWritten() | WorkFailed() as result) if work_id in self._works:
                 render = self._works.pop(work_id)
-                self._shares.charge(render.message.tenant, now - render.begun_at)
+                self._shares.charge(render.message.tenant, now - render.began_at)
                 return [self._answered(render, result), *self._begin(now)]
             case Received(sender, CancelRequest(request_id)):
                 self._remove((sender, request_id))
@@ -130,7 +115,7 @@ class Renders:
             key, render = next(pair for pair in self._waiting.items() if pair[1].message.tenant == first)
             self._remove(key)
             if render.left_s(now) > 0:
-                work_id, render.begun_at = self._ids.new(), now
+                work_id, render.began_at = self._ids.new(), now
                 self._works[work_id] = render
                 effects.append(Start(work_id, WriteChat(render.message.chat), render.left_s(now)))
         return effects

@@ -113,7 +113,7 @@ from mooncake_zmq.core.messages.pool import (
     ReserveSlots,
     SlotsReserved,
 )
-from mooncake_zmq.core.messages.protocols import has_all_fields, has_field, speaks, without_newer_fields
+from mooncake_zmq.core.messages.protocols import FIELDS_SINCE, has_field, speaks, without_newer_fields
 from mooncake_zmq.core.messages.reading import (
     MAX_CHAT_BYTES,
     MAX_READ_BYTES,
@@ -356,8 +356,7 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(message: Message | Envelope, protocol: int = PROTOCOL_VERSION) -> bytes:
     """Return the MessagePack bytes of a message or an envelope for a peer of a protocol. Raises ValueError if they exceed
     `MAX_MESSAGE_BYTES`."""
-    whole = protocol >= PROTOCOL_VERSION or has_all_fields(protocol)
-    packed = _encoder.encode(message if whole else without_newer_fields(message, protocol))
+    packed = _encoder.encode(message if protocol >= FIELDS_SINCE else without_newer_fields(message, protocol))
     if len(packed) > MAX_MESSAGE_BYTES:
         raise ValueError(f"{type(message).__name__} of {len(packed)} bytes exceeds {MAX_MESSAGE_BYTES}; split it")
     return packed

@@ -36,9 +36,8 @@ def has_field(protocol: int, name: str) -> bool:
     return SINCE.get(name, 0) <= protocol
 
 
-def has_all_fields(protocol: int) -> bool:
-    """Return whether a protocol has every field of the messages that it has."""
-    return all(since <= protocol for name, since in SINCE.items() if "." in name)
+FIELDS_SINCE: Final = max(since for name, since in SINCE.items() if "." in name)
+"""The oldest protocol that has every field of the messages that it has."""
 
 
 def without_newer_fields(value: object, protocol: int) -> object:
