@@ -13,7 +13,7 @@ from msgspec import Meta, Raw, Struct
 from mooncake_zmq.gateway.openai.bodies import ChatBody, TokenCount, parse_body, parsed
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
-from mooncake_zmq.gateway.openai.images import Part, image_part, text_of
+from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
 from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
 from mooncake_zmq.gateway.openai.rejected_params import NULL
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
@@ -216,7 +216,7 @@ def _turns_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
                 calls.append(_call(block))
             case "tool_result", "user":
                 if texts:
-                    yield {"role": role, "content": _joined(texts)}
+                    yield {"role": role, "content": content_of(texts)}
                     texts = []
                 yield _result(block)
             case "thinking", "assistant":
@@ -228,7 +228,7 @@ def _turns_of(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
                 raise invalid("messages", text, UNSUPPORTED)
     if texts or calls or role != "user" or not blocks:
         more = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
-        yield {"role": role, "content": _joined(texts), **{name: given for name, given in more.items() if given}}
+        yield {"role": role, "content": content_of(texts), **{name: given for name, given in more.items() if given}}
 
 
 def _call(block: Block) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _call(block: Block) -> dict[str, Any]:
 def _result(block: Block) -> dict[str, Any]:
     with json_errors("messages"):
         given = _text.decode(block.content)
-    content: str | list[Part] = given if isinstance(given, str) else _joined(list(_parts(given or ())))
+    content: str | list[Part] = given if isinstance(given, str) else content_of(list(_parts(given or ())))
     return {"role": "tool", "tool_call_id": block.tool_use_id.removeprefix(CALL_PREFIX), "content": content}
 
 
@@ -251,11 +251,6 @@ def _parts(blocks: Sequence[Block]) -> Iterator[Part]:
             yield _image(block)
         else:
             yield from ({"type": "text", "text": text} for text in _texts((block,), "messages"))
-
-
-def _joined(parts: list[Part]) -> str | list[Part]:
-    """Return the content of a turn: one text, unless it has images."""
-    return parts if any(part["type"] == "image_url" for part in parts) else text_of(parts)
 
 
 def _image(block: Block) -> Part:

@@ -22,7 +22,7 @@ from mooncake_zmq.gateway.openai.errors import (
     too_long,
     too_many_tokens,
 )
-from mooncake_zmq.gateway.openai.images import ImageUrl, image_part, text_of, urls_in
+from mooncake_zmq.gateway.openai.images import ImageUrl, content_of, image_part
 from mooncake_zmq.gateway.openai.reasoning import Marks, marks_of
 from mooncake_zmq.gateway.openai.rejected_params import NULL, UnsupportedOfMessage, asked, asked_of_message, refusal
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, Tools, read_calls, read_tools, with_names
@@ -349,8 +349,7 @@ class ChatMessage(UnsupportedOfMessage, frozen=True, gc=False, kw_only=True):
             raise invalid("messages", f"{name} of a message is not supported", UNSUPPORTED)
         with json_errors("messages"):
             content = _content.decode(self.content)
-        parts = list(map(_part, content)) if isinstance(content, list) else content or ""
-        text = parts if urls_in([{"content": parts}]) else text_of(parts)
+        text = content_of(list(map(_part, content))) if isinstance(content, list) else content or ""
         try:
             calls = read_calls(self.tool_calls)
         except (ValueError, RecursionError) as error:

@@ -52,6 +52,11 @@ def text_of(content: str | Sequence[Part]) -> str:
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
+def content_of(parts: list[Part]) -> str | list[Part]:
+    """Return the content of a turn: one text, with the texts joined by line breaks as vLLM does, unless it has images."""
+    return parts if any(part["type"] == "image_url" for part in parts) else text_of(parts)
+
+
 def urls_in(turns: Sequence[Part]) -> list[str]:
     """Return the data URLs of all images of a conversation, in order."""
     contents = [turn["content"] for turn in turns if not isinstance(turn["content"], str)]

@@ -12,7 +12,7 @@ from msgspec import Raw, Struct, structs
 
 from mooncake_zmq.gateway.openai.bodies import parsed
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
-from mooncake_zmq.gateway.openai.images import Part, image_part
+from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
 from mooncake_zmq.gateway.openai.rejected_params import NULL
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 
@@ -226,9 +226,7 @@ def _content_of(raw: Raw) -> str | list[Part]:
     """Return the content of a turn: one text, unless it has images. Raises RequestError."""
     with json_errors("input"):
         given = _content.decode(raw)
-    if isinstance(given, str) or not any(each.type == "input_image" for each in given or ()):
-        return _text_of(raw)
-    return list(map(_part, given or ()))
+    return given if isinstance(given, str) else content_of(list(map(_part, given or ())))
 
 
 def _part(content: Content) -> Part:
