@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from scripted_vllm import BLOCK, IN_NAMESPACE, STANDS_STILL_AT, TURNS, write_model
-from toy_cluster import ROOT, eventually, until_none
+from toy_cluster import ROOT, eventually
 from vllm_cluster import VllmCluster
 
 AGENTS = os.environ.get("REQUIRE_AGENTS", "")
@@ -72,13 +72,8 @@ def servers(directory: Path) -> Iterator[Servers]:
 def cluster(directory: Path, servers: Servers) -> Iterator[VllmCluster]:
     settings = (f"model.block_tokens={BLOCK}", "model.max_model_len=1000000", "vllm.capacity_tokens=4000000")
     made = VllmCluster(directory / "cluster", servers.model, servers.urls, settings)
-    try:
-        made.start()
+    with made.running():
         yield made
-        until_none(made.busy_gauges, 30)
-        made.stop()
-    finally:
-        made.kill()
 
 
 def claude_code(url: str, home: Path) -> tuple[list[str], dict[str, str]]:

@@ -8,7 +8,6 @@ import pytest
 import web
 from strange_model import write_model
 from stub_vllm import StubVllm
-from toy_cluster import until_none
 from vllm_cluster import VllmCluster, answering, expected
 
 PROMPT = [3 + i % 40 for i in range(50)]
@@ -43,13 +42,8 @@ def stubs() -> Iterator[tuple[StubVllm, StubVllm]]:
 @pytest.fixture
 def cluster(directory: Path, stubs: tuple[StubVllm, StubVllm]) -> Iterator[ModelsCluster]:
     made = ModelsCluster(directory, (stubs[0].url, stubs[1].url))
-    try:
-        made.start()
+    with made.running():
         yield made
-        until_none(made.busy_gauges, 30)
-        made.stop()
-    finally:
-        made.kill()
 
 
 def test_each_model_is_served_by_its_own_nodes_behind_one_address(

@@ -31,13 +31,8 @@ def stubs() -> Iterator[tuple[StubVllm, StubVllm]]:
 def cluster(directory: Path, stubs: tuple[StubVllm, StubVllm]) -> Iterator[VllmCluster]:
     model = write_model(directory / "models" / "strange")
     made = VllmCluster(directory, model, (stubs[0].url, stubs[1].url))
-    try:
-        made.start()
+    with made.running():
         yield made
-        until_none(made.busy_gauges, 30)
-        made.stop()
-    finally:
-        made.kill()
 
 
 def answers_go_on_with_their_images(cluster: VllmCluster, stubs: tuple[StubVllm, StubVllm]) -> None:

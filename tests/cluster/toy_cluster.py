@@ -99,6 +99,17 @@ class ToyCluster:
             self.process.send_signal(signal.SIGINT)
         assert self.process.wait(60) == 0, self.told()
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run it; at the end nothing is left in it that a request needs."""
+        try:
+            self.start()
+            yield
+            until_none(self.busy_gauges, 30)
+            self.stop()
+        finally:
+            self.kill()
+
     def kill(self) -> None:
         """End what a test left running."""
         if self.process and self.process.poll() is None:
