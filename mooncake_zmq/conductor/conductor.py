@@ -251,6 +251,7 @@ class Conductor:
     def _join_vllm(self, member: Member) -> None:
         """Add a vLLM as both a prefill and a decode; one that has only one of these parts is a spare for the other."""
         name, host, whole = member.name, member.host, member.part == "both"
+        self._adapters.join(name)
         vllm = self._prefills.join(name, host, vllm=True, stays=whole, spare=member.part == "decode")
         self._inventory.join_reader(vllm)
         self._decodes.join(name, host, vllm=True, stays=whole, spare=member.part == "prefill")
@@ -376,7 +377,7 @@ class Conductor:
             self._unbook(now, booking)
         plan = self._placement.planner.plan(now, schedule)
         if schedule.adapter:
-            plan.without = self._adapters.lacking(schedule.adapter, lambda: len(self._members.of_role("vllm")))
+            plan.without = self._adapters.lacking(schedule.adapter)
         if attempt == 1:
             self._copies.note(plan.keys, plan.best)
         answer = self._place(now, key, schedule, plan)

@@ -8,7 +8,7 @@ import web
 from attachable_vllm import AttachableVllm
 from ports import free_port
 from strange_model import write_model
-from toy_cluster import Stream, greedy, until_none
+from toy_cluster import Stream, eventually, greedy, until_none
 from vllm_cluster import AttachedCluster, answering, expected
 
 PROMPT = [3 + i % 40 for i in range(50)]
@@ -56,6 +56,7 @@ def test_two_servers_are_served_through_one_address(cluster: AttachedCluster, st
     assert [body.get("model") for body in asked[-2:]].count("tuned") == 1
     assert len({body["cache_salt"] for body in asked[-2:]}) == 2
 
+    eventually(lambda: "rare" in cluster.dumps()["conductor-0"]["actor"]["adapters"].get("vllm-1", ()), 10, "a list")
     for number in range(6):
         asked_for = {"model": "rare", "messages": [{"role": "user", "content": f"the {number}"}], "max_tokens": 2}
         assert web.post(f"{cluster.url}/v1/chat/completions", json=asked_for).status_code == 200

@@ -34,10 +34,10 @@ def test_requests_go_where_their_adapter_is_listed():
     assert "v2" in cluster.nodes("", 12), "without an adapter all can answer"
 
 
-def test_a_node_that_has_listed_nothing_yet_is_taken_to_have_what_another_lists():
+def test_a_node_that_has_listed_nothing_yet_gets_no_request_for_what_another_lists():
     cluster = Vllms(v0="both", v1="both", v2="both")
     cluster.lists(v0="poet", v1="")
-    assert cluster.nodes("poet", 12) == {"v0", "v2"}
+    assert cluster.nodes("poet", 12) == {"v0"}
 
 
 def test_what_no_node_lists_may_go_to_any():
@@ -61,6 +61,8 @@ def test_a_list_that_changes_is_followed_and_a_node_that_comes_back_lists_anew()
     cluster.up("v0", "vllm", "v0", incarnation=2)
     cluster.prefill_load("v0")
     cluster.decode_load("v0")
+    assert cluster.nodes("poet", 12) == {"v1"}
+    cluster.lists(v0="poet")
     assert "v0" in cluster.nodes("poet", 12)
 
 
