@@ -32,7 +32,8 @@ class MetricsEndpoint:
     """Serves what `page` returns, which the endpoint's own thread calls, until it is closed."""
 
     def __init__(self, host: str, port: int, page: Callable[[], bytes]) -> None:
-        """Start it on `port`, 0 for any. Raises OSError when the port is taken."""
+        """Start it on `port`, 0 for any. `page` may raise TimeoutError, which is answered with 503. Raises OSError when the
+        port is taken."""
         listening = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
         self.port: int = listening.getsockname()[1]
         self._is_local = is_loopback(f"tcp://{host}:{port}")
@@ -90,7 +91,10 @@ class MetricsEndpoint:
             return _response(HTTPStatus.FORBIDDEN)
         if rest.partition(b" ")[0].partition(b"?")[0] != PATH:
             return _response(HTTPStatus.NOT_FOUND)
-        page = self._current_page()
+        try:
+            page = self._current_page()
+        except TimeoutError:  # the node's loop has not taken up the call
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE)
         return _response(HTTPStatus.OK, page, CONTENT_TYPE_LATEST, with_body=method == b"GET")
 
     def _current_page(self) -> bytes:

@@ -85,6 +85,14 @@ def test_the_endpoint_serves_counts_and_gauges() -> None:
     assert 'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.25' in text
 
 
+def test_a_node_whose_loop_does_not_answer_is_unavailable() -> None:
+    def page() -> bytes:
+        raise TimeoutError
+
+    with served(page) as endpoint:
+        assert asked(endpoint) == (503, b"Service Unavailable\n")
+
+
 def test_the_endpoint_answers_nothing_but_a_read_of_its_page_by_a_name_of_this_machine() -> None:
     with served() as endpoint:
         assert asked(endpoint, "/metrics?name=x", Host=f"localhost:{endpoint.port}") == (200, b"page")
