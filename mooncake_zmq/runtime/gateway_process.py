@@ -21,7 +21,7 @@ from mooncake_zmq.core.actor import CordonWanted, FromClient
 from mooncake_zmq.core.messages import Hello, StateReported
 from mooncake_zmq.core.watch import WATCH_S, PeerReport
 from mooncake_zmq.gateway.http.api_keys import REFRESH_S, ApiKeys, api_keys_of
-from mooncake_zmq.gateway.http.http_calls import Edge
+from mooncake_zmq.gateway.http.edge import Edge
 from mooncake_zmq.gateway.http.reuse_port import SharedAddress, leave_first
 from mooncake_zmq.gateway.http.tls import Tls, tls_files_of
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
@@ -92,7 +92,7 @@ class GatewayProcess(NodeProcess):
         )
         parts.stack.callback(self._close_listener)
         parts.stack.callback(self.acceptor.close)
-        parts.stack.callback(self.edge.close)
+        parts.stack.callback(self.edge.ended.close)
 
     @property
     def settings(self) -> GatewaySettings:
@@ -147,7 +147,7 @@ class GatewayProcess(NodeProcess):
     def _make_runtime(self) -> ZmqRuntime:
         node = self.make_node(
             self._requests,
-            observe=RequestLog(self.edge.ended).observe,
+            observe=RequestLog(self.edge.ended.add).observe,
             on_state=self._on_state,
             part=self.edge.overview.part,
         )
@@ -155,7 +155,7 @@ class GatewayProcess(NodeProcess):
             node,
             endpoint=self.plan.endpoint,
             peers=self.plan.peer_endpoints,
-            deliver=self.edge.deliver,
+            deliver=self.edge.calls.deliver,
             sockets=self.parts.sockets,
         )
         runtime.every(STEP_S, self.edge.sample)
@@ -269,7 +269,7 @@ class GatewayProcess(NodeProcess):
         self.edge.drain()
         super().drain()
 
-    # --- the edge's `Backing`; see `gateway.http.http_calls`
+    # --- the edge's `Backing`; see `gateway.http.backing`
 
     def inject(self, event: FromClient) -> None:
         self.runtime.handle(event)

@@ -18,7 +18,7 @@ from mooncake_zmq.core.watch import PeerReport
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.http.acceptor import Acceptor, new_loop, server_config
 from mooncake_zmq.gateway.http.app import create_app
-from mooncake_zmq.gateway.http.http_calls import Edge
+from mooncake_zmq.gateway.http.edge import Edge
 from mooncake_zmq.gateway.requests.client_events import (
     ChatToRender,
     ClientOutput,
@@ -152,13 +152,13 @@ class ScriptedActor:
     def inject(self, event: FromClient) -> None:
         if isinstance(event.input, ChatToRender) and self.render is not None:
             self.rendered.append(event.input)
-            asyncio.get_running_loop().call_soon(self.edge.deliver, ToClient(event.request_id, self.render(event.input)))
+            asyncio.get_running_loop().call_soon(self.edge.calls.deliver, ToClient(event.request_id, self.render(event.input)))
             return
         if not isinstance(event.input, ClientRequest):
             self.cancelled.append(event.request_id)
             if isinstance(event.input, StopFound):
                 account = ToClient(event.request_id, finished())
-                asyncio.get_running_loop().call_soon(self.edge.deliver, account)
+                asyncio.get_running_loop().call_soon(self.edge.calls.deliver, account)
             return
         request = event.input
         for request_id, seed in ((event.request_id, request.sampling.seed), *request.siblings):
@@ -217,7 +217,7 @@ class ScriptedActor:
     async def _play(self, request_id: str, batches: Batches) -> None:
         for batch in batches:
             for output in batch:
-                self.edge.deliver(ToClient(request_id, output))
+                self.edge.calls.deliver(ToClient(request_id, output))
             for _ in range(12):  # let the reader come around to waiting again
                 await asyncio.sleep(0)
 
@@ -242,9 +242,9 @@ class ScriptedActor:
         return self.call("POST", "/v1/chat/completions", json={"model": "toy", "messages": messages, **body})
 
     def check_idle(self) -> None:
-        assert self.edge.open_requests == 0
-        assert self.edge.slots_taken == 0
-        assert self.edge.held_image_bytes.taken == 0
+        assert self.edge.calls.open_requests == 0
+        assert self.edge.calls.slots_taken == 0
+        assert self.edge.calls.held_image_bytes.taken == 0
 
     def serve(self, client: Callable[[int], Awaitable[None]]) -> None:
         """Run `client(port)` against a real server on a loopback port, behind a acceptor as a gateway's is."""

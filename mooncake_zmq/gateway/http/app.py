@@ -32,7 +32,8 @@ from mooncake_zmq.gateway.http import admin, cluster_routes, plain_routes
 from mooncake_zmq.gateway.http.acceptor import network_of
 from mooncake_zmq.gateway.http.auth import Refusals, Usage, is_below, tenant_at
 from mooncake_zmq.gateway.http.call_key import authorization_of
-from mooncake_zmq.gateway.http.http_calls import Call, Edge, Full, HungUp, Reading
+from mooncake_zmq.gateway.http.calls import Call, Full, HungUp, Reading
+from mooncake_zmq.gateway.http.edge import Edge
 from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.plain_routes import json_response
 from mooncake_zmq.gateway.http.sse import AnyReply, Stream, Stuck, accept, accept_tokens
@@ -79,7 +80,8 @@ _log = structlog.get_logger("gateway")
 
 
 def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
-    """The ASGI application over `edge`; run it on the loop that calls `edge.deliver`. `cors_origins`: whose pages may call."""
+    """Return the ASGI application over `edge`, which runs on the loop that calls `edge.calls.deliver`. `cors_origins`: whose
+    pages may call."""
     threads = _Threads(edge.settings)
     grammars = {model.identity: _grammars_of(model) for model in edge.models.each}
     counts: dict[str, float] = {}
@@ -113,7 +115,7 @@ def create_app(edge: Edge, cors_origins: Sequence[str] = ()) -> Starlette:
             *admin.routes(edge.overview, keyed=lambda: edge.tenants is not None),
             *cluster_routes.routes(
                 edge.overview,
-                edge.traces,
+                edge.ended.traces,
                 cluster_routes.Events(edge.overview, lambda: edge.draining, edge.settings.send_timeout_s, _hang_up),
             ),
         ],
@@ -214,10 +216,10 @@ class _Posted(Generic[WorkT]):
         try:
             with contextlib.ExitStack() as stack:
                 usage = stack.enter_context(Usage(self._edge.tenants, tenant, self._edge.clock))
-                with self._edge.reading(tenant.name if tenant else "") as reading:
+                with self._edge.calls.reading(tenant.name if tenant else "") as reading:
                     raw = await _read_body(Request(scope, receive), reading, self._edge)
                     usage.prepare()
-                    call = stack.enter_context(self._edge.call())
+                    call = stack.enter_context(self._edge.calls.call())
                     call.names = scope["state"]["names"]
                     watcher = asyncio.create_task(_watch(receive, call))
                     stack.callback(watcher.cancel)
@@ -448,7 +450,7 @@ class _Envelope:
             return
         began_at = self._edge.clock()
         headers = dict(scope["headers"])
-        own_id = self._edge.new_id()
+        own_id = self._edge.calls.new_id()
         client_id = headers.get(b"x-request-id", b"")
         traceparent = headers.get(b"traceparent", b"")[:CLIENT_ID_CHARS].decode("latin-1")
         names = names_of(own_id, client_id[:CLIENT_ID_CHARS].decode("latin-1"), traceparent)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from mooncake_zmq.gateway.http.call_key import secret_in
-from mooncake_zmq.gateway.http.http_calls import HungUp
+from mooncake_zmq.gateway.http.calls import HungUp
 from mooncake_zmq.gateway.openai.errors import RequestError, quoted
 from mooncake_zmq.gateway.requests.client_events import ClientRequest
 from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from mooncake_zmq import __version__
 from mooncake_zmq.gateway.http import web
 from mooncake_zmq.gateway.http.auth import sees_all
-from mooncake_zmq.gateway.http.http_calls import Edge
+from mooncake_zmq.gateway.http.edge import Edge
 from mooncake_zmq.gateway.openai.errors import asked
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 

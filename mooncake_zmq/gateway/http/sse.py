@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from starlette.types import Message, Scope, Send
 
 from mooncake_zmq.gateway.anthropic.replies import MessagesReply
+from mooncake_zmq.gateway.http.calls import Call
 from mooncake_zmq.gateway.http.cluster_routes import HEADERS
-from mooncake_zmq.gateway.http.http_calls import Call
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.responses import KEEP_ALIVE, Reply
 from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, Rendered, TextRead, TokenOut

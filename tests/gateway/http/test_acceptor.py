@@ -144,12 +144,12 @@ def test_a_body_that_stalls_keeps_nobody_else_waiting():
         stalled = [await connect(port) for _ in range(40)]
         for _, writer in stalled:
             writer.write(HEAD + b"content-length: 10\r\n\r\n{")
-        await actor.until(lambda: actor.edge.bodies == 40)
+        await actor.until(lambda: actor.edge.calls.bodies == 40)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         for _, writer in stalled:
             writer.close()
-        await actor.until(lambda: actor.edge.bodies == 0)
+        await actor.until(lambda: actor.edge.calls.bodies == 0)
 
     actor.serve(client)
 
@@ -162,14 +162,14 @@ def test_long_bodies_share_their_memory():
         stalled = [await connect(port) for _ in range(2)]
         for _, writer in stalled:
             writer.write(HEAD + b"content-length: 100000\r\n\r\n" + b" " * 99_999)
-        await actor.until(lambda: actor.edge.reading_bytes.taken == 2 * 99_999)
+        await actor.until(lambda: actor.edge.calls.reading_bytes.taken == 2 * 99_999)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             refused = await http.post("/v1/completions", content=b" " * 90_000)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
             assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         for _, writer in stalled:
             writer.close()
-        await actor.until(lambda: actor.edge.reading_bytes.taken == 0)
+        await actor.until(lambda: actor.edge.calls.reading_bytes.taken == 0)
 
     actor.serve(client)
     assert actor.edge.counts["edge_rejected[reason=bodies]"] == 1
@@ -217,7 +217,7 @@ def test_a_body_in_crumbs_is_refused():
         reader, writer = await connect(port)
         writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 5000)
         assert (await until_closed(reader)).startswith(b"HTTP/1.1 400")
-        await actor.until(lambda: actor.edge.bodies == 0)
+        await actor.until(lambda: actor.edge.calls.bodies == 0)
         reader, writer = await connect(port)
         body = b'{"prompt":"%b"}' % (b"a" * 30)
         pieces = [body[at : at + 2] for at in range(0, len(body), 2)]

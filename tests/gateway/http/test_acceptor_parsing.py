@@ -316,7 +316,7 @@ def test_a_body_of_told_length_in_crumbs_is_refused():
     async def client(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(POST + b"content-length: 1000\r\n\r\n")
-        await actor.until(lambda: actor.edge.bodies == 1)
+        await actor.until(lambda: actor.edge.calls.bodies == 1)
         (connection,) = actor.acceptor.connections
         for _ in range(100):
             connection.take(b" ")

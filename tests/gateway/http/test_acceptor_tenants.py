@@ -53,12 +53,12 @@ def test_bob_is_answered_while_alice_stalls_a_thousand_bodies_from_two_addresses
             stalled.append(await stall(port, "alice", ADDRESSES[number % 2]))
         counts = actor.edge.counts
         ended = [f"edge_http_responses[status={status}]" for status in (429, 499)]  # over her share, or made room for her own
-        await actor.until(lambda: actor.edge.bodies + sum(counts.get(name, 0) for name in ended) == 1024)
-        assert actor.edge.bodies <= 512
+        await actor.until(lambda: actor.edge.calls.bodies + sum(counts.get(name, 0) for name in ended) == 1024)
+        assert actor.edge.calls.bodies <= 512
         for address in ADDRESSES:
             assert await answered(port, "bob", address) == 200
         close_all(stalled)
-        await actor.until(lambda: actor.edge.bodies == 0)
+        await actor.until(lambda: actor.edge.calls.bodies == 0)
 
     actor.serve(client)
     assert not actor.acceptor._by_tenant
@@ -75,9 +75,9 @@ def test_over_a_tenants_share_its_own_slow_bodies_make_room_and_say_so():
 
     async def client(port):
         stalled = [await stall(port, "alice") for _ in range(4)]
-        await actor.until(lambda: actor.edge.bodies == 4)
+        await actor.until(lambda: actor.edge.calls.bodies == 4)
         bobs = await stall(port, "bob")
-        await actor.until(lambda: actor.edge.bodies == 5)
+        await actor.until(lambda: actor.edge.calls.bodies == 5)
         assert await answered(port, "alice") == 429
         age_bodies(actor, 5.0)
         assert await answered(port, "alice") == 200
@@ -86,7 +86,7 @@ def test_over_a_tenants_share_its_own_slow_bodies_make_room_and_say_so():
         assert json.loads(said)["error"]["code"] == "too_many_connections"
         assert [reader.at_eof() for reader, _ in (*stalled[1:], bobs)] == [False] * 4
         close_all([*stalled, bobs])
-        await actor.until(lambda: actor.edge.bodies == 0)
+        await actor.until(lambda: actor.edge.calls.bodies == 0)
 
     actor.serve(client)
 
@@ -96,16 +96,16 @@ def test_slow_bodies_make_room_for_newcomers_those_of_who_has_most_first():
 
     async def client(port):
         bobs = [await stall(port, "bob") for _ in range(2)]
-        await actor.until(lambda: actor.edge.bodies == 2)
+        await actor.until(lambda: actor.edge.calls.bodies == 2)
         stalled = [await stall(port, "alice", ADDRESSES[number % 2]) for number in range(4)]
-        await actor.until(lambda: actor.edge.bodies == 6)
+        await actor.until(lambda: actor.edge.calls.bodies == 6)
         assert await answered(port, "bob") == 503, "all are young"
         age_bodies(actor, 5.0)
         assert await answered(port, "bob") == 200
         assert [reader.at_eof() for reader, _ in bobs] == [False] * 2
         await asyncio.wait_for(stalled[0][0].read(), 5)
         close_all([*bobs, *stalled])
-        await actor.until(lambda: actor.edge.bodies == 0)
+        await actor.until(lambda: actor.edge.calls.bodies == 0)
 
     actor.serve(client)
 
@@ -171,7 +171,7 @@ def test_who_is_refused_again_and_again_waits_for_it_and_nobody_else_does():
             assert not all(each.done() for each in late), "strangers do not wait for what alice waits for"
             assert {await each for each in flood} == {429}
             held.cancel()
-        await actor.until(lambda: actor.edge.slots_taken == 0)
+        await actor.until(lambda: actor.edge.calls.slots_taken == 0)
 
     actor.serve(client)
 
@@ -208,7 +208,7 @@ def test_a_tenant_whose_clients_leave_too_many_calls_makes_no_more_for_a_while_a
             writer.write(STALLED.replace(b"99", b"%d" % len(body))[:-1] % b"alice" + body)
             await actor.until(lambda count=number + 1: len(actor.requests) == count)
             writer.close()
-            await actor.until(lambda: actor.edge.slots_taken == 0)
+            await actor.until(lambda: actor.edge.calls.slots_taken == 0)
         assert await answered(port, "alice") == 429
         actor.script = answers
         assert await answered(port, "bob") == 200

@@ -82,13 +82,13 @@ def test_a_resting_gateway_answers_what_it_began():
     """Its rest begins between two tokens."""
     actor = cluster()
     actor.script = lambda _request, _number: one_by_one([*tokens("abc"), finished()])
-    deliver, backing = actor.edge.deliver, actor
+    deliver, backing = actor.edge.calls.deliver, actor
 
     def resting_meanwhile(effect) -> None:
         backing.set_cordon("gw", True)
         deliver(effect)
 
-    actor.edge.deliver = resting_meanwhile
+    actor.edge.calls.deliver = resting_meanwhile
     assert actor.complete().json()["choices"][0]["text"] == "abc"
     assert actor.complete().status_code == 503
 

@@ -12,8 +12,7 @@ import pytest
 from scripted_actor import ScriptedActor, events, finished, tokens
 from test_edge_errors import error_of
 
-from mooncake_zmq.gateway.http import app
-from mooncake_zmq.gateway.http import http_calls as edge_module
+from mooncake_zmq.gateway.http import app, calls
 from mooncake_zmq.gateway.openai import bodies, detokenizer, prepare
 from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS
@@ -285,7 +284,7 @@ def test_a_long_body_keeps_no_short_one_waiting():
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
             bodies = [{"prompt": "long", "user": "x" * 2000}] * 3
             long = [asyncio.create_task(http.post("/v1/completions", json=body)) for body in bodies]
-            await actor.until(lambda: actor.edge.slots_taken == 3)
+            await actor.until(lambda: actor.edge.calls.slots_taken == 3)
             assert (await http.post("/v1/completions", json={"prompt": "short"})).status_code == 200
             go_on.set()
             assert [(await each).status_code for each in long] == [200] * 3
@@ -315,19 +314,19 @@ def test_what_a_client_no_longer_waits_for_is_not_prepared():
                 b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
             )
             writers.append(writer)
-            await actor.until(lambda: actor.edge.slots_taken == len(writers))
+            await actor.until(lambda: actor.edge.calls.slots_taken == len(writers))
         for writer in writers:
             writer.close()
         await actor.until(lambda: not actor.acceptor.connections)
         go_on.set()
-        await actor.until(lambda: actor.edge.slots_taken == 0)
+        await actor.until(lambda: actor.edge.calls.slots_taken == 0)
 
     actor.serve(client)
     assert encoded == ["a"]
 
 
 def test_a_reader_that_lagged_gets_the_rest_in_portions(monkeypatch):
-    monkeypatch.setattr(edge_module, "OUTPUTS_AT_ONCE", 4)
+    monkeypatch.setattr(calls, "OUTPUTS_AT_ONCE", 4)
     outputs = [TokenOut(index, 97) for index in range(10)]
     actor = ScriptedActor(lambda _request, _number: [[*tokens("a")], [*outputs[1:], finished("length")]])
     chunks = events(actor.complete(stream=True, max_tokens=10))
@@ -353,14 +352,14 @@ def test_answers_that_hold_probabilities_share_what_the_gateway_has_for_them():
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
             waiting = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(4)]
-            await actor.until(lambda: actor.edge.held_scores.taken == 80)
+            await actor.until(lambda: actor.edge.calls.held_scores.taken == 80)
             refused = await http.post("/v1/completions", json=body)
             assert error_of(refused)[0::3] == (503, "overloaded")
             assert "retry-after" in refused.headers
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        await actor.until(lambda: actor.edge.held_scores.taken == 0)
+        await actor.until(lambda: actor.edge.calls.held_scores.taken == 0)
 
     actor.serve(client)
 
@@ -375,7 +374,7 @@ def test_the_more_comes_with_tokens_the_fewer_wait_for_a_reader(logprobs, choice
 
     async def go() -> int:
         number = 0
-        with actor.edge.call() as call:
+        with actor.edge.calls.call() as call:
             call.submit(ready.requests, choices)
             while "edge_clients_too_slow" not in actor.edge.counts:
                 call.receive(0, TokenOut(number, 97))

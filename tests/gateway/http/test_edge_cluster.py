@@ -13,9 +13,8 @@ from test_edge_keys import ask, guarded
 
 from mooncake_zmq.core.messages import Report, StateReported
 from mooncake_zmq.core.watch import PeerReport
-from mooncake_zmq.gateway.http import cluster_routes
-from mooncake_zmq.gateway.http import http_calls as edge_module
-from mooncake_zmq.gateway.http.http_calls import LINES_AT_ONCE
+from mooncake_zmq.gateway.http import cluster_routes, ended_requests
+from mooncake_zmq.gateway.http.ended_requests import LINES_AT_ONCE
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.request_log import RequestEntry
 
@@ -115,7 +114,7 @@ def test_a_request_has_one_id_everywhere_and_is_found_by_its_clients_too(body):
     whole = json.loads(chunks[-1]) if body else answer.json()
     assert (whole["id"], whole["mooncake"]["request"]) == (f"cmpl-{request_id}", request_id)
     assert error_of(actor.call("GET", f"/trace/{request_id}"))[0::3] == (404, "unknown_request")
-    actor.edge.ended(RequestEntry(request_id=request_id, arrived_at=0.0, outcome="length"))
+    actor.edge.ended.add(RequestEntry(request_id=request_id, arrived_at=0.0, outcome="length"))
     for name in (request_id, "theirs/1", trace_id):
         (found,) = actor.call("GET", f"/trace/{name}").json()["requests"]
         assert (found["request_id"], found["x_request_id"], found["trace_id"]) == (request_id, "theirs/1", trace_id)
@@ -126,12 +125,12 @@ def test_a_request_has_one_id_everywhere_and_is_found_by_its_clients_too(body):
 def test_who_keeps_spans_is_given_each_request_with_its_clients_span(flags, sampled):
     actor = ScriptedActor()
     told = []
-    actor.edge._export = lambda entry, names: told.append((entry.outcome, names))
+    actor.edge.ended._export = lambda entry, names: told.append((entry.outcome, names))
     trace_id, span_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     request = {"model": "toy", "prompt": "hello"}
     actor.call("POST", "/v1/completions", json=request, headers={"traceparent": f"00-{trace_id}-{span_id}-{flags}"})
     (request_id,) = actor.requests
-    actor.edge.ended(RequestEntry(request_id=request_id, arrived_at=0.0, outcome="length"))
+    actor.edge.ended.add(RequestEntry(request_id=request_id, arrived_at=0.0, outcome="length"))
     ((outcome, names),) = told
     assert (outcome, names[2:]) == ("length", (trace_id, span_id, sampled))
 
@@ -146,7 +145,7 @@ def test_further_choices_have_numbers_behind_the_calls_id():
 def test_each_request_that_is_over_is_one_line_of_the_log(capture_logs):
     actor = ScriptedActor()
     entry = RequestEntry(request_id="gw-1", arrived_at=0.0, outcome="length", prompt_tokens=7, duration_s=0.5)
-    actor.edge.ended(entry)
+    actor.edge.ended.add(entry)
     (line,) = [entry for entry in capture_logs if entry["event"] == "request"]
     assert (line["id"], line["outcome"], line["prompt_tokens"], line["duration_s"]) == ("gw-1", "length", 7, 0.5)
 
@@ -155,24 +154,24 @@ def test_the_end_of_an_answer_does_not_wait_for_its_line_in_the_log(capture_logs
     actor = ScriptedActor(writes_later=True)
     edge, waiting = actor.edge, actor.writes
     for number in range(3):
-        edge.ended(RequestEntry(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
+        edge.ended.add(RequestEntry(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
     assert (len(waiting), capture_logs) == (1, [])
-    assert edge.traces.find("gw-2"), "who asks for it by its trace need not wait"
+    assert edge.ended.traces.find("gw-2"), "who asks for it by its trace need not wait"
     waiting.pop()()
     assert [entry["id"] for entry in capture_logs] == ["gw-0", "gw-1", "gw-2"]
-    edge.ended(RequestEntry(request_id="gw-3", arrived_at=0.0, outcome="length"))
+    edge.ended.add(RequestEntry(request_id="gw-3", arrived_at=0.0, outcome="length"))
     assert len(waiting) == 1
-    edge.close()
+    edge.ended.close()
     assert capture_logs[-1]["id"] == "gw-3", "nor is any lost as the process ends"
 
 
 def test_of_many_lines_each_turn_writes_some_and_one_that_fails_takes_no_other_along(capture_logs, monkeypatch):
     actor = ScriptedActor(writes_later=True)
     edge, waiting = actor.edge, actor.writes
-    written, full = edge_module.line, [OSError("no space")]
-    monkeypatch.setattr(edge_module, "line", lambda entry: fails(full.pop()) if full else written(entry))
+    written, full = ended_requests.line, [OSError("no space")]
+    monkeypatch.setattr(ended_requests, "line", lambda entry: fails(full.pop()) if full else written(entry))
     for number in range(2 * LINES_AT_ONCE):
-        edge.ended(RequestEntry(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
+        edge.ended.add(RequestEntry(request_id=f"gw-{number}", arrived_at=0.0, outcome="length"))
     turns = []
     while waiting:
         before = len(capture_logs)

@@ -10,7 +10,7 @@ import structlog
 from scripted_actor import ScriptedActor, finished, one_by_one, tokens
 
 from mooncake_zmq.gateway.http import app
-from mooncake_zmq.gateway.http.http_calls import Call
+from mooncake_zmq.gateway.http.calls import Call
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -39,7 +39,7 @@ def test_hanging_up_cancels(path, stream, outputs):
         assert actor.cancelled == []
         writer.close()
         await actor.until(lambda: len(actor.cancelled) == 2)
-        await actor.until(lambda: actor.edge.slots_taken == 0)
+        await actor.until(lambda: actor.edge.calls.slots_taken == 0)
 
     with structlog.testing.capture_logs() as lines:
         actor.serve(client)
@@ -54,10 +54,10 @@ def test_hanging_up_before_the_body_is_whole():
     async def client(port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{")
-        await actor.until(lambda: actor.edge.bodies == 1)
-        assert actor.edge.slots_taken == 0
+        await actor.until(lambda: actor.edge.calls.bodies == 1)
+        assert actor.edge.calls.slots_taken == 0
         writer.close()
-        await actor.until(lambda: actor.edge.bodies == 0)
+        await actor.until(lambda: actor.edge.calls.bodies == 0)
 
     actor.serve(client)
     assert not actor.requests
@@ -85,7 +85,7 @@ def test_hanging_up_while_tokenizing(monkeypatch):
         writer.close()
         await asyncio.wait_for(noticed.wait(), 5)
         go_on.set()
-        await actor.until(lambda: actor.edge.slots_taken == 0)
+        await actor.until(lambda: actor.edge.calls.slots_taken == 0)
 
     actor.serve(client)
     assert not actor.requests
@@ -140,7 +140,7 @@ def test_a_client_that_takes_nothing_counts_as_gone():
         async def flood():
             index = 0
             while not stop.is_set():
-                actor.edge.deliver(to_client(event.request_id, index))
+                actor.edge.calls.deliver(to_client(event.request_id, index))
                 index += 1
                 await asyncio.sleep(0)
 
@@ -157,7 +157,7 @@ def test_a_client_that_takes_nothing_counts_as_gone():
         _, writer = await send_request(port, {"prompt": "a" * 10, "stream": True})
         writer.transport.pause_reading()
         await asyncio.wait_for(stop.wait(), 30)
-        await actor.until(lambda: actor.edge.slots_taken == 0)
+        await actor.until(lambda: actor.edge.calls.slots_taken == 0)
         writer.transport.abort()
 
     actor.serve(client)

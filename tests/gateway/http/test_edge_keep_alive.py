@@ -34,7 +34,7 @@ def after_two_comments(actor, outputs, **changes):
             for _ in range(2):
                 await reader.readuntil(b": keep-alive\n\n")
             for output in outputs:
-                actor.edge.deliver(ToClient(next(iter(actor.requests)), output))
+                actor.edge.calls.deliver(ToClient(next(iter(actor.requests)), output))
             read.append(await reader.readuntil(b"0\r\n\r\n"))
         writer.close()
 

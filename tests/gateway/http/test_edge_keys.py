@@ -156,7 +156,7 @@ def test_a_share_of_the_slots_bounds_a_calls_choices():
     actor = guarded(share=0.25)
     assert ask(actor, "alice", n=2).status_code == 200
     assert error_of(ask(actor, "alice", n=3))[0::3] == (429, "rate_limit_exceeded")
-    assert actor.edge.slots_taken == 0
+    assert actor.edge.calls.slots_taken == 0
     assert actor.edge.tenants.slots_taken == 0
 
 
@@ -183,7 +183,7 @@ class Held:
         async def go(port):
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as self.http:
                 await client()
-                await self.actor.until(lambda: self.actor.edge.slots_taken == 0)
+                await self.actor.until(lambda: self.actor.edge.calls.slots_taken == 0)
             assert self.actor.edge.tenants.slots_taken == 0
             assert self.gauge("preparing", "alice") == self.gauge("preparing", "bob") == 0
 
@@ -200,7 +200,7 @@ def test_a_share_is_asked_for_before_a_slot(monkeypatch):
     async def client():
         flood = [held.ask("alice", "alice") for _ in range(20)]
         await held.actor.until(lambda: sum(each.done() for each in flood) == 18)
-        assert held.actor.edge.slots_taken == 2
+        assert held.actor.edge.calls.slots_taken == 2
         assert held.gauge("preparing", "alice") == held.gauge("slots", "alice") == 2
         asked = held.ask("bob", "bob")
         await held.actor.until(lambda: held.gauge("preparing", "bob") == 1)
@@ -218,7 +218,7 @@ def test_tenants_take_turns_at_what_prepares_their_calls(monkeypatch):
         asked = []
         for number, (key, text) in enumerate([("alice", "a"), ("alice", "a"), ("alice", "a"), ("bob", "b"), ("bob", "b")]):
             asked.append(held.ask(key, text))
-            await held.actor.until(lambda count=number + 1: held.actor.edge.slots_taken == count)
+            await held.actor.until(lambda count=number + 1: held.actor.edge.calls.slots_taken == count)
         held.go_on.set()
         assert [(await each).status_code for each in asked] == [200] * 5
         assert "".join(held.prepared) == "abbaa", "alice's first one took long"
@@ -231,11 +231,11 @@ def test_who_hangs_up_gives_his_place_back_at_once_whatever_is_in_hand(monkeypat
 
     async def client():
         asked = [held.ask("alice", text) for text in ("first", "second")]
-        await held.actor.until(lambda: held.actor.edge.slots_taken == 2)
+        await held.actor.until(lambda: held.actor.edge.calls.slots_taken == 2)
         await held.actor.until(lambda: bool(held.prepared))
         for each in asked:
             each.cancel()
-        await held.actor.until(lambda: held.actor.edge.slots_taken == held.actor.edge.tenants.slots_taken == 0)
+        await held.actor.until(lambda: held.actor.edge.calls.slots_taken == held.actor.edge.tenants.slots_taken == 0)
         assert not held.go_on.is_set()
         held.go_on.set()
         assert (await held.ask("alice", "third")).status_code == 200

@@ -115,12 +115,12 @@ def test_waiting_and_running_are_levels():
         from test_edge_disconnect import send_request
 
         writers = [(await send_request(port, {"prompt": "a", "stream": True}))[1] for _ in range(3)]
-        await actor.until(lambda: len(actor.requests) == 3 and actor.edge.waiting_and_running("") == (1, 2))
+        await actor.until(lambda: len(actor.requests) == 3 and actor.edge.calls.waiting_and_running("") == (1, 2))
         exposition = actor.edge.metrics.exposition().decode()
         assert 'vllm:num_requests_running{engine="0",model_name="toy"} 2.0' in exposition
         for writer in writers:
             writer.close()
-        await actor.until(lambda: actor.edge.waiting_and_running("") == (0, 0))
+        await actor.until(lambda: actor.edge.calls.waiting_and_running("") == (0, 0))
 
     actor.serve(client)
 

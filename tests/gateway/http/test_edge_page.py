@@ -113,7 +113,7 @@ def answers() -> dict[str, Any]:
         number=1, began_s=0.0, conductor="conductor", placed_s=0.1, prefill="prefill", decode="decode", first_s=0.5
     )
     entry = RequestEntry(request_id="gw-1", arrived_at=0.0, outcome="stop", duration_s=1.0, attempts=[attempt])
-    actor.edge.ended(entry)
+    actor.edge.ended.add(entry)
     actor.actor_counts["requests_failed[code=no_decode]"] = 1
     actor.edge.sample()
     return {"snapshot": actor.call("GET", "/cluster").json(), "list": actor.call("GET", "/cluster/requests").json()}

@@ -38,7 +38,7 @@ class Open:
                     await client(port)
             finally:
                 self.actor.acceptor.abort()  # else a test that fails waits for what goes on
-            await self.actor.until(lambda: self.actor.edge.slots_taken == self.actor.edge.bodies == 0)
+            await self.actor.until(lambda: self.actor.edge.calls.slots_taken == self.actor.edge.calls.bodies == 0)
             assert self.actor.edge.tenants.slots_taken == 0
             assert not self.actor.edge.tenants._open
 
@@ -65,7 +65,7 @@ def test_a_streamed_answer_ends_with_an_error_and_its_requests_are_cancelled():
         rest = [line async for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "invalid_api_key"
         assert "[DONE]" not in "".join(rest)
-        await gateway.actor.until(lambda: gateway.actor.edge.slots_taken == 1)
+        await gateway.actor.until(lambda: gateway.actor.edge.calls.slots_taken == 1)
         assert gateway.actor.cancelled == list(gateway.actor.requests)[:1]
         assert (await gateway.http.send(gateway.asked("alice"))).status_code == 401
         await bobs.aclose()
@@ -82,7 +82,7 @@ def test_an_answer_that_has_not_begun_is_401_and_so_is_a_body_on_its_way():
         await gateway.actor.until(lambda: len(gateway.actor.requests) == 2)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(STALLED % b"alice")
-        await gateway.actor.until(lambda: gateway.actor.edge.bodies == 1)
+        await gateway.actor.until(lambda: gateway.actor.edge.calls.bodies == 1)
         gateway.actor.edge.tenants.replace(without(gateway.actor, "alice"))
         assert (await whole).status_code == 401
         assert len(gateway.actor.cancelled) == 2

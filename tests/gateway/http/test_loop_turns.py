@@ -158,11 +158,11 @@ def test_connections_that_wait_for_their_turn_are_bounded_and_closed_with_the_ac
 @pytest.mark.parametrize("streams", [1, 10, MANY])
 def test_a_token_of_another_tenant_waits_for_one_turn_of_a_flood_of_streams(streams):
     actor, now, waits, sent = guarded(), [0.0], [], [0]
-    actor.edge._turns = LoopTurns(lambda: now[0])
+    actor.edge.calls._turns = LoopTurns(lambda: now[0])
 
     def reads(name):
         """A call whose chunks take a quarter of a turn each; the reader never takes one itself."""
-        call = actor.edge.call()
+        call = actor.edge.calls.call()
         call.hold(name, 0)
         arrived = []
 

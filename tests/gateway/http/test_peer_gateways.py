@@ -43,7 +43,7 @@ class Two:
 
 def ended(actor, name, *, at, outcome="stop", tenant="", first_s=0.1):
     entry = RequestEntry(request_id=name, arrived_at=at - 1, duration_s=1.0, outcome=outcome, tenant=tenant, first_s=first_s)
-    actor.edge.ended(entry)
+    actor.edge.ended.add(entry)
 
 
 def names(found):

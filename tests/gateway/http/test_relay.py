@@ -9,7 +9,7 @@ import httpx
 import pytest
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.http import connection, http_calls
+from mooncake_zmq.gateway.http import calls, connection
 from mooncake_zmq.gateway.http.connection import Connection, HeadWithBody
 from mooncake_zmq.gateway.openai.detokenizer import Choice
 from mooncake_zmq.gateway.settings import EdgeSettings
@@ -233,21 +233,21 @@ def test_an_error_in_one_answer_ends_that_one_and_no_other_waits_for_it(monkeypa
 
 
 def test_a_call_that_is_over_is_gone_without_the_collector(monkeypatch):
-    calls = []
-    begin = http_calls.Call.__init__
+    begun = []
+    begin = calls.Call.__init__
 
     def noted(self, of):
         begin(self, of)
-        calls.append(weakref.ref(self))
+        begun.append(weakref.ref(self))
 
-    monkeypatch.setattr(http_calls.Call, "__init__", noted)
+    monkeypatch.setattr(calls.Call, "__init__", noted)
     actor = says("abc")
 
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             for _ in range(3):
                 assert (await http.post("/v1/completions", json={**BODY, "n": 1})).status_code == 200
-        await actor.until(lambda: not any(call() for call in calls))
+        await actor.until(lambda: not any(call() for call in begun))
 
     gc.collect()
     gc.disable()
@@ -255,4 +255,4 @@ def test_a_call_that_is_over_is_gone_without_the_collector(monkeypatch):
         actor.serve(client)
     finally:
         gc.enable()
-    assert len(calls) == 3
+    assert len(begun) == 3

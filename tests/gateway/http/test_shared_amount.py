@@ -38,19 +38,19 @@ def test_no_tenant_holds_more_than_its_part_nor_all_more_than_there_is(seed):
 def test_bodies_of_one_tenant_leave_room_for_anothers(key):
     actor = guarded()
     actor.edge.settings = EdgeSettings(max_body_bytes=1000, short_body_bytes=10)
-    actor.edge.reading_bytes = SharedAmount(2000, "bytes of bodies")
+    actor.edge.calls.reading_bytes = SharedAmount(2000, "bytes of bodies")
 
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer alice\r\n"
             writer.write(head + b"content-length: 1000\r\n\r\n" + b" " * 900)
-            await actor.until(lambda: actor.edge.reading_bytes.taken == 900)
+            await actor.until(lambda: actor.edge.calls.reading_bytes.taken == 900)
             body = b'{"prompt":"a"}' + b" " * 200
             answer = await http.post("/v1/completions", content=body, headers={"authorization": f"Bearer {key}"})
             assert answer.status_code == (429 if key == "alice" else 200)
             assert key == "bob" or "alice may hold 1000 bytes of bodies" in answer.text
             writer.close()
-        await actor.until(lambda: actor.edge.reading_bytes.taken == 0)
+        await actor.until(lambda: actor.edge.calls.reading_bytes.taken == 0)
 
     actor.serve(client)

@@ -201,15 +201,15 @@ def test_a_chat_that_fits_no_message_is_a_413(monkeypatch):
 
 def test_images_of_all_calls_have_a_limit_and_a_tenant_half_of_it():
     actor = seeing(settings=EdgeSettings(max_image_bytes=100, max_held_image_bytes=4000))
-    assert actor.edge.held_image_bytes.take("", 3900)
+    assert actor.edge.calls.held_image_bytes.take("", 3900)
     status, code, message = error_of(
         actor.call("POST", "/v1/chat/completions", json={"messages": said(CAT, DOG, CAT)}, idle=False)
     )
     assert (status, code) == (503, "overloaded")
     assert "images" in message
     with pytest.raises(Limited, match="bytes of images"):
-        actor.edge.held_image_bytes.take("tenant", 2001)
-    actor.edge.held_image_bytes.give_back("", 3900)
+        actor.edge.calls.held_image_bytes.take("tenant", 2001)
+    actor.edge.calls.held_image_bytes.give_back("", 3900)
     actor.check_idle()
 
 

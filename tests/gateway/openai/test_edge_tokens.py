@@ -89,7 +89,7 @@ def test_it_is_done_by_another_thread_and_holds_a_slot_meanwhile(monkeypatch):
     actor, seen = ScriptedActor(), []
 
     def spy(raw, model, real=app_module.tokenize):
-        seen.append((threading.current_thread().name, actor.edge.slots_taken))
+        seen.append((threading.current_thread().name, actor.edge.calls.slots_taken))
         return real(raw, model)
 
     monkeypatch.setattr(app_module, "tokenize", spy)

@@ -1,28 +1,24 @@
-"""The edge between HTTP calls and the gateway's actor: limits, request ids, mailboxes. It never waits for a peer.
+"""The HTTP calls that a gateway serves, and the requests that its actor has for them: limits, ids, mailboxes.
 
-Everything here runs without locks on one asyncio loop, to which the runtime is attached. An HTTP call whose body is complete
-holds its slots and its requests in a `Call`; leaving the call cancels the requests that have not ended.
+Everything here runs without locks on one asyncio loop, to which the runtime is attached, and never waits for a peer. An HTTP
+call whose body is complete holds its slots and its requests in a `Call`; leaving the call cancels the requests that have not
+ended.
 """
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count as count_up
 from types import TracebackType
 from typing import Any, TypeVar
 
-import structlog
 from msgspec import structs
 
 from mooncake_zmq.core.actor import FromClient, ToClient
-from mooncake_zmq.core.messages import Parsers
 from mooncake_zmq.gateway.http.backing import Backing
-from mooncake_zmq.gateway.http.cluster_reports import Overview
 from mooncake_zmq.gateway.http.loop_turns import LoopTurns
 from mooncake_zmq.gateway.http.metrics import EdgeMetrics, RequestTimes
-from mooncake_zmq.gateway.http.reuse_port import LISTENING
 from mooncake_zmq.gateway.http.shared_amount import SharedAmount
 from mooncake_zmq.gateway.requests.client_events import (
     ChatToRender,
@@ -34,29 +30,14 @@ from mooncake_zmq.gateway.requests.client_events import (
     Rendered,
     StopFound,
 )
-from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
-from mooncake_zmq.gateway.requests.history import SLO_MET, SLO_MISSED, History
-from mooncake_zmq.gateway.requests.readiness import least_missing, missing_roles
-from mooncake_zmq.gateway.requests.request_log import RequestEntry, Slos, line
-from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names, Traces
-from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.gateway.settings import EdgeSettings
-from mooncake_zmq.telemetry.usage import Meter
 
 OUTPUTS_AT_ONCE = 256
 BUFFERED_OF_EACH = 8
 """Tokens of each choice that may always wait for a reader, even with many probabilities."""
-LINES_AT_ONCE = 32
-"""Log lines written in one turn of the loop: each takes about 40 us."""
 ENDS = (Finished, Failed, Rendered)
 AwaitedT = TypeVar("AwaitedT")
-_log = structlog.get_logger("gateway")
-
-
-def no_parsers(_model: str) -> Parsers:
-    """Return the parsers of a model without vLLMs."""
-    return Parsers()
 
 
 class Full(Exception):
@@ -76,62 +57,39 @@ class _Open:
     times: RequestTimes
 
 
-class Edge:
-    """The edge of one gateway: it connects many HTTP calls with one actor."""
+class Calls:
+    """The calls of one gateway, between many HTTP connections and one actor."""
 
     def __init__(
         self,
-        *,
-        name: str,
-        incarnation: int,
-        models: ServedModels,
         settings: EdgeSettings,
-        max_open: int,
         backing: Backing,
-        clock: Callable[[], float] = time.monotonic,
-        tenants: Tenants | None = None,
-        allow_open: bool = False,
-        listed: Sequence[Listed] = (),
-        about: Mapping[str, Any] | None = None,
-        export: Callable[[RequestEntry, Names], None] = lambda entry, names: None,
-        meter: Meter | None = None,
-        parsers: Callable[[str], Parsers] = no_parsers,
+        *,
+        max_open: int,
+        id_prefix: str,
+        clock: Callable[[], float],
+        metrics: EdgeMetrics,
+        traces: Traces,
+        count: Callable[[str], None],
+        turns_away: Callable[[], bool],
     ) -> None:
-        """Open an edge. `max_open`: requests that the actor takes at once. `tenants`: those that may call; None: any caller on
-        this machine, or with `allow_open` on any machine. `listed`: the nodes of the deployment. `about`: further fields of
-        /cluster. `export`: called with each request that ended. `meter` counts what API keys use. `parsers` returns
-        those of a model's vLLMs, in any thread."""
-        self.tenants = tenants
-        self.allow_open = allow_open
-        self.name = name
-        self.models = models
+        """Serve no call yet. `max_open`: requests that the actor takes at once. `id_prefix` is that of no other incarnation of
+        any gateway. `count` counts an event by its name. `turns_away` returns whether new calls are refused."""
         self.settings = settings
-        self.backing = backing
-        self.metrics = self._metrics()
         self.clock = clock
-        self._slos = Slos((about or {}).get("ttft_slo_s"), (about or {}).get("tbt_slo_s"))
-        self.history = History()
-        """The last five minutes in numbers."""
-        self.overview = self._overview(listed, about or {})
-        self.draining = False
-        self._export = export
-        self.meter = meter
-        self.parsers = parsers
-        self._unwritten: deque[tuple[RequestEntry, Names]] = deque()
-        self._will_write = False
-        self.traces = Traces(self._slos)
-        """The last requests that ended."""
-        self.counts: dict[str, float] = {}
-        """Counters of the edge itself, named as the actor's are."""
-        self.parts: dict[str, Mapping[str, float]] = {}
-        """Counters of the edge's components, by component."""
-        self._id_prefix = f"{name}-{incarnation:x}"
-        self._numbers = count(1)
+        self.traces = traces
+        self.count = count
+        self._backing = backing
+        self._metrics = metrics
+        self._turns_away = turns_away
+        self._id_prefix = id_prefix
+        self._numbers = count_up(1)
         self._open: dict[str, _Open] = {}
         self._with_outputs: list[Call] = []
-        self._turns = LoopTurns(clock)
+        self._turns = LoopTurns(time.monotonic)
         """The turns by which the outputs of tenants' calls are written."""
-        self._max_open, self._slots_taken = max_open, 0
+        self._max_open, self.slots_taken = max_open, 0
+        """Slots that calls may hold, and that they hold: zero when idle."""
         self.bodies = 0
         """Calls whose body is being received or parsed."""
         self.reading_bytes = SharedAmount(settings.max_reading_bytes, "bytes of bodies")
@@ -139,30 +97,6 @@ class Edge:
         self.held_scores = SharedAmount(settings.max_held_scores, "probabilities")
         """Probabilities for which answers without streaming have reserved room."""
         self.held_image_bytes = SharedAmount(settings.max_held_image_bytes, "bytes of images")
-
-    def _metrics(self) -> EdgeMetrics:
-        return EdgeMetrics(
-            {model.identity: model.id for model in self.models.each},
-            waiting_and_running=self.waiting_and_running,
-            counts=lambda: {**self.backing.counts(), **self.own_counts()},
-            gauges=lambda: {**self.backing.gauges(), **self.own_gauges(), **self.overview.gauges()},
-        )
-
-    def _overview(self, listed: Sequence[Listed], about: Mapping[str, Any]) -> Overview:
-        return Overview(
-            self.name,
-            self.models.shown,
-            listed,
-            self.backing,
-            status=self.status,
-            peers=self.backing.peers,
-            refusals=self.backing.refusals,
-            departed=self.backing.departed,
-            recent=lambda wanted: self.traces.recent(self.clock(), wanted),
-            steps=lambda: self.history.steps,
-            about=about,
-            clock=lambda: self.clock(),
-        )
 
     def reading(self, tenant: str = "") -> "Reading":
         """Begin to read the body of a new HTTP call. Raises Full if the call could not be served now."""
@@ -200,164 +134,52 @@ class Edge:
             self.count("edge_outputs_dropped")
             return
         output: ClientOutput = effect.output
-        self.metrics.observe(request.times, output, self.clock())
+        self._metrics.observe(request.times, output, self.clock())
         if isinstance(output, ENDS):
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
-
-    def ended(self, entry: RequestEntry) -> None:
-        """Keep the trace of a request that ended, export it, and write one line in the log."""
-        for of, met in self._slos.judge(entry):
-            self.count(f"{SLO_MET if met else SLO_MISSED}[of={of}]")
-        names = self.traces.end(entry)
-        self._export(entry, names)
-        self._unwritten.append((entry, names))
-        self._write_later()
-
-    def sample(self) -> None:
-        """End a step of the history; to be called every `STEP_S`."""
-        self.history.sample({**self.backing.counts(), **self.own_counts(), **self.metrics.counted()})
-        self.overview.note()
-
-    def close(self) -> None:
-        """Write the log lines that are left."""
-        while self._unwritten:
-            self._write_line()
-
-    def _write_later(self) -> None:
-        """Write log lines later, so that the end of an answer does not wait for them."""
-        if self._unwritten and not self._will_write:
-            self._will_write = True
-            self.backing.call_later(self._write_some)
-
-    def _write_some(self) -> None:
-        self._will_write = False
-        try:
-            for _ in range(min(LINES_AT_ONCE, len(self._unwritten))):
-                self._write_line()
-        finally:
-            self._write_later()
-
-    def _write_line(self) -> None:
-        entry, names = self._unwritten.popleft()
-        ids = {"id": entry.request_id, "x_request_id": names.client_id, "trace_id": names.trace_id}
-        _log.info("request", **ids, **line(entry))
-
-    def drain(self) -> None:
-        """Refuse new calls; the open ones continue. The runtime informs the actor."""
-        self.draining = True
-
-    def shows_reuse(self, salt: str | None) -> bool:
-        """Return whether a client may learn how much of its prompt was cached. It may not where that reveals the prompts of
-        strangers, but it may of callers with its salt or on its machine. Timing reveals it too: salts prevent that."""
-        return bool(salt) or self.tenants is not None or not self.allow_open
-
-    @property
-    def turns_away(self) -> bool:
-        """Whether new calls are refused: the gateway drains or is cordoned."""
-        return self.draining or self.backing.cordoned()
 
     @property
     def open_requests(self) -> int:
         """Requests that the actor has and that have not ended: zero when idle."""
         return len(self._open)
 
-    @property
-    def slots_taken(self) -> int:
-        """Slots that open calls hold: zero when idle."""
-        return self._slots_taken
-
     def waiting_and_running(self, model: str) -> tuple[int, int]:
         """Return the number of requests for the model with this identity, without and with a first token."""
         ours = [request.times.first_token_at is not None for request in self._open.values() if request.times.model == model]
         return len(ours) - sum(ours), sum(ours)
 
-    def status(self) -> str:
-        """Return "ok" if the cluster can serve, as far as this gateway knows, else the reason why not."""
-        return "draining" if self.turns_away else self.cluster_status()
-
-    def cluster_status(self) -> str:
-        """Return the cluster's status, whether or not this gateway accepts calls."""
-        return "unavailable" if self.missing() else "ok" if self.backing.cluster().ready else "starting"
-
-    @property
-    def may_open(self) -> bool:
-        """Whether all roles that a request needs are connected. Cordoned nodes count: an operator uncordons them through an
-        open gateway."""
-        return self.backing.cluster().ready and not least_missing(self.backing.peers().values(), self.models.identities)
-
-    def missing(self) -> list[str]:
-        """Return the roles of which no node accepts requests. The cluster serves if it serves any of several models: this is
-        for the one that lacks least."""
-        return min(_missing_by_model(self).values(), key=len)
-
-    def health(self) -> tuple[bool, dict[str, Any]]:
-        """Return whether the cluster can serve, and details: missing roles, degraded nodes, peers."""
-        up: dict[str, list[str]] = {"conductor": [], "prefill": [], "decode": []}
-        for name, hello in self.backing.peers().items():
-            if hello.role != "gateway":
-                up.setdefault(hello.role, []).append(name)
-        cluster = self.backing.cluster()
-        if cluster.cache_nodes is not None:
-            up["cache-node"] = list(cluster.cache_nodes)
-        status = self.status()
-        ok = status == "ok"
-        detail = {
-            "status": status,
-            "degraded": self.overview.degraded_parts(),
-            "gateway": self.name,
-            "missing": self.missing(),
-            "not_connected": list(cluster.missing),
-            "model": self.models.shown,
-            **_kv_of(self.models.only),
-            **({} if self.models.only else {"models": _missing_by_model(self)}),
-            "peers": {role: sorted(names) for role, names in up.items()},
-            "refused": dict(self.backing.refusals()),
-            "open_requests": self.open_requests,
-        }
-        return ok, detail
-
-    def own_counts(self) -> dict[str, float]:
-        """Return the counters of the edge and its components, without the actor's."""
-        parts = {f"{part}_{name}": value for part, counts in self.parts.items() for name, value in counts.items()}
-        return {**self.counts, **parts, **(self.tenants.counts() if self.tenants is not None else {})}
-
-    def own_gauges(self) -> dict[str, float]:
-        """Return the levels of the edge, without the actor's. All but the last are zero when idle."""
-        levels = {
+    def gauges(self) -> dict[str, float]:
+        """Return levels that are zero when idle."""
+        return {
             "edge_open_requests": self.open_requests,
             "edge_slots_taken": self.slots_taken,
             "edge_bodies": self.bodies,
             "edge_reading_bytes": self.reading_bytes.taken,
             "edge_held_scores": self.held_scores.taken,
             "edge_held_image_bytes": self.held_image_bytes.taken,
-            LISTENING: float(self.backing.is_listening()),
         }
-        return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
 
     def new_id(self) -> str:
         """Return a request id that is unique among all incarnations of all gateways."""
         return f"{self._id_prefix}-{next(self._numbers):x}"
 
-    def count(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
-
     def take_slots(self, wanted: int) -> None:
         """Take slots for a call. Raises Full."""
         self._check_room(wanted)
-        self._slots_taken += wanted
+        self.slots_taken += wanted
 
     def _check_room(self, wanted: int) -> None:
-        if self.turns_away:
+        if self._turns_away():
             self.count("edge_rejected[reason=draining]")
             raise Full("the gateway is draining: try another one")
-        if self._slots_taken + wanted > self._max_open:
+        if self.slots_taken + wanted > self._max_open:
             self.count("edge_rejected[reason=full]")
-            raise Full(f"the gateway serves {self._slots_taken} requests and has no room for {wanted} more")
+            raise Full(f"the gateway serves {self.slots_taken} requests and has no room for {wanted} more")
 
     def give_slots(self, slots: int) -> None:
-        self._slots_taken -= slots
-        assert self._slots_taken >= 0
+        self.slots_taken -= slots
+        assert self.slots_taken >= 0
 
     def open(self, call: "Call", ids: Sequence[str], first_index: int, requests: Sequence[ClientRequest]) -> None:
         """Pass the requests for answers to one prompt to the actor: the first of them lists the others as its siblings."""
@@ -369,68 +191,53 @@ class Edge:
         if call.slots > 1:
             siblings = tuple((other, request.sampling.seed) for other, request in zip(ids[1:], requests[1:], strict=True))
             first = structs.replace(first, siblings=siblings, call=call.name)
-        self.backing.inject(FromClient(ids[0], first))
+        self._backing.inject(FromClient(ids[0], first))
+
+    def open_chat(self, call: "Call", request_id: str, chat: ChatToRender) -> None:
+        """Pass a chat to the actor that is to be written as tokens."""
+        self._open[request_id] = _Open(call, 0, RequestTimes(call.began_at, 0, chat.model))
+        self._backing.inject(FromClient(request_id, chat))
 
     def cancel(self, request_id: str, finished_reason: str) -> None:
         """Cancel a request at every hop, unless it has ended. `finished_reason`: the label under which metrics count it."""
         request = self._open.pop(request_id, None)
         if request is not None:
-            self.metrics.count_end(request.times, finished_reason, self.clock())
-            self.backing.inject(FromClient(request_id, ClientGone()))
+            self._metrics.count_end(request.times, finished_reason, self.clock())
+            self._backing.inject(FromClient(request_id, ClientGone()))
 
     def stop(self, request_id: str) -> None:
         """End an answer in which a stop string was found: the actor cancels the rest and still sends `Finished`."""
         if request_id in self._open:
-            self.backing.inject(FromClient(request_id, StopFound()))
-
-
-def _kv_of(model: ServedModel | None) -> dict[str, Any]:
-    """Return how blocks hold the model's KV, as a detail of health; empty: another program has it."""
-    if model is None or not model.kv_bytes_per_token:
-        return {}
-    return {"kv": {"codec": model.kv_codec, "bytes_per_token": model.kv_bytes_per_token}}
-
-
-def _missing_by_model(edge: Edge) -> dict[str, list[str]]:
-    """Return the roles of which no node accepts requests for a model, by the model's name."""
-    closed = edge.backing.cluster().closed
-    there = [hello for name, hello in edge.backing.peers().items() if name not in closed]
-    return {model.id: missing_roles(there, model.identity) for model in edge.models.each}
-
-
-def _pass_on_chat(edge: Edge, call: "Call", request_id: str, chat: ChatToRender) -> None:
-    """Pass a chat to the actor that is to be written as tokens."""
-    edge._open[request_id] = _Open(call, 0, RequestTimes(call.began_at, 0, chat.model))
-    edge.backing.inject(FromClient(request_id, chat))
+            self._backing.inject(FromClient(request_id, StopFound()))
 
 
 class Reading:
     """One body while it is received and parsed: it holds its share of `max_reading_bytes`."""
 
-    def __init__(self, edge: Edge, tenant: str) -> None:
-        self._edge = edge
+    def __init__(self, calls: Calls, tenant: str) -> None:
+        self._calls = calls
         self._tenant = tenant
         self._bytes = 0
         self._held_bytes = 0
-        edge.bodies += 1
+        calls.bodies += 1
 
     def __enter__(self) -> "Reading":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._edge.bodies -= 1
+        self._calls.bodies -= 1
         if self._held_bytes:
-            self._edge.reading_bytes.give_back(self._tenant, self._held_bytes)
+            self._calls.reading_bytes.give_back(self._tenant, self._held_bytes)
 
     def add(self, count_bytes: int) -> None:
         """Count further bytes of the body. Raises Full, and Limited where its tenant has too many. Short bodies do not count:
         the limit on connections covers them."""
-        edge = self._edge
+        calls = self._calls
         self._bytes += count_bytes
-        held = self._bytes if self._bytes > edge.settings.short_body_bytes else 0
-        if held and not edge.reading_bytes.take(self._tenant, held - self._held_bytes):
-            edge.count("edge_rejected[reason=bodies]")
-            raise Full(f"the gateway is reading {edge.bodies} bodies and has no room for this one")
+        held = self._bytes if self._bytes > calls.settings.short_body_bytes else 0
+        if held and not calls.reading_bytes.take(self._tenant, held - self._held_bytes):
+            calls.count("edge_rejected[reason=bodies]")
+            raise Full(f"the gateway is reading {calls.bodies} bodies and has no room for this one")
         self._held_bytes = held
 
 
@@ -441,9 +248,9 @@ def _wants_none(_outputs: list[tuple[int, ClientOutput]]) -> bool:
 class Call:
     """One HTTP call: its slots, its requests (one for each choice) and the mailbox of their outputs."""
 
-    def __init__(self, edge: Edge) -> None:
-        edge.take_slots(1)
-        self._edge = edge
+    def __init__(self, calls: Calls) -> None:
+        calls.take_slots(1)
+        self._calls = calls
         self.slots = 1
         self._ids: list[str] = []
         self._outputs: list[tuple[int, ClientOutput]] = []
@@ -454,7 +261,7 @@ class Call:
         """Whether the shortcut raised: which of its outputs were sent is unknown."""
         self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = _wants_none
         """Takes outputs at once while a reader waits. It returns False to leave them to the reader."""
-        self._max_buffered = edge.settings.max_buffered_outputs
+        self._max_buffered = calls.settings.max_buffered_outputs
         self._held_scores = 0
         self._held_images: tuple[str, int] | None = None
         """Its tenant, and the bytes of its images."""
@@ -466,7 +273,7 @@ class Call:
         self._too_slow = False
         self.names: Names | None = None
         """Names of its requests; None: an id of the edge's own."""
-        self.began_at = edge.clock()
+        self.began_at = calls.clock()
 
     def __enter__(self) -> "Call":
         return self
@@ -475,30 +282,30 @@ class Call:
         self.shortcut = _wants_none  # it may refer to this call: break the cycle, so that the prompt is freed at once
         self._cancel_all("abort")
         if self._held_scores:
-            self._edge.held_scores.give_back(self.tenant, self._held_scores)
+            self._calls.held_scores.give_back(self.tenant, self._held_scores)
         if self._held_images is not None:
-            self._edge.held_image_bytes.give_back(*self._held_images)
-        self._edge.give_slots(self.slots)
+            self._calls.held_image_bytes.give_back(*self._held_images)
+        self._calls.give_slots(self.slots)
 
     def hold(self, tenant: str, scores: int) -> None:
         """Note the tenant, and reserve room for the probabilities that are kept until the answer is complete. Raises Full, and
         Limited where the tenant has too many."""
-        if scores and not self._edge.held_scores.take(tenant, scores):
-            self._edge.count("edge_rejected[reason=scores]")
+        if scores and not self._calls.held_scores.take(tenant, scores):
+            self._calls.count("edge_rejected[reason=scores]")
             raise Full("the gateway holds too many probabilities of other answers: try again, or stream the answer")
         self.tenant, self._held_scores = tenant, scores
 
     async def render(self, chat: ChatToRender, held_bytes: int) -> Rendered | Failed:
         """Have a chat written as tokens. Raises Full if there is no room for its images, Limited where the tenant has too many,
         and HungUp."""
-        if not self._edge.held_image_bytes.take(chat.tenant, held_bytes):
-            self._edge.count("edge_rejected[reason=images]")
+        if not self._calls.held_image_bytes.take(chat.tenant, held_bytes):
+            self._calls.count("edge_rejected[reason=images]")
             raise Full("the gateway holds too many images of other calls: try again")
         self._held_images = chat.tenant, held_bytes
         if self._gone:
             raise HungUp
-        self._ids = [f"{self._edge.new_id()}.chat"]
-        _pass_on_chat(self._edge, self, self._ids[0], chat)
+        self._ids = [f"{self._calls.new_id()}.chat"]
+        self._calls.open_chat(self, self._ids[0], chat)
         ((_, output),) = await self.take()
         self._ids = []
         assert isinstance(output, Rendered | Failed)
@@ -510,31 +317,31 @@ class Call:
         if self._gone:
             raise HungUp
         if len(requests) > 1:  # a call with one has its slot, also where the gateway began to drain since
-            self._edge.take_slots(len(requests) - 1)
+            self._calls.take_slots(len(requests) - 1)
         self.slots += len(requests) - 1
         if likeliest := requests[0].sampling.logprobs:
             self._max_buffered = min(
                 self._max_buffered, max(BUFFERED_OF_EACH * len(requests), self._max_buffered // (1 + likeliest))
             )
-        names = self.names or Names(self._edge.new_id())
+        names = self.names or Names(self._calls.new_id())
         self._ids = [names.id + (f".{index}" if index else "") for index in range(len(requests))]
-        self._edge.traces.name(self._ids, names)
+        self._calls.traces.name(self._ids, names)
         for index in range(0, len(requests), each):
             if not self._too_slow:
-                self._edge.open(self, self._ids[index : index + each], index, requests[index : index + each])
+                self._calls.open(self, self._ids[index : index + each], index, requests[index : index + each])
 
     def receive(self, index: int, output: ClientOutput) -> None:
-        """Take an output from the edge. A reader that lags too far behind gets only an error."""
+        """Take an output of a choice. A reader that lags too far behind gets only an error."""
         if len(self._outputs) >= self._max_buffered and not self._too_slow:
             self._too_slow = True
-            self._edge.count("edge_clients_too_slow")
+            self._calls.count("edge_clients_too_slow")
             self._cancel_all("abort")
             self._outputs = [(index, Failed(status=503, code="client_too_slow", message="the client reads too slowly"))]
         if not self._too_slow:
             self._outputs.append((index, output))
         if self._waiting is not None and not self._is_queued:
             self._is_queued = True
-            self._edge.schedule_output(self)
+            self._calls.schedule_output(self)
 
     def send_output(self) -> None:
         """Process all outputs of one turn of the runtime: the shortcut takes them if it can, else the reader is woken."""
@@ -613,8 +420,8 @@ class Call:
 
     def stop(self, index: int) -> None:
         """End a choice in which a stop string was found."""
-        self._edge.stop(self._ids[index])
+        self._calls.stop(self._ids[index])
 
     def _cancel_all(self, finished_reason: str) -> None:
         for request_id in self._ids:
-            self._edge.cancel(request_id, finished_reason)
+            self._calls.cancel(request_id, finished_reason)
