@@ -13,6 +13,7 @@ from mooncake_zmq.core.messages import (
     AskState,
     AttemptFailed,
     BlocksAnnounced,
+    BlocksArrived,
     BlocksLeased,
     CacheLoad,
     CancelRequest,
@@ -52,6 +53,7 @@ from mooncake_zmq.core.messages import (
     ReserveSlots,
     Schedule,
     SetCordon,
+    ShortenFetch,
     SlotsReserved,
     StageChunk,
     StageDone,
@@ -118,8 +120,8 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("prefill", "decode"): frozenset((ReserveDecode, HandoffBlocks, LayersReady, HandoffDone, HandoffFailed)),
     ("decode", "prefill"): frozenset((DecodeReserved, DecodeDenied, HandoffReceived, HandoffFailed, ReportCorrupt)),
     ("prefill", "prefill"): frozenset((StartStage, StageReady, StageChunk, StageDone, StageFailed, EndStage)),
-    ("prefill", "cache-node"): _TO_POOL,
-    ("cache-node", "prefill"): _FROM_POOL,
+    ("prefill", "cache-node"): _TO_POOL | {ShortenFetch},
+    ("cache-node", "prefill"): _FROM_POOL | {BlocksArrived},
     # Across hosts they send nothing, but a handoff may name blocks in the pool of the prefill's host, and a decode can read
     # only at a place that a peer's Hello named.
     ("decode", "cache-node"): _TO_POOL,

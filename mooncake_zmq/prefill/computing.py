@@ -103,11 +103,16 @@ class Computing:
             self._counts.add("jobs_begun_ahead", not job.reserved)
             job.loaded = True
         first = job.computed // self._layout.block_tokens
-        taken = self._reuse.take_computed(job)
+        taken, taken_s = self._reuse.take_here(now, job)
         found: list[Effect] = [self._handoff.blocks(job, first, taken, ready=True)] if taken else []
+        slots = self._next_chunk(now, job)
+        if slots is None:
+            return self._ends.fail(now, job, "no room in the slab for blocks that were not fetched", full=True)
+        prefix_s = min(prefix_s, taken_s)
         job.chunk_loads = (*prefix, *job.found)
         job.found.clear()
-        slots = self._next_chunk(now, job)
+        found += self._reuse.shorten(job)
+        self._begin_chunk(now, job)
         work = self._work(job, slots, prefix_s)
         if job.group:
             hidden = self._slab.grants(job.group.begin_own(self._slab))
@@ -116,16 +121,26 @@ class Computing:
         written = self._handoff.blocks(job, job.chunk_first_block, self._slab.written(slots), ready=False)
         return [*found, written, Start(job.chunk_work, work, self._settings.work_deadline_s)]
 
-    def _next_chunk(self, now: float, job: Job) -> list[int]:
-        """Record which chunk is in flight. Returns the slots that it writes."""
+    def _next_chunk(self, now: float, job: Job) -> list[int] | None:
+        """Choose the next chunk. Returns the slots that it writes; None if blocks that were not fetched find no room."""
         size, base = self._layout.block_tokens, len(job.prefix)
-        job.chunk_stop = chunk_stop(job.computed, job.length, self._settings.chunk_tokens)
-        job.chunk_first_block = job.computed // size
+        first, end = job.computed // size, job.length
+        if job.meeting is not None:
+            end = min(end, size * (job.meeting.gap_stop(first) or self._layout.blocks_for(end)))
+        job.chunk_first_block, job.chunk_stop = first, chunk_stop(job.computed, end, self._settings.chunk_tokens)
+        if self._reuse.awaits(now, job):
+            job.chunk_stop = min(end, (first + max(1, self._reuse.head_blocks(now, job))) * size)
+        places = first - base, self._layout.blocks_for(job.chunk_stop) - base
+        if job.meeting is not None and not self._reuse.take_room(job, *places):
+            return None
+        return job.new_slots[slice(*places)]
+
+    def _begin_chunk(self, now: float, job: Job) -> None:
+        """Record which chunk is in flight."""
         job.chunk_began_at, job.chunk_reported_layers = now, 0
         self._jobs.move(job, JobEvent.CHUNK_BEGAN)
         job.chunk_work = self._ids.new()
         self._job = job
-        return job.new_slots[job.chunk_first_block - base : self._layout.blocks_for(job.chunk_stop) - base]
 
     def _work(self, job: Job, slots: Sequence[int], prefix_s: float) -> ComputeChunk:
         assert job.sequence is not None

@@ -228,6 +228,9 @@ class Handoff:
         request, size = job.request, self._layout.block_tokens
         own = (len(job.own_slots) + job.found_blocks) * size
         local, remote = job.local_blocks * size, job.remote_blocks * size
+        met = job.meeting.computed if job.meeting is not None else 0
+        self._counts.add("meets", met > 0)
+        self._counts.add("blocks_met", met)
         self._counts.add("prompt_tokens_cached[source=own]", own)
         self._counts.add("prompt_tokens_cached[source=local]", local)
         self._counts.add("prompt_tokens_cached[source=remote]", remote)
@@ -245,6 +248,7 @@ class Handoff:
                 logprob=logprob,
                 prepare_s=max(0.0, job.computing_at - job.started_at),
                 load_s=max(0.0, job.load_s),
+                met=met * size,
             )
             for choice, (token, logprob) in zip(choices_of(request), sampled, strict=True)
         ]

@@ -8,7 +8,11 @@ from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.messages import HandoffDone, Sibling, SlotRef, StartPrefill
 from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.prefill.meeting import Meeting
 from mooncake_zmq.prefill.pipeline import Group
+
+NO_SLOT = -1
+"""In place of a slab slot, for a block that is expected from the pool."""
 
 
 class Tokens(Protocol):
@@ -40,7 +44,7 @@ class JobState(Named):
     GATHERING = "gathering"
     """Waiting for the other stages of its pipeline."""
     READY = "ready"
-    """Waiting for its turn to compute the next chunk."""
+    """Waiting for its turn to compute the next chunk, or for blocks that are fetched from the last one on."""
     COMPUTING = "computing"
     TRAILING = "trailing"
     """Computed here, but not by the other stages of its pipeline."""
@@ -136,13 +140,15 @@ class Job:
     """Slab slots pinned as own hits."""
     new_slots: list[int] = field(default_factory=list)
     """Slab slots for the blocks after the prefix, the last perhaps partial. Where another job has computed a block in the
-    meantime, it is that job's slot."""
+    meantime, it is that job's slot; none (`NO_SLOT`) for a block that is expected from the pool or came from there."""
     checksums: list[int] = field(default_factory=list)
     """Checksums of the blocks after the prefix, as far as they are computed."""
     found: list[BlockLoad] = field(default_factory=list)
-    """Blocks after the prefix that another job computed here, to be loaded by the next chunk."""
+    """Blocks after the prefix that another job computed here, or that were fetched, to be loaded by the next chunk."""
     found_blocks: int = 0
-    """Number of all such blocks of this job."""
+    """Number of all blocks of this job that another one computed here."""
+    meeting: Meeting | None = None
+    """The blocks that are fetched for it while it computes, if any are."""
     lease_id: int | None = None
     leased: bool = False
     held_blocks: int | None = None
@@ -206,7 +212,8 @@ class Job:
     @property
     def held_slots(self) -> list[int]:
         """Slab slots pinned for it, each as often as it is pinned."""
-        return self.own_slots + self.new_slots + (self.group.hidden.slots if self.group else [])
+        new = self.new_slots if self.meeting is None else [slot for slot in self.new_slots if slot != NO_SLOT]
+        return self.own_slots + new + (self.group.hidden.slots if self.group else [])
 
     def cut_prefix(self, blocks: int) -> list[int]:
         """Reuse at most the first `blocks` and return the own slots that are no longer reused. Fetched blocks come last in
@@ -226,10 +233,14 @@ class Job:
         """Reuse blocks from index `first` on that another job computed into `slots` (pinned for this job), in place of the
         reserved slots from `place` on."""
         self.new_slots[place : place + len(slots)] = slots
+        self.found_blocks += len(slots)
+        self.load(first, refs, layout)
+
+    def load(self, first: int, refs: Sequence[SlotRef], layout: BlockLayout) -> None:
+        """Load these blocks from index `first` on with the next chunk, instead of computing them."""
         self.checksums += [ref.checksum for ref in refs]
         self.found += [BlockLoad(block, ref, 0, layout.layers, layout.block_tokens) for block, ref in enumerate(refs, first)]
-        self.found_blocks += len(slots)
-        self.computed = (first + len(slots)) * layout.block_tokens
+        self.computed = (first + len(refs)) * layout.block_tokens
         self.estimate = None
 
     @property

@@ -5,6 +5,7 @@ It owns its slab (the slots from which its KV is handed off and reused) and its 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mooncake_zmq.core.actor import (
@@ -30,6 +31,7 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.drain import MOVE, Drain
 from mooncake_zmq.core.handlers import Handlers
 from mooncake_zmq.core.messages import (
+    BlocksArrived,
     BlocksLeased,
     CancelRequest,
     ChangeRole,
@@ -63,7 +65,7 @@ from mooncake_zmq.prefill.admission import Admission
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.ends import DEADLINE, Ends, attempts_failed
 from mooncake_zmq.prefill.handoff import Handoff
-from mooncake_zmq.prefill.job import Job, JobEvent, JobState, attempts_of, tokens_of
+from mooncake_zmq.prefill.job import NO_SLOT, Job, JobEvent, JobState, attempts_of, tokens_of
 from mooncake_zmq.prefill.jobs import Jobs
 from mooncake_zmq.prefill.leading import Leading
 from mooncake_zmq.prefill.offers import Offers
@@ -207,6 +209,7 @@ class Prefill:
             HandoffReceived: self._handoff.on_received,
             HandoffFailed: self._handoff.on_failed,
             BlocksLeased: self._on_leased,
+            BlocksArrived: self._reuse.on_arrived,
             LeaseRenewed: self._pool.on_renewed,
             SlotsReserved: self._offers.on_reserved,
             ReclaimSlots: self._pool.on_reclaim,
@@ -258,7 +261,7 @@ class Prefill:
             case TimerFired((kind, str(request_id), int(attempt))) if kind == WAITED:
                 return self._waiting.end_timed_out(request_id, attempt)
             case TimerFired((kind, int(lease_id))) if kind == POOL_ABSENT:
-                return self._leased(lease_id, ()) if self._pool.forgo(lease_id) else []
+                return self._leased(now, lease_id, ()) if self._pool.forgo(lease_id) else []
             case TimerFired((kind, str(request_id), int(attempt))) if kind == STAGE_DEADLINE:
                 return self._stages.on_deadline(request_id, attempt)
             case Started():
@@ -404,9 +407,11 @@ class Prefill:
         if preparing:
             effects += self._break_standstill(now)
         while not self._computing.is_busy and self._stages.computing is None:
-            turn, stage = self._queue.first(_is_ready), self._stages.first()
+            turn, stage = self._queue.first(partial(self._is_ready, now)), self._stages.first()
             if turn is None and stage is None:
-                turn = self._queue.first(_may_go_ahead)
+                turn = self._queue.first(partial(self._may_go_ahead, now))
+            if turn is None and stage is None:
+                turn = self._queue.first(partial(self._may_meet, now))
             if stage is not None and (turn is None or (stage.rank, stage.order) < (turn.rank, turn.order)):
                 effects += self._stages.compute(now, stage)
             elif turn is not None:
@@ -414,6 +419,20 @@ class Prefill:
             else:
                 break
         return effects
+
+    def _is_ready(self, now: float, job: Job) -> bool:
+        begins = job.state is READY and job.reserved and (job.group is None or job.group.may_begin(0))
+        return begins and not self._reuse.awaits(now, job)
+
+    def _may_go_ahead(self, now: float, job: Job) -> bool:
+        """Return whether a job may begin before its decode has answered, when the engine is idle: mostly there is room, and
+        where there is none, only the current layer is wasted. That holds for jobs of one chunk: longer ones gain little, and
+        would hold the slab meanwhile."""
+        return job.state is READY and not job.reserved and not self._reuse.awaits(now, job)
+
+    def _may_meet(self, now: float, job: Job) -> bool:
+        """Return whether a job that awaits blocks may compute some of its head, when the engine is idle."""
+        return job.state is READY and job.reserved and self._reuse.awaits(now, job) and self._reuse.head_blocks(now, job) > 0
 
     def _break_standstill(self, now: float) -> list[Effect]:
         """End the last job where jobs whose own hits fill the slab wait for room in a circle; it is placed again."""
@@ -437,20 +456,23 @@ class Prefill:
         self._reuse.drop_expired(now, job)
         if job.group is not None:
             return self._leading.gather(now, job, job.group)
-        blocks = self._layout.blocks_for(job.length) - len(job.prefix)
+        expected = job.meeting.stop - len(job.prefix) if job.meeting else 0
+        blocks = self._layout.blocks_for(job.length) - len(job.prefix) - expected
         if blocks > self.slots.available:
             return []
-        job.new_slots = self._slab.reserve(blocks)
+        job.new_slots = [NO_SLOT] * expected + self._slab.reserve(blocks)
         return [self._computing.open(job), *self._handoff.prefix(job)]
 
-    def _on_leased(self, _now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
+    def _on_leased(self, now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
         sources = self._pool.on_leased(message)
-        return [] if sources is None else self._leased(message.lease_id, sources, message.remote)
+        return [] if sources is None else self._leased(now, message.lease_id, sources, message)
 
-    def _leased(self, lease_id: int, sources: tuple[SlotRef, ...], remote: int = 0) -> list[Effect]:
+    def _leased(
+        self, now: float, lease_id: int, sources: tuple[SlotRef, ...], answer: BlocksLeased | None = None
+    ) -> list[Effect]:
         """Give a stage or a job the blocks that the pool leased for it; none if the pool did not answer."""
         of_stage = self._stages.on_leased(lease_id, sources)
-        return self._reuse.take(lease_id, sources, remote) if of_stage is None else of_stage
+        return self._reuse.take(now, lease_id, sources, answer) if of_stage is None else of_stage
 
     # --- ends of jobs and of the node
 
@@ -502,14 +524,3 @@ class Prefill:
     def _drained(self) -> list[Effect]:
         idle = not (len(self.jobs) or self._pool.puts or len(self._stages) or self._computing.has_samples)
         return self._drain.drained(idle=idle)
-
-
-def _is_ready(job: Job) -> bool:
-    return job.state is READY and job.reserved and (job.group is None or job.group.may_begin(0))
-
-
-def _may_go_ahead(job: Job) -> bool:
-    """Return whether a job may begin before its decode has answered, when the engine is idle: mostly there is room, and
-    where there is none, only the current layer is wasted. That holds for jobs of one chunk: longer ones gain little, and
-    would hold the slab meanwhile."""
-    return job.state is READY and not job.reserved

@@ -6,18 +6,19 @@ from typing import Protocol
 
 from mooncake_zmq.core.actor import Effect
 from mooncake_zmq.core.actor_parts import Ids, Tally
-from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.messages import BlocksArrived, BlocksLeased, SlotRef
 from mooncake_zmq.core.work import BlockLoad, ChunkComputed, StageComputed
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient
-from mooncake_zmq.prefill.job import Job, JobState
+from mooncake_zmq.prefill.job import NO_SLOT, Job, JobState
+from mooncake_zmq.prefill.meeting import Meeting
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.prefill.slab import Slab
 from mooncake_zmq.prefill.workload import Workload
 
 MAX_FORGONE = 256
 """Most requests remembered whose reused blocks could not be read; beyond that the oldest are forgotten."""
-PREPARING = JobState.PREPARING
+PREPARING, COMPUTING = JobState.PREPARING, JobState.COMPUTING
 LEASE_ENDED = "lease ended before the prefix was loaded"
 
 
@@ -97,26 +98,83 @@ class Reuse:
             fetch=promised,  # from other hosts, or from this host's SSD
             compute_s=self._workload.block_s(now),
             wait_s=self._workload.spared_s(now, request, job.length, len(job.prefix)),
+            tail_first=min(request.reuse_blocks - len(job.prefix), len(wanted)) if promised and self._meets(job) else 0,
         )
 
-    def take(self, lease_id: int, sources: tuple[SlotRef, ...], remote: int) -> list[Effect]:
-        """Reuse the leased blocks, of which the last `remote` came from other hosts; none if the pool did not answer."""
+    def _meets(self, job: Job) -> bool:
+        """Return whether a job may compute its head while its tail is fetched."""
+        return self._settings.meet and job.group is None
+
+    def take(self, now: float, lease_id: int, sources: tuple[SlotRef, ...], answer: BlocksLeased | None = None) -> list[Effect]:
+        """Reuse the leased blocks, of which the last ones came from other hosts; none if the pool did not answer."""
         job = self._leases.get(lease_id)
         if job is None or job.state is not PREPARING or job.leased:
             return self._pool.release(lease_id)
         job.leased = True
         job.estimate = None
-        sources = sources[: (job.length - 1) // self._layout.block_tokens - len(job.prefix)]  # no more than requested
+        first, remote = len(job.prefix), answer.remote if answer is not None else 0
+        sources = sources[: self._reusable(job) - first]  # no more than requested
         remote = min(remote, len(sources))
         job.prefix += sources
         job.remote_blocks += remote
         job.local_blocks += len(sources) - remote
+        stop = min(job.request.reuse_blocks, self._reusable(job))
+        if answer is not None and answer.more and self._meets(job) and len(job.prefix) < stop and self._pool.wants(lease_id):
+            job.meeting = Meeting(first, stop, answer.block_s or self._workload.fetched_s(1), now)
         return []
 
+    def on_arrived(self, now: float, _sender: str, message: BlocksArrived) -> list[Effect]:
+        """Take note of blocks that came while their job computes or waits."""
+        job, sources = self._leases.get(message.lease_id), self._pool.on_arrived(message)
+        meeting = job.meeting if job is not None else None
+        if job is None or meeting is None or not meeting.grows:
+            return []
+        blocks = {meeting.first + block: ref for block, ref in zip(message.blocks, sources, strict=False)}
+        remote = set(list(blocks)[len(blocks) - message.remote :]) if message.remote <= len(blocks) else set()
+        computed = job.chunk_stop if job.state is COMPUTING else job.computed
+        meeting.take(now, blocks, remote, max(len(job.prefix), computed // self._layout.block_tokens))
+        meeting.grows = not message.last
+        job.estimate = None
+        return []
+
+    def awaits(self, now: float, job: Job) -> bool:
+        """Return whether blocks of a job that are needed before its last part may still come."""
+        meeting = job.meeting
+        if meeting is None or not meeting.grows:
+            return False
+        if self._pool.reading_time_s(now, job.lease_id) <= 0:
+            self._lose(job, meeting)
+            return False
+        return meeting.missing(job.computed // self._layout.block_tokens) > 0
+
+    def head_blocks(self, now: float, job: Job) -> int:
+        """Return how many blocks of a job that awaits others are worth computing now; 0 if it should wait."""
+        meeting, size = job.meeting, self._layout.block_tokens
+        if meeting is None:
+            return 0
+        block = meeting.after_run(job.computed // size)
+        compute_s = self._workload.computed_s(now, block * size, (block + 1) * size)
+        most = max(1, self._settings.meet_chunk_tokens // size)
+        blocks = meeting.head_blocks(now, block, compute_s=compute_s, most=most)
+        return blocks if blocks <= self._slab.slots.available else 0
+
+    def _reusable(self, job: Job) -> int:
+        return (job.length - 1) // self._layout.block_tokens
+
+    def _lose(self, job: Job, meeting: Meeting) -> None:
+        """The lease is over before everything came."""
+        meeting.lose()
+        job.estimate = None
+        self._counts.add("prefix_leases_expired")
+
     def pool_lost(self, job: Job) -> None:
-        """Stop waiting for the answer of a pool that is gone. To be called after the pool's client was notified."""
-        if job.lease_id is not None and not job.leased and not self._pool.wants(job.lease_id):
+        """Stop waiting for a pool that is gone. To be called after the pool's client was notified."""
+        if job.lease_id is None or self._pool.wants(job.lease_id):
+            return
+        if not job.leased:
             job.leased, job.estimate = True, None
+        elif job.meeting is not None and (job.meeting.grows or job.meeting.arrived):
+            self._lose(job, job.meeting)
 
     def drop_expired(self, now: float, job: Job) -> None:
         """Count the leased blocks of a job as a miss if their lease has ended or nearly so."""
@@ -124,6 +182,7 @@ class Reuse:
             del job.prefix[len(job.own_slots) :]
             job.local_blocks = job.remote_blocks = 0
             self._counts.add("prefix_leases_expired")
+            job.meeting = None
 
     def time_s(self, now: float, reusing: Reusing) -> float:
         """Return how long loading the reused blocks may take; 0 if their lease has ended or nearly so."""
@@ -136,11 +195,54 @@ class Reuse:
         size = self._layout.block_tokens
         return tuple(BlockLoad(i, ref, layers.start, layers.stop, size) for i, ref in enumerate(reusing.prefix))
 
-    def take_computed(self, job: Job) -> list[SlotRef]:
+    def take_here(self, now: float, job: Job) -> tuple[list[SlotRef], float]:
+        """Reuse the blocks from the next chunk on that are here by now: those that other jobs have computed, and those that
+        were fetched. Returns these blocks, and how long loading them may take."""
+        taken, time_s = self._take_computed(job), self._settings.work_deadline_s
+        meeting = job.meeting
+        while meeting is not None and (run := self._take_arrived(now, job, meeting)):
+            time_s = self._pool.reading_time_s(now, job.lease_id)
+            taken += [*run, *self._take_computed(job)]
+        return taken, time_s
+
+    def _take_arrived(self, now: float, job: Job, meeting: Meeting) -> list[SlotRef]:
+        first = job.computed // self._layout.block_tokens
+        if first not in meeting.arrived:
+            return []
+        if self._pool.reading_time_s(now, job.lease_id) <= 0:
+            self._lose(job, meeting)
+            return []
+        run = meeting.take_run(first)
+        remote = len(meeting.remote.intersection(range(first, first + len(run))))
+        job.remote_blocks += remote
+        job.local_blocks += len(run) - remote
+        job.load(first, run, self._layout)
+        return run
+
+    def take_room(self, job: Job, first: int, stop: int) -> bool:
+        """Reserve slots for those of these blocks after the prefix that were expected from the pool and have to be computed.
+        Returns whether there was room."""
+        lacking = [place for place in range(first, stop) if job.new_slots[place] == NO_SLOT]
+        if len(lacking) > self._slab.slots.available:
+            return False
+        for place, slot in zip(lacking, self._slab.reserve(len(lacking)) if lacking else (), strict=True):
+            job.new_slots[place] = slot
+        return True
+
+    def shorten(self, job: Job) -> list[Effect]:
+        """Let nothing be fetched that the chunk in flight computes."""
+        meeting = job.meeting
+        if meeting is None or not meeting.grows or job.lease_id is None:
+            return []
+        first, stop = job.chunk_first_block, min(job.chunk_stop // self._layout.block_tokens, meeting.stop)
+        meeting.computed += max(0, stop - first)
+        return self._pool.shorten(job.lease_id, max(0, stop - meeting.first)) if stop > first else []
+
+    def _take_computed(self, job: Job) -> list[SlotRef]:
         """Reuse blocks that other jobs have computed here in the meantime: those from the next chunk on that are in the slab
         replace the slots reserved for them. Returns these blocks."""
         request, first = job.request, job.computed // self._layout.block_tokens
-        reusable = (job.length - 1) // self._layout.block_tokens
+        reusable = self._reusable(job)
         if job.group is not None or request.prompt_logprobs is not None or first >= reusable:
             return []
         if self._slab.slots.committed(request.keys[first]) is None:

@@ -40,12 +40,20 @@ class PrefillSettings:
     own_reuse: bool = True
     """Look up blocks in the own slab before the pool. Otherwise every reused block comes from the pool, which allows to
     measure it."""
+    meet: bool = True
+    """Compute the head of a prompt while blocks of it are fetched from the last one on, where the engine has nothing else to
+    compute. Otherwise it waits for all of them."""
+    meet_chunk_tokens: int = 128
+    """Most tokens in a chunk of such a head: a prompt that arrives meanwhile waits for it, and the fetch may outrun it. Shorter
+    chunks cost more for each token."""
     drain_grace_s: float = GRACE_S
     """When the prefill drains, prompts that are not expected to be computed within so long are placed on another prefill at
     once; without one they are computed here."""
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:
+        if self.meet_chunk_tokens < 1:
+            raise ValueError("meet_chunk_tokens must be at least 1")
         if self.chunk_tokens < 1 or self.max_active < 1 or self.short_jobs < 0 or self.max_queued < 1:
             raise ValueError("chunk_tokens, max_active and max_queued must be at least 1, short_jobs at least 0")
         if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):

@@ -24,7 +24,7 @@ class Slab:
 
     def release(self, held: Iterable[int]) -> None:
         """Free slots that are pinned here and were never committed."""
-        for slot in held:
+        for slot in [each for each in held if each >= 0]:
             self.slots.unpin((slot,))
             self.slots.free(slot)
 

@@ -60,6 +60,14 @@ class Workload:
         """Return how long computing one block took recently; 0 if nothing was measured yet."""
         return self._compute.ratio(now) * self._costs.compute_s(self._block_tokens, 0) if self._compute.known else 0.0
 
+    def computed_s(self, now: float, start: int, stop: int) -> float:
+        """Return how long computing these tokens of a prompt would take."""
+        return self._compute.ratio(now) * self._costs.compute_s(stop, start)
+
+    def fetched_s(self, blocks: int) -> float:
+        """Return how long fetching so many blocks would take by the cost model, where nothing was measured."""
+        return self._costs.transfer_s(blocks * self._block_tokens)
+
     def spared_s(self, now: float, request: StartPrefill | StartStage, tokens: int, own_blocks: int) -> float:
         """Return how long computing the blocks that the plan reuses would take, without the first `own_blocks`."""
         own, promised = own_blocks * self._block_tokens, self._promised(request, tokens)
@@ -121,6 +129,7 @@ class Workload:
             load=self._load.measured(now),
             draining=draining,
             token_s=self._costs.prefill_token_s,
+            meets=self._settings.meet,
         )
 
     def later_than(self, now: float, jobs: Sequence[Job], within_s: float) -> list[Job]:
@@ -167,7 +176,11 @@ class Workload:
             return self._promised(job.request, job.length)
         if job.state is JobState.PREPARING or job.state is JobState.GATHERING:
             own = len(job.prefix) * self._block_tokens
+            if job.meeting is not None:
+                return job.meeting.stop * self._block_tokens
             return own if job.leased else max(own, self._promised(job.request, job.length))
+        if job.meeting is not None and job.meeting.grows:
+            return max(job.computed, job.meeting.stop * self._block_tokens)
         return job.computed
 
     def _promised(self, request: StartPrefill | StartStage, length: int) -> int:

@@ -25,6 +25,7 @@ from mooncake_zmq.core.actor import (
 )
 from mooncake_zmq.core.messages import (
     BlocksAnnounced,
+    BlocksArrived,
     BlocksLeased,
     CommitSlots,
     FirstToken,
@@ -272,7 +273,7 @@ class Checkers:
             match effect:
                 case Fence(changes):
                     pool.fences.update(changes)
-                case Send(to, BlocksLeased() as leased):
+                case Send(to, (BlocksLeased() | BlocksArrived()) as leased):
                     self._granted(pool, segment, self._incarnation_of(pool, to), leased)
                 case Send(to, LeaseRenewed(lease_id=lease_id)):
                     self._renewed(pool, self._incarnation_of(pool, to), lease_id, event)
@@ -286,13 +287,14 @@ class Checkers:
     def _incarnation_of(self, pool: _Pool, peer: str) -> IncarnationId:
         return peer, pool.peers.get(peer, 0)
 
-    def _granted(self, pool: _Pool, segment: Segment, holder: IncarnationId, leased: BlocksLeased) -> None:
+    def _granted(self, pool: _Pool, segment: Segment, holder: IncarnationId, leased: BlocksLeased | BlocksArrived) -> None:
         """Check I1: a leased block is committed, stands, and has the contents of its key."""
         ask = pool.asked.get((holder, leased.lease_id))
-        if ask is None or not leased.slots:
+        if ask is None or not (leased.slots or isinstance(leased, BlocksLeased) and leased.more):
             return
         slots: dict[int, int] = {}
-        for key, ref in zip(ask.keys, leased.sources, strict=False):
+        keys = [ask.keys[block] for block in leased.blocks] if isinstance(leased, BlocksArrived) else ask.keys
+        for key, ref in zip(keys, leased.sources, strict=False):
             generation = pool.fences.get(ref.slot, segment.generations[ref.slot])
             where = f"{segment.node} slot {ref.slot} generation {ref.generation}"
             if generation != ref.generation or generation % 2:
@@ -305,6 +307,11 @@ class Checkers:
                     raise Violation("I1", f"{where} is leased with a checksum that is not its bytes'")
             slots[ref.slot] = ref.generation
             pool.had[holder, ref.slot] = ref.generation
+        if isinstance(leased, BlocksArrived):
+            if (holder, leased.lease_id) not in pool.leases:
+                raise Violation("I2", f"{holder} was sent further blocks of lease {leased.lease_id}, but it has ended")
+            pool.leases[holder, leased.lease_id].slots.update(slots)
+            return
         ttl_s = min(ask.ttl_s, self._max_lease_s)
         pool.leases[holder, leased.lease_id] = _Lease(holder, slots, self._now(pool.name) + ttl_s)
 

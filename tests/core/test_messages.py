@@ -20,6 +20,7 @@ from mooncake_zmq.core.messages import (
     MAX_TOKENS,
     AttemptFailed,
     BlocksAnnounced,
+    BlocksArrived,
     BlocksLeased,
     Envelope,
     FirstToken,
@@ -90,7 +91,27 @@ def structs(kind):
         )
         told = st.tuples(*[st.lists(values(typing.get_args(hints[name])[0].__args__[0])) for name in ("parents", "tokens")])
         return st.builds(told_of, plain, told)
+    if kind is BlocksArrived:
+        refs = st.lists(structs(SlotRef), max_size=4)
+        others = [fields[name] for name in ("lease_id", "node", "incarnation", "last")]
+        return st.tuples(refs, fields["blocks"], *others).map(arrived_of)
     return st.builds(kind, **fields)
+
+
+def arrived_of(drawn):
+    refs, blocks, lease_id, node, incarnation, last = drawn
+    refs = refs[: len(blocks)]
+    return BlocksArrived(
+        lease_id=lease_id,
+        node=node,
+        incarnation=incarnation,
+        blocks=blocks[: len(refs)],
+        slots=tuple(ref.slot for ref in refs),
+        generations=tuple(ref.generation for ref in refs),
+        checksums=tuple(ref.checksum for ref in refs),
+        remote=len(refs) // 2,
+        last=last,
+    )
 
 
 def told_of(leased, told):

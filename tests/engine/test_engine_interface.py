@@ -100,6 +100,32 @@ def test_kv_moved_as_parts_continues_the_sequence(engine, block, prefix):
     same(engine, logits, whole)
 
 
+@pytest.mark.parametrize("meets_at", [64, 128, 192])
+def test_a_computed_head_and_a_loaded_tail_are_bit_for_bit_what_computing_alone_is(engine, meets_at):
+    """In chunks of the same lengths, as other lengths round otherwise."""
+    spec, stop, chunk = engine.spec, 256, 64
+    alone, met = engine.new_sequence(512), engine.new_sequence(512)
+    part = np.empty((2, chunk, spec.kv_heads, spec.head_dim), dtype=np.float32)
+    for start in range(0, stop, chunk):
+        engine.prefill(alone, TOKENS[start : start + chunk])
+    whole = engine.prefill(alone, TOKENS[stop:])
+    for start in range(0, meets_at, chunk):
+        engine.prefill(met, TOKENS[start : start + chunk])
+
+    def load(layer):
+        for start in range(meets_at, stop, chunk):
+            alone.read_part(layer, start, start + chunk, part)
+            met.write_part(layer, start, part)
+
+    met.set_length(stop)
+    np.testing.assert_array_equal(engine.prefill(met, TOKENS[stop:], before_layer=load), whole)
+    for layer in range(spec.layers):
+        parts = np.empty((2, 2, len(TOKENS), spec.kv_heads, spec.head_dim), dtype=np.float32)
+        for sequence, out in zip((alone, met), parts, strict=True):
+            sequence.read_part(layer, 0, len(TOKENS), out)
+        np.testing.assert_array_equal(*parts)
+
+
 def test_a_layer_can_be_read_once_after_layer_ran(engine):
     reference, _ = prefill_in_chunks(engine, TOKENS, len(TOKENS))
     sequence = engine.new_sequence(512)

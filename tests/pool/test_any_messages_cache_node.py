@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mooncake_zmq.core.actor import Received
-from mooncake_zmq.core.messages import BlocksLeased, CommitSlots, LeaseBlocks, ReleaseLease, ReserveSlots
+from mooncake_zmq.core.messages import BlocksLeased, CommitSlots, LeaseBlocks, ReleaseLease, ReserveSlots, ShortenFetch
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, DiskWritten, ProbeProcess, ProcessProbed, WorkFailed, WriteToDisk
 from mooncake_zmq.pool.node.cache_node import CacheNode
 from mooncake_zmq.pool.node.disk_tier import DiskContents
@@ -46,6 +46,8 @@ steps = st.lists(
         st.tuples(st.just("say"), st.tuples(senders.filter(PEERS.__contains__), anything)),
         st.tuples(st.just("put"), st.integers(1, 5)),
         st.tuples(st.just("lease"), st.integers(1, 5)),
+        st.tuples(st.just("tail"), st.integers(0, 3)),
+        st.tuples(st.just("shorten"), st.integers(0, 4)),
         st.tuples(st.just("reuse"), st.integers(0, 5)),
         st.tuples(st.just("answer"), st.integers(0, 9)),
         st.tuples(st.just("late"), st.integers(0, 5)),
@@ -98,6 +100,10 @@ def new_node(tells, has_disk):
     return node
 
 
+def take_lease(lease_id, wanted):
+    return LeaseBlocks(lease_id=lease_id, keys=wanted, sources=("c0", "c1"), fetch_s=5.0, ttl_s=5.0)
+
+
 def take_step(node, what, how):
     match what:
         case "say":
@@ -107,11 +113,17 @@ def take_step(node, what, how):
             node.handle(Received("p0", ReserveSlots(put_id=put_id, keys=KEYS[:how], ttl_s=5.0)))
             node.handle(Received("p0", CommitSlots(put_id=put_id, checksums=tuple((i, i + 1) for i in range(how)))))
         case "lease":
-            ask = LeaseBlocks(lease_id=5000 + how, keys=KEYS[:how], sources=("c0", "c1"), fetch_s=5.0, ttl_s=5.0)
+            ask = take_lease(5000 + how, KEYS[:how])
             node.handle(Received("d0", ask))
+        case "tail":
+            ask = structs.replace(take_lease(6000 + how, KEYS[: how + 2]), tail_first=how + 1)
+            node.handle(Received("p0", ask))
+        case "shorten":
+            for number in range(4):
+                node.handle(Received("p0", ShortenFetch(lease_id=6000 + number, first=how)))
         case "reuse":
             node.handle(Received("d0", ReleaseLease(lease_id=5000)))
-            ask = LeaseBlocks(lease_id=5000, keys=KEYS[how : how + 2], sources=("c0", "c1"), fetch_s=5.0, ttl_s=5.0)
+            ask = take_lease(5000, KEYS[how : how + 2])
             node.handle(Received("d0", ask))
         case "late":
             asked = [(to, message) for to, message in node.sent if isinstance(message, LeaseBlocks)]

@@ -13,6 +13,7 @@ from msgspec import structs
 from mooncake_zmq.core.actor import Received
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
+    BlocksArrived,
     BlocksLeased,
     CancelRequest,
     DecodeDenied,
@@ -75,7 +76,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("say"), st.just("g"), starts()),
         st.tuples(st.just("say"), st.just("g"), of(StartPrefill, CancelRequest)),
-        st.tuples(st.just("say"), st.just("c"), of(BlocksLeased, SlotsReserved, ReclaimSlots, ReportCorrupt)),
+        st.tuples(st.just("say"), st.just("c"), of(BlocksLeased, BlocksArrived, SlotsReserved, ReclaimSlots, ReportCorrupt)),
         st.tuples(
             st.just("say"),
             st.sampled_from(("d0", "d1")),
@@ -84,6 +85,8 @@ steps = st.lists(
         st.tuples(st.just("say"), senders, st.one_of(starts(), anything)),
         st.tuples(st.just("begin"), st.integers(0, 3), starts()),
         st.tuples(st.just("lease"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("grow"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("grow"), st.integers(0, 9), st.none()),
         st.tuples(st.just("work"), st.floats(0, 1), st.none()),
         st.tuples(st.just("work"), st.floats(0, 0.7), st.none()),
         st.tuples(st.just("wait"), pauses, st.none()),
@@ -143,6 +146,12 @@ def take_step(node, what, which, message):
             node.handle(Received(message.decode, reserved))
         case "lease" if leases := sorted(job.lease_id for job in node.actor.jobs if job.lease_id is not None):
             node.handle(Received("c", leased(leases[which % len(leases)], which)))
+        case "grow" if leases := sorted(job.lease_id for job in node.actor.jobs if job.lease_id is not None):
+            lease_id, block = leases[which % len(leases)], which // 2
+            node.handle(Received("c", structs.replace(leased(lease_id, which % 2), more=True)))
+            columns = {"blocks": (block,), "slots": (which,), "generations": (2,), "checksums": (5,)}
+            arrived = BlocksArrived(lease_id=lease_id, node="c", incarnation=7, last=which == 9, **columns)
+            node.handle(Received("c", arrived))
         case "work" if node.works:
             work_id, work = sorted(node.works.items())[0]
             node.done(work_id, outcome(node, work, which))

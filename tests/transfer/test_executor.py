@@ -263,6 +263,19 @@ def test_a_loaded_prefix_gives_the_same_tokens(make_rig, where):
     assert rig.decode(9, token) == more
 
 
+def test_a_computed_head_and_a_loaded_tail_give_the_same_tokens(make_rig):
+    """Of a prompt's blocks the first is computed, and the others are loaded by the chunk behind them."""
+    rig = make_rig("a")
+    token, more = reference()
+    refs, _ = rig.prefill()
+    rig.executor.open_sequence(9, 32)
+    assert rig.result(rig.compute(9, 0, PROMPT[:4], outputs=rig.grants(8))).checksums == (refs[0].checksum,)
+    work = rig.compute(9, 12, PROMPT[12:], prefix=loads(refs[:3])[1:], outputs=rig.grants(9), sampling=GREEDY)
+    result = rig.result(work)
+    assert (result.token, result.failed, result.checksums) == (token, (), (refs[3].checksum,))
+    assert rig.decode(9, token) == more
+
+
 def test_a_sequence_hears_how_much_of_it_will_be_filled(make_rig, monkeypatch):
     rig = make_rig("a")
     told = []

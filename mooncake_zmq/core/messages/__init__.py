@@ -100,6 +100,7 @@ from mooncake_zmq.core.messages.placing import (
 )
 from mooncake_zmq.core.messages.pool import (
     MAX_FETCHED_BLOCKS,
+    BlocksArrived,
     BlocksLeased,
     ChangeReplica,
     CommitSlots,
@@ -111,6 +112,7 @@ from mooncake_zmq.core.messages.pool import (
     RenewLease,
     ReportCorrupt,
     ReserveSlots,
+    ShortenFetch,
     SlotsReserved,
 )
 from mooncake_zmq.core.messages.protocols import FIELDS_SINCE, has_field, speaks, without_newer_fields
@@ -162,6 +164,7 @@ __all__ = [
     "AskState",
     "AttemptFailed",
     "BlocksAnnounced",
+    "BlocksArrived",
     "BlocksLeased",
     "CacheLoad",
     "CallRead",
@@ -258,6 +261,7 @@ __all__ = [
     "Schedule",
     "SegmentRef",
     "SetCordon",
+    "ShortenFetch",
     "Sibling",
     "Slo",
     "SlotRef",
@@ -325,6 +329,8 @@ Message = (
     | ChatUnrendered
     | LeaseBlocks
     | BlocksLeased
+    | BlocksArrived
+    | ShortenFetch
     | RenewLease
     | LeaseRenewed
     | ReleaseLease

@@ -117,6 +117,8 @@ class FirstToken(TaggedRecord, frozen=True):
     """Part of `prefill_s` until the engine began: lease, reservation, room."""
     load_s: Seconds = 0.0
     """Time from then until reused KV was loaded, concurrently with computing."""
+    met: Count = 0
+    """Tokens with KV elsewhere that were computed while KV after them was fetched."""
 
 
 class PromptScored(TaggedRecord, frozen=True):

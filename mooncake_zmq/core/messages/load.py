@@ -46,6 +46,8 @@ class PrefillLoad(TaggedRecord, frozen=True):
     draining: bool = False
     token_s: Seconds = 0.0
     """Seconds of a prompt's token by its own costs, with which `compute` was predicted; 0: by the conductor's."""
+    meets: bool = False
+    """Whether it computes the head of a prompt while its tail is fetched, where it has nothing else to compute."""
 
 
 MAX_ADAPTERS: Final = 4096

@@ -45,6 +45,9 @@ class LeaseBlocks(TaggedRecord, frozen=True):
     """Time in which the client computes one of these blocks; 0: get them however long it takes."""
     contents: bool = False
     """Whether to return the blocks' tokens as well, for a client that publishes KV events."""
+    tail_first: Count = 0
+    """Unless 0, the first so many of `keys` are fetched from the last one on, while the client computes from the first one on:
+    the answer comes at once, and what is fetched follows in `BlocksArrived`."""
 
 
 class BlocksLeased(TaggedRecord, frozen=True):
@@ -68,6 +71,10 @@ class BlocksLeased(TaggedRecord, frozen=True):
     No columns if they are not known of any block. At most `MAX_TOKENS` in all."""
     tenants: Annotated[tuple[Tenant, ...], Meta(max_length=MAX_BLOCKS)] = ()
     """Tenant of each block, for another cache-node; no column if no block has one."""
+    more: bool = False
+    """Whether further blocks of the lease follow in `BlocksArrived`."""
+    block_s: Seconds = 0.0
+    """Recent seconds for each block that is fetched; 0 if they were not measured."""
 
     def __post_init__(self) -> None:
         blocks = len(self.slots)
@@ -84,9 +91,47 @@ class BlocksLeased(TaggedRecord, frozen=True):
     @property
     def sources(self) -> tuple[SlotRef, ...]:
         """Return the slot to read each block from."""
-        node, incarnation = self.node, self.incarnation
-        columns = zip(self.slots, self.generations, self.checksums, strict=True)
-        return tuple([SlotRef(node=node, incarnation=incarnation, slot=s, generation=g, checksum=c) for s, g, c in columns])
+        return _sources(self)
+
+
+class BlocksArrived(TaggedRecord, frozen=True):
+    """Further blocks of a lease that is fetched from its tail, which last as long as the others: `blocks` are their indices in
+    its keys."""
+
+    lease_id: Count
+    node: Name
+    incarnation: Count
+    blocks: Counts = ()
+    slots: Counts = ()
+    generations: Counts = ()
+    checksums: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_BLOCKS)] = ()
+    remote: Count = 0
+    """Number of these blocks that were fetched from another host for this lease."""
+    last: bool = False
+    """Whether no further block follows."""
+
+    def __post_init__(self) -> None:
+        if not len(self.slots) == len(self.generations) == len(self.checksums) == len(self.blocks) >= self.remote:
+            raise ValueError("columns of different lengths")
+
+    @property
+    def sources(self) -> tuple[SlotRef, ...]:
+        """Return the slot to read each block from."""
+        return _sources(self)
+
+
+def _sources(message: BlocksLeased | BlocksArrived) -> tuple[SlotRef, ...]:
+    node, incarnation = message.node, message.incarnation
+    columns = zip(message.slots, message.generations, message.checksums, strict=True)
+    return tuple([SlotRef(node=node, incarnation=incarnation, slot=s, generation=g, checksum=c) for s, g, c in columns])
+
+
+class ShortenFetch(TaggedRecord, frozen=True):
+    """Message of a client that computes the blocks of a lease before index `first` itself: they need not be fetched any
+    more."""
+
+    lease_id: Count
+    first: Count
 
 
 class RenewLease(TaggedRecord, frozen=True):

@@ -1,7 +1,7 @@
 """Leases of a pool's clients on its DRAM slots, from the request to the end, and copies that conductors request. PURE.
 
 A lease is answered with the leading run of its blocks once `gathering` has brought together what it can; what it misses is
-counted, each block with a reason.
+counted, each block with a reason. A lease that is gathered from its tail begins at once and grows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from mooncake_zmq.core.messages import (
     MAX_BLOCKS,
     MAX_FETCHED_BLOCKS,
     MAX_TOKENS,
+    BlocksArrived,
     BlocksLeased,
     ChangeReplica,
     LeaseBlocks,
@@ -18,6 +19,7 @@ from mooncake_zmq.core.messages import (
     ReleaseLease,
     RenewLease,
     ReportCorrupt,
+    ShortenFetch,
 )
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.events import Medium
@@ -25,7 +27,7 @@ from mooncake_zmq.kv.lease import HolderId, Process
 from mooncake_zmq.pool.node.contents import UNKNOWN
 from mooncake_zmq.pool.node.disk_tier import DiskTier
 from mooncake_zmq.pool.node.gathering import DISK, Gatherer, Gathering
-from mooncake_zmq.pool.node.misses import CORRUPT, DENIED
+from mooncake_zmq.pool.node.misses import CORRUPT, DENIED, MET
 from mooncake_zmq.pool.node.parts import Parts
 from mooncake_zmq.pool.rules.holders import Lease
 from mooncake_zmq.pool.rules.table import report_corrupt
@@ -61,7 +63,9 @@ class BlockLeases:
         gatherings = self._gatherer.gatherings
         if holder in gatherings or self._holders.lease_of(holder.process, holder.number) is not None:
             return []
-        mine = self._holders.of(holder.process, sender).usage.leases + sum(1 for h in gatherings if h.node == sender)
+        mine = self._holders.of(holder.process, sender).usage.leases + sum(
+            1 for h, gathering in gatherings.items() if h.node == sender and not gathering.begun
+        )
         if self._parts.drain.draining or mine >= self._settings.max_leases_per_client:
             self._counts.add("leases_denied")
             if self._computes(sender):
@@ -80,33 +84,68 @@ class BlockLeases:
             compute_s=message.compute_s,
             contents=message.contents,
         )
-        return self._gather(now, gathering, message.sources, fetch_s)
+        tail_first = min(message.tail_first, len(gathering.keys))
+        return self._gather(now, gathering, message.sources, fetch_s, tail_first=tail_first)
 
-    def _gather(self, now: float, gathering: Gathering, sources: Sequence[str], within_s: float) -> list[Effect]:
+    def _gather(
+        self, now: float, gathering: Gathering, sources: Sequence[str], within_s: float, *, tail_first: int = 0
+    ) -> list[Effect]:
         known = [s for s in sources if self._peers.has_role(s, "cache-node")]
-        effects = self._gatherer.begin(now, gathering, known)
+        effects = self._gatherer.begin(now, gathering, known, tail_first=tail_first)
         holder = gathering.holder
         if holder in self._gatherer.gatherings:
             effects.append(SetTimer(("gathering", holder.node, holder.incarnation, holder.number), within_s))
+            if gathering.tail is not None:
+                effects.append(self._grant(now, gathering, more=True))
         return effects
 
     def answer(self, now: float, gathering: Gathering) -> list[Effect]:
-        """Grant the leading run that is here; whatever else was pinned for it is let go."""
-        holder, run = gathering.holder, gathering.keys[: gathering.here]
+        """Grant the leading run that is here; whatever else was pinned for it is let go. A lease that grows gets what came at
+        last."""
         if gathering.requested:
             self._slots.unpin(gathering.pinned)
             return []
         if gathering.ahead:
             self._slots.unpin(list(gathering.ahead.values()))
-        origins = [gathering.came_from[key] for key in run if key in gathering.came_from] if gathering.came_from else []
-        disk = origins.count(DISK)
-        remote = len(origins) - disk
-        if self._computes(holder.node):
-            self._counts.add("lookup_blocks[result=local]", len(run) - len(origins))
-            self._counts.add("lookup_blocks[result=disk]", disk)
-            self._counts.add("lookup_blocks[result=remote]", remote)
-            self._count_misses(gathering)
-        slots = tuple(gathering.run)
+        if self._computes(gathering.holder.node):
+            self._count_lookup(gathering)
+        tail = gathering.tail
+        granted = [] if gathering.begun else [self._grant(now, gathering, more=bool(tail and tail.fresh))]
+        return granted + self.hand_over(gathering, last=True) if gathering.begun else [*granted]
+
+    def hand_over(self, gathering: Gathering, *, last: bool = False) -> list[Effect]:
+        """Let a lease that has begun have the blocks that have come since."""
+        holder, tail = gathering.holder, gathering.tail
+        fresh = tail.hand_over() if tail is not None else []
+        if not (fresh or last):
+            return []
+        slots = tuple([slot for _, slot in fresh])
+        lease = self._holders.lease_of(holder.process, holder.number)
+        assert lease is not None, "a gathering is dropped with its lease"
+        lease.rows = [*lease.rows, *slots]
+        self._disk.used(len(slots))
+        origins = [gathering.came_from.get(gathering.keys[index], DISK) for index, _ in fresh]
+        arrived = BlocksArrived(
+            lease_id=holder.number,
+            node=self._parts.name,
+            incarnation=self._parts.incarnation,
+            blocks=tuple([index for index, _ in fresh]),
+            slots=slots,
+            generations=tuple(map(self._slots.generation.__getitem__, slots)),
+            checksums=tuple(map(self._slots.checksum.__getitem__, slots)),
+            remote=len(origins) - origins.count(DISK),
+            last=last,
+        )
+        return [Send(holder.node, arrived)]
+
+    def on_shorten(self, now: float, sender: str, message: ShortenFetch) -> list[Effect]:
+        """Fetch nothing more of what the holder computes itself."""
+        return self._gatherer.shorten(now, self._peers.holder(sender, message.lease_id), message.first)
+
+    def _grant(self, now: float, gathering: Gathering, *, more: bool) -> Send:
+        """Begin the lease of the leading run that is here; `more`: it grows."""
+        holder, slots = gathering.holder, tuple(gathering.run)
+        remote = sum([gathering.came_from.get(key, DISK) != DISK for key in gathering.keys[: len(slots)]])
         parents, tokens = self._contents_of(slots) if gathering.contents else ((), ())
         leased = BlocksLeased(
             lease_id=holder.number,
@@ -119,16 +158,31 @@ class BlockLeases:
             parents=parents,
             tokens=tokens,
             tenants=self._owners(holder.node, slots),
+            more=more,
+            block_s=self._gatherer.expected_block_s(now, gathering) if more else 0.0,
         )
-        reply = Send(holder.node, leased)
-        if not run:
-            return [reply]
-        self._disk.used(len(run))
-        self._holders.lease(Lease(holder.process, holder.number, now + gathering.ttl_s, slots))
-        return [reply]
+        if slots or more:
+            self._disk.used(len(slots))
+            self._holders.lease(Lease(holder.process, holder.number, now + gathering.ttl_s, slots))
+            gathering.begun, gathering.run = more, []
+        return Send(holder.node, leased)
 
-    def _count_misses(self, gathering: Gathering) -> None:
-        missed = gathering.keys[gathering.here :]
+    def _count_lookup(self, gathering: Gathering) -> None:
+        """Count what a lease has of the blocks that were asked for, by where it was, and the others with their reasons."""
+        keys, tail = gathering.keys, gathering.tail
+        if tail is None:
+            found, missed = keys[: gathering.here], keys[gathering.here :]
+        else:
+            has = [index < tail.run or index in tail.given for index in range(len(keys))]
+            found = tuple([key for key, here in zip(keys, has, strict=True) if here])
+            missed = tuple([key for key, here in zip(keys[tail.first :], has[tail.first :], strict=True) if not here])
+        origins = [gathering.came_from[key] for key in found if key in gathering.came_from] if gathering.came_from else []
+        disk = origins.count(DISK)
+        self._counts.add("lookup_blocks[result=local]", len(found) - len(origins))
+        self._counts.add("lookup_blocks[result=disk]", disk)
+        self._counts.add("lookup_blocks[result=remote]", len(origins) - disk)
+        if met := len(keys) - len(found) - len(missed):
+            self._count_missed({MET: met})
         if missed:
             coming = self._gatherer.coming(gathering)
             self._count_missed(self._parts.misses.count(missed, self._tiers(missed), coming=coming, lost=gathering.lost))
@@ -184,7 +238,8 @@ class BlockLeases:
         return []
 
     def on_over(self, lease: Lease[Process]) -> None:
-        """Count a lease that has expired."""
+        """Count a lease that has expired; what was still gathered for it is given up."""
+        self._gatherer.drop(HolderId(*lease.client, lease.number))
         self._counts.add("leases_expired")
         self._disk.used(len(lease.rows))
 

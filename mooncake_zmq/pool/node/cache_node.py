@@ -36,6 +36,7 @@ from mooncake_zmq.core.messages import (
     RenewLease,
     ReportCorrupt,
     ReserveSlots,
+    ShortenFetch,
 )
 from mooncake_zmq.core.reports import REPORT
 from mooncake_zmq.core.work import BlocksCopied, DiskWritten, ProcessProbed, WorkFailed
@@ -97,6 +98,7 @@ class CacheNode:
                 LeaseBlocks: self._leases.on_lease,
                 ReleaseLease: self._leases.on_release,
                 RenewLease: self._leases.on_renew,
+                ShortenFetch: self._leases.on_shorten,
                 ReserveSlots: self._puts.on_reserve,
                 CommitSlots: self._puts.on_commit,
                 ReportCorrupt: self._leases.on_corrupt,
@@ -126,6 +128,8 @@ class CacheNode:
         effects = self._dispatch(now, event)
         while self._gatherer.finished:
             effects += self._leases.answer(now, self._gatherer.finished.pop(0))
+        while self._gatherer.grown:
+            effects += self._leases.hand_over(self._gatherer.grown.pop(0))
         if self._has_disk:
             effects += self.disk.demote()
             self.disk.slots.fences.clear()  # its slots are files' places: they are not mapped
@@ -205,7 +209,7 @@ class CacheNode:
             "leased_blocks": self.slots.pinned,
             "leases": len(leases),
             "oldest_lease_seconds_left": 0.0 if oldest is None else max(0.0, oldest - now),
-            "pending_leases": len(self._gatherer.gatherings),
+            "pending_leases": sum(not gathering.begun for gathering in self._gatherer.gatherings.values()),
             "writing_blocks": self.slots.count(SlotState.WRITING),
             "quarantined_blocks": self.slots.count(SlotState.QUARANTINED),
             "demoting_blocks": self.disk.demoting,

@@ -7,6 +7,7 @@ from typing import Any
 from mooncake_zmq.core.actor import CancelTimer, Effect, PeerUp, Send, SetTimer, Start
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
+    BlocksArrived,
     BlocksLeased,
     CommitSlots,
     LeaseBlocks,
@@ -17,6 +18,7 @@ from mooncake_zmq.core.messages import (
     RenewLease,
     ReportCorrupt,
     ReserveSlots,
+    ShortenFetch,
     SlotRef,
     SlotsReserved,
 )
@@ -56,7 +58,7 @@ RENEW = ("renew",)
 POOL_ABSENT = "pool absent"
 """The kind of the timers that end the wait for a cache-node; their keys end with the lease's id."""
 
-OF_POOLS = frozenset((BlocksLeased, LeaseRenewed, SlotsReserved, ReclaimSlots))
+OF_POOLS = frozenset((BlocksLeased, BlocksArrived, LeaseRenewed, SlotsReserved, ReclaimSlots))
 
 
 @dataclass(slots=True)
@@ -146,19 +148,22 @@ class PoolClient:
         fetch: bool,
         compute_s: float = 0.0,
         wait_s: float = 0.0,
+        tail_first: int = 0,
     ) -> list[Effect]:
         """Ask for the leading run of `keys`; while `node` is None, wait up to `wait_s` for it to be known; then the timer
         `POOL_ABSENT` lets the owner `forgo` the lease.
 
         `fetch`: what DRAM lacks is worth waiting for, unless it takes longer than `compute_s` a block (0: not known).
+        `tail_first`: see `LeaseBlocks`. Such a fetch lasts at most as long as computing, which is `wait_s`.
         """
         ask = LeaseBlocks(
             lease_id=lease_id,
             keys=tuple(keys),
             sources=tuple(sources),
-            fetch_s=self.settings.fetch_s if fetch else 0.0,
+            fetch_s=max(self.settings.fetch_s, wait_s if tail_first else 0.0) if fetch else 0.0,
             ttl_s=self.settings.lease_ttl_s,
             compute_s=compute_s,
+            tail_first=tail_first,
         )
         if self.node is not None:
             return self._ask(now, ask)
@@ -183,11 +188,24 @@ class PoolClient:
         not in our cache-node's own slots is no lease."""
         if message.lease_id not in self._leases:
             return None
-        if message.slots and (message.node, message.incarnation) == (self.node, self._incarnation):
+        ours = (message.node, message.incarnation) == (self.node, self._incarnation)
+        if ours and (message.slots or message.more):
             self._leases[message.lease_id].granted = True
             return message.sources
         del self._leases[message.lease_id]
         return ()
+
+    def on_arrived(self, message: BlocksArrived) -> tuple[SlotRef, ...]:
+        """Where to read further blocks of a lease still held."""
+        lease = self._leases.get(message.lease_id)
+        ours = (message.node, message.incarnation) == (self.node, self._incarnation)
+        return message.sources if ours and lease is not None and lease.granted else ()
+
+    def shorten(self, lease_id: int, first: int) -> list[Effect]:
+        """The blocks of a lease before this one need not be fetched any more."""
+        if lease_id not in self._leases or self.node is None:
+            return []
+        return [Send(self.node, ShortenFetch(lease_id=lease_id, first=first))]
 
     def reading_time_s(self, now: float, lease_id: int | None) -> float:
         """How long a copy that begins now may take; 0 if the lease is over or nearly so."""

@@ -3,6 +3,9 @@
 Each source is given batches of the missing blocks in their order, at most `PIPELINE` at a time, so that all of them work at
 once and the nearest blocks come first. A source that turns out to lack a block is asked for nothing after it: what it holds
 of a chain begins at the root. A source slower than computing is not asked. At the deadline the leading run that is here counts.
+
+A gathering from the tail has its batches in the reverse order, for a reader that computes the head meanwhile. What comes is
+handed over at once, whatever is missing before it, and the reader says from where on it still needs blocks.
 """
 
 from collections import Counter
@@ -26,6 +29,8 @@ DISK = ""
 """The source that is this node's own SSD tier."""
 PIPELINE = 2
 """Batches under way from one source for one lease: while one is copied, the next is looked up."""
+TAIL_PARTS = 16
+"""A gathering from the tail has at least so many batches: what is under way where both ends meet was mostly fetched in vain."""
 MAX_PROMOTED_SHARE = 0.25
 """Part of DRAM that promotions may hold: a disk that hangs must not take all of it. Past it the disk is not asked."""
 RATE_BLOCKS = 64
@@ -64,16 +69,59 @@ class Gathering:
     """Why these did not come from the source that was asked last, or that would have been."""
     waits_for: frozenset[Key] = frozenset()
     """All keys, once it waits: what comes or fails concerns it only if it is among these."""
+    tail: "Tail | None" = None
+    """Its blocks from the last one on, if it is gathered from there."""
+    begun: bool = False
+    """Its lease has begun, and grows."""
 
     @property
     def here(self) -> int:
-        """Length of the leading run that is here."""
-        return len(self.run)
+        """Length of the leading run that is here, or that its holder computes by itself."""
+        return len(self.run) if self.tail is None else self.tail.first
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything is here."""
+        return self.here >= len(self.keys) if self.tail is None else not self.tail.missing
 
     @property
     def pinned(self) -> list[int]:
         """Slots pinned for this gathering, once for each pin."""
-        return self.run + list(self.ahead.values())
+        return self.run + list(self.ahead.values()) + ([slot for _, slot in self.tail.fresh] if self.tail else [])
+
+
+@dataclass(slots=True)
+class Tail:
+    """The blocks of a gathering from the tail, by their indices: `missing`, from the `first` on that its holder does not
+    compute itself; `given` to the lease; and `fresh`, pinned and to be given to it."""
+
+    run: int
+    """Blocks of the leading run that was here."""
+    batch: int
+    """Blocks asked of a source at a time."""
+    missing: list[int]
+    first: int
+    given: set[int] = field(default_factory=set)
+    fresh: list[tuple[int, int]] = field(default_factory=list)
+
+    def shorten(self, first: int) -> None:
+        """Want nothing before this index any more."""
+        self.first = max(self.first, first)
+        self.missing = [index for index in self.missing if index >= self.first]
+
+    def take(self, slots: Sequence[int | None]) -> list[int]:
+        """Take those of the missing blocks that are in slots now, and return the slots."""
+        found = [(index, slot) for index, slot in zip(self.missing, slots, strict=True) if slot is not None]
+        if found:
+            self.given.update([index for index, _ in found])
+            self.fresh += found
+            self.missing = [index for index in self.missing if index not in self.given]
+        return [slot for _, slot in found]
+
+    def hand_over(self) -> list[tuple[int, int]]:
+        """Return the fresh blocks, which the lease holds from now on."""
+        fresh, self.fresh = self.fresh, []
+        return fresh
 
 
 @dataclass(slots=True)
@@ -105,12 +153,15 @@ class _Rate:
 
 
 class Gatherer:
-    """All gatherings of one cache-node. Its owner answers those that appear in `finished`."""
+    """All gatherings of one cache-node. Its owner answers those that appear in `finished`, and hands over what came to those in
+    `grown`."""
 
     def __init__(self, parts: Parts, disk: DiskTier, *, stored: Callable[[Sequence[Key]], None]) -> None:
         """`stored` is called with blocks that came to stand in the DRAM slots."""
         self.gatherings: dict[HolderId, Gathering] = {}
         self.finished: list[Gathering] = []
+        self.grown: list[Gathering] = []
+        """Gatherings from the tail to which something came, to be handed over."""
         self._settings = parts.settings
         self._dram = parts.slots
         self._contents = parts.contents
@@ -151,11 +202,19 @@ class Gatherer:
 
     # --- beginnings and ends
 
-    def begin(self, now: float, gathering: Gathering, sources: Sequence[str]) -> list[Effect]:
-        """Pin what is here and ask for the rest. It may be finished at once."""
+    def begin(self, now: float, gathering: Gathering, sources: Sequence[str], *, tail_first: int = 0) -> list[Effect]:
+        """Pin what is here and ask for the rest. It may be finished at once. `tail_first`: if the first so many blocks are not
+        all here, fetch these from the last one on."""
         everyone = (DISK, *sources) if self._disk.readable else tuple(sources)
-        gathering.limits = {source: len(gathering.keys) for source in everyone}
+        gathering.limits = {source: tail_first or len(gathering.keys) for source in everyone}
         self.gatherings[gathering.holder] = gathering
+        self._pin_present(gathering)
+        if gathering.here < tail_first:
+            run = gathering.here
+            batch = max(1, min(self._settings.fetch_batch_blocks, (tail_first - run) // TAIL_PARTS))
+            gathering.tail = Tail(run, batch, list(range(run, tail_first)), run)
+            self._dram.unpin(list(gathering.ahead.values()))
+            gathering.ahead.clear()
         effects = self._advance(now, gathering)
         if gathering.holder in self.gatherings:
             gathering.waits_for = frozenset(gathering.keys)
@@ -170,13 +229,23 @@ class Gatherer:
         """Ask for more of what is missing; finish if nothing more can come in time."""
         self._pin_present(gathering)
         effects: list[Effect] = []
-        if gathering.here < len(gathering.keys) and now < gathering.deadline:
+        if not gathering.is_complete and now < gathering.deadline:
             effects = self._ask_sources(now, gathering)
             if self._may_come(now, gathering):
+                if gathering.tail is not None and gathering.tail.fresh:
+                    self.grown.append(gathering)
                 return effects
         self.gatherings.pop(gathering.holder, None)
         self.finished.append(gathering)
         return effects
+
+    def shorten(self, now: float, holder: HolderId, first: int) -> list[Effect]:
+        """The holder needs nothing before this block any more."""
+        gathering = self.gatherings.get(holder)
+        if gathering is None or gathering.tail is None:
+            return []
+        gathering.tail.shorten(first)
+        return self._advance(now, gathering)
 
     def expire(self, now: float, holder: HolderId) -> None:
         """The deadline: what is still on its way comes too late for this lease, but not for the pool."""
@@ -190,6 +259,8 @@ class Gatherer:
         gathering = self.gatherings.pop(holder, None)
         if gathering is not None:
             self._dram.unpin(gathering.pinned)
+            if gathering.tail is not None:
+                gathering.tail.hand_over()
 
     def source_down(self, now: float, source: str) -> list[Effect]:
         """Requests to this source will not be answered. Copies under way fail by themselves."""
@@ -204,6 +275,9 @@ class Gatherer:
     # --- asking
 
     def _pin_present(self, gathering: Gathering) -> None:
+        if gathering.tail is not None:
+            self._dram.pin(gathering.tail.take(self._dram.present([gathering.keys[i] for i in gathering.tail.missing])))
+            return
         missing = gathering.keys[gathering.here :]
         present = self._dram.present(missing)
         run: list[int] = []
@@ -225,7 +299,10 @@ class Gatherer:
         gathering.ahead.update(ahead)
 
     def _may_come(self, now: float, gathering: Gathering) -> bool:
-        """Is the first missing block on its way for anybody, or can it still be asked for? (A put's writer owes no haste.)"""
+        """Is the first missing block on its way for anybody, or can it still be asked for? (A put's writer owes no haste.) Of a
+        gathering from the tail, any block."""
+        if gathering.tail is not None:
+            return bool(gathering.asked) or any(gathering.keys[index] in self._flying for index in gathering.tail.missing)
         key = gathering.keys[gathering.here]
         if key in self._flying or key in gathering.asked:
             return True
@@ -271,6 +348,8 @@ class Gatherer:
         batch: list[Key] = []
         if source == DISK and self._promoting >= self._dram.capacity * MAX_PROMOTED_SHARE:
             return batch
+        if gathering.tail is not None:
+            return self._tail_batch(gathering, gathering.tail, source)
         for key in gathering.keys[gathering.here : gathering.limits[source]]:
             if key in gathering.asked or not self._wanted(source, key):
                 continue
@@ -284,6 +363,28 @@ class Gatherer:
             if len(batch) == self._settings.fetch_batch_blocks:
                 break
         return batch
+
+    def _tail_batch(self, gathering: Gathering, tail: Tail, source: str) -> list[Key]:
+        """Return the last blocks that `source` may have, in their order."""
+        batch: list[Key] = []
+        for index in reversed(tail.missing):
+            key = gathering.keys[index]
+            if index < gathering.limits[source] and key not in gathering.asked and self._wanted(source, key):
+                batch.append(key)
+                if len(batch) == tail.batch:
+                    break
+            elif batch:
+                break
+        return batch[::-1]
+
+    def expected_block_s(self, now: float, gathering: Gathering) -> float:
+        """Return in how many seconds each block comes from the sources that were asked, by what was measured lately; 0 if that
+        is not known of all."""
+        asked = [self._rates.get(source) for source, batches in gathering.open.items() if batches]
+        recent = [rate.block_s for rate in asked if rate is not None and now - rate.measured_at < RATE_LASTS_S]
+        if not recent or len(recent) < len(asked) or min(recent) <= 0:
+            return 0.0
+        return 1 / sum([1 / block_s for block_s in recent])
 
     def _wanted(self, source: str, key: Key) -> bool:
         """Is `source` the one to have this block from? The own disk goes before other nodes."""

@@ -15,8 +15,8 @@ NEVER_STORED, EVICTED, CORRUPT, DISK_FAILED = "never_stored", "evicted", "corrup
 """Held nowhere that was looked at, and why."""
 LACKS, FAILED, SLOW, NO_ROOM, TOO_LATE = "source_lacks", "fetch_failed", "slower_than_computing", "no_room", "too_late"
 """Looked for on the SSD or at another host."""
-BEHIND, DENIED = "behind_another", "denied"
-REASONS = (NEVER_STORED, EVICTED, CORRUPT, DISK_FAILED, LACKS, FAILED, SLOW, NO_ROOM, TOO_LATE, BEHIND, DENIED)
+BEHIND, DENIED, MET = "behind_another", "denied", "computed_meanwhile"
+REASONS = (NEVER_STORED, EVICTED, CORRUPT, DISK_FAILED, LACKS, FAILED, SLOW, NO_ROOM, TOO_LATE, BEHIND, DENIED, MET)
 
 
 class Misses:
