@@ -1,7 +1,8 @@
 """Predicts what one prefill, or any that was not evaluated, would take for one prompt. PURE.
 
 Computing and loading overlap, so the longer of the two counts. Where another host holds more of the prompt, fetching the
-missing blocks is weighed against computing them.
+missing blocks is weighed against computing them, and against both: the prefill computes the first ones from its turn on,
+while the last ones are fetched from now on, until they meet.
 """
 
 import math
@@ -65,6 +66,8 @@ class Plan:
     out_at: float = 0.0
     moved_s: float = 0.0
     """The least wait for a fetch by prefills that were not evaluated."""
+    unseen_prefix: int = 0
+    """The most tokens that a prefill holds which was not evaluated."""
     unseen_load_s: float = 0.0
     """The least time in which those prefills load their own blocks."""
     best_load_s: float = 0.0
@@ -169,7 +172,6 @@ class Planner:
             work_s = self._fetched_s(plan, node, local, work_s)
         elif node.vllm and plan.stored is not None and local < plan.stored.blocks:
             work_s = self._from_store_s(plan, plan.stored, node, work_s)
-        plan.weighed, plan.work_s = node, work_s
         now, ends, wait_s = plan.now, node.ends, 0.0
         if ends and ends[-1] > now:
             rank = now + node.overtake * work_s + node.priority_s * plan.priority
@@ -177,7 +179,9 @@ class Planner:
                 wait_s = node.wait_s(now, rank, plan.tenant, work_s)
             elif ahead := bisect_right(node.ranks, rank):
                 wait_s = max(0.0, ends[ahead - 1] - now)
-        plan.queue_s = wait_s
+        if node.meets:
+            work_s = self._met_s(plan, node, local, work_s, wait_s)
+        plan.weighed, plan.work_s, plan.queue_s = node, work_s, wait_s
         return wait_s + work_s
 
     def bound_s(self, plan: Plan, place: int) -> float:
@@ -185,15 +189,20 @@ class Planner:
         evaluated."""
         if place >= len(self.orders[0]):
             return NO_TIME
-        lead_s = self.orders[1][place].figure - plan.now
-        work_s = self.least_work_s(plan, place)
-        return work_s + lead_s if lead_s > 0 and plan.priority >= 0 else work_s
+        lead_s = self.orders[1][place].figure - plan.now if plan.priority >= 0 else 0.0
+        if plan.source < 0 or not self._prefills.meeting:
+            return self.least_work_s(plan, place) + max(0.0, lead_s)
+        factor = self.orders[0][place].figure
+        meets_at_s = self._head(factor, plan.unseen_prefix, plan.best_prefix, plan.moved_s)[1]
+        met_s = max(meets_at_s, lead_s) + max(factor * plan.best_s, plan.best_load_s)
+        return min(met_s, max(factor * plan.unseen_s, plan.unseen_load_s) + max(0.0, lead_s))
 
     def least_work_s(self, plan: Plan, place: int = 0) -> float:
-        """Return a lower bound of the work of such prefills."""
+        """Return a lower bound of the work of such prefills. Those where both ends meet fetch while others are ahead of it."""
         factor = self.orders[0][place].figure
         work_s = max(factor * plan.unseen_s, plan.unseen_load_s)
-        return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.moved_s) if plan.source >= 0 else work_s
+        moved_s = 0.0 if self._prefills.meeting else plan.moved_s
+        return min(work_s, max(factor * plan.best_s, plan.best_load_s) + moved_s) if plan.source >= 0 else work_s
 
     def least_cold_s(self, plan: Plan) -> float:
         """Return a lower bound of the work of prefills that hold nothing of the prompt."""
@@ -203,8 +212,10 @@ class Planner:
         work_s = factor * plan.whole_s
         if plan.rates is None:
             return work_s
-        behind_s = max(0.0, plan.out_at - plan.now)
-        return min(work_s, max(factor * plan.best_s, plan.best_load_s) + plan.best * plan.rates.least_s + behind_s)
+        moved_s = plan.best * plan.rates.least_s + max(0.0, plan.out_at - plan.now)
+        if self._prefills.meeting:
+            moved_s = self._head(factor, 0, plan.best_prefix, moved_s)[1]
+        return min(work_s, max(factor * plan.best_s, plan.best_load_s) + moved_s)
 
     # --- leaves
 
@@ -238,6 +249,7 @@ class Planner:
             if not plan.candidates:
                 rest, plan.unseen_s = group.blocks, group.missing_s
             plan.candidates |= mask << 1
+        plan.unseen_prefix = rest * self._block_tokens
         plan.unseen_load_s = self._prefills.least_load_s * rest * self._block_tokens
         if plan.rates is not None:
             plan.best_load_s = self._prefills.least_load_s * plan.best_prefix
@@ -250,7 +262,7 @@ class Planner:
     def _fetched_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float) -> float:
         """Return the work with fetching, where that is quicker. Unlike in Algorithm 1, nothing is fetched where even the
         estimate says that computing is quicker."""
-        if self._threshold and (local if self._threshold == NO_TIME else local * self._threshold > plan.best):
+        if self._below_threshold(local, plan.best):
             return work_s
         assert plan.rates is not None
         home = node.home
@@ -262,6 +274,54 @@ class Planner:
         plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, plan.best
         return fetched_s
 
+    def _met_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float, wait_s: float) -> float:
+        """Return the work where a prefill computes the head of what it lacks while the tail is fetched, if that is quicker.
+        The fetch begins now, and the engine `wait_s` later: what can be fetched by then is not computed."""
+        stop, first = plan.best, local
+        fetches = plan.source >= 0 and local < stop and node.home >= 0 and not self._below_threshold(local, stop)
+        if fetches:
+            assert plan.rates is not None
+            fetch_s = (stop - local) * plan.rates.block_s(plan.now, node.home)
+            behind_s = max(0.0, max(self._transfers.in_at(node.home), plan.out_at) - plan.now)
+            others_s = max(node.factor * plan.best_s, node.load_token_s * plan.best_prefix)
+        elif local and plan.disk:
+            stop, first = local, local - self._on_disk(plan, node.homes)
+            fetch_s, behind_s = self._promote_s(plan, node.homes), 0.0
+            prefix = local * self._block_tokens
+            whole_s = plan.whole_s - (self._a + self._b * prefix) * prefix
+            others_s = max(node.factor * whole_s, node.load_token_s * prefix)
+        else:
+            return work_s
+        if stop <= first or fetch_s <= 0:
+            return work_s
+        size = self._block_tokens
+        head, head_s = self._head(node.factor, first * size, stop * size, fetch_s + behind_s - wait_s, fetch_s)
+        met_s = head_s + others_s
+        if met_s >= work_s:
+            return work_s
+        plan.reused = stop
+        if fetches:
+            plan.fetches, plan.fetch_s = True, fetch_s * (1 - head / ((stop - first) * size))
+        return met_s
+
+    def _head(self, factor: float, start: int, stop: int, lasts_s: float, fetch_s: float | None = None) -> tuple[float, float]:
+        """Return how many tokens from `start` on are computed, and in how many seconds, until the others before `stop` are
+        fetched. Fetching all of them takes `fetch_s` (by default `lasts_s`) and ends `lasts_s` after the engine begins."""
+        missing = stop - start
+        if lasts_s <= 0 or missing <= 0:
+            return 0.0, 0.0
+        linear, square = factor * (self._a + 2 * self._b * start), factor * self._b
+        both = linear + (lasts_s if fetch_s is None else fetch_s) / missing
+        head = min(missing, 2 * lasts_s / (both + math.sqrt(both * both + 4 * square * lasts_s)))
+        return head, (linear + square * head) * head
+
+    def _on_disk(self, plan: Plan, homes: int) -> int:
+        """Return how many blocks a host has on SSD alone."""
+        return max([sum([mask >> bit & 1 for mask in plan.disk]) for bit in bits_of(homes)], default=0)
+
+    def _below_threshold(self, local: int, best: int) -> bool:
+        return bool(self._threshold) and (local > 0 if self._threshold == NO_TIME else local * self._threshold > best)
+
     def _weigh_vllms(self, plan: Plan) -> None:
         """Evaluate all vLLMs where a store for them holds a run, since no bound covers loads from another host's store."""
         for node in self._sources.vllms:
@@ -272,7 +332,7 @@ class Planner:
         """Return the work of a vLLM that loads missing blocks from the store of another host, where that is quicker. Such a
         load is not measured by itself; the node's own factor covers it together with its computing."""
         local, blocks = plan.local, stored.blocks
-        if self._threshold and (local if self._threshold == NO_TIME else local * self._threshold > blocks):
+        if self._below_threshold(local, blocks):
             return work_s
         fetch_s = (blocks - local) * self._transfers.model_s
         fetched_s = max(node.factor * stored.missing_s, node.load_token_s * stored.tokens) + fetch_s

@@ -49,6 +49,7 @@ class PrefillNode:
         "load",
         "load_token_s",
         "marks",
+        "meets",
         "name",
         "named",
         "numbers",
@@ -91,6 +92,8 @@ class PrefillNode:
         """The seconds of a chunk, by the cost model."""
         self.room = NO_LIMIT
         self.draining = False
+        self.meets = False
+        """Whether it computes the head of a prompt while the tail is fetched."""
         self.closed = False
         """Whether it receives no new jobs: it drains, its queue is full, or it is a spare that is not needed."""
         self.compute = Correction(half_life_s)
@@ -169,6 +172,8 @@ class Prefills:
         """Whether no vLLM other than spares is open for prompts."""
         self.turns: dict[PrefillNode, None] = {}
         """All prefills, the one chosen longest ago first, and equals in name order."""
+        self.meeting: set[PrefillNode] = set()
+        """The prefills that compute the head of a prompt while its tail is fetched."""
         self.least_load_s = costs.load_s(1)
         """A lower bound of the seconds in which any prefill loads a token."""
         self._unchecked = 0
@@ -210,6 +215,7 @@ class Prefills:
         mine.remove(node)
         if not mine:
             del self.by_host[node.host]
+        self.meeting.discard(node)
         self.quickest.remove(node)
         self.freest.remove(node)
         self._call_spares()
@@ -222,6 +228,9 @@ class Prefills:
         self._correct(now, node, load)
         node.room, node.draining = load.room, load.draining
         node.overtake, node.priority_s = load.overtake, load.priority_s
+        if node.meets != load.meets:
+            node.meets = load.meets
+            self.meeting ^= {node}
         if node.chunk_tokens != load.chunk_tokens:
             node.chunk_tokens, node.chunk_s = load.chunk_tokens, self._costs.compute_s(load.chunk_tokens, 0)
         if not (load.jobs or node.ends or node.named or node.unseen):
@@ -310,6 +319,7 @@ class Prefills:
     def check(self, now: float) -> None:
         """Assert that the orders match the state of the nodes."""
         assert [node.name for node in self.nodes] == sorted(self.by_name)
+        assert self.meeting == {node for node in self.nodes if node.meets}
         assert list(self.turns) == sorted(self.nodes, key=lambda node: (node.last, node.name))
         self.quickest.check()
         self.freest.check()

@@ -88,8 +88,10 @@ class AllDecodes(Batches):
 class Life:
     """A cluster of many nodes that all differ."""
 
-    def __init__(self, chance, hosts, overtake, costs, vllms=False, **settings):
-        """`vllms`: beside our own engines there is one on each host, of all parts."""
+    def __init__(self, chance, hosts, overtake, costs, vllms=False, meets=False, **settings):
+        """`vllms`: beside our own engines there is one on each host, of all parts. `meets`: most prefills compute the head of a
+        prompt while its tail is fetched."""
+        self.meets = meets
         self.chance = chance
         self.vllms = vllms
         self.overtake = overtake
@@ -155,6 +157,7 @@ class Life:
             room=chance.choice((64, 64, 1)),
             compute=Measured(seconds=10 * chance.uniform(0.7, 1.4), predicted_s=10.0),
             draining=chance.random() < 0.03,
+            meets=self.meets and chance.random() < 0.9,
         )
 
     def decode_load(self):
@@ -194,13 +197,14 @@ class Life:
 @pytest.mark.parametrize("policy", ["global", "local"])
 @pytest.mark.parametrize("overtake", [0.0, 1.0])
 @pytest.mark.parametrize("costs", [COSTS, GPU], ids=["cpu", "gpu"])
-def test_a_search_finds_what_looking_at_all_finds(monkeypatch, costs, overtake, policy):
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_search_finds_what_looking_at_all_finds(monkeypatch, costs, overtake, policy, meets):
     monkeypatch.setattr(placement, "Router", AllPrefills)
     monkeypatch.setattr(placement, "Batches", AllDecodes)
     monkeypatch.setattr(batches, "MOST_TIES", 1 << 40)
     before = AllPrefills.compared, AllDecodes.compared
     for seed, hosts in ((1, 3), (2, 9), (3, 40)):
-        life = Life(random.Random(seed), hosts, overtake, costs, ttft_slo_s=20, tbt_slo_s=0.2, policy=policy)
+        life = Life(random.Random(seed), hosts, overtake, costs, meets=meets, ttft_slo_s=20, tbt_slo_s=0.2, policy=policy)
         for number in range(300):
             life.step(number)
     assert AllPrefills.compared > before[0] + 200
