@@ -329,6 +329,8 @@ PLANTED: dict[str, Planted] = {
     "disk_unpinned": Planted(
         "disk slots written while read", ("I2",), (K.DISK_SLOW, K.DISK_SLOW, K.CRASH), pools.disk_unpinned
     ),
+    "tail_early": Planted("a tail accepted before its generation stands", ("I1",), (), pools.tail_early),
+    "tail_misplaced": Planted("a tail loaded in another order", ("I3", "I1"), (), planted_inference.tail_misplaced),
     "commit_unverified": Planted("commit without checksum", ("I1",), (K.COPY_TEAR, K.COPY_FAIL), pools.commit_unverified),
     "duplicate_token": Planted("duplicate token", ("I3",), (K.DUPLICATE,), _duplicate_token),
     "stale_attempt": Planted(

@@ -3,12 +3,14 @@
 from typing import Any
 
 from mooncake_zmq.core.actor import Effect
+from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.decode import ends as decode_ends
 from mooncake_zmq.decode import handoff as decode_handoff
 from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.handoff import Handoff
 from mooncake_zmq.prefill.job import JobState
+from mooncake_zmq.prefill.meeting import Meeting
 from mooncake_zmq.prefill.offers import Offers
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
 from mooncake_zmq.prefill.prefill import Prefill
@@ -110,6 +112,17 @@ def _once(keep: Any) -> Any:
         return effects
 
     return unless_kept
+
+
+def tail_misplaced() -> Replacements:
+    """Blocks that came from the tail are loaded in the order in which they came."""
+    take_run = Meeting.take_run
+
+    def as_they_came(self: Meeting, block: int) -> list[SlotRef]:
+        came = list(self.arrived.values())
+        return came[: len(take_run(self, block))]
+
+    return [(Meeting, "take_run", as_they_came)]
 
 
 def held_unread() -> Replacements:

@@ -177,6 +177,22 @@ def announce_early() -> Replacements:
     return [(BlockPuts, "on_reserve", announcing)]
 
 
+def tail_early() -> Replacements:
+    """Blocks that are fetched from the tail are handed over when their copies begin, before their generations stand."""
+    copy = Gatherer._copy
+
+    def handing_over(self: Gatherer, now: float, fetch_id: int, fetch: Any, blocks: Any, time_left: float) -> list[Effect]:
+        effects = copy(self, now, fetch_id, fetch, blocks, time_left)
+        gathering = self._waiting(fetch)
+        if gathering is not None and gathering.tail is not None:
+            begun = {key: slot for key, slot, _ in fetch.copies}
+            self._dram.pin(gathering.tail.take([begun.get(gathering.keys[index]) for index in gathering.tail.missing]))
+            self.grown.append(gathering)
+        return effects
+
+    return [(Gatherer, "_copy", handing_over), (CacheNode, "check", silent)]
+
+
 def put_never_ends() -> Replacements:
     """The writer never reports that its copy is done."""
     on_copied = PoolClient.on_copied
