@@ -96,6 +96,27 @@ def serve(config: Path, rounds: int, threads: int, parts: tuple[str, ...], as_js
 
 
 @bench.command()
+@config_option(LOCAL, "The cluster's TOML file, with prefills on two hosts.")
+@rounds_option(3)
+@click.option("--tokens", type=click.IntRange(min=64), default=2048, show_default=True, help="Of a prompt that is cached.")
+@json_option
+@plot_option("the ratios")
+def meet(config: Path, rounds: int, tokens: int, as_json: bool, plot: Path | None) -> None:
+    """Measure TTFT where another host has a prompt's blocks: computing, fetching, and both until they meet, at six link rates.
+
+    \b
+    Examples:
+      mooncake-zmq bench meet
+      mooncake-zmq bench meet --config configs/toy.toml --tokens 3072 --rounds 5
+    """
+    limit_blas()
+    from mooncake_zmq.bench.meet import bench_meet
+
+    report = bench_meet(config, tokens=tokens, rounds=rounds, progress=show_progress)
+    report.show(as_json=as_json, plot=plot)
+
+
+@bench.command()
 @model_option
 @cache_dir_option
 @click.option("--tokens", type=click.IntRange(min=16), default=1024, show_default=True, help="Of a context whose KV is coded.")

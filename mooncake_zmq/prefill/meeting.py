@@ -11,7 +11,7 @@ from mooncake_zmq.core.messages import SlotRef
 EXPECTED_BLOCKS = 8
 """Number of blocks that came, as much as which the expected rate counts."""
 LEAST_PART = 4
-"""Divisor of the longest chunk of a head: a shorter one costs nearly a whole pass over the weights, and is worth no wait."""
+"""Divisor of the usual chunk of a head: a shorter one costs nearly a whole pass over the weights, and is worth no wait."""
 
 
 @dataclass(slots=True)
@@ -75,15 +75,15 @@ class Meeting:
         waited_s = now - latest_at
         return max(missing * block_s - waited_s, waited_s)
 
-    def head_blocks(self, now: float, block: int, *, compute_s: float, most: int) -> int:
-        """Return how many blocks from `block` on to compute, each in `compute_s`, so that these end when the others have come;
-        0 if that is not worth a chunk. `most`: the length of a chunk."""
+    def head_blocks(self, now: float, block: int, *, compute_s: float, least: int, most: int) -> int:
+        """Return how many blocks from `block` on to compute next, each in `compute_s`: half of those that are computed before
+        the others have come, but at least `least` and at most `most`, the lengths of chunks. 0 if it is not worth a chunk."""
         missing = self.missing(block)
         if not missing:
             return 0
         remaining_s = self.remaining_s(now, missing)
         blocks = round(remaining_s / (remaining_s / missing + compute_s)) if remaining_s > 0 else 0
-        if blocks < min(missing, max(1, most // LEAST_PART)):
+        if blocks < min(missing, max(1, least // LEAST_PART)):
             return 0
         gap = (self.gap_stop(block) or self.stop) - block
-        return min(blocks, most, gap)
+        return min(blocks, max(least, blocks // 2), most, gap)

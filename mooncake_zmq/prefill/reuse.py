@@ -154,8 +154,8 @@ class Reuse:
             return 0
         block = meeting.after_run(job.computed // size)
         compute_s = self._workload.computed_s(now, block * size, (block + 1) * size)
-        most = max(1, self._settings.meet_chunk_tokens // size)
-        blocks = meeting.head_blocks(now, block, compute_s=compute_s, most=most)
+        least, most = max(1, self._settings.meet_chunk_tokens // size), max(1, self._settings.chunk_tokens // size)
+        blocks = meeting.head_blocks(now, block, compute_s=compute_s, least=least, most=most)
         return blocks if blocks <= self._slab.slots.available else 0
 
     def _reusable(self, job: Job) -> int:

@@ -44,8 +44,8 @@ class PrefillSettings:
     """Compute the head of a prompt while blocks of it are fetched from the last one on, where the engine has nothing else to
     compute. Otherwise it waits for all of them."""
     meet_chunk_tokens: int = 128
-    """Most tokens in a chunk of such a head: a prompt that arrives meanwhile waits for it, and the fetch may outrun it. Shorter
-    chunks cost more for each token."""
+    """Tokens in the last chunks of such a head, where both ends are near each other: the fetch may outrun a longer one, and a
+    shorter one costs more for each token."""
     drain_grace_s: float = GRACE_S
     """When the prefill drains, prompts that are not expected to be computed within so long are placed on another prefill at
     once; without one they are computed here."""

@@ -141,6 +141,8 @@ _ENGINES = {
     "waits_ended": "Such waits, by what ended them: the own slab, a pool, the loss of the other prompt, or their bound in time",
     "blocks_found_while_queued": "Blocks reused that another prompt had computed here since the job got its place",
     "jobs_begun_ahead": "Prompts begun on an idle engine before their decode said that it has room",
+    "meets": "Prompts whose head was computed while blocks after it were fetched",
+    "blocks_met": "Blocks of such heads, which were elsewhere too",
     "jobs_cancelled": "Prompts given up because their client hung up",
     "jobs_failed": "Prompts or requests whose attempt failed here",
     "jobs_refused": "Prompts refused: the queue or the slab was full",

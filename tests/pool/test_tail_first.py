@@ -2,6 +2,7 @@
 event."""
 
 import pytest
+from actor_harness import LAYOUT
 from test_cache_node import Pool, keys
 
 from mooncake_zmq.core.messages import BlocksArrived, BlocksLeased, LeaseBlocks, ReleaseLease, ShortenFetch
@@ -58,10 +59,18 @@ def test_a_lease_from_the_tail_begins_at_once_and_its_blocks_come_from_the_last_
     assert pool.actor.gauges(pool.now)["leased_blocks"] == 0
 
 
-def test_a_batch_is_a_sixteenth_of_what_is_missing():
-    pool = Pool(pool_bytes=40 * Pool().actor._parts.layout.slot_bytes)
+@pytest.mark.parametrize(("took_s", "blocks"), [(0.00001, 25), (0.008, 15), (0.032, 3), (1.0, 1)])
+def test_a_batch_is_an_eighth_of_what_no_source_was_asked_for_but_of_a_good_length_for_its_source(took_s, blocks):
+    """Four blocks took so long."""
+    pool = Pool(pool_bytes=40 * LAYOUT.slot_bytes)
     begin(pool, *range(1, 33))
-    assert batches(pool) == [(31, 32), (29, 30)]
+    first, second = pool.take(LeaseBlocks, "c1")
+    assert (first.keys, second.keys) == (keys(29, 30, 31, 32), keys(26, 27, 28))
+    pool.answer(first, 29, 30, 31, 32)
+    pool.now += took_s
+    pool.copied()
+    (batch,) = batches(pool)
+    assert batch == tuple(range(26 - blocks, 26))
 
 
 def test_what_the_holder_computes_is_not_fetched_and_the_end_is_said(pool):

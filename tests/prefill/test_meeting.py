@@ -114,18 +114,28 @@ def test_an_engine_with_other_work_computes_no_head_and_the_job_waits_for_its_bl
     assert node.chunk() == (6, 2, tuple(range(CACHED)))
 
 
-@pytest.mark.parametrize(("block_s", "blocks"), [(0.01, 0), (0.2, 2), (0.4, 2), (40.0, 2)])
+@pytest.mark.parametrize(("block_s", "blocks"), [(0.001, 0), (0.04, 4), (0.4, 16), (40.0, 20)])
 def test_how_much_is_computed_follows_from_the_rates(block_s, blocks):
-    meeting = Meeting(0, 6, block_s, 100.0)
-    assert meeting.head_blocks(100.0, 0, compute_s=0.4, most=2) == blocks
+    """Of 64 blocks half of what is computed until both ends meet, between the lengths of a short chunk and a long one."""
+    meeting = Meeting(0, 64, block_s, 100.0)
+    assert meeting.head_blocks(100.0, 0, compute_s=0.4, least=4, most=20) == blocks
+
+
+def test_the_nearer_both_ends_are_the_shorter_is_a_chunk_and_at_last_the_engine_waits():
+    meeting, chunks, block = Meeting(0, 64, 0.4, 100.0), [], 0
+    while chunk := meeting.head_blocks(100.0, block, compute_s=0.4, least=4, most=64):
+        meeting.stop -= chunk  # as much is fetched
+        block += chunk
+        chunks.append(chunk)
+    assert chunks == [16, 8, 4, 4]
 
 
 def test_a_source_that_stops_is_outrun():
     meeting = Meeting(0, 6, 0.01, 100.0)
     meeting.take(100.0, {5: SlotRef(node="c", incarnation=7, slot=5, generation=2, checksum=5)}, set(), 0)
-    assert meeting.head_blocks(100.1, 0, compute_s=1.0, most=8) == 0
-    assert meeting.head_blocks(110.0, 0, compute_s=1.0, most=8) == 3
-    assert meeting.head_blocks(200.0, 0, compute_s=1.0, most=8) == 5, "but never what is here"
+    assert meeting.head_blocks(100.1, 0, compute_s=1.0, least=8, most=8) == 0
+    assert meeting.head_blocks(110.0, 0, compute_s=1.0, least=8, most=8) == 3
+    assert meeting.head_blocks(200.0, 0, compute_s=1.0, least=8, most=8) == 5, "but never what is here"
 
 
 @pytest.mark.parametrize("end", ["cancel", "pool", "lease", "deadline", "decode"])

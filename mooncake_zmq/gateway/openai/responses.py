@@ -238,8 +238,13 @@ class Reply:
             "relocations": finished[0].relocations,
             **self._coded(sum(reused.values())),
             **self._unread(),
+            **self._met(sum(each.computed_of_cached for each in finished)),
             "request": self._request_id,
         }
+
+    def _met(self, tokens: int) -> dict[str, int]:
+        """Return how many tokens with KV elsewhere were computed while KV after them was fetched; empty: none."""
+        return {"computed_of_cached": tokens} if tokens and self._shows_reuse else {}
 
     def _coded(self, reused: int) -> dict[str, Any]:
         """Return how blocks hold KV, and whether the answer may for that reason differ from one that was computed at once;

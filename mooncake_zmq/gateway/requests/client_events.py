@@ -148,6 +148,8 @@ class Finished(Struct, frozen=True, kw_only=True):
     prefill_s: float = 0.0
     versions: tuple[VersionSpan, ...] = ()
     """Versions of the weights that made the tokens, without a gap; empty where no engine named any."""
+    computed_of_cached: int = 0
+    """Prompt tokens with KV elsewhere that the prefill computed while KV after them was fetched."""
 
 
 class Failed(Struct, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ ACTIONS = {
 START = "on {host}: systemctl start mooncake-{role}@{node}; its log says why it ended"
 MISS_REASONS = (
     *("never_stored", "evicted", "behind_another", "source_lacks", "slower_than_computing", "no_room", "too_late"),
-    *("fetch_failed", "corrupt", "disk_failed", "denied"),
+    *("fetch_failed", "corrupt", "disk_failed", "denied", "computed_meanwhile"),
 )
 MISSES = {
     **{why: (f"lookup_misses[reason={why}]",) for why in MISS_REASONS},

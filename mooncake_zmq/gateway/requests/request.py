@@ -126,6 +126,8 @@ class Request:
     scored: int = 0
     """Tokens of the prompt whose probabilities its client has."""
     exclude: tuple[str, ...] = ()
+    computed_of_cached: int = 0
+    """Tokens with KV elsewhere that the prefill computed while KV after them was fetched."""
     cached: tuple[int, int, int] | None = None
     prefill_times: tuple[float, float] = (0.0, 0.0)
     """Times of the attempt under way in the prefill: queued, computed."""
@@ -357,6 +359,7 @@ class Request:
             queue_s=self.prefill_times[0],
             prefill_s=self.prefill_times[1],
             versions=self._without_gaps(),
+            computed_of_cached=self.computed_of_cached,
         )
 
     def dump(self, now: float) -> dict[str, Any]:

@@ -354,6 +354,7 @@ class Requests:
         request.move(RequestEvent.FIRST_TOKEN)
         if request.cached is None:
             request.cached = (message.own, message.local, message.remote)
+            request.computed_of_cached = min(message.met, request.prompt_tokens)
         request.prefill_times = (message.queue_s, message.prefill_s)
         return self._take_run(now, request, message.index, (message.token,), logprobs)
 

@@ -129,7 +129,10 @@ def _attempt(each: Mapping[str, Any]) -> str:
     nodes = f"{each['prefill'] or '-'} > {each['decode'] or '-'}"
     ttft = f"TTFT {_seconds(each['ttft_s'])}, predicted {_seconds(each['predicted_ttft_s'])}"
     tbt = f"TBT {_seconds(each['tbt_s'])}, predicted {_seconds(each['predicted_tbt_s'])}"
-    return f"attempt {each['number']}: {nodes}; {ttft}; {tbt}; ended: {each['why']}"
+    met = (
+        f"{each['computed_of_cached']:,} tokens computed while others were fetched; " if each.get("computed_of_cached") else ""
+    )
+    return f"attempt {each['number']}: {nodes}; {met}{ttft}; {tbt}; ended: {each['why']}"
 
 
 def _seconds(value: float | None) -> str:

@@ -29,8 +29,12 @@ DISK = ""
 """The source that is this node's own SSD tier."""
 PIPELINE = 2
 """Batches under way from one source for one lease: while one is copied, the next is looked up."""
-TAIL_PARTS = 16
-"""A gathering from the tail has at least so many batches: what is under way where both ends meet was mostly fetched in vain."""
+TAIL_PART = 8
+"""Divisor of the blocks of a gathering from the tail that no source was asked for, for the length of a batch: the nearer both
+ends are, the shorter it is, as what is under way where they meet was mostly fetched in vain."""
+TAIL_BATCH_S = 0.03, 0.2
+"""A batch of a gathering from the tail is not so short that its messages take a notable part of its time, and not so long that
+its reader computes most of the head before it learns of any block."""
 MAX_PROMOTED_SHARE = 0.25
 """Part of DRAM that promotions may hold: a disk that hangs must not take all of it. Past it the disk is not asked."""
 RATE_BLOCKS = 64
@@ -97,8 +101,6 @@ class Tail:
 
     run: int
     """Blocks of the leading run that was here."""
-    batch: int
-    """Blocks asked of a source at a time."""
     missing: list[int]
     first: int
     given: set[int] = field(default_factory=set)
@@ -211,8 +213,7 @@ class Gatherer:
         self._pin_present(gathering)
         if gathering.here < tail_first:
             run = gathering.here
-            batch = max(1, min(self._settings.fetch_batch_blocks, (tail_first - run) // TAIL_PARTS))
-            gathering.tail = Tail(run, batch, list(range(run, tail_first)), run)
+            gathering.tail = Tail(run, list(range(run, tail_first)), run)
             self._dram.unpin(list(gathering.ahead.values()))
             gathering.ahead.clear()
         effects = self._advance(now, gathering)
@@ -349,7 +350,7 @@ class Gatherer:
         if source == DISK and self._promoting >= self._dram.capacity * MAX_PROMOTED_SHARE:
             return batch
         if gathering.tail is not None:
-            return self._tail_batch(gathering, gathering.tail, source)
+            return self._tail_batch(now, gathering, gathering.tail, source)
         for key in gathering.keys[gathering.here : gathering.limits[source]]:
             if key in gathering.asked or not self._wanted(source, key):
                 continue
@@ -364,18 +365,26 @@ class Gatherer:
                 break
         return batch
 
-    def _tail_batch(self, gathering: Gathering, tail: Tail, source: str) -> list[Key]:
+    def _tail_batch(self, now: float, gathering: Gathering, tail: Tail, source: str) -> list[Key]:
         """Return the last blocks that `source` may have, in their order."""
         batch: list[Key] = []
+        most = self._tail_batch_blocks(now, gathering, tail, source)
         for index in reversed(tail.missing):
             key = gathering.keys[index]
             if index < gathering.limits[source] and key not in gathering.asked and self._wanted(source, key):
                 batch.append(key)
-                if len(batch) == tail.batch:
+                if len(batch) == most:
                     break
             elif batch:
                 break
         return batch[::-1]
+
+    def _tail_batch_blocks(self, now: float, gathering: Gathering, tail: Tail, source: str) -> int:
+        blocks, rate = (len(tail.missing) - len(gathering.asked)) // TAIL_PART, self._rates.get(source)
+        if rate is not None and rate.block_s > 0 and now - rate.measured_at < RATE_LASTS_S:
+            least_s, most_s = TAIL_BATCH_S
+            blocks = min(max(blocks, int(least_s / rate.block_s)), int(most_s / rate.block_s))
+        return max(1, min(blocks, self._settings.fetch_batch_blocks))
 
     def expected_block_s(self, now: float, gathering: Gathering) -> float:
         """Return in how many seconds each block comes from the sources that were asked, by what was measured lately; 0 if that
