@@ -27,6 +27,7 @@ from mooncake_zmq.bench.others.store_driver import free_port
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
+from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.refused import Refused
 from mooncake_zmq.runtime.model import prepared
 
@@ -183,6 +184,7 @@ def _throttled(path: Path, config: Config, slow: str, overrides: dict[str, str])
         settings = {"cluster.runtime_dir": name, "cluster.name": directory.name.lower().replace("_", "-")}
         settings |= {"gateway.http_port": str(port), "prefill.own_reuse": "false", "conductor.ttft_slo_s": "0", **overrides}
         variables = {f"MOONCAKE_ZMQ_{key.upper().replace('.', '__')}": value for key, value in settings.items()}
+        variables[mypyc_code.SWITCH] = "0"  # the throttle replaces functions
         rate, log = directory / "rate", directory / "nodes.log"
         rate.write_text(f"{UNLIMITED}{' all' if overrides else ''}")
         output = stack.enter_context(log.open("ab"))

@@ -1,8 +1,8 @@
 """Predicts what one prefill, or any that was not evaluated, would take for one prompt. PURE.
 
 Computing and loading overlap, so the longer of the two counts. Where another host holds more of the prompt, fetching the
-missing blocks is weighed against computing them, and against both: the prefill computes the first ones from its turn on,
-while the last ones are fetched from now on, until they meet.
+missing blocks is weighed against computing them, and, on a prefill without a queue, against both: it computes the first ones
+while the last ones are fetched, until they meet.
 """
 
 import math
@@ -179,8 +179,8 @@ class Planner:
                 wait_s = node.wait_s(now, rank, plan.tenant, work_s)
             elif ahead := bisect_right(node.ranks, rank):
                 wait_s = max(0.0, ends[ahead - 1] - now)
-        if node.meets:
-            work_s = self._met_s(plan, node, local, work_s, wait_s)
+        if node.meets and not wait_s:
+            work_s = self._met_s(plan, node, local, work_s)
         plan.weighed, plan.work_s, plan.queue_s = node, work_s, wait_s
         return wait_s + work_s
 
@@ -274,9 +274,9 @@ class Planner:
         plan.fetches, plan.fetch_s, plan.reused = True, fetch_s, plan.best
         return fetched_s
 
-    def _met_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float, wait_s: float) -> float:
-        """Return the work where a prefill computes the head of what it lacks while the tail is fetched, if that is quicker.
-        The fetch begins now, and the engine `wait_s` later: what can be fetched by then is not computed."""
+    def _met_s(self, plan: Plan, node: PrefillNode, local: int, work_s: float) -> float:
+        """Return the work where a prefill computes the head of what it lacks while the tail is fetched, if that is quicker. One
+        with a queue does not: computing what can be fetched would cost the others."""
         stop, first = plan.best, local
         fetches = plan.source >= 0 and local < stop and node.home >= 0 and not self._below_threshold(local, stop)
         if fetches:
@@ -295,7 +295,7 @@ class Planner:
         if stop <= first or fetch_s <= 0:
             return work_s
         size = self._block_tokens
-        head, head_s = self._head(node.factor, first * size, stop * size, fetch_s + behind_s - wait_s, fetch_s)
+        head, head_s = self._head(node.factor, first * size, stop * size, fetch_s + behind_s, fetch_s)
         met_s = head_s + others_s
         if met_s >= work_s:
             return work_s

@@ -447,7 +447,8 @@ class Prefill:
         """Pin own hits, lease more from the pool and reserve KV at the decode, all at once, before the answers."""
         self.jobs.move(job, JobEvent.ACTIVATED)
         job.started_at = now
-        return [*self._reuse.begin(now, job), self._handoff.reserve(now, job)]
+        meets = len(self._queue) == 1 and not len(self._stages)  # the engine has nothing else to compute
+        return [*self._reuse.begin(now, job, meets=meets), self._handoff.reserve(now, job)]
 
     def _prepare(self, now: float, job: Job) -> list[Effect]:
         """Open the sequence and announce the reused blocks, once reservation and lease are there and the slab has room."""

@@ -69,8 +69,8 @@ class Reuse:
         """Return the slots of the leading run of these blocks in the slab, if reuse is allowed."""
         return self._slab.slots.leading_run(keys if self._settings.own_reuse else ())
 
-    def begin(self, now: float, job: Job) -> list[Effect]:
-        """Pin a job's own hits and lease more from the pool."""
+    def begin(self, now: float, job: Job, *, meets: bool) -> list[Effect]:
+        """Pin a job's own hits and lease more from the pool; `meets`: from the last block on, if any are fetched."""
         request = job.request
         scored = request.prompt_logprobs is not None  # each of its tokens has to be computed
         reusable = () if scored else request.keys[: (job.length - 1) // self._layout.block_tokens]
@@ -98,7 +98,9 @@ class Reuse:
             fetch=promised,  # from other hosts, or from this host's SSD
             compute_s=self._workload.block_s(now),
             wait_s=self._workload.spared_s(now, request, job.length, len(job.prefix)),
-            tail_first=min(request.reuse_blocks - len(job.prefix), len(wanted)) if promised and self._meets(job) else 0,
+            tail_first=min(request.reuse_blocks - len(job.prefix), len(wanted))
+            if promised and meets and self._meets(job)
+            else 0,
         )
 
     def _meets(self, job: Job) -> bool:

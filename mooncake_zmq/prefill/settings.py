@@ -41,8 +41,8 @@ class PrefillSettings:
     """Look up blocks in the own slab before the pool. Otherwise every reused block comes from the pool, which allows to
     measure it."""
     meet: bool = True
-    """Compute the head of a prompt while blocks of it are fetched from the last one on, where the engine has nothing else to
-    compute. Otherwise it waits for all of them."""
+    """Compute the head of a prompt while blocks of it are fetched from the last one on, where the prefill has no other
+    prompt. Otherwise it waits for all of them."""
     meet_chunk_tokens: int = 128
     """Tokens in the last chunks of such a head, where both ends are near each other: the fetch may outrun a longer one, and a
     shorter one costs more for each token."""

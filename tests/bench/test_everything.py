@@ -84,6 +84,7 @@ TRIED = {
     "gateway": "helpers/page_commands.py",
     "gpu": "bench/test_bench_gpu.py",
     "longprompt": "bench/test_longprompt.py",
+    "meet": "helpers/page_commands.py",
     "overload": "helpers/page_commands.py",
     "pool": "bench/test_pool.py",
     "schedule": "bench/test_schedule.py",

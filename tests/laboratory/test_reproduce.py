@@ -202,3 +202,10 @@ def test_a_load_that_shifts_is_served_by_nodes_of_either_role_at_toy_size():
     found = {row.name: row.ours for row in figure.rows}
     assert found["fixed roles: goodput"] > 0
     assert found["fixed roles: failed"] == found["roles change after 60 s: failed"] == 0
+
+
+def test_cake_is_hardly_slower_than_the_better_way_at_any_rate():
+    figure = MADE["cake"]()
+    assert [(each.tried, each.breaks) for each in figure.conclusions[:1]] == [(12, ())]
+    found = {row.name: row.ours for row in figure.rows}
+    assert found["rate 1: TTFT both"] < found["rate 1: TTFT computing"]

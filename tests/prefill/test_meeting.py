@@ -98,20 +98,27 @@ def test_a_lost_tail_block_is_computed_between_those_that_came():
     assert node.one(FirstToken, "g").local == 2 * B
 
 
-def test_an_engine_with_other_work_computes_no_head_and_the_job_waits_for_its_blocks():
-    node = Meets(max_active=3)
-    node.ready("other", prompt(2 * B, base=100))
+def test_a_prompt_that_comes_goes_before_the_head_of_one_that_waits_for_blocks():
+    node = Meets()
     lease = node.begin()
     assert node.chunk() == (0, 2 * B, ())
-    node.start("third", prompt(2 * B, base=200))
+    node.start("other", prompt(2 * B, base=200))
     node.lease()
-    node.reserve("third")
+    node.reserve("other")
+    node.take(ShortenFetch)
     node.computed()
-    assert node.chunk() == (0, 2 * B, ()), "the third one's"
+    assert node.chunk() == (0, 2 * B, ()), "the other one's"
     assert node.take(ShortenFetch) == []
-    node.come(lease, *range(CACHED), last=True)
+    node.come(lease, *range(2, CACHED), last=True)
     node.computed()
-    assert node.chunk() == (6, 2, tuple(range(CACHED)))
+    assert node.chunk() == (6, 2, tuple(range(2, CACHED)))
+
+
+def test_a_prefill_that_has_another_prompt_waits_for_all_blocks():
+    node = Meets()
+    node.ready("other", prompt(2 * B, base=100))
+    node.start("r", prompt(LENGTH), reuse_blocks=CACHED, sources=("c9",))
+    assert node.one(LeaseBlocks, "c").tail_first == 0
 
 
 @pytest.mark.parametrize(("block_s", "blocks"), [(0.001, 0), (0.04, 4), (0.4, 16), (40.0, 20)])

@@ -24,7 +24,7 @@ from mooncake_zmq.laboratory.reproduce.show import show
 from mooncake_zmq.laboratory.rows import check_writable, kept, rows_option, write_runs
 from mooncake_zmq.laboratory.traces import PUBLIC, read_trace
 
-FIGURES = ("fig1", "fig5", "fig8", "fig9", "fig10", "fig11", "fig13", "fig14", "fig15", "rejections", "cpp", "roles")
+FIGURES = ("fig1", "fig5", "fig8", "fig9", "fig10", "fig11", "fig13", "fig14", "fig15", "rejections", "cpp", "roles", "cake")
 OWN_TRACE = {"fig13": "synthetic"}
 """Figures on another trace than the public one, and the look-alike that stands in for it."""
 
@@ -59,7 +59,8 @@ def reproduce(
     rows_file: Path | None,
 ) -> None:
     """Print FIGURE of the Mooncake papers, ours beside theirs: fig1 to fig15 of FAST'25, rejections of arXiv's section 7.
-    And two that the papers lack: cpp, long prompts over several prefills, and roles, nodes that change their role.
+    And two that the papers lack: cpp, long prompts over several prefills, and roles, nodes that change their role. And one of
+    another paper: cake, prompts that are computed from the head while they are fetched from the tail.
 
     Every setting is listed as from the paper, measured or assumed. What is assumed is run with two values on two kinds of
     hardware; a conclusion is kept only if it holds in all of these.

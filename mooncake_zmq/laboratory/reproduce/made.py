@@ -7,6 +7,7 @@ from mooncake_zmq.laboratory.generated import generate, parse_spec
 from mooncake_zmq.laboratory.metrics import summarize
 from mooncake_zmq.laboratory.profiles import sources
 from mooncake_zmq.laboratory.reproduce.figure import HARDWARE, PAPER, Conclusion, Figure, Row, Setting
+from mooncake_zmq.laboratory.reproduce.met import cake
 from mooncake_zmq.laboratory.runs import run_one
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival, NodeProfile, RunResult, Setup
 
@@ -112,7 +113,7 @@ def roles(part: float = 1.0) -> Figure:
     )
 
 
-MADE = {"cpp": cpp, "roles": roles}
+MADE = {"cpp": cpp, "roles": roles, "cake": cake}
 
 
 def joined(*loads: Sequence[Arrival]) -> list[Arrival]:
