@@ -13,10 +13,10 @@ from typing import Literal
 
 import msgspec
 
-from mooncake_zmq.bench.client_connection import Broken, Connections, Target
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_stream import NONSENSE, Seen, ask
 from mooncake_zmq.laboratory.study import Arrival
+from mooncake_zmq.runtime.http_connections import Broken, Connections, Target
 
 Progress = Callable[[str], None]
 Beyond = Literal["wait", "drop"]
@@ -210,15 +210,15 @@ class _Whole:
         self.said = b""
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """See `client_connection.Receiver`."""
+        """See `http_connections.Receiver`."""
         self.status = status
 
     def body(self, at: float, piece: bytes) -> None:
-        """See `client_connection.Receiver`."""
+        """See `http_connections.Receiver`."""
         self.said = (self.said + piece)[: 1 << 20]
 
     def again(self) -> None:
-        """See `client_connection.Receiver`."""
+        """See `http_connections.Receiver`."""
 
 
 @dataclass(frozen=True, slots=True)

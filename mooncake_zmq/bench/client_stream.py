@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from mooncake_zmq.bench.client_connection import Broken, Connections
 from mooncake_zmq.laboratory.gaps import longest_tenth_s
+from mooncake_zmq.runtime.http_connections import Broken, Connections
 
 MAX_EVENT_BYTES = 8 << 20
 """Size limit of one event or of an error's body; more is an error."""
@@ -138,7 +138,7 @@ _error_body = msgspec.json.Decoder(_ErrorBody)
 
 
 class Listener:
-    """Writes one answer into a `Seen`; see `client_connection.Receiver`."""
+    """Writes one answer into a `Seen`; see `http_connections.Receiver`."""
 
     def __init__(self, seen: Seen) -> None:
         self.seen = seen

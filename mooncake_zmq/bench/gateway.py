@@ -15,7 +15,6 @@ import numpy as np
 
 from mooncake_zmq.bench.chats import chats
 from mooncake_zmq.bench.client import Client, Replayed, replay
-from mooncake_zmq.bench.client_connection import Connections, Target
 from mooncake_zmq.bench.client_prompts import PromptForm
 from mooncake_zmq.bench.client_report import Bounds, Result, figures, result_of
 from mooncake_zmq.bench.client_stream import Seen, ask
@@ -28,6 +27,7 @@ from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.sampling import sample
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
+from mooncake_zmq.runtime.http_connections import Connections, Target
 
 Progress = Callable[[str], None]
 

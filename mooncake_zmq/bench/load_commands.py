@@ -119,12 +119,12 @@ def client(
     import uvloop
 
     from mooncake_zmq.bench.client import NoServer
-    from mooncake_zmq.bench.client_connection import BadUrl
     from mooncake_zmq.bench.client_fit import DoesNotFit, send
     from mooncake_zmq.bench.client_report import Bounds, show, write_rows
     from mooncake_zmq.laboratory.command import source_of
     from mooncake_zmq.laboratory.errors import StudyError
     from mooncake_zmq.laboratory.jobs import load
+    from mooncake_zmq.runtime.http_connections import BadUrl
 
     try:
         check_writable(rows_file)

@@ -29,7 +29,6 @@ import msgspec
 import numpy as np
 import uvloop
 
-from mooncake_zmq.bench.client_connection import Connections, Target
 from mooncake_zmq.bench.client_prompts import VOCABULARY
 from mooncake_zmq.bench.client_stream import Seen, ask
 from mooncake_zmq.bench.cluster import answers, bench_cluster, last_lines
@@ -44,6 +43,7 @@ from mooncake_zmq.engine.prepare import prepare as prepare_model
 from mooncake_zmq.engine.sources.directory import ModelDirectory
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.refused import Refused
+from mooncake_zmq.runtime.http_connections import Connections, Target
 
 SERVERS = 2
 BLOCK_TOKENS = 16

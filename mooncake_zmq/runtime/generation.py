@@ -5,11 +5,9 @@ ends a request there. Everything received is checked against a limit: the server
 """
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +50,11 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
 from mooncake_zmq.runtime.derender import parsers_of, read_tokens
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, embed
+from mooncake_zmq.runtime.http_connections import Broken, Connections, Target
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.runtime.rendering import REFUSED, parts_of, without_repeats, write_chat
-from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, shown, whole
+from mooncake_zmq.runtime.vllm_answers import Nonsense, shown
+from mooncake_zmq.runtime.vllm_stream import Refusal, Stream
 from mooncake_zmq.vllm.hints import as_parameters
 
 log = structlog.get_logger()
@@ -71,7 +71,6 @@ ONE_TOKEN = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "temperature
 """The shortest request."""
 MAX_LINE_BYTES = 256 << 10
 """Longest event; those that we request take about 300 bytes."""
-MAX_ERROR_BYTES = 4096
 SCORE_BYTES = 160
 """The most bytes of one token's logprob in a whole answer, with its rank and text."""
 UNNAMED = "default"
@@ -384,9 +383,13 @@ class Generation:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """Running works; for the own thread only."""
         self._ends: set[asyncio.Task[None]] = set()
-        """Answers whose results are emitted and whose transfers still end, for READ_OUT_S at most."""
+        """Transfers of answers whose results are emitted, which end within READ_OUT_S."""
         self._loop = asyncio.new_event_loop()
         self._client = _client(self._url, connect_s)
+        target = Target.of(self._url)
+        context = httpx.create_ssl_context(trust_env=False) if target.tls else None
+        self._connections = Connections(target, context, connect_s=connect_s, most_idle=KEPT)
+        """For answers; `_client` is for everything else."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
@@ -468,6 +471,7 @@ class Generation:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._connections.close()
         await self._client.aclose()
 
     async def _carry_out(self, work_id: int, work: Work, deadline_s: float) -> None:
@@ -481,6 +485,8 @@ class Generation:
             result = WorkFailed("no answer in time")
         except (Nonsense, ImagesRefused) as error:
             result = WorkFailed(str(error), stuck=isinstance(error, ImagesRefused))
+        except Broken as error:
+            result = WorkFailed(f"vLLM at {self._url}: {error}")
         except (httpx.HTTPError, httpx.StreamError) as error:
             result = WorkFailed(f"vLLM at {self._url}: {type(error).__name__}{_reason(error)}")
         self._emit(WorkDone(work_id, result))
@@ -524,22 +530,33 @@ class Generation:
         except (httpx.HTTPError, TimeoutError):
             return None
 
-    @asynccontextmanager
-    async def _asking(self, work: Generate, body: bytes) -> AsyncIterator[httpx.Response]:
-        """Ask vLLM to generate; give its answer, of which only the beginning is here. Raises Nonsense for another status."""
-        timeout = httpx.Timeout(self._connect_s, read=work.quiet_s)
-        async with self._client.stream("POST", GENERATE, content=body, headers=JSON, timeout=timeout) as response:
-            if response.status_code in REFUSED and work.images and not work.count:
-                raise ImagesRefused(await _beginning(response))
-            if response.status_code != httpx.codes.OK:
-                raise Nonsense(f"vLLM answers {response.status_code}: {await _beginning(response)}")
-            yield response
+    async def _post(self, work: Generate, body: bytes, take: Callable[[bytes], bool]) -> None:
+        """Ask vLLM to generate, until `take` has a complete answer. Raises Broken, ImagesRefused, and Nonsense, also for a
+        refusal."""
+        try:
+            rest = await Stream(take, work.quiet_s).post(self._connections, GENERATE, body)
+        except Refusal as refusal:
+            reason = shown(refusal.reason.decode("utf-8", "replace"))
+            if refusal.status in REFUSED and work.images and not work.count:
+                raise ImagesRefused(reason) from None
+            raise Nonsense(f"vLLM answers {refusal.status}: {reason}") from None
+        if not rest.done():  # what comes with the last event delays no result; the connection then serves another request
+            self._ends.add(rest)
+            rest.add_done_callback(self._ends.discard)
+            self._loop.call_later(READ_OUT_S, rest.cancel)
 
     async def _score(self, work_id: int, work: Generate, likeliest: int) -> None:
         """Report the logprobs of the prompt. Raises Nonsense."""
         most = (likeliest + 2) * SCORE_BYTES * (len(work.tokens) // 4) + MAX_LINE_BYTES
-        async with self._asking(work, scoring_body(work)) as response:
-            raw = await whole(response, most, f"vLLM sends more than {most} bytes of logprobs")
+        raw = bytearray()
+
+        def take(piece: bytes) -> bool:
+            raw.extend(piece)
+            if len(raw) > most:
+                raise Nonsense(f"vLLM sends more than {most} bytes of logprobs")
+            return False
+
+        await self._post(work, scoring_body(work), take)
         scores = await asyncio.to_thread(prompt_scores, raw, work.tokens, likeliest)
         for start in range(0, len(scores), MAX_SCORED):
             found = PromptScoresGenerated(start + 1, scores[start : start + MAX_SCORED])
@@ -552,24 +569,17 @@ class Generation:
         answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs, prompt), EventLines()
         long = len(work.tokens) + sum(len(image.url) for image in work.images) > PIECE_BYTES
         body = await asyncio.to_thread(request_body, work) if long else request_body(work)
-        async with AsyncExitStack() as transfer:
-            pieces = (await transfer.enter_async_context(self._asking(work, body))).aiter_raw()
-            async for raw in pieces:
-                for data in lines.feed(raw):
-                    answer.take(data)
-                self._report(work_id, answer)
-                if answer.done:
-                    self._read_out(pieces, transfer.pop_all())
-                    break
+
+        def take(piece: bytes) -> bool:
+            for data in lines.feed(piece):
+                answer.take(data)
+            self._report(work_id, answer)
+            return answer.done
+
+        await self._post(work, body, take)
         if answer.last is None:
             raise Nonsense("vLLM hung up in mid-answer")
         return Generated(answer.last, answer.reused, answer.last_logprobs, answer.versions)
-
-    def _read_out(self, pieces: AsyncIterator[bytes], transfer: AsyncExitStack) -> None:
-        """Read the end of an answer's transfer in a task of its own, which delays no result, and close it."""
-        task = self._loop.create_task(_read_out(pieces, transfer))
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
 
     def _report(self, work_id: int, answer: Answer) -> None:
         while answer.ready:
@@ -582,15 +592,6 @@ class Generation:
 def trial(*, embeds: bool) -> tuple[str, dict[str, Any]]:
     """Return the shortest request of a server, as its path and body."""
     return (EMBEDDINGS, ONE_TEXT) if embeds else (GENERATE, ONE_TOKEN)
-
-
-async def _read_out(pieces: AsyncIterator[bytes], transfer: AsyncExitStack) -> None:
-    """Read the end of an answer's transfer, which comes with its last event: its connection then serves another request."""
-    async with transfer:
-        with contextlib.suppress(TimeoutError, httpx.HTTPError, httpx.StreamError):
-            async with asyncio.timeout(READ_OUT_S):
-                async for _ in pieces:
-                    pass
 
 
 def _client(url: str, connect_s: float) -> httpx.AsyncClient:
@@ -614,15 +615,6 @@ def adapters_in(answer: httpx.Response) -> tuple[str, ...] | None:
         return tuple(name for name in names if isinstance(name, str) and len(name) <= MAX_MODEL_NAME)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-async def _beginning(response: httpx.Response) -> str:
-    raw = b""
-    async for piece in response.aiter_raw():
-        raw += piece[: MAX_ERROR_BYTES - len(raw)]
-        if len(raw) >= MAX_ERROR_BYTES:
-            break
-    return shown(raw.decode("utf-8", "replace"))
 
 
 def _reason(error: Exception) -> str:

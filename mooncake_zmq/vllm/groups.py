@@ -5,6 +5,7 @@ tokens. A prefix can be loaded up to any length at which every group has what it
 cache (`find_longest_cache_hit` of its managers).
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -52,3 +53,21 @@ def longest(groups: Sequence[Group], there: Sequence[Sequence[bool]], first: int
         if all(run[stop - first] >= needed for run, needed in zip(runs, needs, strict=True)):
             return stop
     return first
+
+
+def fitting(groups: Sequence[Group], first: int, stop: int, room: int, block_tokens: int) -> list[range]:
+    """Return, for each group, which of the blocks from `first` to `stop` are to be saved if `room` blocks may be in all.
+
+    If all fit, they are all. Otherwise they are those that the longest prefix that fits needs: a window's other blocks serve
+    shorter prefixes only, and what is left for later the engine may have freed by then. The range of a group of states has as
+    many blocks as it may save.
+    """
+
+    def needed(end: int) -> list[range]:
+        return [range(max(first, group.first(end, block_tokens)), end) for group in groups]
+
+    if len(groups) * (stop - first) <= room:
+        return [range(first, stop)] * len(groups)
+    ends = range(first, stop + 1)
+    fits = bisect_right(ends, room, key=lambda end: sum(map(len, needed(end)))) - 1
+    return needed(ends[max(0, fits)])

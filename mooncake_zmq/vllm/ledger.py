@@ -13,7 +13,7 @@ from typing import Protocol
 
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.vllm.choice import Choice, Verdict
-from mooncake_zmq.vllm.groups import ATTENTION, Group, longest
+from mooncake_zmq.vllm.groups import ATTENTION, Group, fitting, longest
 from mooncake_zmq.vllm.hints import NO_HINTS, Hints
 from mooncake_zmq.vllm.names import BlockKeys, group_prefix, object_names
 
@@ -133,7 +133,7 @@ class _Promise:
 @dataclass(slots=True)
 class _Request:
     """A tracked request. `own`: blocks that the engine's own cache had at the last question. `saved`: blocks offered to the
-    pool, or loaded from it."""
+    pool, or loaded from it, of the `complete` ones, all of whose tokens are computed and certain."""
 
     keys: BlockKeys
     hints: Hints
@@ -141,6 +141,7 @@ class _Request:
     """How long to wait for blocks that are still being saved; None before the first lookup."""
     own: int = 0
     saved: int = 0
+    complete: int = 0
     promise: _Promise | None = None
     load: Load | None = None
     decided: tuple[int, int] | None = None
@@ -256,10 +257,9 @@ class Ledger:
             idle = False
             request = self._requests.get(progress.request_id)
             if request is not None and self.may_save and self.prefixes:
-                stop = min(progress.computed, progress.known) // self.block_tokens
-                stop = min(stop, request.saved + (self.most_saving - self._saving) // len(self.groups))
-                if stop > request.saved:
-                    saves += self._save(now, request, stop, progress, blocks_of(progress.request_id))
+                request.complete = min(progress.computed, progress.known) // self.block_tokens
+                if request.complete > request.saved and self._saving < self.most_saving:
+                    saves += self._save(now, request, progress.states, blocks_of(progress.request_id))
         loads, self._loads = self._loads, []
         return Orders(tuple(loads), tuple(saves), idle, deserted=idle and not self._requests)
 
@@ -294,6 +294,7 @@ class Ledger:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._let_go(request)
+            self.counts["unoffered_blocks"] += max(0, request.complete - request.saved)
 
     def kept(self) -> Iterable[int]:
         """Blocks held for saving."""
@@ -381,20 +382,25 @@ class Ledger:
             self.pool.release(promise.lookup)
 
     def _save(
-        self, now: float, request: _Request, stop: int, progress: Progress, blocks: Sequence[Sequence[int]]
+        self, now: float, request: _Request, states: Sequence[tuple[int, int, int]], blocks: Sequence[Sequence[int]]
     ) -> list[Save]:
-        first, request.saved = request.saved, stop
-        keys = request.keys.upto(stop)
+        room = self.most_saving - self._saving
+        ranges = fitting(self.groups, request.saved, request.complete, room, self.block_tokens)
+        request.saved = max(indexes.stop for indexes in ranges)
+        keys = request.keys.upto(request.complete)
         parts = []
-        for number, (group, of_group) in enumerate(zip(self.groups, blocks, strict=True)):
-            there = dict(enumerate(of_group[first:stop], first))
-            if group.is_state:  # only what the engine calls complete is: it writes states in place
-                there = {tokens // self.block_tokens - 1: block for at, block, tokens in progress.states if at == number}
+        for number, (group, of_group, indexes) in enumerate(zip(self.groups, blocks, ranges, strict=True)):
+            there = [(index, of_group[index]) for index in indexes]
+            if (
+                group.is_state
+            ):  # only what the engine calls complete is: it writes states in place, and does not offer one twice
+                there = sorted((tokens // self.block_tokens - 1, block) for at, block, tokens in states if at == number)
+                there = there[len(there) - min(len(there), len(indexes)) :]
             # Block 0 stands for one that the engine has freed.
             wanted = [
                 (keys[index], block)
-                for index, block in there.items()
-                if block and index < stop and self._is_news(now, keys[index], number)
+                for index, block in there
+                if block and index < request.complete and self._is_news(now, keys[index], number)
             ]
             parts.append(Part(tuple(key for key, _ in wanted), tuple(block for _, block in wanted)))
         if not any(part.blocks for part in parts):

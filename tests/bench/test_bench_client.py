@@ -9,9 +9,8 @@ import pytest
 from click.testing import CliRunner
 from scripted_actor import ScriptedActor, finished, tokens
 
-from mooncake_zmq.bench import client_connection, client_report
+from mooncake_zmq.bench import client_report
 from mooncake_zmq.bench.client import NOT_SENT, Client, NoServer, replay
-from mooncake_zmq.bench.client_connection import BadUrl, Connections, Target
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_report import Bounds, as_dict, lines, result_of
 from mooncake_zmq.bench.client_stream import MAX_BEYOND, Listener, Seen
@@ -19,6 +18,8 @@ from mooncake_zmq.bench.client_stream import ask as ask_once
 from mooncake_zmq.bench.load_commands import client as command
 from mooncake_zmq.gateway.requests.client_events import Failed
 from mooncake_zmq.laboratory.study import Arrival
+from mooncake_zmq.runtime import http_connections
+from mooncake_zmq.runtime.http_connections import BadUrl, Connections, Target
 
 FORM = PromptForm(block_tokens=16)
 
@@ -274,7 +275,7 @@ async def closes_when_asked_again(_reader, writer, number):
 
 
 def test_a_call_on_a_kept_connection_that_is_closed_is_made_once_more_and_that_is_told(monkeypatch):
-    monkeypatch.setattr(client_connection, "AT_ONCE_S", 30.0)
+    monkeypatch.setattr(http_connections, "AT_ONCE_S", 30.0)
     replayed, calls, connections = answered_by(closes_when_asked_again, **one_by_one(2))
     result = result_of(replayed, "url", Bounds())
     assert (result.finished, result.repeated, calls, connections) == (2, 1, 3, 2)
@@ -282,14 +283,14 @@ def test_a_call_on_a_kept_connection_that_is_closed_is_made_once_more_and_that_i
 
 
 def test_a_call_that_the_server_held_before_it_closed_is_not_made_again(monkeypatch):
-    monkeypatch.setattr(client_connection, "AT_ONCE_S", 0.0)
+    monkeypatch.setattr(http_connections, "AT_ONCE_S", 0.0)
     replayed, calls, _ = answered_by(closes_when_asked_again, **one_by_one(2))
     assert [each.error for each in replayed.seen] == ["", "connection"]
     assert calls == 2
 
 
 def test_however_many_connections_are_kept_a_call_is_made_again_once(monkeypatch):
-    monkeypatch.setattr(client_connection, "AT_ONCE_S", 30.0)
+    monkeypatch.setattr(http_connections, "AT_ONCE_S", 30.0)
     asked, together = [], asyncio.Event()
 
     async def answer(_reader, writer, number):

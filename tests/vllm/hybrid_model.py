@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
@@ -36,17 +44,28 @@ def windows_and_full(words: dict[str, int]) -> PreTrainedModel:
     return Gemma3ForCausalLM(Gemma3TextConfig(**words, **SIZES, **kinds, query_pre_attn_scalar=32))
 
 
-KINDS = {"states and full": states_and_full, "windows and full": windows_and_full}
+def latents(words: dict[str, int]) -> PreTrainedModel:
+    """Return a DeepSeek-V2 without experts; its keys and values are latents of the sizes that vLLM's kernels for CPUs have."""
+    heads = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "kv_lora_rank": 512, "q_lora_rank": None}
+    config = DeepseekV2Config(
+        **words, **SIZES | {"num_key_value_heads": 4}, num_hidden_layers=2, first_k_dense_replace=2, **heads
+    )
+    return DeepseekV2ForCausalLM(config).to(torch.bfloat16)
+
+
+KINDS = {"latents": (latents, 1.0), "states and full": (states_and_full, 0.6), "windows and full": (windows_and_full, 1.5)}
+"""Each with how large its weights are: with larger ones the roundings of 16 bits grow from layer to layer."""
 
 
 def main(kind: str, directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     torch.manual_seed(0)
-    model = KINDS[kind]({name: config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")})
+    build, scale = KINDS[kind]
+    model = build({name: config[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")})
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() in (2, 3):
-                parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
+                parameter.normal_(std=scale / parameter.shape[-1] ** 0.5)
         if model.config.tie_word_embeddings:  # or each token is the one before it
             model.get_input_embeddings().weight.mul_(0.1)
     model.save_pretrained(directory)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_ledger import B, FakePool
 
-from mooncake_zmq.vllm.groups import ATTENTION, STATE, Group, longest
+from mooncake_zmq.vllm.groups import ATTENTION, STATE, Group, fitting, longest
 from mooncake_zmq.vllm.ledger import Ledger, Progress
 from mooncake_zmq.vllm.names import chain_root, group_prefix, object_names, token_keys
 
@@ -61,14 +61,23 @@ def test_the_longest_prefix_is_the_one_found_by_trying_all(
     assert longest(groups, there, first, B) == max(stop for stop in range(first, first + count + 1) if can_be(stop))
 
 
+@given(st.lists(GROUPS, min_size=1, max_size=3), st.integers(0, 4), st.integers(0, 30), st.integers(0, 100))
+def test_what_has_room_is_a_prefix_that_can_be_had(groups: list[Group], first: int, count: int, room: int) -> None:
+    saved = fitting(groups, first, first + count, room, B)
+    stop = max(indexes.stop for indexes in saved)
+    assert sum(map(len, saved)) <= room
+    assert stop == first + count or sum(map(len, saved)) + sum(len(needed(group, stop + 1)) + 1 for group in groups) > room
+    assert longest(groups, [[index in indexes for index in range(first, stop)] for indexes in saved], first, B) == stop
+
+
 class Hybrid:
     """A ledger with groups over a pool of names; block 100 * group + index has a request's block of a group."""
 
-    def __init__(self, *groups: Group, ranks: int = 1) -> None:
+    def __init__(self, *groups: Group, ranks: int = 1, most_saving: int = 1000) -> None:
         self.pool = FakePool()
         self.groups = groups
         prefixes = tuple(f"vllm/{rank}/" for rank in range(ranks))
-        self.ledger = Ledger(B, self.pool, True, True, 1000, prefixes=prefixes, groups=groups)
+        self.ledger = Ledger(B, self.pool, True, True, most_saving, prefixes=prefixes, groups=groups)
         self.keys = token_keys(chain_root(), TOKENS, B).upto(10)
         self.ledger.add("r", token_keys(chain_root(), TOKENS, B))
 
@@ -80,6 +89,17 @@ class Hybrid:
 
     def blocks(self, _request_id: str = "r") -> list[list[int]]:
         return [[100 * (group + 1) + index for index in range(11)] for group in range(len(self.groups))]
+
+    def saves(self, computed: int, states: Sequence[tuple[int, int, int]] = ()) -> list[list[int]]:
+        """Indexes of the blocks by group that a step up to a token saves; they are in the pool and no longer held after it."""
+        indexes: list[list[int]] = [[] for _ in self.groups]
+        for save in self.ledger.step(0.0, [Progress("r", computed, len(TOKENS), states)], self.blocks).saves:
+            for group, part in enumerate(save.groups):
+                indexes[group] += [block % 100 for block in part.blocks]
+                self.fill(group, indexes[group])
+            assert len(set(self.ledger.kept())) == self.ledger.saving <= self.ledger.most_saving
+            self.ledger.saved([save.number], 1)
+        return indexes
 
     def matched(self, own: int = 0) -> int:
         found = self.ledger.matched(0.0, "r", own * B, len(TOKENS))
@@ -134,8 +154,8 @@ def test_windows_are_saved_as_they_are_computed_and_states_where_the_engine_says
     freed[1][:3] = [0, 0, 0]
     progress = Progress("r", 6 * B + 1, len(TOKENS), states=[(2, 305, 6 * B), (2, 303, 4 * B)])
     (save,) = world.ledger.step(0.0, [progress], lambda _: freed).saves
-    assert [part.blocks for part in save.groups] == [(100, 101, 102, 103, 104, 105), (203, 204, 205), (305, 303)]
-    assert [key.hex() for key in save.groups[2].keys] == [world.keys[5].hex(), world.keys[3].hex()]
+    assert [part.blocks for part in save.groups] == [(100, 101, 102, 103, 104, 105), (203, 204, 205), (303, 305)]
+    assert [key.hex() for key in save.groups[2].keys] == [world.keys[3].hex(), world.keys[5].hex()]
     assert sorted(world.ledger.kept()) == sorted(save.blocks)
     assert world.ledger.saved([save.number], 1) == list(save.blocks)
 
@@ -145,6 +165,35 @@ def test_a_state_that_is_still_being_written_is_not_saved() -> None:
     progress = Progress("r", 2 * B + 1, len(TOKENS), states=[])
     (save,) = world.ledger.step(0.0, [progress], world.blocks).saves
     assert [part.blocks for part in save.groups] == [(100, 101), ()]
+
+
+@pytest.mark.parametrize(("most_saving", "stop"), [(20, 10), (19, 9), (11, 1)])
+def test_of_more_than_may_be_held_the_longest_prefix_is_saved_with_the_windows_that_it_ends_in(
+    most_saving: int, stop: int
+) -> None:
+    world = Hybrid(ATTENTION, *[WINDOW] * 5, most_saving=most_saving)
+    saved = world.saves(10 * B + 1)
+    assert saved == [list(range(stop)), *[list(range(max(0, stop - 2), stop))] * 5]
+    assert world.matched() == stop
+
+
+def test_a_state_is_saved_before_the_attention_that_can_wait() -> None:
+    world = Hybrid(ATTENTION, STATE, most_saving=6)
+    assert world.saves(10 * B + 1, states=[(1, 209, 10 * B)]) == [[0, 1, 2, 3, 4], [9]]
+    assert world.saves(10 * B + 2) == [[5, 6, 7, 8, 9], []]
+    assert world.matched() == 10
+
+
+def test_no_more_states_are_held_than_have_room() -> None:
+    world = Hybrid(ATTENTION, STATE, most_saving=6)
+    assert world.saves(10 * B + 1, states=[(1, 205, 6 * B), (1, 209, 10 * B)])[1] == [9]
+
+
+def test_blocks_for_which_there_was_no_room_until_their_request_ended_are_counted() -> None:
+    world = Hybrid(ATTENTION, WINDOW, most_saving=6)
+    assert world.saves(10 * B + 1) == [[0, 1, 2, 3], [2, 3]]
+    world.ledger.finished("r")
+    assert world.ledger.counts["unoffered_blocks"] == 6
 
 
 def test_a_load_that_failed_is_not_tried_again_and_its_request_is_computed_whole() -> None:

@@ -28,6 +28,8 @@ pytestmark = [
 ARGUMENTS = ("--max-model-len", "1024", "--max-num-seqs", "8")
 WINDOW = 64
 ANSWER = 40
+TIE, LIKELY = 0.1, 0.9
+"""So much less likely than the likeliest token may another one be, for this share of an answer's."""
 LENGTHS = (70, 131, 200, 300, *(70 + 37 * number % 650 for number in range(int(os.environ.get("PROMPTS", "4")) - 4)))
 NUMBERS = range(len(LENGTHS))
 
@@ -50,16 +52,24 @@ def write_hybrid(directory: Path, kind: str) -> Path:
 
 @dataclass(frozen=True)
 class Kind:
-    """One sort of model, and the blocks of its engines. `preempts`: whether six requests need more."""
+    """One sort of model, and the blocks of its engines. `preempts`: whether six requests need more. `is_steady`: whether vLLM
+    says the same after a prefix from its own cache as after one that it has computed with the prompt."""
 
     write: Callable[[Path], Path]
     blocks: int
     dtype: str = "float32"
     arguments: tuple[str, ...] = ()
     preempts: bool = True
+    is_steady: bool = True
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether what is computed beside a token changes it where two are about as likely."""
+        return self.dtype == "bfloat16"
 
 
 KINDS = {
+    "full": Kind(lambda path: write_windows(path, ["full_attention"] * 2), 80),
     "windows": Kind(lambda path: write_windows(path, ["sliding_attention"] * 2), 80, preempts=False),
     "window and full": Kind(lambda path: write_windows(path, ["sliding_attention", "full_attention"]), 80),
     "windows and full": Kind(lambda path: write_hybrid(path, "windows and full"), 200, preempts=False),
@@ -71,7 +81,11 @@ KINDS = {
         ("--enable-prefix-caching", "--mamba-cache-mode", "align"),
         preempts=False,
     ),
+    # On a CPU without AMX vLLM has no prefix cache for such a model.
+    "latents": Kind(lambda path: write_hybrid(path, "latents"), 400, "bfloat16", preempts=False, is_steady=False),
 }
+if " amx_tile " not in Path("/proc/cpuinfo").read_text():
+    del KINDS["latents"]
 
 
 def settled(engine: Vllm) -> float:
@@ -110,7 +124,7 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     directory = shared / f"mooncake-vllm-groups-{os.getpid()}"
     directory.mkdir()
     model = kind.write(tmp_path_factory.mktemp("model"))
-    pool, engines = Pool(directory, times=1 + len(LENGTHS) // 40), []
+    pool, engines = Pool(directory, times=1 + len(LENGTHS) // 20), []
 
     def start() -> Vllm:
         extra = {"lookup_timeout_s": 5.0, "timeout_s": 5.0, "load": "always"}
@@ -121,8 +135,12 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
     try:
         first = start()
-        answers = [first.ask(numbered(number), ANSWER)[0] for number in NUMBERS]
-        assert (settled(first) > 0, first.count("unsaved_blocks")) == (True, 0)
+        answers = []
+        for number in NUMBERS:
+            answers.append(first.ask(numbered(number), ANSWER)[0])
+            first.forget()  # once all saves are over, so that there is room for those of the next
+        assert settled(first) > 0
+        assert first.count("unsaved_blocks") == first.count("unoffered_blocks") == 0
         assert statistics.median(len(set(tokens)) for tokens in answers) > ANSWER // 4, "a token depends on those before"
         first.kill()
         yield Lives(answers, start(), pool, kind)
@@ -136,21 +154,29 @@ def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_second_life_has_the_firsts_blocks_and_says_the_same(lives: Lives) -> None:
     for number in NUMBERS:
         tokens, cached = lives.engine.ask(numbered(number), ANSWER)
-        assert tokens == lives.answers[number]
         again, own = lives.engine.ask(numbered(number), ANSWER)
         assert again == tokens
         assert cached == own > 0, "the pool has as much of it as the engine's own cache"
+        assert tokens == lives.answers[number] or not lives.kind.is_steady
 
 
-def test_an_answer_goes_on_from_what_another_engine_decoded(lives: Lives) -> None:
+def test_an_answer_goes_on_from_what_another_engine_decoded_as_from_what_it_decoded_itself(lives: Lives) -> None:
+    """What is in the engine's own cache has another salt: what is computed here beyond the first life's is not in the pool."""
+    known = [numbered(number) + lives.answers[number][:30] for number in NUMBERS]
+    settled(lives.engine)
+    loaded = lives.engine.count("loaded_blocks")
+    own = []
     for number in NUMBERS:
-        known = numbered(number) + lives.answers[number][:30]
+        lives.engine.forget()  # or what is left of others' blocks may be taken before what is of use
+        assert lives.engine.ask(numbered(number), ANSWER, cache_salt="own")[0] == lives.answers[number]
+        own.append(lives.engine.ask(known[number], ANSWER - 30, cache_salt="own"))
+    # Beside full attention vLLM's own cache has less of an answer's windows than the pool, which adds them here.
+    assert lives.engine.count("loaded_blocks") == loaded or not lives.kind.is_rounded
+    for number in NUMBERS:
         lives.engine.forget()
-        tokens, cached = lives.engine.ask(known, ANSWER - 30)
-        assert cached > 0
-        if tokens != lives.answers[number][30:]:  # states of 16 bits differ by how many tokens were computed at a time
-            again, own = lives.engine.ask(known, ANSWER - 30)
-            assert (lives.kind.dtype, again, own) == ("bfloat16", tokens, cached)
+        assert lives.engine.ask(known[number], ANSWER - 30) == own[number]
+    assert lives.engine.count("loaded_blocks") > loaded
+    assert all(cached > 0 for _, cached in own)
 
 
 def test_every_stored_byte_flipped_is_computed_again(lives: Lives) -> None:
@@ -167,4 +193,9 @@ def test_requests_that_take_each_others_blocks_say_what_each_says_alone(lives: L
     several = [prompt(number, 230) for number in range(70, 76)]
     together = lives.engine.ask_together(several, 300)
     assert (lives.engine.metric("vllm:num_preemptions_total") > 0) == lives.kind.preempts
-    assert together == [lives.engine.ask(each, 300, cache_salt="alone")[0] for each in several]
+    if not lives.kind.is_rounded:
+        assert together == [lives.engine.ask(each, 300, cache_salt="alone")[0] for each in several]
+    elif lives.kind.is_steady:
+        for each, tokens in zip(several, together, strict=True):
+            likely = [shortfall < TIE for shortfall in lives.engine.shortfalls(each, tokens)]
+            assert sum(likely) > LIKELY * len(likely)

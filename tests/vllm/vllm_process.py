@@ -109,6 +109,17 @@ class Vllm:
         assert answer.status_code == 200, answer.text
         return [each["token_ids"] for each in sorted(answer.json()["choices"], key=lambda each: each["index"])]
 
+    def shortfalls(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """By how much each of an answer's tokens is less likely than the likeliest (logarithms), if it is computed as a prompt,
+        without any cache."""
+        answer = web.post(f"{self.url}/v1/completions", json=_body([*prompt, *tokens], 1, prompt_logprobs=1), timeout=120.0)
+        assert answer.status_code == 200, answer.text
+        of_answer = answer.json()["choices"][0]["prompt_logprobs"][len(prompt) :]
+        return [
+            max(each["logprob"] for each in likely.values()) - likely[str(token)]["logprob"]
+            for likely, token in zip(of_answer, tokens, strict=True)
+        ]
+
     def stream(self, prompt: Sequence[int], count: int) -> Iterator[int]:
         """Token by token."""
         body = _body(prompt, count, stream=True)

@@ -1,7 +1,6 @@
-"""HTTP/1.1 connections of a client that measures: received bytes are stamped as soon as this process has them, and parsed in C.
+"""HTTP/1.1 connections on which what is received is handled as soon as this process has it, and parsed in C.
 
-httpx spends tens of microseconds on every piece of a stream, in tasks that run when their turn comes: with a thousand streams
-it would measure its own delays.
+httpx needs a task's turn for each piece of a stream, and several times the CPU time of a call.
 """
 
 import asyncio
@@ -69,8 +68,17 @@ class Target:
 class Connections:
     """The connections to one server; the idle one that was used last is used again first."""
 
-    def __init__(self, target: Target, context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        context: ssl.SSLContext | None = None,
+        *,
+        connect_s: float | None = None,
+        most_idle: int = MAX_IDLE,
+    ) -> None:
+        """`connect_s`: how long a connection may take to be established; None: as long as the system tries."""
         self.target = target
+        self._connect_s, self._most_idle = connect_s, most_idle
         self._context = (context or ssl.create_default_context()) if target.tls else None
         self._idle: list[_Connection] = []
 
@@ -104,9 +112,10 @@ class Connections:
         target = self.target
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_connection(_Connection, target.host, target.port, ssl=self._context)
+            async with asyncio.timeout(self._connect_s):
+                _, connection = await loop.create_connection(_Connection, target.host, target.port, ssl=self._context)
         except OSError as error:
-            raise Broken(f"no connection: {error.strerror or error}") from None
+            raise Broken(f"no connection: {error.strerror or str(error) or 'none in time'}") from None
         return connection
 
     async def _call(
@@ -120,7 +129,7 @@ class Connections:
         except BaseException:
             connection.transport.abort()
             raise
-        if connection.usable and len(self._idle) < MAX_IDLE:
+        if connection.usable and len(self._idle) < self._most_idle:
             self._idle.append(connection)
         else:
             connection.transport.close()
