@@ -636,6 +636,18 @@ def test_a_placement_to_a_node_unknown_here_is_another_attempt_and_no_missing_co
     assert node.clients == []
 
 
+def test_if_the_last_resort_is_no_place_the_nodes_of_broken_attempts_are_tried_again(node):
+    node.ask()
+    node.place(to=("p0", "d0"))
+    node.say("p0", AttemptFailed(request_id="r", attempt=1, reason="no room"))
+    node.advance(0.1)
+    assert node.place(to=("p9", "d0")).exclude == ("p0",)
+    node.advance(0.2)
+    assert node.place(to=("p9", "d0")).exclude == ("p0", "p9")
+    node.advance(0.4)
+    assert node.place().exclude == ("p9",)
+
+
 def test_placements_to_nodes_unknown_here_count_as_none_and_not_as_broken():
     node = Node(max_attempts=1)
     node.ask()
