@@ -37,7 +37,6 @@ TAIL_TOKENS = 16
 STOP_S = 60.0
 UNLIMITED = 1e12
 WAITS = {
-    "prefill.meet": "false",
     "prefill.pool.fetch_s": "60",
     "prefill.pool.lease_ttl_s": "120",
     "cache_node.max_lease_s": "240",
@@ -59,7 +58,7 @@ def bench_meet(config: Path, *, tokens: int, rounds: int, progress: Progress) ->
     cached = max(size, tokens // size * size)
     kv_bytes = cached * prepared(settings).kv_bytes_per_token
     with ExitStack() as stack:
-        meets = stack.enter_context(_throttled(config, settings, hosts[0], {}))
+        meets = stack.enter_context(_throttled(config, settings, hosts[0], {"prefill.meet": "true"}))
         waits = stack.enter_context(_throttled(config, settings, hosts[0], WAITS))
         run = _Run(settings, hosts, meets, waits, cached, rounds, progress)
         return run.report(kv_bytes)

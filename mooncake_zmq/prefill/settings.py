@@ -40,7 +40,7 @@ class PrefillSettings:
     own_reuse: bool = True
     """Look up blocks in the own slab before the pool. Otherwise every reused block comes from the pool, which allows to
     measure it."""
-    meet: bool = True
+    meet: bool = False
     """Compute the head of a prompt while blocks of it are fetched from the last one on, where the prefill has no other
     prompt. Otherwise it waits for all of them."""
     meet_chunk_tokens: int = 128

@@ -73,6 +73,7 @@ class ClusterSettings:
     prefill: PrefillSettings = PrefillSettings(
         slab_bytes=48 * SLOT_BYTES,
         chunk_tokens=32,
+        meet=True,
         meet_chunk_tokens=2 * BLOCK_TOKENS,
         max_active=3,
         overtake=1.0,

@@ -29,7 +29,7 @@ LENGTH = 6 * B + 2
 
 class Meets(Node):
     def __init__(self, **settings):
-        super().__init__(**({"costs": SLOW, "meet_chunk_tokens": 2 * B, "chunk_tokens": 4 * B} | settings))
+        super().__init__(**({"costs": SLOW, "meet": True, "meet_chunk_tokens": 2 * B, "chunk_tokens": 4 * B} | settings))
 
     def begin(self, request_id="r", cached=CACHED, here=0, length=LENGTH, **options):
         """A prompt with so many cached blocks, the first few of them in the host's pool; the lease's number."""

@@ -199,6 +199,12 @@ class Request:
         self.relocations += 1
         self.place(now, placed)
 
+    def forget_excluded(self, *, unless_new: str) -> None:
+        """Exclude no node any more, if this one was excluded: as the last resort it was no place, so that those that broke an
+        attempt are tried again."""
+        if unless_new in self.exclude:
+            self.exclude = ()
+
     def avoid(self, node: str) -> None:
         """Exclude a node from the attempts that follow."""
         self.exclude = (*[each for each in self.exclude if each != node], node)[-MAX_EXCLUDED:]

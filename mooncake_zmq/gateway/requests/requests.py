@@ -286,8 +286,7 @@ class Requests:
         # were no such node: a new request then waits for at most `placement_wait_s`, an admitted one until its deadline.
         gone = absent(self._peers, message, request.client)
         if gone is not None:
-            if gone[0] in request.exclude:  # it was the last resort: those that broke an attempt before are tried again
-                request.exclude = ()
+            request.forget_excluded(unless_new=gone[0])
             return self._retry_all(together, gone[1].value, exclude=gone[0])
         effects: list[Effect] = [CancelTimer(("placement", each.request_id)) for each in together]
         for each in together:

@@ -85,6 +85,8 @@ def _ttft_s(node: NodeProfile, tokens: int, policy: str) -> float:
         Arrival(10.01 * computing_s, BUSY_TOKENS, 2, tuple(others[short:])),
         Arrival(10.5 * computing_s, tokens + OTHER_TOKENS, 2, (*document, 900_002)),
     ]
-    setup = Setup(prefill=2, decode=1, hardware=node, policy=policy, ttft_slo_s=1e6, tbt_slo_s=1e3)
+    setup = Setup(
+        prefill=2, decode=1, hardware=node, policy=policy, ttft_slo_s=1e6, tbt_slo_s=1e3, overrides={"prefill.meet": True}
+    )
     result = run_one(setup, arrivals, lambda share: None)
     return result.requests[-1].ttft_s
