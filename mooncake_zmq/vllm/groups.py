@@ -5,7 +5,6 @@ tokens. A prefix can be loaded up to any length at which every group has what it
 cache (`find_longest_cache_hit` of its managers).
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -68,6 +67,5 @@ def fitting(groups: Sequence[Group], first: int, stop: int, room: int, block_tok
 
     if len(groups) * (stop - first) <= room:
         return [range(first, stop)] * len(groups)
-    ends = range(first, stop + 1)
-    fits = bisect_right(ends, room, key=lambda end: sum(map(len, needed(end)))) - 1
-    return needed(ends[max(0, fits)])
+    # A longer prefix may need fewer blocks: one that ends with a chunk needs none of that group.
+    return next(ranges for end in range(stop, first - 1, -1) if sum(map(len, ranges := needed(end))) <= room)

@@ -390,12 +390,11 @@ class Ledger:
         keys = request.keys.upto(request.complete)
         parts = []
         for number, (group, of_group, indexes) in enumerate(zip(self.groups, blocks, ranges, strict=True)):
-            there = [(index, of_group[index]) for index in indexes]
-            if (
-                group.is_state
-            ):  # only what the engine calls complete is: it writes states in place, and does not offer one twice
+            if group.is_state:  # which is complete only where the engine says so: it writes states in place
                 there = sorted((tokens // self.block_tokens - 1, block) for at, block, tokens in states if at == number)
                 there = there[len(there) - min(len(there), len(indexes)) :]
+            else:
+                there = [(index, of_group[index]) for index in indexes if index < len(of_group)]
             # Block 0 stands for one that the engine has freed.
             wanted = [
                 (keys[index], block)

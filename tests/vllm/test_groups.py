@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_ledger import B, FakePool
 
@@ -41,7 +41,10 @@ def needed(group: Group, stop: int) -> set[int]:
 
 
 GROUPS = st.one_of(
-    st.just(ATTENTION), st.just(STATE), st.integers(2, 40).map(lambda w: Group(window=w)), st.just(Group(chunk=3 * B))
+    st.just(ATTENTION),
+    st.just(STATE),
+    st.integers(2, 40).map(lambda w: Group(window=w)),
+    st.integers(2, 9).map(lambda c: Group(chunk=c * B)),
 )
 
 
@@ -61,12 +64,19 @@ def test_the_longest_prefix_is_the_one_found_by_trying_all(
     assert longest(groups, there, first, B) == max(stop for stop in range(first, first + count + 1) if can_be(stop))
 
 
-@given(st.lists(GROUPS, min_size=1, max_size=3), st.integers(0, 4), st.integers(0, 30), st.integers(0, 100))
-def test_what_has_room_is_a_prefix_that_can_be_had(groups: list[Group], first: int, count: int, room: int) -> None:
+@example([ATTENTION, *[Group(chunk=8 * B)] * 5], 4, 38, 38)  # a prefix of 42 needs fewer blocks than one of 23
+@given(st.lists(GROUPS, min_size=1, max_size=4), st.integers(0, 5), st.integers(0, 30), st.integers(0, 100))
+def test_what_has_room_is_what_the_longest_prefix_that_fits_needs(
+    groups: list[Group], first: int, count: int, room: int
+) -> None:
     saved = fitting(groups, first, first + count, room, B)
-    stop = max(indexes.stop for indexes in saved)
-    assert sum(map(len, saved)) <= room
-    assert stop == first + count or sum(map(len, saved)) + sum(len(needed(group, stop + 1)) + 1 for group in groups) > room
+    if len(groups) * count <= room:
+        assert saved == [range(first, first + count)] * len(groups)
+        return
+    wanted = [[needed(group, stop) - set(range(first)) for group in groups] for stop in range(first, first + count + 1)]
+    stop = max(first + number for number, blocks in enumerate(wanted) if sum(map(len, blocks)) <= room)
+    assert [set(indexes) for indexes in saved] == wanted[stop - first]
+    assert {indexes.stop for indexes in saved} == {stop}
     assert longest(groups, [[index in indexes for index in range(first, stop)] for indexes in saved], first, B) == stop
 
 
