@@ -57,7 +57,7 @@ _ACTORS = (
 """Modules with msgspec classes are left out, as mypyc cannot compile those."""
 _AROUND_THEM = (
     *(f"core.{name}" for name in ("node", "session", "watch")),
-    *(f"gateway.http.{name}" for name in ("calls", "metrics", "sse")),
+    *(f"gateway.http.{name}" for name in ("calls", "edge", "ended_requests", "metrics", "sse")),
     *(f"gateway.openai.{name}" for name in ("detokenizer", "responses")),
     *(f"gateway.requests.{name}" for name in ("answer", "families", "request", "request_log", "requests", "token_gaps")),
     "gateway.requests.traces",

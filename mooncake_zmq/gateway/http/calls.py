@@ -88,8 +88,9 @@ class Calls:
         self._with_outputs: list[Call] = []
         self._turns = LoopTurns(time.monotonic)
         """The turns by which the outputs of tenants' calls are written."""
-        self._max_open, self.slots_taken = max_open, 0
-        """Slots that calls may hold, and that they hold: zero when idle."""
+        self._max_open = max_open
+        self.slots_taken = 0
+        """Slots that calls hold: zero when idle."""
         self.bodies = 0
         """Calls whose body is being received or parsed."""
         self.reading_bytes = SharedAmount(settings.max_reading_bytes, "bytes of bodies")
