@@ -1,0 +1,173 @@
+"""A prefill that reuses KV which was computed behind other tokens, as CacheBlend does.
+
+Such KV differs from the exact one in two ways. Its keys were rotated for other positions: they are turned by the difference,
+without loss, since rotations compose. And it has not seen what stands before it now: the tokens whose values in layer PROBED
+deviate most from the exact ones there, which cost little more than a layer, are computed again in all later layers, over the
+reused KV of the others. The result is approximate: it must never be stored under the key of exact KV.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.spec import check_room, check_tokens
+
+PROBED = 1
+"""The layer whose values say which tokens to compute again: the first one in which they depend on the tokens before."""
+SHARE = 0.15
+"""The share of reused tokens that is computed again unless another is asked for: CacheBlend's."""
+CHUNK_ROWS = 512
+"""The most tokens computed at a time, which bounds the memory of their activations."""
+Positions = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reused:
+    """KV of some tokens, [layer, k/v, n, kv_head, head_dim], as it was computed elsewhere. `at`: their positions here,
+    ascending; `computed_at`: those for which their keys are rotated."""
+
+    at: Positions
+    computed_at: Positions
+    kv: Floats
+
+    def only(self, kept: NDArray[np.bool_]) -> "Reused":
+        """Return the KV of some of the tokens."""
+        return Reused(at=self.at[kept], computed_at=self.computed_at[kept], kv=self.kv[:, :, kept])
+
+
+@dataclass(frozen=True, slots=True)
+class Blended:
+    """The outcome of a blended prefill. `logits` [vocab_size] after the last token; `computed`: the positions of the tokens
+    that were computed in all layers, ascending."""
+
+    logits: Floats
+    computed: Positions
+
+
+def moved_run(kv: Floats, start: int, computed_at: int = 0) -> Reused:
+    """Return the KV of tokens that follow one another, computed from one position on and used from another."""
+    tokens = np.arange(kv.shape[2])
+    return Reused(at=start + tokens, computed_at=computed_at + tokens, kv=kv)
+
+
+def prefill_blended(
+    engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], reused: Sequence[Reused], share: float = SHARE
+) -> Blended:
+    """Append `tokens` at `sequence.length`, behind exact KV. Those that nothing reused covers, and the last one, are computed
+    over whatever KV stands before them; so is the `share` of the others that deviates most. With 0 none of those are, and with
+    1 the result is that of `prefill`.
+
+    Raises ValueError for KV that overlaps, leaves the tokens or is of another shape; then nothing has been written.
+    """
+    tokens = np.asarray(tokens, dtype=np.int32)
+    check_room(sequence, len(tokens))
+    check_tokens(tokens, engine.spec.vocab_size)
+    first = sequence.length
+    covered = _covered(engine, sequence, len(tokens), reused, share)
+    positions = np.arange(first, first + len(tokens))
+    try:
+        probing = share > 0 and covered.any()
+        for each in reused:
+            _place(engine, sequence, each, range(PROBED + 1 if probing else 0, engine.spec.layers))
+        if not probing:
+            return _finished(engine, sequence, tokens, positions[~covered], first, 0)
+        hidden = _in_chunks(engine, sequence, tokens, positions)
+        chosen = ~covered
+        chosen[_deviating(sequence, reused, share) - first] = True
+        return _finished(engine, sequence, hidden, positions[chosen], first, PROBED)
+    except BaseException:
+        sequence.length = first
+        raise
+
+
+def turned(keys: Floats, frequencies: Floats, computed_at: Positions, at: Positions) -> Floats:
+    """Return keys [n, kv_head, head_dim] that are rotated for some positions as they are for others. The same positions give
+    the same bits."""
+    return _turned(keys, _turn(frequencies, computed_at, at))
+
+
+def _turn(frequencies: Floats, computed_at: Positions, at: Positions) -> NDArray[np.complex64]:
+    """Return the rotation between positions, [n, 1, head_dim / 2]: the difference of the engine's own angles, which it rounds
+    to float32, so that the error of these large numbers is in both and cancels."""
+    angles = [each.astype(np.float32)[:, None] * frequencies for each in (at, computed_at)]
+    turn: NDArray[np.complex64] = np.exp(1j * (angles[0].astype(np.float64) - angles[1])).astype(np.complex64)[:, None]
+    return turn
+
+
+def _turned(keys: Floats, turn: NDArray[np.complex64]) -> Floats:
+    result: Floats = (np.ascontiguousarray(keys).view(np.complex64) * turn).view(np.float32)
+    return result
+
+
+def _place(engine: Llama, sequence: SequenceKV, each: Reused, layers: range) -> None:
+    """Store reused KV in its new place."""
+    turn = _turn(engine.frequencies, each.computed_at, each.at)
+    for layer in layers:
+        keys, values = each.kv[layer]
+        sequence.store_rows(layer, each.at, _turned(keys, turn), values)
+
+
+def _in_chunks(engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], positions: Positions) -> Floats:
+    """Compute the layers before PROBED for all tokens, and the KV of that one; return the hidden states that enter it."""
+    hidden = np.empty((len(tokens), engine.spec.hidden), np.float32)
+    for begin in range(0, len(tokens), CHUNK_ROWS):
+        some = slice(begin, begin + CHUNK_ROWS)
+        hidden[some] = engine.prefill_rows(sequence, tokens[some], positions[some], range(PROBED))
+        engine.store_rows(sequence, hidden[some], positions[some], PROBED)
+    return hidden
+
+
+def _finished(
+    engine: Llama, sequence: SequenceKV, entering: NDArray[np.generic], rows: Positions, first: int, layer: int
+) -> Blended:
+    """Compute the layers from `layer` on for the tokens at `rows`. `entering`: what enters it, of all from `first` on."""
+    logits = None
+    for begin in range(0, len(rows), CHUNK_ROWS):
+        some = rows[begin : begin + CHUNK_ROWS]
+        asked = (-1,) if begin + CHUNK_ROWS >= len(rows) else None
+        logits = engine.prefill_rows(sequence, entering[some - first], some, range(layer, engine.spec.layers), asked)
+    assert logits is not None, "the last token is always computed"
+    return Blended(logits[0], rows)
+
+
+def _deviating(sequence: SequenceKV, reused: Sequence[Reused], share: float) -> Positions:
+    """Return the positions of the share of reused tokens whose values in layer PROBED differ most from those computed here."""
+    exact = sequence.values[PROBED]
+    deviations = [((exact[:, each.at] - each.kv[PROBED, 1].transpose(1, 0, 2)) ** 2).sum(axis=(0, 2)) for each in reused]
+    deviation, at = np.concatenate(deviations), np.concatenate([each.at for each in reused])
+    chosen: Positions = at[np.argsort(-deviation, kind="stable")[: round(share * len(at))]]
+    return chosen
+
+
+def _covered(engine: Llama, sequence: SequenceKV, count: int, reused: Sequence[Reused], share: float) -> NDArray[np.bool_]:
+    """Return which of the `count` next tokens but the last have reused KV. Raises ValueError for a plan that makes no sense."""
+    spec, first = engine.spec, sequence.length
+    if not isinstance(sequence.keys, np.ndarray):
+        raise ValueError("KV can be blended on a CPU alone")
+    if spec.layers <= PROBED:
+        raise ValueError(f"a model of {spec.layers} layers has none whose values say what to compute again")
+    if not 0 <= share <= 1:
+        raise ValueError(f"{share} is no share of tokens")
+    covered = np.zeros(count, dtype=bool)
+    for each in reused:
+        shape = (spec.layers, 2, len(each.at), spec.kv_heads, spec.head_dim)
+        if each.kv.shape != shape or each.kv.dtype != np.float32 or len(each.computed_at) != len(each.at):
+            raise ValueError(f"reused KV is {each.kv.dtype} {each.kv.shape}, and {len(each.at)} tokens have float32 {shape}")
+        if not len(each.at):
+            raise ValueError("reused KV of no tokens")
+        if each.at[0] < first or each.at[-1] >= first + count or (np.diff(each.at) <= 0).any():
+            raise ValueError(
+                f"reused KV of tokens {each.at[0]}..{each.at[-1]} is not of {first}..{first + count - 1}, ascending"
+            )
+        if covered[each.at - first].any():
+            raise ValueError("two pieces of reused KV are for the same token")
+        if int(each.computed_at.min()) < 0:
+            raise ValueError("no token was computed at a position below 0")
+        covered[each.at - first] = True
+    covered[-1] = False
+    return covered
