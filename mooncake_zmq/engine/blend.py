@@ -1,8 +1,8 @@
 """A prefill that reuses KV which was computed behind other tokens, as CacheBlend does.
 
 Such KV differs from the exact one in two ways. Its keys were rotated for other positions: they are turned by the difference,
-without loss, since rotations compose. And it has not seen what stands before it now: the tokens whose values in layer PROBED
-deviate most from the exact ones there, which cost little more than a layer, are computed again in all later layers, over the
+without loss, since rotations compose. And it has not seen what stands before it now: the first layers are computed for all
+tokens, and those whose values in the next one deviate most from the exact ones are computed again in all later layers, over the
 reused KV of the others. The result is approximate: it must never be stored under the key of exact KV.
 """
 
@@ -16,14 +16,23 @@ from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.spec import check_room, check_tokens
 
-PROBED = 1
-"""The layer whose values say which tokens to compute again: the first one in which they depend on the tokens before."""
-SHARE = 0.15
-"""The share of reused tokens that is computed again unless another is asked for: CacheBlend's."""
 CHUNK_ROWS = 512
 """The most tokens computed at a time, which bounds the memory of their activations."""
 Positions = NDArray[np.int64]
 Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The reused tokens to compute again: the `share` of them whose values in layer `probed` deviate most. All earlier layers
+    are computed for all tokens; layer 1 is the first whose values depend on the tokens before. Unless given, as in
+    CacheBlend."""
+
+    share: float = 0.15
+    probed: int = 1
+
+
+CACHEBLEND, NOTHING = Again(), Again(0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +65,10 @@ def moved_run(kv: Floats, start: int, computed_at: int = 0) -> Reused:
 
 
 def prefill_blended(
-    engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], reused: Sequence[Reused], share: float = SHARE
+    engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], reused: Sequence[Reused], again: Again = CACHEBLEND
 ) -> Blended:
     """Append `tokens` at `sequence.length`, behind exact KV. Those that nothing reused covers, and the last one, are computed
-    over whatever KV stands before them; so is the `share` of the others that deviates most. With 0 none of those are, and with
-    1 the result is that of `prefill`.
+    over whatever KV stands before them, and some of the others `again`: with a share of 1 the result is that of `prefill`.
 
     Raises ValueError for KV that overlaps, leaves the tokens or is of another shape; then nothing has been written.
     """
@@ -68,18 +76,18 @@ def prefill_blended(
     check_room(sequence, len(tokens))
     check_tokens(tokens, engine.spec.vocab_size)
     first = sequence.length
-    covered = _covered(engine, sequence, len(tokens), reused, share)
+    covered = _covered(engine, sequence, len(tokens), reused, again)
     positions = np.arange(first, first + len(tokens))
     try:
-        probing = share > 0 and covered.any()
+        probing = again.share > 0 and covered.any()
         for each in reused:
-            _place(engine, sequence, each, range(PROBED + 1 if probing else 0, engine.spec.layers))
+            _place(engine, sequence, each, range(again.probed + 1 if probing else 0, engine.spec.layers))
         if not probing:
             return _finished(engine, sequence, tokens, positions[~covered], first, 0)
-        hidden = _in_chunks(engine, sequence, tokens, positions)
+        hidden = _in_chunks(engine, sequence, tokens, positions, again.probed)
         chosen = ~covered
-        chosen[_deviating(sequence, reused, share) - first] = True
-        return _finished(engine, sequence, hidden, positions[chosen], first, PROBED)
+        chosen[_deviating(sequence, reused, again) - first] = True
+        return _finished(engine, sequence, hidden, positions[chosen], first, again.probed)
     except BaseException:
         sequence.length = first
         raise
@@ -112,13 +120,13 @@ def _place(engine: Llama, sequence: SequenceKV, each: Reused, layers: range) -> 
         sequence.store_rows(layer, each.at, _turned(keys, turn), values)
 
 
-def _in_chunks(engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], positions: Positions) -> Floats:
-    """Compute the layers before PROBED for all tokens, and the KV of that one; return the hidden states that enter it."""
+def _in_chunks(engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], positions: Positions, probed: int) -> Floats:
+    """Compute the layers before `probed` for all tokens, and the KV of that one; return the hidden states that enter it."""
     hidden = np.empty((len(tokens), engine.spec.hidden), np.float32)
     for begin in range(0, len(tokens), CHUNK_ROWS):
         some = slice(begin, begin + CHUNK_ROWS)
-        hidden[some] = engine.prefill_rows(sequence, tokens[some], positions[some], range(PROBED))
-        engine.store_rows(sequence, hidden[some], positions[some], PROBED)
+        hidden[some] = engine.prefill_rows(sequence, tokens[some], positions[some], range(probed))
+        engine.store_rows(sequence, hidden[some], positions[some], probed)
     return hidden
 
 
@@ -135,24 +143,23 @@ def _finished(
     return Blended(logits[0], rows)
 
 
-def _deviating(sequence: SequenceKV, reused: Sequence[Reused], share: float) -> Positions:
-    """Return the positions of the share of reused tokens whose values in layer PROBED differ most from those computed here."""
-    exact = sequence.values[PROBED]
-    deviations = [((exact[:, each.at] - each.kv[PROBED, 1].transpose(1, 0, 2)) ** 2).sum(axis=(0, 2)) for each in reused]
+def _deviating(sequence: SequenceKV, reused: Sequence[Reused], again: Again) -> Positions:
+    """Return the positions of the share of reused tokens whose values in the probed layer differ most from those computed
+    here."""
+    exact = sequence.values[again.probed]
+    deviations = [((exact[:, each.at] - each.kv[again.probed, 1].transpose(1, 0, 2)) ** 2).sum(axis=(0, 2)) for each in reused]
     deviation, at = np.concatenate(deviations), np.concatenate([each.at for each in reused])
-    chosen: Positions = at[np.argsort(-deviation, kind="stable")[: round(share * len(at))]]
+    chosen: Positions = at[np.argsort(-deviation, kind="stable")[: round(again.share * len(at))]]
     return chosen
 
 
-def _covered(engine: Llama, sequence: SequenceKV, count: int, reused: Sequence[Reused], share: float) -> NDArray[np.bool_]:
+def _covered(engine: Llama, sequence: SequenceKV, count: int, reused: Sequence[Reused], again: Again) -> NDArray[np.bool_]:
     """Return which of the `count` next tokens but the last have reused KV. Raises ValueError for a plan that makes no sense."""
     spec, first = engine.spec, sequence.length
     if not isinstance(sequence.keys, np.ndarray):
         raise ValueError("KV can be blended on a CPU alone")
-    if spec.layers <= PROBED:
-        raise ValueError(f"a model of {spec.layers} layers has none whose values say what to compute again")
-    if not 0 <= share <= 1:
-        raise ValueError(f"{share} is no share of tokens")
+    if not (0 <= again.share <= 1 and 1 <= again.probed < spec.layers):
+        raise ValueError(f"{again}: a share lies between 0 and 1, a layer that tells between 1 and {spec.layers - 1}")
     covered = np.zeros(count, dtype=bool)
     for each in reused:
         shape = (spec.layers, 2, len(each.at), spec.kv_heads, spec.head_dim)

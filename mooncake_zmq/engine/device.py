@@ -97,7 +97,7 @@ class DeviceLlama(Llama):
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
         work, caches = self._seats[0].activations(count), self._caches(sequences)
         span, splits = self._cut(count, max(sequence.length for sequence in sequences) + 1)
-        work.hidden[:count] = self._embed(tokens)
+        work.hidden[:count] = self.embed(tokens)
         for index, layer in enumerate(self._layers):
             self._project(self._product, work, layer, count)
             self._attend(work, caches, index, count, span, splits)

@@ -239,7 +239,7 @@ class Llama:
         product, seat = self._product, self._seats[0]
         work = seat.activations(count)
         rope = self._rope_tables(np.array(positions))
-        work.hidden[:count] = self._embed(tokens)
+        work.hidden[:count] = self.embed(tokens)
         for index, layer in enumerate(self._layers):
             self._project(product, work, layer, count)
             queries, keys, values = self._rotate(work, rope, count)
@@ -255,9 +255,10 @@ class Llama:
     # -------------------------------------------------------------------------------------------- steps of both
 
     def _enter(self, entering: NDArray[Any]) -> Any:
-        return self._embed(entering) if entering.ndim == 1 else self._xp.asarray(entering)
+        return self.embed(entering) if entering.ndim == 1 else self._xp.asarray(entering)
 
-    def _embed(self, tokens: NDArray[np.int32]) -> Any:
+    def embed(self, tokens: NDArray[np.int32]) -> Any:
+        """Return the hidden states [n, hidden] of tokens as they enter the first layer."""
         ids = self._xp.asarray(tokens)
         return self._column(self._tensors["head"], ids) if self.spec.tied else self._tensors["embed"][ids]
 

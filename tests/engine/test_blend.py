@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_zmq.engine import blend, weights
-from mooncake_zmq.engine.blend import Reused, moved_run, prefill_blended, turned
+from mooncake_zmq.engine.blend import CACHEBLEND, NOTHING, Again, Reused, moved_run, prefill_blended, turned
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
 
@@ -74,9 +74,10 @@ def in_full(engine, tokens):
     return engine.prefill(sequence, tokens)[0], kv_of(sequence, engine.spec)
 
 
-def test_to_compute_all_again_gives_the_whole_prefill_bit_for_bit(engine):
+@pytest.mark.parametrize("probed", [1, 3])
+def test_to_compute_all_again_gives_the_whole_prefill_bit_for_bit(engine, probed):
     sequence, tokens, reused = prompt(engine)
-    result = prefill_blended(engine, sequence, tokens, reused, share=1.0)
+    result = prefill_blended(engine, sequence, tokens, reused, Again(1.0, probed))
     logits, kv = in_full(engine, tokens)
     assert sequence.length == len(SYSTEM) + len(tokens) == len(SYSTEM) + len(result.computed)
     np.testing.assert_array_equal(result.logits, logits)
@@ -88,13 +89,13 @@ def test_nothing_reused_is_a_prefill(engine):
     np.testing.assert_array_equal(prefill_blended(engine, sequence, tokens, []).logits, in_full(engine, tokens)[0])
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.5])
-def test_all_engines_blend_alike(engine, one, share):
+@pytest.mark.parametrize("again", [NOTHING, CACHEBLEND, Again(0.05), Again(0.5), Again(0.1, 3), Again(0.1, LAYERS - 1)])
+def test_all_engines_blend_alike(engine, one, again):
     """And with any number of threads: the same rows, and KV that differs by rounding."""
     results = []
     for each in (engine, one):
         sequence, tokens, reused = prompt(each)
-        results.append((prefill_blended(each, sequence, tokens, reused, share), kv_of(sequence, each.spec)))
+        results.append((prefill_blended(each, sequence, tokens, reused, again), kv_of(sequence, each.spec)))
     (got, got_kv), (expected, expected_kv) = results
     np.testing.assert_array_equal(got.computed, expected.computed)
     np.testing.assert_allclose(got.logits, expected.logits, atol=1e-4)
@@ -104,8 +105,8 @@ def test_all_engines_blend_alike(engine, one, share):
 def test_the_share_that_deviates_most_is_computed_and_all_that_is_not_reused(one):
     sequence, tokens, reused = prompt(one)
     planted = len(SYSTEM) + 33
-    reused[0].kv[blend.PROBED, 1, 33] += 50
-    result = prefill_blended(one, sequence, tokens, reused, share=0.1)
+    reused[0].kv[1, 1, 33] += 50
+    result = prefill_blended(one, sequence, tokens, reused, Again(0.1))
     covered, own = sum(map(len, DOCUMENTS)), set(range(len(SYSTEM) + len(tokens) - len(QUESTION), len(SYSTEM) + len(tokens)))
     assert len(result.computed) == round(0.1 * covered) + len(QUESTION)
     assert {planted, *own} <= set(result.computed.tolist())
@@ -115,7 +116,7 @@ def test_the_share_that_deviates_most_is_computed_and_all_that_is_not_reused(one
 def test_each_row_sees_the_reused_kv_and_the_rows_before_it_and_no_other(one):
     """Against every row computed by a prefill of its own over the same KV."""
     sequence, tokens, reused = prompt(one)
-    result = prefill_blended(one, sequence, tokens, reused, share=0.2)
+    result = prefill_blended(one, sequence, tokens, reused, Again(0.2))
     other = one.new_sequence(LONGEST)
     one.prefill(other, SYSTEM)
     for each in reused:
@@ -124,7 +125,7 @@ def test_each_row_sees_the_reused_kv_and_the_rows_before_it_and_no_other(one):
             other.store(layer, int(each.at[0]), turned(keys, one.frequencies, each.computed_at, each.at), values)
     full = one.new_sequence(LONGEST)
     one.prefill(full, np.concatenate((SYSTEM, tokens)))
-    for layer in range(blend.PROBED + 1):  # exact for every token
+    for layer in range(2):  # exact for every token
         other.keys[layer], other.values[layer] = full.keys[layer], full.values[layer]
     for position in result.computed.tolist():
         other.set_length(position)
@@ -137,14 +138,14 @@ def test_a_part_in_its_own_place_is_reused_exactly(one):
     """As the prefix that it is: no row is computed again, and nothing changes."""
     tokens = np.concatenate((DOCUMENTS[0], QUESTION))
     sequence = one.new_sequence(LONGEST)
-    result = prefill_blended(one, sequence, tokens, [moved_run(computed(one, DOCUMENTS[0]), 0)], share=0.0)
+    result = prefill_blended(one, sequence, tokens, [moved_run(computed(one, DOCUMENTS[0]), 0)], NOTHING)
     assert result.computed.tolist() == list(range(len(DOCUMENTS[0]), len(tokens)))
     np.testing.assert_allclose(result.logits, one.prefill(one.new_sequence(LONGEST), tokens)[0], atol=1e-5)
 
 
 def test_a_prompt_that_is_reused_to_its_end_computes_its_last_token(one):
     sequence = one.new_sequence(LONGEST)
-    result = prefill_blended(one, sequence, DOCUMENTS[0], [moved_run(computed(one, DOCUMENTS[0]), 0)], share=0.0)
+    result = prefill_blended(one, sequence, DOCUMENTS[0], [moved_run(computed(one, DOCUMENTS[0]), 0)], NOTHING)
     assert result.computed.tolist() == [len(DOCUMENTS[0]) - 1]
     np.testing.assert_allclose(result.logits, one.prefill(one.new_sequence(LONGEST), DOCUMENTS[0])[0], atol=1e-5)
 
@@ -200,9 +201,9 @@ def test_a_plan_that_makes_no_sense_is_refused_before_anything_is_written(one):
     for plan, message in refusals(one).values():
         with pytest.raises(ValueError, match=message):
             prefill_blended(one, sequence, QUESTION.repeat(7), plan)
-    for share in (-0.1, 1.1, float("nan")):
+    for again in (Again(-0.1), Again(1.1), Again(float("nan")), Again(0.1, 0), Again(0.1, LAYERS)):
         with pytest.raises(ValueError, match="share"):
-            prefill_blended(one, sequence, QUESTION, [], share)
+            prefill_blended(one, sequence, QUESTION, [], again)
     assert sequence.length == len(SYSTEM)
     np.testing.assert_array_equal(kv_of(sequence, one.spec), before)
 

@@ -106,7 +106,7 @@ class CompiledLlama(Llama):
         work = _workspace(self.spec, len(sequences), self._team.size)
         work[Array.CACHES][:] = [cache_row(sequence, sequence.length) for sequence in sequences]
         self._turn(work, np.array([sequence.length for sequence in sequences]))
-        work[Array.HIDDEN][:, : self.spec.hidden] = self._embed(tokens)
+        work[Array.HIDDEN][:, : self.spec.hidden] = self.embed(tokens)
         self._run(_table(self._model | self._shortest | work))
         for sequence in sequences:
             sequence.length += 1
