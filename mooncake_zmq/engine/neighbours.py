@@ -38,9 +38,9 @@ class Neighbours:
             middle = round(expected)
             first = max(0, middle - WITHIN)
             near = self._hashes[reference[first : middle + WITHIN + 1]]
-            apart = _bits(near ^ self._hashes[tokens[at]])
-            best = int((apart * (2 * WITHIN + 2) + np.abs(first + np.arange(len(near)) - middle)).argmin())
-            if apart[best] < NEAREST_BITS:
+            differing = _bits(near ^ self._hashes[tokens[at]])
+            best = int((differing * (2 * WITHIN + 2) + np.abs(first + np.arange(len(near)) - middle)).argmin())
+            if differing[best] < NEAREST_BITS:
                 paired[at] = first + best
         return paired
 

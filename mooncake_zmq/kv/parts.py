@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys
 
 MOST_BLOCKS, MOST_TENANTS = 65_536, 256
-"""Of a table unless it is given others: blocks of one tenant's parts, and tenants. The least recently used parts, and tenants,
-are forgotten beyond."""
+"""The bounds of a table unless it is given others: blocks of one tenant's parts, and tenants. Beyond them the least recently
+used parts and tenants are forgotten."""
 _ROOT = b"mooncake-zmq: parts of prompts\0"
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _INVERSE = np.uint64(pow(int(_BASE), -1, 2**64))
