@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake_zmq.kv import similar
 from mooncake_zmq.kv.block_hash import namespace
+from mooncake_zmq.kv.parts import window_hashes
 from mooncake_zmq.kv.similar import References, aligned, likeness, sketch
 
 ALICE, BOB = (namespace(model="m", layout="l", salt=salt) for salt in ("alice", "bob"))
@@ -59,10 +61,13 @@ def test_likeness_is_about_the_share_of_shingles_that_both_have():
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(st.integers(0, 4), max_size=60), st.lists(st.integers(0, 4), max_size=60))
-def test_aligned_tokens_are_equal_and_ascend(reference, tokens):
+@given(st.lists(st.integers(0, 4), max_size=60), st.lists(st.integers(0, 4), max_size=60), st.integers(1, 30))
+def test_aligned_tokens_are_equal_and_ascend(reference, tokens, hashes):
+    """Also with so few hashes that they collide."""
     reference, tokens = np.array(reference, np.int32), np.array(tokens, np.int32)
-    source = aligned(reference, tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(similar, "window_hashes", lambda *given: window_hashes(*given) % np.uint64(hashes))
+        source = aligned(reference, tokens)
     at = np.flatnonzero(source >= 0)
     assert (reference[source[at]] == tokens[at]).all()
     assert (np.diff(source[at]) > 0).all()
