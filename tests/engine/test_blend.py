@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_zmq.engine import blend, weights
+from mooncake_zmq.engine import blend, codecs, weights
 from mooncake_zmq.engine.blend import CACHEBLEND, NOTHING, Again, Reused, moved_run, prefill_blended, turned
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.kv.codec import CODECS
 
 LAYERS, LONGEST = 5, 900
 RNG = np.random.default_rng(11)
@@ -42,7 +44,7 @@ def one(path):
 def kv_of(sequence, spec):
     out = np.empty((spec.layers, 2, sequence.length, spec.kv_heads, spec.head_dim), np.float32)
     for layer in range(spec.layers):
-        sequence.read_part(layer, 0, sequence.length, out[layer])
+        SequenceKV.read_part(sequence, layer, 0, sequence.length, out[layer])
     return out
 
 
@@ -82,6 +84,22 @@ def test_to_compute_all_again_gives_the_whole_prefill_bit_for_bit(engine, probed
     assert sequence.length == len(SYSTEM) + len(tokens) == len(SYSTEM) + len(result.computed)
     np.testing.assert_array_equal(result.logits, logits)
     np.testing.assert_array_equal(kv_of(sequence, engine.spec), kv)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "compiled"])
+def test_kv_that_is_rounded_when_stored_is_so_in_rows_that_do_not_follow_one_another(path, backend):
+    """As each row is by a prefill of its own."""
+    codec = CODECS["int8"]
+    try:
+        engine = weights.load_engine(path, backend="numpy" if backend == "numpy" else "auto", codec=codec)
+    except ModelError as error:
+        pytest.skip(error.message)
+    sequence, tokens, reused = prompt(engine)
+    result = prefill_blended(engine, sequence, tokens, reused, Again(0.3))
+    kv = kv_of(sequence, engine.spec)
+    for layer in range(LAYERS):
+        for each, back in zip(kv[layer], codecs.rounded(codec, *kv[layer]), strict=True):
+            np.testing.assert_array_equal(back[result.computed], each[result.computed])
 
 
 def test_nothing_reused_is_a_prefill(engine):
