@@ -6,7 +6,7 @@ with the search for what is reused and without its way from a pool. Both sides a
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -219,7 +219,7 @@ class _Study:
         kept: dict[Key, Floats],
         behind: dict[Key, Floats],
         rng: np.random.Generator,
-    ) -> dict[str, Callable[[], Plan]]:
+    ) -> Mapping[str, Callable[[], Plan]]:
         def alone() -> list[Reused]:
             return found(kept, 0)
 
@@ -269,7 +269,7 @@ class _Study:
 
     def _ways_with_reference(
         self, tokens: Tokens, references: References, kept: dict[bytes, Floats], neighbours: Neighbours
-    ) -> dict[str, Callable[[], Plan]]:
+    ) -> Mapping[str, Callable[[], Plan]]:
         def plan(again: Again, *, accepts: bool) -> Plan:
             reference = references.best(self._root, tokens)
             if reference is None:
@@ -297,7 +297,7 @@ class _Study:
         prefix: Tokens,
         tokens: Tokens,
         asked: Sequence[Tokens],
-        ways: dict[str, Callable[[], Plan]],
+        ways: Mapping[str, Callable[[], Plan]],
     ) -> None:
         """Compute a prompt in whole, and in each way, with the continuations asked of it. The time of the whole one is the mean
         of that before all ways and that behind them."""
