@@ -2,7 +2,8 @@
 
 Texts are pages of our own manual, which are in no training set that ended before them. KL is that of the next token's
 distribution over following tokens, against a prompt that was computed in whole; time to the first token is that of the engine,
-with the search for what is reused and without its way from a pool. Both sides are measured in turn, in one run.
+with the search for what is reused and every copy of its KV, and without its way from a pool. Both sides are measured in turn,
+in one run.
 """
 
 import time
@@ -19,7 +20,7 @@ from rich.table import Table
 
 import mooncake_zmq
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.engine.blend import CHUNK_ROWS, NOTHING, Again, Floats, Reused, moved_run, prefill_blended
+from mooncake_zmq.engine.blend import CHUNK_ROWS, NOTHING, Again, Floats, Reused, found_run, prefill_blended
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
@@ -119,7 +120,8 @@ def bench_blend(bench: BlendBench, progress: Progress) -> BlendReport:
     engine = f"{spec.name}, {type(study.engine).__name__}, {bench.threads} threads, {seconds}"
     report.notes += [
         f"{engine}; {bench.orders} prompts of each kind; the reference computes {CHUNK_ROWS} tokens at a time",
-        "computed: tokens times layers. The way of KV from a pool is not in these times, the search for parts is",
+        "computed: tokens times layers. The way of KV from a pool is not in these times. The search for what is reused, and the"
+        " gathering, turning and storing of its KV, are in those of every way",
     ]
     for of in dict.fromkeys(each.of for each in report.outcomes):
         reference, *others = (each for each in report.outcomes if each.of == of)
@@ -158,7 +160,7 @@ class _Tally:
 
 
 class _Study:
-    """The texts, the engine and what it makes of them."""
+    """The texts, the engine, and the prompts that are made of these."""
 
     def __init__(self, bench: BlendBench, path: Path) -> None:
         engine = load_engine(path, threads=bench.threads, backend=bench.backend)
@@ -179,8 +181,8 @@ class _Study:
         self._capacity = max(prompt, 2 * bench.edited_tokens) + bench.following
         if self._capacity > engine.spec.max_positions:
             raise ModelError(f"{engine.spec.name} has {engine.spec.max_positions} positions, and this needs {self._capacity}")
-        if bench.documents > len(PAGES):
-            raise ModelError(f"there are {len(PAGES)} documents")
+        if not 1 <= bench.documents <= len(PAGES) or bench.tokens < BLOCK_TOKENS:
+            raise ModelError(f"there are 1 to {len(PAGES)} documents, of a block of {BLOCK_TOKENS} tokens at least")
         if min(map(len, self._pages.values())) < max(bench.tokens, bench.edited_tokens) + bench.following:
             raise ModelError("the manual's pages are too short: take fewer tokens")
 
@@ -206,12 +208,7 @@ class _Study:
     def _found(self, parts: PartTable, tokens: Tokens, kept: dict[Key, Floats], computed_at: int) -> list[Reused]:
         """Return the known parts of a prompt behind the system prompt, with their KV."""
         start, found = len(self._system), parts.find(self._root, tokens)
-        return [
-            moved_run(
-                kept[part.keys[-1]][:, :, part.skipped :][:, :, : part.stop - part.start], start + part.start, computed_at
-            )
-            for part in found
-        ]
+        return [found_run(part, kept[part.keys[-1]], start, computed_at) for part in found]
 
     def _ways_with_parts(
         self,
@@ -223,11 +220,15 @@ class _Study:
         def alone() -> list[Reused]:
             return found(kept, 0)
 
+        def some(kept: Callable[[int], NDArray[np.bool_]]) -> list[Reused]:
+            pieces = [each.only(kept(len(each.at))) for each in alone()]
+            return [each for each in pieces if len(each.at)]
+
         def again(share: float, probed: int = 1) -> Callable[[], Plan]:
             return lambda: (alone(), Again(share, probed))
 
         def first(count: int) -> Callable[[], Plan]:
-            return lambda: ([each.only(np.arange(len(each.at)) >= count) for each in alone()], NOTHING)
+            return lambda: (some(lambda length: np.arange(length) >= count), NOTHING)
 
         def unturned(reused: list[Reused]) -> list[Reused]:
             return [Reused(at=each.at, computed_at=each.at, kv=each.kv) for each in reused]
@@ -242,7 +243,7 @@ class _Study:
             "CacheBlend, 30 % by layer 1": again(0.3),
             f"10 % by layer {self._deep}": again(0.1, self._deep),
             f"15 % by layer {self._deep}": again(0.15, self._deep),
-            "15 % at random": lambda: ([each.only(rng.random(len(each.at)) >= 0.15) for each in alone()], NOTHING),
+            "15 % at random": lambda: (some(lambda length: rng.random(length) >= 0.15), NOTHING),
             f"EPIC, first {few} of each": first(few),
             f"EPIC, first {4 * few} of each": first(4 * few),
         }
@@ -305,7 +306,8 @@ class _Study:
 
         def whole(sequence: SequenceKV) -> float:
             for begin in range(0, len(tokens), CHUNK_ROWS):
-                self.engine.prefill(sequence, tokens[begin : begin + CHUNK_ROWS])
+                asked = (-1,) if begin + CHUNK_ROWS >= len(tokens) else None
+                self.engine.prefill(sequence, tokens[begin : begin + CHUNK_ROWS], logits_at=asked)
             return 1.0
 
         def blended(plan: Callable[[], Plan], sequence: SequenceKV) -> float:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.spec import check_room, check_tokens
+from mooncake_zmq.kv.parts import Part
 
 CHUNK_ROWS = 512
 """The most tokens computed at a time, which bounds the memory of their activations."""
@@ -64,6 +65,13 @@ def moved_run(kv: Floats, start: int, computed_at: int = 0) -> Reused:
     return Reused(at=start + tokens, computed_at=computed_at + tokens, kv=kv)
 
 
+def found_run(part: Part, kv: Floats, start: int, computed_at: int = 0) -> Reused:
+    """Return what a prompt has of a part. `kv`: that of the whole part, whose first token was computed at `computed_at`;
+    `start`: the position of the prompt's first token."""
+    first = part.skipped
+    return moved_run(kv[:, :, first : first + part.stop - part.start], start + part.start, computed_at + first)
+
+
 def prefill_blended(
     engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], reused: Sequence[Reused], again: Again = CACHEBLEND
 ) -> Blended:
@@ -93,31 +101,27 @@ def prefill_blended(
         raise
 
 
-def turned(keys: Floats, frequencies: Floats, computed_at: Positions, at: Positions) -> Floats:
-    """Return keys [n, kv_head, head_dim] that are rotated for some positions as they are for others. The same positions give
-    the same bits."""
-    return _turned(keys, _turn(frequencies, computed_at, at))
-
-
-def _turn(frequencies: Floats, computed_at: Positions, at: Positions) -> NDArray[np.complex64]:
+def rotation(frequencies: Floats, computed_at: Positions, at: Positions) -> NDArray[np.complex64]:
     """Return the rotation between positions, [n, 1, head_dim / 2]: the difference of the engine's own angles, which it rounds
     to float32, so that the error of these large numbers is in both and cancels."""
     angles = [each.astype(np.float32)[:, None] * frequencies for each in (at, computed_at)]
-    turn: NDArray[np.complex64] = np.exp(1j * (angles[0].astype(np.float64) - angles[1])).astype(np.complex64)[:, None]
-    return turn
+    between: NDArray[np.complex64] = np.exp(1j * (angles[0].astype(np.float64) - angles[1])).astype(np.complex64)[:, None]
+    return between
 
 
-def _turned(keys: Floats, turn: NDArray[np.complex64]) -> Floats:
+def turned(keys: Floats, turn: NDArray[np.complex64]) -> Floats:
+    """Return keys [n, kv_head, head_dim] that are rotated for some positions as they are for others, by the rotation between
+    these. The same positions give the same bits."""
     result: Floats = (np.ascontiguousarray(keys).view(np.complex64) * turn).view(np.float32)
     return result
 
 
 def _place(engine: Llama, sequence: SequenceKV, each: Reused, layers: range) -> None:
     """Store reused KV in its new place."""
-    turn = _turn(engine.frequencies, each.computed_at, each.at)
+    turn = rotation(engine.frequencies, each.computed_at, each.at)
     for layer in layers:
         keys, values = each.kv[layer]
-        sequence.store_rows(layer, each.at, _turned(keys, turn), values)
+        sequence.store_rows(layer, each.at, turned(keys, turn), values)
 
 
 def _in_chunks(engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], positions: Positions, probed: int) -> Floats:
@@ -159,7 +163,7 @@ def _covered(engine: Llama, sequence: SequenceKV, count: int, reused: Sequence[R
     if not isinstance(sequence.keys, np.ndarray):
         raise ValueError("KV can be blended on a CPU alone")
     if not (0 <= again.share <= 1 and 1 <= again.probed < spec.layers):
-        raise ValueError(f"{again}: a share lies between 0 and 1, a layer that tells between 1 and {spec.layers - 1}")
+        raise ValueError(f"{again}: a share lies between 0 and 1, a probed layer between 1 and {spec.layers - 1}")
     covered = np.zeros(count, dtype=bool)
     for each in reused:
         shape = (spec.layers, 2, len(each.at), spec.kv_heads, spec.head_dim)

@@ -6,7 +6,7 @@ part, from a root that no exact chain can have. A tenant finds its own parts onl
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys
 
-MOST_BLOCKS, MOST_TENANTS = 65_536, 256
-"""The bounds of a table unless it is given others: blocks of one tenant's parts, and tenants. Beyond them the least recently
-used parts and tenants are forgotten."""
+MOST_TOKENS, MOST_BLOCKS, MOST_TENANTS = 1_048_576, 16_384, 256
+"""The bounds of a table unless it is given others: tokens of all tenants' parts together, blocks of one tenant's, and tenants.
+Beyond its blocks a tenant's least recently used parts are forgotten, and beyond the others whole tenants', likewise."""
 _ROOT = b"mooncake-zmq: parts of prompts\0"
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _INVERSE = np.uint64(pow(int(_BASE), -1, 2**64))
-_SPREAD = np.uint64(0xD6E8FEB86659FD93)
 Tokens = NDArray[np.int32]
 
 
@@ -40,93 +39,79 @@ class Part:
     skipped: int
     keys: tuple[Key, ...]
 
-    def behind(self, exact: int) -> "Part | None":
-        """Return what lies behind the first `exact` tokens of the prompt; None where nothing does. It may begin within a
-        block."""
-        if self.stop <= exact:
-            return None
-        cut = max(0, exact - self.start)
-        return Part(self.start + cut, self.stop, self.skipped + cut, self.keys)
-
-
-def marked_parts(root: bytes, tokens: Tokens, marks: Sequence[tuple[int, int]], block_tokens: int) -> list[Part]:
-    """Return the complete blocks of the parts that a client marked as (start, stop) of its prompt. Raises ValueError for marks
-    that overlap, are out of order or leave the prompt."""
-    parts, last = [], 0
-    for start, stop in marks:
-        if not last <= start < stop <= len(tokens):
-            raise ValueError(
-                f"parts must follow one another within the prompt of {len(tokens)} tokens: {start} to {stop} does not"
-            )
-        last = stop
-        whole = (stop - start) // block_tokens * block_tokens
-        if whole:
-            keys = extend_keys(part_root(root), _packed(tokens[start : start + whole]), block_tokens)
-            parts.append(Part(start, start + whole, 0, tuple(keys)))
-    return parts
-
 
 @dataclass(slots=True)
 class _Tenant:
-    """The parts of one root, the least recently used first, by their last key; and where each block is, by hash."""
+    """The parts of one root by their last key, the least recently used first; and by its hash, the first place of a block in
+    each part that has it, the part that was added last behind the others."""
 
     parts: "OrderedDict[Key, tuple[Tokens, tuple[Key, ...]]]" = field(default_factory=OrderedDict)
-    places: dict[int, tuple[Key, int]] = field(default_factory=dict)
+    places: dict[int, dict[Key, int]] = field(default_factory=dict)
     blocks: int = 0
 
 
 class PartTable:
     """Parts that were seen, by tenant. `find` takes time in proportion to the prompt, whatever the table has."""
 
-    def __init__(self, block_tokens: int, *, most_blocks: int = MOST_BLOCKS, most_tenants: int = MOST_TENANTS) -> None:
-        if min(block_tokens, most_blocks, most_tenants) < 1:
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        most_tokens: int = MOST_TOKENS,
+        most_blocks: int = MOST_BLOCKS,
+        most_tenants: int = MOST_TENANTS,
+    ) -> None:
+        if min(block_tokens, most_tokens // block_tokens, most_blocks, most_tenants) < 1:
             raise ValueError("a table of parts has room for one block of one tenant at least")
-        self.block_tokens, self.most_blocks, self.most_tenants = block_tokens, most_blocks, most_tenants
+        self.block_tokens, self.most_tenants = block_tokens, most_tenants
+        self._most_together = most_tokens // block_tokens
+        self.most_blocks = min(most_blocks, self._most_together)
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
+        self._blocks = 0
 
     def add(self, root: bytes, tokens: Tokens) -> tuple[Key, ...]:
         """Remember a part's complete blocks, `most_blocks` of them at most; return their keys."""
-        tenant = self._tenants.setdefault(root, _Tenant())
-        self._tenants.move_to_end(root)
-        while len(self._tenants) > self.most_tenants:
-            self._tenants.popitem(last=False)
         count = min(len(tokens) // self.block_tokens, self.most_blocks)
         if not count:
             return ()
+        tenant = self._tenants.setdefault(root, _Tenant())
+        self._tenants.move_to_end(root)
         own = np.array(tokens[: count * self.block_tokens], dtype=np.int32)
         keys = tuple(extend_keys(part_root(root), _packed(own), self.block_tokens))
-        if keys[-1] in tenant.parts:
-            tenant.parts.move_to_end(keys[-1])
+        name = keys[-1]
+        if name in tenant.parts:
+            tenant.parts.move_to_end(name)
             return keys
         while tenant.blocks + count > self.most_blocks:
             self._forget(tenant)
-        tenant.parts[keys[-1]] = own, keys
+        while len(self._tenants) > self.most_tenants or self._blocks + count > self._most_together:
+            self._forget_oldest_tenant()
+        tenant.parts[name] = own, keys
         tenant.blocks += count
-        for block, number in enumerate(window_hashes(own, self.block_tokens)[:: self.block_tokens].tolist()):
-            tenant.places[number] = keys[-1], block  # the newest part that has the block
+        self._blocks += count
+        for block, number in enumerate(self._block_hashes(own)):
+            tenant.places.setdefault(number, {}).setdefault(name, block)
         return keys
 
-    def find(self, root: bytes, tokens: Tokens, start: int = 0) -> list[Part]:
-        """Return the known parts, or runs of their blocks, from token `start` on: they do not overlap, and each is as long as
-        it can be from where it begins."""
+    def find(self, root: bytes, tokens: Tokens) -> list[Part]:
+        """Return the known parts, or runs of their blocks, in a prompt. They do not overlap. Each is as long as it can be from
+        where it begins, in the part that was added last of those that have its first block, and from the first place there:
+        another part may have more of the prompt."""
         tenant = self._tenants.get(root)
         if tenant is None:
             return []
         self._tenants.move_to_end(root)
-        tokens = np.asarray(tokens, dtype=np.int32)
-        return list(self._found(tenant, tokens, start))
+        return list(self._found(tenant, np.asarray(tokens, dtype=np.int32)))
 
-    def _found(self, tenant: _Tenant, tokens: Tokens, start: int) -> Iterator[Part]:
-        size, free = self.block_tokens, start
-        for offset, number in enumerate(window_hashes(tokens[start:], size).tolist(), start):
-            place = tenant.places.get(number) if offset >= free else None
-            if place is None:
+    def _found(self, tenant: _Tenant, tokens: Tokens) -> Iterator[Part]:
+        size, free = self.block_tokens, 0
+        for offset, number in enumerate(window_hashes(tokens, size).tolist()):
+            having = tenant.places.get(number) if offset >= free else None
+            if having is None:
                 continue
-            name, block = place
+            name, block = next(reversed(having.items()))
             known, keys = tenant.parts[name]
-            rest, here = known[block * size :], tokens[offset : offset + len(known) - block * size]
-            differing = np.flatnonzero(rest[: len(here)] != here)
-            equal = (int(differing[0]) if len(differing) else len(here)) // size * size
+            equal = _equal(known[block * size :], tokens[offset:], size) // size * size
             if equal:  # else two blocks have one hash
                 tenant.parts.move_to_end(name)
                 free = offset + equal
@@ -136,16 +121,44 @@ class PartTable:
         """Remove the part that was not used for longest."""
         name, (tokens, keys) = tenant.parts.popitem(last=False)
         tenant.blocks -= len(keys)
-        for number in window_hashes(tokens, self.block_tokens)[:: self.block_tokens].tolist():
-            if tenant.places.get(number, (b"",))[0] == name:
+        self._blocks -= len(keys)
+        for number in set(self._block_hashes(tokens)):
+            having = tenant.places[number]
+            del having[name]
+            if not having:
                 del tenant.places[number]
 
+    def _forget_oldest_tenant(self) -> None:
+        _, tenant = self._tenants.popitem(last=False)
+        self._blocks -= tenant.blocks
+
+    def _block_hashes(self, tokens: Tokens) -> list[int]:
+        hashes: list[int] = window_hashes(tokens, self.block_tokens)[:: self.block_tokens].tolist()
+        return hashes
+
     def check(self) -> None:
-        """Assert what must hold between calls."""
+        """Assert what must hold between calls: the bounds, and that each part has a place for each of its blocks."""
         assert len(self._tenants) <= self.most_tenants
+        assert self._blocks == sum(tenant.blocks for tenant in self._tenants.values()) <= self._most_together
         for tenant in self._tenants.values():
-            assert tenant.blocks == sum(len(keys) for _, keys in tenant.parts.values()) <= self.most_blocks
-            assert all(block < len(tenant.parts[name][1]) for name, block in tenant.places.values())
+            assert 0 < tenant.blocks == sum(len(keys) for _, keys in tenant.parts.values()) <= self.most_blocks
+            expected: dict[int, dict[Key, int]] = {}
+            for name, (tokens, _) in tenant.parts.items():
+                for block, number in enumerate(self._block_hashes(tokens)):
+                    expected.setdefault(number, {}).setdefault(name, block)
+            assert tenant.places == expected
+
+
+def _equal(one: Tokens, other: Tokens, first: int) -> int:
+    """Return how many tokens both begin with. Compares `first` of them, and then twice as many each time, so the time is in
+    proportion to the result."""
+    length, at, run = min(len(one), len(other)), 0, first
+    while at < length:
+        differing = np.flatnonzero(one[at : min(at + run, length)] != other[at : min(at + run, length)])
+        if len(differing):
+            return at + int(differing[0])
+        at, run = at + run, 2 * run
+    return length
 
 
 def window_hashes(tokens: Tokens, size: int) -> NDArray[np.uint64]:
@@ -154,7 +167,7 @@ def window_hashes(tokens: Tokens, size: int) -> NDArray[np.uint64]:
     if count < 1:
         return np.empty(0, np.uint64)
     with np.errstate(over="ignore"):
-        terms = (tokens.astype(np.uint64) + np.uint64(1)) * _powers(_BASE, len(tokens)) * _SPREAD
+        terms = (tokens.astype(np.uint64) + np.uint64(1)) * _powers(_BASE, len(tokens))
         sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)))
         hashes: NDArray[np.uint64] = (sums[size:] - sums[:count]) * _powers(_INVERSE, count)
     return hashes

@@ -1,5 +1,6 @@
 """Prompts that are like an earlier one, and where they are the same: SemShareKV's reference, found by MinHash. PURE."""
 
+import hashlib
 from bisect import bisect_left
 from collections import OrderedDict
 
@@ -15,42 +16,77 @@ SKETCH = 128
 """The hashes kept of a prompt, its smallest: two prompts are alike as far as these are the same."""
 LEAST_ALIKE = 0.1
 """Share of the same shingles below which a prompt is no reference."""
-MOST_PROMPTS, MOST_TENANTS = 64, 256
+MOST_TOKENS, MOST_PROMPTS, MOST_TENANTS = 1_048_576, 64, 256
+"""The bounds of references unless they are given others: tokens of all tenants' prompts together, prompts of one tenant, and
+tenants. Beyond its prompts a tenant's least recently used one is forgotten, and beyond the others whole tenants', likewise."""
 ANCHOR = 4
 """Tokens of a run that stands once in each of two prompts, which are aligned by these."""
 Places = NDArray[np.int64]
+_Prompts = OrderedDict[bytes, tuple[Tokens, NDArray[np.uint64]]]
+"""Prompts and their sketches by the digest of their tokens, the least recently used first."""
 
 
 class References:
-    """The last prompts of each tenant; a tenant finds its own only. The least recently used tenants are forgotten."""
+    """The prompts of each tenant that were used last; a tenant finds its own only."""
 
-    def __init__(self, *, most_prompts: int = MOST_PROMPTS, most_tenants: int = MOST_TENANTS) -> None:
-        if min(most_prompts, most_tenants) < 1:
+    def __init__(
+        self, *, most_tokens: int = MOST_TOKENS, most_prompts: int = MOST_PROMPTS, most_tenants: int = MOST_TENANTS
+    ) -> None:
+        if min(most_tokens, most_prompts, most_tenants) < 1:
             raise ValueError("references have room for one prompt of one tenant at least")
-        self.most_prompts, self.most_tenants = most_prompts, most_tenants
-        self._tenants: OrderedDict[bytes, OrderedDict[bytes, tuple[Tokens, NDArray[np.uint64]]]] = OrderedDict()
+        self.most_tokens, self.most_prompts, self.most_tenants = most_tokens, most_prompts, most_tenants
+        self._tenants: OrderedDict[bytes, _Prompts] = OrderedDict()
+        self._tokens = 0
 
     def add(self, root: bytes, tokens: Tokens) -> None:
-        """Remember a prompt; the oldest is forgotten for it."""
+        """Remember a prompt, unless it is longer than all together may be or too short to be like another."""
+        if not SHINGLE <= len(tokens) <= self.most_tokens:
+            return
+        own = np.array(tokens, dtype=np.int32)
+        name = hashlib.sha256(own.tobytes()).digest()
         prompts = self._tenants.setdefault(root, OrderedDict())
         self._tenants.move_to_end(root)
-        while len(self._tenants) > self.most_tenants:
-            self._tenants.popitem(last=False)
-        own = np.array(tokens, dtype=np.int32)
-        prompts[own.tobytes()] = own, sketch(own)
-        prompts.move_to_end(own.tobytes())
-        while len(prompts) > self.most_prompts:
-            prompts.popitem(last=False)
+        if name not in prompts:
+            prompts[name] = own, sketch(own)
+            self._tokens += len(own)
+        prompts.move_to_end(name)
+        if len(prompts) > self.most_prompts:
+            self._forget(prompts)
+        while len(self._tenants) > self.most_tenants or (self._tokens > self.most_tokens and len(self._tenants) > 1):
+            _, oldest = self._tenants.popitem(last=False)
+            self._tokens -= sum(len(prompt) for prompt, _ in oldest.values())
+        while self._tokens > self.most_tokens:
+            self._forget(prompts)
 
     def best(self, root: bytes, tokens: Tokens) -> Tokens | None:
-        """Return the tenant's prompt that is most like these tokens, the newest of equal ones, if it is like them at all."""
+        """Return the tenant's prompt that is most like these tokens, the last used of equal ones, if it is like them at all. It
+        is used by that, and so is the tenant."""
+        prompts = self._tenants.get(root)
+        if prompts is None:
+            return None
+        self._tenants.move_to_end(root)
         own = sketch(np.asarray(tokens, dtype=np.int32))
         found, best = None, LEAST_ALIKE
-        for prompt, other in self._tenants.get(root, {}).values():
+        for name, (_, other) in prompts.items():
             alike = likeness(own, other)
             if alike >= best:
-                found, best = prompt, alike
-        return found
+                found, best = name, alike
+        if found is None:
+            return None
+        prompts.move_to_end(found)
+        return prompts[found][0]
+
+    def check(self) -> None:
+        """Assert what must hold between calls."""
+        held = [len(prompt) for prompts in self._tenants.values() for prompt, _ in prompts.values()]
+        assert self._tokens == sum(held) <= self.most_tokens
+        assert len(self._tenants) <= self.most_tenants
+        assert all(0 < len(prompts) <= self.most_prompts for prompts in self._tenants.values())
+
+    def _forget(self, prompts: _Prompts) -> None:
+        """Remove a tenant's prompt that was not used for longest."""
+        _, (prompt, _) = prompts.popitem(last=False)
+        self._tokens -= len(prompt)
 
 
 def sketch(tokens: Tokens) -> NDArray[np.uint64]:
@@ -102,7 +138,7 @@ def _longest_ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     for index, (_, there) in enumerate(pairs):
         at = bisect_left(lasts, there)
         before.append(ends[at - 1] if at else -1)
-        lasts[at:], ends[at:] = [there, *lasts[at + 1 :]], [index, *ends[at + 1 :]]
+        lasts[at : at + 1], ends[at : at + 1] = [there], [index]
     chosen, index = [], ends[-1] if ends else -1
     while index >= 0:
         chosen.append(pairs[index])

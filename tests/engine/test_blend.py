@@ -7,13 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_zmq.engine import blend, codecs, weights
-from mooncake_zmq.engine.blend import CACHEBLEND, NOTHING, Again, Reused, moved_run, prefill_blended, turned
+from mooncake_zmq.engine.blend import (
+    CACHEBLEND,
+    NOTHING,
+    Again,
+    Reused,
+    found_run,
+    moved_run,
+    prefill_blended,
+    rotation,
+    turned,
+)
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
+from mooncake_zmq.engine.machine_code.step_layout import SPAN_TILES
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.kv.codec import CODECS
+from mooncake_zmq.kv.parts import Part
 
-LAYERS, LONGEST = 5, 900
+LAYERS, LONGEST = 5, 1300
 RNG = np.random.default_rng(11)
 SYSTEM, QUESTION = (RNG.integers(0, 500, count).astype(np.int32) for count in (70, 40))
 DOCUMENTS = [RNG.integers(0, 500, count).astype(np.int32) for count in (200, 64, 131)]
@@ -107,6 +119,55 @@ def test_nothing_reused_is_a_prefill(engine):
     np.testing.assert_array_equal(prefill_blended(engine, sequence, tokens, []).logits, in_full(engine, tokens)[0])
 
 
+@pytest.mark.parametrize("chunk", [64, 145, 435])
+@pytest.mark.parametrize("probed", [1, 3])
+def test_the_whole_prefill_may_be_computed_in_chunks_some_of_which_end_with_the_prompt(one, monkeypatch, chunk, probed):
+    sequence, tokens, reused = prompt(one)
+    assert len(tokens) == 435
+    monkeypatch.setattr(blend, "CHUNK_ROWS", chunk)
+    result = prefill_blended(one, sequence, tokens, reused, Again(1.0, probed))
+    logits, kv = in_full(one, tokens)
+    np.testing.assert_allclose(result.logits, logits, atol=1e-4)
+    np.testing.assert_allclose(kv_of(sequence, one.spec), kv, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [64, 7, 119])
+def test_chunks_of_rows_that_do_not_follow_one_another_give_what_all_at_once_give(engine, monkeypatch, chunk):
+    results = []
+    for rows in (blend.CHUNK_ROWS, chunk):
+        monkeypatch.setattr(blend, "CHUNK_ROWS", rows)
+        sequence, tokens, reused = prompt(engine)
+        results.append((prefill_blended(engine, sequence, tokens, reused, Again(0.2)), kv_of(sequence, engine.spec)))
+    (expected, expected_kv), (got, got_kv) = results
+    assert len(got.computed) == 119, "of which two of the chunks are a divisor"
+    np.testing.assert_array_equal(got.computed, expected.computed)
+    np.testing.assert_allclose(got.logits, expected.logits, atol=1e-4)
+    np.testing.assert_allclose(got_kv, expected_kv, atol=1e-4)
+
+
+OTHER_ENGINES = ["numpy, 3 threads", "compiled", "compiled, 2 threads"]
+
+
+@pytest.mark.parametrize("engine", OTHER_ENGINES, indirect=True)
+def test_rows_in_several_spans_of_keys_are_blended_alike(engine, one):
+    """In a prompt of more than two spans, which the compiled engine scores one after another."""
+    rng, results = np.random.default_rng(5), []
+    documents = [rng.integers(0, 500, 380).astype(np.int32) for _ in range(3)]
+    tokens = np.concatenate((*documents, QUESTION))
+    assert len(SYSTEM) + len(tokens) > 2 * SPAN_TILES * KEY_TILE
+    for each in (engine, one):
+        sequence = each.new_sequence(LONGEST)
+        each.prefill(sequence, SYSTEM)
+        reused = [moved_run(computed(one, own), len(SYSTEM) + 380 * number) for number, own in enumerate(documents)]
+        results.append((prefill_blended(each, sequence, tokens, reused, Again(0.1)), kv_of(sequence, each.spec)))
+    (got, got_kv), (expected, expected_kv) = results
+    assert len(set((expected.computed // (SPAN_TILES * KEY_TILE)).tolist())) == 3
+    np.testing.assert_array_equal(got.computed, expected.computed)
+    np.testing.assert_allclose(got.logits, expected.logits, atol=1e-4)
+    np.testing.assert_allclose(got_kv, expected_kv, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", OTHER_ENGINES, indirect=True)
 @pytest.mark.parametrize("again", [NOTHING, CACHEBLEND, Again(0.05), Again(0.5), Again(0.1, 3), Again(0.1, LAYERS - 1)])
 def test_all_engines_blend_alike(engine, one, again):
     """And with any number of threads: the same rows, and KV that differs by rounding."""
@@ -140,7 +201,7 @@ def test_each_row_sees_the_reused_kv_and_the_rows_before_it_and_no_other(one):
     for each in reused:
         for layer in range(LAYERS):
             keys, values = each.kv[layer]
-            other.store(layer, int(each.at[0]), turned(keys, one.frequencies, each.computed_at, each.at), values)
+            other.store(layer, int(each.at[0]), turned(keys, rotation(one.frequencies, each.computed_at, each.at)), values)
     full = one.new_sequence(LONGEST)
     one.prefill(full, np.concatenate((SYSTEM, tokens)))
     for layer in range(2):  # exact for every token
@@ -175,11 +236,23 @@ def test_rotations_compose_and_one_by_nothing_is_exact(one, first, second, third
     places = [start + np.arange(count) for start in (first, second, third)]
 
     def turn(numbers, before, after):
-        return turned(numbers, one.frequencies, places[before], places[after])
+        return turned(numbers, rotation(one.frequencies, places[before], places[after]))
 
     np.testing.assert_array_equal(turn(keys, 0, 0), keys)
     np.testing.assert_allclose(turn(turn(keys, 0, 1), 1, 2), turn(keys, 0, 2), atol=2e-6)
     np.testing.assert_allclose(turn(turn(keys, 0, 1), 1, 0), keys, atol=2e-6)
+
+
+@pytest.mark.parametrize(("skipped", "computed_at", "at"), [(0, 0, 70), (64, 0, 0), (64, 9, 70)])
+def test_what_is_found_of_a_part_has_the_keys_of_its_places_in_the_prompt(one, skipped, computed_at, at):
+    """In layer 0, where a key depends on its token alone."""
+    part, start = Part(5, 5 + 128, skipped, ()), at - 5 if at else 0
+    reused = found_run(part, computed(one, DOCUMENTS[0], computed_at), start, computed_at)
+    there = computed(one, DOCUMENTS[0][skipped : skipped + 128], start + 5)
+    assert reused.at.tolist() == list(range(start + 5, start + 5 + 128))
+    turn = rotation(one.frequencies, reused.computed_at, reused.at)
+    np.testing.assert_allclose(turned(reused.kv[0, 0], turn), there[0, 0], atol=3e-6)
+    np.testing.assert_allclose(reused.kv[0, 1], there[0, 1], atol=3e-6)
 
 
 @pytest.mark.parametrize("at", [1, 64, 700])
@@ -187,7 +260,8 @@ def test_a_key_turned_to_a_position_is_the_key_computed_there(one, at):
     """In layer 0, where a key depends on its token alone."""
     here, there = computed(one, DOCUMENTS[2]), computed(one, DOCUMENTS[2], at)
     places = np.arange(len(DOCUMENTS[2]))
-    np.testing.assert_allclose(turned(here[0, 0], one.frequencies, places, places + at), there[0, 0], atol=3e-6)
+    turn = rotation(one.frequencies, places, places + at)
+    np.testing.assert_allclose(turned(here[0, 0], turn), there[0, 0], atol=3e-6)
     assert np.abs(here[0, 0] - there[0, 0]).max() > 0.1
 
 

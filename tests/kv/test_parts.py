@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.kv import parts as module
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
-from mooncake_zmq.kv.parts import Part, PartTable, marked_parts, part_root, window_hashes
+from mooncake_zmq.kv.parts import Part, PartTable, part_root, window_hashes
 
 SIZE = 8
 ALICE, BOB = (namespace(model="m", layout="l", salt=salt) for salt in ("alice", "bob"))
@@ -21,8 +21,9 @@ def chain(root, tokens):
     return tuple(extend_keys(part_root(root), tokens.tobytes(), SIZE))
 
 
-def assert_is_what_it_says(root, tokens, found, start=0):
+def assert_is_what_it_says(root, tokens, found):
     """Each is where it says, of a chain of its own tenant, and they do not overlap."""
+    start = 0
     for part in found:
         assert start <= part.start < part.stop <= len(tokens)
         assert part.skipped % SIZE == (part.stop - part.start) % SIZE == 0
@@ -42,10 +43,6 @@ def test_a_part_is_found_at_any_offset_between_other_tokens():
         first, second = gap, gap + 2 * SIZE + 5
         expected = [Part(first, first + 2 * SIZE, 0, chain(ALICE, two)), Part(second, second + 5 * SIZE, 0, chain(ALICE, one))]
         assert table.find(ALICE, tokens) == expected
-        assert table.find(ALICE, tokens, first + 1) == [
-            Part(first + SIZE, first + 2 * SIZE, SIZE, chain(ALICE, two)),
-            expected[1],
-        ]
 
 
 def test_what_is_left_of_a_part_is_found_by_its_blocks():
@@ -62,7 +59,8 @@ def test_what_is_found_has_the_very_tokens_of_what_was_added(data):
     """With few different tokens, so that blocks are alike, and hashes that collide."""
     vocabulary = data.draw(st.integers(1, 3))
     tokens_of = st.integers(0, 60).flatmap(lambda count: st.lists(st.integers(0, vocabulary), min_size=count, max_size=count))
-    table = PartTable(4, most_blocks=data.draw(st.integers(1, 30)), most_tenants=2)
+    most_tokens, most_blocks = data.draw(st.integers(4, 200)), data.draw(st.integers(1, 30))
+    table = PartTable(4, most_tokens=most_tokens, most_blocks=most_blocks, most_tenants=2)
     added = {}
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
@@ -76,9 +74,8 @@ def test_what_is_found_has_the_very_tokens_of_what_was_added(data):
             table.check()
             for asked in (ALICE, BOB):
                 prompt = np.array(data.draw(tokens_of), np.int32)
-                start = data.draw(st.integers(0, 10))
-                free = start
-                for part in table.find(asked, prompt, start):
+                free = 0
+                for part in table.find(asked, prompt):
                     assert free <= part.start < part.stop <= len(prompt)
                     free = part.stop
                     own = added[asked, part.keys[-1]][part.skipped :][: part.stop - part.start]
@@ -131,7 +128,76 @@ def test_tenants_that_were_not_seen_are_forgotten_first_and_take_no_room_of_othe
     assert [len(table.find(root, tokens)) for root in roots] == [1, 0, 1]
 
 
-def test_two_parts_that_share_blocks_are_both_whole():
+def test_the_tokens_of_all_tenants_together_have_a_bound():
+    table = PartTable(SIZE, most_tokens=4 * SIZE)
+    one, two = run(1, 2 * SIZE), run(2, 3 * SIZE)
+    table.add(ALICE, one)
+    table.add(BOB, one)
+    table.find(ALICE, one)
+    table.add(ALICE, two)
+    table.check()
+    assert [len(table.find(root, tokens)) for root, tokens in ((ALICE, one), (ALICE, two), (BOB, one))] == [0, 1, 0]
+    assert len(table.add(BOB, run(3, 9 * SIZE))) == 4
+    table.check()
+
+
+def test_less_than_a_block_makes_no_tenant():
+    table = PartTable(SIZE, most_tenants=1)
+    table.add(ALICE, run(1, SIZE))
+    assert table.add(BOB, run(1, SIZE - 1)) == ()
+    assert len(table.find(ALICE, run(1, SIZE))) == 1
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_part_is_found_from_its_first_block_once_another_that_began_alike_is_forgotten(again):
+    """Whether it was added again meanwhile or not."""
+    table = PartTable(SIZE, most_blocks=5)
+    one, two, three = (np.concatenate((run(1, SIZE), run(seed, SIZE))) for seed in (2, 3, 4))
+    keys = table.add(ALICE, one)
+    table.add(ALICE, two)
+    if again:
+        table.add(ALICE, one)
+    else:
+        table.find(ALICE, one)
+    table.add(ALICE, three)
+    table.check()
+    for seed in (5, 6):
+        table.find(ALICE, one[SIZE:])
+        table.add(ALICE, run(seed, 2 * SIZE))  # of the others, forgets the one that was not used for longest
+        table.check()
+    assert table.find(ALICE, one) == [Part(0, 2 * SIZE, 0, keys)]
+
+
+def test_a_part_that_repeats_a_block_is_found_as_one():
+    table = PartTable(SIZE)
+    part = np.concatenate((np.tile(run(1, SIZE), 3), run(2, SIZE)))
+    keys = table.add(ALICE, part)
+    assert table.find(ALICE, part) == [Part(0, 4 * SIZE, 0, keys)]
+
+
+@pytest.mark.parametrize("collide", [False, True])
+def test_what_is_compared_is_in_proportion_to_the_prompt(monkeypatch, collide):
+    """A prompt that repeats the first block of a long part, and one whose every hash is that of the part's first block."""
+    looked, equal = [], module._equal
+
+    class Counted(np.ndarray):
+        def __ne__(self, other):
+            looked.append(len(self))
+            return np.asarray(self) != np.asarray(other)
+
+    block, count = run(1, SIZE), 400
+    table = PartTable(SIZE)
+    if collide:
+        monkeypatch.setattr(module, "window_hashes", lambda tokens, size: window_hashes(tokens, size) % np.uint64(1))
+    table.add(ALICE, np.concatenate((block, run(2, count * SIZE))))
+    monkeypatch.setattr(module, "_equal", lambda one, other, first: equal(one.view(Counted), other, first))
+    prompt = run(3, count * SIZE) if collide else np.tile(block, count)
+    table.find(ALICE, prompt)
+    assert len(looked) >= count
+    assert sum(looked) <= (SIZE if collide else 4) * len(prompt)
+
+
+def test_two_parts_that_share_blocks_are_found_whole_though_in_pieces():
     table = PartTable(SIZE)
     shared = run(1, 2 * SIZE)
     one, two = (np.concatenate((shared, run(seed, 2 * SIZE))) for seed in (2, 3))
@@ -141,31 +207,6 @@ def test_two_parts_that_share_blocks_are_both_whole():
         found = table.find(ALICE, each)
         assert_is_what_it_says(ALICE, each, found)
         assert sum(part.stop - part.start for part in found) == len(each)
-
-
-def test_marked_parts_are_their_whole_blocks_and_the_same_chains():
-    one, two = run(1, 2 * SIZE + 5), run(2, SIZE)
-    tokens = np.concatenate((run(3, 7), one, two, run(4, 4)))
-    marks = [(7, 7 + len(one)), (7 + len(one), 7 + len(one) + SIZE), (len(tokens) - 4, len(tokens))]
-    found = marked_parts(ALICE, tokens, marks, SIZE)
-    assert found == [
-        Part(7, 7 + 2 * SIZE, 0, chain(ALICE, one)),
-        Part(marks[1][0], marks[1][1], 0, chain(ALICE, two)),
-    ]
-    assert PartTable(SIZE).find(ALICE, tokens) == []
-
-
-@pytest.mark.parametrize("marks", [[(5, 3)], [(3, 3)], [(0, 10), (9, 12)], [(10, 12), (0, 5)], [(-1, 4)], [(90, 101)]])
-def test_marks_that_make_no_sense_are_refused(marks):
-    with pytest.raises(ValueError, match="follow one another"):
-        marked_parts(ALICE, run(1, 100), marks, SIZE)
-
-
-def test_the_exact_prefix_comes_first_and_what_lies_behind_it_keeps_its_place():
-    part = Part(10, 50, 8, ())
-    assert part.behind(0) == part.behind(10) == part
-    assert part.behind(13) == Part(13, 50, 11, ())
-    assert part.behind(50) is None
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])

@@ -5,31 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake_zmq.bench.blend import edited
 from mooncake_zmq.kv import similar
 from mooncake_zmq.kv.block_hash import namespace
 from mooncake_zmq.kv.parts import window_hashes
 from mooncake_zmq.kv.similar import References, aligned, likeness, sketch
 
-ALICE, BOB = (namespace(model="m", layout="l", salt=salt) for salt in ("alice", "bob"))
+ALICE, BOB, CAROL = (namespace(model="m", layout="l", salt=salt) for salt in ("alice", "bob", "carol"))
 
 
 def run(seed, count=600, vocabulary=20_000):
     return np.random.default_rng(seed).integers(0, vocabulary, count).astype(np.int32)
-
-
-def edited(tokens, seed, share=0.1):
-    """A tenth of the tokens: replaced, left out, or another one put before."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for token in tokens.tolist():
-        kind = rng.random() / share
-        if kind < 0.1:
-            continue
-        if kind < 1:
-            out.append(int(rng.integers(0, 20_000)))
-        if not 0.2 <= kind < 1:
-            out.append(token)
-    return np.array(out, np.int32)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -38,7 +24,7 @@ def test_the_reference_is_the_prompt_that_was_edited(seed):
     prompts = [run(number) for number in range(64)]
     for prompt in prompts:
         table.add(ALICE, prompt)
-    assert table.best(ALICE, edited(prompts[seed], seed)).tolist() == prompts[seed].tolist()
+    assert table.best(ALICE, edited(prompts[seed], 0.1, np.random.default_rng(seed))).tolist() == prompts[seed].tolist()
     assert table.best(ALICE, run(100 + seed)) is None
     assert table.best(BOB, prompts[seed]) is None
 
@@ -51,6 +37,36 @@ def test_old_prompts_and_tenants_are_forgotten():
     table.add(BOB, run(1))
     assert table.best(ALICE, run(1)) is None
     assert table.best(BOB, run(1)[:3]) is None, "too short to be like anything"
+
+
+def test_a_search_counts_as_use_of_the_tenant_and_of_the_prompt_that_it_found():
+    table = References(most_prompts=2, most_tenants=2)
+    for seed in (1, 2):
+        table.add(ALICE, run(seed))
+    table.add(BOB, run(1))
+    table.best(ALICE, run(1))
+    table.add(CAROL, run(1))
+    table.add(ALICE, run(3))
+    assert [table.best(root, run(1)) is not None for root in (ALICE, BOB, CAROL)] == [True, False, True]
+    assert [table.best(ALICE, run(seed)) is not None for seed in (1, 2, 3)] == [True, False, True]
+
+
+def test_tokens_have_a_bound_over_all_tenants():
+    table = References(most_tokens=1500)
+    for root, seed, count in ((ALICE, 1, 600), (BOB, 2, 600), (CAROL, 3, 7), (CAROL, 4, 1501), (BOB, 5, 700), (BOB, 6, 700)):
+        table.add(root, run(seed, count))
+        table.check()
+    assert table.best(ALICE, run(1)) is None, "the tenant that was used last keeps its prompts"
+    assert table.best(CAROL, run(4, 1501)) is None, "a prompt of more than the bound takes no room"
+    assert [table.best(BOB, run(seed, 700)) is not None for seed in (2, 5, 6)] == [False, True, True]
+
+
+def test_a_prompt_that_was_seen_before_counts_once():
+    table = References(most_tokens=1300)
+    for seed in (1, 2, 1, 2, 1):
+        table.add(ALICE, run(seed))
+        table.check()
+    assert all(table.best(ALICE, run(seed)) is not None for seed in (1, 2))
 
 
 def test_likeness_is_about_the_share_of_shingles_that_both_have():
@@ -77,7 +93,7 @@ def test_aligned_tokens_are_equal_and_ascend(reference, tokens, hashes):
 def test_nearly_all_that_was_not_edited_is_aligned(seed):
     tokens = run(seed, 2000)
     assert aligned(tokens, tokens).tolist() == list(range(2000))
-    changed = edited(tokens, seed)
+    changed = edited(tokens, 0.1, np.random.default_rng(seed))
     assert (aligned(tokens, changed) >= 0).mean() > 0.85
     assert (aligned(tokens, run(90 + seed)) < 0).mean() > 0.99
 
