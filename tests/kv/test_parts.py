@@ -1,4 +1,5 @@
-"""Parts of prompts: found wherever they stand, never on a hash's word, never by another tenant, within a table's bounds."""
+"""Parts of prompts: found wherever they stand, by their tokens and not by a hash alone, by their own tenant, within
+a table's bounds."""
 
 import numpy as np
 import pytest
