@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -149,6 +150,39 @@ def codecs(
 
     wanted = CodecBench(model=model, cache_dir=cache_dir, tokens=tokens, following=following, rounds=rounds, rate_blocks=blocks)
     bench_codecs(wanted, show_progress).show(as_json=as_json, plot=plot)
+
+
+@bench.command()
+@model_option
+@cache_dir_option
+@click.option("--documents", type=click.IntRange(min=2, max=8), default=8, show_default=True, help="Put together in a prompt.")
+@click.option("--tokens", type=click.IntRange(min=16), default=512, show_default=True, help="Of a document.")
+@click.option("--following", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens predicted after a prompt.")
+@click.option(
+    "--edited-tokens", type=click.IntRange(min=16), default=2048, show_default=True, help="Of a prompt that is edited."
+)
+@click.option(
+    "--orders", type=click.IntRange(min=1), default=3, show_default=True, help="Of the documents; and edited prompts."
+)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of the engine.")
+@click.option("--cpu-time", is_flag=True, help="Seconds of CPU, on a busy machine; with --threads 1.")
+@backend_option
+@json_option
+@plot_option("the ratios")
+def blend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+    """Measure reuse beyond the prefix: documents in another order (CacheBlend), and edited prompts (SemShareKV).
+
+    Ten minutes and 3 GB of memory for the default model.
+
+    \b
+    Examples:
+      mooncake-zmq bench blend
+      mooncake-zmq bench blend --backend numpy --documents 3 --tokens 256 --json > blend.json
+    """
+    limit_blas()
+    from mooncake_zmq.bench.blend import BlendBench, bench_blend
+
+    bench_blend(BlendBench(**parameters), show_progress).show(as_json=as_json, plot=plot)
 
 
 @bench.command()

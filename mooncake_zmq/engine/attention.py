@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.machine_code.step_layout import LARGEST_TOTAL, SMALLEST_TOTAL
@@ -39,31 +40,35 @@ class Attention:
         self._shifted: set[int] = set()
         """Layers whose scores have been too large or too small for exponentials as they are."""
 
-    def many(self, sequence: SequenceKV, index: int, queries: Any, start: int, count: int, out: Any) -> None:
-        """Compute `count` new tokens, queries [kv_head, n, group, head_dim], at token `start`, each over all up to itself, in
+    def many(self, sequence: SequenceKV, index: int, queries: Any, positions: NDArray[np.int64], out: Any) -> None:
+        """Compute some tokens, queries [kv_head, n, group, head_dim], at ascending positions, each over all up to itself, in
         layer `index`: a tile of queries and some heads at a time, into the first rows of `out` [rows, heads * head_dim].
 
         Ordinary scores, within about +-60, need no shift to be exponentiated. Others show in their sums: they are computed
         again, and the layer's are shifted from then on. A GPU shifts always: it is idle while the host looks at sums.
         """
+        count = len(positions)
         by_head = out[:count].reshape(count, self._kv_heads, self._group, self._dim)
         with np.errstate(over="ignore", invalid="ignore"):
             shift = self._on_device or index in self._shifted
-            totals = self._mix_values(sequence, index, queries, start, by_head, shift=shift)
+            totals = self._mix_values(sequence, index, queries, positions, by_head, shift=shift)
             if not self._on_device and not SMALLEST_TOTAL < float(totals.min()) <= float(totals.max()) < LARGEST_TOTAL:
                 self._shifted.add(index)
-                totals = self._mix_values(sequence, index, queries, start, by_head, shift=True)
+                totals = self._mix_values(sequence, index, queries, positions, by_head, shift=True)
         by_head /= totals
 
-    def _mix_values(self, sequence: SequenceKV, index: int, queries: Any, start: int, out: Any, *, shift: bool) -> Any:
+    def _mix_values(
+        self, sequence: SequenceKV, index: int, queries: Any, positions: NDArray[np.int64], out: Any, *, shift: bool
+    ) -> Any:
         """Sum the values weighted by exponentials of scores into `out` [n, kv_head, group, head_dim]; returns the sums of the
         weights, [n, kv_head, group, 1]."""
         xp, group, dim, count = self._xp, self._group, self._dim, len(out)
         totals = xp.empty((count, self._kv_heads, group, 1), dtype=xp.float32)
-        self._scores(1, min(self._tile_tokens, count) * group, start + count + KEY_TILE)  # the largest first
+        if count:
+            self._scores(1, min(self._tile_tokens, count) * group, int(positions[-1]) + 1 + KEY_TILE)  # the largest first
         for first in range(0, count, self._tile_tokens):
             end = min(first + self._tile_tokens, count)
-            height, visible = (end - first) * group, start + end
+            height, visible = (end - first) * group, int(positions[end - 1]) + 1
             tiles = -(-visible // KEY_TILE)
             at_once = max(1, self._scores_items // (height * tiles * KEY_TILE))
             for head in range(0, self._kv_heads, at_once):
@@ -73,7 +78,7 @@ class Attention:
                 by_tile = scores.reshape(len(tile), height, tiles, KEY_TILE).transpose(0, 2, 1, 3)
                 xp.matmul(tile, sequence.keys[index, heads, :tiles], out=by_tile)
                 by_token = scores.reshape(len(tile), end - first, group, -1)
-                sums = self._rowwise.exponentiate(by_token, start + first + 1, shift=shift)
+                sums = self._rowwise.exponentiate(by_token, positions[first:end], shift=shift)
                 totals[first:end, heads] = sums.transpose(1, 0, 2, 3)
                 mixed = self._mix(scores, sequence.values[index, heads], visible)
                 out[first:end, heads] = mixed.reshape(by_token.shape[:3] + (dim,)).transpose(1, 0, 2, 3)

@@ -4,6 +4,7 @@ that `rounds_when_stored` KV is rounded as it is computed."""
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_zmq.engine import codecs
 from mooncake_zmq.engine.kv_cache import SequenceKV
@@ -34,6 +35,9 @@ class CodedSequenceKV(SequenceKV):
 
     def store(self, layer: int, start: int, keys: Any, values: Any) -> None:
         super().store(layer, start, *self._stored(keys, values))
+
+    def scatter(self, layer: int, positions: NDArray[np.int64], keys: Any, values: Any) -> None:
+        super().scatter(layer, positions, *self._stored(keys, values))
 
     def append(self, layer: int, position: int, keys: Any, values: Any) -> None:
         super().append(layer, position, *self._stored(keys, values))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.backend import array_namespace, ended_on_error
-from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV
+from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV, start_of_run
 from mooncake_zmq.engine.llama import Activations, Layer, Llama
 from mooncake_zmq.engine.matrices.panels import Product
 from mooncake_zmq.engine.spec import ModelSpec, check_batch
@@ -64,10 +64,13 @@ class DeviceRowwise:
         arguments = (gate, up, _stride(gate), out, _stride(out), np.int32(width))
         self._kernels.activate((rows, -(-width // THREADS)), (THREADS,), arguments)
 
-    def exponentiate(self, scores: Any, visible: int, *, shift: bool) -> Any:
+    def exponentiate(self, scores: Any, positions: NDArray[np.int64], *, shift: bool) -> Any:
+        start = start_of_run(positions)
+        if start is None:
+            raise ValueError("a GPU computes tokens that follow one another")
         heads, tokens, group, width = scores.shape
         totals = self._xp.empty((heads, tokens, group, 1), dtype=np.float32)
-        arguments = (scores, np.int64(width), np.int32(tokens), np.int32(group), np.int64(visible), totals)
+        arguments = (scores, np.int64(width), np.int32(tokens), np.int32(group), np.int64(start + 1), totals)
         self._kernels.exponentiate((heads * tokens * group,), (THREADS,), arguments)
         return totals
 
@@ -94,7 +97,7 @@ class DeviceLlama(Llama):
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
         work, caches = self._seats[0].activations(count), self._caches(sequences)
         span, splits = self._cut(count, max(sequence.length for sequence in sequences) + 1)
-        work.hidden[:count] = self._embed(tokens)
+        work.hidden[:count] = self.embed(tokens)
         for index, layer in enumerate(self._layers):
             self._project(self._product, work, layer, count)
             self._attend(work, caches, index, count, span, splits)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_zmq.engine.backend import KVMemory
 
@@ -106,6 +107,20 @@ class SequenceKV:
             source = keys[tokens].reshape(target.shape[1], target.shape[3], target.shape[0], target.shape[2])
             target[...] = source.transpose(2, 0, 3, 1)
 
+    def store_rows(self, layer: int, positions: NDArray[np.int64], keys: Any, values: Any) -> None:
+        """Store keys and values, each [n, kv_head, head_dim], of the tokens at ascending positions of one layer."""
+        start = start_of_run(positions)
+        if start is None:
+            self.scatter(layer, positions, keys, values)
+        else:
+            self.store(layer, start, keys, values)
+
+    def scatter(self, layer: int, positions: NDArray[np.int64], keys: Any, values: Any) -> None:
+        """Store keys and values, each [n, kv_head, head_dim], of tokens of one layer that do not follow one another."""
+        self._check_range(int(positions[0]), int(positions[-1]) + 1)
+        self.values[layer][:, positions] = values.transpose(1, 0, 2)
+        self.keys[layer][:, positions // KEY_TILE, :, positions % KEY_TILE] = keys
+
     def append(self, layer: int, position: int, keys: Any, values: Any) -> None:
         """Store one token's keys and values, each [kv_head, head_dim]. The caller has checked that there is room."""
         tile, column = divmod(position, KEY_TILE)
@@ -137,6 +152,14 @@ class SequenceKV:
     def _check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.capacity:
             raise ValueError(f"tokens {start}..{stop} are outside the sequence's capacity of {self.capacity}")
+
+
+def start_of_run(positions: NDArray[np.int64]) -> int | None:
+    """Return the first of ascending positions if they follow one another, or there are none; else None."""
+    if not len(positions):
+        return 0
+    first, last = int(positions[0]), int(positions[-1])
+    return first if last - first == len(positions) - 1 else None
 
 
 class NewSequence(Protocol):

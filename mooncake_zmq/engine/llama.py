@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine.attention import Attention, tile_tokens
+from mooncake_zmq.engine.attention import Attention
 from mooncake_zmq.engine.backend import array_namespace, ended_on_error, release_staging, synchronize, to_host
 from mooncake_zmq.engine.cpu import Device
 from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
@@ -63,7 +63,7 @@ class Llama:
         self._team = Team(threads)
         self._linear: Product = linear
         self._product: Product = functools.partial(shared_linear, self._team)
-        self._rowwise = rowwise or ArrayRowwise(xp, tile_tokens(xp, spec))
+        self._rowwise = rowwise or ArrayRowwise(xp)
         self._seats = [_Seat(xp, spec, self._rowwise) for _ in range(threads)]
         release_staging(xp)  # weights that do not fit fail here
 
@@ -91,7 +91,10 @@ class Llama:
         check_room(sequence, count)
         check_tokens(tokens, self.spec.vocab_size)
         asked = None if logits_at is None else np.arange(count)[np.asarray(logits_at, dtype=np.int64)]
-        _, logits = self._pass(sequence, tokens, range(self.spec.layers), before_layer, after_layer, asked, on_logits)
+        positions = np.arange(sequence.length, sequence.length + count)
+        _, logits = self._pass(
+            sequence, tokens, positions, range(self.spec.layers), before_layer, after_layer, asked, on_logits
+        )
         return logits
 
     @ended_on_error
@@ -109,30 +112,61 @@ class Llama:
         check_entering(self.spec, entering, layers)
         is_last = layers.stop == self.spec.layers
         asked = np.array([len(entering) - 1]) if logits and is_last else None
-        outgoing, result = self._pass(sequence, entering, layers, before_layer, after_layer, asked)
+        positions = np.arange(sequence.length, sequence.length + len(entering))
+        outgoing, result = self._pass(sequence, entering, positions, layers, before_layer, after_layer, asked)
         return result if is_last else outgoing
+
+    @ended_on_error
+    def prefill_rows(
+        self,
+        sequence: SequenceKV,
+        entering: NDArray[Any],
+        positions: NDArray[np.int64],
+        layers: range,
+        logits_at: Sequence[int] | None = None,
+    ) -> NDArray[np.float32] | None:
+        """Compute `layers` for the tokens at some ascending positions of a sequence that has, in these layers, the KV of all
+        other tokens before the last of them. Return as `prefill_layers` does, the logits at these indices of the rows."""
+        asked = None if logits_at is None else np.arange(len(entering))[np.asarray(logits_at, dtype=np.int64)]
+        outgoing, logits = self._pass(sequence, entering, positions, layers, None, None, asked)
+        return logits if layers.stop == self.spec.layers else outgoing
+
+    @ended_on_error
+    def store_rows(self, sequence: SequenceKV, entering: NDArray[Any], positions: NDArray[np.int64], layer: int) -> None:
+        """Store a layer's KV of the tokens at these positions, whose hidden states enter it, and compute nothing else."""
+        bounds = self._split_rows(positions)
+
+        def compute(rank: int) -> None:
+            own = slice(bounds[rank], bounds[rank + 1])
+            rows = self._rows_of(rank, sequence, positions[own], entering[own])
+            rows.project(layer)
+            rows.store(layer)
+
+        self._team.run(compute)
+        synchronize(self._xp)
 
     def _pass(
         self,
         sequence: SequenceKV,
         entering: NDArray[Any],
+        positions: NDArray[np.int64],
         layers: range,
         before_layer: LayerCallback | None,
         after_layer: LayerCallback | None,
         asked: NDArray[np.int64] | None,
         on_logits: LogitsCallback | None = None,
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-        """Run `layers` over tokens [n] or hidden states [n, hidden]; return the hidden states that leave them, unless they are
-        the last ones, and the logits at `asked`."""
-        count, start, last = len(entering), sequence.length, self.spec.layers - 1
+        """Run `layers` over tokens [n] or hidden states [n, hidden] at ascending positions; return the hidden states that leave
+        them, unless they are the last ones, and the logits at `asked`."""
+        count, last = len(entering), self.spec.layers - 1
         outgoing = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
         results: dict[int, _Rest] = {}
-        bounds = self._split_rows(start, count)
+        bounds = self._split_rows(positions)
         xp, team, last_rank = self._xp, self._team, self._team.size - 1
 
         def compute(rank: int) -> None:
             first, end = bounds[rank], bounds[rank + 1]
-            rows = self._rows_of(rank, sequence, start + first, entering[first:end])
+            rows = self._rows_of(rank, sequence, positions[first:end], entering[first:end])
             for index in layers:
                 rows.project(index)
                 if before_layer and rank == 0:  # the other threads wait for rank 0 before they read
@@ -157,26 +191,26 @@ class Llama:
 
         team.run(compute)
         synchronize(xp)
-        sequence.length = start + count
+        sequence.length = int(positions[-1]) + 1
         if asked is None:
             return outgoing, None
         if on_logits is None:
-            return outgoing, self._last_rows(sequence, start + asked, list(results.values()))
+            return outgoing, self._last_rows(sequence, positions[asked], list(results.values()))
         for begin in range(0, len(asked), LOGIT_ROWS):
             some = [_between(rest, begin, begin + LOGIT_ROWS) for rest in results.values()]
-            on_logits(self._last_rows(sequence, start + asked[begin : begin + LOGIT_ROWS], some))
+            on_logits(self._last_rows(sequence, positions[asked[begin : begin + LOGIT_ROWS]], some))
         return outgoing, None
 
-    def _rows_of(self, rank: int, sequence: SequenceKV, start: int, entering: NDArray[Any]) -> "Rows":
-        return ArrayRows(self, self._seats[rank], sequence, start, entering)
+    def _rows_of(self, rank: int, sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]) -> "Rows":
+        return ArrayRows(self, self._seats[rank], sequence, positions, entering)
 
-    def _split_rows(self, start: int, count: int) -> list[int]:
+    def _split_rows(self, positions: NDArray[np.int64]) -> list[int]:
         """Return the bounds of the threads' rows, of about equal work: a later row sees more keys. Measured: a multiply-add
         of attention costs 1.4 of a product with weights. Bounds are such that products need no padding, unless there are few
         rows."""
-        spec, size = self.spec, self._team.size
+        spec, size, count = self.spec, self._team.size, len(positions)
         products = spec.hidden * 2 * (spec.heads + spec.kv_heads) * spec.head_dim + 3 * spec.hidden * spec.ffn
-        work = np.cumsum(products / (1.4 * 2 * self._query_width) + np.arange(start, start + count))
+        work = np.cumsum(products / (1.4 * 2 * self._query_width) + positions)
         cuts = np.searchsorted(work, work[-1] * np.arange(1, size) / size)
         if count >= 8 * ROWS_TOGETHER * size:
             cuts = (cuts + ROWS_TOGETHER // 2) // ROWS_TOGETHER * ROWS_TOGETHER
@@ -205,7 +239,7 @@ class Llama:
         product, seat = self._product, self._seats[0]
         work = seat.activations(count)
         rope = self._rope_tables(np.array(positions))
-        work.hidden[:count] = self._embed(tokens)
+        work.hidden[:count] = self.embed(tokens)
         for index, layer in enumerate(self._layers):
             self._project(product, work, layer, count)
             queries, keys, values = self._rotate(work, rope, count)
@@ -221,9 +255,10 @@ class Llama:
     # -------------------------------------------------------------------------------------------- steps of both
 
     def _enter(self, entering: NDArray[Any]) -> Any:
-        return self._embed(entering) if entering.ndim == 1 else self._xp.asarray(entering)
+        return self.embed(entering) if entering.ndim == 1 else self._xp.asarray(entering)
 
-    def _embed(self, tokens: NDArray[np.int32]) -> Any:
+    def embed(self, tokens: NDArray[np.int32]) -> Any:
+        """Return the hidden states [n, hidden] of tokens as they enter the first layer."""
         ids = self._xp.asarray(tokens)
         return self._column(self._tensors["head"], ids) if self.spec.tied else self._tensors["embed"][ids]
 
@@ -327,11 +362,13 @@ class Rows(Protocol):
 class ArrayRows:
     """Rows computed by whole-array operations."""
 
-    def __init__(self, engine: Llama, seat: "_Seat", sequence: SequenceKV, start: int, entering: NDArray[Any]) -> None:
-        self._engine, self._seat, self._sequence, self._start = engine, seat, sequence, start
+    def __init__(
+        self, engine: Llama, seat: "_Seat", sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]
+    ) -> None:
+        self._engine, self._seat, self._sequence, self._positions = engine, seat, sequence, positions
         self._count = len(entering)
         self._work = seat.activations(self._count)
-        self._rope = engine._rope_tables(np.arange(start, start + self._count))
+        self._rope = engine._rope_tables(positions)
         self.hidden = self._work.hidden[: self._count]
         self.hidden[...] = engine._enter(entering)
 
@@ -341,11 +378,11 @@ class ArrayRows:
         self.queries, self._keys, self._values = engine._rotate(self._work, self._rope, self._count)
 
     def store(self, layer: int) -> None:
-        self._sequence.store(layer, self._start, self._keys, self._values)
+        self._sequence.store_rows(layer, self._positions, self._keys, self._values)
 
     def finish(self, layer: int) -> None:
         engine, work, count = self._engine, self._work, self._count
-        self._seat.attention.many(self._sequence, layer, self.queries, self._start, count, work.attended)
+        self._seat.attention.many(self._sequence, layer, self.queries, self._positions, work.attended)
         engine._finish_layer(engine._linear, work, engine._layers[layer], count)
 
 

@@ -3,8 +3,7 @@
 from typing import Any, Protocol
 
 import numpy as np
-
-from mooncake_zmq.engine.kv_cache import KEY_TILE
+from numpy.typing import NDArray
 
 
 class Rowwise(Protocol):
@@ -16,21 +15,20 @@ class Rowwise(Protocol):
     def activate(self, gate: Any, up: Any, out: Any) -> None:
         """Write silu(gate) * up into `out`, each [n, width]; `gate` is scratch afterwards."""
 
-    def exponentiate(self, scores: Any, visible: int, *, shift: bool) -> Any:
-        """Exponentiate `scores` [head, n, group, width] in place, where token i of the n sees the first `visible` + i keys; 0
-        for the rest of the first `visible` + n - 1, anything beyond. Returns the sums of the rows, [head, n, group, 1].
+    def exponentiate(self, scores: Any, positions: NDArray[np.int64], *, shift: bool) -> Any:
+        """Exponentiate `scores` [head, n, group, width] in place, where each of the n tokens sees the keys up to its position,
+        and these ascend; 0 for other keys up to the last position, anything beyond. Returns the sums of the rows,
+        [head, n, group, 1].
 
         `shift`: subtract each row's maximum first, or another value that keeps sums finite; without, it may.
         """
 
 
 class ArrayRowwise:
-    """Row operations by whole arrays. `tile_tokens`: the most tokens in a call of `exponentiate`."""
+    """Row operations by whole arrays."""
 
-    def __init__(self, xp: Any, tile_tokens: int) -> None:
+    def __init__(self, xp: Any) -> None:
         self._xp = xp
-        future = np.triu(np.ones((tile_tokens, tile_tokens + KEY_TILE), dtype=bool), k=1)
-        self._future: Any = xp.asarray(future)
 
     def normalize(self, x: Any, weight: Any, eps: float, out: Any) -> None:
         mean_square = self._xp.einsum("ij,ij->i", x, x) * np.float32(1.0 / x.shape[1])
@@ -45,11 +43,12 @@ class ArrayRowwise:
         out *= gate
         out *= up
 
-    def exponentiate(self, scores: Any, visible: int, *, shift: bool) -> Any:
+    def exponentiate(self, scores: Any, positions: NDArray[np.int64], *, shift: bool) -> Any:
         # Without a shift two of five passes over the scores are saved.
-        own = scores[:, :, :, visible - 1 :]
+        first = int(positions[0]) + 1
+        future = self._xp.asarray(np.arange(first, scores.shape[3]) > positions[:, None])[:, None]
         # Assigned, not added: a key that is not written yet may be anything, also not a number.
-        self._xp.copyto(own, np.float32(-np.inf), where=self._future[: scores.shape[1], None, : own.shape[3]])
+        self._xp.copyto(scores[:, :, :, first:], np.float32(-np.inf), where=future)
         if shift:
             scores -= scores.max(axis=3, keepdims=True)
         self._xp.exp(scores, out=scores)

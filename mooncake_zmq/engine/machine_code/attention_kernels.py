@@ -132,12 +132,12 @@ def _exponentiate(scores, count, state, mixed, shift):
 
 
 @njit(**OPTIONS)
-def attend_tiles(queries, scores, mixed, state, keys, values, first, last, visible, group, shift):
+def attend_tiles(queries, scores, mixed, state, keys, values, first, last, positions, group, shift):
     """Compute the attention of some queries over tiles first..last of one head: online softmax, without dividing.
 
     queries and mixed [rows, head_dim], scores [>= rows, SPAN_TILES * KEY_TILE], state [rows, (highest, total)]; keys and values
-    are addresses of the head's first tile and token. Each `group` of rows is a token's: the first sees `visible` keys, the next
-    one more.
+    are addresses of the head's first tile and token. Each `group` of rows is a token's, which sees the keys up to its position;
+    positions ascend.
     """
     (rows, dim), span = queries.shape, scores.shape[1]
     for row in range(rows):
@@ -146,15 +146,14 @@ def attend_tiles(queries, scores, mixed, state, keys, values, first, last, visib
         state[row, 1] = 0.0
     for begin in range(first, last, SPAN_TILES):
         end = min(begin + SPAN_TILES, last)
-        seen = visible - begin * KEY_TILE
-        count = min((end - begin) * KEY_TILE, seen + (rows - 1) // group)
+        count = min((end - begin) * KEY_TILE, positions[(rows - 1) // group] + 1 - begin * KEY_TILE)
         for row in range(rows):
             scores[row] = 0.0
         for tile in range(begin, end):
             here, out = keys + 4 * tile * dim * KEY_TILE, scores.ctypes.data + 4 * (tile - begin) * KEY_TILE
             _score(queries.ctypes.data, dim, here, out, span, rows)
         for row in range(rows):
-            own = max(0, min(count, seen + row // group))
+            own = max(0, min(count, positions[row // group] + 1 - begin * KEY_TILE))
             if own:
                 _exponentiate(scores[row], own, state[row], mixed[row], shift)
             for index in range(own, count):

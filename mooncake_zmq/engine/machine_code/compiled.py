@@ -106,19 +106,20 @@ class CompiledLlama(Llama):
         work = _workspace(self.spec, len(sequences), self._team.size)
         work[Array.CACHES][:] = [cache_row(sequence, sequence.length) for sequence in sequences]
         self._turn(work, np.array([sequence.length for sequence in sequences]))
-        work[Array.HIDDEN][:, : self.spec.hidden] = self._embed(tokens)
+        work[Array.HIDDEN][:, : self.spec.hidden] = self.embed(tokens)
         self._run(_table(self._model | self._shortest | work))
         for sequence in sequences:
             sequence.length += 1
         return work[Array.LOGITS][:, : self.spec.vocab_size]
 
-    def _rows_of(self, rank: int, sequence: SequenceKV, start: int, entering: NDArray[Any]) -> CompiledRows:
+    def _rows_of(self, rank: int, sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]) -> CompiledRows:
         spec, rows = self.spec, len(entering)
         if rank not in self._kept or len(self._kept[rank][Array.HIDDEN]) < rows:
             self._kept[rank] = _rows_workspace(spec, rows)
         work = _first_rows(self._kept[rank], rows, self._group)
-        work[Array.CACHES][:] = cache_row(sequence, start)
-        self._turn(work, np.arange(start, start + rows))
+        work[Array.CACHES][:] = cache_row(sequence, sequence.length)
+        work[Array.POSITIONS] = np.ascontiguousarray(positions, dtype=np.int64)
+        self._turn(work, positions)
         hidden = work[Array.HIDDEN][:, : spec.hidden]
         hidden[:] = self._enter(entering)
         return CompiledRows(self._code, self._model | self._exact | work, hidden, self._group)

@@ -98,7 +98,7 @@ def _attend(layer, caches, qkv, bias, norms, eps, cos, sin, queries, scores, mix
                 values,
                 own_first,
                 own_last,
-                position + 1,
+                caches[row, POSITION : POSITION + 1],
                 group,
                 True,
             )

@@ -5,10 +5,9 @@ from numba import njit
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.machine_code.attention_kernels import attend_tiles, places, prepared_head, store_token
-from mooncake_zmq.engine.machine_code.memory_access import integers
 from mooncake_zmq.engine.machine_code.products import OPTIONS, multiply_panels
 from mooncake_zmq.engine.machine_code.row_kernels import normalize, silu_times
-from mooncake_zmq.engine.machine_code.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_2
+from mooncake_zmq.engine.machine_code.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_1, integers_2
 from mooncake_zmq.engine.machine_code.step_layout import (
     DOWN,
     GATE_UP,
@@ -16,7 +15,6 @@ from mooncake_zmq.engine.machine_code.step_layout import (
     LAYER_ROWS,
     MATRICES,
     OUT,
-    POSITION,
     QKV,
     SMALLEST_TOTAL,
     Array,
@@ -49,13 +47,13 @@ def store_rows(layer, arrays):
     eps, cache = floats_1(arrays[Array.EPSILON])[0], integers_2(arrays[Array.CACHES])[0]
     cos, sin, qkv = floats_2(arrays[Array.COS]), floats_2(arrays[Array.SIN]), floats_2(arrays[Array.QKV])
     queries, scratch = floats_3(arrays[Array.QUERIES]), floats_5(arrays[Array.MIXED])[0, 0, 0, 0]
-    rows, kv_heads, dim = len(qkv), len(queries), queries.shape[2]
+    rows, kv_heads, dim, positions = len(qkv), len(queries), queries.shape[2], integers_1(arrays[Array.POSITIONS])
     group = queries.shape[1] // max(1, rows)
     scale = np.float32(1.0) / np.sqrt(np.float32(dim))
     for head in range(kv_heads):
         keys, values = places(cache, layer, kv_heads, head, dim)
         for row in range(rows):
-            at = cache[POSITION] + row
+            at = positions[row]
             store_token(qkv[row], head, group, kv_heads, bias, norms, eps, cos[row], sin[row], keys, values, cache, at, scratch)
             for query in range(group):
                 out = queries[head, row * group + query]
@@ -66,7 +64,8 @@ def store_rows(layer, arrays):
 def _attend(layer, arrays, first, count):
     """Compute ATTENDED of rows first..first + count. Ordinary scores, within about +-60, need no shift to be exponentiated.
     Others show in their sums: they are computed again, and the layer's are shifted from then on."""
-    cache, shifted = integers_2(arrays[Array.CACHES])[0], integers(arrays[Array.SHIFTED, 0], (arrays[Array.SHIFTED, 1],))
+    cache, shifted = integers_2(arrays[Array.CACHES])[0], integers_1(arrays[Array.SHIFTED])
+    positions = integers_1(arrays[Array.POSITIONS])
     queries, scores = floats_3(arrays[Array.QUERIES]), floats_3(arrays[Array.SCORES])[0]
     mixed, states = floats_5(arrays[Array.MIXED])[0, 0, 0], floats_5(arrays[Array.STATES])[0, 0, 0]
     attended, rows = floats_2(arrays[Array.ATTENDED]), len(floats_2(arrays[Array.HIDDEN]))
@@ -79,13 +78,13 @@ def _attend(layer, arrays, first, count):
             begin = first + turn * tokens
             height = group * min(tokens, first + count - begin)
             own = queries[head, begin * group : begin * group + height]
-            visible = cache[POSITION] + begin + 1
-            tiles = (visible + height // group - 2) // KEY_TILE + 1
+            seen = positions[begin : begin + height // group]
+            tiles = seen[height // group - 1] // KEY_TILE + 1
             shift = shifted[layer] != 0
-            attend_tiles(own, scores, mixed, states, keys, values, 0, tiles, visible, group, shift)
+            attend_tiles(own, scores, mixed, states, keys, values, 0, tiles, seen, group, shift)
             if not shift and not _is_ordinary(states, height):
                 shifted[layer] = 1
-                attend_tiles(own, scores, mixed, states, keys, values, 0, tiles, visible, group, True)
+                attend_tiles(own, scores, mixed, states, keys, values, 0, tiles, seen, group, True)
             for row in range(height):
                 column = (head * group + row % group) * dim
                 out = attended[begin - first + row // group]

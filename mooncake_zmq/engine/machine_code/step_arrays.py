@@ -28,5 +28,10 @@ def floats_5(row):
 
 
 @njit(**OPTIONS, inline="always")
+def integers_1(row):
+    return integers(row[0], (row[1],))
+
+
+@njit(**OPTIONS, inline="always")
 def integers_2(row):
     return integers(row[0], (row[1], row[2]))

@@ -27,7 +27,7 @@ class Array(IntEnum):
 
     BARRIER = 0  # int64: threads' arrivals; 0 as a step begins
     MATRICES = 1  # int64 [MATRICES * layers + 1, MATRIX_FIELDS]; of a prefill those of layers alone, in float32
-    NORMS = 2  # float32, as all below but CACHES and SHIFTED: [2 * layers + 1, hidden]
+    NORMS = 2  # float32, as all below but CACHES, SHIFTED and POSITIONS: [2 * layers + 1, hidden]
     BIASES = 3  # of Q, K and V [layers, width, or 0 where there are none]
     HEAD_NORMS = 4  # [layers, heads + kv_heads, or 0, head_dim]
     EPSILON = 5  # [1]
@@ -46,6 +46,7 @@ class Array(IntEnum):
     GATE_UP = 18  # [rows or some, 2 * ffn, padded]
     ACTIVE = 19  # [rows or some, ffn]
     SHIFTED = 20  # int64 [layers]: of a prefill; 1 where scores have been too large or small for exponentials as they are
+    POSITIONS = 21  # int64 [rows]: of a prefill, ascending
 
 
 class What(IntEnum):

@@ -1,0 +1,183 @@
+"""Parts of prompts whose KV is reused behind other tokens: their keys, and a table that finds them anywhere in a prompt.
+
+Such KV is exact for the part alone and approximate in a prompt, so a part's keys are a chain of their own: it begins at the
+part, from a root that no exact chain can have. A tenant finds its own parts only, by hash and then by their tokens. PURE.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys
+
+MOST_TOKENS, MOST_BLOCKS, MOST_TENANTS = 1_048_576, 16_384, 256
+"""The bounds of a table unless it is given others: tokens of all tenants' parts together, blocks of one tenant's, and tenants.
+Beyond its blocks a tenant's least recently used parts are forgotten, and beyond the others whole tenants', likewise."""
+_ROOT = b"mooncake-zmq: parts of prompts\0"
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
+_INVERSE = np.uint64(pow(int(_BASE), -1, 2**64))
+Tokens = NDArray[np.int32]
+
+
+def part_root(root: bytes) -> bytes:
+    """Return the root of parts' chains for the root of exact ones. No exact chain can have it: it is a digest of bytes that
+    neither a namespace nor a block's key is made of, whatever a client sends as its salt."""
+    return hashlib.sha256(_ROOT + root).digest()[:KEY_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a prompt, or the end of one: tokens `start` to `stop` of the prompt are those from `skipped` on of a part whose
+    complete blocks have `keys`, all of them from its first block on. `skipped` and `stop - start` are whole blocks."""
+
+    start: int
+    stop: int
+    skipped: int
+    keys: tuple[Key, ...]
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """The parts of one root by their last key, the least recently used first; and by its hash, the first place of a block in
+    each part that has it, the part that was added last behind the others."""
+
+    parts: "OrderedDict[Key, tuple[Tokens, tuple[Key, ...]]]" = field(default_factory=OrderedDict)
+    places: dict[int, dict[Key, int]] = field(default_factory=dict)
+    blocks: int = 0
+
+
+class PartTable:
+    """Parts that were seen, by tenant. `find` takes time in proportion to the prompt, whatever the table has."""
+
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        most_tokens: int = MOST_TOKENS,
+        most_blocks: int = MOST_BLOCKS,
+        most_tenants: int = MOST_TENANTS,
+    ) -> None:
+        if min(block_tokens, most_tokens // block_tokens, most_blocks, most_tenants) < 1:
+            raise ValueError("a table of parts has room for one block of one tenant at least")
+        self.block_tokens, self.most_tenants = block_tokens, most_tenants
+        self._most_together = most_tokens // block_tokens
+        self.most_blocks = min(most_blocks, self._most_together)
+        self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
+        self._blocks = 0
+
+    def add(self, root: bytes, tokens: Tokens) -> tuple[Key, ...]:
+        """Remember a part's complete blocks, `most_blocks` of them at most; return their keys."""
+        count = min(len(tokens) // self.block_tokens, self.most_blocks)
+        if not count:
+            return ()
+        tenant = self._tenants.setdefault(root, _Tenant())
+        self._tenants.move_to_end(root)
+        own = np.array(tokens[: count * self.block_tokens], dtype=np.int32)
+        keys = tuple(extend_keys(part_root(root), _packed(own), self.block_tokens))
+        name = keys[-1]
+        if name in tenant.parts:
+            tenant.parts.move_to_end(name)
+            return keys
+        while tenant.blocks + count > self.most_blocks:
+            self._forget(tenant)
+        while len(self._tenants) > self.most_tenants or self._blocks + count > self._most_together:
+            self._forget_oldest_tenant()
+        tenant.parts[name] = own, keys
+        tenant.blocks += count
+        self._blocks += count
+        for block, number in enumerate(self._block_hashes(own)):
+            tenant.places.setdefault(number, {}).setdefault(name, block)
+        return keys
+
+    def find(self, root: bytes, tokens: Tokens) -> list[Part]:
+        """Return the known parts, or runs of their blocks, in a prompt. They do not overlap. Each is as long as it can be from
+        where it begins, in the part that was added last of those that have its first block, and from the first place there:
+        another part may have more of the prompt."""
+        tenant = self._tenants.get(root)
+        if tenant is None:
+            return []
+        self._tenants.move_to_end(root)
+        return list(self._found(tenant, np.asarray(tokens, dtype=np.int32)))
+
+    def _found(self, tenant: _Tenant, tokens: Tokens) -> Iterator[Part]:
+        size, free = self.block_tokens, 0
+        for offset, number in enumerate(window_hashes(tokens, size).tolist()):
+            having = tenant.places.get(number) if offset >= free else None
+            if having is None:
+                continue
+            name, block = next(reversed(having.items()))
+            known, keys = tenant.parts[name]
+            equal = _equal(known[block * size :], tokens[offset:], size) // size * size
+            if equal:  # else two blocks have one hash
+                tenant.parts.move_to_end(name)
+                free = offset + equal
+                yield Part(offset, free, block * size, keys)
+
+    def _forget(self, tenant: _Tenant) -> None:
+        """Remove the part that was not used for longest."""
+        name, (tokens, keys) = tenant.parts.popitem(last=False)
+        tenant.blocks -= len(keys)
+        self._blocks -= len(keys)
+        for number in set(self._block_hashes(tokens)):
+            having = tenant.places[number]
+            del having[name]
+            if not having:
+                del tenant.places[number]
+
+    def _forget_oldest_tenant(self) -> None:
+        _, tenant = self._tenants.popitem(last=False)
+        self._blocks -= tenant.blocks
+
+    def _block_hashes(self, tokens: Tokens) -> list[int]:
+        hashes: list[int] = window_hashes(tokens, self.block_tokens)[:: self.block_tokens].tolist()
+        return hashes
+
+    def check(self) -> None:
+        """Assert what must hold between calls: the bounds, and that each part has a place for each of its blocks."""
+        assert len(self._tenants) <= self.most_tenants
+        assert self._blocks == sum(tenant.blocks for tenant in self._tenants.values()) <= self._most_together
+        for tenant in self._tenants.values():
+            assert 0 < tenant.blocks == sum(len(keys) for _, keys in tenant.parts.values()) <= self.most_blocks
+            expected: dict[int, dict[Key, int]] = {}
+            for name, (tokens, _) in tenant.parts.items():
+                for block, number in enumerate(self._block_hashes(tokens)):
+                    expected.setdefault(number, {}).setdefault(name, block)
+            assert tenant.places == expected
+
+
+def _equal(one: Tokens, other: Tokens, first: int) -> int:
+    """Return how many tokens both begin with. Compares `first` of them, and then twice as many each time, so the time is in
+    proportion to the result."""
+    length, at, run = min(len(one), len(other)), 0, first
+    while at < length:
+        differing = np.flatnonzero(one[at : min(at + run, length)] != other[at : min(at + run, length)])
+        if len(differing):
+            return at + int(differing[0])
+        at, run = at + run, 2 * run
+    return length
+
+
+def window_hashes(tokens: Tokens, size: int) -> NDArray[np.uint64]:
+    """Return a hash of each run of `size` tokens, of equal runs the same: a polynomial's, from the sums up to each token."""
+    count = len(tokens) - size + 1
+    if count < 1:
+        return np.empty(0, np.uint64)
+    with np.errstate(over="ignore"):
+        terms = (tokens.astype(np.uint64) + np.uint64(1)) * _powers(_BASE, len(tokens))
+        sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)))
+        hashes: NDArray[np.uint64] = (sums[size:] - sums[:count]) * _powers(_INVERSE, count)
+    return hashes
+
+
+def _powers(base: np.uint64, count: int) -> NDArray[np.uint64]:
+    powers = np.full(count, base, np.uint64)
+    powers[0] = 1
+    return np.cumprod(powers, dtype=np.uint64)
+
+
+def _packed(tokens: Tokens) -> bytes:
+    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
