@@ -422,7 +422,7 @@ class Prefill:
 
     def _is_ready(self, now: float, job: Job) -> bool:
         begins = job.state is READY and job.reserved and (job.group is None or job.group.may_begin(0))
-        return begins and not self._reuse.awaits(now, job)
+        return begins and not self._reuse.waits(now, job)
 
     def _may_go_ahead(self, now: float, job: Job) -> bool:
         """Return whether a job may begin before its decode has answered, when the engine is idle: mostly there is room, and

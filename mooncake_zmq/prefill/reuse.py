@@ -149,6 +149,16 @@ class Reuse:
             return False
         return meeting.missing(job.computed // self._layout.block_tokens) > 0
 
+    def waits(self, now: float, job: Job) -> bool:
+        """Return whether a job leaves its turn to others: the blocks that it awaits come sooner than they are computed, or none
+        of them is worth computing now."""
+        meeting, size = job.meeting, self._layout.block_tokens
+        if meeting is None or not self.awaits(now, job):
+            return False
+        block = meeting.after_run(job.computed // size)
+        computed_s = self._workload.computed_s(now, block * size, meeting.stop * size)
+        return meeting.remaining_s(now, meeting.missing(block)) <= computed_s or not self.head_blocks(now, job)
+
     def head_blocks(self, now: float, job: Job) -> int:
         """Return how many blocks of a job that awaits others are worth computing now; 0 if it should wait."""
         meeting, size = job.meeting, self._layout.block_tokens

@@ -161,13 +161,14 @@ class Workload:
 
     def _estimate(self, job: Job) -> Estimate:
         computing = job.state is JobState.COMPUTING
-        start = self._start(job)
+        known = self._start(job)
+        start = job.computed if computing else known
         stop = job.chunk_stop if computing else chunk_stop(start, job.length, self._settings.chunk_tokens)
         loaded = len(job.chunk_loads) * self._block_tokens if computing else 0 if job.loaded else start
         return Estimate(
             compute_s=job.share * self._costs.compute_s(stop, start),
             load_s=job.share * self._costs.load_s(loaded),
-            remaining_s=job.share * self._costs.compute_s(job.length, stop),
+            remaining_s=job.share * self._costs.compute_s(job.length, max(stop, known)),
         )
 
     def _start(self, job: Job) -> int:

@@ -28,7 +28,7 @@ from mooncake_zmq.core.actor import (
     WorkDone,
     WorkProgress,
 )
-from mooncake_zmq.core.messages import BlocksLeased, Hello, SlotRef, decode, encode
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, BlocksLeased, Hello, SlotRef, decode, encode
 from mooncake_zmq.kv.layout import BlockLayout
 
 LAYOUT = BlockLayout(layers=2, kv_heads=1, head_dim=2, block_tokens=4)
@@ -128,8 +128,8 @@ class Harness:
                 return True
         return False
 
-    def up(self, name, incarnation=1, *, role=None, host="h0", model="m"):
-        hello = Hello(protocol=1, role=role or ROLES[name[0]], host=host, model=model, tokenizer="t", layout="l")
+    def up(self, name, incarnation=1, *, role=None, host="h0", model="m", protocol=PROTOCOL_VERSION):
+        hello = Hello(protocol=protocol, role=role or ROLES[name[0]], host=host, model=model, tokenizer="t", layout="l")
         self.peers[name] = incarnation
         self.handle(PeerUp(name, incarnation, hello))
 

@@ -1,5 +1,7 @@
 """A prompt whose tail is fetched while its head is computed: what is computed when, and what becomes of it whatever comes."""
 
+from dataclasses import replace
+
 import pytest
 from actor_harness import LAYOUT
 from test_prefill import Node, prompt
@@ -106,10 +108,12 @@ def test_a_prompt_that_comes_goes_before_the_head_of_one_that_waits_for_blocks()
     node.lease()
     node.reserve("other")
     node.take(ShortenFetch)
+    node.come(lease, 4, 5)
+    node.advance(0.8)
     node.computed()
     assert node.chunk() == (0, 2 * B, ()), "the other one's"
     assert node.take(ShortenFetch) == []
-    node.come(lease, *range(2, CACHED), last=True)
+    node.come(lease, 2, 3, last=True)
     node.computed()
     assert node.chunk() == (6, 2, tuple(range(2, CACHED)))
 
@@ -187,9 +191,13 @@ def test_blocks_that_do_not_come_find_room_or_the_job_is_placed_again():
     assert node.actor.counts["jobs_failed"] == 1
 
 
-def test_a_pool_of_the_former_protocol_answers_with_everything_at_the_end():
+def test_a_pool_of_the_former_protocol_answers_with_everything_before_its_lease_ends():
     node = Meets()
+    node.down("c")
+    node.up("c", 7, protocol=22)
     node.start("r", prompt(LENGTH), reuse_blocks=CACHED, sources=("c9",))
+    (ask,) = [ask for _, ask in node.sent if isinstance(ask, LeaseBlocks)]
+    assert (ask.tail_first, ask.fetch_s) == (0, node.settings.pool.fetch_s)
     node.reserve()
     assert node.chunk() is None
     node.lease(CACHED, remote=CACHED)
@@ -215,6 +223,28 @@ def test_the_report_says_whether_it_meets_and_counts_no_block_that_is_fetched():
     assert report.jobs[0].left_s == pytest.approx(Costs().compute_s(LENGTH, CACHED * B), rel=0.01)
 
 
+def test_the_report_counts_a_chunk_of_the_head_and_what_follows_the_tail():
+    node = Meets()
+    node.begin()
+    assert node.chunk() == (0, 2 * B, ())
+    node.take(PrefillLoad)
+    node.advance(node.settings.report_s)
+    (report,) = node.take(PrefillLoad, "k")[-1:]
+    chunk_s = SLOW.compute_s(2 * B, 0) - node.settings.report_s
+    assert report.jobs[0].left_s == pytest.approx(chunk_s + SLOW.compute_s(LENGTH, CACHED * B))
+
+
+def test_a_prompt_whose_blocks_come_later_than_they_are_computed_keeps_its_turn():
+    node = Meets(costs=replace(SLOW, transfer_bytes_per_s=1e3))
+    node.begin()
+    assert node.chunk() == (0, 2 * B, ())
+    node.start("other", prompt(2 * B, base=200))
+    node.lease()
+    node.reserve("other")
+    node.computed()
+    assert node.chunk() == (2, 2 * B, ()), "not the other one's"
+
+
 def test_a_lease_that_grows_although_everything_is_there_meets_nothing():
     node = Meets()
     lease = node.begin(here=CACHED)
@@ -233,4 +263,7 @@ def test_blocks_of_other_leases_or_places_are_not_taken():
         BlocksArrived(lease_id=lease, node="c", incarnation=7, blocks=(99,), slots=(1,), generations=(2,), checksums=(3,)),
     ):
         node.say("c", message)
+    (job,) = node.actor.jobs
+    assert job.meeting.grows
+    assert not job.meeting.arrived
     assert node.chunk() is None

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from mooncake_zmq.core.actor import CancelTimer, Effect, PeerUp, Send, SetTimer, Start
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
@@ -21,6 +23,7 @@ from mooncake_zmq.core.messages import (
     ShortenFetch,
     SlotRef,
     SlotsReserved,
+    has_field,
 )
 from mooncake_zmq.core.work import BlocksCopied, CopyBlocks, SequenceBlock, SlotGrant, WorkFailed
 from mooncake_zmq.kv.block_hash import Key
@@ -88,6 +91,8 @@ class PoolClient:
         self.node: str | None = None
         """The host's cache-node while it is up."""
         self._incarnation = 0
+        self._grows = False
+        """Whether that cache-node can have a lease grow from its tail."""
         self._host = host
         self._leases: dict[int, HeldLease] = {}
         self._unasked: dict[int, LeaseBlocks] = {}
@@ -115,6 +120,7 @@ class PoolClient:
         if self.node is not None or up.hello.role != "cache-node" or up.hello.host != self._host:
             return []
         self.node, self._incarnation = up.peer, up.incarnation
+        self._grows = has_field(up.hello.protocol, "LeaseBlocks.tail_first")
         effects: list[Effect] = []
         for ask in self._unasked.values():
             effects += [CancelTimer((POOL_ABSENT, ask.lease_id)), *self._ask(now, ask)]
@@ -173,6 +179,8 @@ class PoolClient:
     def _ask(self, now: float, ask: LeaseBlocks) -> list[Effect]:
         assert self.node is not None
         self._leases[ask.lease_id] = HeldLease(now + self.settings.lease_ttl_s)
+        if ask.tail_first and not self._grows:  # the answer must come before the lease ends
+            ask = structs.replace(ask, tail_first=0, fetch_s=min(ask.fetch_s, self.settings.fetch_s))
         return [Send(self.node, ask)]
 
     def wants(self, lease_id: int) -> bool:

@@ -216,6 +216,8 @@ class Gatherer:
             gathering.tail = Tail(run, list(range(run, tail_first)), run)
             self._dram.unpin(list(gathering.ahead.values()))
             gathering.ahead.clear()
+        elif tail_first:  # all that the plan reuses is here
+            gathering.deadline = now
         effects = self._advance(now, gathering)
         if gathering.holder in self.gatherings:
             gathering.waits_for = frozenset(gathering.keys)
