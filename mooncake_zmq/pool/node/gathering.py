@@ -8,6 +8,7 @@ A gathering from the tail has its batches in the reverse order, for a reader tha
 handed over at once, whatever is missing before it, and the reader says from where on it still needs blocks.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -395,7 +396,7 @@ class Gatherer:
         recent = [rate.block_s for rate in asked if rate is not None and now - rate.measured_at < RATE_LASTS_S]
         if not recent or len(recent) < len(asked) or min(recent) <= 0:
             return 0.0
-        return 1 / sum([1 / block_s for block_s in recent])
+        return 1.0 / math.fsum([1.0 / block_s for block_s in recent])
 
     def _wanted(self, source: str, key: Key) -> bool:
         """Is `source` the one to have this block from? The own disk goes before other nodes."""
