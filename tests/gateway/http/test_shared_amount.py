@@ -37,7 +37,7 @@ def test_no_tenant_holds_more_than_its_part_nor_all_more_than_there_is(seed):
 @pytest.mark.parametrize("key", ["alice", "bob"])
 def test_bodies_of_one_tenant_leave_room_for_anothers(key):
     actor = guarded()
-    actor.edge.settings = EdgeSettings(max_body_bytes=1000, short_body_bytes=10)
+    actor.edge.settings = actor.edge.calls.settings = EdgeSettings(max_body_bytes=1000, short_body_bytes=10)
     actor.edge.calls.reading_bytes = SharedAmount(2000, "bytes of bodies")
 
     async def client(port):
