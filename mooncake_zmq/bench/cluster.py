@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from mooncake_zmq.operate.local_nodes import collect_dumps
 START_TIMEOUT_S = 300.0
 STATE_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 300.0
+STOP_S = 60.0
 BUSY = ("puts", "fetches", "requests_", "writing_", "unacknowledged")
 """Gauges that are zero at an idle node."""
 
@@ -135,6 +136,13 @@ class BenchCluster:
         raise click.ClickException(f"waited {STATE_TIMEOUT_S:g} s in vain for {what}")
 
 
+def variables_of(directory: Path, port: int, overrides: dict[str, str]) -> dict[str, str]:
+    """Return the environment of nodes in a runtime directory of their own. `overrides`: "section.key" -> TOML value."""
+    settings = {"cluster.runtime_dir": str(directory), "cluster.name": directory.name.lower().replace("_", "-")}
+    settings |= {"gateway.http_port": str(port), **overrides}
+    return {f"MOONCAKE_ZMQ_{key.upper().replace('.', '__')}": value for key, value in settings.items()}
+
+
 @contextmanager
 def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iterator[BenchCluster]:
     """Start the cluster of `config`, read from `path`, in a runtime directory of its own.
@@ -143,9 +151,7 @@ def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iter
     """
     with tempfile.TemporaryDirectory(prefix="mczmq-") as directory:
         port = free_port()
-        settings = {"cluster.runtime_dir": directory, "cluster.name": Path(directory).name.lower().replace("_", "-")}
-        settings |= {"gateway.http_port": str(port), **overrides}
-        variables = {f"MOONCAKE_ZMQ_{key.upper().replace('.', '__')}": value for key, value in settings.items()}
+        variables = variables_of(Path(directory), port, overrides)
         log = Path(directory) / "up.log"
         with log.open("wb") as output:
             command = [sys.executable, "-m", "mooncake_zmq", "up", "--config", str(path)]
@@ -158,12 +164,19 @@ def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iter
                 raise click.ClickException(f"the cluster did not start:\n{last_lines(log)}")
             yield BenchCluster(url, Path(directory), [node.name for node in config.nodes])
         finally:
-            up.send_signal(signal.SIGINT)
-            try:
-                up.wait(60)
-            except subprocess.TimeoutExpired:
-                up.kill()
-                up.wait()
+            stop([up])
+
+
+def stop(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
+    """Stop processes as an operator does, all at once, and kill those that do not end."""
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    for process in processes:
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def answers(ask: Callable[[], httpx.Response], process: "subprocess.Popen[bytes]", timeout_s: float) -> bool:

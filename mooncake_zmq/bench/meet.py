@@ -7,7 +7,6 @@ which is not measured, shows both clusters each new rate.
 """
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ import click
 import httpx
 import numpy as np
 
-from mooncake_zmq.bench.cluster import START_TIMEOUT_S, Answer, BenchCluster, answers, last_lines
+from mooncake_zmq.bench.cluster import START_TIMEOUT_S, Answer, BenchCluster, answers, last_lines, stop, variables_of
 from mooncake_zmq.bench.others.store_driver import free_port
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.config.load import load
@@ -34,8 +33,8 @@ from mooncake_zmq.runtime.model import prepared
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)
 """Rates of the link, in those at which fetching takes as long as computing."""
 TAIL_TOKENS = 16
-STOP_S = 60.0
 UNLIMITED = 1e12
+MEETS = {"prefill.meet": "true"}
 WAITS = {
     "prefill.pool.fetch_s": "60",
     "prefill.pool.lease_ttl_s": "120",
@@ -58,8 +57,8 @@ def bench_meet(config: Path, *, tokens: int, rounds: int, progress: Progress) ->
     cached = max(size, tokens // size * size)
     kv_bytes = cached * prepared(settings).kv_bytes_per_token
     with ExitStack() as stack:
-        meets = stack.enter_context(_throttled(config, settings, hosts[0], {"prefill.meet": "true"}))
-        waits = stack.enter_context(_throttled(config, settings, hosts[0], WAITS))
+        meets = stack.enter_context(_throttled(config, settings, hosts[0], MEETS, fetches_all=False))
+        waits = stack.enter_context(_throttled(config, settings, hosts[0], WAITS, fetches_all=True))
         run = _Run(settings, hosts, meets, waits, cached, rounds, progress)
         return run.report(kv_bytes)
 
@@ -70,14 +69,11 @@ class _Hosts:
     def __init__(self, cluster: BenchCluster, rate: Path, *, fetches_all: bool) -> None:
         self.cluster = cluster
         self._rate = rate
-        self._words = " all" if fetches_all else ""
-        self.set_rate(UNLIMITED)
+        self._fetches_all = fetches_all
 
     def set_rate(self, bytes_per_s: float) -> None:
         """Change the rate of the link."""
-        part = self._rate.with_suffix(".part")
-        part.write_text(f"{bytes_per_s}{self._words}")
-        part.replace(self._rate)
+        _write_rate(self._rate, bytes_per_s, fetches_all=self._fetches_all)
 
 
 class _Run:
@@ -175,40 +171,34 @@ def _row(name: str, value_s: float, reference_s: float) -> Row:
     return Row(name=name, unit="ms", value=1e3 * value_s, reference=1e3 * reference_s, higher_is_better=False)
 
 
+def _write_rate(file: Path, bytes_per_s: float, *, fetches_all: bool) -> None:
+    """Have the cache-node that reads this file send at a rate; see `throttled`."""
+    part = file.with_suffix(".part")
+    part.write_text(f"{bytes_per_s}{' all' if fetches_all else ''}")
+    part.replace(file)
+
+
 @contextmanager
-def _throttled(path: Path, config: Config, slow: str, overrides: dict[str, str]) -> Iterator[_Hosts]:
-    """Start the nodes of `config`, read from `path`; the cache-node of the host `slow` sends as slowly as a file says."""
+def _throttled(path: Path, config: Config, slow: str, overrides: dict[str, str], *, fetches_all: bool) -> Iterator[_Hosts]:
+    """Start the nodes of `config`, read from `path`; the cache-node of the host `slow` sends as slowly as a file says.
+    `fetches_all`: also from sources that are slower than computing."""
     with tempfile.TemporaryDirectory(prefix="mczmq-") as name, ExitStack() as stack:
         directory, port = Path(name), free_port()
-        settings = {"cluster.runtime_dir": name, "cluster.name": directory.name.lower().replace("_", "-")}
-        settings |= {"gateway.http_port": str(port), "prefill.own_reuse": "false", "conductor.ttft_slo_s": "0", **overrides}
-        variables = {f"MOONCAKE_ZMQ_{key.upper().replace('.', '__')}": value for key, value in settings.items()}
+        variables = variables_of(directory, port, {"prefill.own_reuse": "false", "conductor.ttft_slo_s": "0", **overrides})
         variables[mypyc_code.SWITCH] = "0"  # the throttle replaces functions
-        rate, log = directory / "rate", directory / "nodes.log"
-        rate.write_text(f"{UNLIMITED}{' all' if overrides else ''}")
+        rate, unlimited, log = directory / "rate", directory / "unlimited", directory / "nodes.log"
+        for file in (rate, unlimited):
+            _write_rate(file, UNLIMITED, fetches_all=fetches_all)
         output = stack.enter_context(log.open("ab"))
         processes = []
         for node in config.nodes:
-            module = ("mooncake_zmq.bench.throttled", str(rate)) if node.role == "cache-node" else ("mooncake_zmq",)
-            if node.role == "cache-node" and node.host != slow:
-                (directory / "own_rate").write_text(f"{UNLIMITED}{' all' if overrides else ''}")
-                module = (module[0], str(directory / "own_rate"))
+            throttled = ("mooncake_zmq.bench.throttled", str(rate if node.host == slow else unlimited))
+            module = throttled if node.role == "cache-node" else ("mooncake_zmq",)
             command = [sys.executable, "-m", *module, node.role, "--config", str(path), "--node", node.name]
             processes.append(subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=output))
-        stack.callback(_stop, processes)
+        stack.callback(stop, processes)
         url = f"http://127.0.0.1:{port}"
         healthy = partial(httpx.get, f"{url}/health", timeout=5, verify=False)
         if not answers(healthy, processes[-1], START_TIMEOUT_S):
             raise click.ClickException(f"the cluster did not start:\n{last_lines(log)}")
-        yield _Hosts(BenchCluster(url, directory, [node.name for node in config.nodes]), rate, fetches_all=bool(overrides))
-
-
-def _stop(processes: "Sequence[subprocess.Popen[bytes]]") -> None:
-    for process in processes:
-        process.send_signal(signal.SIGINT)
-    for process in processes:
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        yield _Hosts(BenchCluster(url, directory, [node.name for node in config.nodes]), rate, fetches_all=fetches_all)
