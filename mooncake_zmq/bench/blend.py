@@ -18,15 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-import mooncake_zmq
+from mooncake_zmq.bench.quality import (
+    Floats,
+    Logs,
+    agreement,
+    divergence,
+    log_probabilities,
+    manual_page,
+    prepared_model,
+    read_kv,
+)
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.engine.blend import CHUNK_ROWS, NOTHING, Again, Floats, Reused, found_run, prefill_blended
+from mooncake_zmq.engine.blend import CHUNK_ROWS, NOTHING, Again, Reused, found_run, prefill_blended
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.neighbours import Neighbours
-from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.engine.weights import load_engine
 from mooncake_zmq.kv.block_hash import Key, namespace
@@ -47,7 +55,6 @@ EDITED = 0.1
 """The share of tokens edited: four fifths replaced, a tenth left out, a tenth put in."""
 PREFIX, WHOLE = "prefix caching", "full prefill"
 Tokens = NDArray[np.int32]
-Logs = NDArray[np.float64]
 Progress = Callable[[str], None]
 Plan = tuple[list[Reused], Again]
 
@@ -108,9 +115,7 @@ def bench_blend(bench: BlendBench, progress: Progress) -> BlendReport:
     report = BlendReport("blend")
     progress(f"preparing the model {bench.model}")
     try:
-        path = prepare(bench.model, bench.cache_dir, backend=bench.backend)
-        if str(path) == "toy":
-            raise ModelError("the toy engine has no KV of floats: give another model")
+        path = prepared_model(bench.model, bench.cache_dir, backend=bench.backend)
         study = _Study(bench, path)
     except ModelError as error:
         raise Refused(error.message) from None
@@ -175,8 +180,7 @@ class _Study:
             return np.asarray(tokenizer.encode(text), np.int32)
 
         self._system, self._question = encoded(SYSTEM), encoded(QUESTION)
-        docs = Path(mooncake_zmq.__file__).parent / "docs"
-        self._pages = {page: encoded((docs / f"{page}.md").read_text()) for page in {*PAGES, *EDITED_PAGES}}
+        self._pages = {page: encoded(manual_page(page)) for page in {*PAGES, *EDITED_PAGES}}
         prompt = len(self._system) + bench.documents * bench.tokens + len(self._question)
         self._capacity = max(prompt, 2 * bench.edited_tokens) + bench.following
         if self._capacity > engine.spec.max_positions:
@@ -319,9 +323,8 @@ class _Study:
         results = {name: self._run(prefix, asked, partial(blended, plan)) for name, plan in ways.items()}
         whole_s = (before + self._run(prefix, (), whole)[2]) / 2
         for name, (logs, computed, seconds) in ({reference: (exact, 1.0, whole_s)} | results).items():
-            kl = float(np.mean((np.exp(exact) * (exact - logs)).sum(axis=-1)))
-            top1 = float((exact.argmax(-1) == logs.argmax(-1)).mean())
-            tally.found.setdefault(name, []).append((computed, kl, top1, seconds, seconds / whole_s))
+            error = divergence(exact, logs), agreement(exact, logs)
+            tally.found.setdefault(name, []).append((computed, *error, seconds, seconds / whole_s))
 
     def _run(
         self, prefix: Tokens, asked: Sequence[Tokens], compute: Callable[[SequenceKV], float]
@@ -340,21 +343,17 @@ class _Study:
     def _logs(self, sequence: SequenceKV, following: Tokens) -> Logs:
         """Return the log probabilities of the next token after each of these; the sequence stays as long as it is."""
         length = sequence.length
-        logits = np.asarray(self.engine.prefill(sequence, following, logits_at=list(range(len(following)))), np.float64)
+        logs = log_probabilities(self.engine, sequence, following)
         sequence.set_length(length)
-        logits -= logits.max(axis=-1, keepdims=True)
-        logs: Logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         return logs
 
     def _kv(self, tokens: Tokens, at: int) -> Floats:
         """Return the KV of tokens computed at a position: behind nothing, or as much of the system prompt."""
-        spec, sequence = self.engine.spec, self.engine.new_sequence(at + len(tokens))
+        sequence = self.engine.new_sequence(at + len(tokens))
         everything = np.concatenate((self._system[:at], tokens))
         for begin in range(0, len(everything), CHUNK_ROWS):
             self.engine.prefill(sequence, everything[begin : begin + CHUNK_ROWS], logits_at=None)
-        kv: Floats = np.empty((spec.layers, 2, len(tokens), spec.kv_heads, spec.head_dim), np.float32)
-        for layer in range(spec.layers):
-            SequenceKV.read_part(sequence, layer, at, at + len(tokens), kv[layer])
+        kv = read_kv(self.engine, sequence, at, at + len(tokens))
         sequence.close()
         return kv
 

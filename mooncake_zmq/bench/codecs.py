@@ -15,15 +15,24 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-import mooncake_zmq
 from mooncake_zmq.bench.codec_baselines import SINKS, adjacent_cosines, baselines
 from mooncake_zmq.bench.codec_rates import rate_rows
+from mooncake_zmq.bench.quality import (
+    Floats,
+    Logs,
+    agreement,
+    divergence,
+    log_probabilities,
+    manual_page,
+    prepared_model,
+    read_kv,
+)
 from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.engine.blend import rotation, turned
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
-from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.engine.weights import open_model
 from mooncake_zmq.kv.codec import CODECS, Codec
@@ -42,8 +51,6 @@ BESIDE = (
     ("int4", f"{SINKS} sinks and recent tokens"),
 )
 """Codecs, and the ways that take as many bytes or more."""
-Floats = NDArray[np.float32]
-Logs = NDArray[np.float64]
 Progress = Callable[[str], None]
 
 
@@ -98,9 +105,7 @@ def bench_codecs(bench: CodecBench, progress: Progress) -> CodecReport:
     report = CodecReport("codecs")
     progress(f"preparing the model {bench.model}")
     try:
-        path = prepare(bench.model, bench.cache_dir, kernels=False)
-        if str(path) == "toy":
-            raise ModelError("the toy engine has no KV of floats: give another model")
+        path = prepared_model(bench.model, bench.cache_dir, kernels=False)
         study = _Study(bench, path, progress)
     except ModelError as error:
         raise Refused(error.message) from None
@@ -128,11 +133,11 @@ class _Study:
     def __init__(self, bench: CodecBench, path: Path, progress: Progress) -> None:
         self._bench, self._path, self._progress = bench, path, progress
         self.engine = open_model(path)
-        tokenizer, docs = open_tokenizer(path), Path(mooncake_zmq.__file__).parent / "docs"
+        tokenizer = open_tokenizer(path)
         needed = bench.tokens + bench.following
         if needed > self.engine.spec.max_positions:
             raise ModelError(f"{self.engine.spec.name} has {self.engine.spec.max_positions} positions, and this needs {needed}")
-        self.texts = [np.asarray(tokenizer.encode((docs / f"{page}.md").read_text())[:needed], np.int32) for page in PAGES]
+        self.texts = [np.asarray(tokenizer.encode(manual_page(page))[:needed], np.int32) for page in PAGES]
         if any(len(text) < needed for text in self.texts):
             raise ModelError(f"the manual's pages have less than {needed} tokens: take fewer")
         progress("exact KV")
@@ -178,11 +183,11 @@ class _Study:
             engine.prefill(sequence, context)
             loaded = _through_blocks(codec, engine, sequence, len(context))
             for each, logs in ((sequence, cold), (loaded, warm)):
-                logs.append(_logs(engine, each, following))
+                logs.append(log_probabilities(engine, each, following))
                 each.close()
         served = self._quality(codec.name, codec.bits_a_value(engine.spec.head_dim), warm)
-        divergence = float(np.mean([_divergence(*pair).mean() for pair in zip(cold, warm, strict=True)]))
-        return Quality(**(asdict(served) | {"warm": divergence}))
+        warm_kl = float(np.mean([divergence(*pair) for pair in zip(cold, warm, strict=True)]))
+        return Quality(**(asdict(served) | {"warm": warm_kl}))
 
     def _quality(self, name: str, bits: float, logs: Sequence[Logs]) -> Quality:
         pairs = list(zip(self._exact, logs, strict=True))
@@ -192,19 +197,17 @@ class _Study:
         return Quality(
             name=name,
             bits=bits,
-            kl=float(np.mean([_divergence(*pair).mean() for pair in pairs])),
-            top1=float(np.mean([(exact.argmax(-1) == log.argmax(-1)).mean() for exact, log in pairs])),
+            kl=float(np.mean([divergence(*pair) for pair in pairs])),
+            top1=float(np.mean([agreement(*pair) for pair in pairs])),
             perplexity=float(np.exp(np.mean(likely))),
         )
 
     def _context(self, text: NDArray[np.int32]) -> tuple[Floats, Floats]:
         """Return the exact keys and values of a context, [layer, token, kv_head, head_dim]."""
-        spec, tokens = self.engine.spec, self._bench.tokens
+        tokens = self._bench.tokens
         sequence = self.engine.new_sequence(tokens)
         self.engine.prefill(sequence, text[:tokens])
-        both: Floats = np.empty((spec.layers, 2, tokens, spec.kv_heads, spec.head_dim), np.float32)
-        for layer in range(spec.layers):
-            sequence.read_part(layer, 0, tokens, both[layer])
+        both = read_kv(self.engine, sequence, 0, tokens)
         sequence.close()
         return both[:, 0], both[:, 1]
 
@@ -215,16 +218,16 @@ class _Study:
         for layer in range(len(keys)):
             sequence.store(layer, 0, keys[layer], values[layer])
         sequence.set_length(tokens)
-        logs = _logs(self.engine, sequence, text[self._bench.tokens :])
+        logs = log_probabilities(self.engine, sequence, text[self._bench.tokens :])
         sequence.close()
         return logs
 
     def _moved(self, keys: Floats) -> Floats:
         """Return keys of which those after the sinks are rotated to the positions that they have now, as in StreamingLLM."""
-        shift = self._bench.tokens - keys.shape[1]
-        pairs = keys.view(np.complex64).copy()
-        pairs[:, SINKS:] *= np.exp(-1j * shift * self.engine.frequencies).astype(np.complex64)
-        moved: Floats = pairs.view(np.float32)
+        at = np.arange(SINKS, keys.shape[1])
+        turn = rotation(self.engine.frequencies, at + self._bench.tokens - keys.shape[1], at)
+        moved = keys.copy()
+        moved[:, SINKS:] = turned(keys[:, SINKS:], turn)
         return moved
 
 
@@ -237,16 +240,3 @@ def _through_blocks(codec: Codec, engine: Llama, source: SequenceKV, tokens: int
         taken.write_part(layer, 0, part)
     taken.set_length(tokens)
     return taken
-
-
-def _logs(engine: Llama, sequence: SequenceKV, following: NDArray[np.int32]) -> Logs:
-    """Return the log probabilities of the next token after each of these."""
-    logits = np.asarray(engine.prefill(sequence, following, logits_at=list(range(len(following)))), np.float64)
-    logits -= logits.max(axis=-1, keepdims=True)
-    logs: Logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    return logs
-
-
-def _divergence(exact: Logs, other: Logs) -> Logs:
-    divergence: Logs = (np.exp(exact) * (exact - other)).sum(axis=-1)
-    return divergence

@@ -1,0 +1,56 @@
+"""A model with KV of floats, texts that it has not learned, and the error of its answers: for benches of KV quality."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import mooncake_zmq
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.prepare import prepare
+
+Floats = NDArray[np.float32]
+Logs = NDArray[np.float64]
+
+
+def prepared_model(model: str, cache_dir: str, **options: Any) -> Path:
+    """Prepare a model whose KV is numbers; `options`: see `prepare`. Raises ModelError."""
+    path = prepare(model, cache_dir, **options)
+    if str(path) == "toy":
+        raise ModelError("the toy engine has no KV of floats: give another model")
+    return path
+
+
+def manual_page(page: str) -> str:
+    """Return a page of our own manual, which is in no training set that ended before it."""
+    return (Path(mooncake_zmq.__file__).parent / "docs" / f"{page}.md").read_text()
+
+
+def read_kv(engine: Llama, sequence: SequenceKV, first: int, stop: int) -> Floats:
+    """Return the KV of some tokens as it is stored, [layer, k/v, token, kv_head, head_dim]."""
+    spec = engine.spec
+    kv: Floats = np.empty((spec.layers, 2, stop - first, spec.kv_heads, spec.head_dim), np.float32)
+    for layer in range(spec.layers):
+        SequenceKV.read_part(sequence, layer, first, stop, kv[layer])
+    return kv
+
+
+def log_probabilities(engine: Llama, sequence: SequenceKV, following: NDArray[np.int32]) -> Logs:
+    """Return the log probabilities of the next token after each of these, which are appended to the sequence."""
+    logits = np.asarray(engine.prefill(sequence, following, logits_at=list(range(len(following)))), np.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    logs: Logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    return logs
+
+
+def divergence(exact: Logs, other: Logs) -> float:
+    """Return the mean KL divergence of the next token's distributions from the exact ones, in nats."""
+    return float((np.exp(exact) * (exact - other)).sum(axis=-1).mean())
+
+
+def agreement(exact: Logs, other: Logs) -> float:
+    """Return the share of next tokens that are the likeliest in both."""
+    return float((exact.argmax(-1) == other.argmax(-1)).mean())
