@@ -10,9 +10,7 @@ from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.meeting import Meeting
 from mooncake_zmq.prefill.pipeline import Group
-
-NO_SLOT = -1
-"""In place of a slab slot, for a block that is expected from the pool."""
+from mooncake_zmq.prefill.slab import NO_SLOT
 
 
 class Tokens(Protocol):

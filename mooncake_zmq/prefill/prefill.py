@@ -65,7 +65,7 @@ from mooncake_zmq.prefill.admission import Admission
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.ends import DEADLINE, Ends, attempts_failed
 from mooncake_zmq.prefill.handoff import Handoff
-from mooncake_zmq.prefill.job import NO_SLOT, Job, JobEvent, JobState, attempts_of, tokens_of
+from mooncake_zmq.prefill.job import Job, JobEvent, JobState, attempts_of, tokens_of
 from mooncake_zmq.prefill.jobs import Jobs
 from mooncake_zmq.prefill.leading import Leading
 from mooncake_zmq.prefill.offers import Offers
@@ -73,7 +73,7 @@ from mooncake_zmq.prefill.pipeline import Group
 from mooncake_zmq.prefill.queue import JobQueue
 from mooncake_zmq.prefill.reuse import Reuse
 from mooncake_zmq.prefill.settings import PrefillSettings
-from mooncake_zmq.prefill.slab import Slab
+from mooncake_zmq.prefill.slab import NO_SLOT, Slab
 from mooncake_zmq.prefill.slab_announcer import SlabAnnouncer
 from mooncake_zmq.prefill.stages import DEADLINE as STAGE_DEADLINE
 from mooncake_zmq.prefill.stages import Stages

@@ -10,10 +10,10 @@ from mooncake_zmq.core.messages import BlocksArrived, BlocksLeased, SlotRef
 from mooncake_zmq.core.work import BlockLoad, ChunkComputed, StageComputed
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient
-from mooncake_zmq.prefill.job import NO_SLOT, Job, JobState
+from mooncake_zmq.prefill.job import Job, JobState
 from mooncake_zmq.prefill.meeting import Meeting
 from mooncake_zmq.prefill.settings import PrefillSettings
-from mooncake_zmq.prefill.slab import Slab
+from mooncake_zmq.prefill.slab import NO_SLOT, Slab
 from mooncake_zmq.prefill.workload import Workload
 
 MAX_FORGONE = 256
@@ -73,7 +73,7 @@ class Reuse:
         """Pin a job's own hits and lease more from the pool; `meets`: from the last block on, if any are fetched."""
         request = job.request
         scored = request.prompt_logprobs is not None  # each of its tokens has to be computed
-        reusable = () if scored else request.keys[: (job.length - 1) // self._layout.block_tokens]
+        reusable = () if scored else request.keys[: self._reusable(job)]
         own = self.own_hits(reusable)
         self._slab.slots.pin(own)
         job.own_slots += own
@@ -98,9 +98,7 @@ class Reuse:
             fetch=promised,  # from other hosts, or from this host's SSD
             compute_s=self._workload.block_s(now),
             wait_s=self._workload.spared_s(now, request, job.length, len(job.prefix)),
-            tail_first=min(request.reuse_blocks - len(job.prefix), len(wanted))
-            if promised and meets and self._meets(job)
-            else 0,
+            tail_first=self._promised(job) - len(job.prefix) if promised and meets and self._meets(job) else 0,
         )
 
     def _meets(self, job: Job) -> bool:
@@ -120,7 +118,7 @@ class Reuse:
         job.prefix += sources
         job.remote_blocks += remote
         job.local_blocks += len(sources) - remote
-        stop = min(job.request.reuse_blocks, self._reusable(job))
+        stop = self._promised(job)
         if answer is not None and answer.more and self._meets(job) and len(job.prefix) < stop and self._pool.wants(lease_id):
             job.meeting = Meeting(first, stop, answer.block_s or self._workload.fetched_s(1), now)
         return []
@@ -171,7 +169,12 @@ class Reuse:
         return blocks if blocks <= self._slab.slots.available else 0
 
     def _reusable(self, job: Job) -> int:
+        """Return how many blocks could be reused, as the last token is always computed."""
         return (job.length - 1) // self._layout.block_tokens
+
+    def _promised(self, job: Job) -> int:
+        """Return how many blocks the plan reuses."""
+        return min(job.request.reuse_blocks, self._reusable(job))
 
     def _lose(self, job: Job, meeting: Meeting) -> None:
         """The lease is over before everything came."""

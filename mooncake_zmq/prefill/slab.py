@@ -7,6 +7,9 @@ from mooncake_zmq.core.work import SlotGrant
 from mooncake_zmq.kv.slot_table import SlotState
 from mooncake_zmq.kv.slots import Slots
 
+NO_SLOT = -1
+"""In place of a slot, for a block that is expected from the pool."""
+
 
 class Slab:
     """Hold the slots of the prefill `name` in its present incarnation."""
@@ -23,8 +26,8 @@ class Slab:
         return taken
 
     def release(self, held: Iterable[int]) -> None:
-        """Free slots that are pinned here and were never committed."""
-        for slot in [each for each in held if each >= 0]:
+        """Free slots that are pinned here and were never committed; `NO_SLOT` among them is none."""
+        for slot in [each for each in held if each != NO_SLOT]:
             self.slots.unpin((slot,))
             self.slots.free(slot)
 

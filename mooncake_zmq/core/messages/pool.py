@@ -34,7 +34,8 @@ MAX_FETCHED_BLOCKS = (MAX_MESSAGE_BYTES - 4096 - 4 * MAX_TOKENS) // (3 * COUNT_B
 
 class LeaseBlocks(TaggedRecord, frozen=True):
     """Request for a lease on the longest leading run of `keys`. Blocks missing in DRAM are promoted from the node's own SSD or
-    fetched from `sources`, in at most `fetch_s`, and only while that is quicker than computing them."""
+    fetched from `sources`, in at most `fetch_s`, and only while that is quicker than computing them, unless these are fetched
+    from the tail."""
 
     lease_id: Count
     keys: Keys

@@ -109,9 +109,13 @@ class BlockLeases:
             self._slots.unpin(list(gathering.ahead.values()))
         if self._computes(gathering.holder.node):
             self._count_lookup(gathering)
-        tail = gathering.tail
-        granted = [] if gathering.begun else [self._grant(now, gathering, more=bool(tail and tail.fresh))]
-        return granted + self.hand_over(gathering, last=True) if gathering.begun else [*granted]
+        effects: list[Effect] = []
+        if not gathering.begun:
+            tail = gathering.tail
+            effects.append(self._grant(now, gathering, more=bool(tail and tail.fresh)))
+        if gathering.begun:  # before, or by this
+            effects += self.hand_over(gathering, last=True)
+        return effects
 
     def hand_over(self, gathering: Gathering, *, last: bool = False) -> list[Effect]:
         """Let a lease that has begun have the blocks that have come since."""

@@ -160,7 +160,8 @@ class PoolClient:
         `POOL_ABSENT` lets the owner `forgo` the lease.
 
         `fetch`: what DRAM lacks is worth waiting for, unless it takes longer than `compute_s` a block (0: not known).
-        `tail_first`: see `LeaseBlocks`. Such a fetch lasts at most as long as computing, which is `wait_s`.
+        `tail_first`: see `LeaseBlocks`. Such a fetch may last as long as computing, which is `wait_s`, but may always last as
+        long as any.
         """
         ask = LeaseBlocks(
             lease_id=lease_id,
