@@ -98,26 +98,31 @@ class _Run:
 
     def report(self, kv_bytes: int) -> Report:
         report = Report("meet")
-        prompts = [self._prompt(self._cached) for _ in range(len(RATES) * (self._rounds + 1))]
-        self._progress(f"computing {len(prompts)} prompts on the first host")
         with self._only(first=True):
             self._ask(self._meets, self._prompt(self._cached))
             alone_s = median([self._ask(self._meets, self._prompt(self._cached)).ttft_s for _ in range(3)])
-            expected = [[self._ask(hosts, prompt).tokens for prompt in prompts] for hosts in (self._meets, self._waits)]
-            for hosts in (self._meets, self._waits):
-                hosts.cluster.settle()
         even = kv_bytes / alone_s
-        with self._only(first=False):
-            for rate in RATES:
-                some, prompts = prompts[: self._rounds + 1], prompts[self._rounds + 1 :]
-                first, expected = [each[: len(some)] for each in expected], [each[len(some) :] for each in expected]
-                report.rows += self._at(rate, rate * even, some, first)
+        for rate in RATES:
+            prompts = [self._prompt(self._cached) for _ in range(self._rounds + 1)]
+            expected = self._computed(prompts)
+            with self._only(first=False):
+                report.rows += self._at(rate, rate * even, prompts, expected)
         report.notes.append(
             f"{self._cached:,} cached tokens of {kv_bytes / 1e6:,.0f} MB and {TAIL_TOKENS} more; at rate 1, "
             f"{even / 1e6:,.1f} MB/s, fetching takes as long as computing"
         )
         report.notes.append("the same tokens as where nothing was fetched" if not self._unmet else f"{self._unmet} differ")
         return report
+
+    def _computed(self, prompts: Sequence[list[int]]) -> list[list[list[int]]]:
+        """Compute prompts on the first host of both clusters, and return their answers. A pool need not hold those of all
+        rates."""
+        self._progress(f"computing {len(prompts)} prompts on the first host")
+        with self._only(first=True):
+            answers = [[self._ask(hosts, prompt).tokens for prompt in prompts] for hosts in (self._meets, self._waits)]
+            for hosts in (self._meets, self._waits):
+                hosts.cluster.settle()
+        return answers
 
     def _at(
         self, rate: float, bytes_per_s: float, prompts: Sequence[list[int]], expected: Sequence[Sequence[list[int]]]
@@ -134,6 +139,10 @@ class _Run:
             meeting = self._ask(self._meets, prompt)
             for answer, tokens in ((fetching, expected[1][number]), (meeting, expected[0][number])):
                 self._unmet += answer.tokens != tokens
+            if (fetched := int(fetching.served["cached_remote"])) != self._cached:
+                raise click.ClickException(
+                    f"{fetched} of {self._cached} tokens were fetched: has the first host's pool room for all?"
+                )
             if number:
                 for name, answer in (("computing", computing), ("fetching", fetching), ("meeting", meeting)):
                     took[name].append(answer.ttft_s)

@@ -167,6 +167,8 @@ class Checkers:
         for effect in effects:
             if isinstance(effect, Send):
                 self.messages[type(effect.message).__name__] += 1
+                if effect.to not in spec.peers:
+                    raise Violation("I4", f"{spec.name} sends {effect.to} a {type(effect.message).__name__} without a link")
             elif isinstance(effect, Start):
                 self.works[type(effect.work).__name__] += 1
         wrong = self._cordons.observed(self._now(spec.name), (spec.name, incarnation), spec.role, actor, event, effects)

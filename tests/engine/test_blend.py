@@ -21,7 +21,7 @@ from mooncake_zmq.engine.blend import (
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.machine_code.step_layout import SPAN_TILES
-from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.kv.codec import CODECS
 from mooncake_zmq.kv.parts import Part
 
@@ -32,8 +32,9 @@ DOCUMENTS = [RNG.integers(0, 500, count).astype(np.int32) for count in (200, 64,
 
 
 @pytest.fixture(scope="session")
-def path(tmp_path_factory):
-    return prepare(f'dummy:{{"layers": {LAYERS}, "family": "qwen3"}}', tmp_path_factory.mktemp("blend"))
+def path():
+    """In the usual directory, whose machine code need not be made again."""
+    return prepare(f'dummy:{{"layers": {LAYERS}, "family": "qwen3"}}', default_cache_dir())
 
 
 @pytest.fixture(scope="session", params=["numpy", "numpy, 3 threads", "compiled", "compiled, 2 threads"])
