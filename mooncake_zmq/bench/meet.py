@@ -39,6 +39,7 @@ WAITS = {
     "prefill.pool.fetch_s": "60",
     "prefill.pool.lease_ttl_s": "120",
     "cache_node.max_lease_s": "240",
+    "cache_node.fetch_lease_s": "240",
     "cache_node.report_s": "100000",
     "costs.transfer_bytes_per_s": "1e12",
 }
