@@ -33,6 +33,7 @@ TOY_SIZE = {
     r"mooncake-zmq attach --flags ": "",
     r"mooncake-zmq sim (conversation_trace|--generate)": "",
     r"mooncake-zmq trace-data": "",
+    r"mooncake-zmq bench answers": "--seeds 1 --requests 2000 --keys 200 --entries 160 --read 500 --sizes 20",
     r"mooncake-zmq bench zoo$": "--small --only quiet --policy global --prefill 2 --decode 2",
     r"mooncake-zmq simtest --seeds 10000": "--seeds 1",
 }
