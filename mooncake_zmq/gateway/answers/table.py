@@ -5,11 +5,11 @@ engine answers it, and the stored answer is compared. `interval` grows with each
 after one that does not, whose fresh answer is stored.
 
 A verified hit stands for the `interval` hits that were served at the same odds, whatever came before and comes after it: the
-weighted share of wrong ones is an unbiased estimate of the share of wrong answers among those that were served, whether they
-are wrong because two prompts with one key have different answers or because the answer has changed. Wilson's upper bound on it,
-for as many equal samples as the weights are worth (Kish), decides whether a class of prompts is open. A class without evidence
-is closed. A closed one goes on as if it were open, but an engine answers in place of the table, and shows for each hit whether
-the table had been right; it opens once the bound permits.
+weighted share of wrong ones estimates the share of wrong answers among those that were served, whether they are wrong because
+two prompts with one key have different answers or because the answer has changed. Wilson's upper bound on it, for as many equal
+samples as the weights are worth (Kish), decides whether a class of prompts is open. A class without evidence is closed. A
+closed one goes on as if it were open, but an engine answers in place of the table, and shows for each hit whether the table had
+been right; it opens once the bound permits.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 CLASSES = 16
 """Classes of a tenant's prompts: those with the same model and system prompt are in one, others may be in it too."""
 Z = 1.96
-"""The bound lies above the true share in 97.5 of 100 cases."""
+"""The bound lies above the true share in 97.5 of 100 cases, at one look; it is looked at after each comparison."""
 WINDOW = 4096
 """Comparisons that count; with as many again, the sums are halved."""
 ENTRY_BYTES = 1024
