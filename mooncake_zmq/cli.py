@@ -175,6 +175,7 @@ _forward("bench", "mooncake_zmq.bench.command", "Measure performance, each value
 _forward("profile", "mooncake_zmq.bench.command", "Measure the engine for the conductor's predictions.")
 _forward("restart", "mooncake_zmq.operate.console.restart", "Restart all nodes one after the other, without an error.")
 _forward("usage", "mooncake_zmq.operate.usage", "Sum up the tokens that API keys used, by day.")
+_forward("answers", "mooncake_zmq.operate.answers", "Predict likely prompts and have a gateway answer them ahead.")
 _forward("compile", "mooncake_zmq.native.command", "Compile what every node runs for each message to machine code.")
 _forward("keys", "mooncake_zmq.operate.keys", "Make, list and rotate the keys by which nodes and clients authenticate.")
 

@@ -153,6 +153,37 @@ def codecs(
 
 
 @bench.command()
+@click.option("--seeds", type=click.IntRange(min=1), default=10, show_default=True, help="Traces of requests.")
+@click.option("--requests", type=click.IntRange(min=100), default=100_000, show_default=True, help="Of a trace.")
+@click.option(
+    "--keys", type=click.IntRange(min=20), default=10_000, show_default=True, help="That are asked for, by Zipf's law."
+)
+@click.option("--changing", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share of keys that change.")
+@click.option("--entries", type=click.IntRange(min=1), default=8000, show_default=True, help="Of each cache.")
+@click.option(
+    "--similarity", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Least cosine of a similar prompt."
+)
+@click.option("--read", type=click.IntRange(min=100), default=20_000, show_default=True, help="Prompts of the history.")
+@numbers_option("--sizes", least=1, default="100,1000,4000", help="Prompts that are answered ahead.")
+@json_option
+@plot_option("the ratios")
+def answers(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+    """Measure answers that a gateway gives again: inferences, wrong answers, time of a lookup, hits of prompts answered ahead.
+
+    A minute, without a model or a cluster.
+
+    \b
+    Examples:
+      mooncake-zmq bench answers
+      mooncake-zmq bench answers --seeds 2 --entries 4000 --changing 0.1 --json > answers.json
+    """
+    limit_blas()
+    from mooncake_zmq.bench.answers import AnswersBench, bench_answers
+
+    bench_answers(AnswersBench(**parameters), show_progress).show(as_json=as_json, plot=plot)
+
+
+@bench.command()
 @model_option
 @cache_dir_option
 @click.option("--documents", type=click.IntRange(min=2, max=8), default=8, show_default=True, help="Put together in a prompt.")

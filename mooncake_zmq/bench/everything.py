@@ -20,6 +20,7 @@ COMMANDS = (
     "gateway --rounds 2",
     "schedule --hosts 16,256 --requests 4000",
     "pool --rounds 3 --working-set-mib 128",
+    "answers --seeds 3",
     "codecs --rounds 2",
     "engine --rounds 2 --threads 1",
     "zoo --small --only quiet,bursts",

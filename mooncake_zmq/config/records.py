@@ -16,7 +16,7 @@ from mooncake_zmq.core.roles import BECOMES, ENGINE_ROLES, Role
 from mooncake_zmq.core.session import SessionSettings
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.engine.cpu import Backend, Device
-from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings, RequestsSettings
+from mooncake_zmq.gateway.settings import AnswersSettings, ConnectionSettings, EdgeSettings, RequestsSettings
 from mooncake_zmq.pool.node.settings import CacheNodeSettings
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.telemetry.log import LEVELS, LogFormat
@@ -311,6 +311,7 @@ class GatewaySettings:
     none."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     edge: EdgeSettings = field(default_factory=EdgeSettings)
+    answers: AnswersSettings = field(default_factory=AnswersSettings)
     requests: RequestsSettings = field(default_factory=RequestsSettings)
     """The settings of requests; if `conductors` is empty, it is those of this file, in its order."""
 

@@ -128,6 +128,38 @@ class EdgeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswersSettings:
+    """Settings of the answers that a gateway keeps, to give them again."""
+
+    enabled: bool = False
+    """Whether complete answers at temperature 0 are kept, and given again to the same tenant for the same prompt."""
+    approximate: bool = True
+    """Whether prompts are the same if they differ in case, spaces, compatible characters (NFKC) or the punctuation at the end
+    of a message alone."""
+    max_error: float = 0.01
+    """Largest share of wrong answers among those that are given again. A class of prompts (those of a tenant with one system
+    prompt) is served only while the upper bound on its share is not above this: at 0.01 once 380 answers that would have been
+    given agreed with an engine's, at 0.05 once 73 did. 1: it is always served."""
+    max_interval: float = 12.0
+    """The largest mean number of hits between two verifications of an answer: about as many are wrong after it changed."""
+    interval_growth: float = 2.0
+    """Factor by which that number grows from 1, each time that an engine gives the same answer."""
+    max_entries: int = 20_000
+    """Answers kept; a tenant may have half. The least recently used make room: a tenant's own over its half, those of the
+    tenant with the most bytes over the whole."""
+    max_bytes: int = 64 << 20
+    """Bytes of the answers kept, at 4 a token and 1,024 an answer; a tenant may have half, as with `max_entries`."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_error <= 1:
+            raise ValueError("max_error must be above 0 and at most 1")
+        if not self.max_interval >= 1 or not self.interval_growth > 1:
+            raise ValueError("max_interval must be at least 1, and interval_growth above 1")
+        if self.max_entries < 2 or self.max_bytes < 4096:
+            raise ValueError("max_entries must be at least 2, and max_bytes at least 4096")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
     """Limits of HTTP connections, independent of their calls.
 

@@ -127,6 +127,7 @@ class GatewayProcess(NodeProcess):
             },
             export=otlp.export if otlp else lambda entry, names: None,
             meter=self.parts.open_meter(),
+            answers=settings.answers,
             parsers=self._requests.readings.offered,
         )
         self.parts.facts.dumps["edge"] = lambda: {"counts": edge.own_counts(), "gauges": edge.own_gauges()}

@@ -15,6 +15,7 @@ PURE = (
     "conductor/",
     "prefill/",
     "decode/",
+    "gateway/answers/",
     "gateway/requests/answer",
     "gateway/requests/families",
     "gateway/requests/relocations",

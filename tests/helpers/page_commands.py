@@ -33,6 +33,7 @@ TOY_SIZE = {
     r"mooncake-zmq attach --flags ": "",
     r"mooncake-zmq sim (conversation_trace|--generate)": "",
     r"mooncake-zmq trace-data": "",
+    r"mooncake-zmq bench answers": "--seeds 1 --requests 2000 --keys 200 --entries 160 --read 500 --sizes 20",
     r"mooncake-zmq bench zoo$": "--small --only quiet --policy global --prefill 2 --decode 2",
     r"mooncake-zmq simtest --seeds 10000": "--seeds 1",
 }
@@ -45,6 +46,7 @@ LIVE = {
     r"curl -s localhost:8000/v1/(messages|responses) ": "",
     r"curl -s http://GATEWAY:8000/health": "",
     r"mooncake-zmq bench client http://127.0.0.1:8000 ": "--block-tokens 4 --limit 8 --speed 100",
+    r"mooncake-zmq answers fill http://127.0.0.1:8000 ": "--nll 8",
     r"mooncake-zmq bench serve": "--config configs/toy.toml --rounds 1 --only warm",
     r"mooncake-zmq bench meet": "--config configs/toy.toml --rounds 1 --tokens 512",
     r"mooncake-zmq bench gateway": "--only ttft --rounds 1",

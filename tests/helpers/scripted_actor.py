@@ -32,7 +32,7 @@ from mooncake_zmq.gateway.requests.client_events import (
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed
 from mooncake_zmq.gateway.requests.readiness import ClusterView
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
-from mooncake_zmq.gateway.settings import ConnectionSettings, EdgeSettings
+from mooncake_zmq.gateway.settings import AnswersSettings, ConnectionSettings, EdgeSettings
 from mooncake_zmq.runtime.listening import listen
 
 EOS = 256
@@ -73,6 +73,7 @@ class ScriptedActor:
 
     script: Callable[[ClientRequest, int], Batches] = lambda _request, _number: [[*tokens("ok"), finished()]]
     settings: EdgeSettings = field(default_factory=EdgeSettings)
+    answers: AnswersSettings = field(default_factory=AnswersSettings)
     max_open: int = 256
     allow_open: bool = False
     cors_origins: tuple[str, ...] = ()
@@ -132,6 +133,7 @@ class ScriptedActor:
             backing=self,
             listed=self.listed,
             parsers=lambda model: self.offered,
+            answers=self.answers,
         )
         self.app = create_app(self.edge, self.cors_origins)
         self._playing: set[asyncio.Task[None]] = set()

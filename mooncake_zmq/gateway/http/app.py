@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mooncake_zmq.engine.constraint import NamedWords
 from mooncake_zmq.engine.fair_pool import FairPool
 from mooncake_zmq.engine.grammars import Grammars
+from mooncake_zmq.gateway.answers.table import Stored
 from mooncake_zmq.gateway.anthropic import messages, replies
 from mooncake_zmq.gateway.anthropic.replies import MessagesReply
 from mooncake_zmq.gateway.http import admin, cluster_routes, plain_routes
@@ -34,6 +35,7 @@ from mooncake_zmq.gateway.http.auth import Refusals, Usage, is_below, tenant_at
 from mooncake_zmq.gateway.http.call_key import authorization_of
 from mooncake_zmq.gateway.http.calls import Call, Full, HungUp, Reading
 from mooncake_zmq.gateway.http.edge import Edge
+from mooncake_zmq.gateway.http.kept_answers import look_up, settle
 from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.plain_routes import json_response
 from mooncake_zmq.gateway.http.sse import AnyReply, Stream, Stuck, accept, accept_tokens
@@ -288,7 +290,8 @@ class _Generation:
     def prepare(self, raw: bytearray, tenant: Tenant | None) -> Prepared:
         edge = self._edge
         seed = partial(secrets.randbits, SEED_BITS)
-        return prepare(raw, self._kind, edge.models, edge.settings, seed, tenant, self._grammars, edge.parsers)
+        kept = edge.answers.settings if edge.answers is not None and self._reply is Reply else None
+        return prepare(raw, self._kind, edge.models, edge.settings, seed, tenant, self._grammars, edge.parsers, kept)
 
     async def _rendered(self, call: Call, prepared: Prepared, unrendered: Unrendered) -> Prepared:
         """Have a vLLM write a chat with images as tokens. Raises RequestError, Full, Limited and HungUp."""
@@ -305,14 +308,21 @@ class _Generation:
         each = prepared.body.choices_per_prompt
         usage.take(prepared.requests, each)
         call.hold(prepared.requests[0].tenant, prepared.held_scores)
-        call.submit(prepared.requests, each)
-        scope["state"]["reported"] = True
+        shows_reuse = self._edge.shows_reuse(prepared.body.cache_salt)
+        found = look_up(self._edge.answers, prepared) if shows_reuse else None
+        if isinstance(found, Stored):
+            call.answer(found.outputs)
+            prepared = replace(prepared, verified_at=found.verified_at)
+            scope["state"]["facts"] |= {"answered_from": "cache"}
+        else:
+            call.submit(prepared.requests, each)
+            scope["state"]["reported"] = True
         reply = self._reply(
             prepared,
             prepared.model,
             request_id=scope["state"]["id"],
             created=int(time.time()),
-            shows_reuse=self._edge.shows_reuse(prepared.body.cache_salt),
+            shows_reuse=shows_reuse,
         )
         encode = partial(self._threads.encode, prepared.requests[0].tenant)
         try:
@@ -325,6 +335,7 @@ class _Generation:
                 whole = await encode(reply.encoded) if reply.is_long_as_whole else reply.encoded()
                 await Response(whole, media_type="application/json")(scope, _nothing, send)
         finally:
+            settle(self._edge.answers, found, prepared.choices[0], time.time())
             usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
             self._meter(prepared, reply)
             scope["state"]["facts"] |= {

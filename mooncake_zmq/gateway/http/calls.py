@@ -331,6 +331,14 @@ class Call:
             if not self._too_slow:
                 self._calls.open(self, self._ids[index : index + each], index, requests[index : index + each])
 
+    def answer(self, outputs: list[ClientOutput]) -> None:
+        """Answer the call, which has one choice, by outputs that the actor gave before. Raises HungUp if the client has
+        disconnected."""
+        if self._gone:
+            raise HungUp
+        self._ids = [self._calls.new_id()]
+        self._outputs = [(0, output) for output in outputs]
+
     def receive(self, index: int, output: ClientOutput) -> None:
         """Take an output of a choice. A reader that lags too far behind gets only an error."""
         if len(self._outputs) >= self._max_buffered and not self._too_slow:

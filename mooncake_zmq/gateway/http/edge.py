@@ -1,10 +1,12 @@
 """The edge of a gateway: whether it serves, its calls and its ended requests, and the numbers that operators read."""
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mooncake_zmq.core.messages import Parsers
+from mooncake_zmq.gateway.answers.table import AnswerTable
 from mooncake_zmq.gateway.http.backing import Backing
 from mooncake_zmq.gateway.http.calls import Calls
 from mooncake_zmq.gateway.http.cluster_reports import Overview
@@ -18,7 +20,7 @@ from mooncake_zmq.gateway.requests.request_log import RequestEntry, Slos
 from mooncake_zmq.gateway.requests.tenants import Tenants
 from mooncake_zmq.gateway.requests.traces import Names
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
-from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.gateway.settings import AnswersSettings, EdgeSettings
 from mooncake_zmq.telemetry.usage import Meter
 
 
@@ -46,12 +48,13 @@ class Edge:
         about: Mapping[str, Any] | None = None,
         export: Callable[[RequestEntry, Names], None] = lambda entry, names: None,
         meter: Meter | None = None,
+        answers: AnswersSettings | None = None,
         parsers: Callable[[str], Parsers] = no_parsers,
     ) -> None:
         """Open an edge. `max_open`: requests that the actor takes at once. `tenants`: those that may call; None: any caller on
         this machine, or with `allow_open` on any machine. `listed`: the nodes of the deployment. `about`: further fields of
-        /cluster. `export`: called with each request that ended. `meter` counts what API keys use. `parsers` returns
-        those of a model's vLLMs, in any thread."""
+        /cluster. `export`: called with each request that ended. `meter` counts what API keys use. `answers`: how answers are
+        kept, to give them again; None: they are not. `parsers` returns those of a model's vLLMs, in any thread."""
         self.tenants = tenants
         self.allow_open = allow_open
         self.name = name
@@ -83,6 +86,9 @@ class Edge:
         """Counters of the edge itself, named as the actor's are."""
         self.parts: dict[str, Mapping[str, float]] = {}
         """Counters of the edge's components, by component."""
+        self.answers = AnswerTable(answers, random.random) if answers is not None and answers.enabled else None
+        if self.answers is not None:
+            self.parts["answers"] = self.answers.counts
 
     def _metrics(self) -> EdgeMetrics:
         return EdgeMetrics(
@@ -178,8 +184,11 @@ class Edge:
         return {**self.counts, **parts, **(self.tenants.counts() if self.tenants is not None else {})}
 
     def own_gauges(self) -> dict[str, float]:
-        """Return the levels of the edge, without the actor's. All but the last are zero when idle."""
+        """Return the levels of the edge, without the actor's. All are zero when idle but whether it listens, and those of
+        answers that are kept."""
         levels = {**self.calls.gauges(), LISTENING: float(self.backing.is_listening())}
+        kept = self.answers.gauges() if self.answers is not None else {}
+        levels |= {f"cached_answers_{name}": value for name, value in kept.items()}
         return {**levels, **(self.tenants.gauges() if self.tenants is not None else {})}
 
     def count(self, name: str) -> None:

@@ -106,6 +106,9 @@ class Piece:
 class Choice:
     """One answer: detokenizes, cuts at stop strings, ends once."""
 
+    kept: "array[int] | None" = None
+    """All its tokens so far, if they are wanted once it is complete."""
+
     def __init__(
         self,
         index: int,
@@ -201,6 +204,8 @@ class Choice:
         self.completion_tokens += 1
         self.reasoning_tokens += self._reasoning is not None and self._reasoning.is_inside
         self._token_ids.append(output.token)
+        if self.kept is not None:
+            self.kept.append(output.token)
         if output.logprob is not None:
             self._logprobs.append(output.logprob)
             self._offsets.append(self._chars)

@@ -14,6 +14,8 @@ from mooncake_zmq.core.grammar import schema_of
 from mooncake_zmq.core.messages import Image, Parsers
 from mooncake_zmq.engine.constraint import ConstraintError, ConstraintNotReady
 from mooncake_zmq.engine.grammars import Grammars
+from mooncake_zmq.gateway.answers.table import Asked
+from mooncake_zmq.gateway.openai.answer_keys import asked_of
 from mooncake_zmq.gateway.openai.bodies import SEEDS, Body, ChatBody, ChatTurn, CompletionBody, Prompt, parse_body
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.detokenizer import Choice, StopTable, stop_tables
@@ -32,7 +34,7 @@ from mooncake_zmq.gateway.openai.tools import Tools
 from mooncake_zmq.gateway.requests.client_events import ChatToRender, ClientRequest, Reading, Rendered
 from mooncake_zmq.gateway.requests.tenants import Tenant
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
-from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.gateway.settings import AnswersSettings, EdgeSettings
 from mooncake_zmq.kv.block_hash import pack_tokens, unpack_tokens
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -56,6 +58,10 @@ class Prepared:
     """Namespace and name of each function in a namespace of a call of /v1/responses, by the name that the model sees."""
     unrendered: "Unrendered | None" = None
     """The chat that a vLLM has to write as tokens before there are requests."""
+    asked: Asked | None = None
+    """The key of an answer that may be given again; None: it may not."""
+    verified_at: float | None = None
+    """When an engine gave the answer that is given again; None: an engine answers."""
 
     @property
     def held_scores(self) -> int:
@@ -75,10 +81,11 @@ def prepare(
     tenant: Tenant | None = None,
     grammars: Mapping[str, Grammars] | None = None,
     parsers: Callable[[str], Parsers] | None = None,
+    answers: AnswersSettings | None = None,
 ) -> Prepared:
     """Parse, check, tokenize and hash, in a thread. Raises RequestError, before the work where the size alone is too large.
     `grammars`: by the model's identity, to see whether a constraint can be followed; None: it is not tried. `parsers`: those
-    that vLLMs of a model have, by the same; None: there are none."""
+    that vLLMs of a model have, by the same; None: there are none. `answers`: how answers are given again; None: never."""
     body = parse_body(raw, kind)
     model = asked(body.model, models)
     if model.embeds:
@@ -106,7 +113,7 @@ def prepare(
     for prompt in prompts:
         common.add(prompt, prepared)
     _check_scores(prepared, settings)
-    return prepared
+    return prepared if answers is None else replace(prepared, asked=asked_of(body, prompts, prepared.requests[0], answers))
 
 
 def _turns(prompts: Sequence[Prompt]) -> list[ChatTurn]:

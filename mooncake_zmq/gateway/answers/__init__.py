@@ -1,0 +1,1 @@
+"""Answers that were given before, kept at the gateway: off by default."""
