@@ -7,7 +7,7 @@ was slower than one thread, as its many short steps are bound by the interpreter
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -232,25 +232,42 @@ class Llama:
 
     @ended_on_error
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        attention = self._seats[0].attention
+
+        def attend(index: int, row: int, queries: Any, keys: Any, values: Any) -> Any:
+            sequence, position = sequences[row], sequences[row].length
+            sequence.append(index, position, keys, values)
+            return attention.one(sequence, index, queries, position + 1)
+
+        return self._step(sequences, tokens, attend)
+
+    def decode_over(self, sequences: "list[Attending]", tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Compute what `decode` does for sequences that compute their own attention. On a CPU alone."""
+        return self._step(sequences, tokens, lambda index, row, *projected: sequences[row].attend(index, *projected))
+
+    def _step(
+        self, sequences: "Sequence[SequenceKV | Attending]", tokens: NDArray[np.int32], attend: "Attend"
+    ) -> NDArray[np.float32]:
         tokens = np.asarray(tokens, dtype=np.int32)
         check_batch(sequences, tokens, self.spec.vocab_size)
-        count = len(sequences)
-        positions = [sequence.length for sequence in sequences]
-        product, seat = self._product, self._seats[0]
-        work = seat.activations(count)
-        rope = self._rope_tables(np.array(positions))
+        count, product = len(sequences), self._product
+        work = self._seats[0].activations(count)
+        rope = self._rope_tables(np.array([sequence.length for sequence in sequences]))
         work.hidden[:count] = self.embed(tokens)
         for index, layer in enumerate(self._layers):
             self._project(product, work, layer, count)
-            queries, keys, values = self._rotate(work, rope, count)
-            for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
-                sequence.append(index, position, keys[row], values[row])
-                work.attended[row] = seat.attention.one(sequence, index, queries[:, row], position + 1)
+            self._attend_rows(index, work.qkv[:count], rope, attend, work.attended)
             self._finish_layer(product, work, layer, count)
         result = self._logits(product, work, count)
         for sequence in sequences:
             sequence.length += 1
         return result
+
+    def _attend_rows(self, index: int, qkv: Any, rope: tuple[Any, Any], attend: "Attend", out: Any) -> None:
+        """Compute a layer's attention of each row of a step into `out` [rows, heads * head_dim]."""
+        queries, keys, values = self._rotate(qkv, rope)
+        for row in range(len(qkv)):
+            out[row] = attend(index, row, queries[:, row], keys[row], values[row])
 
     # -------------------------------------------------------------------------------------------- steps of both
 
@@ -281,10 +298,14 @@ class Llama:
     def _project(self, product: Product, work: "Activations", layer: "Layer", count: int) -> None:
         self._normalize(work.hidden, layer.attn_norm, work.normed, count)
         product(self._xp, work.normed, layer.qkv, work.qkv, count)
+        self._finish_projection(work.qkv[:count], layer)
+
+    def _finish_projection(self, qkv: Any, layer: "Layer") -> None:
+        """Apply the bias and the norms of the heads, where a family has them, in place."""
         if layer.qkv_bias is not None:
-            work.qkv[:count, : len(layer.qkv_bias)] += layer.qkv_bias
+            qkv[:, : len(layer.qkv_bias)] += layer.qkv_bias
         if layer.qk_norm is not None:
-            self._normalize_heads(work.qkv[:count, : layer.qk_norm.size], layer.qk_norm)
+            self._normalize_heads(qkv[:, : layer.qk_norm.size], layer.qk_norm)
 
     def _normalize_heads(self, queries_and_keys: Any, weight: Any) -> None:
         """Apply RMSNorm to each head by itself, in place; `weight` is [heads + kv_heads, head_dim]."""
@@ -293,15 +314,14 @@ class Llama:
         heads *= (np.float32(1.0) / self._xp.sqrt(mean_square + np.float32(self.spec.norm_eps)))[:, :, None]
         heads *= weight
 
-    def _rotate(self, work: "Activations", rope: tuple[Any, Any], count: int) -> tuple[Any, Any, Any]:
+    def _rotate(self, qkv: Any, rope: tuple[Any, Any]) -> tuple[Any, Any, Any]:
         """Return (queries [kv_head, n, group, head_dim], keys, values [n, kv_head, head_dim]), rotated; queries also scaled.
 
         `weights` stores the rows of Q and K as rotation pairs side by side, so that a rotation is a complex product.
         """
-        xp, spec, pairs = self._xp, self.spec, self.spec.head_dim // 2
+        xp, spec, pairs, count = self._xp, self.spec, self.spec.head_dim // 2, len(qkv)
         rope_queries, rope_keys = rope
         query_end, key_end = self._query_width, self._query_width + self._kv_width
-        qkv = work.qkv[:count]
         pairs_of_queries = qkv[:, :query_end].view(xp.complex64).reshape(count, spec.kv_heads, self._group, pairs)
         pairs_of_keys = qkv[:, query_end:key_end].view(xp.complex64).reshape(count, spec.kv_heads, pairs)
         queries = xp.empty((spec.kv_heads, count, self._group, pairs), dtype=xp.complex64)
@@ -341,6 +361,22 @@ def _between(rest: "_Rest", begin: int, end: int) -> "_Rest":
     return rows[first:stop] - begin, hidden[first:stop], queries[:, first:stop]
 
 
+Attend = Callable[[int, int, Any, Any, Any], Any]
+"""A function of a layer, a row of a step, its queries [kv_head, group, head_dim], its new key and value [kv_head, head_dim]: it
+stores these and returns the row's attention [heads * head_dim]."""
+
+
+class Attending(Protocol):
+    """A running sequence that keeps its KV as it likes."""
+
+    length: int
+    capacity: int
+
+    def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
+        """Take the next token's key and value [kv_head, head_dim], and return its attention [heads * head_dim] for its queries
+        [kv_head, group, head_dim], rotated and scaled."""
+
+
 class Rows(Protocol):
     """One thread's rows of a prefill, which go through its layers one after another."""
 
@@ -375,7 +411,7 @@ class ArrayRows:
     def project(self, layer: int) -> None:
         engine = self._engine
         engine._project(engine._linear, self._work, engine._layers[layer], self._count)
-        self.queries, self._keys, self._values = engine._rotate(self._work, self._rope, self._count)
+        self.queries, self._keys, self._values = engine._rotate(self._work.qkv[: self._count], self._rope)
 
     def store(self, layer: int) -> None:
         self._sequence.store_rows(layer, self._positions, self._keys, self._values)

@@ -139,7 +139,14 @@ def check_spec(spec: ModelSpec) -> None:
         raise ModelError(f"the shape of {spec.name} makes no sense: {spec}"[:1000])
 
 
-def check_room(sequence: SequenceKV, token_count: int) -> None:
+class Room(Protocol):
+    """A thing with room for a number of tokens."""
+
+    length: int
+    capacity: int
+
+
+def check_room(sequence: Room, token_count: int) -> None:
     """Raise ValueError unless `token_count` more tokens fit."""
     if token_count < 1:
         raise ValueError("no tokens given")
@@ -147,7 +154,7 @@ def check_room(sequence: SequenceKV, token_count: int) -> None:
         raise ValueError(f"{sequence.length} + {token_count} tokens exceed the sequence's capacity of {sequence.capacity}")
 
 
-def check_batch(sequences: Sequence[SequenceKV], tokens: NDArray[Any], vocab_size: int) -> None:
+def check_batch(sequences: Sequence[Room], tokens: NDArray[Any], vocab_size: int) -> None:
     """Raise ValueError unless there is a token for each sequence, of the vocabulary and with room for it."""
     if len(sequences) != len(tokens):
         raise ValueError("decode needs one token for each sequence")

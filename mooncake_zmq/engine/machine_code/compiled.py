@@ -5,9 +5,11 @@ Decode reads every weight once a step and does little else: a quarter or a fifth
 part is that all threads share a step without returning to Python. Needs Numba (extra `compiled`).
 """
 
+import ctypes
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV
-from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.llama import Attend, Attending, Llama
 from mooncake_zmq.engine.machine_code import object_code
 from mooncake_zmq.engine.machine_code.placed_parts import PlacingCodedKV, PlacingSequenceKV, cache_row
 from mooncake_zmq.engine.machine_code.step_layout import (
@@ -32,6 +34,7 @@ from mooncake_zmq.engine.matrices.quantized import Form, Panels
 from mooncake_zmq.engine.spec import ModelSpec, check_batch
 from mooncake_zmq.kv.codec import Codec
 
+_LAYER_CALL = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64])
 _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
 
 
@@ -103,14 +106,49 @@ class CompiledLlama(Llama):
         check_batch(sequences, tokens, self.spec.vocab_size)
         if not sequences:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
-        work = _workspace(self.spec, len(sequences), self._team.size)
+        work = self._begun(sequences, tokens)
         work[Array.CACHES][:] = [cache_row(sequence, sequence.length) for sequence in sequences]
-        self._turn(work, np.array([sequence.length for sequence in sequences]))
-        work[Array.HIDDEN][:, : self.spec.hidden] = self.embed(tokens)
         self._run(_table(self._model | self._shortest | work))
         for sequence in sequences:
             sequence.length += 1
         return work[Array.LOGITS][:, : self.spec.vocab_size]
+
+    def _step(
+        self, sequences: Sequence[SequenceKV | Attending], tokens: NDArray[np.int32], attend: Attend
+    ) -> NDArray[np.float32]:
+        """Run the step in machine code but for the attention: one thread calls `attend` where all have the projections."""
+        tokens = np.asarray(tokens, dtype=np.int32)
+        check_batch(sequences, tokens, self.spec.vocab_size)
+        if not sequences:
+            return np.empty((0, self.spec.vocab_size), dtype=np.float32)
+        work = self._begun(sequences, tokens)
+        rope = self._rope_tables(np.array([sequence.length for sequence in sequences]))
+        failure: Future[None] = Future()  # nothing can be raised through machine code
+
+        def attend_layer(layer: int, _unused: int, _also: int) -> None:
+            try:
+                if not failure.done():
+                    qkv = work[Array.QKV]
+                    self._finish_projection(qkv, self._layers[layer])
+                    self._attend_rows(layer, qkv, rope, attend, work[Array.ATTENDED])
+            except BaseException as error:
+                failure.set_exception(error)
+
+        callback = _LAYER_CALL(attend_layer)
+        work[Array.ATTENDING] = np.array([ctypes.cast(callback, ctypes.c_void_p).value], dtype=np.int64)
+        self._run(_table(self._model | self._shortest | work))
+        if failure.done():
+            failure.result()
+        for sequence in sequences:
+            sequence.length += 1
+        return work[Array.LOGITS][:, : self.spec.vocab_size]
+
+    def _begun(self, sequences: Sequence[SequenceKV | Attending], tokens: NDArray[np.int32]) -> dict[Array, NDArray[Any]]:
+        """Return the arrays of a step of these tokens, but for the caches."""
+        work = _workspace(self.spec, len(sequences), self._team.size)
+        self._turn(work, np.array([sequence.length for sequence in sequences]))
+        work[Array.HIDDEN][:, : self.spec.hidden] = self.embed(tokens)
+        return work
 
     def _rows_of(self, rank: int, sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]) -> CompiledRows:
         spec, rows = self.spec, len(entering)

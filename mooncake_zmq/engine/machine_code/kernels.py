@@ -10,12 +10,12 @@ from numba import njit, types
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.machine_code.attention_kernels import attend_tiles, places, prepared_head, store_token
-from mooncake_zmq.engine.machine_code.memory_access import atomic_read, fetch_add, integers
+from mooncake_zmq.engine.machine_code.memory_access import atomic_read, call, fetch_add, integers
 from mooncake_zmq.engine.machine_code.part_kernels import place_parts
 from mooncake_zmq.engine.machine_code.prefill_kernels import finish_rows, project_rows, store_rows
 from mooncake_zmq.engine.machine_code.products import OPTIONS, linear
 from mooncake_zmq.engine.machine_code.row_kernels import exp, normalize, silu_times
-from mooncake_zmq.engine.machine_code.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_2
+from mooncake_zmq.engine.machine_code.step_arrays import floats_1, floats_2, floats_3, floats_5, integers_1, integers_2
 from mooncake_zmq.engine.machine_code.step_layout import ARRAY_FIELDS, DOWN, GATE_UP, MATRICES, OUT, POSITION, QKV, Array, What
 
 SPINS = 4096  # reads of the barrier before the core is offered to others
@@ -168,11 +168,28 @@ def _decode_step(thread, table):
             normalize(hidden[row], norms[2 * layer], eps, own[row])
         linear(matrices[first + QKV], own, qkv, False, thread, threads)
         meetings = _meet(barrier, meetings, threads)
-        _attend(
-            layer, caches, qkv, bias, head_norm, eps, cos, sin, queries[thread], scores[thread], mixed, states, thread, threads
-        )
-        meetings = _meet(barrier, meetings, threads)
-        _merge(mixed, states, attended, thread, threads)
+        if arrays[Array.ATTENDING, 0]:
+            if thread == 0:
+                call(integers_1(arrays[Array.ATTENDING])[0], layer, 0, 0)
+        else:
+            _attend(
+                layer,
+                caches,
+                qkv,
+                bias,
+                head_norm,
+                eps,
+                cos,
+                sin,
+                queries[thread],
+                scores[thread],
+                mixed,
+                states,
+                thread,
+                threads,
+            )
+            meetings = _meet(barrier, meetings, threads)
+            _merge(mixed, states, attended, thread, threads)
         meetings = _meet(barrier, meetings, threads)
         linear(matrices[first + OUT], attended, hidden, True, thread, threads)
         meetings = _meet(barrier, meetings, threads)

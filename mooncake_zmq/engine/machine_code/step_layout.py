@@ -47,6 +47,7 @@ class Array(IntEnum):
     ACTIVE = 19  # [rows or some, ffn]
     SHIFTED = 20  # int64 [layers]: of a prefill; 1 where scores have been too large or small for exponentials as they are
     POSITIONS = 21  # int64 [rows]: of a prefill, ascending
+    ATTENDING = 22  # int64 [1]: of a step, if it is there the address of what computes a layer's ATTENDED from its QKV
 
 
 class What(IntEnum):

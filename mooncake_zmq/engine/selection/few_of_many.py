@@ -1,0 +1,206 @@
+"""The KV of a sequence of which each step attends to few tokens: the first and the last ones, and those of the others that a
+selector chooses for its queries.
+
+    near: | sinks | recent, a ring | chosen |  and what the selector keeps of all others
+                        |  leaves       ^  copied, and counted
+                        v               |
+    far:  | one row for each token behind the sinks: its value, and its key where the selector has not got it |
+
+"Far" is memory of its own that stands for a host's pool; its rows are copied before they are attended to. Where they have keys,
+the rows that were chosen last stay near, for each layer and head: only those that the next step wants beside them are copied.
+That is a cache of hot tokens as large as one choice, from which attention reads in place.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_zmq.engine.kv_cache import SequenceKV
+
+SINKS, RECENT = 4, 32
+"""The first tokens, and the last ones, which are always attended to: measured in a prototype; PQCache's scripts have 32 and
+32."""
+Floats = NDArray[np.float32]
+
+
+class Weighed(NamedTuple):
+    """How the far tokens matter to a layer's queries. Valid until the next call."""
+
+    matter: Floats
+    """Each token's weight [kv_head, n]."""
+    total: Floats | None = None
+    """The logarithm of the sum of exponentials of all scores [kv_head, group, 1], if it is known at least roughly."""
+    scores: Floats | None = None
+    """The scores of each token and query [kv_head, group, n], where they are exact."""
+
+
+class Selector(Protocol):
+    """The part of far tokens that is near: enough to see which of them matter to a query."""
+
+    exact: bool
+    """Whether it has the keys themselves, so that far rows need none."""
+
+    def add(self, layer: int, keys: Floats) -> None:
+        """Take the keys [n, kv_head, head_dim] of the next tokens that go far."""
+
+    def weigh(self, layer: int, queries: Floats) -> Weighed:
+        """Return how the far tokens matter to queries [kv_head, group, head_dim]."""
+
+    def near_bytes(self, tokens: int) -> int:
+        """Return the memory for so many tokens."""
+
+
+class FewOfMany:
+    """Implements `Attending` over the KV of a sequence, which may be closed afterwards. `chosen`: the tokens to attend to
+    beside `sinks` and `recent` ones; without a selector there are none, and other tokens are forgotten. `values`: a
+    token matters by the norm of its value too, and those that are not chosen count as one that has the mean of far values and
+    their weight, where the selector knows it. That is not in the papers."""
+
+    def __init__(
+        self,
+        source: SequenceKV,
+        selector: Selector | None,
+        chosen: int,
+        *,
+        following: int,
+        sinks: int = SINKS,
+        recent: int = RECENT,
+        values: bool = False,
+    ) -> None:
+        """`following`: room for further tokens. Raises ValueError for a sequence of fewer tokens than a step attends to."""
+        layers, kv_heads, _, dim, _ = source.keys.shape
+        if source.length + 1 < sinks + recent + chosen or min(sinks, recent - 1, chosen) < 0 or (chosen and selector is None):
+            raise ValueError(f"{sinks} + {recent} + {chosen} tokens of {source.length} are no choice")
+        self.length, self.capacity = source.length, source.length + following
+        self._selector, self._sinks, self._recent, self._chosen = selector, sinks, recent, chosen
+        self._kv_heads, self._dim, self._room = kv_heads, dim, self.capacity - sinks - recent
+        self._holds = selector is not None and not selector.exact
+        self._window = np.empty((layers, 2, kv_heads, sinks + recent, dim), np.float32)
+        width = 2 * dim if self._holds else dim
+        self.far: Floats = np.empty((layers, kv_heads * self._room if selector else 0, width), np.float32)
+        """Rows [layer, kv_head * room + token, key and value or value]."""
+        self._near = np.empty((layers if self._holds else 1, kv_heads * chosen, width), np.float32)
+        self._held = np.full((layers, kv_heads * chosen if self._holds else 0), -1, np.int64)
+        """The rows of `far` that are in `_near`."""
+        self._sums = np.zeros((layers if values else 0, kv_heads, dim), np.float32)
+        self._norms = np.empty((len(self._sums), kv_heads, self._room), np.float32)
+        """The sum of far values, and the norm of each."""
+        self._wanted = np.zeros(len(self.far[0]) if self._holds else 0, np.bool_)
+        self._heads = self._room * np.arange(kv_heads)[:, None]
+        self.fetched_bytes = self.stored_bytes = 0
+        """Bytes copied from far memory, and into it after the beginning."""
+        for layer in range(layers):
+            self._take_over(layer, source)
+
+    def near_bytes(self) -> int:
+        """Return the memory that is near: the window, the chosen rows, their names and what the selector keeps."""
+        arrays = (self._window, self._near, self._held, self._wanted, self._sums)
+        far = self.length - self._sinks - self._recent
+        kept = self._selector.near_bytes(far) + self._norms[:, :, :far].nbytes if self._selector else 0
+        return kept + sum(int(array.nbytes) for array in arrays)
+
+    def whole_bytes(self) -> int:
+        """Return the memory of the KV of all tokens."""
+        return int(2 * 4 * len(self._window) * self._kv_heads * self._dim * self.length)
+
+    def attend(self, layer: int, queries: Any, keys: Any, values: Any) -> Any:
+        slot = self._sinks + (self.length - self._sinks) % self._recent
+        window = self._window[layer]
+        if self._selector:
+            parting = window[:, :, slot, None]
+            self._send(layer, self.length - self._sinks - self._recent, parting)
+            self.stored_bytes += self._kv_heads * self.far.itemsize * self.far.shape[2]
+            self._selector.add(layer, parting[0].transpose(1, 0, 2))
+        window[:, :, slot] = keys, values
+        scores = queries @ window[0].transpose(0, 2, 1)
+        highest = scores.max(axis=2, keepdims=True)
+        if self._chosen:
+            far, chosen, of_all = self._choose(layer, queries)
+            highest = np.maximum(highest, far.max(axis=2, keepdims=True))
+        weights = np.exp(scores - highest)
+        mixed, total = weights @ window[1], weights.sum(axis=2, keepdims=True)
+        if self._chosen:
+            weights = np.exp(far - highest)
+            mixed += weights @ chosen
+            sums = weights.sum(axis=2, keepdims=True)
+            total += sums
+            if of_all is not None and len(self._sums):
+                others = np.maximum(np.exp(np.minimum(of_all - highest, 80)) - sums, 0)
+                mixed += others * self._sums[layer, :, None] / (self.length + 1 - self._sinks - self._recent)
+                total += others
+        mixed /= total
+        return mixed.reshape(-1)
+
+    def select(self, layer: int, queries: Floats) -> tuple[NDArray[np.int64], Weighed]:
+        """Return the far tokens that matter most, [kv_head, chosen], counted from the sinks on, and how all of them matter."""
+        assert self._selector
+        weighed = self._selector.weigh(layer, queries)
+        matter = weighed.matter
+        if len(self._norms):
+            matter = matter * self._norms[layer, :, : matter.shape[1]]
+        beside = matter.shape[1] - self._chosen
+        if not beside:
+            return np.tile(np.arange(self._chosen), (self._kv_heads, 1)), weighed
+        return np.argpartition(matter, beside, axis=1)[:, beside:], weighed
+
+    def _choose(self, layer: int, queries: Floats) -> tuple[Floats, Floats, Floats | None]:
+        """Copy the chosen rows near; return their scores [kv_head, group, chosen] and values [kv_head, chosen, head_dim], and
+        the total of all far tokens."""
+        found, weighed = self.select(layer, queries)
+        rows, near = found + self._heads, self._near[layer if self._holds else 0]
+        if self._holds:
+            self._hold(layer, rows, near)
+        else:
+            np.take(self.far[layer], rows.reshape(-1), axis=0, out=near, mode="clip")
+            self.fetched_bytes += near.nbytes
+        by_head = near.reshape(self._kv_heads, self._chosen, -1)
+        if weighed.scores is None:
+            scores = queries @ by_head[:, :, : self._dim].transpose(0, 2, 1)
+        else:
+            scores = np.take_along_axis(weighed.scores, found[:, None], axis=2)
+        return scores, by_head[:, :, -self._dim :], weighed.total
+
+    def _hold(self, layer: int, rows: NDArray[np.int64], near: Floats) -> None:
+        """Replace the rows that are held and not wanted by those that are wanted and not held. Both ascend by head, and of each
+        head there are as many of either."""
+        held, wanted = self._held[layer], self._wanted
+        wanted[rows] = True
+        stays = wanted[held] & (held >= 0)
+        wanted[held[stays]] = False
+        new, free = np.flatnonzero(wanted), np.flatnonzero(~stays)
+        wanted[new] = False
+        fetched = self.far[layer].take(new, axis=0)
+        near[free], held[free] = fetched, new
+        self.fetched_bytes += fetched.nbytes
+
+    def _take_over(self, layer: int, source: SequenceKV) -> None:
+        """Take the KV of a layer: the first and last tokens near, the others far."""
+        sinks, last = self._sinks, self.length - self._recent
+        both = np.empty((2, self.length, self._kv_heads, self._dim), np.float32)
+        SequenceKV.read_part(source, layer, 0, self.length, both)
+        by_head = both.transpose(0, 2, 1, 3)
+        self._window[layer, :, :, :sinks] = by_head[:, :, :sinks]
+        slots = sinks + (np.arange(last, self.length) - sinks) % self._recent
+        self._window[layer][:, :, slots] = by_head[:, :, last:]
+        if self._selector:
+            self._send(layer, 0, by_head[:, :, sinks:last])
+            self._selector.add(layer, both[0, sinks:last])
+
+    def _send(self, layer: int, first: int, kv: Floats) -> None:
+        """Store keys and values [k/v, kv_head, n, head_dim] far, from a token on."""
+        rows = self.far[layer].reshape(self._kv_heads, self._room, -1)[:, first : first + kv.shape[2]]
+        rows[:, :, -self._dim :] = kv[1]
+        if self._holds:
+            rows[:, :, : self._dim] = kv[0]
+        if len(self._sums):
+            self._sums[layer] += kv[1].sum(axis=1)
+            self._norms[layer, :, first : first + kv.shape[2]] = np.linalg.norm(kv[1], axis=2)
+
+
+def weighed(scores: Floats) -> Weighed:
+    """Return how tokens with these scores [kv_head, group, n] matter: softmax, summed over the queries that share keys."""
+    highest = scores.max(axis=2, keepdims=True)
+    weights = np.exp(scores - highest)
+    sums = weights.sum(axis=2, keepdims=True)
+    return Weighed(((1 / sums).transpose(0, 2, 1) @ weights)[:, 0], np.log(sums) + highest)
