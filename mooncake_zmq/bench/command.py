@@ -217,6 +217,36 @@ def blend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
 
 
 @bench.command()
+@model_option
+@cache_dir_option
+@click.option("--tokens", type=click.IntRange(min=64), default=1024, show_default=True, help="Of the context, for quality.")
+@click.option("--following", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens decoded after it.")
+@numbers_option("--shares", least=1, default="4,8,16", help="Attend to a quarter of the context, an eighth, ..")
+@click.option("--speed-tokens", type=click.IntRange(min=64), default=8128, show_default=True, help="Of the context, for speed.")
+@click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True, help="Tokens of each way in a round.")
+@rounds_option(5)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of the engine.")
+@click.option("--cpu-time", is_flag=True, help="Seconds of CPU, on a busy machine; with --threads 1.")
+@backend_option
+@json_option
+@plot_option("the ratios")
+def select(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+    """Measure decode that attends to few of many tokens (KCache, PQCache, Quest): error, memory near and moved, tokens/s.
+
+    Five minutes and 3 GB of memory for the default model.
+
+    \b
+    Examples:
+      mooncake-zmq bench select
+      mooncake-zmq bench select --backend numpy --tokens 512 --speed-tokens 2048 --json > select.json
+    """
+    limit_blas()
+    from mooncake_zmq.bench.select import SelectBench, bench_select
+
+    bench_select(SelectBench(**parameters), show_progress).show(as_json=as_json, plot=plot)
+
+
+@bench.command()
 @click.option("--model", default="dummy:1b", show_default=True, metavar="MODEL", help="As in the setting model.path.")
 @cache_dir_option
 @rounds_option(5)

@@ -40,8 +40,15 @@ def read_kv(engine: Llama, sequence: SequenceKV, first: int, stop: int) -> Float
 
 def log_probabilities(engine: Llama, sequence: SequenceKV, following: NDArray[np.int32]) -> Logs:
     """Return the log probabilities of the next token after each of these, which are appended to the sequence."""
-    logits = np.asarray(engine.prefill(sequence, following, logits_at=list(range(len(following)))), np.float64)
-    logits -= logits.max(axis=-1, keepdims=True)
+    logits = engine.prefill(sequence, following, logits_at=list(range(len(following))))
+    assert logits is not None
+    return logs_of(logits)
+
+
+def logs_of(numbers: Floats) -> Logs:
+    """Return the log probabilities for which logits [n, vocab_size] stand."""
+    logits = np.asarray(numbers, np.float64)
+    logits = logits - logits.max(axis=-1, keepdims=True)
     logs: Logs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     return logs
 

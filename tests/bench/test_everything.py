@@ -90,6 +90,7 @@ TRIED = {
     "overload": "helpers/page_commands.py",
     "pool": "bench/test_pool.py",
     "schedule": "bench/test_schedule.py",
+    "select": "bench/test_bench_select.py",
     "serve": "helpers/page_commands.py",
     "vllm": "bench/test_bench_vllm.py",
     "zoo": "bench/test_bench_zoo.py",
