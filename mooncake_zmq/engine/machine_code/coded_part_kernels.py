@@ -62,7 +62,7 @@ def encode_parts(table):
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
                     codes_at = here + head * (dim * key_bits // 8)
-                    encode_head(floats(number, (dim,)), key_bits, codes_at, here + key_scales_at + 2 * head)
+                    encode_head(number, dim, key_bits, codes_at, here + key_scales_at + 2 * head)
                 for token in range(run):
                     here, number = out + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
                     if codec & ROTATES_VALUES:
@@ -70,7 +70,7 @@ def encode_parts(table):
                         number = scratch
                         rotate(number, dim)
                     codes_at = here + values_at + head * (dim * value_bits // 8)
-                    encode_head(floats(number, (dim,)), value_bits, codes_at, here + value_scales_at + 2 * head)
+                    encode_head(number, dim, value_bits, codes_at, here + value_scales_at + 2 * head)
             at += run
 
 
