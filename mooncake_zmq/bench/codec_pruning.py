@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.bench.codec_baselines import GROUP, Change, kivi
-from mooncake_zmq.bench.quality import Floats, read_kv
+from mooncake_zmq.bench.quality import Floats
+from mooncake_zmq.engine.blend import read_kv
 from mooncake_zmq.engine.codecs import rounded
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.kv.codec import CODECS

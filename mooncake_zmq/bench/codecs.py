@@ -28,10 +28,9 @@ from mooncake_zmq.bench.quality import (
     log_probabilities,
     manual_page,
     prepared_model,
-    read_kv,
 )
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.engine.blend import rotation, turned
+from mooncake_zmq.engine.blend import read_kv, rotation, turned
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV

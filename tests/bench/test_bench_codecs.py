@@ -13,7 +13,8 @@ from mooncake_zmq.bench.codec_pool import WAYS
 from mooncake_zmq.bench.codec_pruning import BY_PROMPT, FIXED, KEYS_ALONE, LAST, Pruning, left_out, mean_squares, prunings
 from mooncake_zmq.bench.codecs import BESIDE
 from mooncake_zmq.bench.command import bench
-from mooncake_zmq.bench.quality import prepared_model, read_kv
+from mooncake_zmq.bench.quality import prepared_model
+from mooncake_zmq.engine.blend import read_kv
 from mooncake_zmq.engine.codecs import rotated, rounded
 from mooncake_zmq.engine.weights import open_model
 from mooncake_zmq.kv.codec import CODECS

@@ -224,6 +224,7 @@ class _Common:
                 ttft_slo_s=body.ttft_slo,
                 tbt_slo_s=body.tbt_slo,
                 priority=body.priority or 0,
+                exact=body.must_be_exact,
                 tenant=self._tenant,
                 prompt_logprobs=body.echoed_likeliest if len(ids) > 1 else None,
                 reading=reading,
