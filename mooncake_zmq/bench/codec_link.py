@@ -17,11 +17,12 @@ from mooncake_zmq.config.examples import LOCAL, located
 from mooncake_zmq.config.load import load
 from mooncake_zmq.kv.codec import EXACT
 from mooncake_zmq.refused import Refused
+from mooncake_zmq.runtime.model import prepared
 
 LINK_BYTES_PER_S = 100e6
 CODEC = "int4"
-SMALLER = {"cache_node.pool_bytes": "536870912", "prefill.slab_bytes": "268435456", "model.max_model_len": "4096"}
-"""Settings with which two clusters fit beside each other."""
+ROOM_BYTES = 64 << 20
+"""Room in a pool beside the exact KV of all prompts."""
 
 Progress = Callable[[str], None]
 
@@ -30,9 +31,11 @@ def link_row(model: str, cache_dir: str, tokens: int, rounds: int, progress: Pro
     """Return the medians of `rounds` prompts, after one that is not counted. Raises click.ClickException when a cluster cannot
     be started or does not fetch."""
     path, random = Path(located(LOCAL)), np.random.default_rng(time.time_ns())
-    settings = load(path).config
+    own = {"model.path": model, "model.cache_dir": cache_dir}
+    settings = load(path, own).config
     cached = max(1, tokens // settings.model.block_tokens) * settings.model.block_tokens
-    own = WAITS | SMALLER | {"model.path": model, "model.cache_dir": cache_dir}
+    pool_bytes = ROOM_BYTES + (rounds + 1) * cached * prepared(settings).kv_bytes_per_token
+    own |= WAITS | {"cache_node.pool_bytes": str(pool_bytes)}
     prompts = [random_prompt(random, cached) for _ in range(rounds + 1)]
     took: dict[str, list[float]] = {EXACT: [], CODEC: []}
     with ExitStack() as stack:

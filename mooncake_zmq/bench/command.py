@@ -142,7 +142,7 @@ def codecs(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameter
     """Measure the codecs of KV (kv_codec) beside exact KV: their error, beside other ways at as many bytes; how fast blocks are
     encoded and decoded, put into a pool and got; and the TTFT of a prompt that another host has, over a link of 100 MB/s.
 
-    Five minutes, and 6 GB of memory for the default model.
+    Seven minutes, and 8 GB of memory for the default model.
 
     \b
     Examples:
