@@ -34,7 +34,7 @@ class Reply:
         self._chat = isinstance(self.body, ChatBody)
         self._request_id = request_id
         self._shows_reuse = shows_reuse
-        self._verified_at = prepared.verified_at
+        self._of_kept = prepared.of_kept
         self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
         self._forms: dict[tuple[int, str], list[bytes]] = {}
         self._head = {
@@ -242,13 +242,9 @@ class Reply:
             **self._unread(),
             **self._met(sum(each.computed_of_cached for each in finished)),
             **self._blended(finished),
-            **self._stored(),
+            **self._of_kept(),
             "request": self._request_id,
         }
-
-    def _stored(self) -> dict[str, Any]:
-        """Return that the answer was given before, and when an engine gave it last; empty: an engine gave it now."""
-        return {} if self._verified_at is None else {"answered_from": "cache", "verified_at": int(self._verified_at)}
 
     def _met(self, tokens: int) -> dict[str, int]:
         """Return how many tokens with KV elsewhere were computed while KV after them was fetched; empty: none."""
