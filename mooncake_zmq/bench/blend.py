@@ -26,10 +26,9 @@ from mooncake_zmq.bench.quality import (
     log_probabilities,
     manual_page,
     prepared_model,
-    read_kv,
 )
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.engine.blend import CHUNK_ROWS, NOTHING, Again, Reused, found_run, prefill_blended
+from mooncake_zmq.engine.blend import CHUNK_ROWS, NOTHING, Again, Reused, found_run, prefill_blended, read_kv
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
@@ -37,7 +36,7 @@ from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.neighbours import Neighbours
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.engine.weights import load_engine
-from mooncake_zmq.kv.block_hash import Key, namespace
+from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace
 from mooncake_zmq.kv.parts import PartTable
 from mooncake_zmq.kv.similar import References, aligned
 from mooncake_zmq.laboratory import tables
@@ -198,7 +197,12 @@ class _Study:
         texts = [self._pages[page] for page in PAGES[: bench.documents]]
         parts = PartTable(BLOCK_TOKENS)
         progress(f"{bench.documents} documents by themselves")
-        kept = {parts.add(self._root, text[: bench.tokens])[-1]: self._kv(text[: bench.tokens], 0) for text in texts}
+        kept = dict[Key, Floats]()
+        for text in texts:
+            own = text[: bench.tokens]
+            keys = extend_keys(self._root, own.astype("<i4").tobytes(), BLOCK_TOKENS)
+            parts.add(self._root, own, keys)
+            kept[keys[-1]] = self._kv(own, 0)
         behind = {key: self._kv(text[: bench.tokens], len(self._system)) for key, text in zip(kept, texts, strict=True)}
         for number in range(bench.orders):
             order = rng.permutation(len(texts)).tolist()

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine.codecs import rotated, rounded
+from mooncake_zmq.kv.codec import CODECS
+
 Floats = NDArray[np.float32]
+Change = Callable[[Floats, Floats], tuple[Floats, Floats]]
 
 SINKS = 4
 """The first tokens of a context, which attention needs however little they say."""
@@ -27,7 +31,7 @@ class Baseline:
 
     name: str
     bits: float
-    change: Callable[[Floats, Floats], tuple[Floats, Floats]]
+    change: Change
     drops: bool = False
 
 
@@ -38,12 +42,13 @@ def baselines(head_dim: int, layers: int, tokens: int, int4_bits: float) -> list
     merged = 2 * ((layers - _first_merged(layers)) // 2) / layers
     return [
         Baseline("fp8 e4m3, scale 1 (vLLM's fp8)", 8.0, lambda keys, values: (_fp8(keys), _fp8(values))),
-        Baseline("KIVI, 8 bits", 8 + per_group, _kivi(8, 8, group)),
-        Baseline("KIVI, K 8 and V 4 bits", 6 + per_group, _kivi(8, 4, group)),
-        Baseline("KIVI, 4 bits", 4 + per_group, _kivi(4, 4, group)),
+        Baseline("KIVI, 8 bits", 8 + per_group, kivi(8, 8, group)),
+        Baseline("KIVI, K 8 and V 4 bits", 6 + per_group, kivi(8, 4, group)),
+        Baseline("KIVI, 4 bits", 4 + per_group, kivi(4, 4, group)),
         Baseline(
             "4 bits a token and head, not rotated", 4 + 16 / head_dim, lambda *both: (_per_token(both[0]), _per_token(both[1]))
         ),
+        Baseline("int4, values in 3 bits", 3.5 + 16 / head_dim, _values_in_three_bits),
         Baseline(f"{SINKS} sinks and recent tokens", int4_bits, _window(kept_tokens(tokens, int4_bits)), drops=True),
         Baseline("MiniCache", 16 * (1 - merged) + merged * (8 + 16 / head_dim + 8 * RETAINED), _minicache),
     ]
@@ -69,7 +74,7 @@ def _fp8(numbers: Floats) -> Floats:
     return rounded
 
 
-def _kivi(key_bits: int, value_bits: int, group: int) -> Callable[[Floats, Floats], tuple[Floats, Floats]]:
+def kivi(key_bits: int, value_bits: int, group: int) -> Change:
     """KIVI: keys by channel over a group of tokens, values by token over a group of channels, each between its least and its
     largest number."""
 
@@ -98,7 +103,15 @@ def _per_token(numbers: Floats) -> Floats:
     return rounded
 
 
-def _window(kept: int) -> Callable[[Floats, Floats], tuple[Floats, Floats]]:
+def _values_in_three_bits(keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Round keys as int4 does, and values to the middles of 8 steps instead of 16."""
+    turned = rotated(values)
+    step = np.maximum(np.abs(turned).max(axis=-1, keepdims=True) / np.float32(4), np.float32(1e-20))
+    middles = np.clip(np.floor(turned / step), -4, 3) + np.float32(0.5)
+    return rounded(CODECS["int4"], keys, keys)[0], rotated(middles * step)
+
+
+def _window(kept: int) -> Change:
     def change(keys: Floats, values: Floats) -> tuple[Floats, Floats]:
         tokens = keys.shape[1]
         which = np.r_[:SINKS, tokens - (kept - SINKS) : tokens]

@@ -22,7 +22,7 @@ Progress = Callable[[str], None]
 
 def rate_rows(blocks: int, rounds: int, progress: Progress) -> Iterator[Row]:
     """Yield GB/s of float32 of one core, medians of rounds in which all sides take turns."""
-    exact, coded, kind = _makers()
+    exact, coded, kind = makers()
     sides = {EXACT: _side(exact, LAYOUT, blocks)}
     sides |= {name: _side(partial(coded, codec), LAYOUT.coded(name), blocks) for name, codec in CODECS.items()}
     took: dict[tuple[str, str], list[float]] = {}
@@ -49,17 +49,23 @@ def rate_rows(blocks: int, rounds: int, progress: Progress) -> Iterator[Row]:
 
 def _side(make: NewSequence, layout: BlockLayout, blocks: int) -> tuple[SequenceKV, list[Part]]:
     """Return a sequence of so many blocks, and its parts with room for each."""
-    tokens, shape = layout.block_tokens, (layout.kv_heads, layout.head_dim)
-    sequence = make(layers=layout.layers, kv_heads=shape[0], head_dim=shape[1], capacity_tokens=blocks * tokens)
-    keys, values = np.random.default_rng(1).standard_normal((2, blocks * tokens, *shape), np.float32)
-    for layer in range(layout.layers):
-        sequence.store(layer, 0, keys, values)
+    sequence, tokens = filled(make, blocks), layout.block_tokens
     room = np.zeros((blocks, layout.layers, *layout.part_shape), layout.dtype)
     places = ((block, layer) for block in range(blocks) for layer in range(layout.layers))
     return sequence, [(layer, block * tokens, tokens, room[block, layer]) for block, layer in places]
 
 
-def _makers() -> tuple[NewSequence, Callable[..., SequenceKV], str]:
+def filled(make: NewSequence, blocks: int) -> SequenceKV:
+    """Return a sequence of the default model's shape with so many blocks of random KV."""
+    tokens, shape = blocks * LAYOUT.block_tokens, (LAYOUT.kv_heads, LAYOUT.head_dim)
+    sequence = make(layers=LAYOUT.layers, kv_heads=shape[0], head_dim=shape[1], capacity_tokens=tokens)
+    keys, values = np.random.default_rng(1).standard_normal((2, tokens, *shape), np.float32)
+    for layer in range(LAYOUT.layers):
+        sequence.store(layer, 0, keys, values)
+    return sequence
+
+
+def makers() -> tuple[NewSequence, Callable[..., SequenceKV], str]:
     """Return what makes exact and coded sequences as engines have them here, and their kind."""
     try:
         from mooncake_zmq.engine.machine_code import object_code

@@ -1,4 +1,4 @@
-"""`bench codecs`: what codecs of KV cost in quality beside other ways at about as many bytes, and in time beside exact copies.
+"""`bench codecs`: what codecs of KV cost in quality beside other ways at about as many bytes, and in time beside exact KV.
 
 Quality: of pages of our own manual, which are in no training set that ended before them, the first `tokens` are a context whose
 KV is coded, and the following ones are predicted from it. KL is that of the next token's distribution against the one with
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from mooncake_zmq.bench.codec_baselines import SINKS, adjacent_cosines, baselines
+from mooncake_zmq.bench.codec_link import link_row
+from mooncake_zmq.bench.codec_pool import pool_rows
+from mooncake_zmq.bench.codec_pruning import BY_PROMPT, FIXED, KEYS_ALONE, LAST, left_out, mean_squares, prunings
 from mooncake_zmq.bench.codec_rates import rate_rows
 from mooncake_zmq.bench.quality import (
     Floats,
@@ -25,10 +28,9 @@ from mooncake_zmq.bench.quality import (
     log_probabilities,
     manual_page,
     prepared_model,
-    read_kv,
 )
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.engine.blend import rotation, turned
+from mooncake_zmq.engine.blend import read_kv, rotation, turned
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
@@ -40,6 +42,8 @@ from mooncake_zmq.laboratory import tables
 from mooncake_zmq.refused import Refused
 
 PAGES = ("architecture", "pool", "vllm")
+OTHER_PAGES = ("operating", "configuring", "testing", "api")
+"""Texts by which a mask is fixed for a model."""
 BFLOAT16, FLOAT32 = 16.0, 32.0
 """Bits of a number: as most engines keep KV, and as ours computes it."""
 BESIDE = (
@@ -48,15 +52,17 @@ BESIDE = (
     ("k8v4", "KIVI, K 8 and V 4 bits"),
     ("int4", "KIVI, 4 bits"),
     ("int4", "4 bits a token and head, not rotated"),
+    ("int4", f"ThinK, {FIXED}, with 4 bits"),
     ("int4", f"{SINKS} sinks and recent tokens"),
 )
-"""Codecs, and the ways that take as many bytes or more."""
+"""Codecs, and the ways beside which they stand: that take as many bytes or more, and ThinK, which takes a tenth less."""
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecBench:
-    """The parameters of a run. `rate_blocks`: that are encoded and decoded in each of `rounds`."""
+    """The parameters of a run. `rate_blocks`: that are encoded and decoded in each of `rounds`; `linked_tokens`: of a prompt
+    that comes over a link."""
 
     model: str = "default"
     cache_dir: str = ""
@@ -64,6 +70,7 @@ class CodecBench:
     following: int = 128
     rounds: int = 5
     rate_blocks: int = 64
+    linked_tokens: int = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +103,26 @@ class CodecReport(Report):
             warm = "" if each.warm is None else f"{each.warm:.4f}"
             figures = (f"{each.bits:.2f}", f"{ratio:.2f}", f"{each.kl:.4f}", f"{each.top1:.3f}", f"{each.perplexity:.3f}", warm)
             table.add_row(each.name, *figures)
-        yield table
+        if self.qualities:
+            yield table
         yield from Report._tables(self)
 
 
-def bench_codecs(bench: CodecBench, progress: Progress) -> CodecReport:
-    """Run all of it. Raises click.ClickException on a bad model."""
+def bench_codecs(bench: CodecBench, parts: Sequence[str], progress: Progress) -> CodecReport:
+    """Run the chosen parts. Raises click.ClickException on a bad model or when a process does not start."""
     report = CodecReport("codecs")
+    if "quality" in parts:
+        _measure_quality(report, bench, progress)
+    if "rates" in parts:
+        report.rows += rate_rows(bench.rate_blocks, bench.rounds, progress)
+    if "pool" in parts:
+        report.rows += pool_rows(bench.rate_blocks, bench.rounds, progress)
+    if "link" in parts:
+        report.rows += [link_row(bench.model, bench.cache_dir, bench.linked_tokens, bench.rounds, progress)]
+    return report
+
+
+def _measure_quality(report: CodecReport, bench: CodecBench, progress: Progress) -> None:
     progress(f"preparing the model {bench.model}")
     try:
         path = prepared_model(bench.model, bench.cache_dir, kernels=False)
@@ -123,8 +143,6 @@ def bench_codecs(bench: CodecBench, progress: Progress) -> CodecReport:
         )
         for name, other in BESIDE
     ]
-    report.rows += rate_rows(bench.rate_blocks, bench.rounds, progress)
-    return report
 
 
 class _Study:
@@ -133,13 +151,11 @@ class _Study:
     def __init__(self, bench: CodecBench, path: Path, progress: Progress) -> None:
         self._bench, self._path, self._progress = bench, path, progress
         self.engine = open_model(path)
-        tokenizer = open_tokenizer(path)
+        self._tokenizer = open_tokenizer(path)
         needed = bench.tokens + bench.following
         if needed > self.engine.spec.max_positions:
             raise ModelError(f"{self.engine.spec.name} has {self.engine.spec.max_positions} positions, and this needs {needed}")
-        self.texts = [np.asarray(tokenizer.encode(manual_page(page))[:needed], np.int32) for page in PAGES]
-        if any(len(text) < needed for text in self.texts):
-            raise ModelError(f"the manual's pages have less than {needed} tokens: take fewer")
+        self.texts = self._read(PAGES, needed)
         progress("exact KV")
         self._contexts = [self._context(text) for text in self.texts]
         self._exact = [self._after(keys, values, text) for (keys, values), text in zip(self._contexts, self.texts, strict=True)]
@@ -161,7 +177,29 @@ class _Study:
                 moved = self._moved(changed[0]) if other.drops else changed[0]
                 logs.append(self._after(moved, changed[1], text))
             found.append(self._quality(other.name, other.bits, logs))
-        return found
+        return [*found, *self._pruned()]
+
+    def _pruned(self) -> Iterator[Quality]:
+        """Yield those of ThinK."""
+        tokens = self._bench.tokens
+        self._progress("masks of channels")
+        others = [mean_squares(self.engine, text, tokens) for text in self._read(OTHER_PAGES, tokens)]
+        queries, keys = np.mean(others, axis=0)
+        masks = {FIXED: [left_out(queries * keys)] * len(self.texts), KEYS_ALONE: [left_out(keys)] * len(self.texts)}
+        own = (mean_squares(self.engine, text[:tokens], LAST) for text in self.texts)
+        masks[BY_PROMPT] = [left_out(queries * keys) for queries, keys in own]
+        for way in prunings(self.engine.spec.head_dim, tokens):
+            self._progress(way.name)
+            each = zip(self._contexts, masks[way.mask], self.texts, strict=True)
+            logs = [self._after(*way.changed(*context, mask), text) for context, mask, text in each]
+            yield self._quality(way.name, way.bits, logs)
+
+    def _read(self, pages: Sequence[str], tokens: int) -> list[NDArray[np.int32]]:
+        """Return the first tokens of pages of the manual. Raises ModelError if a page has less."""
+        texts = [np.asarray(self._tokenizer.encode(manual_page(page))[:tokens], np.int32) for page in pages]
+        if any(len(text) < tokens for text in texts):
+            raise ModelError(f"the manual's pages have less than {tokens} tokens: take fewer")
+        return texts
 
     def cosine_notes(self) -> Iterator[str]:
         """Yield what says why merging layers works or not."""

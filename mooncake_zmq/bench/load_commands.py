@@ -43,6 +43,7 @@ LONGPROMPT_EXAMPLES = """\b
 Examples:
   mooncake-zmq bench longprompt
   mooncake-zmq bench longprompt --tokens 1000000 --chats 4 --rate 2 --seconds 30
+  mooncake-zmq bench longprompt --tokens 8192 --rate 2 --chats 4 --vllm http://127.0.0.1:8000 --model DIRECTORY
   mooncake-zmq bench longprompt --beside "ROUTER/bin/python -m sglang_router.launch_router --worker-urls {urls} --port {port}"
 """
 
@@ -184,6 +185,7 @@ def gateway(rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | Non
 @click.option("--rate", type=click.FloatRange(0.1), default=50.0, show_default=True, help="Turns a second, of all together.")
 @click.option("--seconds", type=click.FloatRange(1), default=60.0, show_default=True, help="How long turns come.")
 @click.option("--chats", type=click.IntRange(1), default=50, show_default=True, help="Conversations, which take turns.")
+@click.option("--vllm", "vllms", multiple=True, metavar="URL", help="A running vLLM with --model; may be repeated.")
 @click.option("--beside", default="", metavar="COMMAND", help="Start this router too: {urls} of the servers, its own {port}.")
 @model_option
 @cache_dir_option
@@ -193,7 +195,8 @@ def longprompt(as_json: bool, plot: Path | None, **wanted: Any) -> None:
     """Measure what gateway and conductor add to conversations of very long prompts, and what these do to short answers.
 
     Servers sleep in place of vLLMs, so it takes no GPU; the tokenizer, the nodes and all else is real. The same calls are sent
-    straight to a server first. About three minutes, and one more with another router.
+    straight to a server first. About three minutes, and one more with another router. With --vllm it measures running vLLMs
+    instead; their context must hold --tokens and 400 more a turn.
     """
     limit_blas()
     from mooncake_zmq.bench.longprompt import LongPrompts, bench_longprompt

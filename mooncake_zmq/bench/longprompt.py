@@ -2,6 +2,10 @@
 
 The same calls are sent, one side after the other, straight to a server, through our cluster, and through another router if its
 command is given. Beside them run a few short answers, whose longest gaps show what a long prompt does to everybody else.
+
+Servers that sleep do not tokenize, so that all of our own work counts as added. Running vLLMs may be measured instead: these
+tokenize a whole conversation at each turn where they are called directly, and receive token ids from us. Each side then has
+conversations of its own, or the second would find those of the first in vLLM's prefix cache.
 """
 
 import asyncio
@@ -74,8 +78,7 @@ admission = "none"
 [vllm]
 max_running = 1024
 max_queued = 1024
-capacity_tokens = {capacity}
-max_known_blocks = 4_194_304
+{capacity}max_known_blocks = 4_194_304
 
 [gateway.requests]
 max_open = 2048
@@ -109,6 +112,8 @@ class LongPrompts:
     chats: int = 50
     beside: str = ""
     """Command line of another router, with {urls} and {port}; empty: none."""
+    vllms: tuple[str, ...] = ()
+    """Addresses of running vLLMs with `model`, instead of servers that sleep."""
     model: str = "default"
     """Name or directory of the model with the tokenizer and chat template; no weights are read."""
     cache_dir: str = ""
@@ -151,15 +156,17 @@ def bench_longprompt(wanted: LongPrompts, progress: Progress) -> Report:
         raise Refused(f"conversations would grow to {wanted.longest:,} tokens, and a prompt has {MAX_TOKENS:,} at most")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mczmq-")))
-        servers = stack.enter_context(sleeping_servers(SERVERS))
-        direct = _side("the engine alone", servers[0], "sleeping", wanted, {}, progress)
+        servers = list(wanted.vllms) or stack.enter_context(sleeping_servers(SERVERS))
+        served = _served_name(servers[0])
+        first = iter(itertools.count(step=wanted.chats))
+        direct = _side("the engine alone", servers[0], served, wanted, next(first), {}, progress)
         with _cluster(wanted, servers, scratch, progress) as (url, model, pids):
-            ours = _side("mooncake_zmq", url, model, wanted, pids, progress)
+            ours = _side("mooncake_zmq", url, model, wanted, next(first), pids, progress)
             report.memory += [footprint(name, pid) for name, pid in pids.items()]
         sides = [direct, ours]
         if wanted.beside:
-            with _other(wanted.beside, servers, scratch, progress) as (url, pid):
-                sides.append(_side("the other router", url, "sleeping", wanted, {"router": pid}, progress))
+            with _other(wanted.beside, servers, served, scratch, progress) as (url, pid):
+                sides.append(_side("the other router", url, served, wanted, next(first), {"router": pid}, progress))
     _write(report, wanted, sides)
     return report
 
@@ -180,6 +187,15 @@ def sleeping_servers(count: int) -> Iterator[list[str]]:
         process.wait()
 
 
+def _served_name(server: str) -> str:
+    """Return the name by which a server calls its model. Raises Refused if it does not answer."""
+    try:
+        answer = httpx.get(f"{server}/v1/models", timeout=10, verify=False)
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+        raise Refused(f"{server} does not say which model it serves: {error}") from None
+
+
 @contextmanager
 def _cluster(
     wanted: LongPrompts, servers: Sequence[str], scratch: Path, progress: Progress
@@ -193,7 +209,7 @@ def _cluster(
         model=model,
         block_tokens=BLOCK_TOKENS,
         max_model_len=wanted.longest,
-        capacity=4 * wanted.chats * wanted.longest,
+        capacity="" if wanted.vllms else f"capacity_tokens = {4 * wanted.chats * wanted.longest}\n",
     )
     path = scratch / "longprompt.toml"
     path.write_text(text + "".join(NODE.format(number=number, url=url) for number, url in enumerate(servers)))
@@ -239,7 +255,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _other(command: str, servers: Sequence[str], scratch: Path, progress: Progress) -> Iterator[tuple[str, int]]:
+def _other(command: str, servers: Sequence[str], served: str, scratch: Path, progress: Progress) -> Iterator[tuple[str, int]]:
     """Start another router by its command line, and wait until it answers a request."""
     port = free_port()
     words = shlex.split(command.format(urls=" ".join(servers), port=port))
@@ -249,7 +265,7 @@ def _other(command: str, servers: Sequence[str], scratch: Path, progress: Progre
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
-        body = {"model": "sleeping", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "stream": True}
+        body = {"model": served, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "stream": True}
         if not answers(partial(httpx.post, f"{url}{CHAT}", json=body, timeout=5, verify=False), process, START_TIMEOUT_S):
             raise Refused(f"the other router does not answer:\n{last_lines(log)}")
         yield url, process.pid
@@ -279,7 +295,7 @@ class _Chat:
     def body(self, model: str, tokens: int) -> bytes:
         """Return the body of the next turn's call."""
         head = b'{"model":"%b","messages":[' % model.encode()
-        return head + b",".join(self._messages) + b'],"max_tokens":%d,"temperature":0,"stream":true}' % tokens
+        return head + b",".join(self._messages) + b'],"max_tokens":%d,"temperature":0,"ignore_eos":true,"stream":true}' % tokens
 
     def go_on(self) -> None:
         """Add an answer and the next question."""
@@ -287,19 +303,22 @@ class _Chat:
             self._messages.append(self._message(role, words=NEW_WORDS // 2))
 
 
-def _side(name: str, url: str, model: str, wanted: LongPrompts, pids: dict[str, int], progress: Progress) -> Side:
+def _side(name: str, url: str, model: str, wanted: LongPrompts, first: int, pids: dict[str, int], progress: Progress) -> Side:
+    """Measure one side. `first`: the number of its first conversation."""
     side = Side(name)
+    chats = [_Chat(first + number, wanted) for number in range(wanted.chats)]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_load(side, url, model, wanted, pids, progress))
+        runner.run(_load(side, url, model, wanted, chats, pids, progress))
     if not side.ttft_s:
         raise click.ClickException(f"{name} answered none of {wanted.turns} turns: {side.failed[0]}")
     return side
 
 
-async def _load(side: Side, url: str, model: str, wanted: LongPrompts, pids: dict[str, int], progress: Progress) -> None:
+async def _load(
+    side: Side, url: str, model: str, wanted: LongPrompts, chats: Sequence["_Chat"], pids: dict[str, int], progress: Progress
+) -> None:
     progress(f"{side.name}: the first turns of {wanted.chats} conversations of {wanted.tokens:,} tokens, one after the other")
     connections = Connections(Target.of(url))
-    chats = [_Chat(number, wanted) for number in range(wanted.chats)]
     for chat in chats:
         seen = await _asked(connections, chat.body(model, 1), 1)
         side.first_s.append(seen.ttft_s)
@@ -331,7 +350,7 @@ async def _stand_by(side: Side, connections: Connections, model: str, seconds: f
     """Stream short answers, one after the other, and note the longest gap of each."""
     tokens, until = round(2 / TOKEN_S), time.perf_counter() + seconds
     message = msgspec.json.encode({"role": "user", "content": "Say something."})
-    body = b'{"model":"%b","messages":[%b],"max_tokens":%d,"stream":true}' % (model.encode(), message, tokens)
+    body = b'{"model":"%b","messages":[%b],"max_tokens":%d,"ignore_eos":true,"stream":true}' % (model.encode(), message, tokens)
     while time.perf_counter() + tokens * TOKEN_S + PREFILL_S < until or not side.gaps_s:
         seen = await _asked(connections, body, tokens)
         if seen.outcome == "finished" and len(seen.token_s) > 1:

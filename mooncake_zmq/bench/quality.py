@@ -29,15 +29,6 @@ def manual_page(page: str) -> str:
     return (Path(mooncake_zmq.__file__).parent / "docs" / f"{page}.md").read_text()
 
 
-def read_kv(engine: Llama, sequence: SequenceKV, first: int, stop: int) -> Floats:
-    """Return the KV of some tokens as it is stored, [layer, k/v, token, kv_head, head_dim]."""
-    spec = engine.spec
-    kv: Floats = np.empty((spec.layers, 2, stop - first, spec.kv_heads, spec.head_dim), np.float32)
-    for layer in range(spec.layers):
-        SequenceKV.read_part(sequence, layer, first, stop, kv[layer])
-    return kv
-
-
 def log_probabilities(engine: Llama, sequence: SequenceKV, following: NDArray[np.int32]) -> Logs:
     """Return the log probabilities of the next token after each of these, which are appended to the sequence."""
     logits = engine.prefill(sequence, following, logits_at=list(range(len(following))))

@@ -50,6 +50,16 @@ class BlockLoad(Struct, frozen=True, gc=False):
     tokens: int
 
 
+class ReusedPart(Struct, frozen=True, gc=False):
+    """KV of `tokens` tokens of a chunk from position `at` on, as it was computed from `computed_at` on behind other tokens. Its
+    blocks are loaded with the chunk's prefix into the sequence, behind the prompt, from block `block` on."""
+
+    at: int
+    computed_at: int
+    block: int
+    tokens: int
+
+
 class ComputeChunk(Struct, frozen=True):
     """Work of a prefill: run `tokens` (int32 bytes) at position `start` of `sequence`, whose blocks are `block_tokens` long.
 
@@ -72,6 +82,10 @@ class ComputeChunk(Struct, frozen=True):
     """Number of likeliest tokens whose logprobs are returned beside those of each token but the first, and of `following`."""
     following: bytes = b""
     """The token after the chunk (int32 bytes); empty if the prompt ends."""
+    parts: tuple[ReusedPart, ...] = ()
+    """KV reused behind other tokens, ascending and without overlap: what is computed is approximate if there is any."""
+    again: float = 0.0
+    """Share of the parts' tokens that are computed again."""
 
     @property
     def samplings(self) -> tuple[Sampling, ...]:
@@ -114,6 +128,8 @@ class ChunkComputed(Struct, frozen=True):
     """Tokens sampled with the other seeds."""
     scored: tuple[TokenLogprob, ...] = ()
     """Logprobs of the prompt's tokens, from the chunk's second token on."""
+    recomputed: int = 0
+    """Tokens of the parts that were computed again."""
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:

@@ -301,6 +301,9 @@ class Handoff:
         if not self._layout.has_token(message.token):
             return self._ends.fail(now, request, "a token that the model does not have")
         request.done = message
+        if message.exact_blocks is not None:
+            for each in (request, *request.siblings):
+                each.keep_exact(message.exact_blocks)
         effects: list[Effect] = [SetTimer((HELD, message.request_id, message.attempt), HELD_GRACE_S)] if request.segment else []
         effects += self._verify(now, request)
         return effects + self._flight.interrupt() if request.is_arriving(self._piece_parts) else effects

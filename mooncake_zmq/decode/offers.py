@@ -45,7 +45,7 @@ class Offers:
         message = request.request
         if not message.block_tokens:
             return []
-        request.unkept = range(request.pooled_blocks, len(message.reuse_keys) + len(message.new_keys))
+        request.unkept = range(request.pooled_blocks, len(request.keys))
         return self._keep_piece(now, request)
 
     def _keep_piece(self, now: float, request: Request) -> list[Effect]:

@@ -118,6 +118,8 @@ class Request:
     parts: list[int] = field(default_factory=list)
     """Checksums of all layers of blocks that arrived and verified, block by block; `MISSING` where one has not arrived."""
     done: HandoffDone | None = None
+    is_exact: bool = True
+    """Whether all its KV is exact; otherwise that of the blocks with `keys` alone."""
     due_at: float = 0.0
     """When the last of its layers is expected."""
     unkept: range = range(0)
@@ -237,6 +239,11 @@ class Request:
     def read_from(self, block: int) -> SlotRef:
         """Return where a block was copied from."""
         return self.held_sources[block] if block < self.held_blocks else self.sources[block]
+
+    def keep_exact(self, blocks: int) -> None:
+        """Take note that only so many leading blocks have exact KV: nothing behind them gets a key."""
+        self.is_exact = False
+        del self.keys[blocks:]
 
     def _loads(
         self, blocks: range, sources: Mapping[int, SlotRef], first_layer: int, stop_layer: int, block_tokens: int

@@ -17,6 +17,7 @@ from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.spec import check_room, check_tokens
 from mooncake_zmq.kv.parts import Part
 
+ON_CPU = "KV can be blended on a CPU alone"
 CHUNK_ROWS = 512
 """The most tokens computed at a time, which bounds the memory of their activations."""
 Positions = NDArray[np.int64]
@@ -57,6 +58,25 @@ class Blended:
 
     logits: Floats
     computed: Positions
+
+
+def read_kv(engine: Llama, sequence: SequenceKV, first: int, stop: int) -> Floats:
+    """Return the KV of some tokens as it is stored, [layer, k/v, token, kv_head, head_dim]."""
+    spec = engine.spec
+    kv: Floats = np.empty((spec.layers, 2, stop - first, spec.kv_heads, spec.head_dim), np.float32)
+    for layer in range(spec.layers):
+        SequenceKV.read_part(sequence, layer, first, stop, kv[layer])
+    return kv
+
+
+def why_not(engine: object) -> str:
+    """Return why prefills of an engine cannot be blended; empty: they can."""
+    if not isinstance(engine, Llama) or engine.spec.layers <= CACHEBLEND.probed:
+        return f"{type(engine).__name__} cannot compute some tokens again over reused KV of others"
+    sequence = engine.new_sequence(1)
+    on_cpu = isinstance(sequence.keys, np.ndarray)
+    sequence.close()
+    return "" if on_cpu else ON_CPU
 
 
 def moved_run(kv: Floats, start: int, computed_at: int = 0) -> Reused:
@@ -161,7 +181,7 @@ def _covered(engine: Llama, sequence: SequenceKV, count: int, reused: Sequence[R
     """Return which of the `count` next tokens but the last have reused KV. Raises ValueError for a plan that makes no sense."""
     spec, first = engine.spec, sequence.length
     if not isinstance(sequence.keys, np.ndarray):
-        raise ValueError("KV can be blended on a CPU alone")
+        raise ValueError(ON_CPU)
     if not (0 <= again.share <= 1 and 1 <= again.probed < spec.layers):
         raise ValueError(f"{again}: a share lies between 0 and 1, a probed layer between 1 and {spec.layers - 1}")
     covered = np.zeros(count, dtype=bool)

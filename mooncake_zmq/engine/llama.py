@@ -138,7 +138,7 @@ class Llama:
 
         def compute(rank: int) -> None:
             own = slice(bounds[rank], bounds[rank + 1])
-            rows = self._rows_of(rank, sequence, positions[own], entering[own])
+            rows = self.rows_of(rank, sequence, positions[own], entering[own])
             rows.project(layer)
             rows.store(layer)
 
@@ -166,7 +166,7 @@ class Llama:
 
         def compute(rank: int) -> None:
             first, end = bounds[rank], bounds[rank + 1]
-            rows = self._rows_of(rank, sequence, positions[first:end], entering[first:end])
+            rows = self.rows_of(rank, sequence, positions[first:end], entering[first:end])
             for index in layers:
                 rows.project(index)
                 if before_layer and rank == 0:  # the other threads wait for rank 0 before they read
@@ -201,7 +201,8 @@ class Llama:
             on_logits(self._last_rows(sequence, positions[asked[begin : begin + LOGIT_ROWS]], some))
         return outgoing, None
 
-    def _rows_of(self, rank: int, sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]) -> "Rows":
+    def rows_of(self, rank: int, sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]) -> "Rows":
+        """Return the rows of a thread that tokens [n] or hidden states [n, hidden] at these positions begin as."""
         return ArrayRows(self, self._seats[rank], sequence, positions, entering)
 
     def _split_rows(self, positions: NDArray[np.int64]) -> list[int]:

@@ -133,20 +133,21 @@ class AnswersSettings:
 
     enabled: bool = False
     """Whether complete answers at temperature 0 are kept, and given again to the same tenant for the same prompt."""
-    approximate: bool = True
-    """Whether prompts are the same if they differ in case, spaces, compatible characters (NFKC) or the punctuation at the end
-    of a message alone."""
+    approximate: bool = False
+    """Whether chats are the same if their messages differ in case, white space, forms of characters (NFC) or periods and
+    question marks at their end alone. Not for code, and other texts in which these have a meaning."""
     max_error: float = 0.01
-    """Largest share of wrong answers among those that are given again. A class of prompts (those of a tenant with one system
-    prompt) is served only while the upper bound on its share is not above this: at 0.01 once 380 answers that would have been
-    given agreed with an engine's, at 0.05 once 73 did. 1: it is always served."""
+    """Largest estimated share of wrong answers among those that were given again. A class of prompts (those of a tenant with
+    one system prompt) is served only while the upper bound on its share is not above this: at 0.01 once 380 answers that would
+    have been given agreed with an engine's, at 0.05 once 73 did, those to one prompt a twentieth of them at most. 1: it is
+    always served."""
     max_interval: float = 12.0
     """The largest mean number of hits between two verifications of an answer: about as many are wrong after it changed."""
     interval_growth: float = 2.0
     """Factor by which that number grows from 1, each time that an engine gives the same answer."""
     max_entries: int = 20_000
     """Answers kept; a tenant may have half. The least recently used make room: a tenant's own over its half, those of the
-    tenant with the most bytes over the whole."""
+    tenant with the most entries or bytes over the whole."""
     max_bytes: int = 64 << 20
     """Bytes of the answers kept, at 4 a token and 1,024 an answer; a tenant may have half, as with `max_entries`."""
 

@@ -36,6 +36,11 @@ class Codec:
     """Whether an engine rounds KV as soon as it has computed it. All attention is then over KV that blocks hold exactly, and an
     answer from the pool is the one without it. Else KV is rounded when it leaves the sequence that computed it."""
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether keys and values are coded in the same way."""
+        return (self.key_bits, self.rotates_keys) == (self.value_bits, self.rotates_values)
+
     def head_bytes(self, head_dim: int) -> int:
         """Return the bytes of a key and a value of one head."""
         return head_dim * (self.key_bits + self.value_bits) // 8 + 2 * SCALE_BYTES

@@ -1,38 +1,30 @@
-"""Parts of prompts whose KV is reused behind other tokens: their keys, and a table that finds them anywhere in a prompt.
+"""A table that finds the blocks of earlier prompts anywhere in a prompt, to reuse their KV behind other tokens.
 
-Such KV is exact for the part alone and approximate in a prompt, so a part's keys are a chain of their own: it begins at the
-part, from a root that no exact chain can have. A tenant finds its own parts only, by hash and then by their tokens. PURE.
+Such KV is exact in the earlier prompt, whose keys lead to it, and approximate in the other one, where it must get no key. A
+tenant finds the blocks of its own prompts only, by hash and then by their tokens. PURE.
 """
 
-import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.kv.block_hash import KEY_BYTES, Key, extend_keys
+from mooncake_zmq.kv.block_hash import Key
 
 MOST_TOKENS, MOST_BLOCKS, MOST_TENANTS = 1_048_576, 16_384, 256
 """The bounds of a table unless it is given others: tokens of all tenants' parts together, blocks of one tenant's, and tenants.
 Beyond its blocks a tenant's least recently used parts are forgotten, and beyond the others whole tenants', likewise."""
-_ROOT = b"mooncake-zmq: parts of prompts\0"
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _INVERSE = np.uint64(pow(int(_BASE), -1, 2**64))
 Tokens = NDArray[np.int32]
 
 
-def part_root(root: bytes) -> bytes:
-    """Return the root of parts' chains for the root of exact ones. No exact chain can have it: it is a digest of bytes that
-    neither a namespace nor a block's key is made of, whatever a client sends as its salt."""
-    return hashlib.sha256(_ROOT + root).digest()[:KEY_BYTES]
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a prompt, or the end of one: tokens `start` to `stop` of the prompt are those from `skipped` on of a part whose
-    complete blocks have `keys`, all of them from its first block on. `skipped` and `stop - start` are whole blocks."""
+    """A part of a prompt: tokens `start` to `stop` are those from `skipped` on of an earlier one whose blocks have `keys`, from
+    its first block on. `skipped` and `stop - start` are whole blocks."""
 
     start: int
     stop: int
@@ -69,21 +61,24 @@ class PartTable:
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
         self._blocks = 0
 
-    def add(self, root: bytes, tokens: Tokens) -> tuple[Key, ...]:
-        """Remember a part's complete blocks, `most_blocks` of them at most; return their keys."""
-        count = min(len(tokens) // self.block_tokens, self.most_blocks)
+    def add(self, root: bytes, tokens: Tokens, keys: Sequence[Key]) -> None:
+        """Remember the blocks of a prompt that have `keys`, `most_blocks` of them at most, in place of prompts that it goes on
+        from."""
+        count = min(len(tokens) // self.block_tokens, len(keys), self.most_blocks)
         if not count:
-            return ()
+            return
         tenant = self._tenants.setdefault(root, _Tenant())
         self._tenants.move_to_end(root)
-        own = np.array(tokens[: count * self.block_tokens], dtype=np.int32)
-        keys = tuple(extend_keys(part_root(root), _packed(own), self.block_tokens))
+        keys = tuple(keys[:count])
         name = keys[-1]
         if name in tenant.parts:
             tenant.parts.move_to_end(name)
-            return keys
+            return
+        for shorter in [key for key in dict.fromkeys(keys) if key in tenant.parts]:
+            self._forget(tenant, shorter)
+        own = np.array(tokens[: count * self.block_tokens], dtype=np.int32)
         while tenant.blocks + count > self.most_blocks:
-            self._forget(tenant)
+            self._forget(tenant, next(iter(tenant.parts)))
         while len(self._tenants) > self.most_tenants or self._blocks + count > self._most_together:
             self._forget_oldest_tenant()
         tenant.parts[name] = own, keys
@@ -91,7 +86,6 @@ class PartTable:
         self._blocks += count
         for block, number in enumerate(self._block_hashes(own)):
             tenant.places.setdefault(number, {}).setdefault(name, block)
-        return keys
 
     def find(self, root: bytes, tokens: Tokens) -> list[Part]:
         """Return the known parts, or runs of their blocks, in a prompt. They do not overlap. Each is as long as it can be from
@@ -117,9 +111,9 @@ class PartTable:
                 free = offset + equal
                 yield Part(offset, free, block * size, keys)
 
-    def _forget(self, tenant: _Tenant) -> None:
-        """Remove the part that was not used for longest."""
-        name, (tokens, keys) = tenant.parts.popitem(last=False)
+    def _forget(self, tenant: _Tenant, name: Key) -> None:
+        """Remove a part."""
+        tokens, keys = tenant.parts.pop(name)
         tenant.blocks -= len(keys)
         self._blocks -= len(keys)
         for number in set(self._block_hashes(tokens)):
@@ -177,7 +171,3 @@ def _powers(base: np.uint64, count: int) -> NDArray[np.uint64]:
     powers = np.full(count, base, np.uint64)
     powers[0] = 1
     return np.cumprod(powers, dtype=np.uint64)
-
-
-def _packed(tokens: Tokens) -> bytes:
-    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()

@@ -2,7 +2,8 @@
 
 import json
 import ssl
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -20,21 +21,36 @@ from mooncake_zmq.refused import Refused
 PLACE = "{prompt}"
 """The text of a template that stands for what a user writes."""
 TIMEOUT_S = 600.0
+TRIES = 6
+"""How often a call is sent that the gateway refuses for now."""
+LONGEST_WAIT_S = 30.0
+NOT_KEPT = "the gateway keeps no such answer: it needs enabled = true in [gateway.answers], with allow_open a cache_salt too"
 
 
 class Api:
     """A gateway, as any client calls it. Raises Refused."""
 
     def __init__(
-        self, url: str, api_key: str, verify: ssl.SSLContext | bool, transport: httpx.BaseTransport | None = None
+        self,
+        url: str,
+        api_key: str,
+        verify: ssl.SSLContext | bool,
+        transport: httpx.BaseTransport | None = None,
+        wait: Callable[[float], None] = time.sleep,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(base_url=url, headers=headers, verify=verify, timeout=TIMEOUT_S, transport=transport)
+        self._wait = wait
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Return the answer to a body."""
+        """Return the answer to a body. A refusal for now (429, 503) is waited for as long as it says, some times."""
         try:
             answer = self._client.post(path, json=body)
+            for _ in range(TRIES - 1):
+                if answer.status_code not in (429, 503) or "retry-after" not in answer.headers:
+                    break
+                self._wait(min(float(answer.headers["retry-after"]), LONGEST_WAIT_S))
+                answer = self._client.post(path, json=body)
             found = answer.json()
             if answer.status_code != httpx.codes.OK:
                 raise Refused(f"{path}: {answer.status_code} {found['error']['message']}")
@@ -61,12 +77,12 @@ class Predicted:
             raise Refused(f"the chat template writes {PLACE} in another form, or no mark behind it that would end a prompt")
         self._end = self._api.post("/tokenize", self._plain(after, return_token_strs=True))["token_strs"][0]
 
-    def prompts(self, max_nll: float, at_once: int, beginnings: int) -> Iterator[tuple[str, float]]:
-        """Yield prompts and their negative log likelihood, without those that differ in form alone. `beginnings`: the most that
-        are looked at."""
+    def prompts(self, max_nll: float, at_once: int, beginnings: int, *, approximate: bool) -> Iterator[tuple[str, float]]:
+        """Yield different prompts and their negative log likelihood. `beginnings`: the most that are looked at; `approximate`:
+        as the gateway has it."""
         seen = set()
         for text, nll in likely(self._expand, max_nll=max_nll, at_once=at_once, most_expanded=beginnings):
-            if (even := normalised(text)) not in seen and text.strip():
+            if (even := normalised(text) if approximate else text) not in seen and text.strip():
                 seen.add(even)
                 yield text, nll
 
@@ -102,10 +118,13 @@ def read_template(path: Path | None) -> dict[str, Any]:
 
 
 def answer_ahead(api: Api, template: dict[str, Any], prompt: str) -> bool:
-    """Have the gateway answer a prompt as applications ask it; return whether it had kept the answer before."""
+    """Have the gateway answer a prompt as applications ask it; return whether it had kept the answer before. Raises Refused,
+    also if the answer is not kept."""
     *before, last = template["messages"]
     body = {**template, "messages": [*before, {**last, "content": prompt}], "temperature": 0, "stream": False}
     served: dict[str, Any] = api.post("/v1/chat/completions", body)["mooncake"]
+    if not (served.get("kept") or "answered_from" in served):
+        raise Refused(NOT_KEPT)
     return "answered_from" in served
 
 
@@ -143,6 +162,7 @@ def answers() -> None:
     help="Likeliest tokens behind each beginning.",
 )
 @click.option("--beginnings", type=click.IntRange(1), default=5000, show_default=True, help="Beginnings of prompts looked at.")
+@click.option("--approximate", is_flag=True, help="Prompts that such a gateway takes for one are answered once.")
 @click.option("--at-once", type=click.IntRange(1, 64), default=4, show_default=True, help="Beginnings and answers at one time.")
 @click.option(
     "--api-key",
@@ -160,6 +180,7 @@ def fill(
     nll: float,
     width: int,
     beginnings: int,
+    approximate: bool,
     at_once: int,
     api_key: str,
     ca: str,
@@ -169,9 +190,9 @@ def fill(
 
     The model is asked what users would write behind its chat template: the likeliest beginnings first, until LIMIT prompts are
     complete, none is left with a negative log likelihood of at most NLL, or BEGINNINGS were looked at. Each prompt is then
-    asked at temperature 0, so that the gateway keeps the answer. A template must have the fields that applications send, as
-    these are a part of the key. Each gateway keeps answers of its own. Prints a line for each prompt: its negative log
-    likelihood and the prompt in JSON.
+    asked at temperature 0, so that the gateway keeps the answer; the first that it does not keep ends this. A template must
+    have the fields that applications send, as these are a part of the key. Each gateway keeps answers of its own. Prints a line
+    for each prompt: its negative log likelihood and the prompt in JSON.
 
     \b
     Examples:
@@ -186,11 +207,12 @@ def fill(
     except OSError as error:
         raise Refused(f"--ca {ca}: {error.strerror or error}") from None
     found = []
-    for prompt, cost in islice(Predicted(api, body, width).prompts(nll, at_once, beginnings), limit):
+    predicted = Predicted(api, body, width).prompts(nll, at_once, beginnings, approximate=approximate)
+    for prompt, cost in islice(predicted, limit):
         click.echo(f"{cost:.2f} {json.dumps(prompt, ensure_ascii=False)}")
         found.append(prompt)
     if dry_run:
         return
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(at_once) as pool:  # after the first that fails, `map` cancels the others
         known = sum(pool.map(lambda prompt: answer_ahead(api, body, prompt), found))
     click.echo(f"{len(found)} prompts answered, {known} of them from answers that were kept before", err=True)

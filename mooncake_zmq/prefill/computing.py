@@ -18,6 +18,7 @@ from mooncake_zmq.core.work import (
     WorkFailed,
 )
 from mooncake_zmq.kv.layout import BlockLayout
+from mooncake_zmq.prefill.blending import Blending
 from mooncake_zmq.prefill.ends import Ends
 from mooncake_zmq.prefill.handoff import Handoff
 from mooncake_zmq.prefill.job import Job, JobEvent, JobState
@@ -49,6 +50,7 @@ class Computing:
         reuse: Reuse,
         offers: Offers,
         handoff: Handoff,
+        blending: Blending,
         ends: Ends,
         ids: Ids,
         counts: Tally,
@@ -62,6 +64,7 @@ class Computing:
         self._reuse = reuse
         self._offers = offers
         self._handoff = handoff
+        self._blending = blending
         self._ends = ends
         self._ids = ids
         self._counts = counts
@@ -86,7 +89,10 @@ class Computing:
         job.computed = len(job.prefix) * self._layout.block_tokens
         job.sequence = self._ids.new()
         job.chunk_first_block = len(job.prefix)
-        return OpenSequence(job.sequence, job.length, job.request.sampling, job.past, job.length, job.request.tenant)
+        capacity = job.length
+        if job.blend is not None:  # the parts are loaded behind the prompt
+            capacity = (self._layout.blocks_for(job.length) + len(job.blend.loads)) * self._layout.block_tokens
+        return OpenSequence(job.sequence, capacity, job.request.sampling, job.past, job.length, job.request.tenant)
 
     def begin(self, now: float, job: Job) -> list[Effect]:
         """Compute the next chunk of a job, or fail the job if its reused blocks can no longer be loaded."""
@@ -109,7 +115,8 @@ class Computing:
         if slots is None:
             return self._ends.fail(now, job, "no room in the slab for blocks that were not fetched", full=True)
         prefix_s = min(prefix_s, taken_s)
-        job.chunk_loads = (*prefix, *job.found)
+        blend = job.blended_chunk
+        job.chunk_loads = (*prefix, *job.found, *(blend.loads if blend else ()))
         job.found.clear()
         found += self._reuse.shorten(job)
         self._begin_chunk(now, job)
@@ -127,7 +134,10 @@ class Computing:
         first, end = job.computed // size, job.length
         if job.meeting is not None:
             end = min(end, size * (job.meeting.gap_stop(first) or self._layout.blocks_for(end)))
-        job.chunk_first_block, job.chunk_stop = first, chunk_stop(job.computed, end, self._settings.chunk_tokens)
+        if job.blend is not None and first < job.blend.exact_blocks:
+            end = job.blend.exact_blocks * size
+        job.chunk_first_block = first
+        job.chunk_stop = end if job.blended_chunk else chunk_stop(job.computed, end, self._settings.chunk_tokens)
         if self._reuse.awaits(now, job):
             job.chunk_stop = min(end, (first + max(1, self._reuse.head_blocks(now, job))) * size)
         places = first - base, self._layout.blocks_for(job.chunk_stop) - base
@@ -146,6 +156,7 @@ class Computing:
         assert job.sequence is not None
         request, start, stop = job.request, job.computed, job.chunk_stop
         samples = stop == job.length and not job.group
+        blend = job.blended_chunk
         return ComputeChunk(
             sequence=job.sequence,
             start=start,
@@ -157,6 +168,8 @@ class Computing:
             seeds=tuple([each.seed for each in request.siblings]) if samples else (),
             prompt_logprobs=request.prompt_logprobs,
             following=job.tokens[stop * 4 : (stop + 1) * 4] if request.prompt_logprobs is not None else b"",
+            parts=blend.parts if blend else (),
+            again=self._settings.blend_share if blend else 0.0,
         )
 
     def on_progress(self, event: WorkProgress) -> list[Effect]:
@@ -186,10 +199,15 @@ class Computing:
             self._jobs.move(job, JobEvent.CHUNK_DONE)
             return self._on_not_loaded(now, job, result)
         start, stop = job.computed, job.chunk_stop
-        if job.request.prompt_logprobs is None:  # chunks with probabilities take longer and would distort the measure
+        # Chunks with probabilities take longer, and blended ones less, than others: they would distort the measure.
+        if job.request.prompt_logprobs is None and not job.blended_chunk:
             loaded = len(job.chunk_loads) * self._layout.block_tokens
             self._workload.measure(now, result, start=start, stop=stop, loaded=loaded, share=job.share)
-        self._counts.add("prompt_tokens_computed", stop - start)
+        if isinstance(result, ChunkComputed) and (blend := job.blended_chunk):
+            job.recomputed = result.recomputed
+            self._counts.add("prompt_tokens_computed", stop - start - blend.tokens + job.recomputed)
+        else:
+            self._counts.add("prompt_tokens_computed", stop - start)
         job.load_s = max(job.load_s, result.loaded_s)
         job.computed = stop
         if isinstance(result, StageComputed):
@@ -210,6 +228,7 @@ class Computing:
         if job.computed < job.length:
             self._jobs.move(job, JobEvent.CHUNK_DONE)
             return layers + scored + self._offers.keep_chunk(now, job)
+        self._blending.learn(job)
         if result.token is None:
             return [*layers, *scored, *self._set_aside(job), *self._offers.keep_chunk(now, job)]
         finished = self._handoff.finish(now, job, ((result.token, result.logprob), *result.others), layers)

@@ -214,6 +214,7 @@ class Handoff:
             index=request.first_index,
             siblings=tuple([(first.request_id, first.token) for first in firsts[1:] if first.request_id in job.choices]),
             wanted=request.request_id in job.choices,
+            exact_blocks=job.blend.exact_blocks if job.blend is not None else None,
             **(job.group.offer(len(job.prefix)) if job.group else {}),
         )
         job.done = done = self._covering(job, done)
@@ -234,6 +235,9 @@ class Handoff:
         self._counts.add("prompt_tokens_cached[source=own]", own)
         self._counts.add("prompt_tokens_cached[source=local]", local)
         self._counts.add("prompt_tokens_cached[source=remote]", remote)
+        parts = job.blend.tokens if job.blend is not None else 0
+        self._counts.add("prompt_tokens_blended", parts)
+        self._counts.add("prompt_tokens_recomputed", job.recomputed)
         return [
             FirstToken(
                 request_id=choice.request_id,
@@ -249,6 +253,8 @@ class Handoff:
                 prepare_s=max(0.0, job.computing_at - job.started_at),
                 load_s=max(0.0, job.load_s),
                 met=met * size,
+                parts=parts,
+                recomputed=job.recomputed,
             )
             for choice, (token, logprob) in zip(choices_of(request), sampled, strict=True)
         ]

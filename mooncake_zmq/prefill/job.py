@@ -6,7 +6,7 @@ from typing import Protocol
 
 from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.messages import HandoffDone, Sibling, SlotRef, StartPrefill
-from mooncake_zmq.core.work import BlockLoad
+from mooncake_zmq.core.work import BlockLoad, ReusedPart
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.meeting import Meeting
 from mooncake_zmq.prefill.pipeline import Group
@@ -97,6 +97,24 @@ NEXT_STATE: dict[tuple[JobState, JobEvent], JobState] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Blend:
+    """The end of a job that is computed over KV of parts, and so is approximate."""
+
+    exact_blocks: int
+    """The blocks before it, which are exact."""
+    parts: tuple[ReusedPart, ...]
+    loads: tuple[BlockLoad, ...]
+    """The blocks of the parts, to be loaded behind the prompt's own."""
+    slots: list[int]
+    """Slab slots pinned for them, each as often as it is pinned."""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the parts."""
+        return sum([part.tokens for part in self.parts])
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds by the cost model: of computing the next chunk (or the one in flight), of loading what it needs, and of
     computing everything after it."""
@@ -145,6 +163,10 @@ class Job:
     """Blocks after the prefix that another job computed here, or that were fetched, to be loaded by the next chunk."""
     found_blocks: int = 0
     """Number of all blocks of this job that another one computed here."""
+    blend: Blend | None = None
+    """The reuse of other prompts' KV, if there is any."""
+    recomputed: int = 0
+    """Tokens of these parts that were computed again."""
     meeting: Meeting | None = None
     """The blocks that are fetched for it while it computes, if any are."""
     lease_id: int | None = None
@@ -211,7 +233,17 @@ class Job:
     def held_slots(self) -> list[int]:
         """Slab slots pinned for it, each as often as it is pinned."""
         new = self.new_slots if self.meeting is None else [slot for slot in self.new_slots if slot != NO_SLOT]
-        return self.own_slots + new + (self.group.hidden.slots if self.group else [])
+        return self.own_slots + new + (self.group.hidden.slots if self.group else []) + (self.blend.slots if self.blend else [])
+
+    @property
+    def blended_chunk(self) -> Blend | None:
+        """The reuse of other prompts' KV by the chunk in flight, if there is any."""
+        return self.blend if self.blend is not None and self.chunk_first_block == self.blend.exact_blocks else None
+
+    @property
+    def exact_blocks(self) -> int:
+        """The leading complete blocks whose KV is exact: only those get their keys."""
+        return len(self.request.keys) if self.blend is None else self.blend.exact_blocks
 
     def cut_prefix(self, blocks: int) -> list[int]:
         """Reuse at most the first `blocks` and return the own slots that are no longer reused. Fetched blocks come last in

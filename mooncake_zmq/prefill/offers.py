@@ -40,7 +40,7 @@ class Offers:
         """Make the complete blocks of the chunk that ended reusable here, and offer them to the pool."""
         slots = self._slab.slots
         first, base = job.chunk_first_block, len(job.prefix)
-        stop = min(job.chunk_stop // self._layout.block_tokens, len(job.request.keys))
+        stop = min(job.chunk_stop // self._layout.block_tokens, job.exact_blocks)
         kept = job.new_slots[first - base : stop - base]
         if not kept:
             return []

@@ -62,6 +62,7 @@ from mooncake_zmq.kv.slot_table import SlotState
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.pool.node.client import POOL_ABSENT, PoolClient
 from mooncake_zmq.prefill.admission import Admission
+from mooncake_zmq.prefill.blending import Blending
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.ends import DEADLINE, Ends, attempts_failed
 from mooncake_zmq.prefill.handoff import Handoff
@@ -157,6 +158,9 @@ class Prefill:
             reports=self._reports,
             counts=counts,
         )
+        self._blending = Blending(
+            settings=settings, layout=layout, slab=slab, peers=self._peers, waiting=self._waiting, counts=counts
+        )
         self._computing = Computing(
             settings=settings,
             layout=layout,
@@ -167,6 +171,7 @@ class Prefill:
             reuse=reuse,
             offers=offers,
             handoff=handoff,
+            blending=self._blending,
             ends=ends,
             ids=ids,
             counts=counts,
@@ -461,8 +466,9 @@ class Prefill:
         blocks = self._layout.blocks_for(job.length) - len(job.prefix) - expected
         if blocks > self.slots.available:
             return []
+        released = self._blending.plan(job, self.slots.available - blocks)
         job.new_slots = [NO_SLOT] * expected + self._slab.reserve(blocks)
-        return [self._computing.open(job), *self._handoff.prefix(job)]
+        return [*released, self._computing.open(job), *self._handoff.prefix(job)]
 
     def _on_leased(self, now: float, _sender: str, message: BlocksLeased) -> list[Effect]:
         sources = self._pool.on_leased(message)

@@ -257,7 +257,7 @@ class Reuse:
         """Reuse blocks that other jobs have computed here in the meantime: those from the next chunk on that are in the slab
         replace the slots reserved for them. Returns these blocks."""
         request, first = job.request, job.computed // self._layout.block_tokens
-        reusable = self._reusable(job)
+        reusable = min(self._reusable(job), job.exact_blocks)
         if job.group is not None or request.prompt_logprobs is not None or first >= reusable:
             return []
         if self._slab.slots.committed(request.keys[first]) is None:

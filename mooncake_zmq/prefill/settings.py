@@ -46,6 +46,17 @@ class PrefillSettings:
     meet_chunk_tokens: int = 128
     """Tokens in the last chunks of such a head, where both ends are near each other: the fetch may outrun a longer one, and a
     shorter one costs more for each token."""
+    blend: bool = False
+    """Reuse the KV of earlier prompts' blocks in the slab wherever the same tokens stand in a prompt, and compute only some of
+    these tokens again. Such an answer is approximate, and marked so; nothing computed for it is reused as exact KV."""
+    blend_share: float = 0.15
+    """Share of such tokens that are computed again: those whose values deviate most in the first layer that depends on what
+    stands before them."""
+    blend_least_tokens: int = 64
+    """Least length of a part that is reused so."""
+    blend_most_tokens: int = 8192
+    """Most tokens behind the exact prefix of a prompt that is computed so, as one work for which all others wait; a longer one
+    is computed exactly."""
     drain_grace_s: float = GRACE_S
     """When the prefill drains, prompts that are not expected to be computed within so long are placed on another prefill at
     once; without one they are computed here."""
@@ -54,6 +65,8 @@ class PrefillSettings:
     def __post_init__(self) -> None:
         if self.meet_chunk_tokens < 1:
             raise ValueError("meet_chunk_tokens must be at least 1")
+        if not 0 <= self.blend_share <= 1 or min(self.blend_least_tokens, self.blend_most_tokens) < 1:
+            raise ValueError("blend_share must be in 0..1, blend_least_tokens and blend_most_tokens at least 1")
         if self.chunk_tokens < 1 or self.max_active < 1 or self.short_jobs < 0 or self.max_queued < 1:
             raise ValueError("chunk_tokens, max_active and max_queued must be at least 1, short_jobs at least 0")
         if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):

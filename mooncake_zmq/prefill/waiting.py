@@ -5,11 +5,12 @@ conductor that placed it reports that they are at some cache-node or will not co
 of its arrival and computes every block that it does not find.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from mooncake_zmq.core.actor import CancelTimer, Effect, SetTimer
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import WaitEnded
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.slots import Slots
 from mooncake_zmq.prefill.job import Job, JobEvent, JobState
 from mooncake_zmq.prefill.jobs import Jobs
@@ -66,6 +67,13 @@ class Waiting:
     def end_found(self) -> list[Effect]:
         """End the waits of the jobs whose blocks are in the slab by now."""
         return self._end_all(self.found())
+
+    def end_vain(self, keys: Sequence[Key]) -> list[Effect]:
+        """End the waits for blocks that are not computed under their keys."""
+        vain = set(keys)
+        jobs = [job for job in self._jobs.values() if job.request.keys[job.request.coming_blocks - 1] in vain]
+        self._counts.add("waits_ended[by=loss]", len(jobs))
+        return self._end_all(jobs)
 
     def end_timed_out(self, request_id: str, attempt: int) -> list[Effect]:
         """End the wait of a job at its timeout."""

@@ -221,6 +221,7 @@ class Parts:
 
     def load_engine(self) -> Engine:
         """Load the engine of a prefill or decode; one on a GPU is warmed up."""
+        from mooncake_zmq.engine.blend import why_not
         from mooncake_zmq.engine.cpu import chosen, lacking
         from mooncake_zmq.engine.modelled import ModelledEngine
         from mooncake_zmq.engine.weights import load_engine
@@ -241,6 +242,8 @@ class Parts:
             sequences=sequences,
             codec=self.plan.layout.block_codec,
         )
+        if node.role == "prefill" and self.plan.settings.blend and (refusal := why_not(engine)):
+            raise ConfigError(f"{node.name}: prefill.blend: {refusal}")
         if self.cuda:
             _warm_up(engine)
         return engine

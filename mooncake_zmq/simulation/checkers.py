@@ -35,6 +35,7 @@ from mooncake_zmq.core.messages import (
     PromptScored,
     ReleaseLease,
     RenewLease,
+    ReserveDecode,
     ReserveSlots,
     Schedule,
     SlotRef,
@@ -44,7 +45,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
-from mooncake_zmq.core.work import ProbeEngine, PullBlocks, SlotGrant
+from mooncake_zmq.core.work import ForkSequence, ProbeEngine, PullBlocks, SlotGrant
 from mooncake_zmq.gateway.requests.client_events import ClientGone, Finished
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
@@ -183,9 +184,20 @@ class Checkers:
             self._note_request(pool, event)
             self._pool_said((spec.name, incarnation), pool, event, effects)
             self._shares.observed(spec.name, incarnation, actor, event, effects)
+        if spec.role == "decode" and isinstance(event, Received) and isinstance(event.message, ReserveDecode):
+            self._copies_exact(spec.name, effects)
         if spec.role == "prefill":
             self._slab_announced((spec.name, incarnation), actor, effects)
             self._waits_end(spec.name, actor)
+
+    def _copies_exact(self, name: str, effects: Sequence[Effect]) -> None:
+        """Check I1: what a decode kept under keys, and copies for a new request, is exact."""
+        current = self._watched.processes[name].current
+        for effect in effects:
+            if isinstance(effect, Start) and isinstance(effect.work, ForkSequence) and current is not None:
+                source = current.machine.sequences[effect.work.source]
+                if source.approximate_from < effect.work.tokens:
+                    raise Violation("I1", f"{name} copies KV as exact that is approximate from {source.approximate_from} on")
 
     def _waits_end(self, name: str, actor: Any) -> None:
         """Check I4: no job waits for blocks of another past its bound, unless its process was stopped meanwhile."""

@@ -75,6 +75,7 @@ class ClusterSettings:
         chunk_tokens=32,
         meet=True,
         meet_chunk_tokens=2 * BLOCK_TOKENS,
+        blend_least_tokens=BLOCK_TOKENS,
         max_active=3,
         overtake=1.0,
         work_deadline_s=6.0,
@@ -127,13 +128,15 @@ class ClusterSettings:
     def of_seed(cls, seed: int, *, of_models: bool = False) -> "ClusterSettings":
         """Return the settings of a seed. Of three seeds one has vLLMs among the others, or in a third of these seeds alone,
         which in half of them prefill and decode separately, and otherwise, where they are alone, are of several models; one
-        computes longer prompts in pipelines of up to three prefills, one decodes several steps in a work. Of five, one is
-        watched. Of eight, one is starved. Of four, one has hosts that are suspended. `of_models`: all are of several models."""
+        computes longer prompts in pipelines of up to three prefills, one decodes several steps in a work, and in half of these
+        seeds its prefills blend. Of five, one is watched. Of eight, one is starved. Of four, one has hosts that are suspended.
+        `of_models`: all are of several models."""
         plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
         if of_models or seed % 18 == 6:
             return plain._with_models()
         if seed % 3 == 2:
-            return replace(plain, decode=replace(plain.decode, max_steps=5))
+            blend = seed % 2 == 1
+            return replace(plain, decode=replace(plain.decode, max_steps=5), prefill=replace(plain.prefill, blend=blend))
         if seed % 3 == 0:
             parts = (VLLM_PAIR if seed % 4 == 1 else VLLMS_DISAGGREGATED) if seed % 2 else VLLMS
             alone = seed % 9 == 6

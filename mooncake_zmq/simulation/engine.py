@@ -19,6 +19,7 @@ HIDDEN_WORDS = 4
 VOCABULARY = 512
 EOS_IDS = (7, 100, 256, 300, 411)
 PLACES, FEW = 97, 5
+POISON = np.uint32(0x5EED)
 _MULTIPLIER = (np.arange(LAYERS * 2 * HEAD_DIM, dtype=np.uint32).reshape(LAYERS, 2, 1, HEAD_DIM) * 40503 + 10007) | np.uint32(1)
 
 
@@ -37,7 +38,7 @@ def sim_layout(block_tokens: int) -> BlockLayout:
 class SimSequence:
     """One sequence's KV as `[layer, k/v, token, head_dim]`."""
 
-    __slots__ = ("_adds", "_place", "capacity", "kv", "past", "unsampled")
+    __slots__ = ("_adds", "_place", "approximate_from", "capacity", "kv", "past", "unsampled")
 
     def __init__(self, capacity: int, past: bytes = b"", adapter: str = "") -> None:
         self.capacity = capacity
@@ -48,6 +49,8 @@ class SimSequence:
         self.unsampled: tuple[Sampled, ...] = ()
         """The samples of its last work that were missing because the mask of allowed tokens was not ready in time."""
         self._place: int | None = None
+        self.approximate_from = capacity
+        """The first token whose KV is known to be poisoned, as blended KV and all that is computed behind it is."""
         self.kv = np.zeros((LAYERS, 2, capacity, HEAD_DIM), dtype=np.uint32)
 
     def write_part(self, layer: int, start: int, tokens: int, part: bytes) -> None:
@@ -65,16 +68,31 @@ class SimSequence:
 
     def run_layer(self, layer: slice, start: int, tokens: NDArray[np.uint32]) -> None:
         """Append `tokens`' KV of some layers at `start`."""
-        positions = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint32)
-        steps = (tokens + np.uint32(1)) * np.uint32(7919) + positions * np.uint32(104729)
-        steps ^= steps >> np.uint32(7)
-        steps += self._adds
-        cells = steps[:, None] * _MULTIPLIER[layer]
+        cells = self._cells(layer, start, tokens)
         if start:
             cells[:, :, 0] += self.kv[layer, :, start - 1]
         if len(tokens) > 1:
             np.cumsum(cells, axis=2, out=cells)
         self.kv[layer, :, start : start + len(tokens)] = cells
+
+    def _cells(self, layer: slice, start: int, tokens: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Return what each token adds to the KV before it."""
+        positions = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint32)
+        steps = (tokens + np.uint32(1)) * np.uint32(7919) + positions * np.uint32(104729)
+        steps ^= steps >> np.uint32(7)
+        steps += self._adds
+        cells: NDArray[np.uint32] = steps[:, None] * _MULTIPLIER[layer]
+        return cells
+
+    def has_computed(self, layer: slice, first: int, computed_at: int, tokens: NDArray[np.uint32]) -> bool:
+        """Return whether the KV from token `first` on is that of these tokens, as they are computed at a position."""
+        kv = self.kv[layer, :, first : first + len(tokens)]
+        return bool((np.diff(kv, axis=2) == self._cells(layer, computed_at, tokens)[:, :, 1:]).all())
+
+    def poison(self, layer: slice, start: int, stop: int) -> None:
+        """Make the KV of some layers of these tokens differ from exact KV; what is computed behind them differs likewise."""
+        self.kv[layer, :, start:stop] += POISON
+        self.approximate_from = min(start, self.approximate_from)
 
     def run(self, start: int, tokens: NDArray[np.uint32]) -> None:
         """Append `tokens`' KV of all layers at `start`."""
@@ -97,9 +115,14 @@ class SimSequence:
         return self._place
 
     def hash_kv(self, layers: range, length: int, before: int = 0) -> int:
-        """Return the hash of all KV of these layers, after those that hash to `before`."""
+        """Return the hash of all KV of these layers, after those that hash to `before`: of poisoned KV as if it were exact, so
+        that answers stay comparable."""
         for layer in layers:
-            before = xxhash.xxh3_64_intdigest(self.kv[layer, :, :length].tobytes(), seed=before)
+            kv = self.kv[layer, :, :length]
+            if self.approximate_from < length:
+                kv = kv.copy()
+                kv[:, self.approximate_from :] -= POISON
+            before = xxhash.xxh3_64_intdigest(kv.tobytes(), seed=before)
         return before
 
     def token_of(self, kv_hash: int, length: int, sampling: Sampling) -> int:

@@ -28,7 +28,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, logprob_of
-from mooncake_zmq.simulation.machine import Machine, Running, Steps
+from mooncake_zmq.simulation.machine import Machine, Running, Steps, slot_of
 from mooncake_zmq.simulation.reads import SlotRead
 
 SET_ASIDE, SITS_OUT = 0.3, 0.05
@@ -72,7 +72,9 @@ def compute(machine: Machine, running: Running, work: ComputeChunk) -> Steps:
     token, logprob = sampled[0] if sampled else (None, None)
     assert machine.segment is not None or not work.outputs
     checksums = tuple(block_checksum(machine.segment.parts[grant.slot]) for grant in work.outputs if machine.segment)
-    return ChunkComputed(checksums, token, machine.now - began_at, logprob=logprob, others=sampled[1:], scored=_scored(work))
+    again = round(work.again * sum(part.tokens for part in work.parts))
+    took_s, others = machine.now - began_at, sampled[1:]
+    return ChunkComputed(checksums, token, took_s, logprob=logprob, others=others, scored=_scored(work), recomputed=again)
 
 
 def _sampled(machine: Machine, work: ComputeChunk, kv_hash: int, end: int) -> tuple[Sampled, ...]:
@@ -185,13 +187,26 @@ def _run_layers(
         for load, part in zip(loads, parts, strict=True):
             assert part is not None
             machine.store(sequence, load, layer, part)
-        sequence.run_layer(slice(layer, layer + 1), work.start, tokens)
+        _compute_layer(machine, sequence, slice(layer, layer + 1), work, tokens)
         yield layer_s
         for index, grant in enumerate(work.outputs):
             _write_out(machine, running, sequence, layer, work.start + index * machine.layout.block_tokens, end, grant)
         if reports and (layer + 1 < layers.stop or took_s >= REPORT_EVERY_S):
             machine.progressed(running.work_id, LayersComputed(layer + 1))
     return None
+
+
+def _compute_layer(
+    machine: Machine, sequence: SimSequence, layer: slice, work: ComputeChunk, tokens: NDArray[np.uint32]
+) -> None:
+    sequence.run_layer(layer, work.start, tokens)
+    for part in work.parts:
+        own = tokens[part.at - work.start :][: part.tokens]
+        if not sequence.has_computed(layer, part.block * machine.layout.block_tokens, part.computed_at, own):
+            machine.world.watcher.broken(machine, f"reuses KV of other tokens than those from {part.at} on")
+    if work.parts:
+        sequence.poison(layer, work.start, work.start + len(tokens))
+        machine.world.approximate.update(map(slot_of, work.outputs))
 
 
 def _write_out(
@@ -253,6 +268,8 @@ def fork(machine: Machine, running: Running, work: ForkSequence) -> Steps:
         if stop or machine.world.random.random() < machine.world.copy_fail:
             return WorkFailed(stop or "injected failure")
         machine.sequences[target].kv[:, :, : work.tokens] = source.kv[:, :, : work.tokens]
+        if source.approximate_from < work.tokens:
+            machine.sequences[target].approximate_from = source.approximate_from
     return SequenceForked()
 
 

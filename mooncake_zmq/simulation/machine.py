@@ -41,6 +41,8 @@ from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.engine import SimSequence
 from mooncake_zmq.simulation.memory import Segment
 
+Slot = tuple[str, int, int, int]
+"""A slot in one of its generations: (node, incarnation, slot, generation)."""
 NO_ANSWER = "no answer"
 """The reason why a work stops that waited for a silent peer: its blocks were not reached."""
 
@@ -87,6 +89,8 @@ class World(Protocol):
     copy_fail: float
     copy_tear: float
     segments: dict[tuple[str, int], Segment]
+    approximate: set[Slot]
+    """The slots with blended KV, which no prefill commits."""
 
     @property
     def watcher(self) -> Watcher: ...
@@ -283,7 +287,15 @@ class Machine:
 
     def store(self, sequence: SimSequence, load: BlockLoad, layer: int, part: bytes) -> None:
         """Write one layer's part of a block into a sequence."""
-        sequence.write_part(layer, load.block * self.layout.block_tokens, load.tokens, part)
+        start = load.block * self.layout.block_tokens
+        sequence.write_part(layer, start, load.tokens, part)
+        if slot_of(load.source) in self.world.approximate:
+            sequence.approximate_from = min(start, sequence.approximate_from)
+
+
+def slot_of(named: SlotRef | SlotGrant) -> Slot:
+    """Return the slot that is read or written."""
+    return named.node, named.incarnation, named.slot, named.generation
 
 
 def _sequences_of(work: Work) -> frozenset[int]:

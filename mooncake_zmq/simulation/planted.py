@@ -365,6 +365,8 @@ PLANTED: dict[str, Planted] = {
     "kept_closed": Planted(
         "a decode frees what is being copied", ("I2",), (K.SLOW, K.SLOW, K.SLOW), planted_inference.kept_closed
     ),
+    "blend_committed": Planted("blended blocks under exact keys", ("I1",), (), planted_inference.blend_committed),
+    "blend_decoded": Planted("what follows blended KV under exact keys", ("I1",), (), planted_inference.blend_decoded),
     "never_woken": Planted("a waiter that nothing wakes", ("I4",), (K.CRASH,), _never_woken),
     "coming_believed": Planted("blocks count before they stand", ("I1", "I2", "I3"), (), planted_inference.coming_believed),
     "leader_stays": Planted("a cancelled prompt's blocks stay in the index", ("I5",), (K.CRASH, K.CRASH), _leader_stays),

@@ -6,6 +6,7 @@ from mooncake_zmq.core.actor import Effect
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.decode import ends as decode_ends
 from mooncake_zmq.decode import handoff as decode_handoff
+from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.handoff import Handoff
@@ -123,6 +124,24 @@ def tail_misplaced() -> Replacements:
         return came[: len(take_run(self, block))]
 
     return [(Meeting, "take_run", as_they_came)]
+
+
+def blend_committed() -> Replacements:
+    """A prefill gives blended blocks the keys that exact ones would have."""
+    keep = Offers.keep_chunk
+
+    def keep_all(self: Offers, now: float, job: Any) -> list[Effect]:
+        blend, job.blend = job.blend, None
+        effects = keep(self, now, job)
+        job.blend = blend
+        return effects
+
+    return [(Offers, "keep_chunk", keep_all), (Prefill, "check", silent)]
+
+
+def blend_decoded() -> Replacements:
+    """A decode keeps and offers what it decodes behind blended KV as if that were exact."""
+    return [(decode_request.Request, "keep_exact", silent)]
 
 
 def held_unread() -> Replacements:

@@ -131,7 +131,9 @@ def run_seed(
 def _run(result: SeedResult, scope: Scope, stress: Sequence[FaultKind], *, trace: bool) -> None:
     random = Random(result.seed)
     settings = ClusterSettings.of_seed(result.seed, of_models=scope.of_models)
-    workload = replace(scope.workload, plain=bool(settings.vllm_parts), computes=settings.computes)
+    workload = replace(
+        scope.workload, plain=bool(settings.vllm_parts), computes=settings.computes, repeats=settings.prefill.blend
+    )
     specs = processes(settings)
     if not scope.chats:
         specs = [replace(spec, peers=()) for spec in specs if spec.role == "cache-node"]

@@ -28,7 +28,7 @@ from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.disk import SimDisk
 from mooncake_zmq.simulation.engine_store import EngineStore
 from mooncake_zmq.simulation.links import ProtocolsOf, Sessions, Wires
-from mooncake_zmq.simulation.machine import Hardware, Machine
+from mooncake_zmq.simulation.machine import Hardware, Machine, Slot
 from mooncake_zmq.simulation.memory import Segment
 from mooncake_zmq.simulation.models import MODEL
 from mooncake_zmq.simulation.releases import THIS
@@ -105,6 +105,7 @@ class Simulator(World[Machine]):
         self.hardware = hardware
         self.watcher = checkers
         self.segments: dict[tuple[str, int], Segment] = {}
+        self.approximate: set[Slot] = set()
         self.disks = {spec.name: SimDisk(layout, spec.disk_slots) for spec in specs if spec.disk_slots}
         self.copy_fail = 0.0
         self.copy_tear = 0.0

@@ -47,6 +47,8 @@ class Workload:
     max_burst_gap_s: float = 0.1
     starts_at: float = 0.0
     tenants: tuple[str, ...] = ("", "red", "blue")
+    repeats: bool = False
+    """Whether most questions repeat a part of a prompt of the same tenant from before, at another place."""
     plain: bool = False
     """Whether to ask for nothing that vLLMs do not support."""
     computes: tuple[Computes, ...] = (("", ""),)
@@ -110,6 +112,8 @@ class Trace:
     blocks: dict[Key, bytes] = field(default_factory=dict)
     owners: dict[Key, str] = field(default_factory=dict)
     """The tenant of each key."""
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    """A prompt and answer of each tenant."""
 
 
 def generate(random: Random, workload: Workload, layout: BlockLayout, blocks: dict[Key, bytes] | None = None) -> Trace:
@@ -144,7 +148,10 @@ def _turns(
     prompt = list(before)
     turns: list[Turn] = []
     for _ in range(count):
-        prompt = prompt + _tokens(random, _question_length(random, workload, layout, len(prompt)))
+        question = _tokens(random, _question_length(random, workload, layout, len(prompt)))
+        if workload.repeats and len(trace.texts.get(tenant, ())) >= len(question) + len(prompt) % 4:
+            question = trace.texts[tenant][len(prompt) % 4 :][: len(question)]
+        prompt = prompt + question
         if not turns:
             computes = workload.computes_for(prompt)
             root = workload.root(layout, tenant, computes)
@@ -154,6 +161,7 @@ def _turns(
             whole = pack_tokens(prompt + list(answer.tokens))
             trace.owners |= dict.fromkeys(extend_keys(root, whole, layout.block_tokens), tenant)
         prompt = prompt + list(turn.answer)
+        trace.texts[tenant] = prompt
     return tuple(turns)
 
 

@@ -38,6 +38,7 @@ from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.vllm import hints
 from mooncake_zmq.vllm.adapters import Adapters
 from mooncake_zmq.vllm.choice import Choice
+from mooncake_zmq.vllm.codes import keys_in_a_row
 from mooncake_zmq.vllm.groups import ATTENTION, STATE, Group
 from mooncake_zmq.vllm.ledger import Ledger, Orders, Progress
 from mooncake_zmq.vllm.lookups import Lookups
@@ -421,12 +422,20 @@ class _WorkerHalf:
         saving: Sequence[Memory]
         threads = 1
         codec = self._settings.codec
+        keys: list[list[int]] = [[] for _ in groups]
+        if codec is not None and not codec.is_alike:
+            layers = iter(engine.attention)
+            keys = [[keys_in_a_row(next(layers), tensor.shape) for tensor in tensors.values()] for tensors in groups]
         if kinds == {"cpu"} and codec is None:
             loading = saving = [HostMemory(_spans(tensors, self._cache.num_blocks)) for tensors in groups]
         elif kinds in ({"cuda"}, {"cpu"}):
             staging, blocks = self._settings.staging_bytes // len(groups), self._cache.num_blocks
             loading, saving = (
-                [StagedMemory(list(tensors.values()), blocks, staging, codec) for tensors in groups] for _ in range(2)
+                [
+                    StagedMemory(list(tensors.values()), blocks, staging, codec, rows)
+                    for tensors, rows in zip(groups, keys, strict=True)
+                ]
+                for _ in range(2)
             )
             self._staged = [*loading, *saving]
             threads = max(1, min(GPU_COPY_THREADS, (os.cpu_count() or 1) // 4)) if kinds == {"cuda"} else 1

@@ -14,8 +14,6 @@ LOOKUP_TIMEOUT_S = 0.5
 COMING_TIMEOUT_S = 1.0
 MOVE_TIMEOUT_S = 2.0
 LOAD = ("faster", "always")
-KV_CODECS = ("int8", "int4")
-"""Those that treat keys and values alike, which lie beside each other in ways that only the engine's kernels know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,8 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     if own["load"] not in LOAD:
         raise ValueError(f"load: {own['load']!r} is none of {', '.join(LOAD)}")
     codec = str(values.pop("kv_codec", EXACT))
-    if codec not in (EXACT, *KV_CODECS):
-        raise ValueError(f"kv_codec: {codec!r} is none of {EXACT}, {', '.join(KV_CODECS)}")
+    if codec not in (EXACT, *CODECS):
+        raise ValueError(f"kv_codec: {codec!r} is none of {EXACT}, {', '.join(CODECS)}")
     own["codec"] = CODECS.get(codec)
     own["lookup_timeout_s"] = float(values.pop("lookup_timeout_s", LOOKUP_TIMEOUT_S))
     own["coming_timeout_s"] = float(values.pop("coming_timeout_s", COMING_TIMEOUT_S))

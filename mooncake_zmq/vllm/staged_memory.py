@@ -8,28 +8,37 @@ import torch
 
 from mooncake_zmq.kv.codec import Codec
 from mooncake_zmq.store.client.batch import Value
-from mooncake_zmq.vllm.codes import FLOATS, RUN, Codes
+from mooncake_zmq.vllm.codes import FLOATS, RUN, BlockCodes
 
 
 class StagedMemory:
     """Blocks that are copied through other memory: on a GPU pinned and on a separate stream, with a codec in its bytes."""
 
-    def __init__(self, tensors: list[torch.Tensor], num_blocks: int, staging_bytes: int, codec: Codec | None = None) -> None:
-        """Raises ValueError for tensors that the codec is not for."""
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        num_blocks: int,
+        staging_bytes: int,
+        codec: Codec | None = None,
+        keys: Sequence[int] = (),
+    ) -> None:
+        """`keys`: of each tensor, see `codes.keys_in_a_row`; for a codec that is not alike. Raises ValueError for tensors that
+        the codec is not for."""
         self._device = tensors[0].device
         self._is_gpu = is_gpu(self._device)
-        self._codes = Codes(codec, self._device) if codec is not None else None
+        runs = keys or [0] * len(tensors)
+        self._codes = [None if codec is None else BlockCodes(codec, each, self._device) for each in runs]
         self._tensors = [tensor if codec is not None else tensor.view(torch.uint8) for tensor in tensors]
         self._pieces = [tensor.shape[0] // num_blocks for tensor in tensors]
         """How many pieces a kernel cuts a block into, by tensor."""
         counts = [tensor[0].numel() * pieces for tensor, pieces in zip(self._tensors, self._pieces, strict=True)]
         if codec is not None and not all(tensor.dtype in FLOATS for tensor in tensors):
             raise ValueError(f"kv_codec {codec.name!r} is for KV of floats, and this is {tensors[0].dtype}")
-        if codec is not None and any(count % RUN for count in counts):
-            raise ValueError(f"kv_codec {codec.name!r} needs a multiple of {RUN} numbers in each layer of a block")
-        sizes = counts if self._codes is None else [self._codes.bytes_of(count) for count in counts]
+        if codec is not None and any(count % (2 * RUN if keys else RUN) for count in counts):
+            raise ValueError(f"kv_codec {codec.name!r} needs a multiple of {RUN} keys and values in each layer of a block")
+        sizes = [count if codes is None else codes.bytes_of(count) for codes, count in zip(self._codes, counts, strict=True)]
         self.value_bytes = sum(sizes)
-        working = self.value_bytes if self._codes is None else 4 * max(counts) + self.value_bytes
+        working = self.value_bytes if codec is None else 4 * max(counts) + self.value_bytes
         self.most = max(1, staging_bytes // working)
         self._staging = [torch.empty((self.most, size), dtype=torch.uint8, pin_memory=self._is_gpu) for size in sizes]
         self._stream = torch.cuda.Stream(self._device) if self._is_gpu else None
@@ -47,9 +56,9 @@ class StagedMemory:
 
     def sources(self, blocks: Sequence[int]) -> list[Value]:
         with self._ordered():
-            for tensor, pieces, staged in zip(self._tensors, self._pieces, self._staging, strict=True):
+            for tensor, pieces, codes, staged in self._each():
                 gathered = tensor.index_select(0, self._rows(blocks, pieces)).reshape(len(blocks), -1)
-                coded = gathered if self._codes is None else self._codes.encode(gathered)
+                coded = gathered if codes is None else codes.encode(gathered)
                 staged[: len(blocks)].copy_(coded, non_blocking=True)
         return self.targets(blocks)
 
@@ -58,11 +67,14 @@ class StagedMemory:
 
     def arrived(self, blocks: Sequence[int]) -> None:
         with self._ordered():
-            for tensor, pieces, staged in zip(self._tensors, self._pieces, self._staging, strict=True):
+            for tensor, pieces, codes, staged in self._each():
                 values = staged[: len(blocks)].to(self._device, non_blocking=True)
-                if self._codes is not None:
-                    values = self._codes.decode(values, tensor.dtype)
+                if codes is not None:
+                    values = codes.decode(values, tensor.dtype)
                 tensor.index_copy_(0, self._rows(blocks, pieces), values.reshape(-1, *tensor.shape[1:]))
+
+    def _each(self) -> Iterator[tuple[torch.Tensor, int, BlockCodes | None, torch.Tensor]]:
+        return zip(self._tensors, self._pieces, self._codes, self._staging, strict=True)
 
     @contextlib.contextmanager
     def _ordered(self) -> Iterator[None]:

@@ -1,18 +1,27 @@
 """`bench codecs` at toy size, and what it compares with: each other way keeps what it says it keeps."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench.codec_baselines import SINKS, Baseline, adjacent_cosines, baselines, kept_tokens
+from mooncake_zmq.bench.codec_pool import WAYS
+from mooncake_zmq.bench.codec_pruning import BY_PROMPT, FIXED, KEYS_ALONE, LAST, Pruning, left_out, mean_squares, prunings
 from mooncake_zmq.bench.codecs import BESIDE
 from mooncake_zmq.bench.command import bench
+from mooncake_zmq.bench.quality import prepared_model
+from mooncake_zmq.engine.blend import read_kv
+from mooncake_zmq.engine.codecs import rotated, rounded
+from mooncake_zmq.engine.weights import open_model
 from mooncake_zmq.kv.codec import CODECS
 
 KEYS, VALUES = np.random.default_rng(4).standard_normal((2, 6, 96, 2, 64), dtype=np.float32)
 OTHERS = {each.name: each for each in baselines(64, 6, 96, 4.25)}
+PRUNINGS = {each.name: each for each in prunings(64, 96)}
 
 
 def lost(other: Baseline) -> float:
@@ -20,20 +29,34 @@ def lost(other: Baseline) -> float:
     return float(np.linalg.norm(keys - KEYS) + np.linalg.norm(values - VALUES)) / float(2 * np.linalg.norm(KEYS))
 
 
+def run(*options: str) -> dict[str, Any]:
+    result = CliRunner().invoke(bench, ["codecs", *options, "--json"])
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return report
+
+
 def test_each_codec_and_each_other_way_has_its_row() -> None:
     sizes = ["--model", "dummy:tiny", "--tokens", "48", "--following", "8", "--blocks", "2", "--rounds", "1"]
-    result = CliRunner().invoke(bench, ["codecs", *sizes, "--json"])
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout.splitlines()[-1])
+    report = run(*sizes, "--only", "quality", "--only", "rates", "--only", "pool")
     found = {each["name"]: each for each in report["qualities"]}
-    assert {"exact", *CODECS, *OTHERS} == set(found)
+    assert {"exact", *CODECS, *OTHERS, *PRUNINGS} == set(found)
     assert found["exact"]["kl"] == 0
     assert [found[name]["warm"] == 0 for name in CODECS] == [codec.rounds_when_stored for codec in CODECS.values()]
     assert all(0 < found[name]["kl"] < 0.1 for name in CODECS)
     rates = [row for row in report["rows"] if row["unit"].startswith("GB/s")]
     assert len(rates) == 2 * len(CODECS)
-    assert len(report["rows"]) == len(rates) + len(BESIDE)
+    moves = [row for row in report["rows"] if row["unit"] == "tokens/s"]
+    assert len(moves) == len(WAYS) * len(CODECS)
+    assert len(report["rows"]) == len(rates) + len(moves) + len(BESIDE)
     assert sum("cosine" in note for note in report["notes"]) == 2
+
+
+@pytest.mark.timeout(180)
+def test_over_a_link_two_clusters_answer_the_same_prompts() -> None:
+    report = run("--model", "dummy:tiny", "--linked-tokens", "64", "--rounds", "1", "--only", "link")
+    (row,) = report["rows"]
+    assert row["name"] == "TTFT of 64 tokens over 100 MB/s and 16 more, int4 / exact"
 
 
 def test_a_context_that_is_too_long_is_refused() -> None:
@@ -69,6 +92,56 @@ def test_a_window_keeps_the_first_and_the_last_tokens_in_as_many_bytes() -> None
     kept = kept_tokens(96, 4.25)
     assert 16 * kept == pytest.approx(4.25 * 96, rel=0.05)
     assert keys.tobytes() == np.concatenate((KEYS[:, :SINKS], KEYS[:, 96 - kept + SINKS :]), axis=1).tobytes()
+
+
+def test_values_in_three_bits_leave_keys_as_int4_has_them() -> None:
+    keys, values = OTHERS["int4, values in 3 bits"].change(KEYS, VALUES)
+    assert keys.tobytes() == rounded(CODECS["int4"], KEYS, VALUES)[0].tobytes()
+    losses = [float(np.linalg.norm(each - VALUES) / np.linalg.norm(VALUES)) for each in (keys, values)]
+    assert 0.15 < losses[1] < 0.3
+    assert len(np.unique(np.abs(np.round(rotated(values[0, 0, 0]) / np.abs(rotated(values[0, 0, 0])).max(), 4)))) <= 4
+
+
+def mask_of(left: int) -> np.ndarray:
+    mask = np.zeros((6, 2, 64), bool)
+    mask[..., :left] = True
+    return mask
+
+
+@pytest.mark.parametrize("way", PRUNINGS.values(), ids=list(PRUNINGS))
+def test_channels_are_left_out_but_for_a_prompts_last_keys(way: Pruning) -> None:
+    keys, values = way.changed(KEYS, VALUES, mask_of(16))
+    whole = 96 - LAST if way.mask == BY_PROMPT else 96
+    assert not keys[:, :whole, :, :16].any()
+    assert keys[:, whole:, :, :16].all()
+    most = 0.15 if "4 bits" in way.name else 0
+    assert np.linalg.norm(keys[..., 16:] - KEYS[..., 16:]) <= most * np.linalg.norm(KEYS)
+    assert np.linalg.norm(values - VALUES) <= most * np.linalg.norm(VALUES)
+
+
+def test_what_is_left_out_takes_no_bits() -> None:
+    assert PRUNINGS[f"ThinK, {FIXED}"].bits == PRUNINGS[f"ThinK, {KEYS_ALONE}"].bits == 14
+    assert PRUNINGS[f"ThinK, {FIXED}, with 4 bits"].bits == (48 * 4.5 + 64 * 4.25) / 128
+    assert PRUNINGS[f"ThinK, {BY_PROMPT}"].bits == 14 + 2 * LAST / 96
+
+
+def test_the_channels_with_the_lowest_scores_are_left_out() -> None:
+    scores = np.random.default_rng(5).random((3, 2, 8), np.float32)
+    mask = left_out(scores)
+    assert (mask.sum(axis=-1) == 2).all()
+    assert (np.where(mask, scores, 0).max(axis=-1) < np.where(mask, 1, scores).min(axis=-1)).all()
+
+
+def test_scores_are_of_what_a_prefill_computes(tmp_path: Path) -> None:
+    engine = open_model(prepared_model("dummy:tiny", str(tmp_path), kernels=False))
+    tokens = np.arange(3, 40, dtype=np.int32)
+    sequence = engine.new_sequence(len(tokens))
+    engine.prefill(sequence, tokens)
+    keys = read_kv(engine, sequence, 0, len(tokens))[:, 0]
+    queries, squares = mean_squares(engine, tokens, last=5)
+    assert np.allclose(squares, np.square(keys).mean(axis=1), rtol=1e-4)
+    assert queries.shape == squares.shape
+    assert not np.allclose(queries, mean_squares(engine, tokens, last=6)[0], rtol=1e-3)
 
 
 def test_layers_that_are_alike_are_merged_without_loss_and_others_are_not() -> None:

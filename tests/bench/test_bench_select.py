@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench.command import bench
-from mooncake_zmq.bench.select import BASELINE, WAYS
+from mooncake_zmq.bench.selection import BASELINE, WAYS
 
 SIZES = ["--tokens", "128", "--following", "3", "--shares", "4,8", "--speed-tokens", "160", "--steps", "2", "--rounds", "1"]
 

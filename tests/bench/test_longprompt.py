@@ -16,10 +16,15 @@ from mooncake_zmq.prove.tiny_llama import write_model
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def test_each_side_has_its_rows(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
+def model_with_template(directory: Path) -> Path:
+    model = write_model(directory)
     settings = json.loads((model / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    return model
+
+
+def test_each_side_has_its_rows(tmp_path: Path) -> None:
+    model = model_with_template(tmp_path / "model")
     load = ["--tokens", "2000", "--rate", "5", "--seconds", "1", "--chats", "2", "--model", str(model)]
     beside = f"{sys.executable} -m mooncake_zmq.bench.sleeping_vllm {{port}}"
     result = CliRunner().invoke(bench, ["longprompt", *load, "--beside", beside, "--json"])
@@ -31,6 +36,23 @@ def test_each_side_has_its_rows(tmp_path: Path) -> None:
     assert rows["TTFT added, p50, 2,000 tokens, 5/s / wanted"]["value"] > 0
     assert {each["name"] for each in report["memory"]} == {"conductor-0", "gateway-0", "vllm-0", "vllm-1"}
     assert not any("failed" in note for note in report["notes"])
+
+
+def test_running_servers_are_measured_in_place_of_those_that_sleep(tmp_path: Path) -> None:
+    model = model_with_template(tmp_path / "model")
+    with sleeping_servers(1) as (url,):
+        load = ["--tokens", "1000", "--rate", "5", "--seconds", "1", "--chats", "1", "--model", str(model), "--vllm", url]
+        result = CliRunner().invoke(bench, ["longprompt", *load, "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert {each["name"] for each in report["memory"]} == {"conductor-0", "gateway-0", "vllm-0"}
+    assert {row["name"]: row["value"] for row in report["rows"]}["turns answered, 1,000 tokens, 5/s / sent"] == 5
+
+
+def test_a_server_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    result = CliRunner().invoke(bench, ["longprompt", "--vllm", "http://127.0.0.1:9", "--tokens", "1000"])
+    assert result.exit_code == 2
+    assert "http://127.0.0.1:9 does not say which model it serves" in result.output
 
 
 def test_a_router_that_does_not_start_is_said_so(tmp_path: Path) -> None:

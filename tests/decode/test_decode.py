@@ -134,7 +134,7 @@ class Node(Harness):
         self.done(work_id, BlocksPulled(parts, (*failed, *corrupt), tuple(corrupt)))
         return work
 
-    def handoff_done(self, request_id="r", *, held=0, token=5, prefill="p0", attempt=1, blocks=None, checksum=None):
+    def handoff_done(self, request_id="r", *, held=0, token=5, prefill="p0", attempt=1, blocks=None, checksum=None, **more):
         count = LAYOUT.blocks_for(len(self.prompts[request_id])) if blocks is None else blocks
         folded = block_checksum([block_sum(i) for i in range(held, count)])
         self.say(
@@ -147,6 +147,7 @@ class Node(Harness):
                 checksum=folded if checksum is None else checksum,
                 token=token,
                 index=0,
+                **more,
             ),
         )
 

@@ -69,7 +69,7 @@ NOT_RUN = {
     r"mooncake-zmq bench zoo --live --config": "minutes of real engines; the toy's run is the same code",
     r"mooncake-zmq bench (all|compare)": "half an hour a turn; tests/bench/test_everything.py runs both on small reports",
     r"mooncake-zmq bench blend": "ten minutes; tests/bench/test_bench_blend.py runs its rows",
-    r"mooncake-zmq bench codecs": "two minutes; tests/bench/test_bench_codecs.py runs its rows",
+    r"mooncake-zmq bench codecs": "seven minutes; tests/bench/test_bench_codecs.py runs its rows",
     r"mooncake-zmq bench select": "five minutes; tests/bench/test_bench_select.py runs its rows",
     r"mooncake-zmq bench longprompt": "three minutes; tests/bench/test_longprompt.py runs its rows",
     r"mooncake-zmq bench pool($| --only)": "a minute; tests/bench/test_pool.py runs its rows",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.kv import parts as module
 from mooncake_zmq.kv.block_hash import extend_keys, namespace
-from mooncake_zmq.kv.parts import Part, PartTable, part_root, window_hashes
+from mooncake_zmq.kv.parts import Part, PartTable, window_hashes
 
 SIZE = 8
 ALICE, BOB = (namespace(model="m", layout="l", salt=salt) for salt in ("alice", "bob"))
@@ -18,8 +18,15 @@ def run(seed, count, vocabulary=500):
     return np.random.default_rng(seed).integers(0, vocabulary, count).astype(np.int32)
 
 
-def chain(root, tokens):
-    return tuple(extend_keys(part_root(root), tokens.tobytes(), SIZE))
+def chain(root, tokens, size=SIZE):
+    return tuple(extend_keys(root, tokens.tobytes(), size))
+
+
+def add(table, root, tokens):
+    """Adds a prompt with all of its keys, and returns these as far as the table remembers them."""
+    keys = chain(root, tokens, table.block_tokens)
+    table.add(root, tokens, keys)
+    return keys[: table.most_blocks]
 
 
 def assert_is_what_it_says(root, tokens, found):
@@ -37,8 +44,8 @@ def assert_is_what_it_says(root, tokens, found):
 def test_a_part_is_found_at_any_offset_between_other_tokens():
     table = PartTable(SIZE)
     one, two = run(1, 5 * SIZE + 3), run(2, 2 * SIZE)
-    assert table.add(ALICE, one) == chain(ALICE, one)
-    table.add(ALICE, two)
+    assert add(table, ALICE, one) == chain(ALICE, one)
+    add(table, ALICE, two)
     for gap in range(2 * SIZE):
         tokens = np.concatenate((run(3, gap), two, run(4, 5), one, run(5, 11)))
         first, second = gap, gap + 2 * SIZE + 5
@@ -49,7 +56,7 @@ def test_a_part_is_found_at_any_offset_between_other_tokens():
 def test_what_is_left_of_a_part_is_found_by_its_blocks():
     table = PartTable(SIZE)
     whole = run(1, 6 * SIZE)
-    keys = table.add(ALICE, whole)
+    keys = add(table, ALICE, whole)
     tokens = np.concatenate((run(2, 3), whole[SIZE : 3 * SIZE + 4], run(3, 9)))
     assert table.find(ALICE, tokens) == [Part(3, 3 + 2 * SIZE, SIZE, keys)]
 
@@ -69,7 +76,7 @@ def test_what_is_found_has_the_very_tokens_of_what_was_added(data):
         for _ in range(data.draw(st.integers(1, 6))):
             root = data.draw(st.sampled_from([ALICE, BOB]))
             tokens = np.array(data.draw(tokens_of), np.int32)
-            keys = table.add(root, tokens)
+            keys = add(table, root, tokens)
             if keys:
                 added[root, keys[-1]] = tokens
             table.check()
@@ -81,40 +88,47 @@ def test_what_is_found_has_the_very_tokens_of_what_was_added(data):
                     free = part.stop
                     own = added[asked, part.keys[-1]][part.skipped :][: part.stop - part.start]
                     assert own.tolist() == prompt[part.start : part.stop].tolist()
-                    assert (
-                        part.keys
-                        == tuple(extend_keys(part_root(asked), added[asked, part.keys[-1]].tobytes(), 4))[: len(part.keys)]
-                    )
+                    assert part.keys == chain(asked, added[asked, part.keys[-1]], 4)[: len(part.keys)]
                 table.check()
 
 
 def test_two_tenants_share_no_part_and_no_key():
     table = PartTable(SIZE)
     tokens = run(1, 4 * SIZE)
-    alice = table.add(ALICE, tokens)
+    alice = add(table, ALICE, tokens)
     assert table.find(BOB, tokens) == []
-    bob = table.add(BOB, tokens)
+    bob = add(table, BOB, tokens)
     assert not set(alice) & set(bob)
     assert [part.keys for part in table.find(BOB, tokens)] == [bob]
 
 
-def test_no_exact_chain_has_a_parts_key():
-    """Whatever salt a client sends."""
+def test_only_blocks_that_have_keys_are_found():
+    table = PartTable(SIZE)
     tokens = run(1, 4 * SIZE)
-    roots = [ALICE, *(namespace(model="m", layout="l", salt=salt) for salt in ("", "part:alice", part_root(ALICE).hex()))]
-    exact = {key for root in roots for key in (root, *extend_keys(root, tokens.tobytes(), SIZE))}
-    assert not exact & {part_root(ALICE), *chain(ALICE, tokens)}
+    table.add(ALICE, tokens, chain(ALICE, tokens)[:2])
+    assert table.find(ALICE, tokens) == [Part(0, 2 * SIZE, 0, chain(ALICE, tokens)[:2])]
+
+
+def test_a_prompt_that_goes_on_from_another_takes_its_place():
+    table = PartTable(SIZE, most_blocks=5)
+    tokens = run(1, 4 * SIZE)
+    for blocks in range(1, 5):
+        add(table, ALICE, tokens[: blocks * SIZE])
+        table.check()
+    other = run(2, SIZE)
+    add(table, ALICE, other)
+    assert [len(table.find(ALICE, each)) for each in (tokens, other)] == [1, 1], "there is room for both"
 
 
 def test_parts_that_were_not_used_are_forgotten_first():
     table = PartTable(SIZE, most_blocks=4)
     one, two, three = (run(seed, 2 * SIZE) for seed in (1, 2, 3))
-    table.add(ALICE, one)
-    table.add(ALICE, two)
+    add(table, ALICE, one)
+    add(table, ALICE, two)
     table.find(ALICE, one)
-    table.add(ALICE, three)
+    add(table, ALICE, three)
     assert [len(table.find(ALICE, each)) for each in (one, two, three)] == [1, 0, 1]
-    assert len(table.add(ALICE, run(4, 9 * SIZE))) == 4, "a part of more is cut"
+    assert len(add(table, ALICE, run(4, 9 * SIZE))) == 4, "a part of more is cut"
     assert [len(table.find(ALICE, each)) for each in (one, two, three)] == [0, 0, 0]
 
 
@@ -123,29 +137,29 @@ def test_tenants_that_were_not_seen_are_forgotten_first_and_take_no_room_of_othe
     roots = [namespace(model="m", layout="l", salt=str(number)) for number in range(3)]
     tokens = run(1, 2 * SIZE)
     for root in roots[:2]:
-        table.add(root, tokens)
+        add(table, root, tokens)
     table.find(roots[0], tokens)
-    table.add(roots[2], tokens)
+    add(table, roots[2], tokens)
     assert [len(table.find(root, tokens)) for root in roots] == [1, 0, 1]
 
 
 def test_the_tokens_of_all_tenants_together_have_a_bound():
     table = PartTable(SIZE, most_tokens=4 * SIZE)
     one, two = run(1, 2 * SIZE), run(2, 3 * SIZE)
-    table.add(ALICE, one)
-    table.add(BOB, one)
+    add(table, ALICE, one)
+    add(table, BOB, one)
     table.find(ALICE, one)
-    table.add(ALICE, two)
+    add(table, ALICE, two)
     table.check()
     assert [len(table.find(root, tokens)) for root, tokens in ((ALICE, one), (ALICE, two), (BOB, one))] == [0, 1, 0]
-    assert len(table.add(BOB, run(3, 9 * SIZE))) == 4
+    assert len(add(table, BOB, run(3, 9 * SIZE))) == 4
     table.check()
 
 
 def test_less_than_a_block_makes_no_tenant():
     table = PartTable(SIZE, most_tenants=1)
-    table.add(ALICE, run(1, SIZE))
-    assert table.add(BOB, run(1, SIZE - 1)) == ()
+    add(table, ALICE, run(1, SIZE))
+    assert add(table, BOB, run(1, SIZE - 1)) == ()
     assert len(table.find(ALICE, run(1, SIZE))) == 1
 
 
@@ -154,17 +168,17 @@ def test_a_part_is_found_from_its_first_block_once_another_that_began_alike_is_f
     """Whether it was added again meanwhile or not."""
     table = PartTable(SIZE, most_blocks=5)
     one, two, three = (np.concatenate((run(1, SIZE), run(seed, SIZE))) for seed in (2, 3, 4))
-    keys = table.add(ALICE, one)
-    table.add(ALICE, two)
+    keys = add(table, ALICE, one)
+    add(table, ALICE, two)
     if again:
-        table.add(ALICE, one)
+        add(table, ALICE, one)
     else:
         table.find(ALICE, one)
-    table.add(ALICE, three)
+    add(table, ALICE, three)
     table.check()
     for seed in (5, 6):
         table.find(ALICE, one[SIZE:])
-        table.add(ALICE, run(seed, 2 * SIZE))  # of the others, forgets the one that was not used for longest
+        add(table, ALICE, run(seed, 2 * SIZE))  # of the others, forgets the one that was not used for longest
         table.check()
     assert table.find(ALICE, one) == [Part(0, 2 * SIZE, 0, keys)]
 
@@ -172,7 +186,7 @@ def test_a_part_is_found_from_its_first_block_once_another_that_began_alike_is_f
 def test_a_part_that_repeats_a_block_is_found_as_one():
     table = PartTable(SIZE)
     part = np.concatenate((np.tile(run(1, SIZE), 3), run(2, SIZE)))
-    keys = table.add(ALICE, part)
+    keys = add(table, ALICE, part)
     assert table.find(ALICE, part) == [Part(0, 4 * SIZE, 0, keys)]
 
 
@@ -190,7 +204,7 @@ def test_what_is_compared_is_in_proportion_to_the_prompt(monkeypatch, collide):
     table = PartTable(SIZE)
     if collide:
         monkeypatch.setattr(module, "window_hashes", lambda tokens, size: window_hashes(tokens, size) % np.uint64(1))
-    table.add(ALICE, np.concatenate((block, run(2, count * SIZE))))
+    add(table, ALICE, np.concatenate((block, run(2, count * SIZE))))
     monkeypatch.setattr(module, "_equal", lambda one, other, first: equal(one.view(Counted), other, first))
     prompt = run(3, count * SIZE) if collide else np.tile(block, count)
     table.find(ALICE, prompt)
@@ -202,8 +216,8 @@ def test_two_parts_that_share_blocks_are_found_whole_though_in_pieces():
     table = PartTable(SIZE)
     shared = run(1, 2 * SIZE)
     one, two = (np.concatenate((shared, run(seed, 2 * SIZE))) for seed in (2, 3))
-    table.add(ALICE, one)
-    table.add(ALICE, two)
+    add(table, ALICE, one)
+    add(table, ALICE, two)
     for each in (one, two):
         found = table.find(ALICE, each)
         assert_is_what_it_says(ALICE, each, found)

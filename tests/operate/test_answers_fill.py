@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from functools import partial
 from math import log
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from click.testing import CliRunner, Result
-from scripted_actor import ScriptedActor, finished, tokens
+from scripted_actor import ScriptedActor, failing, finished, tokens
 
 from mooncake_zmq.cli import main
 from mooncake_zmq.gateway.requests.client_events import TokenOut
@@ -57,14 +58,25 @@ class Through(httpx.BaseTransport):
 
 @pytest.fixture
 def actor(monkeypatch: pytest.MonkeyPatch) -> ScriptedActor:
-    found = ScriptedActor(users, answers=AnswersSettings(enabled=True, max_error=1.0, max_interval=1e9))
-    found.edge.answers._draw = lambda: 0.99
-    monkeypatch.setattr(answers, "Api", partial(answers.Api, transport=Through(found)))
+    return calling(monkeypatch, AnswersSettings(enabled=True, max_error=1.0, max_interval=1e9, approximate=True))
+
+
+waited: list[float] = []
+"""The times for which the command has waited."""
+
+
+def calling(monkeypatch: pytest.MonkeyPatch, settings: AnswersSettings) -> ScriptedActor:
+    """Return a gateway that the command calls."""
+    found = ScriptedActor(users, answers=settings)
+    if found.edge.answers is not None:
+        found.edge.answers._draw = lambda: 0.99
+    waited.clear()
+    monkeypatch.setattr(answers, "Api", partial(answers.Api, transport=Through(found), wait=waited.append))
     return found
 
 
 def fill(*options: str) -> Result:
-    return CliRunner().invoke(main, ["answers", "fill", "--at-once", "1", *options])
+    return CliRunner().invoke(main, ["answers", "fill", "--at-once", "1", "--approximate", *options])
 
 
 def lines(result: Result) -> list[str]:
@@ -82,7 +94,7 @@ def test_the_likeliest_prompts_come_first_without_those_that_differ_in_form_alon
 
 def test_a_prompt_that_was_answered_ahead_is_a_hit(actor: ScriptedActor) -> None:
     assert "2 prompts answered, 0 of them" in fill().stderr
-    asked = {"messages": [{"role": "user", "content": "HO!"}], "temperature": 0}
+    asked = {"messages": [{"role": "user", "content": "HO?"}], "temperature": 0}
     answer = actor.call("POST", "/v1/chat/completions", json=asked).json()
     assert answer["mooncake"]["answered_from"] == "cache"
     assert "2 prompts answered, 2 of them" in fill().stderr
@@ -116,9 +128,36 @@ def test_what_is_no_template_is_one_line(actor: ScriptedActor, tmp_path: Path, w
     assert "--template" in result.stderr
 
 
+def test_a_gateway_that_keeps_nothing_is_one_line_after_the_first_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = calling(monkeypatch, AnswersSettings())
+    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", {f"{number}": 0.1 for number in range(10)})
+    result = fill()
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "[gateway.answers]" in result.stderr
+    assert sum(request.sampling.logprobs is None for request in actor.requests.values()) < 10, "the others were not asked"
+
+
+def test_prompts_that_such_a_gateway_takes_for_two_are_both_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    calling(monkeypatch, AnswersSettings(enabled=True))
+    result = CliRunner().invoke(main, ["answers", "fill", "--at-once", "1"])
+    assert "3 prompts answered, 0 of them" in result.stderr
+
+
+def test_a_refusal_for_now_is_waited_for(actor: ScriptedActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(request, number):
+        return (
+            [[failing(retry_after_s=3.0)]] if request.sampling.logprobs is None and len(waited) < 2 else users(request, number)
+        )
+
+    actor.script = script
+    assert "2 prompts answered, 0 of them" in fill().stderr
+    assert waited == [3.0, 3.0]
+
+
 def test_an_error_of_the_gateway_is_one_line(actor: ScriptedActor) -> None:
     actor.up.clear()
     actor.edge.draining = True
     result = fill()
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert "503" in result.stderr
+    assert len(waited) == answers.TRIES - 1

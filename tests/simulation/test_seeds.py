@@ -41,6 +41,7 @@ def test_seeds_hold_and_cover() -> None:
     assert counts["prefix_blocks_corrupt"] > 0
     assert counts["prefix_blocks_unreached"] > 0
     assert counts["jobs_begun_ahead"] > SEEDS
+    assert counts["prompt_tokens_blended"] > 4 * SEEDS
     assert counts["handoff_blocks_failed"] > counts["handoff_blocks_corrupt"] > 0
     assert counts["handoff_blocks_kept"] > SEEDS
     assert counts["fetch_failures[source=node]"] > counts["fetched_blocks_corrupt"] > 0

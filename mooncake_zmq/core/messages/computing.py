@@ -96,6 +96,8 @@ class StartPrefill(TaggedRecord, frozen=True):
     """The texts in `tokens` that a vLLM embeds, with which the request ends; None: it generates."""
     images: Images = ()
     """The images in `tokens`, in order, each with its data URL, for a vLLM."""
+    exact: bool = False
+    """Whether the answer must not be approximate, as it is over KV of other prompts' parts."""
 
 
 class FirstToken(TaggedRecord, frozen=True):
@@ -119,6 +121,10 @@ class FirstToken(TaggedRecord, frozen=True):
     """Time from then until reused KV was loaded, concurrently with computing."""
     met: Count = 0
     """Tokens with KV elsewhere that were computed while KV after them was fetched."""
+    parts: Count = 0
+    """Tokens with KV of earlier prompts, computed behind other tokens: the answer is approximate if there are any."""
+    recomputed: Count = 0
+    """Tokens of these that were computed again."""
 
 
 class PromptScored(TaggedRecord, frozen=True):
@@ -305,6 +311,8 @@ class HandoffDone(TaggedRecord, frozen=True):
     wanted: bool = True
     """False if the first choice was cancelled and only further ones remain. The decode may have received its cancellation too
     early."""
+    exact_blocks: Count | None = None
+    """Number of leading blocks whose KV is exact: what follows them, and is decoded behind them, gets no key. None: all."""
 
 
 class HandoffReceived(TaggedRecord, frozen=True):

@@ -19,6 +19,9 @@ SINCE: Final[Mapping[str, int]] = {
     "ChatRendered": 23,
     "ChatUnrendered": 23,
     "FirstToken.met": 23,
+    "FirstToken.parts": 23,
+    "FirstToken.recomputed": 23,
+    "HandoffDone.exact_blocks": 23,
     "LeaseBlocks.tail_first": 23,
     "ParsersReported": 23,
     "PlaceElsewhere": 23,
@@ -27,6 +30,7 @@ SINCE: Final[Mapping[str, int]] = {
     "RenderChat": 23,
     "ShortenFetch": 23,
     "StartPrefill.embedding": 23,
+    "StartPrefill.exact": 23,
     "StartPrefill.images": 23,
     "TextsEmbedded": 23,
 }

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from mooncake_zmq.engine.machine_code.memory_access import codes, floats, shorts
+from mooncake_zmq.engine.machine_code.memory_access import codes, floats, shorts, words
 from mooncake_zmq.engine.machine_code.products import OPTIONS
 from mooncake_zmq.engine.machine_code.step_layout import CODEC, HEAD_DIM, ROTATES_KEYS, ROTATES_VALUES
 
@@ -81,29 +81,21 @@ def _mix(numbers, distance):
             numbers[index], numbers[index + distance] = one + two, one - two
 
 
-@njit(**OPTIONS, fastmath={"reassoc", "nsz", "nnan"})
-def _highest(numbers):
-    """Return the largest magnitude of numbers."""
-    highest = np.float32(0.0)
-    for index in range(len(numbers)):
-        highest = max(highest, abs(numbers[index]))
-    return highest
-
-
-@njit(**OPTIONS, fastmath={"reassoc", "nsz"})
-def _nothing(numbers):
-    """Return 0, or not a number if one of them is infinite or none."""
-    total = np.float32(0.0)
-    for index in range(len(numbers)):
-        total += numbers[index] * np.float32(0.0)
-    return total
+@njit(**OPTIONS)
+def _highest(address, dim):
+    """Return the largest magnitude of a head, which is not finite if one of them is not: as integers they have the same
+    order."""
+    numbers, highest = words(address, (dim,)), np.uint32(0)
+    for index in range(dim):
+        highest = max(highest, np.uint32(numbers[index] & np.uint32(0x7FFFFFFF)))
+    return np.uint32(highest).view(np.float32)
 
 
 @njit(**OPTIONS, inline="always")
-def _scale_of(numbers, bits):
+def _scale_of(address, dim, bits):
     """Return the scale of a head, exact in bfloat16."""
     part = np.float32(1.0) / np.float32(127.0) if bits == 8 else np.float32(1.0) / np.float32(7.5)
-    word = np.float32(_highest(numbers) * part + _nothing(numbers)).view(np.uint32)
+    word = np.float32(_highest(address, dim) * part).view(np.uint32)
     word = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
     scale = np.uint32(word).view(np.float32)
     return np.float32(0.0) if scale < LEAST_SCALE else scale
@@ -116,22 +108,70 @@ def _step_of(scale):
 
 @njit(**OPTIONS, inline="always")
 def _code_of(number, step, half, least, most):
-    return np.int32(min(max(np.floor(number * step + half), least), most))
+    return np.int32(min(max(number * step + half, least), most))  # what is not negative is rounded down by it
+
+
+def _codes_of_side(builder: Any, address: Any, step: Any, half: float, least: float, most: float) -> Any:
+    """Return `_code_of` SIDE numbers."""
+    numbers = builder.load(builder.inttoptr(address, _VECTOR.as_pointer()), align=4)
+    steps = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), step, _INT(0))
+    steps = builder.shuffle_vector(steps, steps, ir.Constant(ir.VectorType(_INT, SIDE), [0] * SIDE))
+    numbers = builder.fadd(builder.fmul(numbers, steps), ir.Constant(_VECTOR, [half] * SIDE))
+    for nearer, bound in ((">", least), ("<", most)):
+        bounds = ir.Constant(_VECTOR, [bound] * SIDE)
+        numbers = builder.select(builder.fcmp_ordered(nearer, numbers, bounds), numbers, bounds)
+    return builder.fptoui(numbers, ir.VectorType(_INT, SIDE))
+
+
+def _store_bytes(builder: Any, numbers: Any, address: Any) -> None:
+    kind = ir.VectorType(ir.IntType(8), SIDE)
+    builder.store(builder.trunc(numbers, kind), builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+@intrinsic
+def _write_bytes(context, numbers_at, step, out_at):
+    """Write the codes of 8 bits of SIDE numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers_at, step, out_at = arguments
+        _store_bytes(builder, _codes_of_side(builder, numbers_at, step, 128.5, 1.0, 255.0), out_at)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), generate
+
+
+@intrinsic
+def _write_pairs(context, low_at, high_at, step, out_at):
+    """Write the codes of 4 bits of SIDE numbers and of SIDE others, in pairs."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        low, high = (_codes_of_side(builder, each, arguments[2], 8.0, 0.0, 15.0) for each in arguments[:2])
+        fours = ir.Constant(ir.VectorType(_INT, SIDE), [4] * SIDE)
+        _store_bytes(builder, builder.or_(low, builder.shl(high, fours)), arguments[3])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), generate
 
 
 @njit(**OPTIONS)
-def encode_head(numbers, bits, out_at, scale_at):
+def encode_head(address, dim, bits, out_at, scale_at):
     """Write the codes and the scale of one head [dim]."""
-    scale = _scale_of(numbers, bits)
-    step, dim = _step_of(scale), len(numbers)
+    numbers = floats(address, (dim,))
+    scale = _scale_of(address, dim, bits)
+    step = _step_of(scale)
     shorts(scale_at, (1,))[0] = np.uint16(np.float32(scale).view(np.uint32) >> np.uint32(16))
     if bits == 8:
-        out = codes(out_at, (dim,))
-        for index in range(dim):
+        out, whole = codes(out_at, (dim,)), dim - dim % SIDE
+        for index in range(0, whole, SIDE):
+            _write_bytes(address + 4 * index, step, out_at + index)
+        for index in range(whole, dim):
             out[index] = np.uint8(_code_of(numbers[index], step, np.float32(128.5), np.float32(1.0), np.float32(255.0)))
         return
-    half, out = dim // 2, codes(out_at, (dim // 2,))
-    for index in range(half):
+    half = dim // 2
+    out, whole = codes(out_at, (half,)), half - half % SIDE
+    for index in range(0, whole, SIDE):
+        _write_pairs(address + 4 * index, address + 4 * (half + index), step, out_at + index)
+    for index in range(whole, half):
         low = _code_of(numbers[index], step, np.float32(8.0), np.float32(0.0), np.float32(15.0))
         high = _code_of(numbers[half + index], step, np.float32(8.0), np.float32(0.0), np.float32(15.0))
         out[index] = np.uint8(low | (high << 4))
@@ -159,7 +199,7 @@ def _round_head(address, dim, bits, is_rotated):
     if is_rotated:
         rotate(address, dim)
     numbers = floats(address, (dim,))
-    scale = _scale_of(numbers, bits)
+    scale = _scale_of(address, dim, bits)
     step = _step_of(scale)
     if bits == 8:
         for index in range(dim):

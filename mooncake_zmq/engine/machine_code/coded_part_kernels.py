@@ -6,7 +6,7 @@ from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.machine_code.attention_kernels import copy, places
 from mooncake_zmq.engine.machine_code.codec_kernels import decode_head, encode_head, rotate, round_key, round_value
 from mooncake_zmq.engine.machine_code.memory_access import floats, integers
-from mooncake_zmq.engine.machine_code.part_kernels import SIDE, place_square, transpose
+from mooncake_zmq.engine.machine_code.part_kernels import SIDE, place_columns, transpose
 from mooncake_zmq.engine.machine_code.products import OPTIONS
 from mooncake_zmq.engine.machine_code.step_layout import (
     CACHE_FIELDS,
@@ -23,6 +23,7 @@ from mooncake_zmq.engine.machine_code.step_layout import (
     ROTATES_KEYS,
     ROTATES_VALUES,
     SCRATCH_AT,
+    TOGETHER,
     Coding,
 )
 
@@ -53,16 +54,16 @@ def encode_parts(table):
         at = 0
         while at < tokens:
             tile, column = (start + at) // KEY_TILE, (start + at) % KEY_TILE
-            run = min(min(SIDE, tokens - at), KEY_TILE - column)
+            run = min(min(TOGETHER, tokens - at), KEY_TILE - column)
             for head in range(kv_heads):
                 keys, values = places(begins, layer, kv_heads, head, dim)
-                _take_square(keys + 4 * (tile * dim * KEY_TILE + column), run, dim, scratch)
+                _take_columns(keys + 4 * (tile * dim * KEY_TILE + column), run, dim, scratch)
                 for token in range(run):
                     here, number = out + (at + token) * token_bytes, scratch + 4 * token * dim
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
                     codes_at = here + head * (dim * key_bits // 8)
-                    encode_head(floats(number, (dim,)), key_bits, codes_at, here + key_scales_at + 2 * head)
+                    encode_head(number, dim, key_bits, codes_at, here + key_scales_at + 2 * head)
                 for token in range(run):
                     here, number = out + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
                     if codec & ROTATES_VALUES:
@@ -70,19 +71,19 @@ def encode_parts(table):
                         number = scratch
                         rotate(number, dim)
                     codes_at = here + values_at + head * (dim * value_bits // 8)
-                    encode_head(floats(number, (dim,)), value_bits, codes_at, here + value_scales_at + 2 * head)
+                    encode_head(number, dim, value_bits, codes_at, here + value_scales_at + 2 * head)
             at += run
 
 
 @njit(**OPTIONS)
-def _take_square(source, tokens, dim, target):
-    """Copy columns of a tile, keys of one head of up to SIDE tokens, as rows [tokens, dim]."""
-    square = dim - dim % SIDE if tokens == SIDE else 0
-    for turn in range(square // SIDE):
-        index = turn * SIDE
-        transpose(source + 4 * index * KEY_TILE, 4 * KEY_TILE, target + 4 * index, 4 * dim)
+def _take_columns(source, tokens, dim, target):
+    """Copy columns of a tile, keys of one head, as rows [tokens, dim]."""
+    whole, square = tokens - tokens % SIDE, dim - dim % SIDE
+    for index in range(0, square, SIDE):
+        for token in range(0, whole, SIDE):
+            transpose(source + 4 * (index * KEY_TILE + token), 4 * KEY_TILE, target + 4 * (token * dim + index), 4 * dim)
     for token in range(tokens):
-        for index in range(square, dim):
+        for index in range(square if token < whole else 0, dim):
             floats(target + 4 * (token * dim + index), (1,))[0] = floats(source + 4 * (index * KEY_TILE + token), (1,))[0]
 
 
@@ -104,7 +105,7 @@ def decode_parts(table):
         at = 0
         while at < tokens:
             tile, column = (start + at) // KEY_TILE, (start + at) % KEY_TILE
-            run = min(min(SIDE, tokens - at), KEY_TILE - column)
+            run = min(min(TOGETHER, tokens - at), KEY_TILE - column)
             for head in range(kv_heads):
                 keys, values = places(begins, layer, kv_heads, head, dim)
                 for token in range(run):
@@ -113,7 +114,7 @@ def decode_parts(table):
                     decode_head(codes_at, here + key_scales_at + 2 * head, key_bits, floats(number, (dim,)))
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
-                place_square(scratch, 4 * dim, run, dim, keys + 4 * (tile * dim * KEY_TILE + column))
+                place_columns(scratch, 4 * dim, run, dim, keys + 4 * (tile * dim * KEY_TILE + column))
                 for token in range(run):
                     here, number = given + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
                     codes_at = here + values_at + head * (dim * value_bits // 8)

@@ -150,7 +150,7 @@ class CompiledLlama(Llama):
         work[Array.HIDDEN][:, : self.spec.hidden] = self.embed(tokens)
         return work
 
-    def _rows_of(self, rank: int, sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]) -> CompiledRows:
+    def rows_of(self, rank: int, sequence: SequenceKV, positions: NDArray[np.int64], entering: NDArray[Any]) -> CompiledRows:
         spec, rows = self.spec, len(entering)
         if rank not in self._kept or len(self._kept[rank][Array.HIDDEN]) < rows:
             self._kept[rank] = _rows_workspace(spec, rows)

@@ -65,3 +65,4 @@ def _array_of(item: Any, ir_item: Any, item_bytes: int) -> Any:
 
 floats, integers = _array_of(types.float32, ir.FloatType(), 4), _array_of(types.int64, _LONG, 8)
 codes, shorts = _array_of(types.uint8, ir.IntType(8), 1), _array_of(types.uint16, ir.IntType(16), 2)
+words = _array_of(types.uint32, ir.IntType(32), 4)

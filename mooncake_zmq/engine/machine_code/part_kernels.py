@@ -21,6 +21,7 @@ from mooncake_zmq.engine.machine_code.step_layout import (
     PART_VALUES_AT,
     PARTS,
     PLACING_FIELDS,
+    TOGETHER,
 )
 
 SIDE = 8  # of a square of numbers that is transposed in registers
@@ -60,13 +61,16 @@ def _interleaved(first: int) -> Any:
 
 
 @njit(**OPTIONS)
-def place_square(source, token_bytes, tokens, dim, target):
-    """Store keys of one head of up to SIDE tokens, `token_bytes` apart, as columns of a tile from `target`."""
-    square = dim - dim % SIDE if tokens == SIDE else 0
+def place_columns(source, token_bytes, tokens, dim, target):
+    """Store keys of one head, `token_bytes` apart, as columns of a tile from `target`: whole cache lines, one channel after the
+    other."""
+    whole, square = tokens - tokens % SIDE, dim - dim % SIDE
     for index in range(0, square, SIDE):
-        transpose(source + 4 * index, token_bytes, target + 4 * index * KEY_TILE, 4 * KEY_TILE)
+        for token in range(0, whole, SIDE):
+            place = target + 4 * (index * KEY_TILE + token)
+            transpose(source + token * token_bytes + 4 * index, token_bytes, place, 4 * KEY_TILE)
     for token in range(tokens):
-        for index in range(square, dim):
+        for index in range(square if token < whole else 0, dim):
             floats(target + 4 * (index * KEY_TILE + token), (1,))[0] = floats(source + token * token_bytes + 4 * index, (1,))[0]
 
 
@@ -82,11 +86,11 @@ def place_parts(table):
         at = 0
         while at < tokens:  # in the order in which the part lies in memory
             tile, column = (start + at) // KEY_TILE, (start + at) % KEY_TILE
-            run = min(min(SIDE, tokens - at), KEY_TILE - column)
+            run = min(min(TOGETHER, tokens - at), KEY_TILE - column)
             for head in range(kv_heads):
                 keys, _ = places(begins, layer, kv_heads, head, dim)
                 source = parts[row, PART_KEYS_AT] + at * token_bytes + head * head_bytes
-                place_square(source, token_bytes, run, dim, keys + 4 * (tile * dim * KEY_TILE + column))
+                place_columns(source, token_bytes, run, dim, keys + 4 * (tile * dim * KEY_TILE + column))
             at += run
         for token in range(tokens):
             for head in range(kv_heads):

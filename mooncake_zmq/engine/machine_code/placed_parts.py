@@ -9,12 +9,10 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.kv_cache import Part, SequenceKV
 from mooncake_zmq.engine.machine_code.object_code import MachineCode
-from mooncake_zmq.engine.machine_code.step_layout import ROTATES_KEYS, ROTATES_VALUES, Coding, What
+from mooncake_zmq.engine.machine_code.step_layout import ROTATES_KEYS, ROTATES_VALUES, TOGETHER, Coding, What
 from mooncake_zmq.kv.codec import Codec
 
 ITEM_BYTES = 4
-TOGETHER = 8
-"""Tokens that are coded together."""
 
 
 class PlacingSequenceKV(SequenceKV):
@@ -57,7 +55,8 @@ class PlacingCodedKV(CodedSequenceKV):
 
     __slots__ = ("_code", "_number", "_token_bytes")
 
-    parts_at_once = 8
+    parts_at_once = 32
+    """Coded parts are a fourth to a seventh of exact ones; with 8 in a call, calls took a tenth of the time."""
 
     def __init__(
         self, code: MachineCode, codec: Codec, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int

@@ -12,6 +12,7 @@ PARTS, KV_HEADS, SCRATCH_AT, PLACING_FIELDS = range(CACHE_FIELDS, CACHE_FIELDS +
 PART_KEYS_AT, PART_VALUES_AT, PART_LAYER, PART_START, PART_TOKENS, PART_FIELDS = range(6)  # of a row that follows there
 CODED_AT, CODED_LAYER, CODED_START, CODED_TOKENS, CODED_PART_FIELDS = range(5)  # of a row for coded parts
 ROTATES_KEYS, ROTATES_VALUES = 1 << 8, 1 << 9  # of CODEC, above the bits of a key's numbers and, times 16, of a value's
+TOGETHER = 32  # tokens of a head whose keys are placed at once: longer runs of memory in a tile measured 5 % faster than 8
 SPAN_TILES = 8  # of keys, scored before their values are read: long runs of memory measured a tenth faster than 1
 
 LAYER_ROWS = 256  # of a prefill, through a layer: whose activations fit in a core's own cache beside the weights they meet

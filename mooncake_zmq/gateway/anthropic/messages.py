@@ -157,6 +157,7 @@ def _chat_of(body: MessagesBody, model: ServedModel) -> dict[str, Any]:
     turns = [*_system(body.system), *_turns(body.messages, model.max_model_len)]
     chat: dict[str, Any] = {"messages": turns, **_tools_of(body)}
     chat |= {name: given for name in PASSED_ON if (given := getattr(body, name)) != NULL}
+    chat["exact"] = True  # this API's answers cannot say that they are not
     named = {"model": body.model, "max_tokens": body.max_tokens}
     chat |= {name: given for name, given in named.items() if given is not None}
     if body.stop_sequences != NULL:

@@ -35,7 +35,7 @@ from mooncake_zmq.gateway.http.auth import Refusals, Usage, is_below, tenant_at
 from mooncake_zmq.gateway.http.call_key import authorization_of
 from mooncake_zmq.gateway.http.calls import Call, Full, HungUp, Reading
 from mooncake_zmq.gateway.http.edge import Edge
-from mooncake_zmq.gateway.http.kept_answers import look_up, settle
+from mooncake_zmq.gateway.http.kept_answers import Asking
 from mooncake_zmq.gateway.http.keyless import check_caller
 from mooncake_zmq.gateway.http.plain_routes import json_response
 from mooncake_zmq.gateway.http.sse import AnyReply, Stream, Stuck, accept, accept_tokens
@@ -309,40 +309,38 @@ class _Generation:
         usage.take(prepared.requests, each)
         call.hold(prepared.requests[0].tenant, prepared.held_scores)
         shows_reuse = self._edge.shows_reuse(prepared.body.cache_salt)
-        found = look_up(self._edge.answers, prepared) if shows_reuse else None
-        if isinstance(found, Stored):
-            call.answer(found.outputs)
-            prepared = replace(prepared, verified_at=found.verified_at)
-            scope["state"]["facts"] |= {"answered_from": "cache"}
-        else:
-            call.submit(prepared.requests, each)
-            scope["state"]["reported"] = True
-        reply = self._reply(
-            prepared,
-            prepared.model,
-            request_id=scope["state"]["id"],
-            created=int(time.time()),
-            shows_reuse=shows_reuse,
-        )
-        encode = partial(self._threads.encode, prepared.requests[0].tenant)
-        try:
-            if prepared.body.stream:
-                await Stream(call, reply, scope, send, encode, self._edge.settings).run()
+        with Asking(self._edge.answers, prepared, takes_part=shows_reuse) as asking:
+            if isinstance(asking.found, Stored):
+                call.answer(asking.found.outputs())
+                scope["state"]["facts"] |= {"answered_from": "cache"}
             else:
-                call.shortcut = partial(accept_tokens, call, reply)
-                while not reply.done:
-                    accept(call, reply, await call.take())
-                whole = await encode(reply.encoded) if reply.is_long_as_whole else reply.encoded()
-                await Response(whole, media_type="application/json")(scope, _nothing, send)
-        finally:
-            settle(self._edge.answers, found, prepared.choices[0], time.time())
-            usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
-            self._meter(prepared, reply)
-            scope["state"]["facts"] |= {
-                "prompt_tokens": reply.prompt_tokens,
-                "completion_tokens": reply.completion_tokens,
-                "finish_reasons": [choice.finish_reason for choice in prepared.choices],
-            }
+                call.submit(prepared.requests, each)
+                scope["state"]["reported"] = True
+            reply = self._reply(
+                replace(prepared, of_kept=asking.outcome),
+                prepared.model,
+                request_id=scope["state"]["id"],
+                created=int(time.time()),
+                shows_reuse=shows_reuse,
+            )
+            encode = partial(self._threads.encode, prepared.requests[0].tenant)
+            try:
+                if prepared.body.stream:
+                    await Stream(call, reply, scope, send, encode, self._edge.settings).run()
+                else:
+                    call.shortcut = partial(accept_tokens, call, reply)
+                    while not reply.done:
+                        accept(call, reply, await call.take())
+                    whole = await encode(reply.encoded) if reply.is_long_as_whole else reply.encoded()
+                    await Response(whole, media_type="application/json")(scope, _nothing, send)
+            finally:
+                usage.tokens_used = reply.prompt_tokens + reply.completion_tokens
+                self._meter(prepared, reply)
+                scope["state"]["facts"] |= {
+                    "prompt_tokens": reply.prompt_tokens,
+                    "completion_tokens": reply.completion_tokens,
+                    "finish_reasons": [choice.finish_reason for choice in prepared.choices],
+                }
 
     def _meter(self, prepared: Prepared, reply: AnyReply) -> None:
         """Count what a call has used; one that got no token has used nothing."""

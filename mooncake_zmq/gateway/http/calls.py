@@ -7,9 +7,10 @@ ended.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as count_up
+from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -255,6 +256,8 @@ class Call:
         self.slots = 1
         self._ids: list[str] = []
         self._outputs: list[tuple[int, ClientOutput]] = []
+        self._kept: Iterator[ClientOutput] = iter(())
+        """The outputs of its only choice that the actor gave before."""
         self._waiting: asyncio.Future[None] | None = None
         self._nudged = False
         self._is_queued = False
@@ -331,13 +334,13 @@ class Call:
             if not self._too_slow:
                 self._calls.open(self, self._ids[index : index + each], index, requests[index : index + each])
 
-    def answer(self, outputs: list[ClientOutput]) -> None:
+    def answer(self, outputs: Iterator[ClientOutput]) -> None:
         """Answer the call, which has one choice, by outputs that the actor gave before. Raises HungUp if the client has
         disconnected."""
         if self._gone:
             raise HungUp
         self._ids = [self._calls.new_id()]
-        self._outputs = [(0, output) for output in outputs]
+        self._kept = outputs
 
     def receive(self, index: int, output: ClientOutput) -> None:
         """Take an output of a choice. A reader that lags too far behind gets only an error."""
@@ -368,7 +371,9 @@ class Call:
     async def take(self) -> list[tuple[int, ClientOutput]]:
         """Wait for outputs and return them in order, or none after a nudge. Raises HungUp if the client has disconnected, and
         RuntimeError after an error in the shortcut, which the loop logs. A reader that lagged gets them in batches that take
-        the loop a few milliseconds each."""
+        the loop a few milliseconds each, and so does that of a kept answer."""
+        if not self._outputs:
+            self._outputs = [(0, output) for output in islice(self._kept, OUTPUTS_AT_ONCE)]
         if self._outputs:
             await asyncio.sleep(0)
         while not self._outputs and not self._gone and not self._nudged:

@@ -1,7 +1,6 @@
 """The key of a body whose answer may be given again: its tenant, model, prompt and all else that decides the answer."""
 
 import hashlib
-import string
 import unicodedata
 import zlib
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ KEY_BYTES = 16
 _NAMES = ("model", "stream", "stream_options", "seed", "n", "cache_salt", "priority", "ttft_slo", "tbt_slo", "answer_cache")
 _OPEN: dict[str, Any] = dict.fromkeys(_NAMES) | dict.fromkeys(Harmless.__struct_fields__, NULL)
 """Fields that decide nothing at temperature 0, or that the key has in another form. Every other field is a part of the key."""
-_AT_THE_END = string.punctuation + string.whitespace + "\u2026\u3002\uff01\uff1f"
+_AT_THE_END = ".? \u2026\u3002\uff1f"
 _SYSTEM = ("system", "developer")
 
 
@@ -38,10 +37,7 @@ def asked_of(
         if body.echo:
             return None
         fields: CompletionBody | ChatBody = structs.replace(body, prompt=NULL, **_OPEN)
-        if isinstance(prompt, str):
-            said: Any = normalised(prompt, with_end=True) if settings.approximate else prompt
-        else:
-            said = prompt
+        said: Any = prompt
     else:
         turns = [turn for turn in prompt if isinstance(turn, dict)]
         if bytes(body.tools) not in (b"null", b"[]") or any("tool_calls" in turn or turn["role"] == "tool" for turn in turns):
@@ -54,13 +50,11 @@ def asked_of(
     model = f"{request.model}/{request.adapter}"
     whole = msgspec.msgpack.encode((request.tenant, model, request.root, msgspec.json.encode(fields), said))
     group = zlib.crc32(f"{model}/{fields.__class__.__name__}/{system}".encode()) % CLASSES
-    return Asked(request.tenant, model, hashlib.sha256(whole).digest()[:KEY_BYTES], group, request.stop.max_tokens)
+    return Asked(request.tenant, request.model, hashlib.sha256(whole).digest()[:KEY_BYTES], group, request.stop.max_tokens)
 
 
-def normalised(text: str, *, with_end: bool = False) -> str:
-    """Return a text without what seldom changes an answer: in lower case, with compatible characters as one (NFKC), single
-    spaces, and no punctuation at the end. `with_end`: the text is continued, so that its end stays. A text of punctuation alone
-    stays as it is."""
-    even = text if text.isascii() else unicodedata.normalize("NFKC", text)
-    even = " ".join(even.casefold().split()) + (" " if with_end and text[-1:].isspace() else "")
-    return even if with_end else even.rstrip(_AT_THE_END) or text
+def normalised(text: str) -> str:
+    """Return a text without what seldom changes an answer: in lower case, in one form of each character (NFC), with single
+    spaces in place of white space, and no period or question mark at the end. A text of these alone stays as it is."""
+    even = text if text.isascii() else unicodedata.normalize("NFC", text)
+    return " ".join(even.lower().split()).rstrip(_AT_THE_END) or text

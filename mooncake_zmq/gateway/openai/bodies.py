@@ -76,8 +76,8 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 class Body(Constrained, frozen=True, kw_only=True):
     """The fields of both endpoints. vLLM's extensions: top_k, ignore_eos, min_tokens, return_token_ids, cache_salt, priority (a
     lower one is earlier), stop_token_ids, include_stop_str_in_output, skip_special_tokens, truncate_prompt_tokens. Ours:
-    ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none, and answer_cache, which is false where an
-    engine is to answer though the gateway has an answer."""
+    ttft_slo and tbt_slo, bounds in seconds in place of the deployment's, 0 for none; exact, for an answer that is not
+    approximate; and answer_cache, which is false where an engine is to answer though the gateway has an answer."""
 
     model: str | None = None
     stream: bool | None = None
@@ -108,8 +108,14 @@ class Body(Constrained, frozen=True, kw_only=True):
     ttft_slo: Slo = None
     tbt_slo: Slo = None
     answer_cache: bool | None = None
+    exact: bool | None = None
     clips_answer: ClassVar[bool] = False
     """Whether more tokens than there is room for are no error."""
+
+    @property
+    def must_be_exact(self) -> bool:
+        """Whether the answer may not be approximate: its client refuses that, or it has no place to say so."""
+        return bool(self.exact or (self.stream and not self.include_usage))
 
     @property
     def choices_per_prompt(self) -> int:

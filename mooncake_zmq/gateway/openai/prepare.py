@@ -60,8 +60,8 @@ class Prepared:
     """The chat that a vLLM has to write as tokens before there are requests."""
     asked: Asked | None = None
     """The key of an answer that may be given again; None: it may not."""
-    verified_at: float | None = None
-    """When an engine gave the answer that is given again; None: an engine answers."""
+    of_kept: Callable[[], dict[str, Any]] = dict
+    """Returns what the complete reply says of kept answers."""
 
     @property
     def held_scores(self) -> int:
@@ -224,6 +224,7 @@ class _Common:
                 ttft_slo_s=body.ttft_slo,
                 tbt_slo_s=body.tbt_slo,
                 priority=body.priority or 0,
+                exact=body.must_be_exact,
                 tenant=self._tenant,
                 prompt_logprobs=body.echoed_likeliest if len(ids) > 1 else None,
                 reading=reading,

@@ -1,6 +1,6 @@
 """Responses of the OpenAI API: a call's answers as JSON, whole or as server-sent events."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.logprobs import of_chat, of_completion
 from mooncake_zmq.gateway.openai.prepare import Prepared
 from mooncake_zmq.gateway.openai.tools import call_deltas, whole_calls
+from mooncake_zmq.gateway.requests.client_events import Finished
 from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.kv.codec import EXACT
 
@@ -33,7 +34,7 @@ class Reply:
         self._chat = isinstance(self.body, ChatBody)
         self._request_id = request_id
         self._shows_reuse = shows_reuse
-        self._verified_at = prepared.verified_at
+        self._of_kept = prepared.of_kept
         self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
         self._forms: dict[tuple[int, str], list[bytes]] = {}
         self._head = {
@@ -240,17 +241,22 @@ class Reply:
             **self._coded(sum(reused.values())),
             **self._unread(),
             **self._met(sum(each.computed_of_cached for each in finished)),
-            **self._stored(),
+            **self._blended(finished),
+            **self._of_kept(),
             "request": self._request_id,
         }
-
-    def _stored(self) -> dict[str, Any]:
-        """Return that the answer was given before, and when an engine gave it last; empty: an engine gave it now."""
-        return {} if self._verified_at is None else {"answered_from": "cache", "verified_at": int(self._verified_at)}
 
     def _met(self, tokens: int) -> dict[str, int]:
         """Return how many tokens with KV elsewhere were computed while KV after them was fetched; empty: none."""
         return {"computed_of_cached": tokens} if tokens and self._shows_reuse else {}
+
+    def _blended(self, firsts: Sequence[Finished]) -> dict[str, Any]:
+        """Return that the answer is approximate, if a choice is over KV that was computed behind other tokens, and how many of
+        the prompts' tokens have such KV, or were computed again; empty: none is. `firsts`: of each prompt's first choice."""
+        if not any(choice.finished is not None and choice.finished.parts for choice in self.choices):
+            return {}
+        parts, recomputed = sum(each.parts for each in firsts), sum(each.recomputed for each in firsts)
+        return {"approximate": True, **({"cached_parts": parts, "recomputed": recomputed} if self._shows_reuse else {})}
 
     def _coded(self, reused: int) -> dict[str, Any]:
         """Return how blocks hold KV, and whether the answer may for that reason differ from one that was computed at once;

@@ -38,6 +38,8 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     priority: int = 0
+    exact: bool = False
+    """Whether the answer must not be approximate."""
     tenant: str = ""
     """Tenant to whose shares of the pools its blocks are charged."""
     siblings: tuple[tuple[str, int], ...] = ()
@@ -150,6 +152,10 @@ class Finished(Struct, frozen=True, kw_only=True):
     """Versions of the weights that made the tokens, without a gap; empty where no engine named any."""
     computed_of_cached: int = 0
     """Prompt tokens with KV elsewhere that the prefill computed while KV after them was fetched."""
+    parts: int = 0
+    """Prompt tokens with KV of earlier prompts, computed behind other tokens: the answer is approximate if there are any."""
+    recomputed: int = 0
+    """Tokens of these that were computed again."""
 
 
 class Failed(Struct, frozen=True, kw_only=True):

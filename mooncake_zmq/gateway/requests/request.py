@@ -11,6 +11,7 @@ from mooncake_zmq.core.actor_parts import Lifecycle, Named
 from mooncake_zmq.core.messages import (
     MAX_WEIGHT_VERSIONS,
     CancelRequest,
+    FirstToken,
     Outcome,
     Placed,
     PromptScored,
@@ -128,6 +129,10 @@ class Request:
     exclude: tuple[str, ...] = ()
     computed_of_cached: int = 0
     """Tokens with KV elsewhere that the prefill computed while KV after them was fetched."""
+    parts: int = 0
+    """Tokens with KV of earlier prompts, computed behind other tokens: the answer is approximate if there are any."""
+    recomputed: int = 0
+    """Tokens of these that the prefill computed again."""
     cached: tuple[int, int, int] | None = None
     prefill_times: tuple[float, float] = (0.0, 0.0)
     """Times of the attempt under way in the prefill: queued, computed."""
@@ -258,6 +263,7 @@ class Request:
             siblings=tuple([each.as_sibling() for each in siblings]),
             embedding=client.embedding,
             images=client.images,
+            exact=client.exact,
         )
 
     def as_sibling(self) -> Sibling:
@@ -283,6 +289,15 @@ class Request:
         ids = [token for _, likeliest in message.logprobs for token, _ in likeliest]
         end = message.first + len(message.logprobs)
         return message.first <= self.scored + 1 and end <= self.prompt_tokens and self.layout.has_token(max(ids, default=0))
+
+    def take_first(self, message: FirstToken) -> None:
+        """Take what a prefill reports with its token: of reuse, what the first attempt did; a later one blends nothing."""
+        if self.cached is None:
+            self.cached = (message.own, message.local, message.remote)
+            self.computed_of_cached = min(message.met, self.prompt_tokens)
+            self.parts = min(message.parts, self.prompt_tokens)
+            self.recomputed = min(message.recomputed, self.parts)
+        self.prefill_times = (message.queue_s, message.prefill_s)
 
     def take_of_prompt(self, now: float, message: PromptScored | TextsEmbedded) -> PromptLogprobs | Vectors | None:
         """Take vectors, or probabilities of the prompt's tokens. Return those that the client lacks: a later attempt sends all
@@ -366,6 +381,8 @@ class Request:
             prefill_s=self.prefill_times[1],
             versions=self._without_gaps(),
             computed_of_cached=self.computed_of_cached,
+            parts=self.parts,
+            recomputed=self.recomputed,
         )
 
     def dump(self, now: float) -> dict[str, Any]:

@@ -66,6 +66,10 @@ class Attempt:
     cached_remote: int = 0
     computed_of_cached: int = 0
     """Tokens with KV elsewhere that were computed while KV after them was fetched."""
+    cached_parts: int = 0
+    """Tokens with KV of earlier prompts, computed behind other tokens."""
+    recomputed: int = 0
+    """Tokens of these that were computed again."""
     queue_s: float = 0.0
     prepare_s: float = 0.0
     """Time from the head of the queue to the engine: lease, the decode's reservation, room."""
@@ -273,6 +277,7 @@ def _first(entry: RequestEntry, attempt: Attempt, message: FirstToken | TextsEmb
         return
     attempt.cached_own, attempt.cached_local, attempt.cached_remote = message.own, message.local, message.remote
     attempt.computed_of_cached = message.met
+    attempt.cached_parts, attempt.recomputed = message.parts, message.recomputed
     attempt.queue_s, attempt.prepare_s = message.queue_s, message.prepare_s
     attempt.load_s, attempt.prefill_s = message.load_s, max(0.0, message.prefill_s - message.prepare_s)
 

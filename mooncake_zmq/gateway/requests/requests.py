@@ -353,10 +353,7 @@ class Requests:
         if not request.is_scored or not request.fits_model((message.token,), logprobs):
             return self._on_nonsense(now, request, sender)
         request.move(RequestEvent.FIRST_TOKEN)
-        if request.cached is None:
-            request.cached = (message.own, message.local, message.remote)
-            request.computed_of_cached = min(message.met, request.prompt_tokens)
-        request.prefill_times = (message.queue_s, message.prefill_s)
+        request.take_first(message)
         return self._take_run(now, request, message.index, (message.token,), logprobs)
 
     def _on_tokens(self, now: float, sender: str, message: TokensDecoded) -> list[Effect]:

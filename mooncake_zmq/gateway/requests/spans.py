@@ -70,6 +70,8 @@ def _of_attempt(entry: RequestEntry, attempt: Attempt) -> Branch:
         "mooncake.decode": attempt.decode or None,
         "mooncake.stages": attempt.stages or None,
         "mooncake.computed_of_cached": attempt.computed_of_cached or None,
+        "mooncake.cached_parts": attempt.cached_parts or None,
+        "mooncake.recomputed": attempt.recomputed or None,
         "mooncake.ttft_s": attempt.ttft_s,
         "mooncake.tbt_s": attempt.tbt_s,
         "mooncake.predicted_ttft_s": attempt.predicted_ttft_s,

@@ -149,6 +149,7 @@ def as_chat(raw: bytes | bytearray, models: ServedModels) -> tuple[bytes, Spaces
     if tools:
         chat["tools"] = [_function(_seen(space, tool.name), tool) for space, tool in tools]
     chat |= {name: given for name in PASSED_ON if (given := getattr(body, name)) != NULL}
+    chat["exact"] = True  # this API's answers cannot say that they are not
     if body.model is not None:
         chat["model"] = body.model
     if body.max_output_tokens != NULL:

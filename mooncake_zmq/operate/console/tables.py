@@ -132,7 +132,9 @@ def _attempt(each: Mapping[str, Any]) -> str:
     met = (
         f"{each['computed_of_cached']:,} tokens computed while others were fetched; " if each.get("computed_of_cached") else ""
     )
-    return f"attempt {each['number']}: {nodes}; {met}{ttft}; {tbt}; ended: {each['why']}"
+    parts, again = each.get("cached_parts", 0), each.get("recomputed", 0)
+    blended = f"{parts:,} tokens over KV of other prompts, {again:,} of them computed again; " if parts else ""
+    return f"attempt {each['number']}: {nodes}; {met}{blended}{ttft}; {tbt}; ended: {each['why']}"
 
 
 def _seconds(value: float | None) -> str:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.actor import WorkProgress
@@ -23,8 +24,10 @@ from mooncake_zmq.core.work import (
     StepEntry,
     WorkFailed,
 )
+from mooncake_zmq.engine.blend import Again, moved_run, prefill_blended, read_kv
 from mooncake_zmq.engine.constraint import ConstraintError
 from mooncake_zmq.engine.kv_cache import SequenceKV
+from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.scoring import PromptScores
 from mooncake_zmq.engine.spec import Engine
@@ -77,7 +80,31 @@ class Compute:
         """Make the next tokens of a batch."""
         return Subtasks([(self._worker, partial(self._decode, job, work))])
 
+    def _compute_blended(self, job: Job, work: ComputeChunk, sequence: SequenceKV) -> Result:
+        """Compute a chunk over KV of parts that is loaded behind the prompt. All layers end together."""
+        began, engine, size = time.perf_counter(), self._engine, self._layout.block_tokens
+        assert isinstance(engine, Llama)
+        tokens, layers = _tokens_of(work), range(self._layout.layers)
+        try:
+            for layer in layers:
+                job.before_layer(layer)
+        except PrefixFailed as failure:
+            return ChunkComputed((), None, time.perf_counter() - began, *split_failures(failure.blocks))
+        reused = [
+            moved_run(read_kv(engine, sequence, part.block * size, part.block * size + part.tokens), part.at, part.computed_at)
+            for part in work.parts
+        ]
+        sequence.set_length(work.start)
+        blended = prefill_blended(engine, sequence, tokens, reused, Again(work.again))
+        for layer in layers:
+            job.check()
+            self._store_outputs(work, sequence, layer, len(tokens))
+        again = sum([int(np.isin(each.at, blended.computed).sum()) for each in reused])
+        return structs.replace(self._chunk_result(job, work, blended.logits, began), recomputed=again)
+
     def _compute_chunk(self, job: Job, work: ComputeChunk, sequence: SequenceKV) -> Result:
+        if work.parts:
+            return self._compute_blended(job, work, sequence)
         began = time.perf_counter()
         tokens = _tokens_of(work)
         reported_at = began_at = time.monotonic()
@@ -112,10 +139,22 @@ class Compute:
                 job.before_layer(layer)
         except PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *split_failures(failure.blocks))
+        scored = tuple(scoring.scored) if scoring else ()
+        return self._chunk_result(job, work, logits[0] if logits is not None else None, began, scored)
+
+    def _chunk_result(
+        self,
+        job: Job,
+        work: ComputeChunk,
+        logits: NDArray[np.float32] | None,
+        began: float,
+        scored: tuple[TokenLogprob, ...] = (),
+    ) -> ChunkComputed:
+        """Return the result of a chunk that is computed and stored. `logits`: those after its last token."""
         sampled: tuple[Sampled, ...] = ()
         if work.sampling is not None:
             assert logits is not None
-            sampled = self._sample(job, work, logits[0], work.start + len(tokens))
+            sampled = self._sample(job, work, logits, work.start + len(work.tokens) // 4)
         token, logprob = sampled[0] if sampled else (None, None)
         loaded_s = job.prefix.loaded_s if job.prefix else 0.0
         elapsed_s = time.perf_counter() - began
@@ -128,7 +167,7 @@ class Compute:
             waited_s=job.waited_s,
             logprob=logprob,
             others=sampled[1:],
-            scored=tuple(scoring.scored) if scoring else (),
+            scored=scored,
         )
 
     def _sample(self, job: Job, work: ComputeChunk, logits: NDArray[np.float32], position: int) -> tuple[Sampled, ...]:

@@ -1,16 +1,23 @@
 """Answers that a gateway gives again: to whom, for which bodies, in what shape, and what it counts."""
 
 import asyncio
+import json
 from dataclasses import replace
+from itertools import count
 
 import httpx
+import msgspec
 import pytest
 from msgspec import structs
 from scripted_actor import ScriptedActor, events, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.answers.table import AnswerTable
+from mooncake_zmq.core.messages import Sampling, StopRule
+from mooncake_zmq.gateway.answers.table import AnswerTable, Stored
+from mooncake_zmq.gateway.http.calls import Call, Full
+from mooncake_zmq.gateway.http.sse import accept
 from mooncake_zmq.gateway.openai.answer_keys import asked_of, normalised
-from mooncake_zmq.gateway.requests.client_events import Failed, TokenOut
+from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Failed, TokenOut
 from mooncake_zmq.gateway.requests.tenants import Tenant, Tenants, digest_of
 from mooncake_zmq.gateway.settings import AnswersSettings
 
@@ -49,8 +56,10 @@ def counts(actor: ScriptedActor) -> dict[str, float]:
 
 def test_nothing_is_kept_unless_it_is_enabled():
     actor = ScriptedActor(numbered)
-    assert [text_of(actor.complete(**EXACT)) for _ in range(2)] == ["n0", "n1"]
+    answers = [actor.complete(**EXACT) for _ in range(2)]
+    assert [text_of(answer) for answer in answers] == ["n0", "n1"]
     assert actor.edge.answers is None
+    assert "kept" not in answers[0].json()["mooncake"]
 
 
 def test_the_same_prompt_is_answered_once_and_the_answer_says_so():
@@ -58,34 +67,59 @@ def test_the_same_prompt_is_answered_once_and_the_answer_says_so():
     first, second = actor.complete(**EXACT).json(), actor.complete(**EXACT).json()
     assert len(actor.requests) == 1
     assert "answered_from" not in first["mooncake"]
+    assert first["mooncake"].pop("kept") is True
     assert second["mooncake"].pop("answered_from") == "cache"
     assert second["mooncake"].pop("verified_at") > 1_600_000_000
+    for name in ("cached_own", "cached_local", "cached_remote"):
+        assert first["mooncake"].pop(name) > 0 == second["mooncake"].pop(name), "nothing is loaded for a kept answer"
+    assert first["usage"].pop("prompt_tokens_details") != second["usage"].pop("prompt_tokens_details") == {"cached_tokens": 0}
     for answer in (first, second):
         del answer["mooncake"]["request"], answer["id"], answer["created"]
     assert first == second, "usage and all"
     assert counts(actor) == {"misses": 1, "hits": 1}
 
 
-def test_chats_that_differ_in_form_alone_have_one_answer():
+APPROXIMATE = AnswersSettings(enabled=True, max_error=1.0, approximate=True)
+
+
+def said(*texts: str, **settings) -> list[str]:
+    """Return the answers to chats, one after the other, by a gateway with approximate keys."""
+    actor = keeping(settings=APPROXIMATE)
+    return [text_of(actor.chat(messages=[{"role": "user", "content": text}], **EXACT)) for text in texts]
+
+
+def test_chats_that_differ_in_form_alone_have_one_answer_where_keys_are_approximate():
+    assert said("What is  KV?", "what is kv", "  WHAT is KV…\n", "what is the KV") == ["n0", "n0", "n0", "n1"]
+    actor = keeping(settings=APPROXIMATE)
+    for role, answer in (("user", "n0"), ("system", "n1")):
+        assert text_of(actor.chat(messages=[{"role": role, "content": "what is kv"}], **EXACT)) == answer
+
+
+@pytest.mark.parametrize(("one", "other"), [("C#?", "C?"), ("C++", "C"), ("5!", "5"), ("2⁵", "25"), ("Maße", "Masse")])
+def test_questions_with_different_answers_have_two(one, other):
+    assert said(one, other) == ["n0", "n1"]
+
+
+def test_keys_are_exact_by_default():
     actor = keeping()
-    for said in ("What is  KV?", "what is kv", "  WHAT is KV…\n"):
-        assert text_of(actor.chat(messages=[{"role": "user", "content": said}], **EXACT)) == "n0"
-    assert text_of(actor.chat(messages=[{"role": "user", "content": "what is the KV"}], **EXACT)) == "n1"
-    assert text_of(actor.chat(messages=[{"role": "system", "content": "what is kv"}], **EXACT)) == "n2"
-
-
-def test_where_keys_are_exact_they_have_two():
-    actor = keeping(settings=AnswersSettings(enabled=True, max_error=1.0, approximate=False))
-    answers = [text_of(actor.complete(prompt=said, **EXACT)) for said in ("hello", "Hello", "hello")]
+    answers = [
+        text_of(actor.chat(messages=[{"role": "user", "content": said}], **EXACT)) for said in ("hello", "Hello", "hello")
+    ]
     assert answers == ["n0", "n1", "n0"]
+
+
+def test_those_of_completions_always_are():
+    actor = keeping(settings=APPROXIMATE)
+    answers = [text_of(actor.complete(prompt=said, **EXACT)) for said in ("hello", "Hello", "hello ", "hello")]
+    assert answers == ["n0", "n1", "n2", "n0"]
 
 
 @pytest.mark.parametrize(
     ("said", "same"),
     [
         ("  Tell\n me ", "tell me"),
-        ("Straße?!", "strasse"),
-        ("\uff28\uff29", "hi"),
+        ("STRASSE?.", "strasse"),
+        ("e\u0301", "\u00e9"),
         ("???", "???"),
         ("", ""),
     ],
@@ -94,19 +128,14 @@ def test_normalised(said, same):
     assert normalised(said) == same
 
 
-def test_the_end_of_a_text_that_is_continued_stays():
-    assert normalised("Once,  ", with_end=True) == "once, "
-    assert normalised("Once.", with_end=True) == "once."
-
-
 def test_a_stream_has_the_answer_at_once_and_usage_says_where_it_is_from():
-    actor = keeping(lambda *_: one_by_one([*tokens("hé"), finished("length", completion_tokens=3)]))
+    actor = keeping(lambda *_: one_by_one([*tokens("hé"), finished(completion_tokens=3)]))
     stream = {"stream": True, "stream_options": {"include_usage": True}, **EXACT}
     whole = actor.chat(**EXACT).json()
     chunks = events(actor.chat(**stream))
     assert [chunk["choices"][0]["delta"] for chunk in chunks[:-2]] == [{"role": "assistant", "content": ""}, {"content": "hé"}]
-    assert chunks[-3]["choices"][0]["finish_reason"] == "length"
-    assert chunks[-2]["usage"] == whole["usage"]
+    assert chunks[-3]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-2]["usage"] == whole["usage"] | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert chunks[-2]["mooncake"]["answered_from"] == "cache"
     assert chunks[-1] == "[DONE]"
     assert len(actor.requests) == 1
@@ -118,6 +147,24 @@ def test_a_long_answer_is_streamed_whole():
     actor.complete(temperature=0, max_tokens=1000)
     chunks = events(actor.complete(temperature=0, max_tokens=1000, stream=True))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == said
+    assert len(actor.requests) == 1
+
+
+def test_the_outputs_of_a_kept_answer_are_made_a_portion_at_a_time(monkeypatch):
+    """A client that does not read has no more than one portion in memory, and the loop no more than one at a time."""
+    actor = keeping(lambda *_: [[*tokens("x" * 900), finished()]], max_model_len=2048)
+    body = {"temperature": 0, "max_tokens": 1000}
+    actor.complete(**body)
+    made, made_by_then, outputs = count(1), list[int](), Stored.outputs
+
+    def accepting(*args):
+        made_by_then.append(next(made) - 1 - len(made_by_then))
+        accept(*args)
+
+    monkeypatch.setattr(Stored, "outputs", lambda stored: (output for output in outputs(stored) if next(made)))
+    monkeypatch.setattr("mooncake_zmq.gateway.http.app.accept", accepting)
+    assert text_of(actor.complete(**body)) == "x" * 900
+    assert made_by_then == [256, 512, 768, 901]
 
 
 def test_a_stop_string_cuts_the_answer_again():
@@ -144,7 +191,9 @@ def test_a_stop_string_cuts_the_answer_again():
 def test_completions_that_are_always_computed(changes):
     actor = keeping(scored)
     for _ in range(2):
-        assert actor.complete(**EXACT | changes).status_code == 200
+        answer = actor.complete(**EXACT | changes)
+        assert answer.status_code == 200
+        assert "kept" not in answer.json()["mooncake"]
     assert counts(actor) == {}
     assert len(actor.requests) >= 2
 
@@ -178,6 +227,49 @@ def test_what_does_not_decide_it_is_none(other):
     assert text_of(actor.complete(**EXACT)) == text_of(actor.complete(**EXACT | other))
 
 
+NO_PART = {
+    *("model", "stream", "stream_options", "seed", "cache_salt", "priority", "ttft_slo", "tbt_slo", "answer_cache"),
+    *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+}
+"""Fields that are no part of the key; the key has the model and the salt by what they become."""
+OTHER = {
+    "stream_options": {"include_usage": True},
+    "prompt": "other",
+    "messages": [{"role": "user", "content": "other"}],
+    "reasoning_effort": "high",
+    "model": "other",
+    "cache_salt": "other",
+    "top_logprobs": 0,
+}
+"""Values of fields that may not be true, 2 or 0.5."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in (CompletionBody, ChatBody) for name in kind.__struct_fields__]
+)
+def test_each_field_of_a_body_is_a_part_of_the_key_or_known_not_to_be(kind, name):
+    """A new field is a part of it, unless someone says otherwise here. A body without a key is always computed."""
+    said = {"messages": [{"role": "user", "content": "hi"}]} if kind is ChatBody else {"prompt": "hi"}
+    plain = {"temperature": 0, **said}
+
+    def key(fields):
+        body = msgspec.json.decode(json.dumps(fields), type=kind)
+        said = [message.turn() for message in body.messages] if kind is ChatBody else json.loads(bytes(body.prompt))
+        request = ClientRequest(tokens=b"", root=b"", keys=(), sampling=Sampling(), stop=StopRule(max_tokens=8))
+        asked = asked_of(body, [said], request, KEPT)
+        return asked and asked.key
+
+    for other in (OTHER[name],) if name in OTHER else (True, 2, 0.5):
+        try:
+            found = key({**plain, name: other})
+        except msgspec.ValidationError:
+            continue
+        assert (found == key(plain)) == (name in NO_PART)
+        break
+    else:
+        pytest.fail(f"no value for {name}: add one to OTHER")
+
+
 def test_adapters_have_answers_of_their_own():
     actor = keeping(adapters=("toy-b",))
     assert text_of(actor.complete(**EXACT)) == "n0"
@@ -199,8 +291,8 @@ def of_tenants(kind: type[AnswerTable] = AnswerTable) -> list[str]:
 class Forgetful(AnswerTable):
     """Planted: all tenants have one part of the table."""
 
-    def _tenant(self, asked):
-        return super()._tenant(replace(asked, tenant=""))
+    def look_up(self, asked):
+        return super().look_up(replace(asked, tenant=""))
 
 
 def test_no_tenant_is_given_the_answer_of_another_even_where_they_have_one_part_of_the_table():
@@ -262,6 +354,38 @@ def test_an_answer_whose_client_left_is_not_kept():
     actor.serve(go)
     assert counts(actor) == {"misses": 1}
     assert actor.edge.answers.gauges()["entries"] == 0
+
+
+def test_a_verification_that_was_refused_is_followed_by_another_one(monkeypatch):
+    actor = keeping()
+    actor.complete(**EXACT)
+    drawing(actor, 0.0)
+
+    def refusing(*_):
+        raise Full("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Call, "submit", refusing)
+        assert actor.complete(**EXACT).status_code == 503
+    assert text_of(actor.complete(**EXACT)) == "n1"
+    assert counts(actor)["verifications"] == 2
+
+
+def test_any_answer_of_new_weights_ends_the_older_ones():
+    """It need not be one that could be kept."""
+    versions = ["v1", "v2", "v2"]
+    actor = keeping(lambda _request, number: [[*tokens(f"n{number}"), finished(versions=((versions[number], 0, 2),))]])
+    assert [text_of(actor.complete(**EXACT)) for _ in range(2)] == ["n0", "n0"]
+    assert text_of(actor.complete(max_tokens=8)) == "n1"
+    assert [text_of(actor.complete(**EXACT)) for _ in range(2)] == ["n2", "n2"]
+
+
+def test_a_stream_says_whether_its_answer_is_kept():
+    actor = keeping(settings=replace(KEPT, max_bytes=4096), max_model_len=2048)
+    actor.script = lambda request, _number: [[*tokens("x" * request.stop.max_tokens), finished()]]
+    stream = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    kept = [events(actor.complete(max_tokens=count, **stream))[-2]["mooncake"]["kept"] for count in (8, 800)]
+    assert kept == [True, False]
 
 
 def test_metrics_say_how_questions_were_answered():

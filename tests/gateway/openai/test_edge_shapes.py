@@ -65,6 +65,42 @@ def test_an_answer_says_how_blocks_held_its_kv_and_whether_it_may_differ_for_tha
     assert served["approximate"] is approximate, "whichever of the choices moved"
 
 
+def test_an_answer_over_kv_of_other_prompts_says_so_whichever_choice_it_was():
+    ends = iter(({}, {"parts": 3, "recomputed": 1}))
+    actor = ScriptedActor(lambda *_: one_by_one([*tokens("hé"), finished("length", completion_tokens=3, **next(ends))]))
+    served = actor.complete(max_tokens=3, n=2).json()["mooncake"]
+    assert {name: served[name] for name in ("approximate", "cached_parts", "recomputed")} == {
+        "approximate": True,
+        "cached_parts": 0,
+        "recomputed": 0,
+    }
+    actor = ScriptedActor(
+        lambda *_: one_by_one([*tokens("hé"), finished("length", completion_tokens=3, parts=3, recomputed=1)])
+    )
+    body = actor.complete(max_tokens=3).json()
+    assert body["mooncake"] == SERVED | {"approximate": True, "cached_parts": 3, "recomputed": 1}
+    assert body["usage"] == USAGE, "those that are cached exactly"
+    streamed = events(actor.complete(max_tokens=3, stream=True, stream_options={"include_usage": True}))
+    assert [event["mooncake"]["approximate"] for event in streamed[:-1] if "mooncake" in event] == [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "exact"),
+    [
+        ("/v1/completions", {"prompt": "hello"}, False),
+        ("/v1/completions", {"prompt": "hello", "exact": True}, True),
+        ("/v1/completions", {"prompt": "hello", "stream": True}, True),
+        ("/v1/completions", {"prompt": "hello", "stream": True, "stream_options": {"include_usage": True}}, False),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}, True),
+        ("/v1/responses", {"input": "hi"}, True),
+    ],
+)
+def test_whoever_refuses_an_approximate_answer_or_could_not_be_told_gets_none(path, body, exact):
+    actor = ScriptedActor(hey, max_model_len=4096)
+    assert actor.call("POST", path, json={"model": "toy", **body}).status_code == 200
+    assert actor.only.exact is exact
+
+
 def test_a_whole_chat():
     actor = ScriptedActor(hey)
     body = actor.chat(max_completion_tokens=3).json()

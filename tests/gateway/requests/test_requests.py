@@ -92,7 +92,7 @@ class Node(Harness):
             ),
         )
 
-    def first(self, index=0, *, attempt=1, token=None, sender="p0", own=4, queue_s=0.0, prefill_s=0.0):
+    def first(self, index=0, *, attempt=1, token=None, sender="p0", own=4, queue_s=0.0, prefill_s=0.0, **more):
         self.say(
             sender,
             FirstToken(
@@ -105,6 +105,7 @@ class Node(Harness):
                 remote=0,
                 queue_s=queue_s,
                 prefill_s=prefill_s,
+                **more,
             ),
         )
 
@@ -327,6 +328,21 @@ def test_the_next_attempt_resumes_from_the_tokens_so_far(node):
     node.tokens(4, attempt=2, sender="d1")
     assert node.text() == [text(i) for i in range(5)]
     assert (node.end().attempts, node.end().cached_own) == (2, 4)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_answer_that_began_approximately_stays_so_wherever_it_goes_on(node, exact):
+    node.ask(exact=exact)
+    node.place()
+    assert node.one(StartPrefill, "p0").exact is exact
+    node.first(parts=4, recomputed=1)
+    node.fail(1, "d0")
+    node.advance(1.0)
+    node.place(to=("p1", "d1"))
+    assert node.one(StartPrefill, "p1").first_index == 1, "which no prefill blends"
+    node.first(1, attempt=2, sender="p1", own=0)
+    node.tokens(2, 3, 4, attempt=2, sender="d1")
+    assert (node.end().attempts, node.end().parts, node.end().recomputed) == (2, 4, 1)
 
 
 def test_nothing_of_a_stale_attempt_or_of_another_sender_counts(node):
