@@ -6,7 +6,7 @@ tokens, and those whose values in the next one deviate most from the exact ones 
 reused KV of the others. The result is approximate: it must never be stored under the key of exact KV.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,10 +93,16 @@ def found_run(part: Part, kv: Floats, start: int, computed_at: int = 0) -> Reuse
 
 
 def prefill_blended(
-    engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], reused: Sequence[Reused], again: Again = CACHEBLEND
+    engine: Llama,
+    sequence: SequenceKV,
+    tokens: NDArray[np.int32],
+    reused: Sequence[Reused],
+    again: Again = CACHEBLEND,
+    check: Callable[[], None] = lambda: None,
 ) -> Blended:
     """Append `tokens` at `sequence.length`, behind exact KV. Those that nothing reused covers, and the last one, are computed
     over whatever KV stands before them, and some of the others `again`: with a share of 1 the result is that of `prefill`.
+    `check` is called before each `CHUNK_ROWS` tokens, and may raise.
 
     Raises ValueError for KV that overlaps, leaves the tokens or is of another shape; then nothing has been written.
     """
@@ -111,11 +117,11 @@ def prefill_blended(
         for each in reused:
             _place(engine, sequence, each, range(again.probed + 1 if probing else 0, engine.spec.layers))
         if not probing:
-            return _finished(engine, sequence, tokens, positions[~covered], first, 0)
-        hidden = _in_chunks(engine, sequence, tokens, positions, again.probed)
+            return _finished(engine, sequence, tokens, positions[~covered], first, 0, check)
+        hidden = _in_chunks(engine, sequence, tokens, positions, again.probed, check)
         chosen = ~covered
         chosen[_deviating(sequence, reused, again) - first] = True
-        return _finished(engine, sequence, hidden, positions[chosen], first, again.probed)
+        return _finished(engine, sequence, hidden, positions[chosen], first, again.probed, check)
     except BaseException:
         sequence.length = first
         raise
@@ -144,10 +150,18 @@ def _place(engine: Llama, sequence: SequenceKV, each: Reused, layers: range) -> 
         sequence.store_rows(layer, each.at, turned(keys, turn), values)
 
 
-def _in_chunks(engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], positions: Positions, probed: int) -> Floats:
+def _in_chunks(
+    engine: Llama,
+    sequence: SequenceKV,
+    tokens: NDArray[np.int32],
+    positions: Positions,
+    probed: int,
+    check: Callable[[], None],
+) -> Floats:
     """Compute the layers before `probed` for all tokens, and the KV of that one; return the hidden states that enter it."""
     hidden = np.empty((len(tokens), engine.spec.hidden), np.float32)
     for begin in range(0, len(tokens), CHUNK_ROWS):
+        check()
         some = slice(begin, begin + CHUNK_ROWS)
         hidden[some] = engine.prefill_rows(sequence, tokens[some], positions[some], range(probed))
         engine.store_rows(sequence, hidden[some], positions[some], probed)
@@ -155,11 +169,18 @@ def _in_chunks(engine: Llama, sequence: SequenceKV, tokens: NDArray[np.int32], p
 
 
 def _finished(
-    engine: Llama, sequence: SequenceKV, entering: NDArray[np.generic], rows: Positions, first: int, layer: int
+    engine: Llama,
+    sequence: SequenceKV,
+    entering: NDArray[np.generic],
+    rows: Positions,
+    first: int,
+    layer: int,
+    check: Callable[[], None],
 ) -> Blended:
     """Compute the layers from `layer` on for the tokens at `rows`. `entering`: what enters it, of all from `first` on."""
     logits = None
     for begin in range(0, len(rows), CHUNK_ROWS):
+        check()
         some = rows[begin : begin + CHUNK_ROWS]
         asked = (-1,) if begin + CHUNK_ROWS >= len(rows) else None
         logits = engine.prefill_rows(sequence, entering[some - first], some, range(layer, engine.spec.layers), asked)

@@ -5,8 +5,9 @@ tenant finds the blocks of its own prompts only, by hash and then by their token
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from mooncake_zmq.kv.block_hash import Key
 MOST_TOKENS, MOST_BLOCKS, MOST_TENANTS = 1_048_576, 16_384, 256
 """The bounds of a table unless it is given others: tokens of all tenants' parts together, blocks of one tenant's, and tenants.
 Beyond its blocks a tenant's least recently used parts are forgotten, and beyond the others whole tenants', likewise."""
+MOST_TRIED = 8
+"""The parts with one block that are tried, those that were added last: their blocks may be gone."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _INVERSE = np.uint64(pow(int(_BASE), -1, 2**64))
 Tokens = NDArray[np.int32]
@@ -63,7 +66,7 @@ class PartTable:
 
     def add(self, root: bytes, tokens: Tokens, keys: Sequence[Key]) -> None:
         """Remember the blocks of a prompt that have `keys`, `most_blocks` of them at most, in place of prompts that it goes on
-        from."""
+        from; nothing of a prompt that a known one goes on from."""
         count = min(len(tokens) // self.block_tokens, len(keys), self.most_blocks)
         if not count:
             return
@@ -71,8 +74,9 @@ class PartTable:
         self._tenants.move_to_end(root)
         keys = tuple(keys[:count])
         name = keys[-1]
-        if name in tenant.parts:
-            tenant.parts.move_to_end(name)
+        covering = name if name in tenant.parts else self._going_on(tenant, tokens, keys)
+        if covering is not None:
+            tenant.parts.move_to_end(covering)
             return
         for shorter in [key for key in dict.fromkeys(keys) if key in tenant.parts]:
             self._forget(tenant, shorter)
@@ -87,29 +91,37 @@ class PartTable:
         for block, number in enumerate(self._block_hashes(own)):
             tenant.places.setdefault(number, {}).setdefault(name, block)
 
-    def find(self, root: bytes, tokens: Tokens) -> list[Part]:
-        """Return the known parts, or runs of their blocks, in a prompt. They do not overlap. Each is as long as it can be from
-        where it begins, in the part that was added last of those that have its first block, and from the first place there:
-        another part may have more of the prompt."""
+    def find(self, root: bytes, tokens: Tokens, here: Callable[[Key], bool] = lambda _: True) -> list[Part]:
+        """Return the known parts, or runs of their blocks, in a prompt, as far as their blocks are `here`. They do not overlap.
+        Each is as long as it can be from where it begins, in the part that was added last of those whose first block is here,
+        and from the first place there: another part may have more of the prompt."""
         tenant = self._tenants.get(root)
         if tenant is None:
             return []
         self._tenants.move_to_end(root)
-        return list(self._found(tenant, np.asarray(tokens, dtype=np.int32)))
+        return list(self._found(tenant, np.asarray(tokens, dtype=np.int32), here))
 
-    def _found(self, tenant: _Tenant, tokens: Tokens) -> Iterator[Part]:
+    def _found(self, tenant: _Tenant, tokens: Tokens, here: Callable[[Key], bool]) -> Iterator[Part]:
         size, free = self.block_tokens, 0
         for offset, number in enumerate(window_hashes(tokens, size).tolist()):
-            having = tenant.places.get(number) if offset >= free else None
-            if having is None:
+            places = _latest(tenant, number) if offset >= free else []
+            name, block = next((each for each in places if here(tenant.parts[each[0]][1][each[1]])), (None, 0))
+            if name is None:
                 continue
-            name, block = next(reversed(having.items()))
             known, keys = tenant.parts[name]
-            equal = _equal(known[block * size :], tokens[offset:], size) // size * size
-            if equal:  # else two blocks have one hash
+            equal = _equal(known[block * size :], tokens[offset:], size) // size
+            count = len(list(takewhile(here, keys[block : block + equal])))
+            if count:  # else two blocks have one hash
                 tenant.parts.move_to_end(name)
-                free = offset + equal
+                free = offset + count * size
                 yield Part(offset, free, block * size, keys)
+
+    def _going_on(self, tenant: _Tenant, tokens: Tokens, keys: Sequence[Key]) -> Key | None:
+        """Return the name of a part that has all of these keys and more, if one is found."""
+        last, stop = len(keys) - 1, len(keys) * self.block_tokens
+        (number,) = self._block_hashes(tokens[stop - self.block_tokens : stop])
+        parts = (name for name, _ in _latest(tenant, number))
+        return next((name for name in parts if tenant.parts[name][1][last : last + 1] == (keys[last],)), None)
 
     def _forget(self, tenant: _Tenant, name: Key) -> None:
         """Remove a part."""
@@ -141,6 +153,12 @@ class PartTable:
                 for block, number in enumerate(self._block_hashes(tokens)):
                     expected.setdefault(number, {}).setdefault(name, block)
             assert tenant.places == expected
+
+
+def _latest(tenant: _Tenant, number: int) -> list[tuple[Key, int]]:
+    """Return the parts that have a block with this hash, and where, those that were added last first; not all of many."""
+    having = tenant.places.get(number)
+    return [] if having is None else list(islice(reversed(having.items()), MOST_TRIED))
 
 
 def _equal(one: Tokens, other: Tokens, first: int) -> int:

@@ -56,7 +56,7 @@ class Blending:
 
     def learn(self, job: Job) -> None:
         """Remember a prompt that is computed, as far as it is exact."""
-        if self._settings.blend and self._settings.own_reuse and job.group is None:
+        if self._settings.blend and self._settings.own_reuse:
             self._table.add(job.request.root, _tokens_of(job, 0), job.request.keys[: job.exact_blocks])
 
     def plan(self, job: Job, room: int) -> list[Effect]:
@@ -65,7 +65,9 @@ class Blending:
         if not self._may(job):
             return []
         size, first = self._layout.block_tokens, len(job.prefix) * self._layout.block_tokens
-        runs = self._runs(first, self._table.find(job.request.root, _tokens_of(job, first)))
+        committed = self._slab.slots.committed
+        found = self._table.find(job.request.root, _tokens_of(job, first), lambda key: committed(key) is not None)
+        runs = self._runs(first, found)
         slots = [slot for run in runs for slot in run.slots]
         exact = runs[0].at // size if runs else 0
         if not runs or len(slots) > room or len(slots) * size < LEAST_SHARE * (job.length - exact * size):
@@ -85,31 +87,24 @@ class Blending:
         return self._waiting.end_vain(job.request.keys[exact:])
 
     def _may(self, job: Job) -> bool:
-        """Return whether a job's KV may be approximate: not one that refuses it, needs every token's logits or goes on with an
-        answer, nor where its decode or gateway cannot know of it."""
+        """Return whether a job's KV may be approximate: not where blocks are met, nor where its decode or gateway cannot know
+        of it."""
         request, most = job.request, self._settings.blend_most_tokens
-        if not self._settings.blend or request.exact or request.first_index or request.prompt_logprobs is not None:
-            return False
-        if job.group is not None or job.meeting is not None:
+        if not self._settings.blend or job.must_be_exact or job.meeting is not None:
             return False
         fields = (request.decode, "HandoffDone.exact_blocks"), (job.gateway, "FirstToken.parts")
         known = all(name in self._peers and has_field(self._peers[name].protocol, field) for name, field in fields)
         return known and job.length - len(job.prefix) * self._layout.block_tokens <= most
 
     def _runs(self, first: int, found: Sequence[Part]) -> list[_Run]:
-        """Return what the slab still has of parts of the tokens from `first` on, in runs that are long enough."""
+        """Return the parts of the tokens from `first` on that are long enough."""
         size, runs = self._layout.block_tokens, list[_Run]()
         for part in found:
-            begin, slots = part.start, list[int]()
-            for block in range(part.skipped // size, (part.skipped + part.stop - part.start) // size + 1):
-                ends = block * size == part.skipped + part.stop - part.start
-                slot = None if ends else self._slab.slots.committed(part.keys[block])
-                if slot is not None:
-                    slots.append(slot)
-                    continue
-                if slots and len(slots) * size >= self._settings.blend_least_tokens:
-                    runs.append(_Run(first + begin, part.skipped + begin - part.start, slots))
-                begin, slots = begin + (len(slots) + 1) * size, []
+            count = part.stop - part.start
+            if count >= self._settings.blend_least_tokens:
+                keys = part.keys[part.skipped // size : (part.skipped + count) // size]
+                slots = [slot for key in keys if (slot := self._slab.slots.committed(key)) is not None]
+                runs.append(_Run(first + part.start, part.skipped, slots))
         return runs
 
 

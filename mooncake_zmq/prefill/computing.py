@@ -189,6 +189,9 @@ class Computing:
         job, self._job = self._job, None
         assert job is not None
         self._queue.charge(job, max(0.0, now - job.chunk_began_at))
+        if (blend := job.blended_chunk) is not None:  # its parts are not read again, whatever became of it
+            self._slab.slots.unpin(blend.slots)
+            blend.slots.clear()
         if job.state is ABANDONED:
             return self._ends.end(now, job)
         if isinstance(result, WorkFailed):
@@ -200,10 +203,10 @@ class Computing:
             return self._on_not_loaded(now, job, result)
         start, stop = job.computed, job.chunk_stop
         # Chunks with probabilities take longer, and blended ones less, than others: they would distort the measure.
-        if job.request.prompt_logprobs is None and not job.blended_chunk:
+        if job.request.prompt_logprobs is None and blend is None:
             loaded = len(job.chunk_loads) * self._layout.block_tokens
             self._workload.measure(now, result, start=start, stop=stop, loaded=loaded, share=job.share)
-        if isinstance(result, ChunkComputed) and (blend := job.blended_chunk):
+        if isinstance(result, ChunkComputed) and blend is not None:
             job.recomputed = result.recomputed
             self._counts.add("prompt_tokens_computed", stop - start - blend.tokens + job.recomputed)
         else:

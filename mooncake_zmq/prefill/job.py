@@ -7,6 +7,7 @@ from typing import Protocol
 from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.messages import HandoffDone, Sibling, SlotRef, StartPrefill
 from mooncake_zmq.core.work import BlockLoad, ReusedPart
+from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.prefill.meeting import Meeting
 from mooncake_zmq.prefill.pipeline import Group
@@ -244,6 +245,20 @@ class Job:
     def exact_blocks(self) -> int:
         """The leading complete blocks whose KV is exact: only those get their keys."""
         return len(self.request.keys) if self.blend is None else self.blend.exact_blocks
+
+    @property
+    def must_be_exact(self) -> bool:
+        """Whether its KV may not be approximate: it refuses that, needs every token's logits, goes on with an answer, failed
+        elsewhere or is computed by several prefills."""
+        request = self.request
+        again = request.attempt > 1 or request.first_index > 0
+        return request.exact or again or request.prompt_logprobs is not None or self.group is not None
+
+    def computes(self, block: int, key: Key) -> bool:
+        """Return whether it is decided that it computes this block exactly, for which it does not wait itself."""
+        request, decided = self.request, self.must_be_exact or self.sequence is not None
+        waits = self.state is JobState.WAITING and block < request.coming_blocks
+        return decided and not waits and block < self.exact_blocks and request.keys[block] == key
 
     def cut_prefix(self, blocks: int) -> list[int]:
         """Reuse at most the first `blocks` and return the own slots that are no longer reused. Fetched blocks come last in

@@ -44,12 +44,12 @@ class Offers:
         kept = job.new_slots[first - base : stop - base]
         if not kept:
             return []
+        keys = job.request.keys[first:stop]
         if self._settings.own_reuse:  # a block that is never looked up needs no name
-            keys = job.request.keys[first:stop]
             self._announcer.computed([key for slot, key in zip(kept, keys, strict=True) if slots.name(slot, key)])
         slots.commit_all(kept, job.checksums[first - base : stop - base])
         effects = self._put(now, job, first, kept, more=job.computed < job.length)
-        return effects + self._waiting.end_found()
+        return effects + self._waiting.end_found(keys)
 
     def own_hits(self, now: float, job: Job) -> list[Effect]:
         """Offer a job's own hits to the pool, which may have evicted them."""

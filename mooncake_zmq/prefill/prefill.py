@@ -402,14 +402,14 @@ class Prefill:
         effects: list[Effect] = []
         if not (len(self._queue) or len(self._stages)):
             return effects
-        while (job := self._queue.activate()) is not None:
-            effects += self._activate(now, job)
+        effects += self._activate_all(now)
         preparing = [job for job in self._queue.active() if job.state is PREPARING]
         for job in preparing:
             effects += self._prepare(now, job)
             if job.state is PREPARING and job.held_blocks is not None and job.leased:
                 break  # the slab has no room for it, and what is freed must not go to jobs of a later rank
         if preparing:
+            effects += self._activate_all(now)  # jobs whose waits ended, since their blocks do not come
             effects += self._break_standstill(now)
         while not self._computing.is_busy and self._stages.computing is None:
             turn, stage = self._queue.first(partial(self._is_ready, now)), self._stages.first()
@@ -447,6 +447,12 @@ class Prefill:
         if not idle or not stuck or len(self._stages) or any(job.held_blocks is None or not job.leased for job in stuck):
             return []
         return self._ends.fail(now, stuck[-1], "no room in the slab", full=True)
+
+    def _activate_all(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while (job := self._queue.activate()) is not None:
+            effects += self._activate(now, job)
+        return effects
 
     def _activate(self, now: float, job: Job) -> list[Effect]:
         """Pin own hits, lease more from the pool and reserve KV at the decode, all at once, before the answers."""

@@ -16,7 +16,7 @@ from mooncake_zmq.prefill.job import Job, JobEvent, JobState
 from mooncake_zmq.prefill.jobs import Jobs
 from mooncake_zmq.prefill.queue import JobQueue
 
-MAX_EARLY = 256
+MAX_EARLY, MAX_VAIN = 256, 8192
 WAITED = "coming"
 """Kind of the timers that end waits; they carry request and attempt."""
 
@@ -32,6 +32,8 @@ class Waiting:
         self._jobs: dict[str, Job] = {}
         self._early: dict[int, WaitEnded] = {}
         """Ends of waits that arrived before their jobs, by placement, the oldest first."""
+        self._vain: dict[Key, None] = {}
+        """Keys of blocks that are computed behind other tokens, so that they do not come; the latest is the last."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -48,14 +50,15 @@ class Waiting:
 
     def is_needed(self, job: Job, *, can_end: bool) -> bool:
         """Return whether an arriving job has to wait: not if nothing would end its wait or find the blocks, nor if the end
-        of its wait arrived first."""
+        of its wait arrived first or the blocks do not come."""
         request = job.request
         early = self._early.pop(request.booking, None)
         if early is not None:
             job.sources = early.sources or job.sources
             job.waited = True
             return False
-        return can_end and 0 < request.coming_blocks <= len(request.keys) and not self._is_here(job)
+        waits = can_end and 0 < request.coming_blocks <= len(request.keys) and not self._is_here(job)
+        return waits and not self._is_vain(job)
 
     def end(self, job: Job) -> list[Effect]:
         """End the wait of a job, which queues from now on."""
@@ -64,14 +67,22 @@ class Waiting:
         self._queue.arrive(job)
         return [timer]
 
-    def end_found(self) -> list[Effect]:
-        """End the waits of the jobs whose blocks are in the slab by now."""
+    def end_found(self, computed: Iterable[Key]) -> list[Effect]:
+        """End the waits of the jobs whose blocks are in the slab by now, where those of `computed` came just now."""
+        if self._vain:
+            for key in computed:
+                self._vain.pop(key, None)
         return self._end_all(self.found())
 
     def end_vain(self, keys: Sequence[Key]) -> list[Effect]:
-        """End the waits for blocks that are not computed under their keys."""
-        vain = set(keys)
-        jobs = [job for job in self._jobs.values() if job.request.keys[job.request.coming_blocks - 1] in vain]
+        """End the waits for blocks that are not computed under their keys, now and when more prompts arrive; not where another
+        job computes them."""
+        for key in keys:
+            self._vain.pop(key, None)
+            self._vain[key] = None
+        while len(self._vain) > MAX_VAIN:
+            del self._vain[next(iter(self._vain))]
+        jobs = [job for job in self._jobs.values() if self._is_vain(job)]
         self._counts.add("waits_ended[by=loss]", len(jobs))
         return self._end_all(jobs)
 
@@ -123,6 +134,12 @@ class Waiting:
 
     def _end_all(self, jobs: Iterable[Job]) -> list[Effect]:
         return [effect for job in jobs for effect in self.end(job)]
+
+    def _is_vain(self, job: Job) -> bool:
+        """Return whether nothing computes the last block that a job waits for under its key, as far as is known here."""
+        block = job.request.coming_blocks - 1
+        key = job.request.keys[block]
+        return key in self._vain and not any(each is not job and each.computes(block, key) for each in self._table.live)
 
     def _is_here(self, job: Job) -> bool:
         return self._slots.committed(job.request.keys[job.request.coming_blocks - 1]) is not None

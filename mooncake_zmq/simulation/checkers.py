@@ -45,11 +45,12 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
-from mooncake_zmq.core.work import ForkSequence, ProbeEngine, PullBlocks, SlotGrant
-from mooncake_zmq.gateway.requests.client_events import ClientGone, Finished
+from mooncake_zmq.core.work import CopyBlocks, ForkSequence, ProbeEngine, PullBlocks, SequenceBlock, SlotGrant
+from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientRequest, Finished
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
+from mooncake_zmq.simulation.approximations import Approximations
 from mooncake_zmq.simulation.cordon_checker import CordonChecker
 from mooncake_zmq.simulation.cross_hits import CrossHits
 from mooncake_zmq.simulation.machine import Machine, Running
@@ -146,6 +147,7 @@ class Checkers:
         self._attempts: dict[str, int] = {}
         """The latest attempt of each request."""
         self._versions = WeightVersions()
+        self._approximations = Approximations()
         self._pools: dict[IncarnationId, _Pool] = {}
         self._committed: dict[tuple[str, int, int], tuple[int, bytes]] = {}
         """(node, incarnation, slot) -> the generation and bytes that a cache-node committed there."""
@@ -184,20 +186,29 @@ class Checkers:
             self._note_request(pool, event)
             self._pool_said((spec.name, incarnation), pool, event, effects)
             self._shares.observed(spec.name, incarnation, actor, event, effects)
-        if spec.role == "decode" and isinstance(event, Received) and isinstance(event.message, ReserveDecode):
-            self._copies_exact(spec.name, effects)
+        if spec.role == "decode":
+            forks = isinstance(event, Received) and isinstance(event.message, ReserveDecode)
+            self._copies_exact(spec.name, effects, forks=forks)
         if spec.role == "prefill":
             self._slab_announced((spec.name, incarnation), actor, effects)
             self._waits_end(spec.name, actor)
+            self._approximations.computes(actor, effects)
 
-    def _copies_exact(self, name: str, effects: Sequence[Effect]) -> None:
-        """Check I1: what a decode kept under keys, and copies for a new request, is exact."""
-        current = self._watched.processes[name].current
-        for effect in effects:
-            if isinstance(effect, Start) and isinstance(effect.work, ForkSequence) and current is not None:
-                source = current.machine.sequences[effect.work.source]
-                if source.approximate_from < effect.work.tokens:
-                    raise Violation("I1", f"{name} copies KV as exact that is approximate from {source.approximate_from} on")
+    def _copies_exact(self, name: str, effects: Sequence[Effect], *, forks: bool) -> None:
+        """Check I1: what a decode kept under keys and copies for a new request (`forks`), or puts into a pool, is exact."""
+        current, size = self._watched.processes[name].current, self._block_tokens
+        assert current is not None
+        for work in [effect.work for effect in effects if isinstance(effect, Start)]:
+            ends: list[tuple[int, int]] = []
+            if forks and isinstance(work, ForkSequence):
+                ends = [(work.source, work.tokens)]
+            elif isinstance(work, CopyBlocks):
+                sources = [source for source, _ in work.copies if isinstance(source, SequenceBlock)]
+                ends = [(source.sequence, (source.block + 1) * size) for source in sources]
+            for sequence, stop in ends:
+                begin = current.machine.sequences[sequence].approximate_from
+                if begin < stop:
+                    raise Violation("I1", f"{name} copies KV as exact that is approximate from {begin} on")
 
     def _waits_end(self, name: str, actor: Any) -> None:
         """Check I4: no job waits for blocks of another past its bound, unless its process was stopped meanwhile."""
@@ -225,17 +236,21 @@ class Checkers:
         match event:
             case FromClient(request_id, ClientGone()):
                 self.known_gone.add(request_id)
+            case FromClient(request_id, ClientRequest() as asked):
+                self._approximations.asked(request_id, asked)
             case Received(sender, TokensDecoded(entries=entries) as said):
                 self._versions.received(sender, said, self._attempts)
                 self._only_current({(request_id, attempt) for request_id, attempt, _, _ in entries}, effects)
             case Received(sender, FirstToken() | PromptScored() | TextsEmbedded() as said):
                 if isinstance(said, FirstToken):
                     self._versions.received(sender, said, self._attempts)
+                    self._approximations.received(said, self._attempts)
                 request_id, attempt = said.request_id, said.attempt
                 self._only_current({(request_id, attempt)}, effects)
         for effect in effects:
             if isinstance(effect, ToClient) and isinstance(effect.output, Finished):
                 self._versions.finished(effect.request_id, effect.output)
+                self._approximations.finished(effect.request_id, effect.output)
             if isinstance(effect, Send) and isinstance(effect.message, Schedule):
                 if not _is_relocating(event):  # the attempt under way goes on meanwhile
                     self._attempts[effect.message.request_id] = effect.message.attempt

@@ -2,15 +2,18 @@
 
 from typing import Any
 
+from msgspec import structs
+
 from mooncake_zmq.core.actor import Effect
-from mooncake_zmq.core.messages import SlotRef
+from mooncake_zmq.core.messages import SlotRef, StartPrefill
 from mooncake_zmq.decode import ends as decode_ends
 from mooncake_zmq.decode import handoff as decode_handoff
 from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.decode.kept import Kept
+from mooncake_zmq.gateway.requests import request as gateway_request
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.handoff import Handoff
-from mooncake_zmq.prefill.job import JobState
+from mooncake_zmq.prefill.job import Blend, JobState
 from mooncake_zmq.prefill.meeting import Meeting
 from mooncake_zmq.prefill.offers import Offers
 from mooncake_zmq.prefill.pipeline import BUFFERS, Group, HiddenSlots
@@ -141,7 +144,35 @@ def blend_committed() -> Replacements:
 
 def blend_decoded() -> Replacements:
     """A decode keeps and offers what it decodes behind blended KV as if that were exact."""
-    return [(decode_request.Request, "keep_exact", silent)]
+
+    def keep(self: decode_request.Request, blocks: int) -> None:
+        del self.keys[blocks:]
+
+    return [(decode_request.Request, "keep_exact", keep)]
+
+
+def blend_kept() -> Replacements:
+    """A decode keeps blended blocks under the keys that exact ones would have."""
+
+    def keep(self: decode_request.Request, _blocks: int) -> None:
+        self.is_exact = False
+
+    return [(decode_request.Request, "keep_exact", keep)]
+
+
+def blend_unreported() -> Replacements:
+    """A prefill does not say of a first token that it is over blended KV."""
+    return [(Blend, "tokens", property(lambda _: 0))]
+
+
+def exact_ignored() -> Replacements:
+    """A gateway does not say that an answer must be exact."""
+    start = gateway_request.Request.start
+
+    def lax(self: gateway_request.Request, *arguments: Any) -> StartPrefill:
+        return structs.replace(start(self, *arguments), exact=False)
+
+    return [(gateway_request.Request, "start", lax)]
 
 
 def held_unread() -> Replacements:

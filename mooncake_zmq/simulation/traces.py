@@ -227,6 +227,7 @@ def _turn(
         keys=tuple(keys_with_images(root, tokens, layout.block_tokens, begins_of(images))),
         sampling=sampling,
         stop=stop,
+        exact=len(prompt) % 8 == 4,
         tenant=tenant,
         prompt_logprobs=None if not scores else 1 if workload.plain else random.choice((0, 1)),
         reading=_reading(prompt) if workload.plain and embedding is None else None,

@@ -234,3 +234,29 @@ def test_equal_windows_have_equal_hashes_wherever_they_stand(size):
     for window, number in zip(windows, hashes, strict=True):
         assert by_window.setdefault(window, number) == number
     assert len(set(by_window.values())) == len(by_window)
+
+
+def test_a_part_whose_blocks_are_gone_does_not_hide_another_that_has_them():
+    table = PartTable(SIZE)
+    shared = run(1, 3 * SIZE)
+    one, two = (np.concatenate((run(seed, SIZE), shared)) for seed in (2, 3))
+    first, second = add(table, ALICE, one), add(table, ALICE, two)
+    prompt = np.concatenate((run(4, 3), shared))
+    assert table.find(ALICE, prompt) == [Part(3, 3 + 3 * SIZE, SIZE, second)]
+    assert table.find(ALICE, prompt, set(first).__contains__) == [Part(3, 3 + 3 * SIZE, SIZE, first)]
+    left = {*first, *second[:3]}
+    expected = [Part(3, 3 + 2 * SIZE, SIZE, second), Part(3 + 2 * SIZE, 3 + 3 * SIZE, 3 * SIZE, first)]
+    assert table.find(ALICE, prompt, left.__contains__) == expected
+    assert table.find(ALICE, prompt, set().__contains__) == []
+
+
+def test_a_prompt_that_a_known_one_goes_on_from_is_not_added():
+    table = PartTable(SIZE, most_blocks=6)
+    whole = run(1, 4 * SIZE)
+    keys = add(table, ALICE, whole)
+    for blocks in (1, 3):
+        add(table, ALICE, whole[: blocks * SIZE])
+        table.check()
+    assert table.find(ALICE, whole) == [Part(0, 4 * SIZE, 0, keys)]
+    add(table, ALICE, run(2, 2 * SIZE))
+    assert table.find(ALICE, whole) == [Part(0, 4 * SIZE, 0, keys)], "there is room for both"

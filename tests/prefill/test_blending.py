@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from actor_harness import LAYOUT
+from actor_harness import LAYOUT, leased
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_prefill import ROOT, B, Node, prompt
@@ -15,7 +15,7 @@ from mooncake_zmq.core.messages import (
     LeaseBlocks,
     ReserveSlots,
 )
-from mooncake_zmq.core.work import ComputeChunk
+from mooncake_zmq.core.work import ComputeChunk, WorkFailed
 from mooncake_zmq.kv.block_hash import extend_keys, namespace, pack_tokens
 
 SYSTEM, ONE, TWO = prompt(2 * B), prompt(3 * B, base=100), prompt(2 * B + 1, base=200)
@@ -144,28 +144,58 @@ def test_parts_of_little_of_a_prompt_are_not_worth_it(node):
     assert node.complete("again")[0].parts == 0
 
 
-def test_a_part_stays_while_it_is_read_and_is_not_taken_where_it_leaves_no_room():
-    node = Blends(slab_bytes=13 * LAYOUT.slot_bytes)
+@pytest.mark.parametrize(("slots", "blocks"), [(13, 5), (12, 0)])
+def test_a_part_stays_while_it_is_read_and_is_not_taken_where_it_leaves_no_room(slots, blocks):
+    """The prompt needs 8 slots, of which it finds 2, and its parts 5."""
+    node = Blends(slab_bytes=slots * LAYOUT.slot_bytes)
     node.begin("first", FIRST)
     node.complete("first")
-    room = 13 - LAYOUT.blocks_for(len(SHUFFLED)) + 2
     work = node.begin("again", SHUFFLED)
-    assert sum(part.tokens for part in work.parts) // B <= room
+    assert sum(part.tokens for part in work.parts) // B == blocks
     held = {load.source.slot for load in work.prefix}
     assert held.isdisjoint(grant.slot for grant in work.outputs)
     node.complete("again")
     assert not node.busy()
 
 
-def test_a_part_that_does_not_verify_is_forgotten_and_the_next_attempt_does_without_it(node):
+@pytest.mark.parametrize("end", ["computed", "failed", "lost", "cancelled"])
+def test_parts_are_held_until_the_chunk_that_reads_them_ends(node, end):
+    work = node.begin("again", SHUFFLED)
+    slots, pins = [load.source.slot for load in work.prefix[2:]], node.actor.slots.pins
+    assert [pins[slot] for slot in slots] == [1] * 5
+    if end == "failed":
+        node.done(node.work(ComputeChunk)[0], WorkFailed("test"))
+    else:
+        if end == "cancelled":
+            node.say("g", CancelRequest(request_id="again", attempt=1))
+            assert [pins[slot] for slot in slots] == [1] * 5, "it still reads them"
+        node.computed(failed=(work.prefix[-1].block,) if end == "lost" else ())
+    assert [pins[slot] for slot in slots] == [0] * 5
+    node.received("again")
+    node.put_all()
+    assert not node.busy()
+
+
+def test_the_blocks_of_another_prompt_are_parts_where_those_of_the_latest_are_gone(node):
+    later = [*prompt(3, base=600), *ONE[:-3], *prompt(B, base=700)]
+    shift = [*prompt(B, base=800), *ONE, *prompt(B, base=900)]
+    for name, tokens in (("later", later), ("shift", shift)):
+        node.begin(name, tokens, exact=True)
+        node.complete(name)
+    for key in keys_of(shift):
+        node.actor.slots.forget(node.actor.slots.committed(key))
+    work = node.begin("again", SHUFFLED)
+    assert sum(part.tokens for part in work.parts) == 5 * B
+
+
+def test_a_part_that_does_not_verify_is_forgotten_and_the_next_attempt_has_none(node):
     work = node.begin("again", SHUFFLED)
     load = work.prefix[-1]
     key = node.actor.slots.key_of(load.source.slot)
     node.computed(corrupt=(load.block,))
     assert not node.actor.holds(key)
     assert not node.busy()
-    work = node.begin("again", SHUFFLED, attempt=2)
-    assert load.source.slot not in {each.source.slot for each in work.prefix}
+    assert node.begin("again", SHUFFLED, attempt=2).parts == (), "an answer that failed once is computed exactly"
 
 
 def test_a_prompt_that_waits_for_blocks_which_get_no_key_computes_them_itself(node):
@@ -178,6 +208,70 @@ def test_a_prompt_that_waits_for_blocks_which_get_no_key_computes_them_itself(no
     node.reserve("again")
     node.finish()
     assert "waiting" not in {job["state"] for job in node.actor.dump(node.now)["jobs"]}
+
+
+def waiting(node):
+    return {job["request"] for job in node.actor.dump(node.now)["jobs"] if job["state"] == "waiting"}
+
+
+def wait_for(node, request_id, tokens):
+    """Start a prompt that is to wait for its first four blocks."""
+    node.start(request_id, tokens, keys=keys_of(tokens), coming_blocks=4, coming_s=60.0, conductor="k")
+
+
+def test_a_prompt_that_arrives_later_does_not_wait_for_blocks_which_get_no_key(node):
+    node.begin("again", SHUFFLED)
+    wait_for(node, "later", [*SHUFFLED, 7])
+    assert waiting(node) == set()
+    node.complete("again")
+    wait_for(node, "last", [*SHUFFLED, 8])
+    assert waiting(node) == set()
+
+
+def test_a_prompt_waits_for_blocks_that_another_computes_exactly(node):
+    node.begin("again", SHUFFLED)
+    node.start("exactly", SHUFFLED, keys=keys_of(SHUFFLED), exact=True)
+    wait_for(node, "later", [*SHUFFLED, 7])
+    assert waiting(node) == {"later"}
+    node.complete("again")
+    node.lease()
+    node.reserve("exactly")
+    node.finish()
+    assert node.actor.counts["waits_ended[by=slab]"] == 1
+    node.received("exactly")
+    assert waiting(node) == set()
+
+
+def test_a_prompt_that_waits_for_exact_blocks_waits_on_where_another_is_blended(node):
+    node.start("exactly", SHUFFLED, keys=keys_of(SHUFFLED), exact=True)
+    wait_for(node, "waits", [*SHUFFLED, 7])
+    node.start("again", SHUFFLED, keys=keys_of(SHUFFLED))
+    while asked := node.take(LeaseBlocks, "c"):
+        for ask in asked:
+            node.say("c", leased(ask.lease_id, []))
+    node.reserve("again")
+    assert node.actor.counts["jobs_blended"] == 1
+    assert waiting(node) == {"waits"}
+
+
+def test_blocks_that_were_computed_exactly_after_all_are_waited_for_again(node):
+    node.begin("again", SHUFFLED)
+    node.complete("again")
+    node.begin("exactly", SHUFFLED, exact=True)
+    node.complete("exactly")
+    for key in keys_of(SHUFFLED)[2:]:
+        node.actor.slots.forget(node.actor.slots.committed(key))
+    wait_for(node, "later", [*SHUFFLED, 7])
+    assert waiting(node) == {"later"}
+
+
+def test_prompts_whose_waits_are_vain_get_their_places_at_once(node):
+    node.start("again", SHUFFLED)
+    wait_for(node, "waits", [*SHUFFLED, 7])
+    node.lease()
+    node.reserve("again")
+    states = {job["request"]: job["state"] for job in node.actor.dump(node.now)["jobs"]}
+    assert states == {"again": "computing", "waits": "preparing"}
 
 
 DOCUMENTS = [np.random.default_rng(seed).integers(0, 40, 3 * B + seed % 3).tolist() for seed in range(4)]

@@ -5,11 +5,12 @@ import pytest
 from segment_bytes import slot_bytes
 from test_executor import GREEDY, Rig
 
-from mooncake_zmq.core.work import BlockLoad, ChunkComputed, ComputeChunk, ReusedPart
-from mooncake_zmq.engine import weights
+from mooncake_zmq.core.work import BlockLoad, ChunkComputed, ComputeChunk, ReusedPart, WorkFailed
+from mooncake_zmq.engine import blend, weights
 from mooncake_zmq.engine.blend import CACHEBLEND, moved_run, prefill_blended, read_kv, why_not
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.toy import ToyEngine
+from mooncake_zmq.kv.codec import CODECS, EXACT
 from mooncake_zmq.kv.layout import BlockLayout
 
 B = 16
@@ -22,14 +23,24 @@ PARTS = (ReusedPart(2 * B, 5 * B, BLOCKS, 2 * B), ReusedPart(4 * B + 7, 2 * B, B
 
 
 @pytest.fixture(scope="session")
-def engine(tmp_path_factory):
-    return weights.open_model(prepare('dummy:{"layers": 4}', tmp_path_factory.mktemp("blend")))
+def model(tmp_path_factory):
+    return prepare('dummy:{"layers": 4}', tmp_path_factory.mktemp("blend"))
 
 
 @pytest.fixture
-def rig(engine, make_segment, crashes, tmp_path):
+def codec():
+    return EXACT
+
+
+@pytest.fixture
+def engine(model, codec):
+    return weights.load_engine(model, codec=CODECS.get(codec))
+
+
+@pytest.fixture
+def rig(engine, codec, make_segment, crashes, tmp_path):
     spec = engine.spec
-    layout = BlockLayout(layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, block_tokens=B)
+    layout = BlockLayout(layers=spec.layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, block_tokens=B).coded(codec)
     rig = Rig("p", make_segment("p", slots=24, layout=layout), crashes, tmp_path, engine=engine)
     yield rig
     rig.close()
@@ -44,15 +55,23 @@ def computed_first(rig):
     return rig.commit(grants, chunk.checksums)
 
 
-def blended(rig, refs, again):
-    """The result of SHUFFLED behind SYSTEM, with the KV that it wrote."""
+def start_blended(rig, refs, again):
+    """Start SHUFFLED behind SYSTEM; returns the work and the slots that it writes."""
     rig.executor.open_sequence(2, (BLOCKS + 5) * B, filled_tokens=len(SHUFFLED))
     outputs = rig.grants(*range(8, 8 + BLOCKS - 2))
     layers = rig.segment.layout.layers
     places = [*enumerate(refs[:2]), *enumerate([*refs[5:], *refs[2:5]], BLOCKS)]
     prefix = tuple(BlockLoad(block, ref, 0, layers, B) for block, ref in places)
     tokens = SHUFFLED[2 * B :].tobytes()
-    result = rig.run(ComputeChunk(2, 2 * B, tokens, prefix, outputs, GREEDY, 10.0, parts=PARTS, again=again))
+    return rig.start(ComputeChunk(2, 2 * B, tokens, prefix, outputs, GREEDY, 10.0, parts=PARTS, again=again)), outputs
+
+
+def blended(rig, refs, again):
+    """The result of SHUFFLED behind SYSTEM, with the KV that it wrote."""
+    work_id, outputs = start_blended(rig, refs, again)
+    result, layers = rig.result(work_id), rig.segment.layout.layers
+    if rig.segment.layout.codec != EXACT:
+        return result, [[rig.segment.part_view(grant.slot, layer).copy() for grant in outputs] for layer in range(layers)]
     parts = [[rig.segment.part_view(grant.slot, layer).copy() for grant in outputs] for layer in range(layers)]
     kv = np.stack([np.concatenate(each, axis=1) for each in parts])[:, :, : len(SHUFFLED) - 2 * B]
     return result, kv
@@ -87,6 +106,43 @@ def test_a_part_that_changed_fails_the_chunk_by_its_block(rig):
     result, _ = blended(rig, refs, 0.15)
     assert result.corrupt == (BLOCKS + 3,)
     assert result.token is None
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_parts_of_a_codec_are_used_as_their_blocks_hold_them(rig, engine, codec):
+    spec, alone = engine.spec, engine.new_sequence(len(FIRST))
+    engine.prefill(alone, FIRST)
+    loaded = engine.new_sequence(len(SHUFFLED))
+    part = np.empty((B, CODECS[codec].token_bytes(spec.kv_heads, spec.head_dim)), np.uint8)
+    for layer in range(spec.layers):
+        for start in range(0, len(FIRST), B):
+            alone.read_part(layer, start, start + B, part)
+            loaded.write_part(layer, start, part)
+    loaded.set_length(len(FIRST))
+    reused = [moved_run(read_kv(engine, loaded, p.computed_at, p.computed_at + p.tokens), p.at, p.computed_at) for p in PARTS]
+    loaded.set_length(2 * B)
+    expected = prefill_blended(engine, loaded, SHUFFLED[2 * B :], reused)
+    result, parts = blended(rig, computed_first(rig), CACHEBLEND.share)
+    assert result.token == int(expected.logits.argmax())
+    for layer, row in enumerate(parts):
+        for block, got in enumerate(row[:-1], 2):
+            loaded.read_part(layer, block * B, (block + 1) * B, part)
+            np.testing.assert_array_equal(got, part)
+
+
+def test_it_ends_between_its_chunks_where_it_is_cancelled(rig, engine, monkeypatch):
+    monkeypatch.setattr(blend, "CHUNK_ROWS", B)
+    refs, rows, computed = computed_first(rig), engine.prefill_rows, []
+
+    def cancelled(*arguments):
+        computed.append(arguments)
+        rig.executor.cancel(rig.next_id)
+        return rows(*arguments)
+
+    monkeypatch.setattr(engine, "prefill_rows", cancelled)
+    work_id, _ = start_blended(rig, refs, CACHEBLEND.share)
+    assert rig.result(work_id) == WorkFailed("cancelled")
+    assert len(computed) == 1
 
 
 def test_engines_that_cannot_are_refused(engine):

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 import structlog
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -314,7 +315,11 @@ class _Generation:
                 call.answer(asking.found.outputs())
                 scope["state"]["facts"] |= {"answered_from": "cache"}
             else:
-                call.submit(prepared.requests, each)
+                # Where strangers share a root, an approximate answer would depend on what they have asked, and reveal it.
+                requests = prepared.requests
+                if not shows_reuse:
+                    requests = [msgspec.structs.replace(request, exact=True) for request in requests]
+                call.submit(requests, each)
                 scope["state"]["reported"] = True
             reply = self._reply(
                 replace(prepared, of_kept=asking.outcome),

@@ -95,7 +95,7 @@ class Compute:
             for part in work.parts
         ]
         sequence.set_length(work.start)
-        blended = prefill_blended(engine, sequence, tokens, reused, Again(work.again))
+        blended = prefill_blended(engine, sequence, tokens, reused, Again(work.again), job.check)
         for layer in layers:
             job.check()
             self._store_outputs(work, sequence, layer, len(tokens))

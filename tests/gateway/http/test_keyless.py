@@ -74,6 +74,18 @@ def test_where_strangers_call_reuse_is_told_for_a_salt_alone():
     assert reuse(with_key.json()) == told, "a key's prefixes are its own"
 
 
+def test_where_strangers_call_an_answer_is_approximate_for_a_salt_alone():
+    asked = []
+    for actor, options in (
+        (ScriptedActor(allow_open=True), {}),
+        (ScriptedActor(allow_open=True), {"cache_salt": "mine"}),
+        (ScriptedActor(), {}),
+    ):
+        assert actor.complete(**options).status_code == 200
+        asked.append(actor.only.exact)
+    assert asked == [True, False, False]
+
+
 def get(actor: ScriptedActor, path: str, client: str, **headers: str) -> httpx.Response:
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(app=actor.app, client=(client, 1))

@@ -1,0 +1,48 @@
+"""The check of what answers say of KV that was computed behind other tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mooncake_zmq.core.actor import Effect, Start
+from mooncake_zmq.core.messages import FirstToken
+from mooncake_zmq.core.work import ComputeChunk
+from mooncake_zmq.gateway.requests.client_events import ClientRequest, Finished
+from mooncake_zmq.prefill.job import attempts_of
+from mooncake_zmq.simulation.violation import Violation
+
+
+class Approximations:
+    """Notes which attempts a prefill computes over parts, and compares that with the ends of answers and what clients asked."""
+
+    def __init__(self) -> None:
+        self._exact: set[str] = set()
+        """The requests whose answers must not be approximate."""
+        self._blended: set[tuple[str, int]] = set()
+        self._begun: dict[str, bool] = {}
+        """Request that has not ended -> whether the first token that its gateway received is over parts."""
+
+    def asked(self, request_id: str, client: ClientRequest) -> None:
+        """Note that a client accepts no approximate answer."""
+        if client.exact:
+            self._exact |= {request_id, *(sibling for sibling, _ in client.siblings)}
+
+    def computes(self, actor: Any, effects: Sequence[Effect]) -> None:
+        """Check I3: no prefill poisons the KV of a request that must be exact."""
+        for effect in effects:
+            if isinstance(effect, Start) and isinstance(effect.work, ComputeChunk) and effect.work.parts:
+                (job,) = (job for job in actor.jobs if job.chunk_work == effect.work_id)
+                attempts = attempts_of(job.request)
+                self._blended.update(attempts.items())
+                if wrong := self._exact & attempts.keys():
+                    raise Violation("I3", f"{wrong} must be exact and are computed over KV of other prompts")
+
+    def received(self, message: FirstToken, attempts: Mapping[str, int]) -> None:
+        """Note the first token that a gateway received. `attempts`: the attempt under way of each request."""
+        if attempts.get(message.request_id) == message.attempt:
+            self._begun.setdefault(message.request_id, (message.request_id, message.attempt) in self._blended)
+
+    def finished(self, request_id: str, end: Finished) -> None:
+        """Check I3: an answer says that it is approximate if and only if it is."""
+        is_approximate = self._begun.pop(request_id, False)
+        if (end.parts > 0) != is_approximate:
+            raise Violation("I3", f"{request_id} says that {end.parts} tokens have KV of other prompts: {is_approximate=}")
