@@ -39,7 +39,7 @@ from mooncake_zmq.bench.cluster import answers, bench_cluster, last_lines
 from mooncake_zmq.bench.memory import cpu_s, footprint
 from mooncake_zmq.bench.others.store_driver import free_port
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.bench.sleeping_vllm import PREFILL_S, TOKEN_S
+from mooncake_zmq.bench.sleeping_vllm import PREFILL_S, TOKEN, TOKEN_S
 from mooncake_zmq.config.load import load
 from mooncake_zmq.core.messages import MAX_TOKENS
 from mooncake_zmq.engine.errors import ModelError
@@ -122,6 +122,12 @@ class LongPrompts:
     def turns(self) -> int:
         """Measured turns."""
         return max(1, round(self.rate * self.seconds))
+
+    @property
+    def more(self) -> bytes:
+        """Fields of each call that make a real engine say one word again and again, as servers that sleep do: a model may
+        begin with tokens that have no text, and times are those of text."""
+        return b',"ignore_eos":true,"logit_bias":{"%d":100}' % TOKEN if self.vllms else b""
 
     @property
     def longest(self) -> int:
@@ -283,6 +289,7 @@ class _Chat:
 
     def __init__(self, number: int, wanted: LongPrompts) -> None:
         self._random = random.Random(number)
+        self._more = wanted.more
         self._messages = [self._message("user", f"Conversation {number}. ")]
         roles = itertools.cycle(("assistant", "user"))
         for _ in range(max(0, wanted.tokens // MESSAGE_WORDS - 1) // 2 * 2):
@@ -295,7 +302,7 @@ class _Chat:
     def body(self, model: str, tokens: int) -> bytes:
         """Return the body of the next turn's call."""
         head = b'{"model":"%b","messages":[' % model.encode()
-        return head + b",".join(self._messages) + b'],"max_tokens":%d,"temperature":0,"ignore_eos":true,"stream":true}' % tokens
+        return head + b",".join(self._messages) + b'],"max_tokens":%d,"temperature":0,"stream":true%b}' % (tokens, self._more)
 
     def go_on(self) -> None:
         """Add an answer and the next question."""
@@ -325,7 +332,9 @@ async def _load(
         chat.go_on()
     progress(f"{side.name}: {wanted.turns:,} further turns, {wanted.rate:g} a second")
     before = {process: cpu_s(pid) for process, pid in pids.items()}
-    standing = [asyncio.create_task(_stand_by(side, connections, model, wanted.seconds)) for _ in range(BYSTANDERS)]
+    standing = [
+        asyncio.create_task(_stand_by(side, connections, model, wanted.seconds, wanted.more)) for _ in range(BYSTANDERS)
+    ]
     began, asking = time.perf_counter(), []
     for turn in range(wanted.turns):
         chat = chats[turn % len(chats)]
@@ -346,11 +355,11 @@ async def _turn(side: Side, connections: Connections, body: bytes) -> None:
         side.failed.append(f"{seen.error} {seen.said}")
 
 
-async def _stand_by(side: Side, connections: Connections, model: str, seconds: float) -> None:
+async def _stand_by(side: Side, connections: Connections, model: str, seconds: float, more: bytes) -> None:
     """Stream short answers, one after the other, and note the longest gap of each."""
     tokens, until = round(2 / TOKEN_S), time.perf_counter() + seconds
     message = msgspec.json.encode({"role": "user", "content": "Say something."})
-    body = b'{"model":"%b","messages":[%b],"max_tokens":%d,"ignore_eos":true,"stream":true}' % (model.encode(), message, tokens)
+    body = b'{"model":"%b","messages":[%b],"max_tokens":%d,"stream":true%b}' % (model.encode(), message, tokens, more)
     while time.perf_counter() + tokens * TOKEN_S + PREFILL_S < until or not side.gaps_s:
         seen = await _asked(connections, body, tokens)
         if seen.outcome == "finished" and len(seen.token_s) > 1:
