@@ -23,6 +23,8 @@ from mooncake_zmq.runtime.model import prepared
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 16.0)
 """Rates of the link, in those at which fetching takes as long as computing."""
 MEETS = {"prefill.meet": "true"}
+POOL_PART = 2
+"""Divisor of a host's pool for the prompts that wait in it for their turn."""
 
 Progress = Callable[[str], None]
 
@@ -36,7 +38,8 @@ def bench_meet(config: Path, *, tokens: int, rounds: int, progress: Progress) ->
     with ExitStack() as stack:
         meets = stack.enter_context(slow_link(config, settings, MEETS, fetches_all=False))
         waits = stack.enter_context(slow_link(config, settings, WAITS, fetches_all=True))
-        return _Run(meets, waits, cached, rounds, progress).report(kv_bytes)
+        held = settings.cache_node.pool_bytes // POOL_PART // (kv_bytes * (rounds + 1))
+        return _Run(meets, waits, cached, rounds, progress).report(kv_bytes, max(1, held))
 
 
 class _Run:
@@ -48,17 +51,20 @@ class _Run:
         self._random = np.random.default_rng(time.time_ns())
         self._unmet = 0
 
-    def report(self, kv_bytes: int) -> Report:
+    def report(self, kv_bytes: int, held: int) -> Report:
+        """Measure all rates. `held`: of so many of them a pool holds the prompts at a time."""
         report = Report("meet")
         with self._meets.only(first=True), self._waits.only(first=True):
             self._meets.ask(self._prompt(self._cached))
             alone_s = median([self._meets.ask(self._prompt(self._cached)).ttft_s for _ in range(3)])
         even = kv_bytes / alone_s
-        for rate in RATES:
-            prompts = [self._prompt(self._cached) for _ in range(self._rounds + 1)]
+        for begin in range(0, len(RATES), held):
+            some = RATES[begin : begin + held]
+            prompts = [[self._prompt(self._cached) for _ in range(self._rounds + 1)] for _ in some]
             expected = self._computed(prompts)
             with self._meets.only(first=False), self._waits.only(first=False):
-                report.rows += self._at(rate, rate * even, prompts, expected)
+                for rate, own, answers in zip(some, prompts, expected, strict=True):
+                    report.rows += self._at(rate, rate * even, own, answers)
         report.notes.append(
             f"{self._cached:,} cached tokens of {kv_bytes / 1e6:,.0f} MB and {TAIL_TOKENS} more; at rate 1, "
             f"{even / 1e6:,.1f} MB/s, fetching takes as long as computing"
@@ -66,13 +72,13 @@ class _Run:
         report.notes.append("the same tokens as where nothing was fetched" if not self._unmet else f"{self._unmet} differ")
         return report
 
-    def _computed(self, prompts: Sequence[list[int]]) -> list[list[list[int]]]:
-        """Compute prompts on the first host of both clusters, and return their answers. A pool need not hold those of all
-        rates."""
-        self._progress(f"computing {len(prompts)} prompts on the first host")
+    def _computed(self, prompts: Sequence[Sequence[list[int]]]) -> list[list[list[list[int]]]]:
+        """Compute prompts on the first host, and return the answers of both clusters to each group of them."""
+        self._progress(f"computing {sum(map(len, prompts))} prompts on the first host")
+        both = self._meets, self._waits
         with self._meets.only(first=True), self._waits.only(first=True):
-            answers = [[hosts.ask(prompt).tokens for prompt in prompts] for hosts in (self._meets, self._waits)]
-            for hosts in (self._meets, self._waits):
+            answers = [[[hosts.ask(prompt).tokens for prompt in group] for hosts in both] for group in prompts]
+            for hosts in both:
                 hosts.cluster.settle()
         return answers
 

@@ -1,6 +1,6 @@
 """The check of what answers say of KV that was computed behind other tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mooncake_zmq.core.actor import Effect, Start
@@ -19,7 +19,7 @@ class Approximations:
         """The requests whose answers must not be approximate."""
         self._blended: set[tuple[str, int]] = set()
         self._begun: dict[str, bool] = {}
-        """Request that has not ended -> whether the first token that its gateway received is over parts."""
+        """Request that has not ended -> whether the first token that its gateway sent on is over parts."""
 
     def asked(self, request_id: str, client: ClientRequest) -> None:
         """Note that a client accepts no approximate answer."""
@@ -36,10 +36,9 @@ class Approximations:
                 if wrong := self._exact & attempts.keys():
                     raise Violation("I3", f"{wrong} must be exact and are computed over KV of other prompts")
 
-    def received(self, message: FirstToken, attempts: Mapping[str, int]) -> None:
-        """Note the first token that a gateway received. `attempts`: the attempt under way of each request."""
-        if attempts.get(message.request_id) == message.attempt:
-            self._begun.setdefault(message.request_id, (message.request_id, message.attempt) in self._blended)
+    def received(self, message: FirstToken) -> None:
+        """Note the first token that a gateway received and sent on: that of an attempt given up meanwhile goes nowhere."""
+        self._begun.setdefault(message.request_id, (message.request_id, message.attempt) in self._blended)
 
     def finished(self, request_id: str, end: Finished) -> None:
         """Check I3: an answer says that it is approximate if and only if it is."""

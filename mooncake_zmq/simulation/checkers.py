@@ -244,7 +244,8 @@ class Checkers:
             case Received(sender, FirstToken() | PromptScored() | TextsEmbedded() as said):
                 if isinstance(said, FirstToken):
                     self._versions.received(sender, said, self._attempts)
-                    self._approximations.received(said, self._attempts)
+                    if any(isinstance(effect, ToClient) and effect.request_id == said.request_id for effect in effects):
+                        self._approximations.received(said)
                 request_id, attempt = said.request_id, said.attempt
                 self._only_current({(request_id, attempt)}, effects)
         for effect in effects:
