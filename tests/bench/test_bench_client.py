@@ -8,6 +8,7 @@ import time
 import pytest
 from click.testing import CliRunner
 from scripted_actor import ScriptedActor, finished, tokens
+from structlog.testing import capture_logs
 
 from mooncake_zmq.bench import client_report
 from mooncake_zmq.bench.client import NOT_SENT, Client, NoServer, replay
@@ -460,7 +461,8 @@ def test_the_exit_code_says_whether_anybody_was_answered(model, code):
         arguments += ["--model", model, "--block-tokens", "16", "--last-id", "255"]
         done.append(await asyncio.to_thread(CliRunner().invoke, command, arguments))
 
-    ScriptedActor(max_model_len=4096).serve(client)
+    with capture_logs():  # the runner replaces the standard output, to which the server's thread must not write meanwhile
+        ScriptedActor(max_model_len=4096).serve(client)
     (result,) = done
     assert result.exit_code == code, result.output
     assert json.loads(result.stdout.splitlines()[-1])["finished"] == (0 if code else 2)

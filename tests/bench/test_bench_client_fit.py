@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from scripted_actor import ScriptedActor, finished, tokens
+from structlog.testing import capture_logs
 
 from mooncake_zmq.bench.client import Client, NoServer, Served
 from mooncake_zmq.bench.client_fit import fit, misfit, scaled, slowed, too_long
@@ -57,7 +58,8 @@ def run(actor, *arguments):
         words = [f"http://127.0.0.1:{port}", *arguments, "--json"]
         done.append(await asyncio.to_thread(CliRunner().invoke, command, words))
 
-    actor.serve(client)
+    with capture_logs():  # the runner replaces the standard output, to which the server's thread must not write meanwhile
+        actor.serve(client)
     return done[0]
 
 
