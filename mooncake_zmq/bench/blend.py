@@ -22,10 +22,11 @@ from mooncake_zmq.bench.quality import (
     Floats,
     Logs,
     agreement,
+    check_positions,
     divergence,
     log_probabilities,
     manual_page,
-    prepared_model,
+    studied,
 )
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.blend import CHUNK_ROWS, NOTHING, Again, Reused, found_run, prefill_blended, read_kv
@@ -40,7 +41,6 @@ from mooncake_zmq.kv.block_hash import Key, extend_keys, namespace
 from mooncake_zmq.kv.parts import PartTable
 from mooncake_zmq.kv.similar import References, aligned
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.refused import Refused
 
 PAGES = ("architecture", "pool", "vllm", "operating", "api", "laboratory", "configuring", "testing")
 EDITED_PAGES = ("operating", "vllm", "laboratory")
@@ -112,12 +112,7 @@ class BlendReport(Report):
 def bench_blend(bench: BlendBench, progress: Progress) -> BlendReport:
     """Run all of it. Raises click.ClickException on a bad model."""
     report = BlendReport("blend")
-    progress(f"preparing the model {bench.model}")
-    try:
-        path = prepared_model(bench.model, bench.cache_dir, backend=bench.backend)
-        study = _Study(bench, path)
-    except ModelError as error:
-        raise Refused(error.message) from None
+    study = studied(partial(_Study, bench), bench.model, bench.cache_dir, progress, backend=bench.backend)
     spec = study.engine.spec
     report.outcomes = [*study.shuffled(progress), *study.edited(progress)]
     seconds = "seconds of CPU" if bench.cpu_time else "seconds"
@@ -182,8 +177,7 @@ class _Study:
         self._pages = {page: encoded(manual_page(page)) for page in {*PAGES, *EDITED_PAGES}}
         prompt = len(self._system) + bench.documents * bench.tokens + len(self._question)
         self._capacity = max(prompt, 2 * bench.edited_tokens) + bench.following
-        if self._capacity > engine.spec.max_positions:
-            raise ModelError(f"{engine.spec.name} has {engine.spec.max_positions} positions, and this needs {self._capacity}")
+        check_positions(engine, self._capacity)
         if bench.documents > len(PAGES):
             raise ModelError(f"there are {len(PAGES)} documents")
         if min(map(len, self._pages.values())) < max(bench.tokens, bench.edited_tokens) + bench.following:

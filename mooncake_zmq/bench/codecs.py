@@ -24,10 +24,11 @@ from mooncake_zmq.bench.quality import (
     Floats,
     Logs,
     agreement,
+    check_positions,
     divergence,
     log_probabilities,
     manual_page,
-    prepared_model,
+    studied,
 )
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.blend import read_kv, rotation, turned
@@ -39,7 +40,6 @@ from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.engine.weights import open_model
 from mooncake_zmq.kv.codec import CODECS, Codec
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.refused import Refused
 
 PAGES = ("architecture", "pool", "vllm")
 OTHER_PAGES = ("operating", "configuring", "testing", "api")
@@ -123,12 +123,7 @@ def bench_codecs(bench: CodecBench, parts: Sequence[str], progress: Progress) ->
 
 
 def _measure_quality(report: CodecReport, bench: CodecBench, progress: Progress) -> None:
-    progress(f"preparing the model {bench.model}")
-    try:
-        path = prepared_model(bench.model, bench.cache_dir, kernels=False)
-        study = _Study(bench, path, progress)
-    except ModelError as error:
-        raise Refused(error.message) from None
+    study = studied(partial(_Study, bench, progress), bench.model, bench.cache_dir, progress, kernels=False)
     report.qualities = study.qualities()
     report.notes += [f"{study.engine.spec.name}, {len(study.texts)} pages, {bench.tokens} tokens, the next {bench.following}"]
     report.notes += study.cosine_notes()
@@ -148,13 +143,12 @@ def _measure_quality(report: CodecReport, bench: CodecBench, progress: Progress)
 class _Study:
     """The texts, the exact engine and what it makes of them."""
 
-    def __init__(self, bench: CodecBench, path: Path, progress: Progress) -> None:
+    def __init__(self, bench: CodecBench, progress: Progress, path: Path) -> None:
         self._bench, self._path, self._progress = bench, path, progress
         self.engine = open_model(path)
         self._tokenizer = open_tokenizer(path)
         needed = bench.tokens + bench.following
-        if needed > self.engine.spec.max_positions:
-            raise ModelError(f"{self.engine.spec.name} has {self.engine.spec.max_positions} positions, and this needs {needed}")
+        check_positions(self.engine, needed)
         self.texts = self._read(PAGES, needed)
         progress("exact KV")
         self._contexts = [self._context(text) for text in self.texts]

@@ -12,12 +12,14 @@ from mooncake_zmq.bench.options import (
     backend_option,
     cache_dir_option,
     config_option,
+    cpu_time_option,
     json_option,
     model_option,
     numbers_option,
     plot_option,
     rounds_option,
     show_progress,
+    threads_option,
 )
 from mooncake_zmq.bench.zoo_command import zoo
 from mooncake_zmq.config.examples import LOCAL, MODELLED
@@ -198,8 +200,8 @@ def answers(as_json: bool, plot: Path | None, **parameters: Any) -> None:
 @click.option(
     "--orders", type=click.IntRange(min=1), default=3, show_default=True, help="Of the documents; and edited prompts."
 )
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of the engine.")
-@click.option("--cpu-time", is_flag=True, help="Seconds of CPU, on a busy machine; with --threads 1.")
+@threads_option
+@cpu_time_option
 @backend_option
 @json_option
 @plot_option("the ratios")
@@ -228,8 +230,8 @@ def blend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
 @click.option("--speed-tokens", type=click.IntRange(min=64), default=8128, show_default=True, help="Of the context, for speed.")
 @click.option("--steps", type=click.IntRange(min=1), default=8, show_default=True, help="Tokens of each way in a round.")
 @rounds_option(5)
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of the engine.")
-@click.option("--cpu-time", is_flag=True, help="Seconds of CPU, on a busy machine; with --threads 1.")
+@threads_option
+@cpu_time_option
 @backend_option
 @json_option
 @plot_option("the ratios")

@@ -20,6 +20,9 @@ backend_option = click.option(
     "--backend", type=click.Choice(get_args(Backend)), default="auto", show_default=True, help="Of our engine."
 )
 
+threads_option = click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of the engine.")
+cpu_time_option = click.option("--cpu-time", is_flag=True, help="Seconds of CPU, on a busy machine; with --threads 1.")
+
 
 def config_option(default: str, what: str) -> Option:
     """Return the option for the configuration file of the cluster that is measured; `default` comes with the project."""

@@ -1,7 +1,8 @@
 """A model with KV of floats, texts that it has not learned, and the error of its answers: for benches of KV quality."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,11 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.refused import Refused
 
 Floats = NDArray[np.float32]
 Logs = NDArray[np.float64]
+StudyT = TypeVar("StudyT")
 
 
 def prepared_model(model: str, cache_dir: str, **options: Any) -> Path:
@@ -22,6 +25,23 @@ def prepared_model(model: str, cache_dir: str, **options: Any) -> Path:
     if str(path) == "toy":
         raise ModelError("the toy engine has no KV of floats: give another model")
     return path
+
+
+def studied(
+    study: Callable[[Path], StudyT], model: str, cache_dir: str, progress: Callable[[str], None], **options: Any
+) -> StudyT:
+    """Prepare a model, and return the study of it. Raises Refused where it cannot be studied."""
+    progress(f"preparing the model {model}")
+    try:
+        return study(prepared_model(model, cache_dir, **options))
+    except ModelError as error:
+        raise Refused(error.message) from None
+
+
+def check_positions(engine: Llama, needed: int) -> None:
+    """Raise ModelError for a model whose context is shorter."""
+    if needed > engine.spec.max_positions:
+        raise ModelError(f"{engine.spec.name} has {engine.spec.max_positions} positions, and this needs {needed}")
 
 
 def manual_page(page: str) -> str:

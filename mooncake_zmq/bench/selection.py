@@ -8,6 +8,7 @@ distribution against attention over all. Speed: decode behind several pages, all
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from mooncake_zmq.bench.quality import Logs, agreement, divergence, log_probabilities, logs_of, manual_page, prepared_model
+from mooncake_zmq.bench.quality import (
+    Logs,
+    agreement,
+    check_positions,
+    divergence,
+    log_probabilities,
+    logs_of,
+    manual_page,
+    studied,
+)
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
@@ -29,7 +39,6 @@ from mooncake_zmq.engine.selection.quest import Quest
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.engine.weights import load_engine
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.refused import Refused
 
 PAGES = ("architecture", "pool", "vllm")
 SPEED_PAGES = ("operating", "architecture", "api", "pool", "vllm", "laboratory")
@@ -102,12 +111,7 @@ class SelectReport(Report):
 def bench_select(bench: SelectBench, progress: Progress) -> SelectReport:
     """Run all of it. Raises click.ClickException on a bad model."""
     report = SelectReport("select")
-    progress(f"preparing the model {bench.model}")
-    try:
-        path = prepared_model(bench.model, bench.cache_dir, backend=bench.backend)
-        study = _Study(bench, path)
-    except ModelError as error:
-        raise Refused(error.message) from None
+    study = studied(partial(_Study, bench), bench.model, bench.cache_dir, progress, backend=bench.backend)
     report.outcomes = study.qualities(progress)
     baselines = {each.share: each.kl for each in report.outcomes if each.name == BASELINE}
     report.rows += [
@@ -148,10 +152,7 @@ class _Study:
             return np.asarray(tokenizer.encode("\n".join(map(manual_page, pages))), np.int32)
 
         needed, timed = bench.tokens + bench.following, bench.speed_tokens + self._timed
-        if max(needed, timed) > engine.spec.max_positions:
-            raise ModelError(
-                f"{engine.spec.name} has {engine.spec.max_positions} positions, and this needs {max(needed, timed)}"
-            )
+        check_positions(engine, max(needed, timed))
         if bench.tokens // min(bench.shares) + SINKS + RECENT > bench.tokens or bench.tokens < max(bench.shares):
             raise ModelError(f"{SINKS + RECENT} tokens are always attended to: take more tokens or other shares")
         self._texts = [encoded(page)[:needed] for page in PAGES]

@@ -52,6 +52,13 @@ class SlowLink:
         # The last tokens are made from the others, so that a prompt is the same wherever it is sent.
         return self.cluster.complete(prompt + prompt[:TAIL_TOKENS], max_tokens=2)
 
+    def fetch(self, prompt: list[int]) -> Answer:
+        """Complete a prompt whose blocks the first host has. Raises Refused if they did not come over the link."""
+        answer = self.ask(prompt)
+        if (fetched := int(answer.served["cached_remote"])) != len(prompt):
+            raise Refused(f"{fetched} of {len(prompt)} tokens were fetched: has the first host's pool room for all?")
+        return answer
+
     @contextmanager
     def only(self, *, first: bool) -> Iterator[None]:
         """Pause the engines of the first host, or of all others: which prefill computes is not measured here."""

@@ -19,14 +19,8 @@ def directory() -> Iterator[Path]:
 def shared_cluster() -> Iterator[ToyCluster]:
     with tempfile.TemporaryDirectory(prefix="mz-") as path:
         cluster = ToyCluster(Path(path))
-        try:
-            cluster.start()
+        with cluster.unbroken():
             yield cluster
-            cluster.stop()
-            assert cluster.leftovers() == []
-            assert cluster.errors() == []  # all that died was killed: no actor broke a rule
-        finally:
-            cluster.kill()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import web
-from toy_cluster import ToyCluster
+from toy_cluster import SmallCluster
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,13 +52,8 @@ FIRST = [*SYSTEM, *ONE, *TWO, *THREE, *QUESTION]
 SHUFFLED = [*SYSTEM, *THREE, *ONE, *TWO, *QUESTION]
 
 
-class BlendingCluster(ToyCluster):
+class BlendingCluster(SmallCluster):
     nodes = ("conductor-0", "cache-a", "prefill-a", "decode-a", "gateway-0")
-
-    def complete(self) -> bool:
-        detail = self.health()
-        wanted = {"conductor": ["conductor-0"], "prefill": ["prefill-a"], "decode": ["decode-a"]}
-        return detail is not None and {role: detail["peers"][role] for role in wanted} == wanted
 
 
 @pytest.fixture
@@ -67,14 +62,8 @@ def cluster(tmp_path: Path) -> Iterator[BlendingCluster]:
     config.write_text(CONFIG.format(cache=tmp_path / "models"))
     with tempfile.TemporaryDirectory(prefix="mz-") as path:
         cluster = BlendingCluster(Path(path), config=str(config))
-        try:
-            cluster.start()
+        with cluster.unbroken():
             yield cluster
-            cluster.stop()
-            assert cluster.leftovers() == []
-            assert cluster.errors() == []
-        finally:
-            cluster.kill()
 
 
 def test_documents_in_another_order_are_blended_told_and_never_cached_as_exact(cluster: BlendingCluster) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import web
-from toy_cluster import ToyCluster, eventually, free_port
+from toy_cluster import SmallCluster, eventually, free_port
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
@@ -64,13 +64,8 @@ role = "gateway"
 """
 
 
-class CodedCluster(ToyCluster):
+class CodedCluster(SmallCluster):
     nodes = NODES
-
-    def complete(self) -> bool:
-        detail = self.health()
-        wanted = {"conductor": ["conductor-0"], "prefill": ["prefill-a"], "decode": ["decode-a", "decode-b"]}
-        return detail is not None and {role: detail["peers"][role] for role in wanted} == wanted
 
 
 @pytest.fixture
@@ -80,14 +75,8 @@ def cluster(tmp_path: Path) -> Iterator[CodedCluster]:
     with tempfile.TemporaryDirectory(prefix="mz-") as path:
         cluster = CodedCluster(Path(path), config=str(config))
         cluster.metrics_port = port
-        try:
-            cluster.start()
+        with cluster.unbroken():
             yield cluster
-            cluster.stop()
-            assert cluster.leftovers() == []
-            assert cluster.errors() == []
-        finally:
-            cluster.kill()
 
 
 def of_the_engine_alone(cache: Path, prompts: list[list[int]]) -> list[list[int]]:

@@ -110,6 +110,18 @@ class ToyCluster:
         finally:
             self.kill()
 
+    @contextlib.contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """Run it; at the end it leaves nothing behind, and no actor broke a rule."""
+        try:
+            self.start()
+            yield
+            self.stop()
+            assert self.leftovers() == []
+            assert self.errors() == []  # all that died was killed
+        finally:
+            self.kill()
+
     def kill(self) -> None:
         """End what a test left running."""
         if self.process and self.process.poll() is None:
@@ -200,6 +212,15 @@ class ToyCluster:
 
     def stream(self, **body: Any) -> "Stream":
         return Stream(self.url, greedy(**body, stream=True, stream_options={"include_usage": True}))
+
+
+class SmallCluster(ToyCluster):
+    """A cluster of other `nodes`, which is complete once its gateway is in conversation with all that place and compute."""
+
+    def complete(self) -> bool:
+        detail, roles = self.health(), ("conductor", "prefill", "decode")
+        wanted = {role: [node for node in self.nodes if node.startswith(f"{role}-")] for role in roles}
+        return detail is not None and {role: detail["peers"][role] for role in roles} == wanted
 
 
 def _tells_of_an_error(line: str) -> bool:
