@@ -33,7 +33,7 @@ class SequenceKV:
     Parts are arrays of the same namespace; `transfer.cuda` has sequences on a GPU that also take and give them in host memory.
     """
 
-    __slots__ = ("_memory", "capacity", "keys", "length", "values")
+    __slots__ = ("_memory", "before", "capacity", "keys", "length", "values")
 
     parts_at_once = 1
     """The most layers of blocks in one call of `write_parts` or `read_parts`. The caller then still has each in the CPU's cache
@@ -50,6 +50,8 @@ class SequenceKV:
         self._memory: tuple[KVMemory, ...] = (keys, values)
         self.capacity = capacity_tokens
         self.length = 0
+        self.before = 0
+        """The tokens ahead of the first one here, whose KV lies elsewhere: only `decode` can go on behind them."""
 
     def expect(self, tokens: int) -> None:
         """Prepare for so many tokens at once, before any is written. If they fill most of the capacity, it is allocated in
