@@ -51,7 +51,7 @@ class SequenceKV:
         self.capacity = capacity_tokens
         self.length = 0
         self.before = 0
-        """The tokens ahead of the first one here, whose KV lies elsewhere: only `decode` can go on behind them."""
+        """The tokens ahead of the first one here, whose KV lies elsewhere: `Llama.decode_elsewhere` goes on behind them."""
 
     def expect(self, tokens: int) -> None:
         """Prepare for so many tokens at once, before any is written. If they fill most of the capacity, it is allocated in
