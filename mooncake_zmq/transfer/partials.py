@@ -159,9 +159,9 @@ class PartialHost:
                 lengths.append(tokens + loan.grows)
             return self._attend(asked.layer, sequences, lengths, queries)
 
-    def count(self, what: str) -> None:
-        """Add one to a counter, from any thread."""
-        self._host.count(what)
+    def count(self, what: str, by: int = 1) -> None:
+        """Add to a counter, from any thread."""
+        self._host.count(what, by)
 
 
 class _Served:
@@ -180,10 +180,8 @@ class _Served:
                 asked = self._stream.receive(decode_ask, MAX_HEAD_BYTES)
                 self.waits_since = math.inf
                 self._serve(asked)
-        except StreamGarbage as error:
-            self._host.count("garbage")
-            log.warning("partials_ended", reason=str(error))
         except StreamError as error:
+            self._host.count("garbage", isinstance(error, StreamGarbage))
             log.debug("partials_ended", reason=str(error))
 
     def shut(self) -> None:
