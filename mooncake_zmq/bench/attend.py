@@ -1,7 +1,8 @@
 """`bench attend`: decode whose KV another process attends to, a part or all of it, beside decode with all KV at hand.
 
 All requests have one context, of pages of our manual, and begin with tokens of their own. Every way takes the same steps, in
-turn within each round, with the likeliest tokens; logits and tokens are compared with those of all KV at hand.
+turn within each round, with the likeliest tokens; logits and tokens are compared with those of all KV at hand. What a lender
+computes, it computes on cores beside those of the requests' process, and one thread for each borrower.
 """
 
 import sys
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +28,9 @@ from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.engine.weights import load_engine
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.transfer.partials import Borrowed, BorrowedKV, Lender
+from mooncake_zmq.transfer.stream import StreamError
 from mooncake_zmq.transfer.tickets import Ticket
 
 PAGES = ("operating", "architecture", "api", "pool", "vllm", "laboratory")
@@ -38,7 +40,7 @@ PREFILL_TOKENS = 512
 ANSWER_TIMEOUT_S = 600.0
 LOCAL, PART, ALL, SHORT = "all KV here", "part", "all", "no context"
 MEMORY_PRICE = 0.25
-"""Assumed price of a node for memory, in prices of one that computes."""
+"""Price of a node for memory, as assumed, in prices of one that computes."""
 Tokens = NDArray[np.int32]
 Progress = Callable[[str], None]
 
@@ -62,7 +64,7 @@ class AttendBench:
 
 @dataclass(slots=True)
 class Way:
-    """Result of a way: seconds of each step, logits and tokens of the last round, bytes of all steps."""
+    """Result of a way: seconds of each step, logits and tokens of the last round, payload of all steps."""
 
     seconds: list[float] = field(default_factory=list)
     logits: list[Floats] = field(default_factory=list)
@@ -79,7 +81,7 @@ class Way:
 
 
 def bench_attend(bench: AttendBench, progress: Progress) -> Report:
-    """Run all of it. Raises click.ClickException on a bad model, or when the other process fails."""
+    """Run all of it. Raises click.ClickException on a bad model, when the other process fails, or on other tokens."""
     study = studied(partial(_Study, bench), bench.model, bench.cache_dir, progress, backend=bench.backend)
     report = Report("attend")
     ways = study.run(progress)
@@ -100,16 +102,18 @@ def bench_attend(bench: AttendBench, progress: Progress) -> Report:
             )
         )
         equal = all(map(np.array_equal, way.tokens, local.tokens))
-        error = max(float(np.abs(ours - its).max()) for ours, its in zip(way.logits, local.logits, strict=True))
+        error = float(np.max([np.abs(ours - its).max() for ours, its in zip(way.logits, local.logits, strict=True)]))
+        if not (equal and np.isfinite(error)):
+            raise Refused(f"{what}: other greedy tokens than those of {LOCAL}; greatest error of a logit {error:.2g}")
         report.notes.append(
             f"{what}: {way.step_s / local.step_s:.3f} of the TBT of {LOCAL}; greatest error of a logit {error:.2g}; greedy"
-            f" tokens {'equal' if equal else 'NOT EQUAL'}; {way.step_bytes / bench.batch / 1e3:.1f} kB a token on the wire"
+            f" tokens equal; {way.step_bytes / bench.batch / 1e3:.3f} kB of payload a token"
         )
-    share = bench.tokens / (bench.lent * (bench.lenders + 1))
     report.notes += [
-        f"{bench.tokens:,} tokens in {bench.lenders + 1} places: {share:.3f} of the room of as many places of {bench.lent:,}",
+        f"the part's TBT is that of {bench.threads} cores here and one of each of {bench.lenders} lenders, beside"
+        f" {bench.threads} cores for {LOCAL}: a lender attends to a batch on one thread",
         *lamina_notes(bench, ways),
-        f"{study.engine.spec.name}, {type(study.engine).__name__}, {bench.threads} threads a process, stream over loopback"
+        f"{study.engine.spec.name}, {type(study.engine).__name__}, {bench.threads} threads here, stream over loopback"
         f" {'in clear' if bench.clear else 'encrypted'}; medians of {bench.rounds} x {bench.steps} steps",
     ]
     return report
@@ -129,6 +133,14 @@ def lamina_notes(bench: AttendBench, ways: Mapping[str, Way]) -> Iterator[str]:
         f"throughput per dollar, an ESTIMATE: {estimate:.2f} of {LOCAL} at the same batch, if a node for memory costs"
         f" {MEMORY_PRICE} of one that computes; the paper's gain is that of a larger batch, which a CPU cannot show"
     )
+
+
+def encoded_manual(path: Path, tokens: int) -> Tokens:
+    """Return the tokens of our manual's pages. Raises ModelError if they are fewer than these."""
+    encoded = open_tokenizer(path).encode("\n".join(map(manual_page, PAGES)))
+    if len(encoded) < tokens:
+        raise ModelError("the manual's pages are too short: take fewer tokens")
+    return np.asarray(encoded, np.int32)
 
 
 def computed(engine: Llama, context: Tokens) -> SequenceKV:
@@ -162,11 +174,8 @@ class _Study:
         if bench.lent * bench.lenders >= bench.tokens:
             raise ModelError("a request keeps some tokens of its own: lend fewer")
         check_positions(engine, bench.tokens + bench.steps)
-        encoded = open_tokenizer(path).encode("\n".join(map(manual_page, PAGES)))
-        self._context = np.asarray(encoded[: bench.tokens], np.int32)
-        self._first = np.asarray(encoded[-bench.batch :], np.int32)
-        if len(self._context) < bench.tokens:
-            raise ModelError("the manual's pages are too short: take fewer tokens")
+        manual = encoded_manual(path, bench.tokens)
+        self._context, self._first = manual[: bench.tokens], manual[-bench.batch :]
 
     def run(self, progress: Progress) -> dict[str, Way]:
         """Measure all ways, in turn."""
@@ -177,7 +186,11 @@ class _Study:
             whole = computed(self.engine, self._context)
             batches = self._batches(whole)
             whole.close()
-            loans = {PART: [self._loans(peer.ready, PART) for peer in peers], ALL: [self._loans(peers[0].ready, ALL)]}
+            lenders = [self._lender(stack, peer.ready) for peer in peers]
+            loans = {
+                name: [(each, peer.ready[name]) for each, peer in zip(lenders, peers, strict=True)] for name in (PART, ALL)
+            }
+            del loans[ALL][1:]
             ways = {name: Way() for name in batches}
             for number in range(bench.rounds + 1):
                 progress(f"round {number} of {bench.rounds}")
@@ -185,8 +198,6 @@ class _Study:
                     way = ways[name] if number else Way()
                     way.logits, way.tokens = [], []
                     self._steps(way, sequences, loans.get(name, ()))
-            for lender, _ in chain(*loans.values()):
-                lender.lose("measured")
         return ways
 
     def _peer(self, stack: ExitStack, number: int, progress: Progress) -> Peer:
@@ -194,7 +205,7 @@ class _Study:
         bench = self._bench
         progress(f"computing {bench.tokens:,} tokens in lender {number + 1} of {bench.lenders}")
         order = {name: getattr(bench, name) for name in ("threads", "backend", "batch", "steps")}
-        order |= {"path": str(self._path), "context": self._context.tolist(), "endpoint": ENDPOINT, "sealed": not bench.clear}
+        order |= {"path": str(self._path), "tokens": bench.tokens, "endpoint": ENDPOINT, "sealed": not bench.clear}
         order |= {PART: [bench.lent * number, bench.lent * (number + 1)], ALL: [0, bench.tokens if number == 0 else 0]}
         started = driver_process(DRIVER, order, python=sys.executable, what="the lender", timeout_s=ANSWER_TIMEOUT_S)
         return stack.enter_context(started)
@@ -210,10 +221,14 @@ class _Study:
             SHORT: [cut(self.engine, whole, 0, 1, bench.steps) for _ in rows],
         }
 
-    def _loans(self, ready: dict[str, Any], name: str) -> "tuple[Lender, Sequence[int]]":
-        """Return a lender, and its loan of each row."""
+    def _lender(self, stack: ExitStack, ready: dict[str, Any]) -> Lender:
         ticket = Ticket(bytes.fromhex(ready["token"]), bytes.fromhex(ready["secret"]), not self._bench.clear)
-        return Lender(self.engine.spec, ready["where"], ENDPOINT, ticket), ready[name]
+        try:
+            lender = Lender(self.engine.spec, ready["where"], ENDPOINT, ticket)
+        except StreamError as error:
+            raise Refused(f"the lender failed: {error}") from None
+        stack.callback(lender.lose, "no longer needed")
+        return lender
 
     def _steps(
         self, way: Way, sequences: "Sequence[SequenceKV | FarKV]", loans: "Sequence[tuple[Lender, Sequence[int]]]"
@@ -227,10 +242,10 @@ class _Study:
             if not loans:
                 logits = engine.decode([each for each in sequences if isinstance(each, SequenceKV)], tokens)
             else:
-                elsewhere = BorrowedKV(engine.spec, list(self._borrowed(sequences, loans)), len(sequences))
+                elsewhere = BorrowedKV(engine.spec, list(self._borrowed(sequences, loans)))
                 logits = engine.decode_elsewhere(sequences, tokens, elsewhere)
                 if elsewhere.failed:
-                    raise ModelError(f"the lender failed: {elsewhere.failed[0]}")
+                    raise Refused(f"the lender failed: {elsewhere.failed}")
             way.seconds.append(time.perf_counter() - began)
             tokens = logits.argmax(axis=1).astype(np.int32)
             way.logits.append(logits)

@@ -6,10 +6,9 @@ Its argument is a JSON object: the model's place and the loans. It answers one l
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-import numpy as np
-
-from mooncake_zmq.bench.attend import ALL, PART, computed, cut
+from mooncake_zmq.bench.attend import ALL, PART, computed, cut, encoded_manual
 from mooncake_zmq.bench.keys_driver import fail
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.engine.llama import Llama
@@ -22,15 +21,15 @@ def main(arguments: Sequence[str]) -> None:
     limit_blas()
     engine = load_engine(order["path"], threads=order["threads"], backend=order["backend"])
     assert isinstance(engine, Llama)
-    whole = computed(engine, np.array(order["context"], np.int32))
+    whole = computed(engine, encoded_manual(Path(order["path"]), order["tokens"])[: order["tokens"]])
     host = PartialHost(engine.spec, engine.attend_part, order["endpoint"], sealed=order["sealed"], on_crash=fail)
+    ticket = host.ticket()
     loans: dict[str, list[int | None]] = {name: [] for name in (PART, ALL)}
     for name, numbers in loans.items():
         start, stop = order[name]
         if start < stop:
             each = (cut(engine, whole, start, stop, order["steps"]) for _ in range(order["batch"]))
-            numbers += [host.lend(sequence, grows=name == ALL) for sequence in each]
-    ticket = host.ticket()
+            numbers += [host.lend(ticket.token, sequence, grows=name == ALL) for sequence in each]
     answer = {"where": host.where, "token": ticket.token.hex(), "secret": ticket.secret.hex(), **loans}
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()

@@ -255,7 +255,7 @@ def select(as_json: bool, plot: Path | None, **parameters: Any) -> None:
 @model_option
 @cache_dir_option
 @click.option("--tokens", type=click.IntRange(min=8), default=4096, show_default=True, help="Of each request's context.")
-@click.option("--lent", type=click.IntRange(min=4), default=2048, show_default=True, help="Of them that each lender has.")
+@click.option("--lent", type=click.IntRange(min=4), default=2048, show_default=True, help="Tokens of it that each lender has.")
 @click.option("--lenders", type=click.IntRange(min=1, max=16), default=1, show_default=True, help="Processes that lend.")
 @click.option("--batch", type=click.IntRange(min=1, max=256), default=8, show_default=True, help="Requests of a step.")
 @click.option("--steps", type=click.IntRange(min=2), default=16, show_default=True, help="Tokens of each way in a round.")

@@ -121,7 +121,8 @@ class Attention:
         result = no_tokens(*queries.shape)
         for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             if isinstance(sequence, SequenceKV):
-                found = self.part(sequence, index, queries[row], length)
+                with np.errstate(invalid="ignore", over="ignore"):  # queries of rows that failed
+                    found = self.part(sequence, index, queries[row], length)
                 result.mixed[row], result.states[row, ..., :1], result.states[row, ..., 1:] = found
         return result
 

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine.kv_cache import SequenceKV
+
 Floats = NDArray[np.float32]
 
 
@@ -24,7 +26,8 @@ class Partial(NamedTuple):
     def merge(self, other: "Partial", rows: Sequence[int] | slice = slice(None)) -> None:
         """Add the result over further tokens of these rows."""
         highest = np.maximum(self.states[rows][..., 0], other.states[..., 0])
-        own, its = (np.exp(each[..., 0] - highest) for each in (self.states[rows], other.states))
+        with np.errstate(invalid="ignore"):  # no tokens in either: NaN
+            own, its = (np.exp(each[..., 0] - highest) for each in (self.states[rows], other.states))
         self.mixed[rows] = own[..., None] * self.mixed[rows] + its[..., None] * other.mixed
         self.states[rows] = np.stack([highest, own * self.states[rows][..., 1] + its * other.states[..., 1]], axis=-1)
 
@@ -38,6 +41,9 @@ def no_tokens(rows: int, kv_heads: int, group: int, head_dim: int) -> Partial:
 
 class Elsewhere(Protocol):
     """The KV of a step's rows that other processes hold."""
+
+    def begin(self, sequences: "Sequence[SequenceKV | FarKV]") -> None:
+        """Begin a step of these rows. Raise ValueError unless it is over just the tokens that they have not got."""
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
         """Send queries [n, kv_head, group, head_dim], rotated and scaled, to who holds KV of their rows; with them the new keys

@@ -6,7 +6,8 @@ product is then small and contiguous, which is where BLAS uses kernels that read
 head, [token, dim]: 0.11 ms instead of 0.32. Re-laying out a part on the way in or out costs a small part of that, once.
 
 Threads. A copy thread may call `write_part` and `read_part` while the compute thread runs a layer: the sequence is
-append-only, every (layer, token) cell is written once, and each thread touches cells that the other has finished with
+append-only, every (layer, token) cell is written once (but by a loan that grows, whose borrower may try a token again, see
+`transfer.partials`), and each thread touches cells that the other has finished with
 (the engine's `before_layer` and `after_layer` are where they agree). Nothing is moved or resized.
 """
 
@@ -23,6 +24,12 @@ KEY_TILE = 64  # tokens in one transposed tile of keys
 
 Part = tuple[int, int, int, Any]
 """One layer of a block, as (layer, start, tokens, array of the layout's `part_shape`, of which `tokens` count)."""
+
+
+def check_whole(*sequences: "SequenceKV") -> None:
+    """Raise ValueError for a sequence of whose KV a part lies elsewhere."""
+    if any(sequence.before for sequence in sequences):
+        raise ValueError("a sequence of whose KV a part lies elsewhere")
 
 
 class SequenceKV:

@@ -17,7 +17,7 @@ from mooncake_zmq.engine.attention import Attention
 from mooncake_zmq.engine.backend import array_namespace, ended_on_error, release_staging, synchronize, to_host
 from mooncake_zmq.engine.cpu import Device
 from mooncake_zmq.engine.elsewhere import Elsewhere, FarKV, Floats, Partial
-from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
+from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV, check_whole
 from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
 from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
 from mooncake_zmq.engine.spec import (
@@ -159,6 +159,7 @@ class Llama:
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
         """Run `layers` over tokens [n] or hidden states [n, hidden] at ascending positions; return the hidden states that leave
         them, unless they are the last ones, and the logits at `asked`."""
+        check_whole(sequence)
         count, last = len(entering), self.spec.layers - 1
         outgoing = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
         results: dict[int, _Rest] = {}
@@ -234,6 +235,7 @@ class Llama:
 
     @ended_on_error
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        check_whole(*sequences)
         attention = self._seats[0].attention
 
         def attend(index: int, queries: Any, keys: Any, values: Any, out: Any) -> None:
@@ -248,7 +250,9 @@ class Llama:
         self, sequences: Sequence[SequenceKV | FarKV], tokens: NDArray[np.int32], elsewhere: Elsewhere
     ) -> NDArray[np.float32]:
         """Compute what `decode` does for sequences of which other processes hold KV: all of a `FarKV`, of others the tokens
-        `before` their own. On a CPU alone."""
+        `before` their own. All are one token longer then, also those that failed elsewhere: drop them, or set them back. On a
+        CPU alone."""
+        elsewhere.begin(sequences)
         attention = self._seats[0].attention
 
         def attend(index: int, queries: Any, keys: Any, values: Any, out: Any) -> None:
@@ -259,7 +263,8 @@ class Llama:
                     sequence.append(index, sequence.length, keys[row], values[row])
             own = attention.parts(sequences, [each.length + 1 for each in sequences], index, by_row)
             own.merge(elsewhere.answers(index))
-            out[: len(sequences)] = (own.mixed / own.states[..., 1:]).reshape(len(sequences), -1)
+            with np.errstate(invalid="ignore"):  # rows that failed
+                out[: len(sequences)] = (own.mixed / own.states[..., 1:]).reshape(len(sequences), -1)
 
         return self._step(sequences, tokens, attend)
 

@@ -3,11 +3,15 @@
 borrower's stream -- AskPart, queries, new KV of loans that grow --> the lender's, see `stream.py`; one layer at a time
                   <- PartGiven, mixed and states -----------------
 
-A borrower waits ANSWER_S for an answer. A lender ends the stream over a loan that it has not got, or that has not as many
-tokens as the borrower says. One that is late, gone, or answers what is no attention fails the rows that it has part of, and is
-asked no more: no part is ever left out, or counted twice. It takes a loan's memory back only between two answers.
+A step's parts have to be just the tokens that its rows have not got. A borrower waits ANSWER_S for all answers of a step. A
+loan is of one ticket's holder, and ends with its stream; a lender ends the stream over any other loan, or one that has not as
+many tokens as the borrower says. A lender that is late, gone, or answers what no attention can be fails the rows that it has
+part of, and is asked no more: no part is left out, or counted twice. It takes a loan's memory back only between two answers.
+
+A lender computes a part of the model. One that lies plausibly is not noticed, as a prefill that stores wrong KV is not.
 """
 
+import itertools
 import math
 import threading
 import time
@@ -23,7 +27,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import Count
 from mooncake_zmq.core.records import decoder
-from mooncake_zmq.engine.elsewhere import Floats, Partial, no_tokens
+from mooncake_zmq.engine.elsewhere import FarKV, Floats, Partial, no_tokens
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.transfer.sockets import connect_beside
@@ -39,12 +43,16 @@ MAX_LOANS = 1024
 """Loans of one lender."""
 MAX_HEAD_BYTES = 8192
 ANSWER_S = 5.0
-"""Time for a layer's answer: a lender computes for some milliseconds, beside a step of its own."""
+"""Time for a step's answers, and from the loss of a lender on for the others': a lender computes for some milliseconds a layer,
+beside a step of its own."""
 SLICE_S = 0.05
 STALL_S = 10.0
-"""Time after which a borrower that takes nothing of its answer is given up."""
-LEAST_TOTAL = 0.5
-"""Any token's weights add up to more: that of the highest score is about 1."""
+"""Time for a request, from its head to the end of its answer."""
+LEAST_TOTAL, MOST_OF_A_TOKEN = 0.5, 1.01
+"""The weights of a part's tokens add up to more than the one: that of the highest score is about 1; none adds more than the
+other."""
+MOST = 1e9
+"""Scores and values of any model are smaller, and no sums of such ones overflow."""
 Places = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
 
 
@@ -72,6 +80,8 @@ decode_given = decoder(PartGiven)
 class Loan:
     """KV that a process attends to for another one. If it `grows`, the borrower sends it what new tokens have."""
 
+    token: bytes
+    """The borrower's ticket's."""
     sequence: SequenceKV
     grows: bool
 
@@ -86,7 +96,8 @@ AttendPart = Callable[[int, Sequence[SequenceKV], Sequence[int], Floats], Partia
 
 
 class PartialHost:
-    """The lender's end: it attends to its loans on a thread for each borrower, for one at a time, until closed."""
+    """The lender's end: it attends to its loans on a thread for each borrower, for one at a time, until closed. `counts`: also
+    the requests for what was not lent."""
 
     def __init__(
         self,
@@ -98,10 +109,11 @@ class PartialHost:
         on_crash: Callable[[BaseException], None],
     ) -> None:
         """Start to listen beside `endpoint`. Raises OSError."""
-        self.counts: dict[str, int] = dict.fromkeys(("parts", "garbage"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(("parts", "garbage", "refused"), 0)
         self.spec, self._attend = spec, attend
         self._loans: dict[int, Loan] = {}
-        self._next_id = 1
+        self._numbers = itertools.count(1)
+        self._attached: set[bytes] = set()
         self._lock = threading.Lock()
         """Held while loans are attended to, made or ended."""
         self.is_stopping = False
@@ -110,17 +122,18 @@ class PartialHost:
         self.where = self._host.endpoint
 
     def ticket(self) -> Ticket:
-        """Make a ticket for a borrower."""
+        """Make a ticket for a borrower, who has one stream by it."""
         return self._tickets.make()
 
-    def lend(self, sequence: SequenceKV, *, grows: bool = False) -> int | None:
-        """Attend to a sequence for a borrower from now on; return the loan's number, or None if there are too many."""
+    def lend(self, token: bytes, sequence: SequenceKV, *, grows: bool = False) -> int | None:
+        """Attend to a sequence for the holder of a ticket until it is taken back, or closed at the end of the holder's stream.
+        Return the loan's number, or None if there are too many."""
         with self._lock:
             if len(self._loans) >= MAX_LOANS:
                 return None
-            self._next_id += 1
-            self._loans[self._next_id] = Loan(sequence, grows)
-            return self._next_id
+            number = next(self._numbers)
+            self._loans[number] = Loan(token, sequence, grows)
+            return number
 
     def take_back(self, loan: int) -> SequenceKV | None:
         """End a loan, once it is not being attended to, and return its sequence; None if it has ended."""
@@ -129,20 +142,31 @@ class PartialHost:
         return ended.sequence if ended else None
 
     def close(self) -> None:
-        """End all streams. May be called twice."""
+        """End all streams, and their loans. May be called twice."""
         self.is_stopping = True
         self._host.close()
 
     def _make(self, guest: Guest) -> "_Served":
+        with self._lock:
+            if guest.token in self._attached:
+                raise RuntimeError("its ticket has a stream")
+            self._attached.add(guest.token)
         return _Served(guest, self)
 
-    def growing(self, asked: AskPart) -> int:
-        """Return how many of these loans grow. Raises StreamError if the lender has not got all of them."""
+    def end(self, token: bytes) -> None:
+        """End the loans to the holder of a ticket, whose stream is over."""
         with self._lock:
-            loans = [self._loans.get(loan) for loan in asked.loans]
-        if asked.layer >= self.spec.layers or not len(loans) == len(asked.tokens) > 0 or None in loans:
-            raise StreamError("no loans of ours")
-        return sum(each is not None and each.grows for each in loans)
+            self._attached.discard(token)
+            for number in [number for number, loan in self._loans.items() if loan.token == token]:
+                self._loans.pop(number).sequence.close()
+
+    def growing(self, asked: AskPart, token: bytes) -> int:
+        """Return how many of these loans grow. Raises StreamError unless all are the ticket's, and none comes twice."""
+        with self._lock:
+            loans = [loan for each in set(asked.loans) if (loan := self._loans.get(each)) and loan.token == token]
+        if asked.layer >= self.spec.layers or not len(loans) == len(asked.loans) == len(asked.tokens) > 0:
+            raise self._refused("no loans of ours")
+        return sum(each.grows for each in loans)
 
     def answer(self, asked: AskPart, queries: Floats, grown: Floats) -> Partial:
         """Attend to loans. Raises StreamError if one has ended, or has another number of tokens than the borrower says."""
@@ -151,13 +175,17 @@ class PartialHost:
             for number, tokens in zip(asked.loans, asked.tokens, strict=True):
                 loan = self._loans.get(number)
                 if loan is None or not loan.has(tokens):
-                    raise StreamError("a loan that has ended, or other tokens than lent")
+                    raise self._refused("a loan that has ended, or other tokens than lent")
                 if loan.grows:
                     loan.sequence.append(asked.layer, tokens, *next(new))
                     loan.sequence.set_length(tokens + (asked.layer == self.spec.layers - 1))
                 sequences.append(loan.sequence)
                 lengths.append(tokens + loan.grows)
             return self._attend(asked.layer, sequences, lengths, queries)
+
+    def _refused(self, reason: str) -> StreamError:
+        self.count("refused")
+        return StreamError(reason)
 
     def count(self, what: str, by: int = 1) -> None:
         """Add to a counter, from any thread."""
@@ -170,7 +198,7 @@ class _Served:
     def __init__(self, guest: Guest, host: PartialHost) -> None:
         keys = guest.keys
         self._stream = Stream(guest.connection, self._idle, slice_s=SLICE_S, seals=keys.to_client, opens=keys.to_server)
-        self._host = host
+        self._host, self._token = host, guest.token
         self.waits_since = time.monotonic()
 
     def run(self) -> None:
@@ -179,10 +207,14 @@ class _Served:
                 self.waits_since = time.monotonic()
                 asked = self._stream.receive(decode_ask, MAX_HEAD_BYTES)
                 self.waits_since = math.inf
+                self._stream.stop_at = time.monotonic() + STALL_S
                 self._serve(asked)
+                self._stream.stop_at = math.inf
         except StreamError as error:
             self._host.count("garbage", isinstance(error, StreamGarbage))
             log.debug("partials_ended", reason=str(error))
+        finally:
+            self._host.end(self._token)
 
     def shut(self) -> None:
         self._stream.shut()
@@ -192,7 +224,7 @@ class _Served:
 
     def _serve(self, asked: AskPart) -> None:
         spec = self._host.spec
-        grown = _room(self._host.growing(asked), 2, spec.kv_heads, spec.head_dim)
+        grown = _room(self._host.growing(asked, self._token), 2, spec.kv_heads, spec.head_dim)
         queries = _room(len(asked.loans), spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
         self._stream.receive_views([_bytes(each) for each in (queries, grown) if each.size])
         given = self._host.answer(asked, queries, grown)
@@ -202,12 +234,12 @@ class _Served:
     def _idle(self, quiet_s: float) -> None:
         if self._host.is_stopping:
             raise StreamError("the lender is closing")
-        if quiet_s >= STALL_S and self.waits_since == math.inf:
-            raise StreamError("the borrower is silent")
+        _give_up(self._stream)
 
 
 class Lender:
-    """The borrower's end of a stream to one lender. Once it is `lost` it stays so."""
+    """The borrower's end of a stream to one lender. Once it is `lost` it stays so, as its loans have ended with the stream:
+    unlike a store's client it does not come again after its idle stream was ended to make room, see `stream_host`."""
 
     def __init__(self, spec: ModelSpec, where: str, endpoint: str, ticket: Ticket) -> None:
         """Attach to the lender beside `endpoint`. Raises StreamError."""
@@ -216,36 +248,38 @@ class Lender:
         self.lost = ""
         """The reason why it cannot be asked."""
         self.moved_bytes = 0
-        """Bytes of queries, new KV and results, both ways."""
+        """Payload: bytes of queries, new KV and results, both ways, without heads, lengths and seals."""
         try:
             connection = connect_beside(where, endpoint, ANSWER_S)
         except (OSError, ValueError, OverflowError) as error:
             raise StreamError(str(error)) from error
-        self._stream = Stream(connection, _give_up, slice_s=SLICE_S)
+        self._stream = Stream(connection, lambda _: _give_up(self._stream), slice_s=SLICE_S)
+        self._stream.stop_at = time.monotonic() + ANSWER_S
         try:
             self._stream.attach(ticket)
         except StreamError:
             self._stream.close()
             raise
 
-    def ask(self, layer: int, loans: Sequence["Borrowed"], queries: Floats, grown: Floats) -> None:
+    def ask(self, layer: int, loans: Sequence["Borrowed"], queries: Floats, grown: Floats, until: float) -> None:
         """Ask for a layer's results of some rows. Raises StreamError."""
         self._number += 1
-        self._stream.stop_at = time.monotonic() + ANSWER_S
+        self._stream.stop_at = until
         asked = AskPart(self._number, layer, tuple(each.loan for each in loans), tuple(each.tokens for each in loans))
         self._stream.send(asked, [_bytes(each) for each in (queries, grown) if each.size])
         self.moved_bytes += queries.nbytes + grown.nbytes
 
-    def answer(self, rows: int) -> Partial:
+    def answer(self, loans: Sequence["Borrowed"], until: float) -> Partial:
         """Wait for the answer. Raises StreamError."""
-        spec = self._spec
+        spec, rows = self._spec, len(loans)
+        self._stream.stop_at = until
         given = self._stream.receive(decode_given, MAX_HEAD_BYTES)
         if given.number != self._number:
             raise StreamGarbage("an answer to what was not asked")
         group = spec.heads // spec.kv_heads
         result = Partial(_room(rows, spec.kv_heads, group, spec.head_dim), _room(rows, spec.kv_heads, group, 2))
         self._stream.receive_views([_bytes(each) for each in result])
-        if not all(np.isfinite(each).all() for each in result) or result.states[..., 1].min() < LEAST_TOTAL:
+        if not _is_attention(result, [each.tokens + each.grows for each in loans]):
             raise StreamGarbage("no result of attention")
         self.moved_bytes += result.mixed.nbytes + result.states.nbytes
         return result
@@ -268,47 +302,76 @@ class Borrowed:
 
 
 class BorrowedKV:
-    """Implements `Elsewhere` for one step. Rows that `failed`, by the reason, have no valid result."""
+    """Implements `Elsewhere`. Rows that `failed`, by the reason, have no valid result, and are not asked for any more; their
+    sequences have to be dropped, or set back by the step's token."""
 
-    def __init__(self, spec: ModelSpec, borrowed: Sequence[Borrowed], rows: int) -> None:
-        self._shape = (rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+    def __init__(self, spec: ModelSpec, borrowed: Sequence[Borrowed]) -> None:
+        self._spec, self._borrowed = spec, borrowed
         self._parts: defaultdict[Lender, list[Borrowed]] = defaultdict(list)
         for each in borrowed:
             self._parts[each.lender].append(each)
         self.failed: dict[int, str] = {}
+
+    def begin(self, sequences: Sequence[SequenceKV | FarKV]) -> None:
+        """See `Elsewhere.begin`; a row that keeps no new KV has just one part that grows. Raises ValueError also for two parts
+        of a row, or more than MAX_ROWS, at one lender."""
+        far = [isinstance(each, FarKV) for each in sequences]
+        lacking = [(each.length if isinstance(each, FarKV) else each.before) for each in sequences]
+        tokens, growing = [0] * len(far), [0] * len(far)
+        if any(not 0 <= each.row < len(far) for each in self._borrowed):
+            raise ValueError("a part of no row")
+        for each in self._borrowed:
+            tokens[each.row] += each.tokens
+            growing[each.row] += each.grows
+        if tokens != lacking or growing != far:
+            raise ValueError(f"parts of {tokens} tokens, {growing} of which grow, where {lacking} are lacking")
         for lender, parts in self._parts.items():
-            assert len({each.row for each in parts}) == len(parts), "a row borrows once from a lender"
+            if len({each.row for each in parts}) < len(parts) or len(parts) > MAX_ROWS:
+                raise ValueError("a row twice at a lender, or too many rows")
             if lender.lost:
                 self._fail(lender, lender.lost)
+        self._rows, self._until = len(far), time.monotonic() + ANSWER_S
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
-        for lender, parts in self._standing():
-            growing = [each.row for each in parts if each.grows]
+        self._asked: list[tuple[Lender, list[Borrowed]]] = []
+        for lender, of_lender in self._parts.items():
+            parts = [each for each in of_lender if each.row not in self.failed]
+            rows, growing = [each.row for each in parts], [each.row for each in parts if each.grows]
+            if not parts:
+                continue
             try:
-                rows = [each.row for each in parts]
-                lender.ask(layer, parts, queries[rows], np.stack([keys[growing], values[growing]], axis=1))
+                grown = np.stack([keys[growing], values[growing]], axis=1)
+                lender.ask(layer, parts, queries[rows], grown, self._until)
+                self._asked.append((lender, parts))
             except StreamError as error:
                 self._fail(lender, str(error))
 
     def answers(self, layer: int) -> Partial:
-        result = no_tokens(*self._shape)
-        for lender, parts in self._standing():
+        spec = self._spec
+        result = no_tokens(self._rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+        for lender, parts in self._asked:
             try:
-                result.merge(lender.answer(len(parts)), [each.row for each in parts])
+                result.merge(lender.answer(parts, self._until), [each.row for each in parts])
             except StreamError as error:
                 self._fail(lender, str(error))
         return result
 
-    def _standing(self) -> list[tuple[Lender, list[Borrowed]]]:
-        return [(lender, parts) for lender, parts in self._parts.items() if not lender.lost]
-
     def _fail(self, lender: Lender, reason: str) -> None:
         lender.lose(reason)
         self.failed |= dict.fromkeys((each.row for each in self._parts[lender]), reason)
+        self._until = time.monotonic() + ANSWER_S
 
 
-def _give_up(quiet_s: float) -> None:
-    if quiet_s >= ANSWER_S:
+def _is_attention(result: Partial, tokens: Sequence[int]) -> bool:
+    """Return whether this can be the attention over so many tokens of each row; NaN is not."""
+    highest, totals = result.states[..., 0], result.states[..., 1]
+    most = np.array(tokens, np.float32)[:, None, None] * MOST_OF_A_TOKEN
+    is_total = (totals >= LEAST_TOTAL) & (totals <= most) & (np.abs(highest) <= MOST)
+    return bool(is_total.all() and (np.abs(result.mixed) <= MOST * totals[..., None]).all())
+
+
+def _give_up(stream: Stream) -> None:
+    if time.monotonic() > stream.stop_at:
         raise StreamError("no answer in time")
 
 

@@ -14,7 +14,7 @@ LENT, TOKENS, STEPS = (64, 96), (150, 131), 3
 
 @pytest.fixture(scope="session", params=["qwen2", "qwen3"])
 def path(request):
-    """With a bias, and with norms of heads."""
+    """Models with a bias, and with norms of heads."""
     return prepare(f'dummy:{{"layers": 2, "family": "{request.param}"}}', default_cache_dir())
 
 
@@ -34,6 +34,9 @@ class Here:
     def __init__(self, engine, parts):
         """`parts`: (row, sequence, whether it takes the row's new KV)."""
         self.engine, self.parts = engine, parts
+
+    def begin(self, sequences):
+        pass
 
     def ask(self, layer, queries, keys, values):
         self.queries = queries
@@ -98,15 +101,30 @@ def test_rows_with_all_some_and_none_of_their_kv_elsewhere_go_together(engine):
     assert far.length == whole[1].length
 
 
-@pytest.mark.parametrize("wrong", ["missing", "twice"])
-def test_a_part_that_is_missing_or_merged_twice_is_seen(engine, wrong):
-    whole, lent, kept = filled(engine)
-    tokens = np.array([7, 8], np.int32)
-    parts = [(0, lent[0], False), (1, lent[1], False)]
-    exact = engine.decode(whole, tokens)
-    found = engine.decode_elsewhere(kept, tokens, Here(engine, parts[1:] if wrong == "missing" else [*parts, parts[0]]))
-    assert np.abs(found[0] - exact[0]).max() > 1e-3
-    assert_allclose(found[1], exact[1], rtol=2e-3, atol=2e-4)
+def test_what_has_not_all_its_kv_here_is_no_sequence_for_other_steps(engine):
+    tokens = np.array([7], np.int32)
+    kept = filled(engine)[2][0]
+    length = kept.length
+    with pytest.raises(ValueError, match="elsewhere"):
+        engine.decode([kept], tokens)
+    with pytest.raises(ValueError, match="elsewhere"):
+        engine.prefill(kept, tokens)
+    assert kept.length == length
+
+
+def test_a_part_of_several_spans_is_the_attention_over_all_its_tokens(engine):
+    spec, random, tokens = engine.spec, np.random.default_rng(4), 600
+    kv = random.normal(size=(2, tokens, spec.kv_heads, spec.head_dim)).astype(np.float32)
+    queries = random.normal(size=(1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)).astype(np.float32)
+    sequence = engine.new_sequence(tokens)
+    sequence.write_part(0, 0, kv)
+    sequence.set_length(tokens)
+    found = engine.attend_part(0, [sequence], [tokens], queries)
+    scores = np.einsum("hgd,thd->hgt", queries[0], kv[0])
+    weights = np.exp(scores - found.states[0, ..., :1])
+    assert_allclose(found.states[0, ..., 0], scores.max(axis=-1), rtol=1e-4)
+    assert_allclose(found.states[0, ..., 1], weights.sum(axis=-1), rtol=1e-4)
+    assert_allclose(found.mixed[0], np.einsum("hgt,thd->hgd", weights, kv[1]), rtol=1e-3, atol=1e-3)
 
 
 def test_what_fails_elsewhere_fails_the_step(engine):

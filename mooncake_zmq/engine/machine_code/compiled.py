@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.elsewhere import Elsewhere, FarKV, Floats, Partial
-from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV
+from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV, check_whole
 from mooncake_zmq.engine.llama import Attend, Attending, Llama, positions_of
 from mooncake_zmq.engine.machine_code import object_code
 from mooncake_zmq.engine.machine_code.placed_parts import NO_CACHE, PlacingCodedKV, PlacingSequenceKV, cache_row
@@ -36,8 +36,8 @@ from mooncake_zmq.engine.spec import ModelSpec, check_batch
 from mooncake_zmq.kv.codec import Codec
 
 _LAYER_CALL = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64])
-_Projected = Callable[[], tuple[Any, Any, Any]]
-"""Returns a layer's queries, keys and values, as in `Attend`."""
+_Projected = Callable[[NDArray[Any]], tuple[Any, Any, Any]]
+"""A function of a layer's QKV, which it finishes: it returns the queries, keys and values, as in `Attend`."""
 _CalledBack = Callable[[int, int, _Projected, Mapping[Array, NDArray[Any]]], None]
 """A function of a layer, whether it is called before the attention, what that has, and a step's arrays."""
 _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
@@ -109,6 +109,7 @@ class CompiledLlama(Llama):
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         tokens = np.asarray(tokens, dtype=np.int32)
         check_batch(sequences, tokens, self.spec.vocab_size)
+        check_whole(*sequences)
         if not sequences:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
         work = self._begun(sequences, tokens)
@@ -121,10 +122,11 @@ class CompiledLlama(Llama):
         self, sequences: Sequence[SequenceKV | FarKV], tokens: NDArray[np.int32], elsewhere: Elsewhere
     ) -> NDArray[np.float32]:
         """See `Llama.decode_elsewhere`. One thread asks before all compute what is here; answers are merged as a thread's."""
+        elsewhere.begin(sequences)
 
         def attend(layer: int, is_asking: int, projected: _Projected, work: Mapping[Array, NDArray[Any]]) -> None:
             if is_asking:
-                queries, keys, values = projected()
+                queries, keys, values = projected(work[Array.QKV].copy())  # the attention finishes it too
                 elsewhere.ask(layer, queries.transpose(1, 0, 2, 3), keys, values)
             else:
                 work[Array.MIXED][-1], work[Array.STATES][-1] = elsewhere.answers(layer)
@@ -152,7 +154,7 @@ class CompiledLlama(Llama):
             sequences,
             tokens,
             Array.ATTENDING,
-            lambda layer, _, projected, work: attend(layer, *projected(), work[Array.ATTENDED]),
+            lambda layer, _, projected, work: attend(layer, *projected(work[Array.QKV]), work[Array.ATTENDED]),
         )
 
     def _called_step(
@@ -167,8 +169,7 @@ class CompiledLlama(Llama):
         rope = self._rope_tables(positions_of(sequences))
         failure: Future[None] = Future()  # nothing can be raised through machine code
 
-        def projected(layer: int) -> tuple[Any, Any, Any]:
-            qkv = work[Array.QKV].copy()
+        def projected(layer: int, qkv: NDArray[Any]) -> tuple[Any, Any, Any]:
             self._finish_projection(qkv, self._layers[layer])
             return self._rotate(qkv, rope)
 

@@ -49,9 +49,7 @@ class Array(IntEnum):
     SHIFTED = 20  # int64 [layers]: of a prefill; 1 where scores have been too large or small for exponentials as they are
     POSITIONS = 21  # int64 [rows]: of a prefill, ascending
     ATTENDING = 22  # int64 [1]: of a step, if it is there the address of what computes a layer's ATTENDED from its QKV
-    ELSEWHERE = (
-        23  # as ATTENDING: of what asks with a layer's QKV before the attention, and puts the last MIXED and STATES after it
-    )
+    ELSEWHERE = 23  # as ATTENDING: of what asks with QKV before the attention, and after it puts the last MIXED and STATES
 
 
 class What(IntEnum):
@@ -62,8 +60,8 @@ class What(IntEnum):
     PROJECT_ROWS = 1  # HIDDEN into QKV
     STORE_ROWS = 2  # QKV into the cache and QUERIES
     FINISH_ROWS = 3  # QUERIES, and all the cache up to them, into HIDDEN
-    ATTEND_PART = 5  # QUERIES [1, rows, kv_heads, group, head_dim] over the first POSITION tokens of CACHES: MIXED and STATES
-    PLACE_PARTS = 4  # parts of blocks into the cache; table int64 [PLACING_FIELDS], then [PARTS, PART_FIELDS]
+    ATTEND_PART = 4  # QUERIES [1, rows, kv_heads, group, head_dim] over the first POSITION tokens of CACHES: MIXED and STATES
+    PLACE_PARTS = 5  # parts of blocks into the cache; table int64 [PLACING_FIELDS], then [PARTS, PART_FIELDS]
 
 
 class Coding(IntEnum):
