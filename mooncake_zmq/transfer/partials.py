@@ -49,8 +49,7 @@ SLICE_S = 0.05
 STALL_S = 10.0
 """Time for a request, from its head to the end of its answer."""
 LEAST_TOTAL, MOST_OF_A_TOKEN = 0.5, 1.01
-"""The weights of a part's tokens add up to more than the one: that of the highest score is about 1; none adds more than the
-other."""
+"""Bounds of a part's total: the token of the highest score weighs about 1, and no other one more."""
 MOST = 1e9
 """Scores and values of any model are smaller, and no sums of such ones overflow."""
 Places = Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
@@ -114,6 +113,7 @@ class PartialHost:
         self._loans: dict[int, Loan] = {}
         self._numbers = itertools.count(1)
         self._attached: set[bytes] = set()
+        """The tickets that have a stream; only the accepting thread adds to them."""
         self._lock = threading.Lock()
         """Held while loans are attended to, made or ended."""
         self.is_stopping = False
@@ -147,18 +147,17 @@ class PartialHost:
         self._host.close()
 
     def _make(self, guest: Guest) -> "_Served":
-        with self._lock:
-            if guest.token in self._attached:
-                raise RuntimeError("its ticket has a stream")
-            self._attached.add(guest.token)
+        if guest.token in self._attached:
+            raise RuntimeError("its ticket has a stream")
+        self._attached.add(guest.token)
         return _Served(guest, self)
 
     def end(self, token: bytes) -> None:
         """End the loans to the holder of a ticket, whose stream is over."""
         with self._lock:
-            self._attached.discard(token)
             for number in [number for number, loan in self._loans.items() if loan.token == token]:
                 self._loans.pop(number).sequence.close()
+        self._attached.discard(token)
 
     def growing(self, asked: AskPart, token: bytes) -> int:
         """Return how many of these loans grow. Raises StreamError unless all are the ticket's, and none comes twice."""

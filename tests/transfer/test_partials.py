@@ -17,6 +17,7 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.transfer import partials
 from mooncake_zmq.transfer.partials import MAX_ROWS, AskPart, Borrowed, BorrowedKV, Lender, PartGiven, PartialHost
+from mooncake_zmq.transfer.sockets import listen_beside
 from mooncake_zmq.transfer.stream import StreamError
 from mooncake_zmq.transfer.tickets import Ticket
 from tests.helpers.waiting import eventually
@@ -350,7 +351,8 @@ def test_an_answer_to_another_question_fails_the_row(engine, house, lender):
     ],
     ids=["garbage", "answer", "layer", "unknown", "lengths", "nothing"],
 )
-def test_a_borrower_that_breaks_the_protocol_ends_its_own_stream_alone(engine, house, request_):
+def test_a_borrower_that_breaks_the_protocol_ends_its_own_stream_alone(engine, house, monkeypatch, request_):
+    monkeypatch.setattr(partials, "STALL_S", math.inf)
     stranger, good = house.lender(), house.lender()
     own, (loan, _) = house.lend(stranger)[0], house.lend(good)
     request = request_(own)
@@ -374,6 +376,13 @@ def test_a_borrower_may_be_silent_between_two_requests(engine, house, lender):
     assert not asked(engine, [Borrowed(0, lender, loan, TOKENS)], 1)[1].failed
     (opened,) = house.host._host._open.values()
     eventually(lambda: opened.served._stream.stop_at == math.inf)
+
+
+def test_a_lender_that_answers_nothing_is_not_attached_to(house, monkeypatch):
+    monkeypatch.setattr(partials, "ANSWER_S", 0.2)
+    listener, where = listen_beside(ENDPOINT, 0)
+    with listener, pytest.raises(StreamError, match="no answer in time"):
+        Lender(house.engine.spec, where, ENDPOINT, house.host.ticket())
 
 
 def test_without_a_ticket_there_is_no_lender(house):
