@@ -110,8 +110,7 @@ def bench_attend(bench: AttendBench, progress: Progress) -> Report:
             f" tokens equal; {way.step_bytes / bench.batch / 1e3:.3f} kB of payload a token"
         )
     report.notes += [
-        f"the part's TBT is that of {bench.threads} cores here and one of each of {bench.lenders} lenders, beside"
-        f" {bench.threads} cores for {LOCAL}: a lender attends to a batch on one thread",
+        f"threads: {bench.threads} for {LOCAL}; with lent KV one of each lender ({bench.lenders}) beside them, so more cores",
         *lamina_notes(bench, ways),
         f"{study.engine.spec.name}, {type(study.engine).__name__}, {bench.threads} threads here, stream over loopback"
         f" {'in clear' if bench.clear else 'encrypted'}; medians of {bench.rounds} x {bench.steps} steps",
