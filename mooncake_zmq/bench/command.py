@@ -252,6 +252,37 @@ def select(as_json: bool, plot: Path | None, **parameters: Any) -> None:
 
 
 @bench.command()
+@model_option
+@cache_dir_option
+@click.option("--tokens", type=click.IntRange(min=8), default=4096, show_default=True, help="Of each request's context.")
+@click.option("--lent", type=click.IntRange(min=4), default=2048, show_default=True, help="Tokens of it that each lender has.")
+@click.option("--lenders", type=click.IntRange(min=1, max=16), default=1, show_default=True, help="Processes that lend.")
+@click.option("--batch", type=click.IntRange(min=1, max=256), default=8, show_default=True, help="Requests of a step.")
+@click.option("--steps", type=click.IntRange(min=2), default=16, show_default=True, help="Tokens of each way in a round.")
+@rounds_option(5)
+@threads_option
+@click.option("--clear", is_flag=True, help="Do not encrypt the stream between the two.")
+@backend_option
+@json_option
+@plot_option("the ratios")
+def attend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+    """Measure decode that has a part of its KV attended to by another process (Infinite-LLM), or all of it (Lamina).
+
+    Two minutes and 6 GB of memory for the default model.
+
+    \b
+    Examples:
+      mooncake-zmq bench attend
+      mooncake-zmq bench attend --tokens 8128 --lent 2048 --lenders 3 --batch 1
+      mooncake-zmq bench attend --backend numpy --tokens 1024 --lent 512 --json > attend.json
+    """
+    limit_blas()
+    from mooncake_zmq.bench.attend import AttendBench, bench_attend
+
+    bench_attend(AttendBench(**parameters), show_progress).show(as_json=as_json, plot=plot)
+
+
+@bench.command()
 @click.option("--model", default="dummy:1b", show_default=True, metavar="MODEL", help="As in the setting model.path.")
 @cache_dir_option
 @rounds_option(5)

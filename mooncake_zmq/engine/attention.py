@@ -1,10 +1,12 @@
 """Causal attention over one sequence's keys and values."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine.elsewhere import FarKV, Floats, Partial, no_tokens
 from mooncake_zmq.engine.kv_cache import KEY_TILE, SequenceKV
 from mooncake_zmq.engine.machine_code.step_layout import LARGEST_TOTAL, SMALLEST_TOTAL
 from mooncake_zmq.engine.matrices.panels import SMALL_PRODUCT
@@ -85,7 +87,14 @@ class Attention:
         return totals
 
     def one(self, sequence: SequenceKV, index: int, queries: Any, visible: int) -> Any:
-        """Compute one token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens.
+        """Compute one token, queries [kv_head, group, head_dim], over its sequence's first `visible` tokens."""
+        mixed, _, totals = self.part(sequence, index, queries, visible)
+        mixed /= totals
+        return mixed.reshape(-1)
+
+    def part(self, sequence: SequenceKV, index: int, queries: Any, visible: int) -> tuple[Any, Any, Any]:
+        """Compute what `one` does without dividing: return the sums of weighted values [kv_head, group, head_dim], the highest
+        scores and the totals of the weights, both [kv_head, group, 1].
 
         On a GPU the weights meet all values in one product; it serves the few rows of a prefill whose logits are requested, as
         decode has kernels of its own there (`device`).
@@ -96,7 +105,8 @@ class Attention:
         by_tile = scores.reshape(heads, group, tiles, KEY_TILE).transpose(0, 2, 1, 3)
         xp.matmul(queries[:, None], sequence.keys[index, :, :tiles], out=by_tile)
         weights = scores[:, :, :visible]
-        weights -= weights.max(axis=2, keepdims=True)
+        highest = weights.max(axis=2, keepdims=True)
+        weights -= highest
         xp.exp(weights, out=weights)
         totals = weights.sum(axis=2, keepdims=True)
         span = visible if self._on_device else max(KEY_TILE, SMALL_PRODUCT // (group * dim))
@@ -104,8 +114,17 @@ class Attention:
         mixed = weights[:, :, :span] @ values[:, : min(span, visible)]
         for at in range(span, visible, span):
             mixed += weights[:, :, at : at + span] @ values[:, at : min(at + span, visible)]
-        mixed /= totals
-        return mixed.reshape(-1)
+        return mixed, highest, totals
+
+    def parts(self, sequences: Sequence[SequenceKV | FarKV], lengths: Sequence[int], index: int, queries: Floats) -> Partial:
+        """Compute one token of each row, queries [n, kv_head, group, head_dim], over the first tokens of its sequence here."""
+        result = no_tokens(*queries.shape)
+        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+            if isinstance(sequence, SequenceKV):
+                with np.errstate(invalid="ignore", over="ignore"):  # queries of rows that failed
+                    found = self.part(sequence, index, queries[row], length)
+                result.mixed[row], result.states[row, ..., :1], result.states[row, ..., 1:] = found
+        return result
 
     def _mix(self, scores: Any, values: Any, visible: int) -> Any:
         """Multiply scores [head, n * group, width] by values [head, token, head_dim] over the first `visible`, in small

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.engine.backend import array_namespace, ended_on_error
-from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV, start_of_run
+from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV, check_whole, start_of_run
 from mooncake_zmq.engine.llama import Activations, Layer, Llama
 from mooncake_zmq.engine.matrices.panels import Product
 from mooncake_zmq.engine.spec import ModelSpec, check_batch
@@ -92,6 +92,7 @@ class DeviceLlama(Llama):
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         tokens = np.asarray(tokens, dtype=np.int32)
         check_batch(sequences, tokens, self.spec.vocab_size)
+        check_whole(*sequences)
         count = len(sequences)
         if not count:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)

@@ -6,7 +6,8 @@ product is then small and contiguous, which is where BLAS uses kernels that read
 head, [token, dim]: 0.11 ms instead of 0.32. Re-laying out a part on the way in or out costs a small part of that, once.
 
 Threads. A copy thread may call `write_part` and `read_part` while the compute thread runs a layer: the sequence is
-append-only, every (layer, token) cell is written once, and each thread touches cells that the other has finished with
+append-only, every (layer, token) cell is written once (but by a loan that grows, whose borrower may try a token again, see
+`transfer.partials`), and each thread touches cells that the other has finished with
 (the engine's `before_layer` and `after_layer` are where they agree). Nothing is moved or resized.
 """
 
@@ -25,6 +26,12 @@ Part = tuple[int, int, int, Any]
 """One layer of a block, as (layer, start, tokens, array of the layout's `part_shape`, of which `tokens` count)."""
 
 
+def check_whole(*sequences: "SequenceKV") -> None:
+    """Raise ValueError for a sequence of whose KV a part lies elsewhere."""
+    if any(sequence.before for sequence in sequences):
+        raise ValueError("a sequence of whose KV a part lies elsewhere")
+
+
 class SequenceKV:
     """`length` tokens of valid KV out of `capacity`; memory is committed as it is written and returned by `close`. Cells
     that are not written yet mean nothing.
@@ -33,7 +40,7 @@ class SequenceKV:
     Parts are arrays of the same namespace; `transfer.cuda` has sequences on a GPU that also take and give them in host memory.
     """
 
-    __slots__ = ("_memory", "capacity", "keys", "length", "values")
+    __slots__ = ("_memory", "before", "capacity", "keys", "length", "values")
 
     parts_at_once = 1
     """The most layers of blocks in one call of `write_parts` or `read_parts`. The caller then still has each in the CPU's cache
@@ -50,6 +57,8 @@ class SequenceKV:
         self._memory: tuple[KVMemory, ...] = (keys, values)
         self.capacity = capacity_tokens
         self.length = 0
+        self.before = 0
+        """The tokens ahead of the first one here, whose KV lies elsewhere: `Llama.decode_elsewhere` goes on behind them."""
 
     def expect(self, tokens: int) -> None:
         """Prepare for so many tokens at once, before any is written. If they fill most of the capacity, it is allocated in

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.attention import Attention
 from mooncake_zmq.engine.backend import array_namespace, ended_on_error, release_staging, synchronize, to_host
 from mooncake_zmq.engine.cpu import Device
-from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV
+from mooncake_zmq.engine.elsewhere import Elsewhere, FarKV, Floats, Partial
+from mooncake_zmq.engine.kv_cache import NewSequence, SequenceKV, check_whole
 from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS, Product, column, linear, panel_count, rows_needed, shared_linear
 from mooncake_zmq.engine.rowwise import ArrayRowwise, Rowwise
 from mooncake_zmq.engine.spec import (
@@ -158,6 +159,7 @@ class Llama:
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
         """Run `layers` over tokens [n] or hidden states [n, hidden] at ascending positions; return the hidden states that leave
         them, unless they are the last ones, and the logits at `asked`."""
+        check_whole(sequence)
         count, last = len(entering), self.spec.layers - 1
         outgoing = None if layers.stop > last else np.empty((count, self.spec.hidden), dtype=np.float32)
         results: dict[int, _Rest] = {}
@@ -233,42 +235,70 @@ class Llama:
 
     @ended_on_error
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        check_whole(*sequences)
         attention = self._seats[0].attention
 
-        def attend(index: int, row: int, queries: Any, keys: Any, values: Any) -> Any:
-            sequence, position = sequences[row], sequences[row].length
-            sequence.append(index, position, keys, values)
-            return attention.one(sequence, index, queries, position + 1)
+        def attend(index: int, queries: Any, keys: Any, values: Any, out: Any) -> None:
+            for row, sequence in enumerate(sequences):
+                position = sequence.length
+                sequence.append(index, position, keys[row], values[row])
+                out[row] = attention.one(sequence, index, queries[:, row], position + 1)
 
         return self._step(sequences, tokens, attend)
 
+    def decode_elsewhere(
+        self, sequences: Sequence[SequenceKV | FarKV], tokens: NDArray[np.int32], elsewhere: Elsewhere
+    ) -> NDArray[np.float32]:
+        """Compute what `decode` does for sequences of which other processes hold KV: all of a `FarKV`, of others the tokens
+        `before` their own. All are one token longer then, also those that failed elsewhere: drop them, or set them back. On a
+        CPU alone."""
+        elsewhere.begin(sequences)
+        attention = self._seats[0].attention
+
+        def attend(index: int, queries: Any, keys: Any, values: Any, out: Any) -> None:
+            by_row = queries.transpose(1, 0, 2, 3)
+            elsewhere.ask(index, by_row, keys, values)
+            for row, sequence in enumerate(sequences):
+                if isinstance(sequence, SequenceKV):
+                    sequence.append(index, sequence.length, keys[row], values[row])
+            own = attention.parts(sequences, [each.length + 1 for each in sequences], index, by_row)
+            own.merge(elsewhere.answers(index))
+            with np.errstate(invalid="ignore"):  # rows that failed
+                out[: len(sequences)] = (own.mixed / own.states[..., 1:]).reshape(len(sequences), -1)
+
+        return self._step(sequences, tokens, attend)
+
+    def attend_part(self, layer: int, sequences: Sequence[SequenceKV], lengths: Sequence[int], queries: Floats) -> Partial:
+        """Compute the attention of queries [n, kv_head, group, head_dim], rotated and scaled, over the first tokens of each
+        row's sequence. Any thread may call it beside the one that computes. On a CPU alone."""
+        return Attention(self._xp, self.spec, self._rowwise).parts(sequences, lengths, layer, queries)
+
     def decode_over(self, sequences: "list[Attending]", tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Compute what `decode` does for sequences that compute their own attention. On a CPU alone."""
-        return self._step(sequences, tokens, lambda index, row, *projected: sequences[row].attend(index, *projected))
+
+        def attend(index: int, queries: Any, keys: Any, values: Any, out: Any) -> None:
+            for row, sequence in enumerate(sequences):
+                out[row] = sequence.attend(index, queries[:, row], keys[row], values[row])
+
+        return self._step(sequences, tokens, attend)
 
     def _step(
-        self, sequences: "Sequence[SequenceKV | Attending]", tokens: NDArray[np.int32], attend: "Attend"
+        self, sequences: "Sequence[SequenceKV | FarKV | Attending]", tokens: NDArray[np.int32], attend: "Attend"
     ) -> NDArray[np.float32]:
         tokens = np.asarray(tokens, dtype=np.int32)
         check_batch(sequences, tokens, self.spec.vocab_size)
         count, product = len(sequences), self._product
         work = self._seats[0].activations(count)
-        rope = self._rope_tables(np.array([sequence.length for sequence in sequences]))
+        rope = self._rope_tables(positions_of(sequences))
         work.hidden[:count] = self.embed(tokens)
         for index, layer in enumerate(self._layers):
             self._project(product, work, layer, count)
-            self._attend_rows(index, work.qkv[:count], rope, attend, work.attended)
+            attend(index, *self._rotate(work.qkv[:count], rope), work.attended)
             self._finish_layer(product, work, layer, count)
         result = self._logits(product, work, count)
         for sequence in sequences:
             sequence.length += 1
         return result
-
-    def _attend_rows(self, index: int, qkv: Any, rope: tuple[Any, Any], attend: "Attend", out: Any) -> None:
-        """Compute a layer's attention of each row of a step into `out` [rows, heads * head_dim]."""
-        queries, keys, values = self._rotate(qkv, rope)
-        for row in range(len(qkv)):
-            out[row] = attend(index, row, queries[:, row], keys[row], values[row])
 
     # -------------------------------------------------------------------------------------------- steps of both
 
@@ -362,14 +392,20 @@ def _between(rest: "_Rest", begin: int, end: int) -> "_Rest":
     return rows[first:stop] - begin, hidden[first:stop], queries[:, first:stop]
 
 
-Attend = Callable[[int, int, Any, Any, Any], Any]
-"""A function of a layer, a row of a step, its queries [kv_head, group, head_dim], its new key and value [kv_head, head_dim]: it
-stores these and returns the row's attention [heads * head_dim]."""
+Attend = Callable[[int, Any, Any, Any, Any], None]
+"""A function of a layer, the queries [kv_head, n, group, head_dim] and new keys and values [n, kv_head, head_dim] of a step's
+rows: it stores these, and writes the rows' attention into the first rows of the last argument [rows, heads * head_dim]."""
+
+
+def positions_of(sequences: "Sequence[SequenceKV | FarKV | Attending]") -> NDArray[np.int64]:
+    """Return the positions of the next tokens."""
+    return np.array([sequence.before + sequence.length for sequence in sequences])
 
 
 class Attending(Protocol):
     """A running sequence that keeps its KV as it likes."""
 
+    before: int
     length: int
     capacity: int
 

@@ -57,7 +57,7 @@ from mooncake_zmq.runtime.generation import Answer, EventLines
 from mooncake_zmq.runtime.rendering import what_was_written
 from mooncake_zmq.runtime.vllm_answers import Nonsense
 from mooncake_zmq.store import protocol, stream_messages
-from mooncake_zmq.transfer import block_messages, segment_file, shared_memory
+from mooncake_zmq.transfer import block_messages, partials, segment_file, shared_memory
 from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer
 from mooncake_zmq.transfer.segment_file import SharedMemoryError
 from mooncake_zmq.transfer.tickets import Attaching, Challenge, Refused, Tickets
@@ -369,6 +369,8 @@ def _between_nodes() -> Iterable[Decoder]:
         "stream-offer": (block_messages.decode_offer, block_messages.StreamOffered | block_messages.StreamDenied),
         "block-request": (block_messages.decode_request, block_messages.ReadRequest),
         "block-reply": (block_messages.decode_reply, block_messages.ReadReply),
+        "part-asked": (partials.decode_ask, partials.AskPart),
+        "part-given": (partials.decode_given, partials.PartGiven),
     }
     for name, (read, kind) in kinds.items():
         yield Decoder(name=name, read=read, refusals=no_message, seeds=_drawn(kind))

@@ -78,6 +78,7 @@ def test_what_all_runs_are_commands_with_such_options(command: str) -> None:
 TRIED = {
     "all": "bench/test_everything.py",
     "answers": "bench/test_bench_answers.py",
+    "attend": "bench/test_bench_attend.py",
     "blend": "bench/test_bench_blend.py",
     "client": "helpers/page_commands.py",
     "codecs": "bench/test_bench_codecs.py",

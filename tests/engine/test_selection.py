@@ -73,7 +73,7 @@ def test_all_tokens_chosen_give_exact_attention(engine, selector):
 
 def test_what_fails_in_a_layer_fails_the_step(engine):
     class Failing:
-        length, capacity = 3, 4
+        before, length, capacity = 0, 3, 4
 
         def attend(self, layer, queries, keys, values):
             raise KeyError(layer)

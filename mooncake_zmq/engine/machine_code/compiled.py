@@ -8,7 +8,7 @@ part is that all threads share a step without returning to Python. Needs Numba (
 import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV
-from mooncake_zmq.engine.llama import Attend, Attending, Llama
+from mooncake_zmq.engine.elsewhere import Elsewhere, FarKV, Floats, Partial
+from mooncake_zmq.engine.kv_cache import KEY_TILE, NewSequence, SequenceKV, check_whole
+from mooncake_zmq.engine.llama import Attend, Attending, Llama, positions_of
 from mooncake_zmq.engine.machine_code import object_code
-from mooncake_zmq.engine.machine_code.placed_parts import PlacingCodedKV, PlacingSequenceKV, cache_row
+from mooncake_zmq.engine.machine_code.placed_parts import NO_CACHE, PlacingCodedKV, PlacingSequenceKV, cache_row
 from mooncake_zmq.engine.machine_code.step_layout import (
     ARRAY_FIELDS,
     ATTENDING_ROWS,
@@ -35,6 +36,10 @@ from mooncake_zmq.engine.spec import ModelSpec, check_batch
 from mooncake_zmq.kv.codec import Codec
 
 _LAYER_CALL = ctypes.CFUNCTYPE(None, *3 * [ctypes.c_int64])
+_Projected = Callable[[NDArray[Any]], tuple[Any, Any, Any]]
+"""A function of a layer's QKV, which it finishes: it returns the queries, keys and values, as in `Attend`."""
+_CalledBack = Callable[[int, int, _Projected, Mapping[Array, NDArray[Any]]], None]
+"""A function of a layer, whether it is called before the attention, what that has, and a step's arrays."""
 _LAYER_MATRICES = ("qkv", "out", "gate_up", "down")  # in the order of step_layout.QKV..DOWN
 
 
@@ -104,38 +109,79 @@ class CompiledLlama(Llama):
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         tokens = np.asarray(tokens, dtype=np.int32)
         check_batch(sequences, tokens, self.spec.vocab_size)
+        check_whole(*sequences)
         if not sequences:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
         work = self._begun(sequences, tokens)
-        work[Array.CACHES][:] = [cache_row(sequence, sequence.length) for sequence in sequences]
         self._run(_table(self._model | self._shortest | work))
         for sequence in sequences:
             sequence.length += 1
         return work[Array.LOGITS][:, : self.spec.vocab_size]
 
+    def decode_elsewhere(
+        self, sequences: Sequence[SequenceKV | FarKV], tokens: NDArray[np.int32], elsewhere: Elsewhere
+    ) -> NDArray[np.float32]:
+        """See `Llama.decode_elsewhere`. One thread asks before all compute what is here; answers are merged as a thread's."""
+        elsewhere.begin(sequences)
+
+        def attend(layer: int, is_asking: int, projected: _Projected, work: Mapping[Array, NDArray[Any]]) -> None:
+            if is_asking:
+                queries, keys, values = projected(work[Array.QKV].copy())  # the attention finishes it too
+                elsewhere.ask(layer, queries.transpose(1, 0, 2, 3), keys, values)
+            else:
+                work[Array.MIXED][-1], work[Array.STATES][-1] = elsewhere.answers(layer)
+
+        return self._called_step(sequences, tokens, Array.ELSEWHERE, attend)
+
+    def attend_part(self, layer: int, sequences: Sequence[SequenceKV], lengths: Sequence[int], queries: Floats) -> Partial:
+        spec, rows = self.spec, len(sequences)
+        group, dim = spec.heads // spec.kv_heads, spec.head_dim
+        work: dict[Array, NDArray[Any]] = {
+            Array.CACHES: np.array([cache_row(*each) for each in zip(sequences, lengths, strict=True)], dtype=np.int64),
+            Array.QUERIES: np.ascontiguousarray(queries)[None],
+            Array.SCORES: _floats(1, group, SPAN_TILES * KEY_TILE),
+            Array.MIXED: _floats(1, rows, spec.kv_heads, group, dim),
+            Array.STATES: _floats(1, rows, spec.kv_heads, group, 2),
+        }
+        self._code(What.ATTEND_PART, _table(work).ctypes.data, layer)
+        return Partial(work[Array.MIXED][0], work[Array.STATES][0])
+
     def _step(
-        self, sequences: Sequence[SequenceKV | Attending], tokens: NDArray[np.int32], attend: Attend
+        self, sequences: Sequence[SequenceKV | FarKV | Attending], tokens: NDArray[np.int32], attend: Attend
     ) -> NDArray[np.float32]:
         """Run the step in machine code but for the attention: one thread calls `attend` where all have the projections."""
+        return self._called_step(
+            sequences,
+            tokens,
+            Array.ATTENDING,
+            lambda layer, _, projected, work: attend(layer, *projected(work[Array.QKV]), work[Array.ATTENDED]),
+        )
+
+    def _called_step(
+        self, sequences: Sequence[SequenceKV | FarKV | Attending], tokens: NDArray[np.int32], why: Array, attend: _CalledBack
+    ) -> NDArray[np.float32]:
+        """Run a step of which one thread calls `attend` in each layer: ATTENDING or ELSEWHERE."""
         tokens = np.asarray(tokens, dtype=np.int32)
         check_batch(sequences, tokens, self.spec.vocab_size)
         if not sequences:
             return np.empty((0, self.spec.vocab_size), dtype=np.float32)
-        work = self._begun(sequences, tokens)
-        rope = self._rope_tables(np.array([sequence.length for sequence in sequences]))
+        work = self._begun(sequences, tokens, parts_elsewhere=int(why is Array.ELSEWHERE))
+        rope = self._rope_tables(positions_of(sequences))
         failure: Future[None] = Future()  # nothing can be raised through machine code
 
-        def attend_layer(layer: int, _unused: int, _also: int) -> None:
+        def projected(layer: int, qkv: NDArray[Any]) -> tuple[Any, Any, Any]:
+            self._finish_projection(qkv, self._layers[layer])
+            return self._rotate(qkv, rope)
+
+        def attend_layer(layer: int, is_asking: int, _unused: int) -> None:
             try:
                 if not failure.done():
-                    qkv = work[Array.QKV]
-                    self._finish_projection(qkv, self._layers[layer])
-                    self._attend_rows(layer, qkv, rope, attend, work[Array.ATTENDED])
+                    attend(layer, is_asking, functools.partial(projected, layer), work)
             except BaseException as error:
                 failure.set_exception(error)
 
         callback = _LAYER_CALL(attend_layer)
-        work[Array.ATTENDING] = np.array([ctypes.cast(callback, ctypes.c_void_p).value], dtype=np.int64)
+        work[why] = np.array([ctypes.cast(callback, ctypes.c_void_p).value], dtype=np.int64)
         self._run(_table(self._model | self._shortest | work))
         if failure.done():
             failure.result()
@@ -143,10 +189,15 @@ class CompiledLlama(Llama):
             sequence.length += 1
         return work[Array.LOGITS][:, : self.spec.vocab_size]
 
-    def _begun(self, sequences: Sequence[SequenceKV | Attending], tokens: NDArray[np.int32]) -> dict[Array, NDArray[Any]]:
-        """Return the arrays of a step of these tokens, but for the caches."""
-        work = _workspace(self.spec, len(sequences), self._team.size)
-        self._turn(work, np.array([sequence.length for sequence in sequences]))
+    def _begun(
+        self, sequences: Sequence[SequenceKV | FarKV | Attending], tokens: NDArray[np.int32], parts_elsewhere: int = 0
+    ) -> dict[Array, NDArray[Any]]:
+        """Return the arrays of a step of these tokens, but for the caches of sequences that are none of ours."""
+        work = _workspace(self.spec, len(sequences), self._team.size, parts_elsewhere)
+        work[Array.CACHES][:] = [
+            cache_row(each, each.length) if isinstance(each, SequenceKV) else NO_CACHE for each in sequences
+        ]
+        self._turn(work, positions_of(sequences))
         work[Array.HIDDEN][:, : self.spec.hidden] = self.embed(tokens)
         return work
 
@@ -197,8 +248,9 @@ def _coding(cache_dir: Path, codec: Codec) -> NewSequence:
     return functools.partial(PlacingCodedKV, _machine_code(cache_dir, object_code.CODECS), codec)
 
 
-def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[Any]]:
+def _workspace(spec: ModelSpec, rows: int, threads: int, parts_elsewhere: int) -> dict[Array, NDArray[Any]]:
     """Return the arrays of one step that are not the model's. Widths are rounded up to whole panels."""
+    parts = threads + parts_elsewhere
     group, dim, query = spec.heads // spec.kv_heads, spec.head_dim, spec.heads * spec.head_dim
     return {
         Array.BARRIER: np.zeros(1, dtype=np.int64),
@@ -211,8 +263,8 @@ def _workspace(spec: ModelSpec, rows: int, threads: int) -> dict[Array, NDArray[
         Array.QKV: _panelled(rows, query + 2 * spec.kv_heads * dim),
         Array.QUERIES: _floats(threads, group, dim),
         Array.SCORES: _floats(threads, group, SPAN_TILES * KEY_TILE),
-        Array.MIXED: _floats(threads, rows, spec.kv_heads, group, dim),
-        Array.STATES: _floats(threads, rows, spec.kv_heads, group, 2),
+        Array.MIXED: _floats(parts, rows, spec.kv_heads, group, dim),
+        Array.STATES: _floats(parts, rows, spec.kv_heads, group, 2),
         Array.ATTENDED: _floats(rows, query),
         Array.GATE_UP: _panelled(rows, 2 * spec.ffn),
         Array.ACTIVE: _floats(rows, spec.ffn),

@@ -106,21 +106,21 @@ def _attend(layer, caches, qkv, bias, norms, eps, cos, sin, queries, scores, mix
 
 @njit(**OPTIONS)
 def _merge(mixed, states, attended, thread, threads):
-    """Merge the threads' partial results into attended [row, head * head_dim]; heads are distributed over the threads."""
-    rows, kv_heads, group, dim = mixed.shape[1:]
+    """Merge all partial results into attended [row, head * head_dim]; heads are distributed over the threads."""
+    parts, rows, kv_heads, group, dim = mixed.shape
     heads = kv_heads * group
     for turn in range((rows * heads - thread + threads - 1) // threads):  # a range with a step could raise, as divmod could
         item = thread + turn * threads
         row, number = item // heads, item % heads
         head, query = number // group, number % group
         highest = np.float32(-np.inf)
-        for part in range(threads):
+        for part in range(parts):
             if states[part, row, head, query, 1] > 0.0:
                 highest = max(highest, states[part, row, head, query, 0])
         out = attended[row, number * dim : (number + 1) * dim]
         out[:] = 0.0
         total = np.float32(0.0)
-        for part in range(threads):
+        for part in range(parts):
             if states[part, row, head, query, 1] > 0.0:
                 share = exp(states[part, row, head, query, 0] - highest)
                 total += share * states[part, row, head, query, 1]
@@ -128,6 +128,32 @@ def _merge(mixed, states, attended, thread, threads):
                     out[index] += share * mixed[part, row, head, query, index]
         for index in range(dim):
             out[index] /= total
+
+
+@njit(**OPTIONS)
+def _attend_part(layer, arrays):
+    """Compute partial results of the queries of some rows, each over the first tokens of its own cache: one or more."""
+    caches, queries, scores = integers_2(arrays[Array.CACHES]), floats_5(arrays[Array.QUERIES]), floats_3(arrays[Array.SCORES])
+    mixed, states = floats_5(arrays[Array.MIXED]), floats_5(arrays[Array.STATES])
+    rows, kv_heads, group, dim = mixed.shape[1:]
+    for row in range(rows):
+        caches[row, POSITION] -= 1
+        tiles = caches[row, POSITION] // KEY_TILE + 1
+        for head in range(kv_heads):
+            keys, values = places(caches[row], layer, kv_heads, head, dim)
+            attend_tiles(
+                queries[0, row, head],
+                scores[0],
+                mixed[0, row, head],
+                states[0, row, head],
+                keys,
+                values,
+                0,
+                tiles,
+                caches[row, POSITION : POSITION + 1],
+                group,
+                True,
+            )
 
 
 @njit(**OPTIONS)
@@ -172,6 +198,8 @@ def _decode_step(thread, table):
             if thread == 0:
                 call(integers_1(arrays[Array.ATTENDING])[0], layer, 0, 0)
         else:
+            if arrays[Array.ELSEWHERE, 0] and thread == 0:
+                call(integers_1(arrays[Array.ELSEWHERE])[0], layer, 1, 0)
             _attend(
                 layer,
                 caches,
@@ -188,6 +216,8 @@ def _decode_step(thread, table):
                 thread,
                 threads,
             )
+            if arrays[Array.ELSEWHERE, 0] and thread == 0:
+                call(integers_1(arrays[Array.ELSEWHERE])[0], layer, 0, 0)
             meetings = _meet(barrier, meetings, threads)
             _merge(mixed, states, attended, thread, threads)
         meetings = _meet(barrier, meetings, threads)
@@ -223,3 +253,5 @@ def run(what, thread, table):
         store_rows(thread, arrays)
     elif what == What.FINISH_ROWS:
         finish_rows(thread, arrays)
+    elif what == What.ATTEND_PART:
+        _attend_part(thread, arrays)

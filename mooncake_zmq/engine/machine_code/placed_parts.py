@@ -13,6 +13,8 @@ from mooncake_zmq.engine.machine_code.step_layout import ROTATES_KEYS, ROTATES_V
 from mooncake_zmq.kv.codec import Codec
 
 ITEM_BYTES = 4
+NO_CACHE = (0, 0, 1, -1, 0, 0, 0)
+"""The row of `cache_row` of a sequence that has no KV here: nothing is stored, and there are no tokens to attend to."""
 
 
 class PlacingSequenceKV(SequenceKV):

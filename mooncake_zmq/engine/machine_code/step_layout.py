@@ -41,7 +41,7 @@ class Array(IntEnum):
     QKV = 12  # [rows, width, padded]
     QUERIES = 13  # [threads, group, head_dim] or [kv_heads, rows * group, head_dim]
     SCORES = 14  # [threads, group or few, SPAN_TILES * KEY_TILE]
-    MIXED = 15  # [threads, rows, kv_heads, group, head_dim] or [1, 1, 1, few, head_dim]
+    MIXED = 15  # [threads and, with ELSEWHERE, one more, rows, kv_heads, group, head_dim] or [1, 1, 1, few, head_dim]
     STATES = 16  # [..., (highest, total)], else as MIXED
     ATTENDED = 17  # [rows or some, query]
     GATE_UP = 18  # [rows or some, 2 * ffn, padded]
@@ -49,17 +49,19 @@ class Array(IntEnum):
     SHIFTED = 20  # int64 [layers]: of a prefill; 1 where scores have been too large or small for exponentials as they are
     POSITIONS = 21  # int64 [rows]: of a prefill, ascending
     ATTENDING = 22  # int64 [1]: of a step, if it is there the address of what computes a layer's ATTENDED from its QKV
+    ELSEWHERE = 23  # as ATTENDING: of what asks with QKV before the attention, and after it puts the last MIXED and STATES
 
 
 class What(IntEnum):
     """The entry points. All but the last have a table int64 [len(Array), ARRAY_FIELDS]; those of a prefill work on one layer of
-    one thread's rows."""
+    one thread's rows, and ATTEND_PART on one layer."""
 
     DECODE_STEP = 0
     PROJECT_ROWS = 1  # HIDDEN into QKV
     STORE_ROWS = 2  # QKV into the cache and QUERIES
     FINISH_ROWS = 3  # QUERIES, and all the cache up to them, into HIDDEN
-    PLACE_PARTS = 4  # parts of blocks into the cache; table int64 [PLACING_FIELDS], then [PARTS, PART_FIELDS]
+    ATTEND_PART = 4  # QUERIES [1, rows, kv_heads, group, head_dim] over the first POSITION tokens of CACHES: MIXED and STATES
+    PLACE_PARTS = 5  # parts of blocks into the cache; table int64 [PLACING_FIELDS], then [PARTS, PART_FIELDS]
 
 
 class Coding(IntEnum):

@@ -57,6 +57,8 @@ class FewOfMany:
     token matters by the norm of its value too, and those that are not chosen count as one that has the mean of far values and
     their weight, where the selector knows it. That is not in the papers."""
 
+    before = 0
+
     def __init__(
         self,
         source: SequenceKV,
