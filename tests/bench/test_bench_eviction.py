@@ -1,0 +1,207 @@
+"""`bench codecs --eviction` at toy size, and what its ways keep: evicting what matters shows, keeping everything is exact."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from mooncake_zmq.bench import low_rank
+from mooncake_zmq.bench.command import bench
+from mooncake_zmq.bench.eviction import EVICTION, FIXED_POINT, LESS, MENDED, PUBLISHED, PYRAMID, WINDOW
+from mooncake_zmq.bench.eviction_ways import (
+    KeptTokens,
+    attended_most,
+    folded,
+    merged,
+    pyramid,
+    pyramid_lengths,
+    sinks_and_recent,
+    taken,
+)
+from mooncake_zmq.bench.low_rank import LowRank, Sample, begun, error_of, joined, sample, state_tokens, trained
+from mooncake_zmq.bench.quality import Computed, computed, divergence, log_probabilities, logs_of, prepared_model
+from mooncake_zmq.engine.blend import read_kv
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.weights import open_model
+
+MODEL = 'dummy:{"layers": 6}'
+TOKENS, FOLLOWING = 48, 8
+TEXT = np.random.default_rng(2).integers(3, 250, TOKENS + FOLLOWING).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    return open_model(prepared_model(MODEL, str(tmp_path_factory.mktemp("model")), kernels=False))
+
+
+def layers(engine: Llama, text: np.ndarray) -> list[Computed]:
+    scratch, entering, found = engine.new_sequence(len(text)), text, []
+    for index in range(engine.spec.layers):
+        found.append(computed(engine, scratch, index, entering, np.arange(len(text))))
+        entering = found[-1].hidden
+    return found
+
+
+def error(engine: Llama, kv: list[np.ndarray], **options: Any) -> float:
+    """The KL of what follows from what was kept of the context."""
+    sequence = engine.new_sequence(len(TEXT))
+    engine.prefill(sequence, TEXT[:TOKENS])
+    exact = log_probabilities(engine, sequence, TEXT[TOKENS:])
+    kept = KeptTokens(kv, TOKENS, FOLLOWING, **options)
+    steps = [engine.decode_over([kept], TEXT[at : at + 1]) for at in range(TOKENS, len(TEXT))]
+    return divergence(exact, logs_of(np.concatenate(steps)))
+
+
+def run(*options: str) -> Any:
+    sizes = ["--model", MODEL, "--tokens", str(TOKENS), "--following", str(FOLLOWING)]
+    return CliRunner().invoke(bench, ["codecs", "--eviction", *sizes, *options])
+
+
+def test_each_way_has_its_row_and_the_bytes_of_its_codec(tmp_path: Path) -> None:
+    file = tmp_path / "less.npz"
+    result = run("--less", str(file), "--minutes", "0.02", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    found = {each["name"]: each for each in report["qualities"]}
+    ways = (WINDOW, PYRAMID, PUBLISHED, MENDED, EVICTION, FIXED_POINT)
+    named = {f"{way}, in {codec}'s bytes" for way in ways for codec in ("int8", "int4")}
+    assert found.keys() == {"int8", "int4", f"{LESS}, in int4's bytes", *named}
+    for name, each in found.items():
+        codec = found["int8" if "int8" in name else "int4"]
+        if PYRAMID not in name:  # the first two of these six layers keep all
+            assert each["bits"] == pytest.approx(codec["bits"], abs=16 / TOKENS), name
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows["LESS: share of KL closed / target"]["reference"] == 0.25
+    assert rows["multiply-adds of a prefill, PyramidInfer, in int4's bytes / all tokens"]["ratio"] > 1
+    assert "trained with" in report["notes"][-1]
+    again = run("--less", str(file), "--minutes", "0")
+    assert again.exit_code == 0, again.output
+    assert "weights of" in again.stdout
+    assert "every eviction in as many bytes" in again.stdout.splitlines()[0]
+    other = run("--less", str(file), "--tokens", "64")
+    assert other.exit_code == 2
+    assert "another model or context" in other.output
+
+
+def test_parts_of_the_codecs_bench_and_evictions_are_one_or_the_other() -> None:
+    assert run("--only", "quality").exit_code == 2
+
+
+def test_keeping_everything_is_exact_and_what_matters_is_missed(engine: Llama) -> None:
+    found = layers(engine, TEXT[:TOKENS])
+    kv = [layer.kv for layer in found]
+    everything = np.arange(TOKENS)
+    whole = error(engine, [taken(each, everything) for each in kv])
+    assert whole < 1e-9
+    assert error(engine, [merged(each, everything) for each in kv]) < 1e-9
+    assert error(engine, [folded(each, everything) for each in kv]) < 1e-9
+    assert error(engine, pyramid(engine, TEXT[:TOKENS], TOKENS).kv) < 1e-9
+    most = [attended_most(layer, 24) for layer in found]
+    least = [np.setdiff1d(everything, each) for each in most]
+    best, worst = (error(engine, [taken(*each) for each in zip(kv, which, strict=True)]) for which in (most, least))
+    assert 1e-6 < best < worst
+    fixed = error(engine, [taken(*each) for each in zip(kv, most, strict=True)], evict_at=12)
+    assert fixed != best
+
+
+def test_a_layer_by_itself_computes_what_a_prefill_does(engine: Llama) -> None:
+    sequence = engine.new_sequence(TOKENS)
+    engine.prefill(sequence, TEXT[:TOKENS])
+    exact = read_kv(engine, sequence, 0, TOKENS)
+    assert np.allclose(np.stack([layer.kv for layer in layers(engine, TEXT[:TOKENS])]), exact, atol=1e-5)
+
+
+def test_tokens_that_were_dropped_are_not_computed_and_keep_their_positions(engine: Llama) -> None:
+    made, kept = pyramid(engine, TEXT[:TOKENS], 24), pyramid_lengths(TOKENS, engine.spec.layers, 24)
+    assert [each.shape[2] for each in made.kv] == kept
+    assert kept[0] == kept[1] == TOKENS > kept[-1]
+    assert kept == sorted(kept, reverse=True)
+    whole = sum(layer.multiply_adds for layer in layers(engine, TEXT[:TOKENS]))
+    assert 0.4 * whole < made.multiply_adds < whole
+    exact = [layer.kv.transpose(0, 2, 1, 3) for layer in layers(engine, TEXT[:TOKENS])]
+    assert np.allclose(made.kv[1], exact[1], atol=1e-5), "all tokens reach the second layer"
+    assert not np.allclose(made.kv[3][:, :, -1], exact[3][:, :, -1], atol=1e-5)
+
+
+def test_a_budget_is_kept_where_the_schedule_can() -> None:
+    for kept in (272, 528):
+        lengths = pyramid_lengths(1024, 30, kept)
+        assert 0.97 * kept < np.mean(lengths) <= kept
+    assert pyramid_lengths(1024, 30, 1024) == [1024] * 30
+
+
+def test_what_all_attend_to_is_kept_with_the_first_and_the_last() -> None:
+    keys, queries = np.zeros((2, 20, 1, 4), np.float32), np.ones((1, 20, 2, 4), np.float32)
+    keys[0, [7, 11]] = 5
+    assert attended_most(Computed(queries, keys, keys, 0), 7).tolist() == [0, 1, 2, 3, 7, 11, 19]
+
+
+def test_dropped_tokens_are_merged_into_the_nearest_or_folded_into_the_most_similar() -> None:
+    kv = np.arange(2 * 6, dtype=np.float32).reshape(2, 6, 1, 1) + 1
+    assert merged(kv, np.array([0, 3]))[:, 0, :, 0].tolist() == [[1.5, 4.5], [7.5, 10.5]]
+    kv = np.array([[[1, 0], [0, 1], [0, 2]], [[1, 1], [2, 2], [2, 2]]], np.float32)[:, :, None]
+    keys, values = folded(kv, np.array([0, 1]))
+    assert keys[0].tolist() == [[1, 0], [0, 1]]
+    assert values[0].tolist() == [[1, 1], [2, 2]]
+    kv[1, 2] = 6
+    assert np.allclose(folded(kv, np.array([0, 1]))[1, 0], [[1, 1], [(2 + 0.75 * 6) / 1.75] * 2])
+
+
+def test_bytes_are_those_of_what_is_held() -> None:
+    kv = np.ones((2, 3, 10, 64), np.float32)
+    state = low_rank.State(np.ones((3, 8), np.float32), np.ones((3, 8, 64), np.float32), {})
+    assert KeptTokens([kv, kv[:, :, :4]], 20, 5).numbers == 14 * 2 * 3 * 64
+    assert KeptTokens([kv], 20, 5, state=[state]).numbers == kv.size + 3 * 8 * 65
+    assert state_tokens(64) == 5
+    assert sinks_and_recent(20, 6).tolist() == [0, 1, 2, 3, 18, 19]
+
+
+def test_gradients_are_those_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, "DROPPED", 30.0)
+    rng = np.random.default_rng(1)
+    weights: Any = {name: each.astype(float) for name, each in begun((2, 3, 8), rng, hidden=6, rank=4).items()}
+
+    def some(*shape: int) -> Any:
+        return rng.standard_normal(shape)
+
+    taught = Sample(some(2, 3, 5, 8), rng.random((2, 3, 5, 1)), *some(2, 2, 3, 5, 8), *(2 * some(2, 2, 30, 8)))
+    _, gradients = error_of(weights, taught, 0.7)
+    for name, each in weights.items():
+        for at in (tuple(rng.integers(size) for size in each.shape) for _ in range(5)):
+            around = []
+            for step in (1e-5, -1e-5):
+                moved = each.copy()
+                moved[at] += step
+                around.append(error_of(weights | {name: moved}, taught, 0.7)[0])
+            assert gradients[name][at] == pytest.approx((around[0] - around[1]) / 2e-5, rel=1e-4, abs=1e-9)
+
+
+def test_training_closes_a_part_of_the_error_on_its_texts_and_decode_computes_the_same(engine: Llama, tmp_path: Path) -> None:
+    said: list[str] = []
+    texts = [np.random.default_rng(seed).integers(3, 250, len(TEXT)).astype(np.int32) for seed in range(3)]
+    less = trained(engine, texts, TOKENS, 12, minutes=1, steps=80, progress=said.append)
+    left = [float(each.split(": ")[1].split()[0]) for each in said]
+    assert len(left) == engine.spec.layers
+    assert max(left) < 0.9
+    less.save(tmp_path / "less.npz")
+    read = low_rank.opened(tmp_path / "less.npz", engine.spec.fingerprint, TOKENS, 12)
+    assert all((read.layers[2][name] == each).all() for name, each in less.layers[2].items())
+    layer = layers(engine, texts[0])[2]
+    taught = sample(layer, TOKENS, 12)
+    state = read.state(2, np.stack((taught.keys, taught.values)))
+    each = [joined(state, taught.queries[:, :, at], taught.unit[:, :, at], taught.kept[:, :, at]) for at in range(FOLLOWING)]
+    off = float(np.square(np.stack(each, axis=2) - taught.exact).mean())
+    assert off == pytest.approx(error_of(read.layers[2], taught, 1.0)[0], rel=1e-3)
+
+
+def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "less.npz").write_bytes(b"PK")
+    with pytest.raises(ModelError, match="has no weights"):
+        low_rank.opened(tmp_path / "less.npz", "x", 1, 1)
+    LowRank("x", 1, 1, [begun((1, 1, 2), np.random.default_rng(0))]).save(tmp_path / "less.npz")
+    with pytest.raises(ModelError, match="another model"):
+        low_rank.opened(tmp_path / "less.npz", "x", 2, 1)
