@@ -124,7 +124,15 @@ def test_tokens_that_were_dropped_are_not_computed_and_keep_their_positions(engi
     assert 0.4 * whole < made.multiply_adds < whole
     exact = [layer.kv.transpose(0, 2, 1, 3) for layer in layers(engine, TEXT[:TOKENS])]
     assert np.allclose(made.kv[1], exact[1], atol=1e-5), "all tokens reach the second layer"
+    assert np.allclose(made.kv[2][:, :, -1], exact[2][:, :, -1], atol=1e-5), "the last token's key is rotated for its position"
     assert not np.allclose(made.kv[3][:, :, -1], exact[3][:, :, -1], atol=1e-5)
+
+
+def test_tokens_with_gaps_between_them_attend_to_each_other_alone(engine: Llama) -> None:
+    scratch, entering = engine.new_sequence(TOKENS), layers(engine, TEXT[:TOKENS])[0].hidden
+    computed(engine, scratch, 1, entering, np.arange(TOKENS))
+    here, there = (computed(engine, scratch, 1, entering[:9], first + np.arange(9)).hidden for first in (0, 30))
+    assert np.allclose(here, there, atol=1e-5), "only distances count"
 
 
 def test_a_budget_is_kept_where_the_schedule_can() -> None:
