@@ -1,7 +1,6 @@
 """`bench all` and `bench compare`: all that this machine can measure, in one file, and what became slower since another one."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import click
 from mooncake_zmq.bench.options import show_progress
 from mooncake_zmq.bench.report import commit, machine
 from mooncake_zmq.laboratory import tables
+from mooncake_zmq.laboratory.reproduce.systems import measured
 from mooncake_zmq.refused import Refused
 
 COMMANDS = (
@@ -152,19 +152,7 @@ def _name(command: str) -> str:
 
 def _measured(command: str) -> Found:
     show_progress(f"bench {command}")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mooncake_zmq", "bench", *command.split(), "--json"],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise click.ClickException(f"not done after {TIMEOUT_S:g} s") from None
-    if done.returncode:
-        raise click.ClickException(f"exit status {done.returncode}")
-    report: Found = json.loads(done.stdout)
-    return report
+    return measured(f"bench {command}", TIMEOUT_S)
 
 
 def _write(path: Path, found: Found) -> None:
