@@ -1,6 +1,5 @@
 """Finds the extra of the project that brings a package which is missing, and the command that installs it."""
 
-import importlib.metadata
 import json
 import re
 import sys
@@ -17,11 +16,13 @@ DISTRIBUTIONS = {"opentelemetry": "opentelemetry-sdk"}
 
 def advice(error: ModuleNotFoundError) -> str | None:
     """Return what to install for a module that is missing; None where no extra brings it."""
+    from importlib import metadata  # a twentieth of a node's start, for errors alone
+
     module = (error.name or "").partition(".")[0]
     wanted = DISTRIBUTIONS.get(module, module.replace("_", "-"))
     try:
-        declared = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
+        declared = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
         return None
     for found in map(REQUIREMENT.match, declared):
         if found is not None and found[1] == wanted:
@@ -31,9 +32,11 @@ def advice(error: ModuleNotFoundError) -> str | None:
 
 def installing(extra: str) -> str:
     """Return the command that adds an extra where this program is installed: from the directory or file it came from."""
+    from importlib import metadata
+
     origin: dict[str, Any] = {}
-    with suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        origin = json.loads(importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+    with suppress(metadata.PackageNotFoundError, ValueError):
+        origin = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     return command(extra, origin, sys.executable)
 
 

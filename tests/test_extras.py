@@ -15,13 +15,7 @@ from mooncake_zmq.extras import command, installing
 ROOT = Path(__file__).parent.parent
 WITHOUT_EXTRAS = """
 import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Blocked())
+sys.modules.update(dict.fromkeys({blocked!r}))  # as if they were not installed: no import and no search finds them
 """
 
 
@@ -82,10 +76,20 @@ NodeProcess.report_ready = lambda self: (ready(self), os.kill(os.getpid(), signa
 
 @pytest.mark.parametrize(
     "command",
-    ["prefill --node prefill-a", "gateway --node gateway-0", "up", "sim", "simtest", "bench serve", "doctor", "status"],
+    [
+        "prefill --node prefill-a --model dummy:tiny --set model.cache_dir={new}",
+        "gateway --node gateway-0",
+        "up",
+        "sim",
+        "simtest",
+        "bench serve",
+        "doctor",
+        "status",
+    ],
 )
-def test_a_command_that_lacks_an_extra_names_it(command: str) -> None:
-    done = run_without_extras(f"from mooncake_zmq.cli import main\nmain({command.split()!r})")
+def test_a_command_that_lacks_an_extra_names_it(command: str, tmp_path: Path) -> None:
+    arguments = command.format(new=tmp_path / "models").split()
+    done = run_without_extras(f"from mooncake_zmq.cli import main\nmain({arguments!r})")
     assert done.returncode == 2
     assert done.stderr.startswith("mooncake-zmq: ")
     assert "is not installed: " in done.stderr

@@ -107,15 +107,18 @@ class BenchCluster:
         return int((self._runtime_dir / f"{node}.lock").read_text().split()[0])
 
     @contextmanager
-    def paused(self, node: str) -> Iterator[None]:
-        """SIGSTOP a node until the cluster has noticed; continue it afterwards and wait until it is back."""
-        os.kill(self.pid(node), signal.SIGSTOP)
+    def paused(self, *nodes: str) -> Iterator[None]:
+        """SIGSTOP nodes until the cluster has noticed; continue them afterwards and wait until all are back."""
+        pids, names = [self.pid(node) for node in nodes], " and ".join(nodes)
         try:
-            self._wait(lambda missing: node in missing, f"{node} to be missed")
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            self._wait(lambda missing: {*nodes} <= {*missing}, f"{names} to be missed")
             yield
         finally:
-            os.kill(self.pid(node), signal.SIGCONT)
-            self._wait(lambda missing: node not in missing, f"{node} to be back")
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            self._wait(lambda missing: not {*nodes} & {*missing}, f"{names} to be back")
 
     def settle(self) -> None:
         """Wait until every node is idle: all blocks of the requests so far are in the pool, and the conductor knows them."""

@@ -25,9 +25,9 @@ from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.engine.prepared_files import read_spec
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.engine.tokenizer import open_tokenizer
-from mooncake_zmq.engine.weights import read_spec
 from mooncake_zmq.refused import Refused
 
 STEPS = 32

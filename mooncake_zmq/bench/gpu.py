@@ -31,8 +31,9 @@ from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import BlockLoad, SlotGrant
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.engine.prepared_files import read_spec
 from mooncake_zmq.engine.spec import Engine, ModelSpec
-from mooncake_zmq.engine.weights import open_model, read_spec
+from mooncake_zmq.engine.weights import open_model
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.refused import Refused

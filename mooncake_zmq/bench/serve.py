@@ -9,7 +9,7 @@ prompt whose prefix is in a pool, against the median gap of the same answer. The
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -133,10 +133,7 @@ class _Run:
     def _only(self, host: str, engines: list[tuple[str, str]]) -> Iterator[None]:
         """Pause the engines of other hosts, as the conductor's choice is not measured here, and a decode on another host would
         bring its blocks into the pool there."""
-        with ExitStack() as paused:
-            for name, where in engines:
-                if where != host:
-                    paused.enter_context(self._cluster.paused(name))
+        with self._cluster.paused(*(name for name, where in engines if where != host)):
             yield
 
     def gap(self) -> Row:

@@ -62,10 +62,7 @@ class SlowLink:
     @contextmanager
     def only(self, *, first: bool) -> Iterator[None]:
         """Pause the engines of the first host, or of all others: which prefill computes is not measured here."""
-        with ExitStack() as paused:
-            for name, host in self._engines:
-                if (host == self._here) != first:
-                    paused.enter_context(self.cluster.paused(name))
+        with self.cluster.paused(*(name for name, host in self._engines if (host == self._here) != first)):
             yield
 
 

@@ -48,9 +48,13 @@ def read(path: Path) -> ModelCard:
 
 def of_prepared(path: Path) -> ModelCard:
     """Return the card of a prepared directory, or of "toy". Raises ModelError."""
-    from mooncake_zmq.engine import tokenizer, toy, weights  # a process that only reads a card would start slowly with them
+    from mooncake_zmq.engine import (  # a process that only reads a card would start slowly with them
+        prepared_files,
+        tokenizer,
+        toy,
+    )
 
-    spec = toy.TOY_SPEC if str(path) == "toy" else weights.read_spec(path)
+    spec = toy.TOY_SPEC if str(path) == "toy" else prepared_files.read_spec(path)
     return ModelCard(spec=spec, tokenizer=tokenizer.fingerprint(path))
 
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.matrices.panels import to_panels
 from mooncake_zmq.engine.matrices.quantized import Panels, bfloat16_panels, concatenate, quantized_panels
-from mooncake_zmq.engine.sources import Source, expected_shapes
+from mooncake_zmq.engine.prepared_files import ALIGNMENT_BYTES, WEIGHTS_FILE, fused_matrices, write_header
+from mooncake_zmq.engine.sources.source import Source, expected_shapes
 from mooncake_zmq.engine.spec import FAMILIES
-from mooncake_zmq.engine.weights import ALIGNMENT_BYTES, WEIGHTS_FILE, fused_matrices, write_header
 
 _Item = TypeVar("_Item", bound=np.generic)
 

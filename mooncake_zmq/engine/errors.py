@@ -8,3 +8,7 @@ class ModelError(Exception):
         message = " ".join(message.split("\n"))  # the text may quote a library's error, or a file
         super().__init__(message)
         self.message = message
+
+
+class TemplateFailed(ValueError):
+    """The model's chat template refused these messages, or tried something the sandbox forbids."""

@@ -9,11 +9,14 @@ from typing import Any
 
 import psutil
 
-from mooncake_zmq.engine import tokenizer, weights
+from mooncake_zmq.engine import tokenizer
+from mooncake_zmq.engine.building import open_source
 from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_PACKAGE, DEFAULT_SIZE_BYTES
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.prepare import default_cache_dir, locate, open_source
-from mooncake_zmq.engine.sources import DUMMY_SHAPES, Source, expected_shapes
+from mooncake_zmq.engine.prepare import default_cache_dir, locate
+from mooncake_zmq.engine.prepared_files import HEADER_FILE, WEIGHTS_FILE, prepared_bytes, preparing_bytes, read_spec
+from mooncake_zmq.engine.sources.dummy import DUMMY_SHAPES
+from mooncake_zmq.engine.sources.source import Source, expected_shapes
 from mooncake_zmq.engine.spec import ModelSpec, check_spec
 from mooncake_zmq.engine.toy import TOY_SPEC
 
@@ -126,20 +129,20 @@ def _group_memory() -> int | None:
 
 def _is_prepared(path: Path) -> bool:
     try:
-        return (path / weights.HEADER_FILE).is_file()
+        return (path / HEADER_FILE).is_file()
     except (OSError, ValueError) as error:
         raise ModelError(f"{str(path)[:200]} cannot be read: {error}") from error
 
 
 def _inspect_prepared(model: str, origin: str, path: Path, host: Host) -> Inspection:
-    spec, conversation = weights.read_spec(path), tokenizer.read_conversation(path)
+    spec, conversation = read_spec(path), tokenizer.read_conversation(path)
     parts = tokenizer.TokenizerParts("bytes" if conversation is tokenizer.BYTE_CONVERSATION else "BPE", None, conversation)
     found = _inspection(model, origin, spec, parts, path, host)
     try:
-        whole = (path / weights.WEIGHTS_FILE).stat().st_size == found.prepared_bytes
+        whole = (path / WEIGHTS_FILE).stat().st_size == found.prepared_bytes
     except OSError:
         whole = False
-    damaged = () if whole else (f"{path / weights.WEIGHTS_FILE} is damaged: delete the directory, it will be made again",)
+    damaged = () if whole else (f"{path / WEIGHTS_FILE} is damaged: delete the directory, it will be made again",)
     return replace(found, problems=(*found.problems, *damaged))
 
 
@@ -153,9 +156,7 @@ def _inspection(
     source: Source | None = None,
 ) -> Inspection:
     check_spec(spec)
-    template = parts.conversation.template
-    if template:
-        tokenizer.check_template(template)
+    template = parts.conversation.chat_template()
     shapes = expected_shapes(spec)
     formats: Counter[str] = Counter()
     for tensor in source.stored.values() if source else ():
@@ -170,7 +171,7 @@ def _inspection(
         tokenizer=parts.kind,
         chat_template=template is not None,
         prepared=prepared,
-        prepared_bytes=0 if is_toy else weights.prepared_bytes(spec),
+        prepared_bytes=0 if is_toy else prepared_bytes(spec),
         host=host,
         notes=(),
         problems=(),
@@ -195,7 +196,7 @@ def _problems(found: Inspection) -> list[str]:
     working = found.spec.kv_bytes_per_token * min(WORKING_TOKENS, found.spec.max_positions)
     needs = {f"its weights and {WORKING_TOKENS} tokens of KV": found.prepared_bytes + working}
     if not found.prepared:
-        needs["preparing it"] = weights.preparing_bytes(found.spec)
+        needs["preparing it"] = preparing_bytes(found.spec)
     available, free = host.memory_available_bytes, host.disk_free_bytes
     for what, needed in needs.items():
         if needed > available:

@@ -1,7 +1,8 @@
-"""The prepared directory of a model in the cache: found by the model's name, or built; directories of former versions are
+"""The prepared directory of a model in the cache: found by the model's name, or made; directories of former versions are
 removed.
 
-It is built once under a file lock in a temporary directory and renamed, so under its final name it is always complete.
+It is built once under a file lock in a temporary directory and renamed, so under its final name it is always complete. What
+builds it (`building.py`) is imported only then: every node looks for its model here as it starts.
 """
 
 import contextlib
@@ -13,22 +14,19 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import structlog
 
 from mooncake_zmq.engine import card as cards
-from mooncake_zmq.engine import tokenizer
-from mooncake_zmq.engine.convert import compact_matrices, write_weights
 from mooncake_zmq.engine.cpu import Backend, chosen, found_broken
-from mooncake_zmq.engine.disk import check_space, sync
-from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_SHA256, Progress, obtain_default
+from mooncake_zmq.engine.download import DEFAULT_NAME, DEFAULT_SHA256, Progress
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.matrices import compact
-from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource, Source
+from mooncake_zmq.engine.prepared_files import FORMAT, HEADER_FILE, WEIGHTS_FILE
+from mooncake_zmq.engine.sources.dummy import DummySource
 from mooncake_zmq.engine.spec import ModelSpec
-from mooncake_zmq.engine.weights import FORMAT, HEADER_FILE, WEIGHTS_FILE, compiled_engine, prepared_bytes
 from mooncake_zmq.kv.codec import EXACT
 
 log = structlog.get_logger()
@@ -101,13 +99,16 @@ def _prepared(model: str, cache_dir: Path, progress: Progress, *, compacted: boo
     target = locate(model, cache_dir)
     if is_prepared(target, compacted=compacted):
         return target
+    from mooncake_zmq.engine.building import build
+    from mooncake_zmq.engine.weights import compiled_engine
+
     if compacted:
         compiled_engine()  # a missing library is reported now, not after a download
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(cache_dir / f".{target.name}.lock", progress):
             if not is_prepared(target, compacted=compacted):
-                _build(model, target, progress, compacted=compacted)
+                build(model, target, progress, compacted=compacted)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ModelError(f"no space left in {cache_dir}: free some, or set model.cache_dir elsewhere") from error
@@ -135,16 +136,6 @@ def known_shape(model: str, cache_dir: Path | str, card: str) -> ModelSpec:
     if card:
         return cards.read(Path(card).expanduser()).spec
     return cards.of_prepared(Path("toy") if model == "toy" else located(model, cache_dir)).spec
-
-
-def open_source(model: str) -> tuple[Source, str]:
-    """Return the source of any model but "default", and a description of it. Raises ModelError: not supported, damaged."""
-    if model.startswith("dummy:"):
-        return DummySource(model.removeprefix("dummy:")), "random weights"
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return HuggingFaceSource(path), "a Hugging Face directory"
-    return GgufSource(path), "a GGUF file"
 
 
 def remove_former(prepared: Path) -> list[Path]:
@@ -217,67 +208,3 @@ def _locked(
 def is_prepared(target: Path, *, compacted: bool = False) -> bool:
     """Return whether there is a complete model, with its compact form if requested."""
     return (target / HEADER_FILE).exists() and (not compacted or compact.exists(target))
-
-
-def _build(model: str, target: Path, progress: Progress, *, compacted: bool) -> None:
-    """Convert into a temporary neighbour, then rename. We hold the lock, so a leftover neighbour is a dead process's.
-
-    A directory that lacks only its compact form gets it.
-    """
-    temporary = target.with_name(f".{target.name}.tmp")
-    known = (target / HEADER_FILE).exists()
-    if target.exists() and not known:  # an interrupted delete
-        shutil.rmtree(target)
-    _sweep(target.parent, own=temporary)
-    scratch = temporary / "scratch"
-    scratch.mkdir(parents=True)
-    try:
-        source = _default_source(scratch, progress, again=known) if model == "default" else open_source(model)[0]
-        size_bytes = prepared_bytes(source.spec)
-        if not known:
-            check_space(target.parent, size_bytes, source.spec.name)
-            tokenizer.write_parts(temporary, source.read_tokenizer(), source.spec.vocab_size)
-            write_weights(source, temporary, lambda share: progress("converting the weights", 0.3 + 0.7 * share))
-        if compacted:
-            check_space(target.parent, size_bytes // compact.LEAST_SHORTER, "backend 'compiled'")
-            progress("packing the weights", 0.9)
-            compact.write(target if known else temporary, compact_matrices(source))
-        shutil.rmtree(scratch)
-        if known:
-            temporary.rmdir()
-            return
-        for written in (*temporary.iterdir(), temporary):
-            sync(written)
-        temporary.rename(target)
-        sync(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _default_source(scratch: Path, progress: Progress, *, again: bool) -> Source:
-    """Download the source; `again`: for the integers that a conversion to float32 did not keep."""
-    why = "once more: backend 'compiled' packs the file's own integers" if again else ""
-    try:
-        source = GgufSource(obtain_default(scratch, progress, why=why))
-    except ModelError as error:
-        if not again:
-            raise
-        raise ModelError(
-            f"backend 'compiled' needs the default model's file, which is not kept: {error}; "
-            "backend 'numpy' runs with what is prepared already"
-        ) from error
-    source.spec = replace(source.spec, name=DEFAULT_NAME)
-    return source
-
-
-def _sweep(cache_dir: Path, *, own: Path) -> None:
-    """Remove the temporary directories of processes that died: those whose lock is free, and ours."""
-    for leftover in cache_dir.glob(".*.tmp"):
-        with leftover.with_suffix(".lock").open("a") as file:
-            if leftover != own:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,4 +1,8 @@
-"""Text to token ids and back, and a conversation to token ids by the model's own template, run in a sandbox."""
+"""Text to token ids and back, and the files of a model's tokenizer.
+
+The libraries that open a vocabulary and render a template are imported where that is done: every node reads this module, and
+only gateways open a tokenizer.
+"""
 
 import contextlib
 import hashlib
@@ -7,21 +11,18 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-import tokenizers
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, ChatForm
-from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.errors import ModelError, TemplateFailed
 from mooncake_zmq.engine.text_cache import TextCache, cuts
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from mooncake_zmq.engine.chat_template import ChatTemplate
 
 VOCABULARY_FILE = "tokenizer.json"
 CONVERSATION_FILE = "conversation.json"
@@ -49,10 +50,6 @@ def _byte_of() -> dict[str, int]:
 BYTE_OF = _byte_of()
 
 
-class TemplateFailed(ValueError):
-    """The model's chat template refused these messages, or tried something the sandbox forbids."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """The form of a model's conversations: all that a tokenizer needs beside the vocabulary."""
@@ -64,9 +61,13 @@ class Conversation:
     eos_token: str = ""
     add_bos: bool = False
 
+    def chat_template(self) -> "ChatTemplate | None":
+        """Return the compiled template, None if there is none. Raises ModelError if it does not parse."""
+        if not self.template:
+            return None
+        from mooncake_zmq.engine.chat_template import ChatTemplate
 
-CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the final message while the template is rendered, as Hugging Face does."""
+        return ChatTemplate(self.template, bos_token=self.bos_token, eos_token=self.eos_token)
 
 
 class Vocabulary(Protocol):
@@ -103,7 +104,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._piece = lru_cache(PIECES_KEPT)(vocabulary.piece)
         self._conversation = conversation
-        self._template = _compile(conversation.template) if conversation.template else None
+        self._template = conversation.chat_template()
         self.vocab_size = vocabulary.size
         self.longest_token = vocabulary.longest_token
         self.special_ids = vocabulary.special_ids
@@ -146,29 +147,9 @@ class Tokenizer:
         self, messages: list[dict[str, Any]], form: ChatForm = PLAIN_CHAT, tools: list[dict[str, Any]] | None = None
     ) -> str:
         """Return the text of a conversation, as the model's template writes it. Raises TemplateFailed."""
-        if not form.continued:
-            return self._rendered(messages, form, tools)
-        *before, final = messages
-        text = self._rendered([*before, final | {"content": final["content"] + CONTINUED}], form, tools)
-        at = text.rfind(CONTINUED.strip())
-        if at < 0:
-            raise TemplateFailed("the chat template leaves out the final message, so that it cannot be continued")
-        # A template that strips messages would have stripped this one.
-        return text[:at] if text[at:].startswith(CONTINUED) else text[:at].rstrip()
-
-    def _rendered(self, messages: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]] | None) -> str:
         if self._template is None:
             raise TemplateFailed("this model has no chat template: use /v1/completions")
-        given = {
-            "messages": messages,
-            "add_generation_prompt": form.answer,
-            "bos_token": self._conversation.bos_token,
-            "eos_token": self._conversation.eos_token,
-        }
-        try:
-            return self._template.render({**form.variables, **given, **({"tools": tools} if tools else {})})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            raise TemplateFailed(f"the chat template refused the messages: {error}") from error
+        return self._template.text(messages, form, tools)
 
 
 class TokenStream:
@@ -214,13 +195,15 @@ class TokenStream:
 class BpeVocabulary:
     """A vocabulary in the format of the `tokenizers` library."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: "tokenizers.Tokenizer") -> None:
+        from tokenizers.decoders import ByteLevel
+
         self._tokenizer = tokenizer
         self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest_token: int = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         decoder = b"" if tokenizer.decoder is None else tokenizer.decoder.__getstate__()
         self._of_bytes = b"ByteLevel" in decoder
-        self.joins_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        self.joins_bytes = isinstance(tokenizer.decoder, ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
         self._cache = TextCache(self._encode, {} if tokenizer.truncation else cuts([*added.items()], self._encode))
         self._added = frozenset(added)
@@ -340,8 +323,10 @@ def fingerprint(path: Path | str) -> str:
     return digest.hexdigest()[:32]
 
 
-def read_vocabulary(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json."""
+def read_vocabulary(path: Path) -> "tokenizers.Tokenizer":
+    """Read a tokenizer.json. Raises ModelError."""
+    import tokenizers
+
     with library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
         return tokenizers.Tokenizer.from_file(str(path))
 
@@ -360,7 +345,7 @@ class TokenizerParts:
     """The tokenizer that a source of weights has: `kind` describes it in words; without a vocabulary, ids are bytes."""
 
     kind: str
-    vocabulary: tokenizers.Tokenizer | None
+    vocabulary: "tokenizers.Tokenizer | None"
     conversation: Conversation
 
 
@@ -370,8 +355,7 @@ def byte_parts() -> TokenizerParts:
 
 def write_parts(directory: Path, parts: TokenizerParts, vocab_size: int) -> None:
     """Write the files that `open_tokenizer` reads. Raises ModelError if the chat template does not parse."""
-    if parts.conversation.template:
-        check_template(parts.conversation.template)
+    parts.conversation.chat_template()
     if parts.vocabulary is None:
         write_byte_conversation(directory, vocab_size)
     else:
@@ -390,40 +374,3 @@ def write_byte_conversation(directory: Path, vocab_size: int) -> None:
 def _encodable(text: str) -> str:
     """Return `text` with lone surrogates, which JSON can carry and UTF-8 cannot, replaced."""
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode()
-
-
-def _compile(template: str) -> jinja2.Template:
-    """Compile a template as Hugging Face does, so that templates written for it give the same text here."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise ModelError(f"the model's chat template does not parse: {error}") from error
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tag with which templates for training mark the assistant's text; it changes no text."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def check_template(template: str) -> None:
-    """Raise ModelError unless the template parses."""
-    _compile(template)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

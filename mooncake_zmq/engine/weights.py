@@ -1,18 +1,11 @@
-"""Prepared models: the content and size of their files, and engines over them. One copy on a host serves all processes.
-
-A prepared model is a directory: header.json (spec, tensor table), weights.bin (float32, matrices as `panels`), the
-tokenizer's files, and for decode in machine code compact.bin. `prepare` makes it; this module only maps it.
-"""
+"""Engines over prepared models, whose files they map: one copy on a host serves all processes."""
 
 import contextlib
 import fcntl
 import functools
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,22 +17,14 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import NewSequence
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.matrices import compact
-from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS, panel_count
-from mooncake_zmq.engine.sources import expected_shapes
-from mooncake_zmq.engine.spec import FAMILIES, Engine, ModelSpec, check_spec
+from mooncake_zmq.engine.prepared_files import ITEM_BYTES, WEIGHTS_FILE, fused_matrices, read_header
+from mooncake_zmq.engine.sources.source import expected_shapes
+from mooncake_zmq.engine.spec import Engine, ModelSpec
 from mooncake_zmq.engine.toy import ToyEngine
 from mooncake_zmq.kv.codec import Codec
 
 if TYPE_CHECKING:
     from mooncake_zmq.engine.machine_code.compiled import CompiledLlama
-
-FORMAT = 3  # version of the prepared directory: a change here converts every model again
-ALIGNMENT_BYTES = 4096
-ITEM_BYTES = 4  # float32
-HEADER_FILE = "header.json"
-WEIGHTS_FILE = "weights.bin"
-
-_FUSED = {"qkv": ("q", "k", "v"), "out": ("out",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
 def load_engine(
@@ -89,7 +74,7 @@ def compiled_engine() -> "type[CompiledLlama]":
 
 
 def _map_tensors(path: Path) -> tuple[ModelSpec, dict[str, NDArray[np.float32]]]:
-    spec, table = _read_header(path)
+    spec, table = read_header(path)
     try:
         with (path / WEIGHTS_FILE).open("rb") as file:
             with contextlib.suppress(OSError):  # a file system without locks: then only `remove_former` cannot see this process
@@ -104,79 +89,6 @@ def _map_tensors(path: Path) -> tuple[ModelSpec, dict[str, NDArray[np.float32]]]
             raise ModelError(f"{path} is damaged ({name} ends beyond the file): delete it, it will be made again")
         tensors[name] = data[offset:end].view(np.float32).reshape(shape)
     return spec, tensors
-
-
-def read_spec(path: Path) -> ModelSpec:
-    """Return the spec of a prepared directory, without mapping its weights."""
-    return _read_header(path)[0]
-
-
-def _read_header(path: Path) -> tuple[ModelSpec, dict[str, tuple[int, tuple[int, ...]]]]:
-    try:
-        header = json.loads((path / HEADER_FILE).read_text())
-        if header["format"] != FORMAT:
-            raise ModelError(f"{path} was prepared by another version: prepare it again")
-        spec = ModelSpec(**(header["spec"] | {"eos_ids": tuple(header["spec"]["eos_ids"])}))
-        check_spec(spec)
-        table = {name: (entry["offset"], tuple(entry["shape"])) for name, entry in header["tensors"].items()}
-        if {name: shape for name, (_, shape) in table.items()} != stored_shapes(spec):
-            raise ValueError("its tensors are not those of its shape")
-        if not all(type(offset) is int and offset >= 0 and offset % ALIGNMENT_BYTES == 0 for offset, _ in table.values()):
-            raise ValueError("its tensors lie nowhere")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{path} is not a prepared model: {error}") from error
-    return spec, table
-
-
-def write_header(directory: Path, spec: ModelSpec, tensors: Mapping[str, Any]) -> None:
-    """Write the header. `tensors`: offset and shape in weights.bin by name, in the order of `stored_shapes`."""
-    header = {"format": FORMAT, "spec": asdict(spec), "tensors": tensors}
-    (directory / HEADER_FILE).write_text(json.dumps(header, indent=1))
-
-
-def stored_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of weights.bin and their shapes, in float32: the output of `convert`, without a source."""
-    query, kv, family = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, FAMILIES[spec.family]
-
-    def panels(rows: int, columns: int) -> tuple[int, ...]:
-        return panel_count(rows), columns, PANEL_COLUMNS
-
-    layer: dict[str, tuple[int, ...]] = {"attn_norm": (spec.hidden,), "ffn_norm": (spec.hidden,)}
-    layer["qkv"] = panels(query + 2 * kv, spec.hidden)
-    if family.qkv_bias:
-        layer["qkv_bias"] = (query + 2 * kv,)
-    if family.qk_norm:
-        layer["qk_norm"] = (spec.heads + spec.kv_heads, spec.head_dim)
-    layer |= {"out": panels(spec.hidden, query), "gate_up": panels(2 * spec.ffn, spec.hidden)}
-    layer["down"] = panels(spec.hidden, spec.ffn)
-    shapes: dict[str, tuple[int, ...]] = {"inv_freq": (spec.head_dim // 2,)}
-    shapes |= {f"{index}.{name}": shape for index in range(spec.layers) for name, shape in layer.items()}
-    shapes |= {"final_norm": (spec.hidden,), "head": panels(spec.vocab_size, spec.hidden)}
-    return shapes if spec.tied else shapes | {"embed": (spec.vocab_size, spec.hidden)}
-
-
-def prepared_bytes(spec: ModelSpec) -> int:
-    """Return the size of weights.bin: on disk once, and in the page cache once however many processes map it."""
-    end = 0
-    for shape in stored_shapes(spec).values():
-        end += -end % ALIGNMENT_BYTES + ITEM_BYTES * math.prod(shape)
-    return end
-
-
-def preparing_bytes(spec: ModelSpec) -> int:
-    """Return the peak allocation of a conversion: the largest tensor as it is read, fused, padded and cut into panels."""
-    return 4 * ITEM_BYTES * max(math.prod(shape) for shape in stored_shapes(spec).values())
-
-
-def fused_matrices(spec: ModelSpec) -> dict[str, list[str]]:
-    """Return the matrices that a step multiplies with, each with the source's tensors that it is made of, one below the
-    other."""
-    layers = {
-        f"{layer}.{name}": [f"{layer}.{part}" for part in parts]
-        for layer in range(spec.layers)
-        for name, parts in _FUSED.items()
-    }
-    return layers | {"head": ["embed" if spec.tied else "head"]}
 
 
 def _matrix_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:

@@ -20,7 +20,9 @@ from mooncake_zmq.bench.others.engine_peers import MACHINE, OURS, VLLM, VLLM_BFL
 from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
-from mooncake_zmq.engine.sources import DUMMY_SHAPES, DummySource, HuggingFaceSource, expected_shapes
+from mooncake_zmq.engine.sources.dummy import DUMMY_SHAPES, DummySource
+from mooncake_zmq.engine.sources.hugging_face import HuggingFaceSource
+from mooncake_zmq.engine.sources.source import expected_shapes
 
 SMALL = {"prefill": (Case(tokens=32),), "decode": (Case(tokens=16, batch=1), Case(tokens=16, batch=2))}
 PARTS = ("prefill", "decode")

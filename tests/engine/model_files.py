@@ -7,8 +7,8 @@ import numpy as np
 import safetensors.numpy
 
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
-from mooncake_zmq.engine.sources import expected_shapes
 from mooncake_zmq.engine.sources.hugging_face import stored_name
+from mooncake_zmq.engine.sources.source import expected_shapes
 
 GGUF_NAMES = {
     "embed_tokens": "token_embd",

@@ -11,8 +11,8 @@ from mooncake_zmq.engine.device import DeviceLlama
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.matrices import panels
+from mooncake_zmq.engine.prepared_files import stored_shapes
 from mooncake_zmq.engine.spec import FAMILIES
-from mooncake_zmq.engine.weights import stored_shapes
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSequence
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from model_files import save_gguf, save_model_directory
 
-from mooncake_zmq.engine import weights
+from mooncake_zmq.engine import prepared_files, weights
 from mooncake_zmq.engine.prepare import prepare
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -118,10 +118,10 @@ def test_a_sliding_window_caps_the_context(tmp_path):
     """Within its window such a model sees everything, so it is served up to there and no further."""
     fields = families.config("mistral") | {"sliding_window": 100}
     path = save_model_directory(tmp_path / "m", fields, families.weights("mistral"))
-    spec = weights.read_spec(prepare(str(path), tmp_path))
+    spec = prepared_files.read_spec(prepare(str(path), tmp_path))
     assert (spec.max_positions, spec.sliding_window) == (100, 100)
     switched_off = save_model_directory(tmp_path / "q", families.config("qwen2"), families.weights("qwen2"))
-    spec = weights.read_spec(prepare(str(switched_off), tmp_path))
+    spec = prepared_files.read_spec(prepare(str(switched_off), tmp_path))
     assert (spec.max_positions, spec.sliding_window) == (256, None)
 
 

@@ -13,7 +13,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from mooncake_zmq.engine import gguf_vocabulary
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
-from mooncake_zmq.engine.sources import DummySource, GgufSource
+from mooncake_zmq.engine.sources.dummy import DummySource
+from mooncake_zmq.engine.sources.gguf_file import GgufSource
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 
 CORPUS = [

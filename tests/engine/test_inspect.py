@@ -17,7 +17,7 @@ from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.inspect import WORKING_TOKENS, Host, inspect, measure_host
 from mooncake_zmq.engine.prepare import prepare
-from mooncake_zmq.engine.sources import DummySource
+from mooncake_zmq.engine.sources.dummy import DummySource
 
 ROOMY = Host(memory_available_bytes=1 << 40, disk_free_bytes=1 << 40)
 TINY = stored(DummySource("tiny"))

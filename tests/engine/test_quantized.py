@@ -9,6 +9,8 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.matrices import compact, quantized
 from mooncake_zmq.engine.matrices.quantized import Form
 from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.engine.sources import gguf_blocks
+from mooncake_zmq.engine.sources.gguf_blocks import split
 
 FACTORS = {  # offsets of a block's float16 scale (and minimum), which random bytes would make infinite
     "Q4_0": [0],
@@ -60,11 +62,11 @@ def unpacked(panels, rows):
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_the_integers_give_exactly_the_weights(name, monkeypatch):
-    monkeypatch.setattr(quantized, "ROWS_AT_ONCE", 33)
+    monkeypatch.setattr(gguf_blocks, "ROWS_AT_ONCE", 33)
     kind = GGMLQuantizationType[name]
     raw = random_blocks(kind)
     expected = gguf.quants.dequantize(raw, kind)
-    matrix = quantized.split(raw, kind)
+    matrix = split(raw, kind)
     np.testing.assert_array_equal(matrix.dequantize(), expected)
     panels = quantized.quantized_panels(matrix)
     assert panels.form is FORMS.get(name, Form.INT4_MINIMUM)
@@ -74,7 +76,7 @@ def test_the_integers_give_exactly_the_weights(name, monkeypatch):
 def test_kinds_mixed_in_one_matrix_keep_their_weights():
     kinds = [GGMLQuantizationType[name] for name in ("Q4_K", "Q6_K", "Q4_0")]
     raws = [random_blocks(kind, blocks=blocks) for kind, blocks in zip(kinds, (1, 1, 8), strict=True)]
-    matrix = quantized.concatenate([quantized.split(raw, kind) for raw, kind in zip(raws, kinds, strict=True)])
+    matrix = quantized.concatenate([split(raw, kind) for raw, kind in zip(raws, kinds, strict=True)])
     expected = np.concatenate([gguf.quants.dequantize(raw, kind) for raw, kind in zip(raws, kinds, strict=True)])
     np.testing.assert_array_equal(unpacked(quantized.quantized_panels(matrix), 210), expected)
 
@@ -82,14 +84,14 @@ def test_kinds_mixed_in_one_matrix_keep_their_weights():
 @pytest.mark.parametrize("name", ["IQ4_NL", "TQ1_0", "MXFP4"])
 def test_other_kinds_stay_float32(name):
     kind = GGMLQuantizationType[name]
-    assert quantized.split(np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind) is None
+    assert split(np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8), kind) is None
 
 
 def test_weights_that_are_no_numbers_stay_float32():
     kind = GGMLQuantizationType.Q4_1
     raw = random_blocks(kind)
     raw[3, :2] = np.array([np.inf], dtype=np.float16).view(np.uint8)
-    assert quantized.split(raw, kind) is None
+    assert split(raw, kind) is None
 
 
 def test_bfloat16_is_found_by_its_bits():
@@ -101,7 +103,7 @@ def test_bfloat16_is_found_by_its_bits():
 
 def matrices():
     kind = GGMLQuantizationType.Q4_1
-    return {"a": quantized.quantized_panels(quantized.split(random_blocks(kind), kind))}
+    return {"a": quantized.quantized_panels(split(random_blocks(kind), kind))}
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.scoring import PromptScores
-from mooncake_zmq.engine.sources import DummySource
+from mooncake_zmq.engine.sources.dummy import DummySource
 from mooncake_zmq.engine.weights import load_engine
 
 TOKENS = np.random.default_rng(2).integers(0, 512, 150).astype(np.int32)

@@ -7,14 +7,13 @@ import time
 import pytest
 import tokenizers
 
-from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.errors import ModelError, TemplateFailed
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
 from mooncake_zmq.engine.tokenizer import (
     PENDING_TOKENS_MAX,
     BpeVocabulary,
     ByteVocabulary,
     Conversation,
-    TemplateFailed,
     Tokenizer,
     byte_tokenizer,
     fingerprint,

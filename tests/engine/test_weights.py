@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from model_files import add_byte_level_tokenizer, save_gguf, save_model_directory, save_tensors, stored
 
-from mooncake_zmq.engine import download, tokenizer, weights
+from mooncake_zmq.engine import download, prepared_files, tokenizer, weights
 from mooncake_zmq.engine.attention import Attention
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
-from mooncake_zmq.engine.sources import DummySource, GgufSource, HuggingFaceSource
+from mooncake_zmq.engine.sources.dummy import DummySource
+from mooncake_zmq.engine.sources.gguf_file import GgufSource
+from mooncake_zmq.engine.sources.hugging_face import HuggingFaceSource
 
 ODD_SHAPE = '{"heads": 6, "kv_heads": 2, "head_dim": 10, "hidden": 72, "ffn": 100, "layers": 3, "vocab_size": 517}'
 TOKENS = np.random.default_rng(2).integers(0, 512, 150).astype(np.int32)
@@ -86,7 +88,7 @@ def test_hugging_face_directory_equals_its_source(tmp_path):
     dummy = weights.open_model(prepare(f"dummy:{ODD_SHAPE}", tmp_path))
     directory = write_hugging_face(tmp_path / "model", DummySource(ODD_SHAPE), shards=3)
     prepared = prepare(str(directory), tmp_path)
-    spec = weights.read_spec(prepared)
+    spec = prepared_files.read_spec(prepared)
     assert (spec.name, spec.eos_ids, spec.bos_id) == ("model", (97,), 96)
     np.testing.assert_array_equal(
         last_logits(prepared), dummy.prefill(dummy.new_sequence(200), TOKENS, logits_at=range(0, 150, 7))
@@ -174,10 +176,10 @@ def test_types_that_it_cannot_undo_are_refused_by_name(tmp_path, cache, name):
 @pytest.mark.parametrize("shape", ["tiny", ODD_SHAPE, '{"tied": true}', '{"family": "qwen2"}', '{"family": "qwen3"}'])
 def test_the_size_of_a_prepared_model_is_known_beforehand(tmp_path, shape):
     path = prepare(f"dummy:{shape}", tmp_path)
-    spec = weights.read_spec(path)
-    assert (path / "weights.bin").stat().st_size == weights.prepared_bytes(spec)
+    spec = prepared_files.read_spec(path)
+    assert (path / "weights.bin").stat().st_size == prepared_files.prepared_bytes(spec)
     header = json.loads((path / "header.json").read_text())
-    assert {name: tuple(entry["shape"]) for name, entry in header["tensors"].items()} == weights.stored_shapes(spec)
+    assert {name: tuple(entry["shape"]) for name, entry in header["tensors"].items()} == prepared_files.stored_shapes(spec)
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
@@ -189,7 +191,7 @@ def test_the_memory_of_a_conversion_is_known_beforehand(tmp_path, kind, shape):
     prepared = prepare(str(path), tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < weights.preparing_bytes(weights.read_spec(prepared)) + 500_000
+    assert peak < prepared_files.preparing_bytes(prepared_files.read_spec(prepared)) + 500_000
 
 
 def test_llama3_rope_scaling(tmp_path):
@@ -209,15 +211,15 @@ def test_llama3_rope_scaling(tmp_path):
 
 def test_fingerprint_follows_the_weights(tmp_path):
     names = ("tiny", ODD_SHAPE)
-    first, second = (weights.read_spec(prepare(f"dummy:{name}", tmp_path)).fingerprint for name in names)
-    again = weights.read_spec(prepare("dummy:tiny", tmp_path / "elsewhere")).fingerprint
+    first, second = (prepared_files.read_spec(prepare(f"dummy:{name}", tmp_path)).fingerprint for name in names)
+    again = prepared_files.read_spec(prepare("dummy:tiny", tmp_path / "elsewhere")).fingerprint
     assert first == again != second
     source = DummySource("tiny")
     source.tensor("0.q")
     plain = source.tensor
     source.tensor = lambda name: plain(name) * (1.001 if name == "1.down" else 1)
     changed = write_hugging_face(tmp_path / "changed", source)
-    assert weights.read_spec(prepare(str(changed), tmp_path)).fingerprint != first
+    assert prepared_files.read_spec(prepare(str(changed), tmp_path)).fingerprint != first
 
 
 def test_fingerprint_follows_what_is_computed_with_the_same_weights(tmp_path):
@@ -232,7 +234,7 @@ def test_fingerprint_follows_what_is_computed_with_the_same_weights(tmp_path):
     prints = set()
     for number, change in enumerate(changes):
         directory = write_hugging_face(tmp_path / str(number), DummySource("tiny"), **change)
-        prints.add(weights.read_spec(prepare(str(directory), tmp_path)).fingerprint)
+        prints.add(prepared_files.read_spec(prepare(str(directory), tmp_path)).fingerprint)
     assert len(prints) == len(changes)
 
 
@@ -424,7 +426,7 @@ def test_an_untied_head_must_be_there_and_a_tied_one_may(tmp_path, cache):
     source = DummySource("tiny")
     assert_refused(write_hugging_face(tmp_path / "a", source, leave_out=["lm_head.weight"]), cache, "lacks the tensor lm_head")
     tied = write_hugging_face(tmp_path / "b", source, tie_word_embeddings=True)
-    assert weights.read_spec(prepare(str(tied), tmp_path)).tied
+    assert prepared_files.read_spec(prepare(str(tied), tmp_path)).tied
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.1, 0.5, 0.99])
@@ -493,7 +495,7 @@ def test_tampered_default(tmp_path, cache, monkeypatch):
         download.verify_default(path)
         return path
 
-    monkeypatch.setattr("mooncake_zmq.engine.prepare.obtain_default", tampered)
+    monkeypatch.setattr("mooncake_zmq.engine.building.obtain_default", tampered)
     assert_refused("default", cache, "not the expected file")
 
 

@@ -1,25 +1,57 @@
-"""Prints one line for each suite (a folder of tests) at the end of a run: how many tests it has and how long they take."""
+"""Prints one line for each suite (a folder of tests) at the end of a run: how many tests it has, how long they take, and how
+much CPU they and the processes that they waited for use."""
 
+import os
 from collections import Counter, defaultdict
+from collections.abc import Generator
 
 import pytest
+
+CPU = "cpu_s"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    begun = _cpu_s()
+    item.user_properties.append((CPU, lambda: _cpu_s() - begun))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: "pytest.CallInfo[None]"
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    measured = [value for name, value in item.user_properties if name == CPU]
+    report.user_properties = [each for each in report.user_properties if each[0] != CPU]
+    if call.when == "teardown":
+        report.user_properties += [(CPU, value()) for value in measured]
+    return report
+
+
+def _cpu_s() -> float:
+    """Return the CPU time of this process and of all ended ones that it has waited for."""
+    return sum(os.times()[:4])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     tests: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
+    cpu_s: defaultdict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 suite = _suite(report.nodeid)
                 seconds[suite] += report.duration
+                cpu_s[suite] += sum(value for name, value in report.user_properties if name == CPU)
                 tests[suite] += report.when == "call"
     if len(tests) < 2:
         return
     terminalreporter.section("suites")
     for suite in sorted(tests, key=seconds.__getitem__, reverse=True):
-        terminalreporter.write_line(f"{suite:<16}{tests[suite]:6,} tests{seconds[suite]:8.0f} s")
-    terminalreporter.write_line(f"{'together':<16}{tests.total():6,} tests{sum(seconds.values()):8.0f} s")
+        terminalreporter.write_line(f"{suite:<16}{tests[suite]:6,} tests{seconds[suite]:8.0f} s{cpu_s[suite]:8.0f} s of CPU")
+    sums = f"{sum(seconds.values()):8.0f} s{sum(cpu_s.values()):8.0f} s of CPU"
+    terminalreporter.write_line(f"{'together':<16}{tests.total():6,} tests{sums}")
 
 
 def _suite(nodeid: str) -> str:

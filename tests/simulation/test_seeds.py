@@ -17,6 +17,52 @@ from mooncake_zmq.telemetry import progress
 SEEDS = 24
 PLANTED_SEEDS = 20
 DRAINED_SEEDS = 12
+FOUND_BY = {
+    1: (
+        "answer_forgotten",
+        "constraint_restarts",
+        "disk_unverified",
+        "keys_not_compared",
+        "resume_without_adapter",
+        "stale_hidden",
+        "store_given_up",
+        "tail_misplaced",
+        "ttl_from_receipt",
+    ),
+    2: ("store_disk_quota_ignored",),
+    3: (
+        "kept_unverified",
+        "passed_on_short",
+        "store_commit_unverified",
+        "versions_from_zero",
+    ),
+    4: (
+        "cordon_ends_drain",
+        "drain_waits",
+        "evict_leased",
+        "kept_closed",
+        "place_forgone",
+        "store_removed_while_read",
+        "uncordoned",
+    ),
+    5: (
+        "blend_committed",
+        "blend_decoded",
+        "blend_kept",
+        "blend_unreported",
+        "exact_ignored",
+        "resume_without_images",
+        "uncordoned_conductor",
+    ),
+    6: (
+        "deaf_time_counts",
+        "lateness_unreported",
+    ),
+    7: ("newer_assumed",),
+    11: ("newer_sent",),
+    12: ("store_promoted_anyway",),
+}
+"""Planted bugs by the seed that found them last, which is tried first: which seed finds a bug changes with every decision."""
 
 
 def worker_line(seed: int, hash_seed: str) -> str:
@@ -100,7 +146,8 @@ def test_a_planted_bug_is_caught(name: str) -> None:
     """Some seed fails the checker that is meant to notice; the same seed and faults pass without the bug."""
     planted = PLANTED[name]
     failures = []
-    for seed in range(PLANTED_SEEDS):
+    found_by = [seed for seed, names in FOUND_BY.items() if name in names]
+    for seed in dict.fromkeys([*found_by, *range(PLANTED_SEEDS)]):
         result = run_seed(seed, planted=name)
         if result.failure is not None:
             failures.append(result.failure)

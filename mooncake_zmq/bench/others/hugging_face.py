@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from mooncake_zmq.engine.building import open_source
 from mooncake_zmq.engine.download import obtain_default
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.prepare import open_source
-from mooncake_zmq.engine.sources import GgufSource, Source, expected_shapes, rope_frequencies
+from mooncake_zmq.engine.sources.gguf_file import GgufSource
 from mooncake_zmq.engine.sources.hugging_face import stored_name
+from mooncake_zmq.engine.sources.rope import rope_frequencies
+from mooncake_zmq.engine.sources.source import Source, expected_shapes
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.engine import gguf_vocabulary, tokenizer
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.matrices.quantized import Quantized, split
+from mooncake_zmq.engine.matrices.quantized import Quantized
+from mooncake_zmq.engine.sources.gguf_blocks import split
 from mooncake_zmq.engine.sources.rope import divided_frequencies, scaled_frequencies
 from mooncake_zmq.engine.sources.source import SUPPORTED, StoredTensor, check_tensors
 from mooncake_zmq.engine.spec import ModelSpec, check_spec
