@@ -138,21 +138,21 @@ def meet(config: Path, rounds: int, tokens: int, as_json: bool, plot: Path | Non
 @click.option(
     "--only", "parts", multiple=True, type=click.Choice(CODEC_PARTS), help="Rows of this kind alone; may be repeated."
 )
-@click.option("--eviction", is_flag=True, help="Instead, measure ways to keep fewer tokens, in the bytes of int8 and int4.")
+@click.option("--eviction", is_flag=True, help="Instead, measure ways to keep fewer tokens, in the bytes of int4.")
 @click.option(
     "--less",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Weights of LESS, trained unless they exist.",
 )
-@click.option("--minutes", type=click.FloatRange(min=0), default=10.0, show_default=True, help="To train LESS, at most.")
+@click.option("--minutes", type=click.FloatRange(min=0), help="To train LESS, at most.  [default: 10]")
 @json_option
 @plot_option("the ratios")
 def codecs(
     parts: tuple[str, ...],
     eviction: bool,
     less: Path | None,
-    minutes: float,
+    minutes: float | None,
     as_json: bool,
     plot: Path | None,
     **parameters: Any,
@@ -171,13 +171,15 @@ def codecs(
     """
     if eviction and parts:
         raise click.UsageError("--only is for the parts without --eviction")
+    if not eviction and (less or minutes is not None):
+        raise click.UsageError("--less and --minutes are for --eviction")
     limit_blas()
     from mooncake_zmq.bench.codecs import CodecBench, bench_codecs
     from mooncake_zmq.bench.eviction import bench_eviction
 
     asked = CodecBench(**parameters)
     if eviction:
-        report = bench_eviction(asked, less, minutes, show_progress)
+        report = bench_eviction(asked, less, 10.0 if minutes is None else minutes, show_progress)
     else:
         report = bench_codecs(asked, parts or CODEC_PARTS, show_progress)
     report.show(as_json=as_json, plot=plot)

@@ -1,13 +1,13 @@
 """Ways to keep fewer tokens of a context: what a bench compares with codecs of as many bytes. Not served.
 
 All keep keys as they were rotated, and every token that follows the context. Elastic Cache (liuzuyan/ElasticCache) keeps what
-all queries of the context attend to most, merges the others into it, and evicts at a fixed point while it decodes. PyramidInfer
+all queries of the context attend to most, merges the others into it, and evicts at a fixed point while it decodes, so that it
+keeps a constant share of all tokens. PyramidInfer
 (mutonix/pyramidinfer) drops tokens from layer to layer while it computes the context, so that later layers compute less.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ from mooncake_zmq.bench.quality import Computed, Floats, computed
 from mooncake_zmq.engine.llama import Llama
 
 FIXED_DISTANCE = 25
-"""Elastic Cache: the tokens before the end of what is kept at which it evicts one for each decoded token."""
-RECENT_SHARE, DISTANCE_WEIGHT = 0.2, 1.2
-"""PyramidInfer: the share of a context that is always kept, whose queries choose; the weight of the last of these."""
+"""Elastic Cache: how far before the end of what is kept of the context its fixed point is."""
+RECENT_SHARE, DISTANCE_WEIGHT, DECAY = 0.2, 1.2, 0.9
+"""PyramidInfer: the share of a context that is always kept, whose queries choose; the weight of the last of these; the d of its
+schedule in published files."""
 LEAST_SHARE = 16
 """PyramidInfer: the part of the context, beside recent tokens, that the deepest layer keeps at least: 64 of 1,024 tokens."""
 
@@ -29,8 +30,8 @@ Tokens = NDArray[np.int64]
 
 
 class KeptTokens:
-    """Implements `Attending`: some of a context's tokens, by layer, and all that follow. `evict_at`: with each token that
-    follows, the one that is kept at this place is dropped. `state`: stands for tokens that are not kept."""
+    """Implements `Attending`: some of a context's tokens, by layer, and all that follow. `share`: no more of all are kept: a
+    token that follows makes one go at Elastic Cache's fixed point. `state`: stands for tokens that are not kept."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class KeptTokens:
         tokens: int,
         following: int,
         *,
-        evict_at: int | None = None,
+        share: float | None = None,
         state: Sequence[State] | None = None,
     ) -> None:
         """`kv`: of each layer what is kept, [k/v, kv_head, n, head_dim]."""
@@ -46,7 +47,8 @@ class KeptTokens:
         room = np.empty((2, kv[0].shape[1], following, kv[0].shape[3]), np.float32)
         self._kv = [np.concatenate((each, room), axis=2) for each in kv]
         self._counts = [each.shape[2] for each in kv]
-        self._evict_at, self._state = evict_at, state
+        self._share, self._state = share, state
+        self._fixed = [max(0, count - min(FIXED_DISTANCE, count // 2)) for count in self._counts]
 
     @property
     def numbers(self) -> int:
@@ -63,10 +65,10 @@ class KeptTokens:
         mixed = weights @ held[1, :, :count]
         if self._state is not None:
             mixed = joined(self._state[layer], queries, weights[:, :, :SINKS].sum(axis=2, keepdims=True), mixed)
-        if self._evict_at is None:
-            self._counts[layer] = count
-        else:
-            held[:, :, self._evict_at : count - 1] = held[:, :, self._evict_at + 1 : count].copy()
+        if self._share is not None and count - self._share * (self.length + 1) >= 1:
+            count -= 1
+            held[:, :, self._fixed[layer] : count] = held[:, :, self._fixed[layer] + 1 : count + 1].copy()
+        self._counts[layer] = count
         return mixed.reshape(-1)
 
 
@@ -98,10 +100,11 @@ def attended_most(layer: Computed, kept: int) -> Tokens:
 
 def merged(kv: Floats, which: Tokens) -> Floats:
     """Return what is kept, as published: each is the mean of itself and the dropped tokens that are nearest to it, keys and
-    values alike."""
-    tokens = np.arange(kv.shape[1])
-    after = np.clip(np.searchsorted(which, tokens), 1, len(which) - 1)
-    nearest = after - (tokens - which[after - 1] <= which[after] - tokens)
+    values alike; but the first tokens and the last one stay as they are."""
+    tokens, middle = np.arange(kv.shape[1]), which[SINKS:-1]
+    if not len(middle):
+        return taken(kv, which)
+    nearest = SINKS + np.abs(tokens[:, None] - middle).argmin(axis=1)
     nearest[which] = np.arange(len(which))
     sums = np.zeros((2, len(which), *kv.shape[2:]), np.float32)
     for part, total in zip(kv, sums, strict=True):
@@ -131,39 +134,22 @@ def folded(kv: Floats, which: Tokens) -> Floats:
 # ---------------------------------------------------------------------------------------------------- PyramidInfer
 
 
-@dataclass(frozen=True, slots=True)
-class Pyramid:
-    """A context's KV as PyramidInfer computes it, by layer, and the multiply-adds that this took."""
-
-    kv: list[Floats]
-    multiply_adds: int
-
-
-def pyramid_lengths(tokens: int, layers: int, kept: int) -> list[int]:
-    """Return how many tokens each layer keeps, `kept` of them in the mean, or as few as the schedule can: the first two layers
-    always keep all. After layer i a share (1 - d) (cos(pi i / layers) + 1) / 2 + d of the context before the recent tokens
-    stays; published files have d = .9, here it is what the bytes demand."""
-    recent, least = _recent(tokens, kept), tokens // LEAST_SHARE
-
-    def lengths(decay: float) -> list[int]:
-        context, found = tokens - 1 - recent, []
-        for layer in range(layers):
-            found.append(context + 1 + recent)
-            share = (1 - decay) * (math.cos(math.pi * layer / layers) + 1) / 2 + decay
-            context = min(context, max(least, int(context * share + 1e-6)))
-        return found
-
-    low, high = -1024.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(lengths(middle)) <= kept * layers else (low, middle)
-    return lengths(low)
+def pyramid_lengths(tokens: int, layers: int, decay: float = DECAY) -> list[int]:
+    """Return how many tokens each layer keeps. After layer i a share (1 - decay) (cos(pi i / layers) + 1) / 2 + decay of the
+    context before the recent tokens stays."""
+    recent, least, found = int(tokens * RECENT_SHARE), tokens // LEAST_SHARE, []
+    context = tokens - 1 - recent
+    for layer in range(layers):
+        found.append(context + 1 + recent)
+        share = (1 - decay) * (math.cos(math.pi * layer / layers) + 1) / 2 + decay
+        context = min(context, max(least, int(context * share + 1e-6)))
+    return found
 
 
-def pyramid(engine: Llama, tokens: NDArray[np.int32], kept: int) -> Pyramid:
-    """Compute a context of which later layers see fewer tokens, `kept` of them in the mean."""
-    spec, recent = engine.spec, _recent(len(tokens), kept)
-    lengths = [*pyramid_lengths(len(tokens), spec.layers, kept), 0]
+def pyramid(engine: Llama, tokens: NDArray[np.int32], decay: float = DECAY) -> tuple[list[Floats], int]:
+    """Compute a context of which later layers see fewer tokens. Return its KV by layer and the multiply-adds that it took."""
+    spec, recent = engine.spec, int(len(tokens) * RECENT_SHARE)
+    lengths = [*pyramid_lengths(len(tokens), spec.layers, decay), 0]
     scratch, at = engine.new_sequence(len(tokens)), np.arange(len(tokens))
     entering: NDArray[Any] = tokens
     found, multiply_adds = [], 0
@@ -181,11 +167,7 @@ def pyramid(engine: Llama, tokens: NDArray[np.int32], kept: int) -> Pyramid:
         stays = np.r_[stays, context : len(at)]
         at, entering = at[stays], layer.hidden[stays]
     scratch.close()
-    return Pyramid(found, multiply_adds)
-
-
-def _recent(tokens: int, kept: int) -> int:
-    return int(tokens * min(RECENT_SHARE, kept / tokens / 2))
+    return found, multiply_adds
 
 
 def _recent_weights(layer: Computed, context: int) -> Floats:

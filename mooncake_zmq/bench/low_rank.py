@@ -3,9 +3,10 @@
     attention = (sum over kept of e^s v + phi(q) H) / (sum over kept of e^s + phi(q) z)
     H = sum over dropped of psi(k)^T v,  z = sum over dropped of psi(k);  phi, psi = |gelu(gelu(x A) B)|, trained by layer
 
-`psi` is of a KV head, `phi` of a query head. Ours differs in the unit of phi(q) psi(k): it is not 1, but what the query's
-weights of the first tokens sum up to. These are kept always and are alike in all texts, so what is to be learned stays near 1.
-Training is by squared error of the attention, by Adam, with gradients by hand: a layer by itself, as in the paper.
+`psi` is of a KV head, `phi` of a query head. The kernel is our own, not the paper's: the published psi has a third learned
+matrix and two learned scalings, and hidden layers of 512 numbers where these have 64; the unit of its phi(q) psi(k) is 1, here
+it is what the query's weights of the first tokens sum up to. These are kept always and are alike in all texts, so what is to be
+learned stays near 1. Training is by squared error of the attention, by Adam, with gradients by hand: a layer by itself.
 """
 
 import math
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.llama import Llama
 
 RANK, HIDDEN = 8, 64
-"""Numbers of phi and psi, and of their hidden layer. The paper's rank; its hidden layer has 512."""
+"""Numbers of phi and psi, which are as many as the paper's, and of their hidden layer."""
 DROPPED = 1024.0
 """Divides psi, so that sums over so many dropped tokens begin near 1."""
 LEARNING_RATE, DECAYS = 3e-3, (0.9, 0.999)
@@ -55,18 +57,24 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Trained weights, by layer, for a model and a context of which so many first and last tokens are kept."""
+    """Trained weights, by layer, for a model and a context of which so many last tokens are kept. `steps`: the fewest
+    of a layer; `error`: the share of the squared error that is left with the training's texts, in the mean of layers."""
 
     fingerprint: str
     tokens: int
     recent: int
+    steps: int
+    error: float
     layers: list[Weights]
 
     def save(self, path: Path) -> None:
-        """Write them to a file of NumPy. Raises OSError."""
+        """Write them to a file of NumPy, whole or not at all. Raises OSError."""
+        of = np.array([self.fingerprint, str(self.tokens), str(self.recent)])
+        new = path.with_name(f"{path.name}.new")
         stacked = {name: np.stack([layer[name] for layer in self.layers]) for name in self.layers[0]}
-        with path.open("wb") as file:
-            np.savez(file, of=np.array([self.fingerprint, str(self.tokens), str(self.recent)]), **stacked)  # type: ignore[arg-type]
+        with new.open("wb") as file:
+            np.savez(file, of=of, training=np.array([self.steps, self.error]), **stacked)  # type: ignore[arg-type]
+        new.replace(path)
 
     def state(self, layer: int, kv: Floats) -> State:
         """Return the state of a layer's dropped tokens [k/v, kv_head, n, head_dim]."""
@@ -80,19 +88,20 @@ def state_tokens(head_dim: int) -> int:
     return -(-RANK * (head_dim + 1) // (2 * head_dim))
 
 
-def opened(path: Path, fingerprint: str, tokens: int, recent: int) -> LowRank:
+def opened(path: Path, fingerprint: str, layers: int, tokens: int, recent: int) -> LowRank:
     """Read weights. Raises ModelError for those of another model or size, or another file."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("phi1", "phi2", "psi1", "psi2")}
-            of = file["of"].tolist()
-    except (OSError, ValueError, KeyError, EOFError) as error:
+            of, (steps, left) = file["of"].tolist(), file["training"].tolist()
+        if {len(each) for each in arrays.values()} != {layers}:
+            raise ValueError("other layers")
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise ModelError(f"{path} has no weights of LESS: {error}") from None
     if of != [fingerprint, str(tokens), str(recent)]:
         raise ModelError(f"{path} has weights for another model or context: {', '.join(of)}; give another file")
-    return LowRank(
-        fingerprint, tokens, recent, [dict(zip(arrays, each, strict=True)) for each in zip(*arrays.values(), strict=True)]
-    )
+    weights = [dict(zip(arrays, each, strict=True)) for each in zip(*arrays.values(), strict=True)]
+    return LowRank(fingerprint, tokens, recent, int(steps), left, weights)
 
 
 def joined(state: State, queries: Floats, unit: Floats, kept: Floats) -> Floats:
@@ -120,6 +129,7 @@ def trained(
     spec, rng, ends = engine.spec, np.random.default_rng(6), time.monotonic() + 60 * minutes
     scratch, at = engine.new_sequence(len(texts[0])), np.arange(len(texts[0]))
     layers: list[Weights] = []
+    errors, taken = [], []
     entering: list[NDArray[Any]] = list(texts)
     for index in range(spec.layers):
         samples = []
@@ -130,9 +140,11 @@ def trained(
         seconds = (ends - time.monotonic()) / (spec.layers - index)
         weights, error, done = _fitted(samples, rng, steps, time.monotonic() + seconds)
         layers.append(weights)
+        errors.append(error)
+        taken.append(done)
         progress(f"LESS, layer {index}: {error:.2f} of the squared error without it, after {done} steps")
     scratch.close()
-    return LowRank(spec.fingerprint, tokens, recent, layers)
+    return LowRank(spec.fingerprint, tokens, recent, min(taken), float(np.mean(errors)), layers)
 
 
 def sample(layer: Computed, tokens: int, recent: int) -> Sample:

@@ -66,8 +66,8 @@ def computed(engine: Llama, scratch: SequenceKV, layer: int, entering: NDArray[A
     `scratch`: a sequence with room for them, whose layer is overwritten."""
     rows, spec, count = engine.rows_of(0, scratch, positions, entering), engine.spec, len(entering)
     assert isinstance(rows, ArrayRows)
+    rows.place(np.arange(count))
     rows.project(layer)
-    rows._positions = np.arange(count)  # rotated for their positions, but stored and attended to behind one another
     rows.store(layer)
     kv = np.empty((2, count, spec.kv_heads, spec.head_dim), np.float32)
     SequenceKV.read_part(scratch, layer, 0, count, kv)

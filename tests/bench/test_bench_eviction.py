@@ -8,11 +8,24 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from mooncake_zmq.bench import low_rank
+from mooncake_zmq.bench import eviction, eviction_ways, low_rank
+from mooncake_zmq.bench.codecs import PAGES, CodecBench, Study
 from mooncake_zmq.bench.command import bench
-from mooncake_zmq.bench.eviction import EVICTION, FIXED_POINT, LESS, MENDED, PUBLISHED, PYRAMID, WINDOW
+from mooncake_zmq.bench.eviction import (
+    EVICTION,
+    FOLDED,
+    LESS,
+    MERGED,
+    PUBLISHED,
+    PYRAMID,
+    PYRAMID_WINDOW,
+    TRAINING_PAGES,
+    WINDOW,
+    _Evictions,
+)
 from mooncake_zmq.bench.eviction_ways import (
     KeptTokens,
+    _recent_weights,
     attended_most,
     folded,
     merged,
@@ -61,34 +74,68 @@ def run(*options: str) -> Any:
     return CliRunner().invoke(bench, ["codecs", "--eviction", *sizes, *options])
 
 
-def test_each_way_has_its_row_and_the_bytes_of_its_codec(tmp_path: Path) -> None:
+def test_each_way_has_its_row_and_the_bytes_of_its_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "less.npz"
-    result = run("--less", str(file), "--minutes", "0.02", "--json")
+    result = run("--less", str(file), "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])
     found = {each["name"]: each for each in report["qualities"]}
-    ways = (WINDOW, PYRAMID, PUBLISHED, MENDED, EVICTION, FIXED_POINT)
-    named = {f"{way}, in {codec}'s bytes" for way in ways for codec in ("int8", "int4")}
-    assert found.keys() == {"int8", "int4", f"{LESS}, in int4's bytes", *named}
+    assert found.keys() == {"int4", WINDOW, EVICTION, MERGED, FOLDED, PUBLISHED, PYRAMID, PYRAMID_WINDOW, LESS}
     for name, each in found.items():
-        codec = found["int8" if "int8" in name else "int4"]
-        if PYRAMID not in name:  # the first two of these six layers keep all
-            assert each["bits"] == pytest.approx(codec["bits"], abs=16 / TOKENS), name
+        own = "int4" if name not in (PYRAMID, PYRAMID_WINDOW) else PYRAMID
+        assert each["bits"] == pytest.approx(found[own]["bits"], abs=16 / TOKENS), name
     rows = {row["name"]: row for row in report["rows"]}
-    assert rows["LESS: share of KL closed / target"]["reference"] == 0.25
-    assert rows["multiply-adds of a prefill, PyramidInfer, in int4's bytes / all tokens"]["ratio"] > 1
-    assert "trained with" in report["notes"][-1]
-    again = run("--less", str(file), "--minutes", "0")
-    assert again.exit_code == 0, again.output
-    assert "weights of" in again.stdout
-    assert "every eviction in as many bytes" in again.stdout.splitlines()[0]
+    assert rows[f"{LESS}: share of KL closed / asked"]["reference"] == 0.25
+    assert rows[f"multiply-adds of prefills, {PYRAMID} / all tokens"]["ratio"] > 1
+    assert "400 steps at least" in report["notes"][1]
+    assert "int4's 15 cannot be had" in report["notes"][2]
     other = run("--less", str(file), "--tokens", "64")
     assert other.exit_code == 2
     assert "another model or context" in other.output
+    monkeypatch.setattr(eviction, "merged", taken)
+    again = run("--less", str(file), "--json")
+    unmerged = {each["name"]: each["kl"] for each in json.loads(again.stdout.splitlines()[-1])["qualities"]}
+    assert unmerged[MERGED] == unmerged[EVICTION] != found[MERGED]["kl"]
+    assert unmerged[PUBLISHED] != found[PUBLISHED]["kl"], "it is merged as published"
 
 
-def test_parts_of_the_codecs_bench_and_evictions_are_one_or_the_other() -> None:
+def test_training_that_was_cut_short_closes_nothing_that_counts(tmp_path: Path) -> None:
+    result = run("--minutes", "0", "--less", str(tmp_path / "less.npz"))
+    assert result.exit_code == 0, result.output
+    assert "every eviction in as many bytes" in result.stdout.splitlines()[0]
+    assert "0 steps at least" in result.stdout
+    assert "no verdict" in result.stdout
+    assert "closed / asked" not in result.stdout
+
+
+def test_what_makes_no_sense_is_refused_before_the_work(tmp_path: Path) -> None:
     assert run("--only", "quality").exit_code == 2
+    for options in (("--minutes", "1"), ("--less", "x.npz")):
+        assert CliRunner().invoke(bench, ["codecs", *options]).exit_code == 2
+    result = run("--less", str(tmp_path / "no" / "less.npz"))
+    assert result.exit_code == 2
+    assert "No such file" in result.output
+    assert "layer 0" not in result.output
+
+
+def test_texts_that_train_are_none_of_those_that_measure() -> None:
+    assert not set(TRAINING_PAGES) & set(PAGES)
+
+
+def test_the_state_of_less_is_that_of_the_tokens_that_are_not_kept(engine: Llama, tmp_path: Path) -> None:
+    asked = CodecBench(model=MODEL, tokens=TOKENS, following=FOLLOWING)
+    study = Study(asked, lambda said: None, prepared_model(MODEL, str(tmp_path), kernels=False))
+    ways = _Evictions(study, asked, lambda said: None)
+    ways.train(None, 0.0)
+    assert ways._less is not None
+    recent = ways._less.recent
+    kept = ways._with_state(0)[LESS]
+    for index, layer in enumerate(layers(study.engine, study.texts[0])):
+        taught = sample(layer, TOKENS, recent)
+        state = ways._less.state(index, np.stack((taught.keys, taught.values)))
+        assert taught.keys.shape[1] == TOKENS - recent - 4
+        assert np.allclose(kept._state[index].mixed, state.mixed, atol=1e-4)  # type: ignore[index]
+        assert np.allclose(kept._state[index].mass, state.mass, atol=1e-4)  # type: ignore[index]
 
 
 def test_keeping_everything_is_exact_and_what_matters_is_missed(engine: Llama) -> None:
@@ -99,12 +146,12 @@ def test_keeping_everything_is_exact_and_what_matters_is_missed(engine: Llama) -
     assert whole < 1e-9
     assert error(engine, [merged(each, everything) for each in kv]) < 1e-9
     assert error(engine, [folded(each, everything) for each in kv]) < 1e-9
-    assert error(engine, pyramid(engine, TEXT[:TOKENS], TOKENS).kv) < 1e-9
+    assert error(engine, pyramid(engine, TEXT[:TOKENS], 1.0)[0]) < 1e-9
     most = [attended_most(layer, 24) for layer in found]
     least = [np.setdiff1d(everything, each) for each in most]
     best, worst = (error(engine, [taken(*each) for each in zip(kv, which, strict=True)]) for which in (most, least))
     assert 1e-6 < best < worst
-    fixed = error(engine, [taken(*each) for each in zip(kv, most, strict=True)], evict_at=12)
+    fixed = error(engine, [taken(*each) for each in zip(kv, most, strict=True)], share=0.5)
     assert fixed != best
 
 
@@ -116,16 +163,15 @@ def test_a_layer_by_itself_computes_what_a_prefill_does(engine: Llama) -> None:
 
 
 def test_tokens_that_were_dropped_are_not_computed_and_keep_their_positions(engine: Llama) -> None:
-    made, kept = pyramid(engine, TEXT[:TOKENS], 24), pyramid_lengths(TOKENS, engine.spec.layers, 24)
-    assert [each.shape[2] for each in made.kv] == kept
+    (made, work), kept = pyramid(engine, TEXT[:TOKENS], 0.2), pyramid_lengths(TOKENS, engine.spec.layers, 0.2)
+    assert [each.shape[2] for each in made] == kept
     assert kept[0] == kept[1] == TOKENS > kept[-1]
     assert kept == sorted(kept, reverse=True)
-    whole = sum(layer.multiply_adds for layer in layers(engine, TEXT[:TOKENS]))
-    assert 0.4 * whole < made.multiply_adds < whole
+    assert 0.4 * sum(layer.multiply_adds for layer in layers(engine, TEXT[:TOKENS])) < work
     exact = [layer.kv.transpose(0, 2, 1, 3) for layer in layers(engine, TEXT[:TOKENS])]
-    assert np.allclose(made.kv[1], exact[1], atol=1e-5), "all tokens reach the second layer"
-    assert np.allclose(made.kv[2][:, :, -1], exact[2][:, :, -1], atol=1e-5), "the last token's key is rotated for its position"
-    assert not np.allclose(made.kv[3][:, :, -1], exact[3][:, :, -1], atol=1e-5)
+    assert np.allclose(made[1], exact[1], atol=1e-5), "all tokens reach the second layer"
+    assert np.allclose(made[2][:, :, -1], exact[2][:, :, -1], atol=1e-5), "the last token's key is rotated for its position"
+    assert not np.allclose(made[3][:, :, -1], exact[3][:, :, -1], atol=1e-5)
 
 
 def test_tokens_with_gaps_between_them_attend_to_each_other_alone(engine: Llama) -> None:
@@ -135,11 +181,47 @@ def test_tokens_with_gaps_between_them_attend_to_each_other_alone(engine: Llama)
     assert np.allclose(here, there, atol=1e-5), "only distances count"
 
 
-def test_a_budget_is_kept_where_the_schedule_can() -> None:
-    for kept in (272, 528):
-        lengths = pyramid_lengths(1024, 30, kept)
-        assert 0.97 * kept < np.mean(lengths) <= kept
-    assert pyramid_lengths(1024, 30, 1024) == [1024] * 30
+def test_a_prefill_counts_the_products_of_all_its_weights_and_of_all_pairs(engine: Llama) -> None:
+    spec, pairs = engine.spec, TOKENS * (TOKENS + 1) // 2
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    projected = spec.hidden * query + 2 * spec.hidden * key
+    finished = query * spec.hidden + spec.hidden * spec.ffn * 2 + spec.ffn * spec.hidden
+    whole = spec.layers * TOKENS * projected + (spec.layers - 1) * (TOKENS * finished + 2 * pairs * query)
+    assert sum(layer.multiply_adds for layer in layers(engine, TEXT[:TOKENS])) == whole
+    assert pyramid(engine, TEXT[:TOKENS], 1.0)[1] == whole
+    assert pyramid(engine, TEXT[:TOKENS])[1] < whole
+
+
+def test_the_published_schedule() -> None:
+    lengths = pyramid_lengths(1024, 30)
+    assert lengths[:3] == [1024, 1024, 1023]
+    assert 750 < np.mean(lengths) < 850
+    assert pyramid_lengths(1024, 30, 1.0) == [1024] * 30
+
+
+def test_recent_tokens_choose_what_they_attend_to_most() -> None:
+    keys, queries = np.zeros((2, 40, 1, 4), np.float32), np.ones((1, 40, 2, 4), np.float32)
+    keys[0, [7, 11]] = 5
+    weights = _recent_weights(Computed(queries, keys, keys, 0), 30)
+    assert sorted(np.argsort(-weights)[:6].tolist()) == [0, 1, 2, 3, 7, 11]
+
+
+def test_what_recent_tokens_attend_to_least_goes_first(engine: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = error(engine, pyramid(engine, TEXT[:TOKENS], 0.0)[0])
+    monkeypatch.setattr(eviction_ways, "_recent_weights", lambda *given: -_recent_weights(*given))
+    assert best < error(engine, pyramid(engine, TEXT[:TOKENS], 0.0)[0])
+
+
+def test_a_share_of_all_tokens_is_kept_and_those_at_the_fixed_point_go_first() -> None:
+    kv = np.arange(60, dtype=np.float32).reshape(1, 1, 60, 1).repeat(2, axis=0)
+    kept, counts = KeptTokens([kv], 120, 8, share=0.5), []
+    for step in range(8):
+        kept.attend(0, np.ones((1, 1, 1), np.float32), *np.full((2, 1, 1), 100 + step, np.float32))
+        kept.length += 1
+        counts.append(kept.numbers // 2)
+    assert counts == [61, 61, 62, 62, 63, 63, 64, 64]
+    held = kept._kv[0][0, 0, :64, 0].tolist()
+    assert held == [*range(35), *range(39, 60), *range(100, 108)]
 
 
 def test_what_all_attend_to_is_kept_with_the_first_and_the_last() -> None:
@@ -149,8 +231,10 @@ def test_what_all_attend_to_is_kept_with_the_first_and_the_last() -> None:
 
 
 def test_dropped_tokens_are_merged_into_the_nearest_or_folded_into_the_most_similar() -> None:
-    kv = np.arange(2 * 6, dtype=np.float32).reshape(2, 6, 1, 1) + 1
-    assert merged(kv, np.array([0, 3]))[:, 0, :, 0].tolist() == [[1.5, 4.5], [7.5, 10.5]]
+    kv = np.zeros((2, 12, 1, 1), np.float32)
+    kv[:, 4:8] = 8
+    assert merged(kv, np.array([0, 1, 2, 3, 9, 11]))[0, 0, :, 0].tolist() == pytest.approx([0, 0, 0, 0, 32 / 7, 0])
+    assert merged(kv, np.array([0, 1, 2, 3, 4, 9, 11]))[1, 0, :, 0].tolist() == [0, 0, 0, 0, 8, 8 / 4, 0]
     kv = np.array([[[1, 0], [0, 1], [0, 2]], [[1, 1], [2, 2], [2, 2]]], np.float32)[:, :, None]
     keys, values = folded(kv, np.array([0, 1]))
     assert keys[0].tolist() == [[1, 0], [0, 1]]
@@ -196,7 +280,7 @@ def test_training_closes_a_part_of_the_error_on_its_texts_and_decode_computes_th
     assert len(left) == engine.spec.layers
     assert max(left) < 0.9
     less.save(tmp_path / "less.npz")
-    read = low_rank.opened(tmp_path / "less.npz", engine.spec.fingerprint, TOKENS, 12)
+    read = low_rank.opened(tmp_path / "less.npz", engine.spec.fingerprint, engine.spec.layers, TOKENS, 12)
     assert all((read.layers[2][name] == each).all() for name, each in less.layers[2].items())
     layer = layers(engine, texts[0])[2]
     taught = sample(layer, TOKENS, 12)
@@ -207,9 +291,15 @@ def test_training_closes_a_part_of_the_error_on_its_texts_and_decode_computes_th
 
 
 def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "less.npz").write_bytes(b"PK")
-    with pytest.raises(ModelError, match="has no weights"):
-        low_rank.opened(tmp_path / "less.npz", "x", 1, 1)
-    LowRank("x", 1, 1, [begun((1, 1, 2), np.random.default_rng(0))]).save(tmp_path / "less.npz")
+    file = tmp_path / "less.npz"
+    LowRank("x", 1, 1, 400, 0.5, [begun((1, 1, 2), np.random.default_rng(0))]).save(file)
+    assert low_rank.opened(file, "x", 1, 1, 1).error == 0.5
     with pytest.raises(ModelError, match="another model"):
-        low_rank.opened(tmp_path / "less.npz", "x", 2, 1)
+        low_rank.opened(file, "x", 1, 2, 1)
+    with pytest.raises(ModelError, match="other layers"):
+        low_rank.opened(file, "x", 2, 1, 1)
+    whole = file.read_bytes()
+    for cut in (2, 100, len(whole) - 30):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(ModelError, match="has no weights"):
+            low_rank.opened(file, "x", 1, 1, 1)

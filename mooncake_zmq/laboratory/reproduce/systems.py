@@ -1,11 +1,8 @@
 """`reproduce systems`: the systems of Mooncake's neighbourhood, what each promises, what ours measures by which command, and
-whether that keeps the bounds that were set. Figures come from the commands' own reports, run here or before."""
+whether that keeps the bounds that were asked. Figures come from the commands' own reports, run here or before."""
 
 import json
 import math
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,10 +14,10 @@ from rich.table import Table
 
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.reports import Found, commit, run_all, write
 
-Found = Mapping[str, Any]
-"""The report of a command, as it prints it with `--json`."""
 Read = Callable[[Found], float]
+"""Reads a figure of the report that a command prints with `--json`."""
 TIMEOUT_S = 3600.0
 CAPACITY_AT = 0.9
 """The share of requests within their bounds at the highest load that still counts as served."""
@@ -37,12 +34,17 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A figure of a report and the bounds that it is to keep, if any."""
+    """A figure of a report and the bounds that were asked of it, by this project's own plan, if any."""
 
     what: str
     read: Read
     least: float | None = None
     most: float | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether any bound was asked."""
+        return (self.least, self.most) != (None, None)
 
     def kept(self, value: float) -> bool:
         """Whether a value keeps the bounds."""
@@ -53,7 +55,7 @@ class Bounded:
         bounds = (
             f"{word} {bound:g}" for word, bound in (("at least", self.least), ("at most", self.most)) if bound is not None
         )
-        where = f" ({', '.join(bounds)})" if (self.least, self.most) != (None, None) else ""
+        where = f" (asked: {', '.join(bounds)})" if self.is_bounded else ""
         return f"{self.what} {value:.4g}{where}"
 
 
@@ -69,11 +71,13 @@ class System:
 
 
 def of(within: str, field: str, **where: str | int) -> Read:
-    """Return a function that reads a field of the last entry of a report's list whose other fields match these patterns."""
+    """Return a function that reads a field of the one entry of a report's list whose other fields match these patterns."""
 
     def read(found: Found) -> float:
-        entries = [each for each in found[within] if all(fnmatchcase(str(each[key]), str(like)) for key, like in where.items())]
-        return float(entries[-1][field])
+        (entry,) = (
+            each for each in found[within] if all(fnmatchcase(str(each[key]), str(like)) for key, like in where.items())
+        )
+        return float(entry[field])
 
     return read
 
@@ -87,38 +91,37 @@ def row(name: str, field: str = "value") -> Read:
 
 def over(one: Read, other: Read) -> Read:
     """Return a function that reads one figure in units of another."""
-
-    def read(found: Found) -> float:
-        under = other(found)
-        return one(found) / under if under else math.inf
-
-    return read
+    return lambda found: one(found) / other(found)
 
 
 def capacity(policy: str) -> Read:
-    """Return a function that reads the highest speed of a sweep at which enough requests are within their bounds."""
+    """Return a function that reads the highest speed of a sweep up to which enough requests are always within their bounds."""
 
     def read(found: Found) -> float:
         runs = [each for each in found["runs"] if each["swept"]["policy"] == policy]
-        return max((float(r["swept"]["speed"]) for r in runs if r["summary"]["within_slo"] >= CAPACITY_AT), default=0.0)
+        shares = sorted((float(each["swept"]["speed"]), each["summary"]["within_slo"]) for each in runs)
+        missed = [at for at, (_, share) in enumerate(shares) if share < CAPACITY_AT]
+        if not missed or not missed[0]:
+            raise ValueError(f"the sweep does not have the capacity of {policy}")
+        return shares[missed[0] - 1][0]
 
     return read
 
 
 _TINY = "--model dummy:tiny --tokens 48 --following 8"
 CODECS = Measurement("bench codecs --only quality", 5, _TINY)
-EVICTION = Measurement("bench codecs --eviction", 15, f"{_TINY} --minutes 0.02")
+EVICTION = Measurement("bench codecs --eviction", 12, _TINY)
 BLEND = Measurement("bench blend --cpu-time", 10, f"{_TINY} --documents 3 --edited-tokens 96 --orders 1 --backend numpy")
 SELECT = Measurement(
     "bench select --cpu-time", 5, "--model dummy:tiny --tokens 512 --following 3 --speed-tokens 512 --steps 1 --rounds 1"
 )
-ANSWERS = Measurement("bench answers", 2, "--seeds 1 --requests 2000 --keys 200 --entries 160 --read 500 --sizes 20")
+ANSWERS = Measurement("bench answers", 2, "--seeds 1 --requests 2000 --keys 200 --entries 160 --read 500 --sizes 4000")
 CAKE = Measurement("reproduce cake", 1, "--quick 500")
 SARATHI = Measurement(
     "sim --generate conversation:requests=400,rate=1 --prefill 2 --decode 2 --sweep policy=vllm,vllm-chunked"
-    " --sweep speed=0.2,0.3,0.4,0.5,1,1.25,1.5,1.75,2",
+    f" --sweep speed={','.join(f'{each / 20:g}' for each in range(2, 41))}",
     1,
-    "--limit 20",
+    "--limit 150",
 )
 SMALL_MODEL = "Papers measure scores of tasks with models of 7B and more on GPUs; ours is the distribution of a model of 135M."
 
@@ -146,7 +149,6 @@ SYSTEMS = (
                 over(*(of("qualities", "kl", name=f"ThinK, fixed mask{by}") for by in ("", " by keys alone"))),
                 most=0.6,
             ),
-            Bounded("KL of int4 with values in 3 bits", of("qualities", "kl", name="int4, values in 3 bits")),
         ),
         differs=f"A mask for each prompt is better, but cannot be of blocks that prompts share. {SMALL_MODEL}",
     ),
@@ -156,7 +158,7 @@ SYSTEMS = (
         by=CODECS,
         figures=(
             Bounded("bits", of("qualities", "bits", name="MiniCache")),
-            Bounded("KL over int4's", over(*(of("qualities", "kl", name=name) for name in ("MiniCache", "int4"))), most=1),
+            Bounded("KL over int4's", over(*(of("qualities", "kl", name=name) for name in ("MiniCache", "int4")))),
         ),
         differs="It merges layers whose keys point the same way; those of this model do not.",
     ),
@@ -189,7 +191,6 @@ SYSTEMS = (
             Bounded("KL at 1/8", of("outcomes", "kl", name="KCache", share=8), most=0.01),
             Bounded("near, of all KV", of("outcomes", "near", name="KCache", share=8), most=0.55),
             Bounded("tokens/s over those of all tokens", row("decode at * tokens, KCache, 1/* / all tokens", "ratio"), 1),
-            Bounded("KL by values too", of("outcomes", "kl", name="KCache, by values too", share=8)),
         ),
         differs=f"Its gain is a larger batch, where far memory is slow. {SMALL_MODEL}",
     ),
@@ -201,7 +202,6 @@ SYSTEMS = (
             Bounded("KL at 1/8", of("outcomes", "kl", name="PQCache", share=8), most=0.03),
             Bounded("near, of all KV", of("outcomes", "near", name="PQCache", share=8), most=0.25),
             Bounded("tokens/s over those of all tokens", row("decode at * tokens, PQCache, 1/* / all tokens", "ratio"), 1),
-            Bounded("KL of Quest, with more near", of("outcomes", "kl", name="Quest", share=8)),
         ),
         differs=SMALL_MODEL,
     ),
@@ -210,11 +210,8 @@ SYSTEMS = (
         promise="2.2 times Accelerate's throughput, over 54 % less KV memory (arXiv 2405.12532)",
         by=EVICTION,
         figures=(
-            Bounded("multiply-adds of a whole prefill's", row("multiply-adds*in int4's bytes / *", "share")),
-            Bounded("KL", row("KL, PyramidInfer, in int4's *")),
-            Bounded("KL over that of sinks and recent", row("KL, PyramidInfer, in int4's *", "share"), most=1),
-            Bounded("the same in int8's bytes", row("KL, PyramidInfer, in int8's *", "share"), most=1),
-            Bounded("KL of int4 itself", row("KL, int4 / *")),
+            Bounded("multiply-adds of a whole prefill's", row("multiply-adds of prefills*", "share")),
+            Bounded("KL over that of sinks and recent", row("KL, PyramidInfer*", "share"), most=1),
         ),
         differs=SMALL_MODEL,
     ),
@@ -223,32 +220,26 @@ SYSTEMS = (
         promise="78 % faster for vision-language models, and merging better than pruning (arXiv 2407.18121)",
         by=EVICTION,
         figures=(
-            Bounded("KL", row("KL, Elastic Cache, in int4's *")),
-            Bounded("KL over that of evicting alone", row("KL, Elastic Cache, in int4's *", "share"), most=1),
-            Bounded("of values folded", row("KL, Elastic Cache, values folded, in int4's *", "share")),
-            Bounded(
-                "of evicting, over sinks and recent", row("KL, Elastic Cache, evicting alone, in int4's *", "share"), most=1
-            ),
+            Bounded("KL of merging over evicting", row("KL, Elastic Cache, merging / *", "share")),
+            Bounded("of folding values", row("KL, Elastic Cache, folding values / *", "share")),
+            Bounded("of evicting, over sinks and recent", row("KL, Elastic Cache, evicting alone / *", "share"), most=1),
         ),
         differs="The mean of keys rotated for different positions is a key of none. Its models see pictures.",
     ),
     System(
-        name="LESS",
+        name="LESS, our kernel",
         promise="41 % of an evicting cache's loss in Rouge recovered by a state of 4 tokens' bytes (arXiv 2402.09398)",
         by=EVICTION,
-        figures=(
-            Bounded("share of the eviction's KL closed", row("LESS: share of KL closed / target"), 0.25),
-            Bounded("KL", row("KL, LESS, in int4's *")),
-        ),
-        differs="Trained for minutes, with pages of a manual; the unit of its kernel is another. A page's words are asked.",
+        figures=(Bounded("share of the eviction's KL closed", row("LESS, our kernel: share of KL closed / *"), 0.25),),
+        differs="Our kernel, not the paper's: no third matrix, no scalings, a smaller hidden layer, another unit.",
     ),
     System(
         name="InstCache",
         promise="51.34 % of LMSys's prompts hit with 4.5 GB (arXiv 2411.13820)",
         by=ANSWERS,
         figures=(
-            Bounded("% hit", row("hits, * predicted by a model of words / *")),
-            Bounded("hits over those of a history as large", row("hits, * predicted by a model of words / *", "ratio"), 1),
+            Bounded("% hit", row("hits, 4,000 predicted by a model of words / *")),
+            Bounded("hits over those of a history as large", row("hits, 4,000 predicted by a model of words / *", "ratio")),
         ),
         differs="Prompts of a synthetic grammar: we have no users' prompts.",
     ),
@@ -259,7 +250,6 @@ SYSTEMS = (
         figures=(
             Bounded("inferences of 100, worst seed", row("inferences, worst seed / target"), most=35),
             Bounded("wrong of 1,000 given, worst seed", row("wrong, worst seed / max_error"), most=10),
-            Bounded("wrong over those of similarity caching", row("wrong / similar", "share"), most=1),
         ),
         differs="Keys by Zipf's law; the paper's are classes of traffic.",
     ),
@@ -268,7 +258,7 @@ SYSTEMS = (
         promise="2.6 times vLLM's capacity within bounds of tail latency, for Mistral-7B on an A100 (arXiv 2403.02310)",
         by=SARATHI,
         figures=(
-            Bounded("capacity over that of vllm", over(capacity("vllm-chunked"), capacity("vllm")), 1),
+            Bounded("capacity over that of vllm", over(capacity("vllm-chunked"), capacity("vllm"))),
             Bounded("speed at which 90 % are in time", capacity("vllm-chunked")),
         ),
         differs="In virtual time: the laboratory's coupled instance with chunked prefill (policy vllm-chunked), 4 nodes.",
@@ -277,61 +267,51 @@ SYSTEMS = (
 """Infinite-LLM and Lamina would stand behind CacheBlend, with one measurement by `bench attend`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A system with its figures, and when and on what these were measured."""
+    """A system with its figures, or why there are none, and by which words, when and on what these were measured. `small`: at
+    toy size, of which no bound was asked."""
 
     system: System
-    values: tuple[float, ...]
-    date: str
-    machine: str
+    words: str
+    small: bool
+    stamp: str
+    values: tuple[float, ...] = ()
+    error: str = ""
 
     @property
-    def verdict(self) -> str:
-        """Say that all bounds are kept, or which are not."""
+    def verdict(self) -> str | None:
+        """Say that all bounds are kept, or which are not; None: there is nothing to judge, or no bound was asked."""
+        if self.small or self.error or not any(each.is_bounded for each in self.system.figures):
+            return None
         pairs = zip(self.system.figures, self.values, strict=True)
         missed = [each.what for each, value in pairs if not each.kept(value)]
         return f"does NOT: {'; '.join(missed)}" if missed else "works"
 
 
-def measured(command: str, timeout_s: float = TIMEOUT_S) -> Found:
-    """Run a command of ours that prints a JSON object. Raises ClickException."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mooncake_zmq", *command.split(), "--json"],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired:
-        raise click.ClickException(f"not done after {timeout_s:g} s") from None
-    if done.returncode:
-        raise click.ClickException(f"exit status {done.returncode}")
-    report: Found = json.loads(done.stdout)
-    return report
-
-
 def reproduce_systems(names: Sequence[str], results: Path | None, *, small: bool, run: Callable[[str], Found]) -> list[Judged]:
     """Return the systems of these names, or all. Reports that `results` has are taken from there, and others are added to it as
-    soon as they are run. Raises StudyError."""
+    soon as they are run. Raises StudyError, or Refused if it cannot be written."""
     chosen = [each for each in SYSTEMS if not names or each.name in names]
     if unknown := set(names) - {each.name for each in SYSTEMS}:
         raise StudyError(f"no system {', '.join(sorted(unknown))}: choose of {', '.join(each.name for each in SYSTEMS)}")
     known = _earlier(results)
-    commands = dict.fromkeys(each.by for each in chosen)
-    missing = [each for each in commands if _words(each, small) not in known]
-    for number, each in enumerate(missing):
-        left = sum(other.minutes for other in missing[number:])
-        click.echo(f"{_words(each, small)}: about {each.minutes:g} min of {left:g}", err=True)
-        words = _words(each, small)
-        try:
-            report = run(words)
-        except click.ClickException as error:
-            raise StudyError(f"{words}: {error.message}") from None
-        known[words] = {"date": time.strftime("%Y-%m-%d"), "report": report}
+    minutes = {_words(each.by, small): each.by.minutes for each in chosen}
+    missing = [each for each in minutes if each not in known]
+
+    def keep(whole: Found) -> None:
+        known.update((each["command"], each) for each in whole["benches"])
         if results:
-            results.write_text(json.dumps(known))
-    return [_judged(each, known[_words(each.by, small)]) for each in chosen]
+            write(results, {**whole, "benches": list(known.values())})
+
+    def announced(words: str) -> Found:
+        left = sum(minutes[each] for each in missing[missing.index(words) :])
+        click.echo(f"{words}: about {minutes[words]:g} min of {left:g}", err=True)
+        return run(words)
+
+    if missing:
+        run_all(missing, 1, announced, keep)
+    return [_judged(each, known[_words(each.by, small)], small) for each in chosen]
 
 
 def as_json(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -339,26 +319,29 @@ def as_json(judged: Sequence[Judged]) -> dict[str, Any]:
     rows = []
     for each in judged:
         figures = [
-            {"what": figure.what, "ours": value, "least": figure.least, "most": figure.most, "kept": figure.kept(value)}
-            for figure, value in zip(each.system.figures, each.values, strict=True)
+            {"what": figure.what, "ours": value, "least": figure.least, "most": figure.most}
+            for figure, value in zip(each.system.figures, each.values, strict=not each.error)
         ]
-        said = {"system": each.system.name, "promise": each.system.promise, "command": each.system.by.command}
-        measured = {"date": each.date, "machine": each.machine, "figures": figures, "verdict": each.verdict}
-        rows.append(said | measured | {"differs": each.system.differs})
+        said: dict[str, Any] = {
+            "system": each.system.name,
+            "promise": each.system.promise,
+            "command": each.words,
+            "measured": each.stamp,
+        }
+        rows.append(said | {"figures": figures, "error": each.error, "verdict": each.verdict, "differs": each.system.differs})
     return {"name": "systems", "rows": rows}
 
 
-def show(judged: Sequence[Judged], *, small: bool) -> None:
+def show(judged: Sequence[Judged]) -> None:
     """Print the table."""
     table = Table(title="systems of the neighbourhood", title_justify="left", show_lines=True)
     for column in ("system", "promises", "ours", "measured by", "verdict"):
         table.add_column(column)
     for each in judged:
-        figures = zip(each.system.figures, each.values, strict=True)
-        ours = "\n".join(figure.sentence(value) for figure, value in figures)
-        by = f"{each.system.by.command}\n{each.date}, {each.machine}"
-        verdict = "toy size: none" if small else f"{each.verdict}\n{each.system.differs}"
-        table.add_row(each.system.name, each.system.promise, ours, by, verdict)
+        figures = zip(each.system.figures, each.values, strict=not each.error)
+        ours = "\n".join(figure.sentence(value) for figure, value in figures) or f"not measured: {each.error}"
+        verdict = "toy size: none" if each.small else f"{each.verdict or 'none'}\n{each.system.differs}"
+        table.add_row(each.system.name, each.system.promise, ours, f"{each.words}\n{each.stamp}", verdict)
     tables.show([table])
 
 
@@ -367,23 +350,27 @@ def _words(each: Measurement, small: bool) -> str:
 
 
 def _earlier(results: Path | None) -> dict[str, Any]:
+    """Return what a file has of commands that did not fail, by command."""
     if results is None or not results.exists():
         return {}
     try:
-        known = json.loads(results.read_text())
-        assert all({"date", "report"} <= each.keys() for each in known.values())
-    except (ValueError, AttributeError, AssertionError):
+        benches = json.loads(results.read_text())["benches"]
+        return {each["command"]: each for each in benches if each["reports"] and each["date"] and each["commit"]}
+    except (ValueError, KeyError, TypeError):
         raise StudyError(f"{results} has no results of `reproduce systems`") from None
-    found: dict[str, Any] = known
-    return found
 
 
-def _judged(system: System, known: Mapping[str, Any]) -> Judged:
-    report = known["report"]
-    values = []
-    for figure in system.figures:
+def _judged(system: System, known: Mapping[str, Any], small: bool) -> Judged:
+    other = "" if known["commit"] == commit() else ", which is not this checkout's"
+    stamp = f"{known['date']}, {known['machine']}, commit {known['commit']}{other}"
+    values, error = [], "; ".join(known["errors"])
+    for figure in () if error else system.figures:
         try:
-            values.append(figure.read(report))
-        except (KeyError, IndexError, TypeError):
-            raise StudyError(f"{system.by.command} has not measured: {system.name}, {figure.what}") from None
-    return Judged(system, tuple(values), known["date"], report.get("machine", "in virtual time"))
+            values.append(figure.read(known["reports"][-1]))
+            if not math.isfinite(values[-1]):
+                raise ValueError("no finite number")
+        except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError) as failed:
+            error = f"{figure.what}: {failed}"
+            break
+    found = () if error else tuple(values)
+    return Judged(system=system, words=_words(system.by, small), small=small, stamp=stamp, values=found, error=error)
