@@ -143,7 +143,7 @@ class _Evictions:
         return [pieces[at] for at in np.linspace(0, len(pieces) - 1, min(TRAINING_TEXTS, len(pieces))).astype(int)]
 
     def qualities(self) -> Iterator[Quality]:
-        """Yield those of all ways, means over the texts."""
+        """Return those of all ways, means over the texts."""
         errors: dict[str, list[Error]] = {}
         bits: dict[str, float] = {}
         for number, text in enumerate(self._study.texts):

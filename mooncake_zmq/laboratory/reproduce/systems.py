@@ -156,10 +156,7 @@ SYSTEMS = (
         name="MiniCache",
         promise="KV up to 5.02 times smaller, with 4 bits, near-lossless (arXiv 2405.14366)",
         by=CODECS,
-        figures=(
-            Bounded("bits", of("qualities", "bits", name="MiniCache")),
-            Bounded("KL over int4's", over(*(of("qualities", "kl", name=name) for name in ("MiniCache", "int4")))),
-        ),
+        figures=(Bounded("KL over int4's", over(*(of("qualities", "kl", name=name) for name in ("MiniCache", "int4")))),),
         differs="It merges layers whose keys point the same way; those of this model do not.",
     ),
     System(
@@ -237,10 +234,7 @@ SYSTEMS = (
         name="InstCache",
         promise="51.34 % of LMSys's prompts hit with 4.5 GB (arXiv 2411.13820)",
         by=ANSWERS,
-        figures=(
-            Bounded("% hit", row("hits, 4,000 predicted by a model of words / *")),
-            Bounded("hits over those of a history as large", row("hits, 4,000 predicted by a model of words / *", "ratio")),
-        ),
+        figures=(Bounded("% hit", row("hits, 4,000 predicted by a model of words / *")),),
         differs="Prompts of a synthetic grammar: we have no users' prompts.",
     ),
     System(
@@ -257,10 +251,7 @@ SYSTEMS = (
         name="Sarathi-Serve",
         promise="2.6 times vLLM's capacity within bounds of tail latency, for Mistral-7B on an A100 (arXiv 2403.02310)",
         by=SARATHI,
-        figures=(
-            Bounded("capacity over that of vllm", over(capacity("vllm-chunked"), capacity("vllm"))),
-            Bounded("speed at which 90 % are in time", capacity("vllm-chunked")),
-        ),
+        figures=(Bounded("capacity over that of vllm", over(capacity("vllm-chunked"), capacity("vllm"))),),
         differs="In virtual time: the laboratory's coupled instance with chunked prefill (policy vllm-chunked), 4 nodes.",
     ),
 )
