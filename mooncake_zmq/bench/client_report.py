@@ -13,10 +13,10 @@ import numpy as np
 
 from mooncake_zmq.bench.client import Replayed
 from mooncake_zmq.bench.client_stream import Seen
-from mooncake_zmq.bench.report import commit, machine
 from mooncake_zmq.laboratory import rows, tables
 from mooncake_zmq.laboratory.metrics import Spread, spread
 from mooncake_zmq.laboratory.report import percent, written
+from mooncake_zmq.laboratory.reports import commit, machine
 
 LATE_S = 0.02
 """The client's own p99 lag from which on its times are doubtful."""

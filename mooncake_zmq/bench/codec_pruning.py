@@ -7,13 +7,13 @@ queries, and keeps its last keys whole.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.bench.codec_baselines import GROUP, Change, kivi
-from mooncake_zmq.bench.quality import Floats
-from mooncake_zmq.engine.blend import read_kv
+from mooncake_zmq.bench.quality import Floats, computed
 from mooncake_zmq.engine.codecs import rounded
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.kv.codec import CODECS
@@ -66,17 +66,16 @@ def left_out(scores: Floats) -> Mask:
 
 def mean_squares(engine: Llama, tokens: NDArray[np.int32], last: int) -> tuple[Floats, Floats]:
     """Return those of the queries of the last so many tokens, and of all keys: [layer, kv_head, channel]."""
-    count, layers = len(tokens), engine.spec.layers
-    sequence, positions, entering = engine.new_sequence(count), np.arange(count), tokens
-    queries = []
-    for layer in range(layers):
-        rows = engine.rows_of(0, sequence, positions, entering)
-        rows.project(layer)
-        queries.append(np.square(rows.queries[:, -last:]).mean(axis=(1, 2)))
-        entering = engine.prefill_rows(sequence, entering, positions, range(layer, layer + 1))  # type: ignore[assignment]
-    keys = read_kv(engine, sequence, 0, count)[:, 0]
+    sequence, at = engine.new_sequence(len(tokens)), np.arange(len(tokens))
+    entering: NDArray[Any] = tokens
+    queries, keys = [], []
+    for index in range(engine.spec.layers):
+        layer = computed(engine, sequence, index, entering, at)
+        queries.append(np.square(layer.queries[:, -last:]).mean(axis=(1, 2)))
+        keys.append(np.square(layer.kv[0]).mean(axis=0))
+        entering = layer.hidden
     sequence.close()
-    return np.stack(queries), np.square(keys).mean(axis=1)
+    return np.stack(queries), np.stack(keys)
 
 
 def _four_bits(group: int) -> Callable[[Floats, Floats], tuple[Floats, Floats]]:

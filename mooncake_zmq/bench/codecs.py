@@ -57,6 +57,8 @@ BESIDE = (
 )
 """Codecs, and the ways beside which they stand: that take as many bytes or more, and ThinK, which takes a tenth less."""
 Progress = Callable[[str], None]
+Error = tuple[float, float, float]
+"""KL, share of equal top-1 tokens, and the mean of minus the log probability of the right one, for a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +93,14 @@ class CodecReport(Report):
     """A report with the qualities of all ways."""
 
     qualities: list[Quality] = field(default_factory=list)
+    title: str = "quality"
 
     def as_json(self) -> dict[str, Any]:
         return Report.as_json(self) | {"qualities": [asdict(each) for each in self.qualities]}
 
     def _tables(self) -> Iterator[Table]:
         columns = ("KV", "bits", "x of bf16", "KL", "top-1", "perplexity", "KL, warm / cold")
-        table = tables.empty("quality", columns, text=columns[:1])
+        table = tables.empty(self.title, columns, text=columns[:1])
         for each in self.qualities:
             ratio = BFLOAT16 / each.bits
             warm = "" if each.warm is None else f"{each.warm:.4f}"
@@ -123,7 +126,7 @@ def bench_codecs(bench: CodecBench, parts: Sequence[str], progress: Progress) ->
 
 
 def _measure_quality(report: CodecReport, bench: CodecBench, progress: Progress) -> None:
-    study = studied(partial(_Study, bench, progress), bench.model, bench.cache_dir, progress, kernels=False)
+    study = studied(partial(Study, bench, progress), bench.model, bench.cache_dir, progress, kernels=False)
     report.qualities = study.qualities()
     report.notes += [f"{study.engine.spec.name}, {len(study.texts)} pages, {bench.tokens} tokens, the next {bench.following}"]
     report.notes += study.cosine_notes()
@@ -140,7 +143,7 @@ def _measure_quality(report: CodecReport, bench: CodecBench, progress: Progress)
     ]
 
 
-class _Study:
+class Study:
     """The texts, the exact engine and what it makes of them."""
 
     def __init__(self, bench: CodecBench, progress: Progress, path: Path) -> None:
@@ -151,26 +154,26 @@ class _Study:
         check_positions(self.engine, needed)
         self.texts = self._read(PAGES, needed)
         progress("exact KV")
-        self._contexts = [self._context(text) for text in self.texts]
-        self._exact = [self._after(keys, values, text) for (keys, values), text in zip(self._contexts, self.texts, strict=True)]
+        self.contexts = [self._context(text) for text in self.texts]
+        self._exact = [self._after(keys, values, text) for (keys, values), text in zip(self.contexts, self.texts, strict=True)]
 
     def qualities(self) -> list[Quality]:
         """Return those of exact KV, of all codecs and of the other ways."""
         spec = self.engine.spec
-        found = [self._quality("exact", FLOAT32, self._exact)]
+        found = [self.quality("exact", FLOAT32, self._exact)]
         for codec in CODECS.values():
             if not codec.refusal(spec.head_dim):
                 self._progress(f"codec {codec.name}")
-                found.append(self._of_codec(codec))
+                found.append(self.of_codec(codec))
         int4_bits = CODECS["int4"].bits_a_value(spec.head_dim)
         for other in baselines(spec.head_dim, spec.layers, self._bench.tokens, int4_bits):
             self._progress(other.name)
             logs = []
-            for (keys, values), text in zip(self._contexts, self.texts, strict=True):
+            for (keys, values), text in zip(self.contexts, self.texts, strict=True):
                 changed = other.change(keys, values)
                 moved = self._moved(changed[0]) if other.drops else changed[0]
                 logs.append(self._after(moved, changed[1], text))
-            found.append(self._quality(other.name, other.bits, logs))
+            found.append(self.quality(other.name, other.bits, logs))
         return [*found, *self._pruned()]
 
     def _pruned(self) -> Iterator[Quality]:
@@ -184,27 +187,31 @@ class _Study:
         masks[BY_PROMPT] = [left_out(queries * keys) for queries, keys in own]
         for way in prunings(self.engine.spec.head_dim, tokens):
             self._progress(way.name)
-            each = zip(self._contexts, masks[way.mask], self.texts, strict=True)
+            each = zip(self.contexts, masks[way.mask], self.texts, strict=True)
             logs = [self._after(*way.changed(*context, mask), text) for context, mask, text in each]
-            yield self._quality(way.name, way.bits, logs)
+            yield self.quality(way.name, way.bits, logs)
 
     def _read(self, pages: Sequence[str], tokens: int) -> list[NDArray[np.int32]]:
         """Return the first tokens of pages of the manual. Raises ModelError if a page has less."""
-        texts = [np.asarray(self._tokenizer.encode(manual_page(page))[:tokens], np.int32) for page in pages]
+        texts = [page[:tokens] for page in self.whole(pages)]
         if any(len(text) < tokens for text in texts):
             raise ModelError(f"the manual's pages have less than {tokens} tokens: take fewer")
         return texts
 
+    def whole(self, pages: Sequence[str]) -> list[NDArray[np.int32]]:
+        """Return pages of the manual."""
+        return [np.asarray(self._tokenizer.encode(manual_page(page)), np.int32) for page in pages]
+
     def cosine_notes(self) -> Iterator[str]:
         """Yield what says why merging layers works or not."""
         for what, index in (("keys", 0), ("values", 1)):
-            cosines = np.mean([adjacent_cosines(context[index]) for context in self._contexts], axis=0)
+            cosines = np.mean([adjacent_cosines(context[index]) for context in self.contexts], axis=0)
             yield (
                 f"cosine of {what} in adjacent layers, which MiniCache needs near 1: "
                 f"{cosines.min():.2f} to {cosines.max():.2f}, mean {cosines.mean():.2f}"
             )
 
-    def _of_codec(self, codec: Codec) -> Quality:
+    def of_codec(self, codec: Codec) -> Quality:
         """Compare what is served: a context computed here, where KV is rounded when stored, and one loaded from blocks."""
         engine = open_model(self._path, sequences=partial(CodedSequenceKV, codec))
         cold: list[Logs] = []
@@ -217,22 +224,18 @@ class _Study:
             for each, logs in ((sequence, cold), (loaded, warm)):
                 logs.append(log_probabilities(engine, each, following))
                 each.close()
-        served = self._quality(codec.name, codec.bits_a_value(engine.spec.head_dim), warm)
+        served = self.quality(codec.name, codec.bits_a_value(engine.spec.head_dim), warm)
         warm_kl = float(np.mean([divergence(*pair) for pair in zip(cold, warm, strict=True)]))
         return Quality(**(asdict(served) | {"warm": warm_kl}))
 
-    def _quality(self, name: str, bits: float, logs: Sequence[Logs]) -> Quality:
-        pairs = list(zip(self._exact, logs, strict=True))
-        likely = [
-            -log[np.arange(len(log) - 1), text[self._bench.tokens + 1 :]] for log, text in zip(logs, self.texts, strict=True)
-        ]
-        return Quality(
-            name=name,
-            bits=bits,
-            kl=float(np.mean([divergence(*pair) for pair in pairs])),
-            top1=float(np.mean([agreement(*pair) for pair in pairs])),
-            perplexity=float(np.exp(np.mean(likely))),
-        )
+    def quality(self, name: str, bits: float, logs: Sequence[Logs]) -> Quality:
+        """Return that of the log probabilities that a way has for all texts."""
+        return mean_quality(name, bits, [self.error(number, each) for number, each in enumerate(logs)])
+
+    def error(self, number: int, logs: Logs) -> Error:
+        """Return that of the log probabilities for one text."""
+        exact, after = self._exact[number], self.texts[number][self._bench.tokens + 1 :]
+        return divergence(exact, logs), agreement(exact, logs), float(-logs[np.arange(len(logs) - 1), after].mean())
 
     def _context(self, text: NDArray[np.int32]) -> tuple[Floats, Floats]:
         """Return the exact keys and values of a context, [layer, token, kv_head, head_dim]."""
@@ -261,6 +264,12 @@ class _Study:
         moved = keys.copy()
         moved[:, SINKS:] = turned(keys[:, SINKS:], turn)
         return moved
+
+
+def mean_quality(name: str, bits: float, errors: Sequence[Error]) -> Quality:
+    """Return that of a way from its error for each text."""
+    kl, top1, surprise = np.mean(errors, axis=0).tolist()
+    return Quality(name=name, bits=bits, kl=kl, top1=top1, perplexity=float(np.exp(surprise)))
 
 
 def _through_blocks(codec: Codec, engine: Llama, source: SequenceKV, tokens: int) -> SequenceKV:

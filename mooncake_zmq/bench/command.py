@@ -138,23 +138,51 @@ def meet(config: Path, rounds: int, tokens: int, as_json: bool, plot: Path | Non
 @click.option(
     "--only", "parts", multiple=True, type=click.Choice(CODEC_PARTS), help="Rows of this kind alone; may be repeated."
 )
+@click.option("--eviction", is_flag=True, help="Instead, measure ways to keep fewer tokens, in the bytes of int4.")
+@click.option(
+    "--less",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Weights of LESS, trained unless they exist.",
+)
+@click.option("--minutes", type=click.FloatRange(min=0), help="To train LESS, at most.  [default: 10]")
 @json_option
 @plot_option("the ratios")
-def codecs(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameters: Any) -> None:
+def codecs(
+    parts: tuple[str, ...],
+    eviction: bool,
+    less: Path | None,
+    minutes: float | None,
+    as_json: bool,
+    plot: Path | None,
+    **parameters: Any,
+) -> None:
     """Measure the codecs of KV (kv_codec) beside exact KV: their error, beside other ways at as many bytes; how fast blocks are
     encoded and decoded, put into a pool and got; and the TTFT of a prompt that another host has, over a link of 100 MB/s.
 
-    Seven minutes, and 8 GB of memory for the default model.
+    Seven minutes, and 8 GB of memory for the default model. With --eviction the error of ways to keep fewer tokens, as
+    PyramidInfer, Elastic Cache and LESS do: as long, and minutes more to train LESS.
 
     \b
     Examples:
       mooncake-zmq bench codecs
       mooncake-zmq bench codecs --only quality --model ~/models/qwen2.5.gguf --tokens 512 --json > codecs.json
+      mooncake-zmq bench codecs --eviction --less less.npz
     """
+    if eviction and parts:
+        raise click.UsageError("--only is for the parts without --eviction")
+    if not eviction and (less or minutes is not None):
+        raise click.UsageError("--less and --minutes are for --eviction")
     limit_blas()
     from mooncake_zmq.bench.codecs import CodecBench, bench_codecs
+    from mooncake_zmq.bench.eviction import bench_eviction
 
-    bench_codecs(CodecBench(**parameters), parts or CODEC_PARTS, show_progress).show(as_json=as_json, plot=plot)
+    asked = CodecBench(**parameters)
+    if eviction:
+        report = bench_eviction(asked, less, 10.0 if minutes is None else minutes, show_progress)
+    else:
+        report = bench_codecs(asked, parts or CODEC_PARTS, show_progress)
+    report.show(as_json=as_json, plot=plot)
 
 
 @bench.command()

@@ -13,7 +13,6 @@ import psutil
 from msgspec import structs
 
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
-from mooncake_zmq.bench.report import machine
 from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime, fit
 from mooncake_zmq.engine.cpu import Backend, chosen
 from mooncake_zmq.engine.errors import ModelError
@@ -22,6 +21,7 @@ from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.reports import machine
 from mooncake_zmq.refused import Refused
 
 WARM_UP_TOKENS = 64

@@ -1,9 +1,8 @@
 """`bench all` and `bench compare`: all that this machine can measure, in one file, and what became slower since another one."""
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,8 +11,8 @@ from typing import Any
 import click
 
 from mooncake_zmq.bench.options import show_progress
-from mooncake_zmq.bench.report import commit, machine
 from mooncake_zmq.laboratory import tables
+from mooncake_zmq.laboratory.reports import Found, measured, run_all, write
 from mooncake_zmq.refused import Refused
 
 COMMANDS = (
@@ -32,8 +31,6 @@ TIMEOUT_S = 900.0
 LEAST_NOISE = 0.05
 """The share by which a ratio may fall without being called slower, however little the turns differ."""
 
-Found = Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -48,23 +45,6 @@ class Change:
     @property
     def is_slower(self) -> bool:
         return self.after < self.before * (1 - self.noise)
-
-
-def run_all(commands: Sequence[str], turns: int, run: Callable[[str], Found], keep: Callable[[Found], None]) -> Found:
-    """Run each command `turns` times, all of them by turns, and return everything. `run` returns a command's report, or raises
-    ClickException, which stands in its place; `keep` gets all that is known before the
-    first and after each."""
-    results: list[dict[str, Any]] = [{"command": f"bench {command}", "reports": [], "errors": []} for command in commands]
-    whole = {"commit": commit(), "machine": machine(), "benches": results}
-    keep(whole)
-    for _ in range(turns):
-        for command, result in zip(commands, results, strict=True):
-            try:
-                result["reports"].append(run(command))
-            except click.ClickException as error:
-                result["errors"].append(error.message)
-            keep(whole)
-    return whole
 
 
 def ratios(whole: Found) -> dict[tuple[str, str], list[float]]:
@@ -110,10 +90,10 @@ def all_(out: Path, turns: int, only: tuple[str, ...]) -> None:
       mooncake-zmq bench all --json today.json
       mooncake-zmq bench all --json today.json --turns 3 --only gateway --only schedule
     """
-    commands = [command for command in COMMANDS if not only or command.split()[0] in only]
+    commands = [f"bench {command}" for command in COMMANDS if not only or command.split()[0] in only]
     if unknown := set(only) - {command.split()[0] for command in COMMANDS}:
         raise click.BadParameter(f"--only {', '.join(sorted(unknown))}: choose of {', '.join(map(_name, COMMANDS))}")
-    whole = run_all(commands, turns, _measured, lambda found: _write(out, found))
+    whole = run_all(commands, turns, _measured, lambda found: write(out, found))
     failures = [f"{bench['command']}: {error}" for bench in whole["benches"] for error in bench["errors"]]
     if failures:
         raise click.ClickException("; ".join(failures))
@@ -151,29 +131,8 @@ def _name(command: str) -> str:
 
 
 def _measured(command: str) -> Found:
-    show_progress(f"bench {command}")
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "mooncake_zmq", "bench", *command.split(), "--json"],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise click.ClickException(f"not done after {TIMEOUT_S:g} s") from None
-    if done.returncode:
-        raise click.ClickException(f"exit status {done.returncode}")
-    report: Found = json.loads(done.stdout)
-    return report
-
-
-def _write(path: Path, found: Found) -> None:
-    new = path.with_name(f"{path.name}.new")
-    try:
-        new.write_text(json.dumps(found, indent=1))
-        new.replace(path)
-    except OSError as error:
-        raise Refused(f"--json {path}: {error.strerror}") from None
+    show_progress(command)
+    return measured(command, TIMEOUT_S)
 
 
 def _read(path: Path) -> Found:

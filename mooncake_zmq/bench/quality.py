@@ -1,6 +1,7 @@
 """A model with KV of floats, texts that it has not learned, and the error of its answers: for benches of KV quality."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 import mooncake_zmq
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
-from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.llama import ArrayRows, Llama
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.refused import Refused
 
@@ -47,6 +48,35 @@ def check_positions(engine: Llama, needed: int) -> None:
 def manual_page(page: str) -> str:
     """Return a page of our own manual, which is in no training set that ended before it."""
     return (Path(mooncake_zmq.__file__).parent / "docs" / f"{page}.md").read_text()
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A layer of some tokens of a prompt: queries [kv_head, n, group, head_dim], scaled, keys and values [k/v, n, kv_head,
+    head_dim], the hidden states [n, hidden] that left it, unless it is the last one, and the multiply-adds of all that."""
+
+    queries: Floats
+    kv: Floats
+    hidden: Floats
+    multiply_adds: int
+
+
+def computed(engine: Llama, scratch: SequenceKV, layer: int, entering: NDArray[Any], positions: NDArray[np.int64]) -> Computed:
+    """Compute a layer for the tokens or hidden states at ascending positions, which attend to each other alone, in NumPy.
+    `scratch`: a sequence with room for them, whose layer is overwritten."""
+    rows, spec, count = engine.rows_of(0, scratch, positions, entering), engine.spec, len(entering)
+    assert isinstance(rows, ArrayRows)
+    rows.place(np.arange(count))
+    rows.project(layer)
+    rows.store(layer)
+    kv = np.empty((2, count, spec.kv_heads, spec.head_dim), np.float32)
+    SequenceKV.read_part(scratch, layer, 0, count, kv)
+    query = spec.heads * spec.head_dim
+    work = count * spec.hidden * (query + 2 * spec.kv_heads * spec.head_dim)
+    if layer + 1 < spec.layers:
+        rows.finish(layer)
+        work += count * spec.hidden * (query + 3 * spec.ffn) + count * (count + 1) * query
+    return Computed(rows.queries, kv, rows.hidden.copy(), work)
 
 
 def log_probabilities(engine: Llama, sequence: SequenceKV, following: NDArray[np.int32]) -> Logs:

@@ -1,9 +1,6 @@
 """The one form of every benchmark's result: a table, one JSON object, a plot."""
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +12,7 @@ from rich.table import Table
 from mooncake_zmq.bench.memory import Footprint
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.reports import commit, machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,27 +97,3 @@ class Report:
         axes.set_xlabel("ratio to the reference (above 1 is better)")
         axes.set_title(f"bench {self.bench}, {commit()}")
         figure.savefig(path)
-
-
-def commit() -> str:
-    """Return the short hash of the checkout this package runs from, with + if it was changed; "unknown" outside one."""
-    here = Path(__file__).parent
-    try:
-        run = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return run.stdout.strip() or "unknown"
-
-
-def machine() -> str:
-    """Return processor and core count."""
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-        cores = len(os.sched_getaffinity(0))
-    except OSError:
-        return model
-    return f"{model}, {cores} cores"

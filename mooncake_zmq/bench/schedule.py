@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from mooncake_zmq.bench.report import Report, Row, commit
+from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad, generated_trace, of_models
 from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.conductor.conductor import Conductor
@@ -33,6 +33,7 @@ from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.reports import commit
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.refused import Refused
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol
 import click
 from rich.table import Table
 
-from mooncake_zmq.bench.report import commit, machine
 from mooncake_zmq.laboratory import tables
+from mooncake_zmq.laboratory.reports import commit, machine
 
 
 class ZooLine(Protocol):

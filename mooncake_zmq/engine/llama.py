@@ -445,6 +445,10 @@ class ArrayRows:
         self.hidden = self._work.hidden[: self._count]
         self.hidden[...] = engine._enter(entering)
 
+    def place(self, positions: NDArray[np.int64]) -> None:
+        """Store and attend from these positions instead of those for which keys are rotated."""
+        self._positions = positions
+
     def project(self, layer: int) -> None:
         engine = self._engine
         engine._project(engine._linear, self._work, engine._layers[layer], self._count)

@@ -111,7 +111,8 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     """Replay TRACE through the cluster's own actors in virtual time, and print its figures.
 
     TRACE is Mooncake's JSON lines, an Azure LLM inference CSV or a BurstGPT CSV, plain or .gz. The CSVs name no blocks: none of
-    their prompts is taken to begin as another. The vllm policies are a model of coupled instances, on prefill + decode nodes.
+    their prompts is taken to begin as another. The vllm policies are a model of coupled instances, on prefill + decode nodes;
+    vllm-chunked is the schedule of Sarathi-Serve.
     """
     source = source_of(trace, generate, like, options["first"])
     base = _base(options)

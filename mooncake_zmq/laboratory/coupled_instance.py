@@ -1,8 +1,8 @@
 """One coupled instance: prefill and decode of the same requests on one engine, as vLLM v0.5.1 schedules them. PURE.
 
-Prompts go first: a step of prefill stalls the decodes. With chunked prefill a step takes one token of every request that
-decodes and fills its budget with prompt tokens. Decode steps between two events are one run, computed at once; an arrival ends
-a run at its next border. Out of KV memory, the youngest request is preempted and its KV recomputed later.
+Prompts go first: a step of prefill stalls the decodes. With chunked prefill, as in Sarathi-Serve, a step takes one token of
+every request that decodes and fills its budget with prompt tokens. Decode steps between two events are one run, computed at
+once; an arrival ends a run at its next border. Out of KV memory, the youngest request is preempted and its KV recomputed later.
 """
 
 import math

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench.command import bench
-from mooncake_zmq.bench.everything import COMMANDS, Found, compared, missing, run_all
+from mooncake_zmq.bench.everything import COMMANDS, compared, missing
+from mooncake_zmq.laboratory.reports import Found, run_all
 
 
 def report(**ratios: float) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def test_one_that_fails_is_named_and_the_others_are_kept_at_once() -> None:
     assert [(len(each["reports"]), each["errors"]) for each in found["benches"]] == [(2, []), (0, ["no disk"] * 2), (2, [])]
     assert kept == [0, 1, 1, 2, 3, 3, 4]
     assert {"commit", "machine"} <= found.keys()
-    assert found["benches"][0]["command"] == "bench good"
+    assert found["benches"][0]["command"] == "good"
 
 
 @pytest.mark.parametrize(

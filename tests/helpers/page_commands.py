@@ -76,6 +76,7 @@ NOT_RUN = {
     r"mooncake-zmq bench pool($| --only)": "a minute; tests/bench/test_pool.py runs its rows",
     r"mooncake-zmq profile": "tests/bench/test_profile_command.py runs it",
     r"mooncake-zmq store( |$)": "serves until it is stopped; tests/operate/test_store_command.py runs it",
+    r"mooncake-zmq reproduce systems": "an hour; tests/laboratory/test_systems.py runs its commands at toy size",
     r"mooncake-zmq reproduce": "minutes to an hour; tests/laboratory/test_reproduce.py runs figures at small size",
     r"mooncake-zmq simtest --seeds 5 --planted": "tests/simulation/test_seeds.py plants every bug",
     r"mooncake-zmq compile|mooncake-zmq simtest --seeds 20 --compiled": "two minutes; CI runs both",
