@@ -33,6 +33,8 @@ class KeptTokens:
     """Implements `Attending`: some of a context's tokens, by layer, and all that follow. `share`: no more of all are kept: a
     token that follows makes one go at Elastic Cache's fixed point. `state`: stands for tokens that are not kept."""
 
+    before = 0
+
     def __init__(
         self,
         kv: Sequence[Floats],

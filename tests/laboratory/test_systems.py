@@ -53,6 +53,8 @@ ASKED = {
     "MiniCache": [],
     "SemShareKV": [0.5, 0.08],
     "CacheBlend's practice": [0.35, 0.03, 0.92],
+    "Infinite-LLM": [1.15],
+    "Lamina": [],
     "KCache": [0.01, 0.55, 1],
     "PQCache": [0.03, 0.25, 1],
     "PyramidInfer": [1],
