@@ -85,13 +85,15 @@ def test_tokens_come_as_they_are_made_and_the_last_with_what_was_reused(bench):
     assert answers.tokens == [1, 2, 3]
 
 
-def test_a_connection_serves_one_request_after_another(bench):
+def test_a_connection_serves_one_request_after_another(bench, monkeypatch):
+    """A request that begins before the transfer of the last answer has ended needs a further connection."""
+    monkeypatch.setattr(generation_module, "READ_OUT_S", 60.0)
     answers = bench(event([1], "length"), usage(16), DONE)
     answers.stub.chunked = True
-    for _ in range(3):
+    for _ in range(20):
         assert answers.result(work()) == Generated((1,), 16)
         answers.heard.clear()
-    assert answers.stub.connections == 1
+    assert answers.stub.connections < 10
 
 
 def test_an_answer_whose_transfer_does_not_end_is_whole_all_the_same(bench):
