@@ -93,7 +93,7 @@ def all_(out: Path, turns: int, only: tuple[str, ...]) -> None:
     commands = [f"bench {command}" for command in COMMANDS if not only or command.split()[0] in only]
     if unknown := set(only) - {command.split()[0] for command in COMMANDS}:
         raise click.BadParameter(f"--only {', '.join(sorted(unknown))}: choose of {', '.join(map(_name, COMMANDS))}")
-    whole = run_all(commands, turns, _measured, lambda found: write(out, found))
+    whole = run_all(commands, turns, _measured, lambda found: write(out, found, "--json"))
     failures = [f"{bench['command']}: {error}" for bench in whole["benches"] for error in bench["errors"]]
     if failures:
         raise click.ClickException("; ".join(failures))

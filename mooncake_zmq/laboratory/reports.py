@@ -35,14 +35,14 @@ def run_all(commands: Sequence[str], turns: int, run: Callable[[str], Found], ke
     return whole
 
 
-def write(path: Path, found: Found) -> None:
-    """Replace a file by these results. Raises Refused."""
+def write(path: Path, found: Found, option: str) -> None:
+    """Replace the file that `option` names by these results. Raises Refused."""
     new = path.with_name(f"{path.name}.new")
     try:
         new.write_text(json.dumps(found, indent=1))
         new.replace(path)
     except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from None
+        raise Refused(f"{option} {path}: {error.strerror}") from None
 
 
 def measured(command: str, timeout_s: float) -> Found:

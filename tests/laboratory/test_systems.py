@@ -118,7 +118,7 @@ def test_what_was_measured_is_not_measured_again_and_is_kept_although_another_fa
 
 
 def test_a_file_that_cannot_be_written_is_noticed_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="No such file"):
+    with pytest.raises(Refused, match="--results .*No such file"):
         reproduce_systems(OF_ANSWERS, tmp_path / "no" / "x.json", small=False, run=lambda words: pytest.fail("was run"))
 
 

@@ -311,7 +311,7 @@ def reproduce_systems(names: Sequence[str], results: Path | None, *, small: bool
     def keep(whole: Found) -> None:
         known.update((each["command"], each) for each in whole["benches"])
         if results:
-            write(results, {**whole, "benches": list(known.values())})
+            write(results, {**whole, "benches": list(known.values())}, "--results")
 
     def announced(words: str) -> Found:
         left = sum(minutes[each] for each in missing[missing.index(words) :])
