@@ -16,10 +16,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mooncake_zmq.bench.others.peers import Peer, driver_process
-from mooncake_zmq.bench.quality import Floats, check_positions, manual_page, studied
+from mooncake_zmq.bench.quality import Floats, Tokens, check_positions, manual_tokens, prefilled, studied
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.elsewhere import FarKV
@@ -36,12 +35,10 @@ from mooncake_zmq.transfer.tickets import Ticket
 PAGES = ("operating", "architecture", "api", "pool", "vllm", "laboratory")
 DRIVER = Path(__file__).with_name("attend_driver.py")
 ENDPOINT = "tcp://127.0.0.1:0"
-PREFILL_TOKENS = 512
 ANSWER_TIMEOUT_S = 600.0
 LOCAL, PART, ALL, SHORT = "all KV here", "part", "all", "no context"
 MEMORY_PRICE = 0.25
 """Price of a node for memory, as assumed, in prices of one that computes."""
-Tokens = NDArray[np.int32]
 Progress = Callable[[str], None]
 
 
@@ -136,18 +133,10 @@ def lamina_notes(bench: AttendBench, ways: Mapping[str, Way]) -> Iterator[str]:
 
 def encoded_manual(path: Path, tokens: int) -> Tokens:
     """Return the tokens of our manual's pages. Raises ModelError if they are fewer than these."""
-    encoded = open_tokenizer(path).encode("\n".join(map(manual_page, PAGES)))
+    encoded = manual_tokens(open_tokenizer(path), *PAGES)
     if len(encoded) < tokens:
         raise ModelError("the manual's pages are too short: take fewer tokens")
-    return np.asarray(encoded, np.int32)
-
-
-def computed(engine: Llama, context: Tokens) -> SequenceKV:
-    """Return the KV of a context."""
-    sequence = engine.new_sequence(len(context))
-    for begin in range(0, len(context), PREFILL_TOKENS):
-        engine.prefill(sequence, context[begin : begin + PREFILL_TOKENS], logits_at=None)
-    return sequence
+    return encoded
 
 
 def cut(engine: Llama, source: SequenceKV, start: int, stop: int, following: int) -> SequenceKV:
@@ -182,7 +171,7 @@ class _Study:
         with ExitStack() as stack:
             peers = [self._peer(stack, number, progress) for number in range(bench.lenders)]
             progress(f"computing {bench.tokens:,} tokens here")
-            whole = computed(self.engine, self._context)
+            whole = prefilled(self.engine, self._context)
             batches = self._batches(whole)
             whole.close()
             lenders = [self._lender(stack, peer.ready) for peer in peers]

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mooncake_zmq.bench.attend import ALL, PART, computed, cut, encoded_manual
+from mooncake_zmq.bench.attend import ALL, PART, cut, encoded_manual
 from mooncake_zmq.bench.keys_driver import fail
+from mooncake_zmq.bench.quality import prefilled
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.weights import load_engine
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str]) -> None:
     limit_blas()
     engine = load_engine(order["path"], threads=order["threads"], backend=order["backend"])
     assert isinstance(engine, Llama)
-    whole = computed(engine, encoded_manual(Path(order["path"]), order["tokens"])[: order["tokens"]])
+    whole = prefilled(engine, encoded_manual(Path(order["path"]), order["tokens"])[: order["tokens"]])
     host = PartialHost(engine.spec, engine.attend_part, order["endpoint"], sealed=order["sealed"], on_crash=fail)
     ticket = host.ticket()
     loans: dict[str, list[int | None]] = {name: [] for name in (PART, ALL)}

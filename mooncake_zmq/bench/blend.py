@@ -21,11 +21,13 @@ from rich.table import Table
 from mooncake_zmq.bench.quality import (
     Floats,
     Logs,
+    Tokens,
     agreement,
     check_positions,
     divergence,
     log_probabilities,
-    manual_page,
+    manual_tokens,
+    prefilled,
     studied,
 )
 from mooncake_zmq.bench.report import Report, Row
@@ -53,7 +55,6 @@ BLOCK_TOKENS = 16
 EDITED = 0.1
 """The share of tokens edited: four fifths replaced, a tenth left out, a tenth put in."""
 PREFIX, WHOLE = "prefix caching", "full prefill"
-Tokens = NDArray[np.int32]
 Progress = Callable[[str], None]
 Plan = tuple[list[Reused], Again]
 
@@ -174,7 +175,7 @@ class _Study:
             return np.asarray(tokenizer.encode(text), np.int32)
 
         self._system, self._question = encoded(SYSTEM), encoded(QUESTION)
-        self._pages = {page: encoded(manual_page(page)) for page in {*PAGES, *EDITED_PAGES}}
+        self._pages = {page: manual_tokens(tokenizer, page) for page in {*PAGES, *EDITED_PAGES}}
         prompt = len(self._system) + bench.documents * bench.tokens + len(self._question)
         self._capacity = max(prompt, 2 * bench.edited_tokens) + bench.following
         check_positions(engine, self._capacity)
@@ -347,10 +348,7 @@ class _Study:
 
     def _kv(self, tokens: Tokens, at: int) -> Floats:
         """Return the KV of tokens computed at a position: behind nothing, or as much of the system prompt."""
-        sequence = self.engine.new_sequence(at + len(tokens))
-        everything = np.concatenate((self._system[:at], tokens))
-        for begin in range(0, len(everything), CHUNK_ROWS):
-            self.engine.prefill(sequence, everything[begin : begin + CHUNK_ROWS], logits_at=None)
+        sequence = prefilled(self.engine, np.concatenate((self._system[:at], tokens)))
         kv = read_kv(self.engine, sequence, at, at + len(tokens))
         sequence.close()
         return kv

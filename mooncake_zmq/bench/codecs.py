@@ -27,7 +27,7 @@ from mooncake_zmq.bench.quality import (
     check_positions,
     divergence,
     log_probabilities,
-    manual_page,
+    manual_tokens,
     studied,
 )
 from mooncake_zmq.bench.report import Report, Row
@@ -200,7 +200,7 @@ class Study:
 
     def whole(self, pages: Sequence[str]) -> list[NDArray[np.int32]]:
         """Return pages of the manual."""
-        return [np.asarray(self._tokenizer.encode(manual_page(page)), np.int32) for page in pages]
+        return [manual_tokens(self._tokenizer, page) for page in pages]
 
     def cosine_notes(self) -> Iterator[str]:
         """Yield what says why merging layers works or not."""

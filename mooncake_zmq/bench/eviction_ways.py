@@ -2,8 +2,8 @@
 
 All keep keys as they were rotated, and every token that follows the context. Elastic Cache (liuzuyan/ElasticCache) keeps what
 all queries of the context attend to most, merges the others into it, and evicts at a fixed point while it decodes, so that it
-keeps a constant share of all tokens. PyramidInfer
-(mutonix/pyramidinfer) drops tokens from layer to layer while it computes the context, so that later layers compute less.
+keeps a constant share of all tokens. PyramidInfer (mutonix/pyramidinfer) drops tokens from layer to layer while it computes the
+context, so that later layers compute less.
 """
 
 import math
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.bench.codec_baselines import SINKS
 from mooncake_zmq.bench.low_rank import State, joined
-from mooncake_zmq.bench.quality import Computed, Floats, computed
+from mooncake_zmq.bench.quality import Computed, Floats, causal_weights, computed
 from mooncake_zmq.engine.llama import Llama
 
 FIXED_DISTANCE = 25
@@ -90,11 +90,7 @@ def taken(kv: Floats, which: Tokens) -> Floats:
 
 def attended_most(layer: Computed, kept: int) -> Tokens:
     """Return the first tokens, those that all queries attend to most in the mean of heads, and the last one."""
-    tokens = layer.kv.shape[1]
-    scores = layer.queries.transpose(0, 2, 1, 3) @ layer.kv[0].transpose(1, 2, 0)[:, None]
-    scores[..., np.triu(np.ones((tokens, tokens), bool), 1)] = -np.inf
-    weights = np.exp(scores - scores.max(axis=3, keepdims=True))
-    importance = (weights / weights.sum(axis=3, keepdims=True)).sum(axis=(0, 1, 2))
+    importance = causal_weights(layer).sum(axis=(0, 1, 2))
     importance[:SINKS] = importance[-1] = np.inf
     found: Tokens = np.sort(np.argsort(-importance, kind="stable")[:kept])
     return found
@@ -174,13 +170,7 @@ def pyramid(engine: Llama, tokens: NDArray[np.int32], decay: float = DECAY) -> t
 
 def _recent_weights(layer: Computed, context: int) -> Floats:
     """Return how the recent tokens attend to the `context` ones before them, the later of them more; the first never go."""
-    queries = layer.queries[:, context:].transpose(0, 2, 1, 3)
-    scores = queries @ layer.kv[0].transpose(1, 2, 0)[:, None]
-    recent = scores.shape[2]
-    scores[..., context:][..., np.triu(np.ones((recent, recent), bool), 1)] = -np.inf
-    weights = np.exp(scores - scores.max(axis=3, keepdims=True))
-    weights /= weights.sum(axis=3, keepdims=True)
-    by_query = weights[..., :context].mean(axis=(0, 1))
-    found: Floats = (by_query * np.linspace(1, DISTANCE_WEIGHT, recent, dtype=np.float32)[:, None]).mean(axis=0)
+    by_query = causal_weights(layer, context)[..., :context].mean(axis=(0, 1))
+    found: Floats = (by_query * np.linspace(1, DISTANCE_WEIGHT, len(by_query), dtype=np.float32)[:, None]).mean(axis=0)
     found[:SINKS] = np.inf
     return found

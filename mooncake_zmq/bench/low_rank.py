@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.bench.codec_baselines import SINKS
-from mooncake_zmq.bench.quality import Computed, Floats, computed
+from mooncake_zmq.bench.quality import Computed, Floats, causal_weights, computed
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.llama import Llama
 
@@ -151,12 +151,8 @@ def sample(layer: Computed, tokens: int, recent: int) -> Sample:
     """Return what a text teaches: the attention of those behind its context, with and without the tokens between the first and
     the `recent` ones of this."""
     keys, values = layer.kv.transpose(0, 2, 1, 3)
-    queries = layer.queries[:, tokens:].transpose(0, 2, 1, 3)
-    scores = queries @ keys.transpose(0, 2, 1)[:, None]
-    asking = scores.shape[2]
-    scores[..., tokens:][..., np.triu(np.ones((asking, asking), bool), 1)] = -np.inf
-    weights = np.exp(scores - scores.max(axis=3, keepdims=True))
-    exact = (weights / weights.sum(axis=3, keepdims=True)) @ values[:, None]
+    queries, weights = layer.queries[:, tokens:].transpose(0, 2, 1, 3), causal_weights(layer, tokens)
+    exact = weights @ values[:, None]
     dropped = slice(SINKS, tokens - recent)
     weights[..., dropped] = 0
     weights /= weights.sum(axis=3, keepdims=True)

@@ -13,11 +13,14 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import ArrayRows, Llama
 from mooncake_zmq.engine.prepare import prepare
+from mooncake_zmq.engine.tokenizer import Tokenizer
 from mooncake_zmq.refused import Refused
 
 Floats = NDArray[np.float32]
 Logs = NDArray[np.float64]
+Tokens = NDArray[np.int32]
 StudyT = TypeVar("StudyT")
+PREFILL_TOKENS = 512
 
 
 def prepared_model(model: str, cache_dir: str, **options: Any) -> Path:
@@ -50,6 +53,19 @@ def manual_page(page: str) -> str:
     return (Path(mooncake_zmq.__file__).parent / "docs" / f"{page}.md").read_text()
 
 
+def manual_tokens(tokenizer: Tokenizer, *pages: str) -> Tokens:
+    """Return the tokens of pages of our own manual, one behind the other."""
+    return np.asarray(tokenizer.encode("\n".join(map(manual_page, pages))), np.int32)
+
+
+def prefilled(engine: Llama, context: Tokens, following: int = 0) -> SequenceKV:
+    """Return a sequence that has the KV of a context, and room for more tokens."""
+    sequence = engine.new_sequence(len(context) + following)
+    for begin in range(0, len(context), PREFILL_TOKENS):
+        engine.prefill(sequence, context[begin : begin + PREFILL_TOKENS], logits_at=None)
+    return sequence
+
+
 @dataclass(frozen=True, slots=True)
 class Computed:
     """A layer of some tokens of a prompt: queries [kv_head, n, group, head_dim], scaled, keys and values [k/v, n, kv_head,
@@ -77,6 +93,17 @@ def computed(engine: Llama, scratch: SequenceKV, layer: int, entering: NDArray[A
         rows.finish(layer)
         work += count * spec.hidden * (query + 3 * spec.ffn) + count * (count + 1) * query
     return Computed(rows.queries, kv, rows.hidden.copy(), work)
+
+
+def causal_weights(layer: Computed, first: int = 0) -> Floats:
+    """Return how the queries from `first` on attend to all tokens up to their own [kv_head, group, n, token]."""
+    queries = layer.queries[:, first:].transpose(0, 2, 1, 3)
+    scores = queries @ layer.kv[0].transpose(1, 2, 0)[:, None]
+    asking = scores.shape[2]
+    scores[..., first:][..., np.triu(np.ones((asking, asking), bool), 1)] = -np.inf
+    weights: Floats = np.exp(scores - scores.max(axis=3, keepdims=True))
+    weights /= weights.sum(axis=3, keepdims=True)
+    return weights
 
 
 def log_probabilities(engine: Llama, sequence: SequenceKV, following: NDArray[np.int32]) -> Logs:

@@ -14,17 +14,18 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.table import Table
 
 from mooncake_zmq.bench.quality import (
     Logs,
+    Tokens,
     agreement,
     check_positions,
     divergence,
     log_probabilities,
     logs_of,
-    manual_page,
+    manual_tokens,
+    prefilled,
     studied,
 )
 from mooncake_zmq.bench.report import Report, Row
@@ -42,7 +43,6 @@ from mooncake_zmq.laboratory import tables
 
 PAGES = ("architecture", "pool", "vllm")
 SPEED_PAGES = ("operating", "architecture", "api", "pool", "vllm", "laboratory")
-PREFILL_TOKENS = 512
 SPEED_SHARE = 8
 EXACT, BASELINE = "all tokens", "sinks and recent"
 WAYS: Mapping[str, tuple[Callable[[int, int, int, int], Selector], bool]] = {
@@ -53,7 +53,6 @@ WAYS: Mapping[str, tuple[Callable[[int, int, int, int], Selector], bool]] = {
     "Quest": (Quest, False),
 }
 """Selectors, and whether values count too, as `FewOfMany` says."""
-Tokens = NDArray[np.int32]
 Progress = Callable[[str], None]
 
 
@@ -148,15 +147,12 @@ class _Study:
         self._timed = bench.steps * bench.rounds
         tokenizer = open_tokenizer(path)
 
-        def encoded(*pages: str) -> Tokens:
-            return np.asarray(tokenizer.encode("\n".join(map(manual_page, pages))), np.int32)
-
         needed, timed = bench.tokens + bench.following, bench.speed_tokens + self._timed
         check_positions(engine, max(needed, timed))
         if bench.tokens // min(bench.shares) + SINKS + RECENT > bench.tokens or bench.tokens < max(bench.shares):
             raise ModelError(f"{SINKS + RECENT} tokens are always attended to: take more tokens or other shares")
-        self._texts = [encoded(page)[:needed] for page in PAGES]
-        self._long = encoded(*SPEED_PAGES)[:timed]
+        self._texts = [manual_tokens(tokenizer, page)[:needed] for page in PAGES]
+        self._long = manual_tokens(tokenizer, *SPEED_PAGES)[:timed]
         if any(len(text) < needed for text in self._texts) or len(self._long) < timed:
             raise ModelError("the manual's pages are too short: take fewer tokens")
 
@@ -166,7 +162,7 @@ class _Study:
         found: dict[tuple[str, int], list[tuple[float, ...]]] = {}
         for page, text in zip(PAGES, self._texts, strict=True):
             context, following = text[: bench.tokens], text[bench.tokens :]
-            sequence = self._computed(context, bench.following)
+            sequence = prefilled(self.engine, context, bench.following)
             exact = log_probabilities(self.engine, sequence, following)
             sequence.set_length(len(context))
             for share in bench.shares:
@@ -197,7 +193,7 @@ class _Study:
         bench, notes = self._bench, []
         context, following = self._long[: bench.speed_tokens], self._long[bench.speed_tokens :]
         progress(f"a context of {len(context)} tokens")
-        sequence = self._computed(context, self._timed)
+        sequence = prefilled(self.engine, context, self._timed)
         seconds: dict[str, list[float]] = {EXACT: []}
         ways: dict[str, FewOfMany] = {}
         for name in (*WAYS, BASELINE):
@@ -240,13 +236,6 @@ class _Study:
         spec, (selector, values) = self.engine.spec, WAYS[name]
         kept = selector(spec.layers, spec.kv_heads, spec.head_dim, sequence.length + following)
         return FewOfMany(sequence, kept, chosen, following=following, values=values)
-
-    def _computed(self, context: Tokens, following: int) -> SequenceKV:
-        """Return a sequence that has the context and room for more."""
-        sequence = self.engine.new_sequence(len(context) + following)
-        for begin in range(0, len(context), PREFILL_TOKENS):
-            self.engine.prefill(sequence, context[begin : begin + PREFILL_TOKENS], logits_at=None)
-        return sequence
 
     def _decoded(self, few: FewOfMany, following: Tokens) -> Logs:
         """Return the log probabilities of the next token after each of these."""

@@ -11,6 +11,7 @@ import pytest
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.modelled import ModelledEngine
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.tokenizer import open_tokenizer
@@ -38,6 +39,22 @@ def engine(request, tiny_path, tiny):
         case "tiny":
             return tiny
     return weights.load_engine(tiny_path, threads=3)
+
+
+@pytest.fixture(scope="session", params=["qwen2", "qwen3"])
+def qwen_path(request):
+    """Models with a bias, and with norms of heads."""
+    return prepare(f'dummy:{{"layers": 2, "family": "{request.param}"}}', default_cache_dir())
+
+
+@pytest.fixture(params=["numpy", "compiled", "compiled, 2 threads"])
+def qwen(request, qwen_path):
+    if request.param == "numpy":
+        return weights.open_model(qwen_path)
+    try:
+        return weights.open_compiled(qwen_path, threads=2 if "2" in request.param else 1, compacted=False)
+    except ModelError as error:
+        pytest.skip(error.message)
 
 
 @pytest.fixture(scope="session")

@@ -4,28 +4,14 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.elsewhere import FarKV, Partial, no_tokens
-from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 
 LENT, TOKENS, STEPS = (64, 96), (150, 131), 3
 
 
-@pytest.fixture(scope="session", params=["qwen2", "qwen3"])
-def path(request):
-    """Models with a bias, and with norms of heads."""
-    return prepare(f'dummy:{{"layers": 2, "family": "{request.param}"}}', default_cache_dir())
-
-
-@pytest.fixture(params=["numpy", "compiled", "compiled, 2 threads"])
-def engine(request, path):
-    if request.param == "numpy":
-        return weights.open_model(path)
-    try:
-        return weights.open_compiled(path, threads=2 if "2" in request.param else 1, compacted=False)
-    except ModelError as error:
-        pytest.skip(error.message)
+@pytest.fixture
+def engine(qwen):
+    return qwen
 
 
 class Here:

@@ -5,10 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_zmq.engine import weights
-from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
-from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.selection.exact_keys import ExactKeys
 from mooncake_zmq.engine.selection.few_of_many import FewOfMany
 from mooncake_zmq.engine.selection.product_codes import CENTROIDS, ProductCodes, k_means, nearest
@@ -18,20 +15,9 @@ SELECTORS = [ExactKeys, ProductCodes, Quest]
 LAYERS, KV_HEADS, GROUP, DIM = 2, 3, 2, 8
 
 
-@pytest.fixture(scope="session", params=["qwen2", "qwen3"])
-def path(request):
-    """With a bias, and with norms of heads."""
-    return prepare(f'dummy:{{"layers": 2, "family": "{request.param}"}}', default_cache_dir())
-
-
-@pytest.fixture(params=["numpy", "compiled", "compiled, 2 threads"])
-def engine(request, path):
-    if request.param == "numpy":
-        return weights.open_model(path)
-    try:
-        return weights.open_compiled(path, threads=2 if "2" in request.param else 1, compacted=False)
-    except ModelError as error:
-        pytest.skip(error.message)
+@pytest.fixture
+def engine(qwen):
+    return qwen
 
 
 def floats(rng, *shape):

@@ -8,13 +8,12 @@ from collections.abc import Generator
 import pytest
 
 CPU = "cpu_s"
+BEGUN_S = pytest.StashKey[float]()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    begun = _cpu_s()
-    item.user_properties.append((CPU, lambda: _cpu_s() - begun))
-    return (yield)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[BEGUN_S] = _cpu_s()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -22,10 +21,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: "pytest.CallInfo[None]"
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    measured = [value for name, value in item.user_properties if name == CPU]
-    report.user_properties = [each for each in report.user_properties if each[0] != CPU]
     if call.when == "teardown":
-        report.user_properties += [(CPU, value()) for value in measured]
+        report.user_properties.append((CPU, _cpu_s() - item.stash[BEGUN_S]))
     return report
 
 
