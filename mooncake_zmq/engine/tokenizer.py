@@ -11,7 +11,7 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 VOCABULARY_FILE = "tokenizer.json"
 CONVERSATION_FILE = "conversation.json"
 
-REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
-PENDING_TOKENS_MAX = 16  # a character has at most 4 bytes, so 16 tokens that end in none are invalid bytes: let them out
-
 PIECES_KEPT = 1 << 14
-"""Tokens whose bytes are kept: an answer with probabilities names the same likely ones twenty times a token."""
+"""Tokens whose bytes are kept, and whose text: an answer with probabilities names the same likely ones twenty times a token."""
 
 WORD_BEGINS = "\u2581"
 """SentencePiece's form of a space."""
@@ -103,6 +100,8 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, conversation: Conversation) -> None:
         self._vocabulary = vocabulary
         self._piece = lru_cache(PIECES_KEPT)(vocabulary.piece)
+        self._text_of = lru_cache(PIECES_KEPT)(lambda token, special: vocabulary.decode([token], special=special))
+        self.joins_bytes = vocabulary.joins_bytes
         self._conversation = conversation
         self._template = conversation.chat_template()
         self.vocab_size = vocabulary.size
@@ -128,9 +127,9 @@ class Tokenizer:
         """Return the bytes of a token, perhaps a part of a character. A special token's are those of its name."""
         return self._piece(token)
 
-    def stream(self, *, special: bool = False) -> "TokenStream":
-        """Return a new stream; `special`: with the names of special tokens."""
-        return TokenStream(self._vocabulary, special=special)
+    def text_of(self, token: int, special: bool = False) -> str:
+        """Return the text of one token by itself, as `decode` does."""
+        return self._text_of(token, special)
 
     def chat(
         self,
@@ -150,46 +149,6 @@ class Tokenizer:
         if self._template is None:
             raise TemplateFailed("this model has no chat template: use /v1/completions")
         return self._template.text(messages, form, tools)
-
-
-class TokenStream:
-    """Incremental text of a growing sequence: the emitted text never ends inside a character.
-
-    The text of token n can depend on its left neighbour (a space may be dropped at the start), so `_ids` begins with the
-    last emitted piece, which ends at `_read`; each step decodes both it and the whole, and emits what the whole adds.
-    Where a text is exactly the bytes of its tokens, nothing depends on the emitted text, and none of it is kept.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, *, special: bool = False) -> None:
-        self._decode = partial(vocabulary.decode, special=special)
-        self._joins_bytes = vocabulary.joins_bytes
-        self._ids: list[int] = []
-        self._read = 0
-        self._emitted = ""
-        """The text of the ids that end at `_read`."""
-
-    def push(self, token: int) -> str:
-        self._ids.append(token)
-        return self._emit(whole=len(self._ids) - self._read > PENDING_TOKENS_MAX)
-
-    def flush(self) -> str:
-        """Return the text that is still held back, complete or not."""
-        return self._emit(whole=True)
-
-    def _emit(self, *, whole: bool) -> str:
-        emitted = self._emitted
-        text = self._decode(self._ids)
-        if len(text) <= len(emitted) or (text.endswith(REPLACEMENT) and not whole):
-            if whole:  # e.g. special tokens: to keep them would make each further one cost more
-                del self._ids[self._read :]
-            return ""
-        if self._joins_bytes:
-            self._ids.clear()
-            return text
-        del self._ids[: self._read]
-        self._read = len(self._ids)
-        self._emitted = self._decode(self._ids)
-        return text[len(emitted) :]
 
 
 class BpeVocabulary:

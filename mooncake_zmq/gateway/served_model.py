@@ -11,13 +11,6 @@ from mooncake_zmq.kv.codec import CODECS, EXACT
 from mooncake_zmq.kv.image_keys import Begin, keys_with_images
 
 
-class TextStream(Protocol):
-    """Incremental text of one answer; what comes out never ends inside a character."""
-
-    def push(self, token: int) -> str: ...
-    def flush(self) -> str: ...
-
-
 class Tokenizer(Protocol):
     """The part of `engine.tokenizer.Tokenizer` that the gateway uses. `encode` and `chat` run in threads too."""
 
@@ -35,6 +28,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """`special`: with the names of special tokens."""
 
+    joins_bytes: bool
+    """Whether a text is exactly the bytes of its tokens one after the other."""
+
+    def text_of(self, token: int, special: bool = False) -> str:
+        """Return the text of one token by itself, as `decode` does."""
+
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character."""
 
@@ -42,7 +41,6 @@ class Tokenizer(Protocol):
     takes_tools: bool
     """Does that write them?"""
 
-    def stream(self, *, special: bool = False) -> TextStream: ...
     def chat(
         self,
         messages: list[dict[str, Any]],

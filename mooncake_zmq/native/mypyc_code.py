@@ -57,8 +57,8 @@ _ACTORS = (
 """Modules with msgspec classes are left out, as mypyc cannot compile those."""
 _AROUND_THEM = (
     *(f"core.{name}" for name in ("node", "session", "watch")),
-    *(f"gateway.http.{name}" for name in ("calls", "edge", "ended_requests", "metrics", "sse")),
-    *(f"gateway.openai.{name}" for name in ("detokenizer", "responses")),
+    *(f"gateway.http.{name}" for name in ("calls", "edge", "ended_requests", "loop_turns", "metrics", "sse")),
+    *(f"gateway.openai.{name}" for name in ("detokenizer", "responses", "token_stream")),
     *(f"gateway.requests.{name}" for name in ("answer", "families", "request", "request_log", "requests", "token_gaps")),
     "gateway.requests.traces",
     "runtime.peer_sockets",

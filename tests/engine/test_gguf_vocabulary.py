@@ -16,6 +16,7 @@ from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.sources.dummy import DummySource
 from mooncake_zmq.engine.sources.gguf_file import GgufSource
 from mooncake_zmq.engine.tokenizer import open_tokenizer
+from mooncake_zmq.gateway.openai.token_stream import TokenStream
 
 CORPUS = [
     "The lighthouse keeper kept two logbooks: one for the weather, one for the hours of the lamp.",
@@ -151,7 +152,7 @@ def test_a_sentencepiece_model_through_the_whole_path(sentencepiece, tmp_path):
     for text in TEXTS:
         ids = reference.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text).tolist() == [1, *ids], "Llama 2's begin with BOS unless the file says otherwise"
-        stream = tokenizer.stream()
+        stream = TokenStream(tokenizer)
         assert "".join([stream.push(token) for token in ids]) + stream.flush() == reference.decode(ids)
     assert tokenizer.chat([{"role": "user", "content": "keeper"}]).tolist() == reference.encode("<s>keeper").ids
     assert tokenizer.eos_ids == (2,)

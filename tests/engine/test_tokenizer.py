@@ -10,7 +10,6 @@ import tokenizers
 from mooncake_zmq.engine.errors import ModelError, TemplateFailed
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
 from mooncake_zmq.engine.tokenizer import (
-    PENDING_TOKENS_MAX,
     BpeVocabulary,
     ByteVocabulary,
     Conversation,
@@ -39,39 +38,6 @@ def tokenizer(request):
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_stream_emits_whole_characters_that_add_up(tokenizer, text):
-    stream = tokenizer.stream()
-    pieces = [stream.push(token) for token in tokenizer.encode(text)]
-    for piece in pieces:
-        assert set(piece) <= set(text)
-    assert "".join(pieces) + stream.flush() == text
-
-
-def test_stream_gives_up_on_bytes_that_are_no_text():
-    stream = byte_tokenizer().stream()
-    pieces = [stream.push(0xFF) for _ in range(100)]
-    assert sum(map(len, pieces)) > 80
-    assert len("".join(pieces) + stream.flush()) == 100
-    assert [stream.push(token) for token in b"ok"] == ["o", "k"]
-
-
-def test_nothing_is_kept_of_what_was_emitted_where_a_text_is_bytes(tokenizer):
-    stream = tokenizer.stream()
-    for token in tokenizer.encode("naïve 漢字 🙂"):
-        assert not stream.push(token) or not stream._ids
-
-
-def test_tokens_without_text_are_not_kept():
-    """Or each further one would cost more than the one before."""
-    stream = byte_tokenizer().stream()
-    assert stream.push(ord("a")) == "a"
-    invisible = [stream.push(ByteVocabulary.END_ID) for _ in range(1000)]
-    assert set(invisible) == {""}
-    assert len(stream._ids) <= 2 + PENDING_TOKENS_MAX
-    assert [stream.push(token) for token in b"ok"] == ["o", "k"]
 
 
 def test_encoding_lets_other_threads_go_on():

@@ -7,6 +7,7 @@ from typing import Literal
 
 from mooncake_zmq.core.messages import TokenLogprob
 from mooncake_zmq.gateway.openai.reasoning import ReasoningReader
+from mooncake_zmq.gateway.openai.token_stream import TokenStream
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, CallPiece, Tools
 from mooncake_zmq.gateway.requests.client_events import (
     Failed,
@@ -158,7 +159,7 @@ class Choice:
         """Whether a vLLM's parsers have read a call."""
         self.unread_reason = ""
         """Why vLLM's parsers read no more of it; empty: they do, or are not asked."""
-        self._detokenizer = model.tokenizer.stream(special=tools.marked or special)
+        self._detokenizer = TokenStream(model.tokenizer, special=tools.marked or special)
         self._scanner = StopScanner(stops, with_stop=with_stop)
         self._min_tokens = min_tokens
         self._text = [echo]

@@ -30,6 +30,7 @@ from mooncake_zmq.gateway.openai.errors import (
 )
 from mooncake_zmq.gateway.openai.images import check_images, held_bytes, text_of, urls_in
 from mooncake_zmq.gateway.openai.reasoning import TAIL_TOKENS, Marks, ReasoningReader
+from mooncake_zmq.gateway.openai.token_stream import TokenStream
 from mooncake_zmq.gateway.openai.tools import Tools
 from mooncake_zmq.gateway.requests.client_events import ChatToRender, ClientRequest, Reading, Rendered
 from mooncake_zmq.gateway.requests.tenants import Tenant
@@ -412,7 +413,7 @@ def _offsets(ids: Sequence[int], prompt: Prompt, model: ServedModel) -> list[int
     """Where in the text that is echoed each of them begins, in characters. A text has the names of the special tokens that it
     asks for, and not those of what the model puts before it."""
     text = prompt if isinstance(prompt, str) else ""
-    stream = model.tokenizer.stream(special=bool(text))
+    stream = TokenStream(model.tokenizer, special=bool(text))
     pieces = [*(stream.push(token) for token in ids), stream.flush()]
     begins = accumulate(map(len, pieces[: len(ids) - 1]), initial=0)
     if not text:
