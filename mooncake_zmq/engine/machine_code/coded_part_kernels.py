@@ -5,9 +5,9 @@ from numba import njit
 from mooncake_zmq.engine.kv_cache import KEY_TILE
 from mooncake_zmq.engine.machine_code.attention_kernels import copy, places
 from mooncake_zmq.engine.machine_code.codec_kernels import decode_head, encode_head, rotate, round_key, round_value
-from mooncake_zmq.engine.machine_code.memory_access import floats, integers
+from mooncake_zmq.engine.machine_code.memory_access import floats, integers, prefetch
 from mooncake_zmq.engine.machine_code.part_kernels import SIDE, place_columns, transpose
-from mooncake_zmq.engine.machine_code.products import OPTIONS
+from mooncake_zmq.engine.machine_code.products import LINE_BYTES, OPTIONS
 from mooncake_zmq.engine.machine_code.step_layout import (
     CACHE_FIELDS,
     CODEC,
@@ -37,6 +37,17 @@ def _fields_of(codec, kv_heads, dim):
 
 
 @njit(**OPTIONS)
+def _prefetch(tile_at, value_at, turn, turns, dim):
+    """Begin to bring near one of `turns` shares of the columns of a tile, and a value. Each of a tile's channels lies
+    by itself, and would be waited for: decoding took 1.2 to 1.3 times, encoding 1.05 to 1.2 times as long (2-core Xeon)."""
+    for channel in range(turn * dim // turns, (turn + 1) * dim // turns):
+        for line in range(0, 4 * turns, LINE_BYTES):
+            prefetch(tile_at + 4 * channel * KEY_TILE + line)
+    for line in range(0, 4 * dim, LINE_BYTES):
+        prefetch(value_at + line)
+
+
+@njit(**OPTIONS)
 def encode_parts(table):
     """Write parts of the cache into slots; `table`: the address of the table of `Coding.ENCODE_PARTS`."""
     begins = integers(table, (PLACING_FIELDS,))
@@ -57,8 +68,11 @@ def encode_parts(table):
             run = min(min(TOGETHER, tokens - at), KEY_TILE - column)
             for head in range(kv_heads):
                 keys, values = places(begins, layer, kv_heads, head, dim)
-                _take_columns(keys + 4 * (tile * dim * KEY_TILE + column), run, dim, scratch)
+                next_keys, _ = places(begins, layer, kv_heads, head + 1, dim)
+                tile_at = 4 * (tile * dim * KEY_TILE + column)
+                _take_columns(keys + tile_at, run, dim, scratch)
                 for token in range(run):
+                    _prefetch(next_keys + tile_at, values + 4 * (start + at + token) * dim, token, run, dim)
                     here, number = out + (at + token) * token_bytes, scratch + 4 * token * dim
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
@@ -108,13 +122,15 @@ def decode_parts(table):
             run = min(min(TOGETHER, tokens - at), KEY_TILE - column)
             for head in range(kv_heads):
                 keys, values = places(begins, layer, kv_heads, head, dim)
+                tile_at = keys + 4 * (tile * dim * KEY_TILE + column)
                 for token in range(run):
+                    _prefetch(tile_at, values + 4 * (start + at + token) * dim, token, run, dim)
                     here, number = given + (at + token) * token_bytes, scratch + 4 * token * dim
                     codes_at = here + head * (dim * key_bits // 8)
                     decode_head(codes_at, here + key_scales_at + 2 * head, key_bits, floats(number, (dim,)))
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
-                place_columns(scratch, 4 * dim, run, dim, keys + 4 * (tile * dim * KEY_TILE + column))
+                place_columns(scratch, 4 * dim, run, dim, tile_at)
                 for token in range(run):
                     here, number = given + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
                     codes_at = here + values_at + head * (dim * value_bits // 8)

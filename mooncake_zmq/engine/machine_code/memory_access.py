@@ -31,6 +31,21 @@ def atomic_read(context, address):
 
 
 @intrinsic
+def prefetch(context, address):
+    """Begin to bring a cache line near that is read or written soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), *3 * [ir.IntType(32)]])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        for_writing, near, of_data = (ir.Constant(ir.IntType(32), number) for number in (1, 3, 1))
+        builder.call(function, [pointer, for_writing, near, of_data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def call(context, function, what, address, table):
     """Call machine code at an address."""
 
