@@ -138,7 +138,7 @@ class Computing:
             end = job.blend.exact_blocks * size
         job.chunk_first_block = first
         job.chunk_stop = end if job.blended_chunk else chunk_stop(job.computed, end, self._settings.chunk_tokens)
-        if self._reuse.awaits(now, job):
+        if self._reuse.awaits(job):
             job.chunk_stop = min(end, (first + max(1, self._reuse.head_blocks(now, job))) * size)
         places = first - base, self._layout.blocks_for(job.chunk_stop) - base
         if job.meeting is not None and not self._reuse.take_room(job, *places):

@@ -411,6 +411,7 @@ class Prefill:
         if preparing:
             effects += self._activate_all(now)  # jobs whose waits ended, since their blocks do not come
             effects += self._break_standstill(now)
+        self._reuse.end_overdue(now, self._queue.active())
         while not self._computing.is_busy and self._stages.computing is None:
             turn, stage = self._queue.first(partial(self._is_ready, now)), self._stages.first()
             if turn is None and stage is None:
@@ -433,11 +434,11 @@ class Prefill:
         """Return whether a job may begin before its decode has answered, when the engine is idle: mostly there is room, and
         where there is none, only the current layer is wasted. That holds for jobs of one chunk: longer ones gain little, and
         would hold the slab meanwhile."""
-        return job.state is READY and not job.reserved and not self._reuse.awaits(now, job)
+        return job.state is READY and not job.reserved and not self._reuse.awaits(job)
 
     def _may_meet(self, now: float, job: Job) -> bool:
         """Return whether a job that awaits blocks may compute some of its head, when the engine is idle."""
-        return job.state is READY and job.reserved and self._reuse.awaits(now, job) and self._reuse.head_blocks(now, job) > 0
+        return job.state is READY and job.reserved and self._reuse.awaits(job) and self._reuse.head_blocks(now, job) > 0
 
     def _break_standstill(self, now: float) -> list[Effect]:
         """End the last job where jobs whose own hits fill the slab wait for room in a circle; it is placed again."""

@@ -1,7 +1,7 @@
 """Reused blocks of a prefill: own hits, the pool's leased blocks, and blocks that could not be loaded. PURE."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from mooncake_zmq.core.actor import Effect
@@ -137,21 +137,22 @@ class Reuse:
         job.estimate = None
         return []
 
-    def awaits(self, now: float, job: Job) -> bool:
+    def end_overdue(self, now: float, jobs: Iterable[Job]) -> None:
+        """Have those of these jobs wait no more whose lease is over before everything came."""
+        for job in jobs:
+            if job.meeting is not None and job.meeting.grows and self._pool.reading_time_s(now, job.lease_id) <= 0:
+                self._lose(job, job.meeting)
+
+    def awaits(self, job: Job) -> bool:
         """Return whether blocks of a job that are needed before its last part may still come."""
         meeting = job.meeting
-        if meeting is None or not meeting.grows:
-            return False
-        if self._pool.reading_time_s(now, job.lease_id) <= 0:
-            self._lose(job, meeting)
-            return False
-        return meeting.missing(job.computed // self._layout.block_tokens) > 0
+        return meeting is not None and meeting.grows and meeting.missing(job.computed // self._layout.block_tokens) > 0
 
     def waits(self, now: float, job: Job) -> bool:
         """Return whether a job leaves its turn to others: the blocks that it awaits come sooner than they are computed, or none
         of them is worth computing now."""
         meeting, size = job.meeting, self._layout.block_tokens
-        if meeting is None or not self.awaits(now, job):
+        if meeting is None or not self.awaits(job):
             return False
         block = meeting.after_run(job.computed // size)
         computed_s = self._workload.computed_s(now, block * size, meeting.stop * size)
