@@ -691,3 +691,33 @@ def test_a_deployment_without_several_models_has_no_node_of_one(write):
 def test_models_of_another_type_are_refused_in_one_line(write, text):
     with pytest.raises(ConfigError, match="model"):
         load(write(text + "\n"), {}, {})
+
+
+def test_two_that_would_listen_at_one_port_of_a_host_are_named(write: Any) -> None:
+    metrics = NODES.replace('role = "conductor"', 'role = "conductor"\nhost = "a"\nmetrics_port = 9101').replace(
+        'role = "decode"', 'role = "decode"\nhost = "a"\nmetrics_port = 9101'
+    )
+    assert "c and d listen on 127.0.0.1:9101 of a" in fails(write("", metrics))
+    assert load(write("", metrics.replace('"decode"\nhost = "a"', '"decode"\nhost = "b"')), environment={})
+    own = NODES + '[[nodes]]\nname = "g"\nrole = "gateway"\nmetrics_port = 8000\n'
+    assert "g and g listen on 127.0.0.1:8000" in fails(write("", own))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[cluster]\ndrain_timeout_s = nan\n", "x.toml: cluster.drain_timeout_s: a number is wanted, and nan is none"),
+        ('[gateway]\nhttp_host = "[::1]"\n', "http_host: write ::1, without brackets"),
+    ],
+)
+def test_values_that_would_fail_later_are_refused(write: Any, text: str, said: str) -> None:
+    assert said in fails(write(text))
+
+
+def test_a_nan_of_a_nodes_own_settings_or_of_the_command_line_is_refused(write: Any) -> None:
+    assert "nodes[1].settings.report_s: a number is wanted" in fails(write("", NODES + "settings = { report_s = nan }\n"))
+    assert "nan is none" in fails(write(""), {"decode.report_s": "nan"})
+
+
+def test_no_node_has_the_name_of_what_starts_them(write: Any) -> None:
+    assert "name the node otherwise" in fails(write("", NODES.replace('"d"', '"up"')))

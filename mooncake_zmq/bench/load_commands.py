@@ -128,7 +128,7 @@ def client(
     from mooncake_zmq.runtime.http_connections import BadUrl
 
     try:
-        check_writable(rows_file)
+        check_writable(rows_file, "--rows", trace, like)
         asked = _client(url, speed or 1.0, **options)
         arrivals = load(structs.replace(source_of(trace, generate, like, limit), output_tokens=output_tokens))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

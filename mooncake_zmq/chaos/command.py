@@ -132,12 +132,13 @@ def chaos(
       mooncake-zmq chaos --tenants                  what one tenant's floods cost another
       mooncake-zmq chaos --fault flip_memory --planted trust_all_bytes
     """
+    _refuse_several(hostile, bursts, upgrade_from, tenants, plan_only)
+    _refuse_beside(tenants, kinds, hostile or bursts or upgrade_from or tenants, faults or lasting or planted)
     _enter(alone=plan_only or loopback)
-    _refuse_several(hostile, bursts, upgrade_from)
     loaded = _load(path)
     if tenants:
         _run_tenants(loaded, kinds, seconds, step_ms / 1000, keep=keep, as_json=as_json)
-    wanted_kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_processes)]
+    wanted_kinds = _kinds(faults, lasting=lasting)
     if plan_only:
         _print_plan(loaded, seed, minutes, wanted_kinds)
         return
@@ -158,9 +159,23 @@ def chaos(
     _run_faults(wanted, keep=keep, as_json=as_json)
 
 
-def _refuse_several(*runs: int | str | None) -> None:
+def _kinds(faults: Sequence[str], *, lasting: bool) -> list[Kind]:
+    kinds = [kind for kind in ([Kind(kind) for kind in faults] or Kind) if not (lasting and kind.ends_processes)]
+    if not kinds:
+        raise click.UsageError(f"--lasting leaves out what a process ends of, as {', '.join(faults)}: nothing would be broken")
+    return kinds
+
+
+def _refuse_beside(tenants: object, floods: object, other_run: object, of_faults: object) -> None:
+    if floods and not tenants:
+        raise click.UsageError("--flood goes with --tenants")
+    if of_faults and other_run:
+        raise click.UsageError("--fault, --lasting and --planted are of faults, which that run has none of")
+
+
+def _refuse_several(*runs: int | str | bool | None) -> None:
     if sum(map(bool, runs)) > 1:
-        raise click.UsageError("--hostile, --bursts and --upgrade are separate runs")
+        raise click.UsageError("--hostile, --bursts, --upgrade, --tenants and --plan are separate runs")
 
 
 def _enter(*, alone: bool) -> None:

@@ -4,6 +4,7 @@ Precedence: command line, environment (`MOONCAKE_ZMQ_SECTION__KEY`), file, the p
 errors.
 """
 
+import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -58,23 +59,31 @@ class Loaded:
         return _convert(merged, kind, self.path, self.sources, under=where)
 
     def check_addresses(self) -> None:
-        """Raise ConfigError if gateways of a host listen on one address and not all of them share it, or if a vLLM would
+        """Raise ConfigError if HTTP or metrics of a host have one address twice, unless gateways share it, or if a vLLM would
         listen where a node does."""
-        taken: dict[tuple[str, str, int], str] = {}
-        for node in self.config.of_role("gateway"):
-            section = self.section(node)
-            address = (node.host, section.http_host, section.http_port)
-            shares = section.reuse_port and self.section(self.config.node(taken.get(address, node.name))).reuse_port
-            if address in taken and not shares:
-                raise ConfigError(
-                    f"{self.path}: {taken[address]} and {node.name} listen on {address[1]}:{address[2]} of {node.host}: give "
-                    "them ports of their own, or share it by gateway.reuse_port = true"
-                )
-            taken[address] = node.name
+        taken: dict[tuple[str, str, int], tuple[str, bool]] = {}
+        for node in self.config.nodes:
+            for at, port, shares in self._http(node):
+                address = (node.host, at, port)
+                other, other_shares = taken.get(address, ("", True))
+                if other and not (shares and other_shares):
+                    raise ConfigError(
+                        f"{self.path}: {other} and {node.name} listen on {at}:{port} of {node.host}: give them ports of their "
+                        "own, or share a gateway's by gateway.reuse_port = true"
+                    )
+                taken[address] = node.name, shares
         own = {where: node.name for node in self.config.nodes for where in self.config.listens(node)}
         for node in self.config.of_role("vllm"):
             if (events := self.section(node).kv_events) in own:
                 raise ConfigError(f"{self.path}: {node.name}: its vLLM would publish at {events}, where {own[events]} listens")
+
+    def _http(self, node: NodeSettings) -> Iterator[tuple[str, int, bool]]:
+        """Yield where a node serves HTTP, and whether others may listen there too."""
+        if node.role == "gateway":
+            section = self.section(node)
+            yield section.http_host, section.http_port, section.reuse_port
+        if node.metrics_port:
+            yield node.metrics_host, node.metrics_port, False
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Return the most tokens of prompt and output together: the model's limit, or what the largest decode holds in whole
@@ -303,7 +312,20 @@ def _override(raw: dict[str, Any], sources: dict[str, str], dotted: str, value: 
     sources[dotted] = source
 
 
+def _nan_in(raw: Any) -> str:
+    """Return where a value is not a number, as a path that begins with a dot or a bracket; empty: nowhere."""
+    if isinstance(raw, float):
+        return "." if math.isnan(raw) else ""
+    each = raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, list) else ()
+    for key, value in each:
+        if at := _nan_in(value):
+            return (f"[{key}]" if isinstance(key, int) else f".{key}") + at.rstrip(".")
+    return ""
+
+
 def _convert(raw: Mapping[str, Any], kind: type[Any], shown: str, sources: Mapping[str, str], under: str = "") -> Any:
+    if at := _nan_in(raw):
+        raise ConfigError(f"{shown}: {(under + at).lstrip('.')}: a number is wanted, and nan is none")
     try:
         return msgspec.convert(with_sizes(raw, kind), kind)
     except msgspec.ValidationError as error:

@@ -194,6 +194,8 @@ class NodeSettings:
         for what in ("name", "host"):
             if not NAME_PATTERN.fullmatch(getattr(self, what)):
                 raise ValueError(f"{what} must be 1 to 63 of a-z, 0-9, '.', '_', '-'")
+        if self.name == "up":
+            raise ValueError("up is the name by which `mooncake-zmq up` locks its directory: name the node otherwise")
         if not _is_ipv4(self.metrics_host):
             raise ValueError("metrics_host must be an IPv4 address")
         if self.store_endpoint and self.role != "cache-node":
@@ -318,6 +320,8 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         if not 1 <= self.http_port < 65536:
             raise ValueError("http_port must be between 1 and 65535")
+        if self.http_host.startswith("["):
+            raise ValueError(f"http_host: write {self.http_host.strip('[]')}, without brackets")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ValueError("tls_certificate and tls_key go together: set both")
         if self.edge.max_choices > self.requests.max_open:

@@ -120,7 +120,8 @@ def sim(trace: Path | None, generate: str | None, like: Path | None, **options: 
     if options["plot"] is not None:
         new_figure(1, 1)  # fails at once if there is no matplotlib
     rows_file: Path | None = options["rows_file"]
-    check_writable(rows_file)
+    check_writable(rows_file, "--rows", trace, like)
+    check_writable(options["page"], "--page", trace, like)
     measure = kept(report.outcome_of, rows_file)
     jobs = [Job(source, setup, _page(options, len(runs))) for _, setup in runs]
     with runs_display("sim", len(runs)) as progress:

@@ -67,13 +67,15 @@ def write_runs(rows_file: Path | None, runs: Sequence[tuple["Setup", list[str]]]
 
 
 def write(rows_file: Path, columns: Sequence[str], lines: Iterable[str]) -> None:
-    """Write a header and lines, or a file of arrays. Raises StudyError."""
+    """Write a header and lines, or a file of arrays, in place of a former file once all is written. Raises StudyError."""
+    new = rows_file.with_name(f"{rows_file.name}.new")
     try:
         if rows_file.suffix == ".npz":
-            _write_arrays(rows_file, columns, lines)
-            return
-        with rows_file.open("w", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in (",".join(columns), *lines))
+            _write_arrays(new, columns, lines)
+        else:
+            with new.open("w", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in (",".join(columns), *lines))
+        new.replace(rows_file)
     except OSError as error:
         raise StudyError(f"--rows {rows_file}: {error.strerror}") from None
 
@@ -99,10 +101,21 @@ def _array(texts: Sequence[str]) -> "NDArray[Any]":
     return np.array(texts)
 
 
-def check_writable(rows_file: Path | None) -> None:
-    """Raise StudyError, before hours of runs, if the file cannot be written."""
-    if rows_file is not None:
-        write(rows_file, (), ())
+def check_writable(file: Path | None, option: str, *inputs: Path | None) -> None:
+    """Raise StudyError, before hours of runs, if a file cannot be written or is one of those that are read. What is in it
+    stays until then."""
+    if file is None:
+        return
+    if file.exists() and any(each is not None and each.exists() and file.samefile(each) for each in inputs):
+        raise StudyError(f"{option} {file}: that is the trace")
+    try:
+        new = file.with_name(f"{file.name}.new")
+        new.open("wb").close()
+        new.unlink()
+        if file.exists():
+            file.open("ab").close()
+    except OSError as error:
+        raise StudyError(f"{option} {file}: {error.strerror}") from None
 
 
 def _settings(setup: "Setup") -> Mapping[str, str]:

@@ -132,7 +132,7 @@ def _take_orphans(wanted: bool) -> None:
 
 def _command_line(arguments: Sequence[str]) -> bytes:
     """Return the command line of a node as the kernel shows it."""
-    return b"".join(part.encode() + b"\0" for part in (sys.executable, "-m", "mooncake_zmq", *arguments))
+    return b"".join(os.fsencode(part) + b"\0" for part in (sys.executable, "-m", "mooncake_zmq", *arguments))
 
 
 def main() -> None:

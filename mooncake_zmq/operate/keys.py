@@ -10,7 +10,7 @@ import click
 from mooncake_zmq.core.keys import KeysError, Kind
 from mooncake_zmq.core.messages import MAX_PRIORITY
 from mooncake_zmq.gateway.http.api_keys import read
-from mooncake_zmq.gateway.requests.tenants import HANGUPS, SHARE, Role, SloRight, Tenant, TenantsError, digest_of
+from mooncake_zmq.gateway.requests.tenants import HANGUPS, SHARE, Role, SloRight, Tenant, TenantsError, digest_of, parse
 from mooncake_zmq.refused import Refused
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.own_files import replace_own
@@ -194,13 +194,12 @@ def api(
     """
     if forget and not replace:
         _fail("--forget goes with --replace: a new name shares nothing with anybody")
-    known = _or_exit(lambda: read(path)) if path.exists() else ()
-    former = next((each for each in known if each.name == name), None)
-    if former is not None and not replace:
-        _fail(f"{name} has a key in {path}: --replace makes another one in its place")
     secret = f"mz-{secrets.token_urlsafe(32)}"
-    tenant = _or_exit(
-        lambda: Tenant(
+
+    def tenant(former: Tenant | None) -> Tenant:
+        if former is not None and not replace:
+            _fail(f"{name} has a key in {path}: --replace makes another one in its place")
+        return Tenant(
             name=name,
             digest=digest_of(secret),
             requests=requests,
@@ -212,11 +211,24 @@ def api(
             slo=slo or "",
             own_salt=former.own_salt if former is not None and not forget else secrets.token_hex(SALT_BYTES),
         )
-    )
-    lines = [each.line() for each in known if each.name != name] + [tenant.line()]
-    # Hashes of keys that cannot be guessed, for gateways of any user.
-    _or_exit(lambda: replace_own(path, "".join(f"{line}\n" for line in lines).encode(), mode=key_files.WORLD_READABLE))
+
+    _or_exit(lambda: _put_tenant(path, name, tenant))
     click.echo(secret)
+
+
+def _put_tenant(path: Path, name: str, make: Callable[[Tenant | None], Tenant]) -> None:
+    """Replace the line of a tenant in a file of API keys, or add one; `make` gets the former tenant. Two of these at once would
+    undo each other's change. Raises OSError, KeysError and TenantsError; the file is then as it was."""
+    if not path.parent.is_dir():
+        _fail(f"there is no directory {path.parent}")
+    with key_files.alone(path.parent):
+        known = {each.name: each for each in (read(path) if path.exists() else ())}
+        lines = key_files.read_guarded(path).splitlines() if path.exists() else []
+        kept = [line for line in lines if line.startswith("#") or line.strip().partition(":")[0] != name]
+        text = "".join(f"{line}\n" for line in (*kept, make(known.get(name)).line()))
+        parse(text)
+        # Hashes of keys that cannot be guessed, for gateways of any user.
+        replace_own(path, text.encode(), mode=key_files.WORLD_READABLE)
 
 
 def _nodes(path: str) -> list[str]:

@@ -46,6 +46,8 @@ def store(assignments: tuple[str, ...], *, name: str, dry_run: bool, **options: 
 
     text = toml(name, **options)
     loaded = load_text(text, SHOWN, overrides_of(assignments))
+    if dry_run and assignments:
+        raise click.UsageError("--set is not part of the file: leave it out with --dry-run, and give it to what reads the file")
     if dry_run:
         click.echo(text, nl=False)
         return

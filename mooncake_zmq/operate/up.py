@@ -110,7 +110,8 @@ class Up:
     def url(self) -> str:
         """The URL of the first gateway."""
         settings = self.loaded.section(self.config.of_role("gateway")[0])
-        return f"{'https' if is_tls(settings) else 'http'}://{settings.http_host}:{settings.http_port}"
+        host = f"[{settings.http_host}]" if ":" in settings.http_host else settings.http_host
+        return f"{'https' if is_tls(settings) else 'http'}://{host}:{settings.http_port}"
 
     def run(self, scenario: Scenario | None = None) -> int:
         """Start, serve until a signal or the end of `scenario`, and stop; return the exit code."""
@@ -119,7 +120,8 @@ class Up:
                 self._claim(stack)
                 self._prepare_model()
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    signal.signal(number, self._on_signal)
+                    if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as of `nohup`
+                        signal.signal(number, self._on_signal)
                 try:
                     self._start()
                     return self._serve(scenario)
@@ -192,9 +194,7 @@ class Up:
         """Find all mistakes that can be found before anything is started."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         make_private(self.runtime_dir)
-        lock = ProcessLock.acquire(self.runtime_dir, LOCK_NAME)
-        stack.callback(lock.release)
-        stack.callback(lock.path.unlink, missing_ok=True)  # while it is still held, so no other process can have taken it
+        stack.callback(ProcessLock.acquire(self.runtime_dir, LOCK_NAME).release)
         engines: tuple[Role, ...] = ("vllm",) if self.config.of_role("vllm") else ENGINE_ROLES
         needed: tuple[Role, ...] = ("conductor", *engines, "gateway")
         for role in needed:
@@ -373,7 +373,10 @@ class Up:
                 if child.wanted:
                     self._explain_end(child, code, now, starting=starting)
             if child.process is None and child.wanted and now >= child.start_at:
-                self._spawn(child)
+                try:
+                    self._spawn(child)
+                except OSError as error:  # no memory, say, or no process: those that run go on
+                    self._start_later(child, f"cannot be started: {error.strerror}", now)
             if child.server and _size(child.log) > log_file.MAX_BYTES:
                 _cut(child.log)
 
@@ -385,18 +388,21 @@ class Up:
             raise StartFailed(self._last_words(child))
         if now - child.started_at > STEADY_S:
             child.crashes = 0
-        delay_s = BACKOFF_S[min(child.crashes, len(BACKOFF_S) - 1)]
-        child.crashes += 1
-        child.start_at = now + delay_s
-        self.say(f"[yellow]{name}[/] {how}; starting it again in {delay_s} s")
+        self._start_later(child, how, now)
         if code > 0:
             self.console.print(self._tail(child), markup=False, style="dim")
             if starting and child.crashes >= 3:
                 raise StartFailed(f"{name} does not stay up; see {child.log}")
 
+    def _start_later(self, child: _Child, why: str, now: float) -> None:
+        delay_s = BACKOFF_S[min(child.crashes, len(BACKOFF_S) - 1)]
+        child.crashes += 1
+        child.start_at = now + delay_s
+        self.say(f"[yellow]{child.name}[/] {why}; starting it again in {delay_s} s")
+
     def _tail(self, child: _Child) -> str:
         """Return the last lines of a log; of a vLLM's also the first that names an error, the cause of those after it."""
-        lines = child.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = _lines(child.log)
         shown = lines[-TAIL_LINES:]
         cause = next((line for line in lines if "Error: " in line), "") if child.server else ""
         if cause and cause not in shown:
@@ -404,7 +410,7 @@ class Up:
         return "\n".join(f"  {child.name} | {line}" for line in shown)
 
     def _last_words(self, child: _Child) -> str:
-        lines = child.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = _lines(child.log)
         return lines[-1].removeprefix("mooncake-zmq: ") if lines else f"{child.node.name} gave no reason"
 
     # --- stop
@@ -450,6 +456,8 @@ class Up:
         cluster = self.config.cluster
         sweep(cluster.shm_dir, cluster.name, lambda name, incarnation: is_alive(self.runtime_dir, name, incarnation))
         for node in self.config.nodes:
+            if holder(self.runtime_dir, node.name) is not None:
+                continue  # somebody started it by hand
             for suffix in (".ipc", ".data.ipc", ".dump.json", ".dump.tmp"):
                 (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
             for what in ("ask", "answer"):
@@ -472,6 +480,19 @@ class Up:
         pids = [process.pid for process in processes if process is not None]
         segments = own_files(self.config.cluster.shm_dir, f"{FILE_PREFIX}={self.config.cluster.name}=")
         return sum(map(_private_and_file_bytes, (*pids, os.getpid()))) + sum(map(_allocated_bytes, segments))
+
+
+def check_free(runtime_dir: str) -> None:
+    """Raise ConfigError if a cluster runs in this directory."""
+    if (pid := holder(runtime_dir, LOCK_NAME)) is not None:
+        raise ConfigError(f"{LOCK_NAME} is already running as pid {pid} in {runtime_dir}")
+
+
+def _lines(log: Path) -> list[str]:
+    """Return the lines of a log; none if somebody removed it."""
+    with suppress(OSError):
+        return log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return []
 
 
 def _kill_leftovers(child: _Child) -> None:

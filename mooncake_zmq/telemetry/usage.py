@@ -16,6 +16,8 @@ from mooncake_zmq.transfer.own_files import DIRECTORY_MODE, open_own
 
 PREFIX, SUFFIX = "usage-", ".jsonl"
 NOT_WRITTEN = "not_written"
+MOST_LINE_BYTES = 4096
+"""No record is longer."""
 WRITE_S = 1.0
 """The time between two appends: what a killed gateway had not appended is lost."""
 
@@ -86,15 +88,25 @@ class Meter:
 
     def _open(self, day: str) -> int:
         path = self._directory / f"{PREFIX}{day}-{self._name}{SUFFIX}"
-        return open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
     def _append(self, day: str, lines: bytes) -> None:
         """Append lines whole or not at all. Raises OSError."""
         fd = self._open(day)
         try:
-            length = os.fstat(fd).st_size
+            length = _cut_torn_line(fd)
             if os.write(fd, lines) < len(lines):
                 os.ftruncate(fd, length)
                 raise OSError("the disk is full")
         finally:
             os.close(fd)
+
+
+def _cut_torn_line(fd: int) -> int:
+    """Remove a last line without an end, which a crash left, so that the next one does not join it; return the length."""
+    length = os.fstat(fd).st_size
+    if length and os.pread(fd, 1, length - 1) != b"\n":
+        torn = os.pread(fd, MOST_LINE_BYTES, max(0, length - MOST_LINE_BYTES))
+        length -= len(torn) - (torn.rfind(b"\n") + 1)
+        os.ftruncate(fd, length)
+    return length

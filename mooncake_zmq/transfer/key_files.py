@@ -24,6 +24,8 @@ from mooncake_zmq.transfer.own_files import make_own_directory, replace_own
 log = structlog.get_logger()
 
 PUBLIC_KEYS = "public_keys"
+NEW_SECRET = ".secret.new"
+"""The end of the name of a secret's file until its public key is known."""
 CREDENTIAL = "node.key"
 CREDENTIALS_VARIABLE = "CREDENTIALS_DIRECTORY"
 MAX_FILE_BYTES = 1 << 20
@@ -156,9 +158,10 @@ def load(directory: Path, name: str) -> Keys:
 
 def make(directory: Path, wanted: Iterable[tuple[str, tuple[Kind, ...]]]) -> list[PublicKey]:
     """Make a pair for each name that has none yet; returns the new public keys. Raises KeysError, OSError."""
-    make_own_directory(directory)
-    with _alone(directory):
+    make_own_directory(directory, closes=False)
+    with alone(directory):
         book, made = _book_or_none(directory), []
+        _finish(directory, book)
         for name, kinds in wanted:
             if not keys.NAME_PATTERN.fullmatch(name):
                 raise KeysError(f"{name!r} is no name: write 1 to 63 of a-z, 0-9, '.', '_', '-'")
@@ -170,8 +173,9 @@ def make(directory: Path, wanted: Iterable[tuple[str, tuple[Kind, ...]]]) -> lis
 
 def rotate(directory: Path, name: str) -> PublicKey:
     """Make a new pair; the former public key stays valid until it is dropped. Raises KeysError, OSError."""
-    with _alone(directory):
+    with alone(directory):
         book = read_book(directory)
+        _finish(directory, book)
         former = next((each for each in book.keys if each.name == name), None)
         if former is None:
             raise KeysError(f"{directory} has no key of {name}")
@@ -182,15 +186,16 @@ def rotate(directory: Path, name: str) -> PublicKey:
 
 def drop(directory: Path, name: str) -> int:
     """Forget the former keys of `name`; returns how many. Raises KeysError, OSError."""
-    with _alone(directory):
+    with alone(directory):
         book = read_book(directory)
+        _finish(directory, book)
         left = book.with_newest_only(name)
         _write_book(directory, left)
         return len(book.keys) - len(left.keys)
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def alone(directory: Path) -> Iterator[None]:
     """Lock the keys there against other processes: of two that read and write the file, one would undo the other's change."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -206,13 +211,29 @@ def read_book(directory: Path) -> KeyBook:
 
 
 def _with_new(directory: Path, book: KeyBook, name: str, kinds: tuple[Kind, ...]) -> tuple[KeyBook, PublicKey]:
-    """Add a new key: first the public key, then the secret, so that no process has a secret without a known public key."""
+    """Add a new key. Its secret gets its name last, so that no process has a secret without a known public key; if this is
+    interrupted, `_finish` goes on."""
     public, secret = zmq.curve_keypair()
     new = PublicKey(name, kinds, time.strftime("%Y-%m-%d", time.gmtime()), public.decode())
     book = book.with_key(new)
+    replace_own(directory / f"{name}{NEW_SECRET}", secret + b"\n")
     _write_book(directory, book)
-    replace_own(_secret_path(directory, name), secret + b"\n")
+    _finish(directory, book)
     return book, new
+
+
+def _finish(directory: Path, book: KeyBook) -> None:
+    """Put new secrets in place whose public keys are known, and remove the others: nothing uses those."""
+    for path in directory.glob(f"*{NEW_SECRET}"):
+        name = path.name.removesuffix(NEW_SECRET)
+        try:
+            is_known = zmq.curve_public(_read(path)[0].strip()).decode() in book.of(name)
+        except (zmq.ZMQError, ValueError, KeysError):
+            is_known = False
+        if is_known:
+            path.replace(_secret_path(directory, name))
+        else:
+            path.unlink()
 
 
 def _write_book(directory: Path, book: KeyBook) -> None:

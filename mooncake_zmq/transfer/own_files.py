@@ -71,18 +71,23 @@ def own_files(directory: str | Path, prefix: str) -> Iterator[Path]:
                     yield Path(entry.path)
 
 
-def make_own_directory(directory: Path) -> None:
-    """Make a directory that only this user can enter, or check that it is one. A directory that others could only read is
-    closed to them. Raises OSError, NotOurs among them; parents may belong to others, and be symlinks."""
+def make_own_directory(directory: Path, *, closes: bool = True) -> None:
+    """Make a directory that only this user can enter, or check that only this user can write into it; `closes`: one that others
+    can read is closed to them. Raises OSError, NotOurs among them, which names it; parents may belong to others, and be
+    symlinks."""
     with suppress(FileExistsError):
         directory.mkdir(mode=DIRECTORY_MODE, parents=True)
     state = directory.lstat()
-    if stat.S_ISLNK(state.st_mode):
-        raise NotOurs(errno.ELOOP, "it is a symbolic link: name the directory itself")
-    _look(state, stat.S_ISDIR, "it is no directory")
-    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NotOurs(errno.EPERM, "others can write into it: chmod go-w it, and see that nothing foreign is there")
-    if stat.S_IMODE(state.st_mode) & ~DIRECTORY_MODE & 0o777:
+    try:
+        if stat.S_ISLNK(state.st_mode):
+            raise NotOurs(errno.ELOOP, "it is a symbolic link: name the directory itself")
+        _look(state, stat.S_ISDIR, "it is no directory")
+        if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise NotOurs(errno.EPERM, "others can write into it: chmod go-w it, and see that nothing foreign is there")
+    except NotOurs as error:
+        error.filename = str(directory)
+        raise
+    if closes and stat.S_IMODE(state.st_mode) & ~DIRECTORY_MODE & 0o777:
         directory.chmod(DIRECTORY_MODE)
 
 

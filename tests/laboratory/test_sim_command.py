@@ -119,6 +119,23 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, said):
     assert len(result.output.strip().splitlines()) == 1
 
 
+def test_a_refused_command_leaves_the_files_that_it_would_have_written(tmp_path):
+    rows, page, trace = tmp_path / "rows.csv", tmp_path / "page.html", tmp_path / "t.jsonl"
+    trace.write_text(json.dumps({"timestamp": 0, "input_length": 100, "output_length": 3, "hash_ids": [1]}) + "\n")
+    before = trace.read_text()
+    for path in (rows, page):
+        path.write_text("of earlier")
+    for arguments in (
+        ["--generate", SPEC, "--rows", str(rows), "--page", str(page), "--sweep", "policy=global,load"],
+        ["none.jsonl", "--rows", str(rows)],
+        [str(trace), "--rows", str(trace)],
+        [str(trace), "--page", str(trace)],
+    ):
+        assert sim(*arguments).exit_code == 2
+    assert (rows.read_text(), page.read_text(), trace.read_text()) == ("of earlier", "of earlier", before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "rows.csv", "t.jsonl"]
+
+
 def test_a_bad_row_late_in_the_trace_is_said_by_the_worker(tmp_path):
     good = json.dumps({"timestamp": 0, "input_length": 100, "output_length": 3, "hash_ids": [1]})
     path = tmp_path / "t.jsonl"

@@ -20,6 +20,7 @@ from mooncake_zmq.cli import main
 from mooncake_zmq.config.load import load
 from mooncake_zmq.operate.attach import command, place, server
 from mooncake_zmq.operate.attach.server import TESTED_TEXT
+from mooncake_zmq.transfer.process_lock import ProcessLock
 
 STORE = "tcp://127.0.0.1:7301"
 Make = Callable[..., AttachableVllm]
@@ -373,3 +374,19 @@ def test_the_gateway_has_a_port_that_no_server_has(monkeypatch: pytest.MonkeyPat
         servers, free = free_port(), free_port()
         monkeypatch.setattr(place, "GATEWAY_PORTS", (taken.getsockname()[1], servers, free))
         assert place.gateway_port([f"http://127.0.0.1:{servers}"]) == free
+
+
+def test_the_file_of_one_that_runs_is_left_alone(make: Make, run: Run, tmp_path: Path) -> None:
+    server, path, directory = make(), tmp_path / "attach.toml", tmp_path / "runtime"
+    path.write_text("# Written by `mooncake-zmq attach`: for other servers")
+    directory.mkdir()
+    lock = ProcessLock.acquire(directory, "up")
+    refused = run(server, "--to", str(path), "--set", f"cluster.runtime_dir={directory}")
+    lock.release()
+    assert (refused.exit_code, "already running" in refused.output) == (2, True), refused.output
+    assert path.read_text().endswith("for other servers")
+
+
+def test_what_the_file_would_lack_is_refused(make: Make, run: Run) -> None:
+    refused = run(make(), "--dry-run", "--set", "gateway.http_port=9000")
+    assert (refused.exit_code, "--set is not part of the file" in refused.output) == (2, True)

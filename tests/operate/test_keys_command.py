@@ -1,11 +1,16 @@
 """`mooncake-zmq keys`: what it writes, what it prints, and what it refuses in one line."""
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+import zmq
 from click.testing import CliRunner, Result
 
 from mooncake_zmq.gateway.http.api_keys import ApiKeys, read
-from mooncake_zmq.gateway.requests.tenants import Tenants, digest_of
+from mooncake_zmq.gateway.requests.tenants import MAX_TENANTS, Tenants, digest_of
 from mooncake_zmq.operate.keys import keys
 from mooncake_zmq.transfer import key_files
 from mooncake_zmq.transfer.key_files import SETTLED_S
@@ -129,3 +134,66 @@ def test_whose_api_key_is_taken_away_is_out_whatever_else_is_wrong_with_the_file
     path.write_text("")
     keys_of_file.refresh()
     assert tenants.of(alice) is None
+
+
+def test_of_keys_made_at_once_none_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "api_keys"
+    path.write_text("# written by hand\n")
+    with ThreadPoolExecutor(6) as threads:
+        secrets = list(threads.map(lambda number: _made(path, f"t{number}"), range(12)))
+    tenants = Tenants(read(path), 8)
+    assert all(tenants.of(secret) is not None for secret in secrets)
+    assert path.read_text().startswith("# written by hand\n")
+
+
+def _made(path: Path, name: str) -> str:
+    made = subprocess.run(
+        [sys.executable, "-m", "mooncake_zmq", "keys", "api", name, "--in", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return made.stdout.strip()
+
+
+def test_a_key_that_gateways_would_not_read_is_not_made(tmp_path: Path) -> None:
+    path = tmp_path / "api_keys"
+    before = "".join(f"t{number}:{digest_of(str(number))}\n" for number in range(MAX_TENANTS))
+    path.write_text(before)
+    path.chmod(0o644)
+    refused = run("api", "one-more", "--in", path)
+    assert (refused.exit_code, "more than" in refused.output) == (2, True)
+    assert path.read_text() == before
+
+
+def test_a_rotation_that_is_interrupted_is_finished_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = made(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(key_files, "_finish", lambda *_: None)  # as if it had ended before
+        assert run("rotate", "a", "--in", directory).exit_code == 0
+    newest, former = run("show", "a", "--in", directory).output.split()
+    assert key_files.load(directory, "a").public == former
+    assert run("drop", "a", "--in", directory).exit_code == 0
+    assert key_files.load(directory, "a").public == newest
+
+
+def test_a_secret_whose_public_key_was_never_written_is_removed(tmp_path: Path) -> None:
+    directory = made(tmp_path)
+    before = (directory / "a.secret").read_bytes()
+    (directory / f"a{key_files.NEW_SECRET}").write_bytes(zmq.curve_keypair()[1])
+    assert run("drop", "a", "--in", directory).exit_code == 0
+    assert (directory / "a.secret").read_bytes() == before
+    assert not list(directory.glob(f"*{key_files.NEW_SECRET}"))
+
+
+def test_a_directory_that_others_may_read_stays_so_and_one_that_they_may_write_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    directory.mkdir()
+    directory.chmod(0o755)
+    made(tmp_path)
+    assert directory.stat().st_mode & 0o777 == 0o755
+    directory.chmod(0o777)
+    refused = run("make", "--to", directory, "--store", "x")
+    assert f"{directory}: others can write into it" in refused.output

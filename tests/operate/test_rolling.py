@@ -1,5 +1,6 @@
 """The plan of a rolling restart: whose turn is when, which node is the last of its role, and which command restarts it."""
 
+import shlex
 from collections.abc import Callable
 from io import StringIO
 from itertools import count
@@ -16,6 +17,7 @@ from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.operate.console import drain as draining
 from mooncake_zmq.operate.console import rolling
 from mooncake_zmq.operate.console.gateways import Gateways
+from mooncake_zmq.operate.console.restart import _command_line
 from mooncake_zmq.operate.console.rolling import BadPlan, Roll, Step, lasts, plan, words
 
 ROLES = {
@@ -27,7 +29,7 @@ ROLES = {
 }
 TWO = ROLES | {f"{name}2": role for name, role in ROLES.items()}
 TWO_NAMES = list(TWO)
-STEP = Step("decode-a", "decode", "host-a", last=False)
+STEP = Step(NodeSettings(name="decode-a", role="decode", host="host-a"), last=False)
 TOY = str(Path(__file__).parent.parent.parent / "configs/toy.toml")
 
 
@@ -131,9 +133,12 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rolling, "EVERY_S", 0.0)
 
 
-def rolled(world: World, *names: str, command: str = "true {node}", within_s: float = 30.0) -> tuple[int, str]:
+def rolled(
+    world: World, *names: str, command: str = "true {node}", within_s: float = 30.0, takes_lasts: bool = False
+) -> tuple[int, str]:
     output = StringIO()
-    roll = Roll(world.gateways, Console(file=output, width=400), command, lambda _node: 0, within_s)
+    console = Console(file=output, width=400)
+    roll = Roll(world.gateways, console, command, lambda _node: 0, within_s, takes_lasts=takes_lasts)
     steps = plan(nodes(TWO), snapshot(TWO), names)
     return roll.run(steps), output.getvalue()
 
@@ -182,6 +187,39 @@ def test_a_node_that_is_down_is_not_drained_and_a_new_gateway_must_listen() -> N
     code, _ = rolled(world, "gateway-0")
     assert (code, world.asked) == (0, [])
     assert next(world._looks) > 5 + rolling.SURE
+
+
+def test_a_node_that_is_the_last_by_now_is_not_drained_unless_that_was_allowed() -> None:
+    def other_fell(look: int, told: dict[str, Any]) -> None:
+        renewed(look, told)
+        told["nodes"][TWO_NAMES.index("decode-a2")]["state"] = "down"
+
+    world = World(TWO, other_fell)
+    code, said = rolled(world, "decode-a")
+    assert (code, world.asked) == (1, [])
+    assert "no other node does any more what decode-a does" in said
+    assert rolled(World(TWO, other_fell), "decode-a", takes_lasts=True)[0] == 0
+
+
+def test_a_drain_that_is_interrupted_is_undone() -> None:
+    def interrupted(look: int, told: dict[str, Any]) -> None:
+        told["nodes"][TWO_NAMES.index("decode-a")]["state"] = "drained"
+        if look == 1:
+            raise KeyboardInterrupt
+
+    world = World(TWO, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rolled(world, "decode-a")
+    assert world.asked == ["POST /admin/drain/decode-a", "DELETE /admin/drain/decode-a"]
+
+
+def test_what_is_printed_to_continue_has_the_options_that_were_given() -> None:
+    words = _command_line("/etc/c.toml", ["a.b=1"], "", "ca.pem", "ssh {host} x", 60.0, yes=True)
+    again = shlex.join([*words, "--only", "decode-a"])
+    assert again == (
+        "mooncake-zmq restart --rolling --config /etc/c.toml --ca ca.pem --command 'ssh {host} x' --set a.b=1 --wait 60 --yes "
+        "--only decode-a"
+    )
 
 
 def test_without_a_gateway_or_with_a_wrong_command_nothing_is_done_and_it_is_2() -> None:

@@ -1,11 +1,13 @@
 """The supervisor's own work, without a cluster: logs of bounded size, holding a node, what RAM is in use."""
 
+import fcntl
 import io
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from mooncake_zmq.config.load import load
 from mooncake_zmq.engine import cpu
 from mooncake_zmq.operate import up as up_module
 from mooncake_zmq.operate.up import Up, _Child
-from mooncake_zmq.transfer.process_lock import ProcessLock
+from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError
 
 TOY = Path(__file__).parents[2] / "configs/toy.toml"
 
@@ -175,3 +177,42 @@ def test_what_a_killed_vllm_leaves_ends_too(up: Up) -> None:
         while _lives(engine) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not _lives(engine)
+
+
+def test_sockets_of_nodes_that_live_stay(up: Up) -> None:
+    """As of one that somebody started by hand while this cluster was starting."""
+    lock = ProcessLock.acquire(up.runtime_dir, "decode-a")
+    for name in ("decode-a", "decode-b"):
+        (up.runtime_dir / f"{name}.ipc").touch()
+    up._sweep()
+    assert sorted(path.name for path in up.runtime_dir.glob("*.ipc")) == ["decode-a.ipc"]
+    lock.release()
+
+
+def test_only_one_can_hold_the_runtime_directory_whenever_another_ends(up: Up) -> None:
+    first = ExitStack()
+    up._claim(first)
+    waiting = os.open(up.runtime_dir / "up.lock", os.O_RDWR)  # one that opened the file while the first held it
+    first.close()
+    fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with pytest.raises(ProcessLockError, match="already running"), ExitStack() as third:
+        up._claim(third)
+    os.close(waiting)
+
+
+def test_a_child_that_cannot_be_started_is_tried_later_and_costs_no_other(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = add(up, "decode-a", None)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    up._look_after_children(starting=False)
+    assert child.crashes == 1
+    assert child.start_at > time.monotonic()
+
+
+def test_a_log_that_somebody_removed_is_empty(up: Up) -> None:
+    child = add(up, "decode-a", None)
+    assert up._tail(child) == ""
+    assert "gave no reason" in up._last_words(child)

@@ -49,3 +49,13 @@ def test_what_is_wrong_is_one_line(directory: Path, tmp_path_factory: pytest.Tem
     spoilt = CliRunner().invoke(main, ["usage", str(directory)])
     assert spoilt.exit_code == 2
     assert "gateway-c.jsonl:1" in spoilt.output
+
+
+def test_a_line_that_a_crash_cut_is_lost_alone(directory: Path) -> None:
+    path = directory / "usage-2026-11-27-gateway-a.jsonl"
+    path.write_bytes(path.read_bytes() + path.read_bytes()[:40])
+    assert sums(directory, "--key", "alice", "--by", "key") == [("", "alice", 3000)]
+    meter = Meter(directory, "gateway-a", now=lambda: NOVEMBER_26 + 86_400)
+    meter.note("alice", prompt=5, cached=(0, 0, 0), completion=1)
+    meter.write()
+    assert sums(directory, "--key", "alice", "--by", "key") == [("", "alice", 3005)]

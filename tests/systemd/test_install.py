@@ -133,3 +133,19 @@ def test_what_libzmq_aborts_without_is_allowed(installed: Path) -> None:
     assert "AF_NETLINK" in families, "zmq_bind lists the network's interfaces"
     filters = [line for line in common if line.startswith("SystemCallFilter=")]
     assert filters[-1] == "SystemCallFilter=sched_setscheduler", "its threads set the policy that they have"
+
+
+def test_an_environment_of_which_a_process_runs_stays_and_others_go(installed: Path) -> None:
+    used, unused = (installed / f"opt/mooncake-zmq/venv-{number}" for number in (111, 222))
+    for venv in (used, unused):
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin/python").symlink_to("/bin/sleep")
+    node = subprocess.Popen([used / "bin/python", "60"])
+    try:
+        said = install(installed)
+    finally:
+        node.kill()
+        node.wait()
+    assert used.exists()
+    assert not unused.exists()
+    assert "removed /opt/mooncake-zmq/venv-222, which nothing uses" in said

@@ -101,7 +101,7 @@ def reproduce(
         new_figure(1, 1)  # fails at once if there is no matplotlib
     if rows_file is not None and name not in PLANS:
         raise StudyError(f"{name} is not of requests that are replayed: --rows is for {', '.join(sorted(PLANS))}")
-    check_writable(rows_file)
+    check_writable(rows_file, "--rows", trace)
     if name in MADE:
         figure = MADE[name](1.0 if quick is None else min(1.0, quick / REQUESTS))
     else:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from mooncake_zmq.config.load import load_text
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.operate.attach import place
@@ -20,7 +21,7 @@ from mooncake_zmq.operate.attach.deployment import AttachedModel, Deployment, by
 from mooncake_zmq.operate.attach.lacks import Lack, flags, lacks, line, pasted
 from mooncake_zmq.operate.attach.model_files import find
 from mooncake_zmq.operate.attach.server import Server, ask, client_of
-from mooncake_zmq.operate.options import load_config, set_option
+from mooncake_zmq.operate.options import load_config, overrides_of, set_option
 from mooncake_zmq.runtime.mistakes import MISTAKES, ServerError
 from mooncake_zmq.runtime.process import BAD_INPUT
 from mooncake_zmq.runtime.vllm_server import unwell
@@ -103,12 +104,13 @@ def attach(
             _fail("a required flag is missing: start that server with it, and attach again")
         deployment = _deployment(servers, directories)
         if dry_run:
+            if assignments:
+                _fail(
+                    "--set is not part of the file: leave it out with --dry-run, and give it to the commands that read the file"
+                )
             click.echo(deployment.toml(), nl=False)
             sys.exit(DEGRADED if any(found) else 0)
-        path = Path(file).expanduser() if file else default_file()
-        write(path, deployment.toml())
-        click.echo(f"wrote {path}; its state: mooncake-zmq status --config {path}")
-        sys.exit(_run(path, assignments))
+        sys.exit(_run(Path(file).expanduser() if file else default_file(), deployment, assignments))
     except MISTAKES as mistake:
         _fail(str(mistake))
 
@@ -246,10 +248,15 @@ def _model_as_json(name: str, servers: Sequence[Server], given: str | None) -> d
     return {"name": name, "servers": [server.url for server in servers], "directory": directory, "problem": problem}
 
 
-def _run(path: Path, assignments: tuple[str, ...]) -> int:
-    """Start the deployment and serve until a signal."""
-    from mooncake_zmq.operate.up import Up
+def _run(path: Path, deployment: Deployment, assignments: tuple[str, ...]) -> int:
+    """Write the deployment, start it and serve until a signal."""
+    from mooncake_zmq.operate.up import Up, check_free
 
+    started = load_text(deployment.toml(), str(path), overrides_of(assignments))
+    check_free(started.config.cluster.runtime_dir)  # before the file of one that runs is replaced
+    write(path, deployment.toml())
+    again = shlex.join(["mooncake-zmq", "status", "--config", str(path), *(f"--set={each}" for each in assignments)])
+    click.echo(f"wrote {path}; its state: {again}")
     return Up(load_config(str(path), None, assignments), str(path), None, assignments).run()
 
 

@@ -155,12 +155,16 @@ def place(loaded: Loaded, node: NodeSettings) -> str:
 def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext:
     """Return how gateways are verified: by the certificates in `ca`, by the certificate that the config names if its file is
     here, or by the system's trusted certificates. Raises ConfigError."""
-    certificates = [Path(loaded.section(node).tls_certificate) for node in loaded.config.of_role("gateway")]
-    here = [path for path in certificates if path.is_file()]
-    try:
-        return trusting(here[0]) if here and not ca else _trust(ca)
-    except OSError as error:
-        raise ConfigError(f"{here[0]}: {error.strerror or error}") from None
+    if ca:
+        return _trust(ca)
+    for node in loaded.config.of_role("gateway"):
+        path = Path(loaded.section(node).tls_certificate)
+        try:
+            if path.is_file():
+                return trusting(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}; --ca FILE names certificates to trust instead") from None
+    return _trust(ca)
 
 
 def _trust(ca: str) -> ssl.SSLContext:

@@ -65,7 +65,10 @@ def restart(
     loaded = load_config(path, None, assignments)
     gateways, console = gateways_of(path, assignments, url, ca), Terminal()
     runtime_dir = loaded.config.cluster.runtime_dir
-    roll = Roll(gateways, console, command or SYSTEMD, lambda node: holder(runtime_dir, node) or 0, wait)
+    again = _command_line(path, assignments, url, ca, command, wait, yes=yes)
+    roll = Roll(
+        gateways, console, command or SYSTEMD, lambda node: holder(runtime_dir, node) or 0, wait, again, takes_lasts=yes
+    )
     nodes = loaded.config.nodes if command else find(loaded, None).nodes
     if not command and (others := [node.name for node in loaded.config.nodes if node not in nodes and node.name in only]):
         _refuse(f"{', '.join(others)}: not on this machine; give --command 'ssh {{host}} {SYSTEMD}'")
@@ -84,6 +87,15 @@ def restart(
     if (last := lasts(steps)) and not yes:
         _refuse(f"no other node does what {', '.join(last)} does: clients would wait or be refused; --yes allows it")
     sys.exit(roll.run(steps))
+
+
+def _command_line(
+    path: str, assignments: Sequence[str], url: str, ca: str, command: str | None, wait: float, *, yes: bool
+) -> list[str]:
+    """Return the words by which the command goes on with nodes that are named after them."""
+    given = {"--config": path, "--url": url, "--ca": ca, "--command": command or ""}
+    words = ["mooncake-zmq", "restart", "--rolling", *(word for option in given.items() if option[1] for word in option)]
+    return [*words, *(word for each in assignments for word in ("--set", each)), "--wait", f"{wait:g}", *(["--yes"] * yes)]
 
 
 def _elsewhere(loaded: Loaded, hosts: Sequence[str]) -> list[str]:

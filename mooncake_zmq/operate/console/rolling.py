@@ -35,11 +35,21 @@ Snapshot = Mapping[str, Any]
 class Step:
     """The restart of one node."""
 
-    name: str
-    role: str
-    host: str
+    node: NodeSettings
     last: bool
     """Whether no other node of its role serves its model: it is not drained first, as that would only lengthen the pause."""
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def role(self) -> str:
+        return self.node.role
+
+    @property
+    def host(self) -> str:
+        return self.node.host
 
     @property
     def unit(self) -> str:
@@ -56,10 +66,22 @@ def plan(nodes: Sequence[NodeSettings], snapshot: Snapshot, only: Sequence[str] 
     names = [node.name for node in nodes]
     if unknown := [name for name in only if name not in names]:
         raise BadPlan(f"there is no node {unknown[0]} here: there are {', '.join(names)}")
-    serving = [node for node in snapshot["nodes"] if node["state"] in ("ready", "degraded")]
+    serving = _serving(snapshot)
     chosen = [node for node in nodes if not only or node.name in only]
     chosen.sort(key=lambda node: ORDER.index(node.role))
-    return [Step(node.name, node.role, node.host, _is_last(node, serving)) for node in chosen]
+    return [Step(node, _is_last(node, serving)) for node in chosen]
+
+
+def _serving(snapshot: Snapshot) -> list[Mapping[str, Any]]:
+    return [node for node in snapshot["nodes"] if node["state"] in ("ready", "degraded")]
+
+
+def _found(snapshot: Snapshot, name: str) -> Mapping[str, Any]:
+    """Return the record of a node. Raises NoGateway."""
+    for node in snapshot["nodes"]:
+        if node["name"] == name:
+            return dict(node)
+    raise NoGateway(f"the gateway's configuration has no node {name}")
 
 
 def _is_last(node: NodeSettings, serving: Sequence[Mapping[str, Any]]) -> bool:
@@ -103,6 +125,10 @@ class Roll:
     pid_of: Callable[[str], int]
     within_s: float
     """The time within which each node must be drained, and after its restart serve again."""
+    again: Sequence[str] = ("mooncake-zmq", "restart", "--rolling")
+    """The command line that was given, without the nodes."""
+    takes_lasts: bool = True
+    """Whether nodes that no other one stands in for are restarted too."""
 
     def show(self, steps: Sequence[Step]) -> None:
         """Print what would be done."""
@@ -118,6 +144,9 @@ class Roll:
                 problem = self._drained(step) or self._restarted(step)
             except (NoGateway, BadPlan) as error:
                 problem = str(error)
+            except BaseException:  # Ctrl-C in a drain, say
+                self._serve_again(step.name)
+                raise
             if problem:
                 self._explain(problem, step, [left.name for left in steps[number:]])
                 self._serve_again(step.name)
@@ -127,9 +156,14 @@ class Roll:
 
     def _drained(self, step: Step) -> str:
         """Drain a node before its restart; return what went wrong."""
-        state = self._node(step.name)[1]
-        if step.last or state["state"] == "down":
+        if step.last:
             return ""
+        snapshot = self.gateways.snapshot()[1]
+        state = _found(snapshot, step.name)
+        if state["state"] == "down":
+            return ""
+        if not self.takes_lasts and _is_last(step.node, _serving(snapshot)):
+            return f"no other node does any more what {step.name} does; --yes allows the pause"
         code = draining.drain(self.gateways, step.name, self.console, within_s=self.within_s)
         return "" if code == draining.DONE else f"{step.name} could not be drained"
 
@@ -173,10 +207,7 @@ class Roll:
     def _node(self, name: str) -> tuple[str, Snapshot]:
         """Return the status of the cluster, and the record of a node in it. Raises NoGateway."""
         snapshot = self.gateways.snapshot()[1]
-        found = next((node for node in snapshot["nodes"] if node["name"] == name), None)
-        if found is None:
-            raise NoGateway(f"the gateway's configuration has no node {name}")
-        return str(snapshot["status"]), found
+        return str(snapshot["status"]), _found(snapshot, name)
 
     def _words(self, step: Step) -> list[str]:
         return words(self.command, step, self.pid_of(step.name) if "{pid}" in self.command else 0)
@@ -185,8 +216,8 @@ class Roll:
         """Print why it ends here, and how to continue."""
         self._say(f"mooncake-zmq: {problem}; no other node was touched since", style="red")
         self._say(f"see `systemctl status {step.unit}` and `journalctl -u {step.unit}` on {step.host}")
-        again = " ".join(f"--only {name}" for name in left)
-        self._say(f"once {step.name} is mended, continue by: mooncake-zmq restart --rolling {again}")
+        again = shlex.join([*self.again, *(word for name in left for word in ("--only", name))])
+        self._say(f"once {step.name} is mended, continue by: {again}")
 
     def _say(self, text: str, style: str = "") -> None:
         self.console.print(text, style=style, highlight=False, markup=False)
