@@ -138,9 +138,8 @@ def chaos(
     loaded = _load(path)
     if tenants:
         _run_tenants(loaded, kinds, seconds, step_ms / 1000, keep=keep, as_json=as_json)
-    wanted_kinds = _kinds(faults, lasting=lasting)
     if plan_only:
-        _print_plan(loaded, seed, minutes, wanted_kinds)
+        _print_plan(loaded, seed, minutes, _kinds(faults, lasting=lasting))
         return
     from mooncake_zmq.chaos.run import Wanted
 
@@ -149,7 +148,7 @@ def chaos(
         seed=seed,
         duration_s=60 * minutes,
         clients=clients,
-        kinds=wanted_kinds,
+        kinds=_kinds(faults, lasting=lasting),
         planted=planted or "",
         with_keys=not plain,
         hostile=hostile or 0,

@@ -20,6 +20,7 @@ from mooncake_zmq.cli import main
 from mooncake_zmq.config.load import load
 from mooncake_zmq.operate.attach import command, place, server
 from mooncake_zmq.operate.attach.server import TESTED_TEXT
+from mooncake_zmq.operate.up import Up
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 STORE = "tcp://127.0.0.1:7301"
@@ -340,7 +341,7 @@ def own_tokens(model: Path) -> list[int]:
 
 def test_a_file_of_another_origin_is_left_alone(make: Make, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Path] = []
-    monkeypatch.setattr(command, "_run", lambda path, assignments: ran.append(path) or 0)
+    monkeypatch.setattr(Up, "run", lambda self: ran.append(Path(self._arguments[1])) or 0)
     stub = make()
     assert run(stub).exit_code == 0
     assert ran == [tmp_path / "data/mooncake_zmq/attach.toml"]
