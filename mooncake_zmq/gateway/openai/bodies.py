@@ -461,7 +461,7 @@ def turns_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[ChatTu
 
 
 def read_ids(raw: bytes, model: ServedModel, param: str, *, cut: bool = False) -> list[int]:
-    """A list of token ids, not longer than a prompt may be; `cut`: one of which the last are used, no longer than a text may be.
+    """A list of token ids, not longer than a prompt may be; `cut`: one whose last ones are used, no longer than a text may be.
     Raises RequestError."""
     count = raw.count(b",") + 1
     if not cut:

@@ -186,7 +186,7 @@ class Roll:
         self._say(f"mooncake-zmq: {problem}; no other node was touched since", style="red")
         self._say(f"see `systemctl status {step.unit}` and `journalctl -u {step.unit}` on {step.host}")
         again = " ".join(f"--only {name}" for name in left)
-        self._say(f"once {step.name} is mended, continue by: mooncake-zmq restart --rolling {again}")
+        self._say(f"once {step.name} is mended, continue by the same command with these nodes alone: {again}")
 
     def _say(self, text: str, style: str = "") -> None:
         self.console.print(text, style=style, highlight=False, markup=False)
