@@ -211,6 +211,11 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_more_engine_threads_than_cores_is_a_warning(write: Any) -> None:
     loaded = load(write("", NODES + "threads = 900\n"), {}, {})
     assert any("900 threads" in text for text in warnings(loaded))
+    apart = NODES + "threads = 900\nendpoint = 'tcp://10.0.0.1:7000'\n"
+    apart += "[[nodes]]\nname = 'far'\nrole = 'decode'\nthreads = 700\nendpoint = 'tcp://10.0.0.2:7000'\n"
+    assert any("900 threads" in text for text in warnings(load(write("", apart), {}, {}))), (
+        "those of another machine do not count"
+    )
     assert any("there is no prefill" in text for text in warnings(loaded))
     loaded = load(write("[gateway]\ncors_origins = ['*']\n", "[[nodes]]\nname = 'g'\nrole = 'gateway'\n"), {}, {})
     assert any("g: cors_origins is * and there are no API keys" in text for text in warnings(loaded))

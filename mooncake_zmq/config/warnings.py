@@ -1,6 +1,7 @@
 """Warnings about settings that work, but not well."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from mooncake_zmq.config.checks import has_far_metrics
@@ -27,11 +28,14 @@ from mooncake_zmq.transfer.sockets import is_loopback
 def warnings(loaded: Loaded) -> Iterator[str]:
     """Yield a warning for each setting that works, but not well."""
     config = loaded.config
-    threads = sum(node.threads for node in config.nodes if node.computes)
-    cores = len(os.sched_getaffinity(0))
+    of_machines = Counter[str]()
+    for node in config.nodes:
+        endpoint = config.endpoint(node)  # without TCP all are on one machine, whatever their hosts
+        of_machines[endpoint.rpartition(":")[0] if endpoint.startswith("tcp:") else ""] += node.threads * node.computes
+    threads, cores = max(of_machines.values(), default=0), len(os.sched_getaffinity(0))
     if threads > cores:
         yield (
-            f"the engines of {loaded.path} have {threads} threads and this machine {cores} cores: "
+            f"the engines of one machine in {loaded.path} have {threads} threads and this machine {cores} cores: "
             "they will wait for each other when all are busy"
         )
     yield from device_warnings(config.nodes)

@@ -40,7 +40,8 @@ class Api:
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=url, headers=headers, verify=verify, timeout=TIMEOUT_S, transport=transport)
+        place = url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.Client(base_url=place, headers=headers, verify=verify, timeout=TIMEOUT_S, transport=transport)
         self._wait = wait
 
     def post(self, path: str, body: dict[str, Any]) -> Any:

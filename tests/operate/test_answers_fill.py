@@ -99,6 +99,10 @@ def test_a_prompt_that_was_answered_ahead_is_a_hit(actor: ScriptedActor) -> None
     assert "2 prompts answered, 2 of them" in fill().stderr
 
 
+def test_the_address_may_end_as_openais_clients_are_given_it(actor: ScriptedActor) -> None:
+    assert "2 prompts answered" in fill("http://127.0.0.1:8000/v1/").stderr
+
+
 def test_the_limit_and_the_bound_hold(actor: ScriptedActor) -> None:
     assert len(lines(fill("--dry-run", "--limit", "1"))) == 1
     assert len(lines(fill("--dry-run", "--nll", "1"))) == 1
