@@ -211,6 +211,11 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_more_engine_threads_than_cores_is_a_warning(write: Any) -> None:
     loaded = load(write("", NODES + "threads = 900\n"), {}, {})
     assert any("900 threads" in text for text in warnings(loaded))
+    apart = NODES + "threads = 900\nendpoint = 'tcp://10.0.0.1:7000'\n"
+    apart += "[[nodes]]\nname = 'far'\nrole = 'decode'\nthreads = 700\nendpoint = 'tcp://10.0.0.2:7000'\n"
+    assert any("900 threads" in text for text in warnings(load(write("", apart), {}, {}))), (
+        "those of another machine do not count"
+    )
     assert any("there is no prefill" in text for text in warnings(loaded))
     loaded = load(write("[gateway]\ncors_origins = ['*']\n", "[[nodes]]\nname = 'g'\nrole = 'gateway'\n"), {}, {})
     assert any("g: cors_origins is * and there are no API keys" in text for text in warnings(loaded))
@@ -288,11 +293,16 @@ def test_a_machine_that_reorders_loads_does_not_read_shared_memory_unchecked(
     check_local_reads(checked, checked.config.nodes)
 
 
+OF_A_KIB = 'dummy:{"layers": 2, "kv_heads": 4, "head_dim": 16, "heads": 4}'
+"""A model whose KV takes 1,024 bytes a token."""
+
+
 def test_the_summary_counts_the_kv_of_running_prompts(write: Any) -> None:
     text = (
-        "[model]\nmax_model_len = 1024\n[prefill]\nmax_active = 3\nshort_jobs = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
+        f"[model]\npath = '{OF_A_KIB}'\nmax_model_len = 1024\n"
+        "[prefill]\nmax_active = 3\nshort_jobs = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
     )
-    loaded = load(write(text, '[[nodes]]\nname = "p"\nrole = "prefill"\n'), {"costs.kv_bytes_per_token": "1024"}, {})
+    loaded = load(write(text, '[[nodes]]\nname = "p"\nrole = "prefill"\n'), {}, {})
     lines = list(summary(loaded))
     assert "slab of 1 MiB, KV of running prompts 3 MiB" in lines[2]
     assert "at most 4 MiB" in lines[-1]
@@ -384,15 +394,25 @@ def test_a_device_that_this_machine_lacks_is_a_warning_as_the_file_may_be_for_an
 
 
 def test_the_summary_says_how_blocks_hold_kv(write: Any) -> None:
-    shape = 'dummy:{"layers": 2, "kv_heads": 3, "head_dim": 16, "heads": 3}'
     for codec, said in {
         "exact": "exactly: 46,080 bytes a token of a model such as the default one",
         "int8": "as int8: 11,880 bytes a token of a model such as the default one (46,080 exactly)",
         "int4": "as int4: 6,120 bytes a token of a model such as the default one (46,080 exactly)",
     }.items():
-        lines = list(summary(load(write(f"[model]\nkv_codec = '{codec}'\npath = '{shape}'\n", NODES), {}, {})))
-        assert lines[1] == f"  blocks hold KV {said}", "the model is prepared nowhere"
+        loaded = load(write(f"[model]\nkv_codec = '{codec}'\npath = '/none.gguf'\n", NODES), {}, {})
+        assert list(summary(loaded))[1] == f"  blocks hold KV {said}"
+        assert any(text.startswith("model.path: /none.gguf does not exist") for text in warnings(loaded))
     assert "blocks hold KV" not in "".join(summary(load(ROOT / "configs" / "vllm.toml", {}, {})))
+
+
+def test_the_summary_has_the_sizes_of_a_model_that_is_not_prepared_yet(write: Any) -> None:
+    shape = 'dummy:{"layers": 2, "kv_heads": 3, "head_dim": 16, "heads": 3, "max_positions": 1024}'
+    nodes = "".join(f"[[nodes]]\nname = '{role}'\nrole = '{role}'\n" for role in ("prefill", "decode"))
+    loaded = load(write(f"[model]\npath = '{shape}'\n", nodes), {"decode.capacity_tokens": "65536"}, {})
+    kv, prefill, decode = list(summary(loaded))[1:4]
+    assert "768 bytes a token" in kv
+    assert "KV of running prompts 4 MiB" in prefill, "four of the model's longest context and two chunks"
+    assert "KV of 65,536 tokens, 48 MiB" in decode
 
 
 @pytest.mark.parametrize(
@@ -411,10 +431,11 @@ def test_a_codec_is_for_engines_that_keep_it(write: Any, model: str, node: str, 
 
 def test_the_summary_counts_gpu_memory_by_itself(write: Any) -> None:
     text = (
-        "[model]\nmax_model_len = 1024\n[prefill]\nmax_active = 3\nshort_jobs = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
+        f"[model]\npath = '{OF_A_KIB}'\nmax_model_len = 1024\n"
+        "[prefill]\nmax_active = 3\nshort_jobs = 1\nchunk_tokens = 256\nslab_bytes = 1048576\n"
     )
     node = '[[nodes]]\nname = "p"\nrole = "prefill"\ndevice = "cuda"\n'
-    lines = list(summary(load(write(text, node), {"costs.kv_bytes_per_token": "1024"}, {})))
+    lines = list(summary(load(write(text, node), {}, {})))
     assert lines[2].endswith("KV of running prompts 3 MiB, cuda, numpy")
     assert "at most 0 MiB of RAM" in lines[-2]
     assert lines[-1].startswith("and 4 MiB of GPU memory")

@@ -1,28 +1,30 @@
 """A summary of a deployment for the operator."""
 
-import contextlib
 from collections.abc import Iterator
 
+from mooncake_zmq.config.kv_sizes import UNKNOWN, kv_of
 from mooncake_zmq.config.load import Loaded
-from mooncake_zmq.config.records import Config
 from mooncake_zmq.config.warnings import is_tls
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.roles import ENGINE_ROLES
-from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.gateway.http.api_keys import api_keys_of
 from mooncake_zmq.kv.codec import EXACT, bytes_in_blocks
 
 
 def summary(loaded: Loaded) -> Iterator[str]:
-    """Yield the lines that describe a deployment and the memory it uses. Sizes of KV are exact once the model is prepared."""
+    """Yield the lines that describe a deployment and the memory it uses. Sizes of KV are those of the model if it is on this
+    machine, or its card, else of the default one."""
     config, mib = loaded.config, 1 << 20
+    kv_bytes, shape = kv_of(config)
+    longest = min(config.model.max_model_len, shape.max_positions) if shape else config.model.max_model_len
     totals = {"cpu": 0, "cuda": 0}
     model = f"model {config.model.path}, blocks of {config.model.block_tokens} tokens"
     if config.models:
         model = "models " + ", ".join(f"{name} ({each.path})" for name, each in config.models.items())
     yield f"cluster {config.cluster.name}: {model if config.model.engine != 'none' else 'stores alone, without a model'}"
     if config.model.engine == "own":
-        yield _kv_in_blocks(config)
+        yield _kv_in_blocks(config.model.kv_codec, kv_bytes, shape)
     for node in config.nodes:
         section = loaded.section(node)
         what, size = "", 0
@@ -41,12 +43,11 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 if section.ssd.directory:
                     what += f", SSD {section.ssd.bytes / mib:,.0f} MiB in {section.ssd.directory}"
             case "prefill":
-                tokens = section.max_active * config.model.max_model_len + section.short_jobs * section.chunk_tokens
-                running = tokens * config.costs.kv_bytes_per_token
+                running = (section.max_active * longest + section.short_jobs * section.chunk_tokens) * kv_bytes
                 size, what = section.slab_bytes + running, f"slab of {section.slab_bytes / mib:,.0f} MiB"
                 what += f", KV of running prompts {running / mib:,.0f} MiB"
             case "decode":
-                size = section.capacity_tokens * config.costs.kv_bytes_per_token
+                size = section.capacity_tokens * kv_bytes
                 what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
             case "vllm":
                 what = f"vLLM at {section.url}, {section.max_running} requests at a time"
@@ -72,19 +73,13 @@ def summary(loaded: Loaded) -> Iterator[str]:
         yield f"and {gpu} of GPU memory, beside the weights (one copy for each node)"
 
 
-def _kv_in_blocks(config: Config) -> str:
-    """Return how blocks hold KV, and the bytes of a token: those of the model if its card is on this machine, else of the
-    default one."""
-    from mooncake_zmq.engine.prepare import known_shape  # no other line of a summary needs the model
-
-    exact, shape, whose = config.costs.kv_bytes_per_token, None, " of a model such as the default one"
-    with contextlib.suppress(ModelError):
-        shape, whose = known_shape(config.model.path, config.model.cache_dir, config.model.card), ""
-        exact = shape.kv_bytes_per_token
-    if config.model.kv_codec == EXACT:
+def _kv_in_blocks(codec: str, exact: int, shape: ModelSpec | None) -> str:
+    """Return how blocks hold KV, and the bytes of a token."""
+    whose = "" if shape else UNKNOWN
+    if codec == EXACT:
         return f"  blocks hold KV exactly: {exact:,} bytes a token{whose}"
-    coded = bytes_in_blocks(config.model.kv_codec, exact, *([shape.head_dim] if shape else []))
-    return f"  blocks hold KV as {config.model.kv_codec}: {coded:,} bytes a token{whose} ({exact:,} exactly)"
+    coded = bytes_in_blocks(codec, exact, *([shape.head_dim] if shape else []))
+    return f"  blocks hold KV as {codec}: {coded:,} bytes a token{whose} ({exact:,} exactly)"
 
 
 def _shown_costs(costs: Costs) -> Iterator[str]:

@@ -1,10 +1,12 @@
 """Warnings about settings that work, but not well."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from mooncake_zmq.config.checks import has_far_metrics
 from mooncake_zmq.config.errors import ConfigError
+from mooncake_zmq.config.kv_sizes import UNKNOWN, kv_of
 from mooncake_zmq.config.load import Loaded, read_profile
 from mooncake_zmq.config.records import GatewaySettings, NodeSettings
 from mooncake_zmq.core.hardware import HARDWARE
@@ -12,6 +14,7 @@ from mooncake_zmq.core.keys import KeysError
 from mooncake_zmq.core.roles import ENGINE_ROLES, ROLES
 from mooncake_zmq.engine.backend import array_namespace
 from mooncake_zmq.engine.cpu import chosen
+from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.extras import installing
 from mooncake_zmq.gateway.http.api_keys import api_keys_of
 from mooncake_zmq.gateway.http.exposure import Judgement, judged
@@ -25,17 +28,22 @@ from mooncake_zmq.transfer.sockets import is_loopback
 def warnings(loaded: Loaded) -> Iterator[str]:
     """Yield a warning for each setting that works, but not well."""
     config = loaded.config
-    threads = sum(node.threads for node in config.nodes if node.computes)
-    cores = len(os.sched_getaffinity(0))
+    of_machines = Counter[str]()
+    for node in config.nodes:
+        endpoint = config.endpoint(node)  # without TCP all are on one machine, whatever their hosts
+        of_machines[endpoint.rpartition(":")[0] if endpoint.startswith("tcp:") else ""] += node.threads * node.computes
+    threads, cores = max(of_machines.values(), default=0), len(os.sched_getaffinity(0))
     if threads > cores:
         yield (
-            f"the engines of {loaded.path} have {threads} threads and this machine {cores} cores: "
+            f"the engines of one machine in {loaded.path} have {threads} threads and this machine {cores} cores: "
             "they will wait for each other when all are busy"
         )
     yield from device_warnings(config.nodes)
     for each in loaded.of_each:
         yield from _profile_warnings(each)
     yield from _plain_warnings(loaded)
+    if config.model.engine == "own" and not config.model.card:
+        yield from _model_warnings(config.model.path, config.model.cache_dir)
     yield from _room_warnings(loaded)
     yield from _quota_warnings(loaded)
     for node in config.of_role("gateway"):
@@ -92,10 +100,22 @@ def exposure_of(section: GatewaySettings) -> Iterator[Judgement]:
     )
 
 
+def _model_warnings(path: str, cache_dir: str) -> Iterator[str]:
+    """Warn of a model that this machine does not have: the file may be for another machine."""
+    from mooncake_zmq.engine.prepare import located
+
+    try:
+        located("default" if path == "toy" else path, cache_dir)
+    except ModelError as error:
+        yield f"model.path: {error}"
+
+
 def _room_warnings(loaded: Loaded) -> Iterator[str]:
     """Warn of memory and disks of a pool that hold no block of the model: such a node will not start."""
     config = loaded.config
-    block_bytes = config.model.block_tokens * bytes_in_blocks(config.model.kv_codec, config.costs.kv_bytes_per_token)
+    kv_bytes, shape = kv_of(config)
+    head_dims = [shape.head_dim] if shape else []
+    block_bytes = config.model.block_tokens * bytes_in_blocks(config.model.kv_codec, kv_bytes, *head_dims)
     for node in config.of_role("cache-node", "prefill"):
         if node.role == "cache-node" and config.model.engine != "own":  # all KV is in the store
             continue
@@ -107,7 +127,7 @@ def _room_warnings(loaded: Loaded) -> Iterator[str]:
             if room < block_bytes:
                 yield (
                     f"{node.name}: {setting} = {room} holds no block of {config.model.block_tokens} tokens, which takes some "
-                    f"{block_bytes} bytes of a model such as the default one: a size may be written 4GiB"
+                    f"{block_bytes} bytes{'' if shape else UNKNOWN}: a size may be written 4GiB"
                 )
 
 

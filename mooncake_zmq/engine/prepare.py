@@ -132,10 +132,15 @@ def located(model: str, cache_dir: Path | str) -> Path:
 
 
 def known_shape(model: str, cache_dir: Path | str, card: str) -> ModelSpec:
-    """Return the shape of a model whose card is named, or which is prepared on this machine. Raises ModelError."""
+    """Return the shape of a model whose card is named, or which is on this machine, prepared or not. Raises ModelError."""
     if card:
         return cards.read(Path(card).expanduser()).spec
-    return cards.of_prepared(Path("toy") if model == "toy" else located(model, cache_dir)).spec
+    prepared = Path("toy") if model == "toy" else located(model, cache_dir)
+    if model in ("toy", "default") or is_prepared(prepared):
+        return cards.of_prepared(prepared).spec
+    from mooncake_zmq.engine.building import open_source
+
+    return open_source(model)[0].spec
 
 
 def remove_former(prepared: Path) -> list[Path]:

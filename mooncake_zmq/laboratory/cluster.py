@@ -120,6 +120,10 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
     named: dict[str, object] = {"conductor.policy": setup.policy, "conductor.admission": setup.admission}
     for name, value in (named | setup.overrides).items():
         cluster = _override(cluster, name.split("."), value, name)
+    if cluster.prefill.blend:
+        raise ValueError(
+            "prefill.blend: a trace does not name the tokens in which parts are found; `mooncake-zmq bench blend` does"
+        )
     return cluster
 
 

@@ -24,6 +24,7 @@ TIMEOUT_S = 600.0
 TRIES = 6
 """How often a call is sent that the gateway refuses for now."""
 LONGEST_WAIT_S = 30.0
+SAY_EVERY_S = 15.0
 NOT_KEPT = "the gateway keeps no such answer: it needs enabled = true in [gateway.answers], with allow_open a cache_salt too"
 
 
@@ -39,7 +40,8 @@ class Api:
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=url, headers=headers, verify=verify, timeout=TIMEOUT_S, transport=transport)
+        place = url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.Client(base_url=place, headers=headers, verify=verify, timeout=TIMEOUT_S, transport=transport)
         self._wait = wait
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -67,6 +69,7 @@ class Predicted:
     def __init__(self, api: Api, template: dict[str, Any], width: int) -> None:
         """`width`: the likeliest tokens that are looked at behind each beginning of a prompt."""
         self._api, self._width = api, width
+        self._looked, self._say_at = 0, time.monotonic() + SAY_EVERY_S
         self._named = {"model": template["model"]} if "model" in template else {}
         kwargs = {"chat_template_kwargs": template["chat_template_kwargs"]} if "chat_template_kwargs" in template else {}
         asked = {**self._named, **kwargs, "messages": template["messages"], "add_generation_prompt": False}
@@ -87,6 +90,10 @@ class Predicted:
                 yield text, nll
 
     def _expand(self, texts: list[str]) -> list[list[Following]]:
+        if (now := time.monotonic()) >= self._say_at:
+            click.echo(f"looked at {self._looked:,} beginnings of prompts", err=True)
+            self._say_at = now + SAY_EVERY_S
+        self._looked += len(texts)
         tokens = [self._api.post("/tokenize", self._plain(self._before + text))["tokens"] for text in texts]
         asked = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": self._width, "ignore_eos": True}
         choices = self._api.post("/v1/completions", {**self._named, **asked})["choices"]
@@ -126,6 +133,12 @@ def answer_ahead(api: Api, template: dict[str, Any], prompt: str) -> bool:
     if not (served.get("kept") or "answered_from" in served):
         raise Refused(NOT_KEPT)
     return "answered_from" in served
+
+
+def check_keeps(api: Api, template: dict[str, Any]) -> None:
+    """Ask for one token, before minutes of predictions. Raises Refused if its gateway keeps no such answers."""
+    others = {name: said for name, said in template.items() if name not in ("min_tokens", "max_completion_tokens")}
+    answer_ahead(api, {**others, "max_tokens": 1}, PLACE)
 
 
 @click.group()
@@ -206,6 +219,8 @@ def fill(
         api = Api(url, api_key, ssl.create_default_context(cafile=ca) if ca else True)
     except OSError as error:
         raise Refused(f"--ca {ca}: {error.strerror or error}") from None
+    if not dry_run:
+        check_keeps(api, body)
     found = []
     predicted = Predicted(api, body, width).prompts(nll, at_once, beginnings, approximate=approximate)
     for prompt, cost in islice(predicted, limit):

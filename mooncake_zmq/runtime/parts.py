@@ -243,7 +243,7 @@ class Parts:
             codec=self.plan.layout.block_codec,
         )
         if node.role == "prefill" and self.plan.settings.blend and (refusal := why_not(engine)):
-            raise ConfigError(f"{node.name}: prefill.blend: {refusal}")
+            raise ConfigError(f"prefill.blend: {refusal}: leave it off")
         if self.cuda:
             _warm_up(engine)
         return engine

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from functools import partial
 from math import log
 from pathlib import Path
@@ -27,7 +26,7 @@ PROMPTS = {"hi": 0.5, "ho": 0.25, "Hi": 0.15, "é": 0.1}
 def users(request, _number):
     """A model that knows what users ask, and has one answer."""
     if request.sampling.logprobs is None:
-        return [[*tokens("ok"), finished()]]
+        return [[*tokens("ok"[: request.stop.max_tokens]), finished()]]
     prompt = unpack_tokens(request.tokens)
     said = bytes(prompt[len(prompt) - prompt[::-1].index(USER) :])
     shares: dict[int, float] = {}
@@ -100,6 +99,10 @@ def test_a_prompt_that_was_answered_ahead_is_a_hit(actor: ScriptedActor) -> None
     assert "2 prompts answered, 2 of them" in fill().stderr
 
 
+def test_the_address_may_end_as_openais_clients_are_given_it(actor: ScriptedActor) -> None:
+    assert "2 prompts answered" in fill("http://127.0.0.1:8000/v1/").stderr
+
+
 def test_the_limit_and_the_bound_hold(actor: ScriptedActor) -> None:
     assert len(lines(fill("--dry-run", "--limit", "1"))) == 1
     assert len(lines(fill("--dry-run", "--nll", "1"))) == 1
@@ -128,13 +131,17 @@ def test_what_is_no_template_is_one_line(actor: ScriptedActor, tmp_path: Path, w
     assert "--template" in result.stderr
 
 
-def test_a_gateway_that_keeps_nothing_is_one_line_after_the_first_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_that_keeps_nothing_is_one_line_before_anything_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     actor = calling(monkeypatch, AnswersSettings())
-    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", {f"{number}": 0.1 for number in range(10)})
     result = fill()
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert "[gateway.answers]" in result.stderr
-    assert sum(request.sampling.logprobs is None for request in actor.requests.values()) < 10, "the others were not asked"
+    assert [request.stop.max_tokens for request in actor.requests.values()] == [1]
+
+
+def test_it_says_how_far_it_is(actor: ScriptedActor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "SAY_EVERY_S", 0.0)
+    assert "looked at 2 beginnings of prompts" in fill("--dry-run").stderr
 
 
 def test_prompts_that_such_a_gateway_takes_for_two_are_both_answered(monkeypatch: pytest.MonkeyPatch) -> None:

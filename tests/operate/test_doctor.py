@@ -161,6 +161,17 @@ def test_large_pages_that_are_off_are_told(tmp_path: Path, text: str, level: str
     assert memory.large_pages(tmp_path / "none").level == "warning"
 
 
+def test_a_model_that_is_not_there_or_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing, file, cache = str(tmp_path / "none.gguf"), tmp_path / "some.gguf", str(tmp_path / "cache")
+    (found,) = [each for each in storage.examine(here.find(loaded(model__path=missing), None)) if "none.gguf" in each.found]
+    assert (found.level, "does not exist" in found.found) == ("problem", True)
+    file.touch()
+    assert levels([storage.model(path, cache) for path in ("toy", "default", "dummy:tiny", str(file))]) == ["ok"] * 4
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != file)
+    found = storage.model(str(file), cache)
+    assert (found.level, str(file) in found.found) == ("problem", True)
+
+
 def test_a_disk_without_room_is_told_with_what_would_fit(tmp_path: Path) -> None:
     assert levels(storage.tier(tmp_path / "kv", "cache-a", 1 << 20))[0] == "ok"
     room = next(iter(storage.tier(tmp_path / "kv", "cache-a", 1 << 60)))

@@ -562,7 +562,7 @@ class _Envelope:
         if not begun:
             raise error
         try:
-            if not (is_stream and state.get("push", _cannot)(server_sent(error.body()))):
+            if not (is_stream and state.get("push", _cannot)(_error_event(error, scope))):
                 raise TimeoutError  # the client takes nothing now, or only what was promised by its length
             async with asyncio.timeout(self._edge.settings.send_timeout_s):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -315,7 +315,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
             elif first == b"]":
                 prompts = []
             else:
-                prompts = [read_ids(given, model, "prompt")]
+                prompts = [read_ids(given, model, "prompt", cut=self.truncate_prompt_tokens is not None)]
         if not prompts or not all(prompts):
             raise invalid("prompt", "the prompt is empty")
         return prompts
@@ -460,9 +460,14 @@ def turns_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[ChatTu
     return with_names([message.turn() for message in messages])
 
 
-def read_ids(raw: bytes, model: ServedModel, param: str) -> list[int]:
-    """A list of token ids, not longer than a prompt may be. Raises RequestError."""
-    check_fits(raw.count(b",") + 1, param, model)
+def read_ids(raw: bytes, model: ServedModel, param: str, *, cut: bool = False) -> list[int]:
+    """A list of token ids, not longer than a prompt may be; `cut`: one whose last ones are used, no longer than a text may be.
+    Raises RequestError."""
+    count = raw.count(b",") + 1
+    if not cut:
+        check_fits(count, param, model)
+    elif count > model.max_chars:
+        raise too_long(param, model, f"you requested {count} tokens")
     with json_errors(param):
         return _ids.decode(raw)
 

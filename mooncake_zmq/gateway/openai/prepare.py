@@ -286,7 +286,7 @@ def _prompts(body: CompletionBody | ChatBody, model: ServedModel, settings: Edge
     if len(prompts) * n > settings.max_choices:
         raise invalid("n" if n > 1 else "prompt", f"{len(prompts)} prompts of {n} choices exceed {settings.max_choices}")
     for prompt in prompts:
-        check_size(prompt, model, _param_of(body))
+        check_size(prompt, model, _param_of(body), cut=body.truncate_prompt_tokens is not None)
     return prompts
 
 
@@ -347,12 +347,14 @@ def _as_sent(turn: ChatTurn) -> ChatTurn:
     return {**sent, **({"tool_calls": calls} if calls else {})}
 
 
-def check_size(prompt: Prompt, model: ServedModel, param: str) -> None:
-    """Refuse a prompt that is too long by its size alone, before it is tokenized. Raises RequestError."""
+def check_size(prompt: Prompt, model: ServedModel, param: str, *, cut: bool = False) -> None:
+    """Refuse a prompt that is too long by its size alone, before it is tokenized; `cut`: only its last tokens are used. Raises
+    RequestError."""
     if isinstance(prompt, str):
         _check_chars(len(prompt), param, model)
     elif isinstance(prompt[0], int):
-        check_fits(len(prompt), param, model)
+        if not cut:
+            check_fits(len(prompt), param, model)
     else:
         _check_chars(sum(_chars(item) for item in prompt if isinstance(item, dict)), param, model)
 

@@ -265,7 +265,8 @@ class Reply:
             return {}
         ends = [choice.finished for choice in self.choices if choice.finished is not None]
         moved = any(end.attempts + end.relocations > 1 for end in ends)
-        may_differ = moved or (self._model.rounds_late and reused > 0)
+        # What was loaded for an answer that is given again is not known.
+        may_differ = moved or (self._model.rounds_late and (reused > 0 or "answered_from" in self._of_kept()))
         return {
             "kv_codec": self._model.kv_codec,
             "kv_bytes_per_token": self._model.kv_bytes_per_token,

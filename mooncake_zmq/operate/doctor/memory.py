@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mooncake_zmq.config.kv_sizes import kv_of
 from mooncake_zmq.config.records import NodeSettings
 from mooncake_zmq.engine.inspect import measure_host
 from mooncake_zmq.operate.doctor.finding import Finding, Here
@@ -66,7 +67,7 @@ def _room(here: Here, directory: Path, needed_bytes: int) -> Iterator[Finding]:
 def _ram(here: Here, shared: int, coming: int) -> Finding:
     """Check the RAM that is available. Allocated shared memory and the KV of running decodes are no longer in it, so both are
     left out of what is needed."""
-    per_token = here.config.costs.kv_bytes_per_token
+    per_token, _ = kv_of(here.config)
     waiting = [node for node in here.of_role("decode") if node.name not in here.running and node.device == "cpu"]
     private = sum(here.section(node).capacity_tokens * per_token for node in waiting)
     available = measure_host(Path("/")).memory_available_bytes

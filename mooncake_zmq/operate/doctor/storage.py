@@ -6,21 +6,45 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mooncake_zmq.core.roles import ENGINE_ROLES
+from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import is_prepared, located
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.operate.doctor.memory import size
 from mooncake_zmq.pool.ssd.disk_directory import allows_direct
 
 AREA = "storage"
+MODEL_ADVICE = "put the model where the nodes' user may read it, outside of home directories, and set model.path to it"
 
 
 def examine(here: Here) -> Iterator[Finding]:
-    """Yield findings on each directory in which a cache-node here keeps blocks or values."""
+    """Yield findings on the model, if a node here computes it, and on each directory in which a cache-node here keeps blocks or
+    values."""
+    if any(node.computes for node in here.of_role(*ENGINE_ROLES)):
+        yield model(here.config.model.path, here.config.model.cache_dir)
     for node in here.of_role("cache-node"):
         section = here.section(node)
         if section.ssd.directory:
             yield from tier(Path(section.ssd.directory), node.name, section.ssd.bytes)
         if node.store_endpoint and section.objects.ssd.directory:
             yield from tier(Path(section.objects.ssd.directory), f"{node.name}.objects", section.objects.ssd.bytes)
+
+
+def model(path: str, cache_dir: str) -> Finding:
+    """Check that a model is on this machine and that this user may read it, unless it is prepared already."""
+    if path == "toy":
+        return Finding(AREA, "ok", "the toy model needs no file")
+    try:
+        prepared = located(path, cache_dir)
+    except ModelError as error:
+        return Finding(AREA, "problem", f"model.path: {error}", MODEL_ADVICE)
+    if is_prepared(prepared):
+        return Finding(AREA, "ok", f"model {path} is prepared in {prepared}")
+    source = Path(path).expanduser()  # of "default" and "dummy:" there is none
+    files = [source] if source.is_file() else list(source.glob("*"))
+    if unreadable := [str(file) for file in files if not os.access(file, os.R_OK)]:
+        return Finding(AREA, "problem", f"model.path: this user may not read {unreadable[0]}", MODEL_ADVICE)
+    return Finding(AREA, "ok", f"model {path} is prepared in {prepared.parent} by the first start")
 
 
 def tier(directory: Path, name: str, wanted_bytes: int) -> Iterator[Finding]:

@@ -74,6 +74,22 @@ def test_a_streamed_answer_ends_with_an_error_and_its_requests_are_cancelled():
     assert gateway.actor.edge.counts["edge_calls_cut"] == 1
 
 
+def test_a_stream_of_anthropics_ends_with_an_error_of_that_api():
+    gateway = Open()
+
+    async def client(_port):
+        headers, body = {"x-api-key": "alice"}, {"max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+        asked = gateway.http.build_request("POST", "/v1/messages", json={**body, "stream": True}, headers=headers)
+        lines = (await gateway.http.send(asked, stream=True)).aiter_lines()
+        assert await anext(lines) == "event: message_start"
+        gateway.actor.edge.tenants.replace(without(gateway.actor, "alice"))
+        rest = [line async for line in lines if line]
+        assert rest[-2] == "event: error"
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["type"] == "authentication_error"
+
+    gateway.run(client)
+
+
 def test_an_answer_that_has_not_begun_is_401_and_so_is_a_body_on_its_way():
     gateway = Open()
 

@@ -388,6 +388,22 @@ def test_a_stream_says_whether_its_answer_is_kept():
     assert kept == [True, False]
 
 
+def test_an_answer_over_kv_of_other_prompts_is_not_kept_as_a_plain_stream_could_not_say_that_it_is_approximate():
+    actor = keeping(lambda _request, number: [[*tokens(f"n{number}"), finished(parts=3, recomputed=1)]])
+    first = actor.complete(**EXACT).json()["mooncake"]
+    assert (first["approximate"], first["kept"]) == (True, False)
+    assert "n1" in actor.complete(stream=True, **EXACT).text
+
+
+def test_an_answer_given_again_may_have_been_over_rounded_kv_and_says_so():
+    actor = keeping(kv_codec="int4")
+    told = [actor.complete(**EXACT).json()["mooncake"] for _ in range(2)]
+    assert told[1]["answered_from"] == "cache"
+    assert [each["approximate"] for each in told] == [True, True], "what was loaded for the first one is not known any more"
+    actor = keeping(kv_codec="int8")
+    assert [actor.complete(**EXACT).json()["mooncake"]["approximate"] for _ in range(2)] == [False, False]
+
+
 def test_metrics_say_how_questions_were_answered():
     actor = keeping()
     for _ in range(3):

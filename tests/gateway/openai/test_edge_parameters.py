@@ -323,6 +323,15 @@ def test_the_last_tokens_of_a_prompt_are_used_where_that_is_asked_for():
     assert bytes(prompt_of(actor)) == b"hijkl"
 
 
+@pytest.mark.parametrize("prompt", [list(b"abcdefghijkl"), [list(b"abcdefghijkl")]])
+def test_so_are_those_of_token_ids_that_are_more_than_fit(prompt):
+    actor = ScriptedActor(max_model_len=8)
+    assert actor.complete(prompt=prompt, max_tokens=3, truncate_prompt_tokens=-1).status_code == 200
+    assert bytes(prompt_of(actor)) == b"hijkl"
+    asked = {"prompt": [1] * 9 * ByteVocabulary.longest_token, "max_tokens": 3, "truncate_prompt_tokens": 2}
+    assert actor.complete(**asked).json()["error"]["code"] == "context_length_exceeded"
+
+
 def template_given(template="{{ messages[0].content }}{{ enable_thinking }}{{ reasoning_effort }}", **asked):
     actor = ScriptedActor(max_model_len=4096)
     tokenizer = Tokenizer(ByteVocabulary(), Conversation(template=template, eos_ids=(EOS,)))
