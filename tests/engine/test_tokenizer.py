@@ -6,6 +6,7 @@ import time
 
 import pytest
 import tokenizers
+from model_files import small_vocabulary
 
 from mooncake_zmq.engine.errors import ModelError, TemplateFailed
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
@@ -154,3 +155,14 @@ def test_fingerprint_covers_vocabulary_and_template(tmp_path):
 def test_an_unknown_pre_tokenizer_is_named():
     with pytest.raises(ModelError, match="viking"):
         byte_level_bpe(tokens=["a"], merges=[], kinds=[1], pre="viking")
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_what_a_file_cuts_and_fills_for_training_changes_no_prompt(tmp_path, salt):
+    vocabulary = small_vocabulary()
+    vocabulary.enable_truncation(4)
+    vocabulary.enable_padding(direction="left", pad_id=96, pad_token="<s>", pad_to_multiple_of=8)
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    write_conversation(tmp_path, Conversation(template=None, eos_ids=(97,)))
+    text = "<s>" + "the last word counts" * 10
+    assert open_tokenizer(tmp_path).encode(text, salt=salt).tolist() == small_vocabulary().encode(text).ids
