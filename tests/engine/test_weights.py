@@ -377,6 +377,20 @@ def test_what_the_engine_would_compute_differently_is_refused_by_name(tmp_path, 
     assert_refused(directory, cache, word)
 
 
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"bos_token": "\ud800"}, "special tokens"),
+        ({"chat_template": [{"name": ["default"], "template": "x"}, {"name": "default", "template": 1}]}, "no text"),
+        ({"chat_template": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"}, "does not parse"),
+    ],
+)
+def test_settings_of_tokenizers_that_are_wrong(tmp_path, cache, changes, word):
+    directory = write_hugging_face(tmp_path / "model", DummySource("tiny"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(changes))
+    assert_refused(directory, cache, word)
+
+
 def test_rope_settings_may_be_given_in_both_forms(tmp_path):
     linear = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
     given = {"rope_parameters": linear, "rope_scaling": {"type": "linear", "factor": 2.0}}
