@@ -188,7 +188,7 @@ def _identify(model: str) -> tuple[str, str]:
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:
-    """Return what differs between two contents of a file, though both have the same size and time, as files of packages have."""
+    """Return what differs between two contents of a file, though both have one size and time, as packages may give them."""
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
