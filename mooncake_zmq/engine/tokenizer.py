@@ -321,7 +321,8 @@ def write_parts(directory: Path, parts: TokenizerParts, vocab_size: int) -> None
     if parts.vocabulary is None:
         write_byte_conversation(directory, vocab_size)
     else:
-        parts.vocabulary.save(str(directory / VOCABULARY_FILE))
+        with library_errors(f"{directory / VOCABULARY_FILE} cannot be written"):
+            parts.vocabulary.save(str(directory / VOCABULARY_FILE))
         write_conversation(directory, parts.conversation)
 
 
