@@ -15,6 +15,8 @@ from mooncake_zmq.engine.errors import ModelError, TemplateFailed
 
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the final message while the template is rendered, as Hugging Face does."""
+_ERRORS = (ArithmeticError, LookupError, MemoryError, RuntimeError, SyntaxError, ValueError)
+"""Python's own errors, of a template that is nested too deeply or computes what cannot be computed."""
 
 
 class ChatTemplate:
@@ -40,10 +42,10 @@ class ChatTemplate:
         return text[:at] if text[at:].startswith(CONTINUED) else text[:at].rstrip()
 
     def _rendered(self, messages: list[dict[str, Any]], form: ChatForm, tools: list[dict[str, Any]] | None) -> str:
-        given = {"messages": messages, "add_generation_prompt": form.answer, **self._tokens}
+        given = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": form.answer}
         try:
-            return self._template.render({**form.variables, **given, **({"tools": tools} if tools else {})})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            return self._template.render({**form.variables, **given, **self._tokens})
+        except (jinja2.TemplateError, TypeError, AttributeError, *_ERRORS) as error:
             raise TemplateFailed(f"the chat template refused the messages: {error}") from error
 
 
@@ -57,7 +59,7 @@ def _compile(template: str) -> jinja2.Template:
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     try:
         return environment.from_string(template)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, *_ERRORS) as error:
         raise ModelError(f"the model's chat template does not parse: {error}") from error
 
 
@@ -75,5 +77,11 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

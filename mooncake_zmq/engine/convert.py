@@ -45,6 +45,8 @@ def _stored_tensors(source: Source) -> Iterator[tuple[int, str, NDArray[np.float
         found = source.tensor(name)
         if found.shape != shapes[name]:
             raise ModelError(f"{spec.name}: tensor {name} has shape {found.shape}, expected {shapes[name]}")
+        if not np.isfinite((found.min(), found.max())).all():
+            raise ModelError(f"{spec.name}: tensor {name} has values that are not finite: the file is damaged")
         return found
 
     def panels(*names: str) -> NDArray[np.float32]:

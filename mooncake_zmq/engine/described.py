@@ -12,6 +12,7 @@ from typing import Any
 
 from mooncake_zmq.engine import tokenizer
 from mooncake_zmq.engine.card import ModelCard
+from mooncake_zmq.engine.disk import sync
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import default_cache_dir
 from mooncake_zmq.engine.sources.directory import ModelDirectory
@@ -70,12 +71,15 @@ def _write_texts(directory: ModelDirectory, spec: ModelSpec, cache_dir: Path) ->
     """Write the tokenizer in our own form, under a name derived from its content: a process that finds it need not write it."""
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".described-", suffix=".tmp", dir=cache_dir))
+        # Without the suffix by which `building` removes what dead processes left.
+        scratch = Path(tempfile.mkdtemp(prefix=".described-", dir=cache_dir))
         try:
             tokenizer.write_parts(scratch, directory.read_tokenizer(spec.eos_ids), spec.vocab_size)
             target = cache_dir / f"described-{tokenizer.fingerprint(scratch)}"
             if not target.exists():
                 scratch.chmod(0o755)
+                for written in (*scratch.iterdir(), scratch):
+                    sync(written)
                 _move(scratch, target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -19,7 +20,8 @@ class FairPool:
     after another."""
 
     def __init__(self, name: str, threads: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._new_pool = partial(ThreadPoolExecutor, threads, thread_name_prefix=name)
+        self._pool = self._new_pool()
         self._threads = threads
         self._clock = clock
         self._numbers = count()
@@ -35,17 +37,23 @@ class FairPool:
 
     def submit(self, tenant: str, work: Callable[[], WorkT], flow: int | None = None) -> Future[WorkT]:
         """Let a thread do the work when it is its tenant's and its flow's turn; without `flow` it is a flow by itself. Once the
-        pool is closed it is cancelled at once."""
+        pool is closed it is cancelled at once. Raises RuntimeError where it has no thread, and none can be started."""
         done: Future[WorkT] = Future()
         number = self.new_flow() if flow is None else flow
         with self._lock:
             if self._closed:
                 done.cancel()
                 return done
-            self._turns.put(tenant, number, _Work(tenant, number, done, work))
             if self._busy < self._threads:
+                try:
+                    self._pool.submit(self._run)
+                except RuntimeError:
+                    if not self._busy:  # else the threads that run do it
+                        self._pool.shutdown(wait=False, cancel_futures=True)  # the pool would keep it for a later thread
+                        self._pool = self._new_pool()
+                        raise
                 self._busy += 1
-                self._pool.submit(self._run)
+            self._turns.put(tenant, number, _Work(tenant, number, done, work))
         if flow is None:
             done.add_done_callback(lambda _: self.drop(tenant, number))
         return done

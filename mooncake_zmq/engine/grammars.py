@@ -159,7 +159,12 @@ class Grammars:
     def ask(self, following: Following) -> Future[bytes]:
         """Request the tokens that may come behind the answer so far."""
         tokens = len(following.answer)
-        return self._thread.submit(following.tenant, lambda: self._ask(following, tokens), following.number)
+        try:
+            return self._thread.submit(following.tenant, lambda: self._ask(following, tokens), following.number)
+        except RuntimeError as error:
+            failed: Future[bytes] = Future()
+            failed.set_exception(ConstraintNotReady(f"what follows grammars cannot be started: {error}"))
+            return failed
 
     def drop(self, following: Following) -> None:
         with self._lock:
@@ -206,8 +211,11 @@ class Grammars:
             raise ConstraintNotReady("its grammar is no longer wanted")
         if self._process is None:
             self._incarnation += 1
+            try:
+                self._process = _Process(self._begin, self._incarnation)
+            except OSError as error:  # no memory, no room for a process or a file
+                raise ConstraintNotReady(f"what follows grammars cannot be started: {error.strerror}") from None
             self._count("begun")
-            self._process = _Process(self._begin, self._incarnation)
             self._end_of_process = weakref.finalize(self, self._process.end)
             try:
                 self._process.begun()
@@ -242,7 +250,8 @@ class _Process:
         self.was_late = False
         self._begin = begin
         self._ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as failing:
+            failing.callback(self._ours.close)
             self._popen = subprocess.Popen(
                 [sys.executable, "-I", "-c", START, json.dumps(sys.path)],
                 stdin=theirs.fileno(),
@@ -251,6 +260,7 @@ class _Process:
                 env={name: os.environ[name] for name in PASSED_ON if name in os.environ},
                 start_new_session=True,
             )
+            failing.pop_all()
 
     @property
     def pid(self) -> int:

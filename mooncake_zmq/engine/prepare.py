@@ -187,9 +187,14 @@ def _identify(model: str) -> tuple[str, str]:
     if not path.exists():
         raise ModelError(f"{model} does not exist: give a .gguf file, a Hugging Face directory, 'default' or 'dummy:tiny'")
     files = [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
-    states = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    states = [(str(file.resolve()), *_state(file.stat())) for file in files]
     label = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in path.resolve().name)
     return label[:80], _digest(json.dumps(states))
+
+
+def _state(stat: os.stat_result) -> tuple[int, ...]:
+    """Return what differs between two contents of a file, though both have one size and time, as packages may give them."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _digest(identity: str) -> str:

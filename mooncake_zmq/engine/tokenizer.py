@@ -164,7 +164,7 @@ class BpeVocabulary:
         self._of_bytes = b"ByteLevel" in decoder
         self.joins_bytes = isinstance(tokenizer.decoder, ByteLevel)
         added = tokenizer.get_added_tokens_decoder()
-        self._cache = TextCache(self._encode, {} if tokenizer.truncation else cuts([*added.items()], self._encode))
+        self._cache = TextCache(self._encode, cuts([*added.items()], self._encode))
         self._added = frozenset(added)
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
 
@@ -283,11 +283,14 @@ def fingerprint(path: Path | str) -> str:
 
 
 def read_vocabulary(path: Path) -> "tokenizers.Tokenizer":
-    """Read a tokenizer.json. Raises ModelError."""
+    """Read a tokenizer.json, without the truncation and padding that a training left in it. Raises ModelError."""
     import tokenizers
 
     with library_errors(f"{path} is not a tokenizer that the tokenizers library can read"):
-        return tokenizers.Tokenizer.from_file(str(path))
+        vocabulary = tokenizers.Tokenizer.from_file(str(path))
+    vocabulary.no_truncation()
+    vocabulary.no_padding()
+    return vocabulary
 
 
 @contextlib.contextmanager
@@ -318,7 +321,8 @@ def write_parts(directory: Path, parts: TokenizerParts, vocab_size: int) -> None
     if parts.vocabulary is None:
         write_byte_conversation(directory, vocab_size)
     else:
-        parts.vocabulary.save(str(directory / VOCABULARY_FILE))
+        with library_errors(f"{directory / VOCABULARY_FILE} cannot be written"):
+            parts.vocabulary.save(str(directory / VOCABULARY_FILE))
         write_conversation(directory, parts.conversation)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from model_files import small_vocabulary
 
+from mooncake_zmq.engine import tokenizer as tokenizer_module
 from mooncake_zmq.engine.described import describe
 from mooncake_zmq.engine.errors import ModelError
+from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 
 CONFIG = {
@@ -52,6 +54,24 @@ def test_the_same_model_is_the_same_everywhere_and_another_is_another(tmp_path: 
     deeper = describe(str(write(tmp_path / "c" / "model", num_hidden_layers=62)), tmp_path / "cache")
     renamed = describe(str(write(tmp_path / "c" / "trained-further")), tmp_path / "cache")
     assert len({card.spec.fingerprint for _, card in (first, deeper, renamed)}) == 3
+
+
+def test_a_process_that_prepares_a_model_meanwhile_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fingerprint = tokenizer_module.fingerprint
+
+    def meanwhile(path: Path) -> str:
+        prepare("dummy:tiny", tmp_path / "cache", kernels=False)
+        return fingerprint(path)
+
+    monkeypatch.setattr(tokenizer_module, "fingerprint", meanwhile)
+    path, _ = describe(str(write(tmp_path / "model")), tmp_path / "cache")
+    assert open_tokenizer(path).eos_ids == (97,)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_model(tmp_path: Path) -> None:
+    parts = tokenizer_module.TokenizerParts("", small_vocabulary(), tokenizer_module.Conversation(template=None, eos_ids=()))
+    with pytest.raises(ModelError, match="cannot be written"):
+        tokenizer_module.write_parts(tmp_path / "gone", parts, 98)
 
 
 def test_a_model_that_sees_has_its_text_beside(tmp_path: Path) -> None:

@@ -80,6 +80,28 @@ def test_so_many_threads_work_at_once_and_no_more():
     lane.close()
 
 
+def test_works_go_on_where_threads_cannot_be_started_for_a_while(monkeypatch):
+    lane, go_on = FairPool("lane", 2), threading.Event()
+
+    def full(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", full)
+        for _ in range(3):
+            with pytest.raises(RuntimeError):
+                lane.submit("a", lambda: 1)
+    running = lane.submit("a", lambda: go_on.wait(10))
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", full)
+        waiting = lane.submit("a", lambda: 2)
+    go_on.set()
+    assert running.result(10)
+    assert waiting.result(10) == 2
+    lane.close(wait=True)
+    assert lane._busy == 0
+
+
 def test_a_close_leaves_nobody_waiting(lane, hold):
     waiting = lane.submit("a", lambda: 1)
     lane.close()

@@ -137,6 +137,23 @@ def test_a_process_that_does_not_begin_is_told_as_such(make, monkeypatch):
     grammars.check(YES_NO)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "error"), [(subprocess, "Popen", BlockingIOError), (threading.Thread, "start", RuntimeError)]
+)
+def test_a_process_or_thread_that_cannot_be_started_is_no_more_than_not_ready(make, monkeypatch, owner, name, error):
+    def full(*_, **__):
+        raise error("no room")
+
+    grammars = make()
+    with monkeypatch.context() as crowded:
+        crowded.setattr(owner, name, full)
+        for _ in range(2):
+            with pytest.raises(ConstraintNotReady, match="cannot be started"):
+                grammars.check(YES_NO)
+    grammars.check(YES_NO)
+    assert grammars.counts == {"begun": 1}
+
+
 def test_the_process_has_nothing_of_ours_but_one_socket(make, monkeypatch, tmp_path):
     monkeypatch.setenv("A_SECRET", "hidden")
     with (tmp_path / "open").open("w") as file:

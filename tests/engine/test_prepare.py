@@ -192,6 +192,16 @@ def test_what_gets_its_name_is_on_the_disk(tmp_path, monkeypatch, steps):
     assert {path.stat().st_ino, tmp_path.stat().st_ino} <= synced
 
 
+def test_other_weights_of_the_same_size_and_time_are_another_model(tmp_path):
+    path, found = tmp_path / "m.gguf", []
+    for content in (b"one", b"two"):
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        os.utime(path, (1, 1))
+        found.append(prepare.locate(str(path), tmp_path))
+    assert found[0] != found[1]
+
+
 # What earlier versions prepared.
 
 

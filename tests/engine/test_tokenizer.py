@@ -6,6 +6,7 @@ import time
 
 import pytest
 import tokenizers
+from model_files import small_vocabulary
 
 from mooncake_zmq.engine.errors import ModelError, TemplateFailed
 from mooncake_zmq.engine.gguf_vocabulary import byte_level_bpe
@@ -110,6 +111,9 @@ def with_template(template):
         "{{ messages[0].content.missing.attribute }}",
         "{{ messages[0]['content'] + 1 }}",
         "{{ cycler.__init__.__globals__ }}",
+        "{{ 1 // (messages | length - 1) }}",
+        "{{ '{} {}'.format(1) }}",
+        "{{ messages[0].content * 10**15 }}",
     ],
 )
 def test_the_sandbox_holds(template):
@@ -127,14 +131,35 @@ def test_templates_as_hugging_face_writes_them():
     assert with_template(template).chat_text(messages) == 'a="<é>"<|end|>\ngo'
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("", '{"b": "é", "a": 1}'),
+        ("ensure_ascii=True", r'{"b": "\u00e9", "a": 1}'),
+        ("separators=(',', ':')", '{"b":"é","a":1}'),
+        ("indent=1, sort_keys=True", '{\n "a": 1,\n "b": "é"\n}'),
+    ],
+)
+def test_templates_write_json_with_the_options_of_hugging_face(options, text):
+    template = with_template(f"{{{{ messages[0] | tojson({options}) }}}}")
+    assert template.chat_text([{"b": "é", "a": 1}]) == text
+
+
+def test_tools_and_documents_that_are_not_given_are_none():
+    template = with_template("{% if tools is not none %}{{ tools | length }}{% endif %}{{ documents is none }}")
+    assert template.chat_text([]) == template.chat_text([], tools=[]) == "True"
+    assert template.chat_text([], tools=[{}]) == "1True"
+
+
 def test_templates_that_mark_what_the_assistant_says():
     template = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %};{% endfor %}"
     assert with_template(template).chat_text([{"content": "a"}, {"content": "b"}]) == "a;b;"
 
 
-def test_a_template_that_does_not_parse():
+@pytest.mark.parametrize("template", ["{% if %}", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "{{ " + "-" * 500 + "1 }}"])
+def test_a_template_that_does_not_parse(template):
     with pytest.raises(ModelError, match="does not parse"):
-        with_template("{% if %}")
+        with_template(template)
 
 
 def test_fingerprint_covers_vocabulary_and_template(tmp_path):
@@ -154,3 +179,14 @@ def test_fingerprint_covers_vocabulary_and_template(tmp_path):
 def test_an_unknown_pre_tokenizer_is_named():
     with pytest.raises(ModelError, match="viking"):
         byte_level_bpe(tokens=["a"], merges=[], kinds=[1], pre="viking")
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_what_a_file_cuts_and_fills_for_training_changes_no_prompt(tmp_path, salt):
+    vocabulary = small_vocabulary()
+    vocabulary.enable_truncation(4)
+    vocabulary.enable_padding(direction="left", pad_id=96, pad_token="<s>", pad_to_multiple_of=8)
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    write_conversation(tmp_path, Conversation(template=None, eos_ids=(97,)))
+    text = "<s>" + "the last word counts" * 10
+    assert open_tokenizer(tmp_path).encode(text, salt=salt).tolist() == small_vocabulary().encode(text).ids

@@ -349,6 +349,7 @@ def test_hugging_face_directories_that_are_wrong(tmp_path, cache):
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"factor": 4.0}}, "without a type"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_parameters": [1]}, "RoPE"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0}}}, "RoPE settings of 'full_attention'"),
@@ -374,6 +375,20 @@ def test_what_the_engine_would_compute_differently_is_refused_by_name(tmp_path, 
     directory = write_hugging_face(tmp_path / "model", DummySource("tiny"), **changes)
     with pytest.raises(ModelError, match=word):
         HuggingFaceSource(directory)
+    assert_refused(directory, cache, word)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"bos_token": "\ud800"}, "special tokens"),
+        ({"chat_template": [{"name": ["default"], "template": "x"}, {"name": "default", "template": 1}]}, "no text"),
+        ({"chat_template": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"}, "does not parse"),
+    ],
+)
+def test_settings_of_tokenizers_that_are_wrong(tmp_path, cache, changes, word):
+    directory = write_hugging_face(tmp_path / "model", DummySource("tiny"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(changes))
     assert_refused(directory, cache, word)
 
 
@@ -487,6 +502,29 @@ def test_a_gguf_file_in_parts_is_refused(tmp_path, cache):
 def test_gguf_rope_scalings_that_are_refused(tmp_path, cache, scaling, word):
     fields = [("llama.rope.scaling.type", scaling, gguf.GGUFValueType.STRING)]
     assert_refused(write_gguf(tmp_path / "a.gguf", DummySource("tiny"), fields=fields), cache, word)
+
+
+def test_a_gguf_rope_factor_without_a_type_is_linear_and_fits_no_factors(tmp_path, cache):
+    fields = [("llama.rope.scaling.factor", 4.0, gguf.GGUFValueType.FLOAT32)]
+    path = write_gguf(tmp_path / "a.gguf", DummySource("tiny"), fields=fields)
+    np.testing.assert_allclose(GgufSource(path).tensor("inv_freq"), DummySource("tiny").tensor("inv_freq") / 4)
+    factors = {"rope_freqs.weight": np.ones(8, np.float32)}
+    assert_refused(write_gguf(tmp_path / "b.gguf", DummySource("tiny"), fields=fields, extra=factors), cache, "rope_freqs")
+
+
+def test_a_big_endian_gguf_file_is_refused(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(gguf, "GGUFWriter", functools.partial(gguf.GGUFWriter, endianess=gguf.GGUFEndian.BIG))
+    assert_refused(write_gguf(tmp_path / "a.gguf", DummySource("tiny")), cache, "big-endian")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, cache, value):
+    source = DummySource("tiny")
+    plain = source.tensor
+    source.tensor = lambda name: (
+        np.where(plain(name) == plain(name).max(), value, plain(name)) if name == "1.q" else plain(name)
+    )
+    assert_refused(write_hugging_face(tmp_path / "model", source), cache, "tensor 1.q has values that are not finite")
 
 
 def test_tampered_default(tmp_path, cache, monkeypatch):

@@ -48,9 +48,10 @@ class ModelDirectory:
         vocabulary = tokenizer.read_vocabulary(self.path / "tokenizer.json")
         settings = self.read_json("tokenizer_config.json", optional=True)
         bos_token, eos_token = _token_text(settings.get("bos_token")), _token_text(settings.get("eos_token"))
-        bos_id = vocabulary.token_to_id(bos_token) if bos_token else None
-        start = vocabulary.encode("a", add_special_tokens=True).ids[:1]
-        eos_id = vocabulary.token_to_id(eos_token) if eos_token else None
+        with tokenizer.library_errors(f"{self.path}: its special tokens make no sense"):
+            bos_id = vocabulary.token_to_id(bos_token) if bos_token else None
+            start = vocabulary.encode("a", add_special_tokens=True).ids[:1]
+            eos_id = vocabulary.token_to_id(eos_token) if eos_token else None
         conversation = tokenizer.Conversation(
             template=self._chat_template(settings),
             eos_ids=tuple(sorted({*eos_ids} | ({eos_id} if eos_id is not None else set()))),
@@ -69,8 +70,8 @@ class ModelDirectory:
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
         if isinstance(template, list):
-            named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-            template = named.get("default")
+            named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+            template = named[-1].get("template") if named else None
         if template is not None and not isinstance(template, str):
             raise ModelError(f"{self.path}/tokenizer_config.json: its chat_template is no text")
         return template or None

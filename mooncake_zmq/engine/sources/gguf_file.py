@@ -104,9 +104,10 @@ class GgufSource:
             raise ModelError(f"{self._path}: RoPE or values of other than {head_dim} dimensions a head are not supported")
         stop_ids = {self._field(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot", "eom")}
         bos_id = self._field("tokenizer.ggml.bos_token_id", int, -1)
-        scaling = self._hyper(
-            "rope.scaling.type", str, "linear" if self._hyper("rope.scale_linear", float, 1.0) != 1.0 else "none"
-        )
+        # As in llama.cpp: a factor without a type is linear, and 0 is none.
+        scaling = self._hyper("rope.scaling.type", str, "none" if self._rope_factor() in (0.0, 1.0) else "linear")
+        if _ROPE_FACTORS in self.stored and scaling not in ("none", "llama3"):
+            raise ModelError(f"{self._path}: RoPE scaling {scaling!r} with {_ROPE_FACTORS} is not supported")
         vocab_size = len(self._field("tokenizer.ggml.tokens", list))
         if max(bos_id, *stop_ids) >= vocab_size:
             raise ModelError(f"{self._path}: a special token lies outside its vocabulary of {vocab_size}")
@@ -136,8 +137,10 @@ class GgufSource:
     def _read_frequencies(self) -> NDArray[np.float32]:
         if _ROPE_FACTORS in self.stored:
             return divided_frequencies(self.spec, self._read(_ROPE_FACTORS))
-        factor = self._hyper("rope.scaling.factor", float, self._hyper("rope.scale_linear", float, 0.0))
-        return scaled_frequencies(self.spec, {"factor": factor})
+        return scaled_frequencies(self.spec, {"factor": self._rope_factor()})
+
+    def _rope_factor(self) -> float:
+        return self._hyper("rope.scaling.factor", float, self._hyper("rope.scale_linear", float, 0.0))
 
     def _is_redundant(self, name: str) -> bool:
         return name == _ROPE_FACTORS
@@ -220,6 +223,8 @@ def _open(path: Path) -> Any:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, ArithmeticError, TypeError, MemoryError, RecursionError) as error:
         raise ModelError(f"{path} is truncated or damaged; obtain it again ({error})") from error
+    if reader.endianess == gguf.GGUFEndian.BIG:
+        raise ModelError(f"{path} is big-endian, which is not supported: obtain a little-endian file")
     _check_places(path, reader)
     if not reader.tensors:
         raise ModelError(f"{path} is truncated or damaged; obtain it again (it holds no tensors)")

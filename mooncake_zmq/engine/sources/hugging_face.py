@@ -139,7 +139,7 @@ class HuggingFaceSource:
         nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(nested, dict):
             raise ModelError(f"{self._directory}/config.json makes no sense: its RoPE settings are {nested!r}"[:300])
-        kind = nested.get("rope_type") or nested.get("type") or "default"
+        kind = nested.get("rope_type") or nested.get("type") or ("without a type" if nested.get("factor") else "default")
         outer = {key: config[key] for key in ("rope_theta", "original_max_position_embeddings") if key in config}
         return outer | nested | {"rope_type": str(kind)}
 

@@ -136,7 +136,7 @@ def test_tools_and_earlier_calls_reach_the_template():
 
 
 def test_templates_see_ids_and_only_what_was_given():
-    template = "{{ messages }}{% if tools is defined %}{{ tools | length }}{% endif %}"
+    template = "{{ messages }}{% if tools is not none %}{{ tools | length }}{% endif %}"
     actor = with_template(template, saying("ok"))
     turns = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool", "tool_call_id": "x1", "content": "a"}]
     assert actor.chat(messages=turns).status_code == 200
