@@ -15,7 +15,7 @@ from msgspec import Struct
 from mooncake_zmq.core.messages import MAX_READ_BYTES, CallRead, Parsers
 from mooncake_zmq.core.work import ReadTokens, TokensRead
 from mooncake_zmq.kv.block_hash import unpack_tokens
-from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, shown, whole
+from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, asked, shown, whole
 
 CHAT = "/v1/chat/completions"
 DERENDER = f"{CHAT}/derender"
@@ -113,14 +113,15 @@ async def read_tokens(client: httpx.AsyncClient, work: ReadTokens) -> TokensRead
 async def parsers_of(client: httpx.AsyncClient) -> Parsers | None:
     """Return the parsers that a vLLM was started with, or None where its answer is not clear. It renders a chat with tools only
     if it has a parser of calls, and names what its parser of reasoning needs."""
-    with_tool = await client.post(RENDER, json=SHORT_CHAT | {"tools": [TOOL], "tool_choice": "auto"})
-    if with_tool.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
+    status, raw = await asked(client, "POST", RENDER, SHORT_CHAT | {"tools": [TOOL], "tool_choice": "auto"})
+    if status in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
         return Parsers()
-    calls = with_tool.status_code == httpx.codes.OK
-    rendered = with_tool if calls else await client.post(RENDER, json=SHORT_CHAT)
-    if rendered.status_code != httpx.codes.OK:
+    calls = status == httpx.codes.OK
+    if not calls:
+        status, raw = await asked(client, "POST", RENDER, SHORT_CHAT)
+    if status != httpx.codes.OK:
         return Parsers(calls=calls)
     try:
-        return Parsers(calls=calls, reasoning=rendered.json().get("reasoning_parser_kwargs") is not None)
-    except (ValueError, AttributeError):
+        return Parsers(calls=calls, reasoning=msgspec.json.decode(raw).get("reasoning_parser_kwargs") is not None)
+    except (msgspec.DecodeError, ValueError, AttributeError, RecursionError):
         return None

@@ -1,7 +1,6 @@
 """Embeds texts by vLLM's `/v1/embeddings`. It decides nothing; whatever is received is checked against a limit."""
 
 import base64
-import binascii
 from itertools import accumulate
 from typing import Any, Final
 
@@ -49,7 +48,7 @@ def vectors_in(raw: bytes | bytearray, work: Embed) -> bytes:
     try:
         data = sorted(msgspec.json.decode(raw, type=_Answer).data, key=lambda each: each.index)
         vectors = [base64.b64decode(each.embedding, validate=True) for each in data]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, binascii.Error) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Nonsense(f"vLLM sends no vectors: {shown(str(error))}") from None
     whole = b"".join(vectors)
     if [each.index for each in data] != [*range(len(work.embedding.lengths))] or len({*map(len, vectors)}) != 1:

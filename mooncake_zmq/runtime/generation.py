@@ -53,7 +53,7 @@ from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, embed
 from mooncake_zmq.runtime.http_connections import Broken, Connections, Target
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.runtime.rendering import REFUSED, parts_of, without_repeats, write_chat
-from mooncake_zmq.runtime.vllm_answers import Nonsense, shown
+from mooncake_zmq.runtime.vllm_answers import Nonsense, asked, shown
 from mooncake_zmq.runtime.vllm_stream import Refusal, Stream
 from mooncake_zmq.vllm.hints import as_parameters
 
@@ -284,9 +284,12 @@ def _decoded(data: bytes) -> _Chunk:
 
 
 def structured(grammar: bytes) -> dict[str, Any]:
-    """Return a grammar of llguidance's as vLLM takes it: a JSON schema, or text in Lark's syntax."""
-    if (schema := schema_of(grammar)) is None:
-        return {"grammar": lark_of(grammar)}
+    """Return a grammar of llguidance's as vLLM takes it: a JSON schema, or text in Lark's syntax. Raises Nonsense."""
+    try:
+        if (schema := schema_of(grammar)) is None:
+            return {"grammar": lark_of(grammar)}
+    except (msgspec.DecodeError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Nonsense(f"the grammar is none of ours: {shown(str(error))}") from None
     return {"json": {name: value for name, value in schema.items() if name != "x-guidance"}}
 
 
@@ -497,9 +500,11 @@ class Generation:
                 return await self._generate(work_id, work)
             case ProbeEngine(generate, parsers):
                 path, body = trial(embeds=self._embeds)
-                response = await (self._client.post(path, json=body) if generate else self._client.get("/health"))
-                well = response.status_code == httpx.codes.OK
-                reason = "" if well else f"it answers {response.status_code}"
+                status, _ = await (
+                    asked(self._client, "POST", path, body) if generate else asked(self._client, "GET", "/health")
+                )
+                well = status == httpx.codes.OK
+                reason = "" if well else f"it answers {status}"
                 if not well:
                     return EngineProbed(well, reason)
                 return EngineProbed(well, reason, await self._adapters(), await self._parsers() if parsers else None)
@@ -516,8 +521,8 @@ class Generation:
         """Return the adapters that vLLM lists, or None if it does not answer that: it may be well all the same."""
         try:
             async with asyncio.timeout(LIST_S):
-                return adapters_in(await self._client.get("/v1/models"))
-        except (httpx.HTTPError, TimeoutError):
+                return adapters_in(*await asked(self._client, "GET", "/v1/models"))
+        except (httpx.HTTPError, Nonsense, TimeoutError):
             return None
 
     async def _parsers(self) -> Parsers | None:
@@ -527,7 +532,7 @@ class Generation:
         try:
             async with asyncio.timeout(LIST_S):
                 return await parsers_of(self._client)
-        except (httpx.HTTPError, TimeoutError):
+        except (httpx.HTTPError, Nonsense, TimeoutError):
             return None
 
     async def _post(self, work: Generate, body: bytes, take: Callable[[bytes], bool]) -> None:
@@ -605,15 +610,15 @@ def _client(url: str, connect_s: float) -> httpx.AsyncClient:
     )
 
 
-def adapters_in(answer: httpx.Response) -> tuple[str, ...] | None:
+def adapters_in(status: int, raw: bytes | bytearray) -> tuple[str, ...] | None:
     """Return the names of the adapters that a server lists, or None where its answer is no list of models."""
     try:
-        listed = answer.json()["data"] if answer.status_code == httpx.codes.OK else None
+        listed = msgspec.json.decode(raw)["data"] if status == httpx.codes.OK else None
         if listed is None:
             return None
         names = [each["id"] for each in listed if each.get("parent") is not None]
         return tuple(name for name in names if isinstance(name, str) and len(name) <= MAX_MODEL_NAME)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

@@ -51,7 +51,10 @@ class _Rendered(Struct, frozen=True):
 
 async def write_chat(client: httpx.AsyncClient, work: WriteChat) -> ChatWritten | WorkFailed:
     """Return a chat's tokens, or why vLLM does not take the chat. Raises Nonsense and httpx.HTTPError."""
-    body = await asyncio.to_thread(_body, work)
+    try:
+        body = await asyncio.to_thread(_body, work)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return WorkFailed(f"the chat is no JSON object: {shown(str(error))}", stuck=True)
     async with client.stream("POST", RENDER, content=body, headers=JSON, timeout=None) as response:
         raw = await whole(response, MOST_BYTES, f"vLLM writes a chat in more than {MOST_BYTES} bytes")
     if response.status_code in REFUSED or BOMB in reason_of(raw):

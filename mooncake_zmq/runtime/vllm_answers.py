@@ -1,7 +1,7 @@
 """Parts that all calls of a vLLM's HTTP server share: the type of a body, the error of an invalid answer, and limits on what is
 read and shown of one."""
 
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import msgspec
@@ -9,6 +9,8 @@ from msgspec import Struct
 
 JSON: Final = {"content-type": "application/json"}
 SHOWN_CHARACTERS: Final = 300
+MOST_BYTES: Final = 8 << 20
+"""Bytes of an answer that is read whole where nothing else bounds it."""
 
 
 class Nonsense(Exception):
@@ -23,6 +25,13 @@ async def whole(response: httpx.Response, most_bytes: int, too_long: str) -> byt
         if len(raw) > most_bytes:
             raise Nonsense(too_long)
     return raw
+
+
+async def asked(client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> tuple[int, bytearray]:
+    """Return the status and the short body of an answer, as it came: a compressed one is not read. Raises Nonsense and
+    httpx.HTTPError."""
+    async with client.stream(method, path, json=body) as response:
+        return response.status_code, await whole(response, MOST_BYTES, f"vLLM's {path} answers more than {MOST_BYTES} bytes")
 
 
 class _Said(Struct, frozen=True):

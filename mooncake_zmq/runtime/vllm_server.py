@@ -115,7 +115,7 @@ def _models(answer: httpx.Response) -> dict[str, int | None]:
     """Return the names of its models and adapters, with the most tokens of prompt and output where it reports that."""
     try:
         lengths = {model["id"]: model.get("max_model_len") for model in answer.json()["data"]}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
 

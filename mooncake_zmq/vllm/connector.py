@@ -356,8 +356,10 @@ class _SchedulerHalf:
 
     def start_anew(self) -> None:
         """Begin new chains: the weights may have changed in a way that their files do not show, so later KV is this engine's
-        alone."""
+        alone. Requests that are there have the names of the old weights, and are forgotten."""
         self._anew = os.urandom(16).hex()
+        for request_id in [*self._requests]:
+            self.finished(request_id)
 
     def take_counts(self) -> Counter[str]:
         counts = self.ledger.counts + self._choice.counts

@@ -141,6 +141,7 @@ class Mover:
     def take_counts(self) -> Counter[str]:
         """Return what was counted since the last call, including the counts of the store's client."""
         counted = Counter(self._client.counts)
+        counted["failed_jobs"] = self._loads.failures + self._saves.failures
         with self._changed:
             counts, self._counts = self._counts, Counter()
             counts.update({name: count - self._counted[name] for name, count in counted.items()})

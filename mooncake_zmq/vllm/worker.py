@@ -6,13 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import structlog
+
+log = structlog.get_logger()
+
 T = TypeVar("T")
 CLOSE_S = 5.0
 
 
 class Worker(Generic[T]):
-    """A thread with a queue: every accepted job is either worked on or dropped, even if the thread ends. It is a daemon
-    thread."""
+    """A thread with a queue: every accepted job is either worked on or dropped, even if the thread ends. A job that raises an
+    Exception ends alone. It is a daemon thread."""
 
     def __init__(self, name: str, work: Callable[[T], None], drop: Callable[[T], None], limit: int) -> None:
         """`work`, `drop`: called on the thread. `limit`: most waiting jobs; further ones are refused."""
@@ -21,6 +25,8 @@ class Worker(Generic[T]):
         self._jobs: deque[T] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self.failures = 0
+        """Jobs that raised an Exception."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -49,7 +55,11 @@ class Worker(Generic[T]):
     def _run(self) -> None:
         try:
             while (job := self._next()) is not None:
-                self._work(job)
+                try:
+                    self._work(job)
+                except Exception as error:
+                    self.failures += 1
+                    log.critical("worker_job_failed", thread=self._thread.name, exc_info=error)
         finally:
             with self._changed:
                 self._closed = True

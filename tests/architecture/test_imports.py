@@ -224,6 +224,7 @@ def test_everything_is_caught_in_one_place_only() -> None:
         "pool/server/server",
         "pool/server/disk_works",
         "pool/server/turns",
+        "vllm/worker",
     }
     threads |= {f"transfer/{name}" for name in ("connections", "data_server", "network", "sockets", "stream_host")}
     allowed = threads | {"runtime/process", "engine/backend", "engine/tokenizer"}

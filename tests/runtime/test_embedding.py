@@ -33,6 +33,7 @@ def test_texts_go_out_in_order_and_vectors_come_back_in_order() -> None:
     [
         b"{",
         b'{"data": [{"index": 0, "embedding": "?"}]}',
+        '{"data": [{"index": 0, "embedding": "\u00e9"}]}'.encode(),
         answer((1.0,)),
         answer((1.0,), (2.0, 3.0)),
         answer((1.0,), (2.0,), first=1),

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -214,6 +215,20 @@ def test_another_shelf_or_another_size_has_nothing(make_pool, engine, lookups):
     assert smaller.load(0, 1) == {0, 1}
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_short_value_under_the_name_of_a_block_is_a_miss_of_that_block_alone(make_pool, engine, shared):
+    server = make_pool()
+    one = engine(server, replace(QUICK, share_memory=shared))
+    one.save(0, 1)
+    short = np.ones(100, np.uint8)
+    names = object_names([PREFIX], KEYS[2:3])
+    assert one.mover._client.put(names, [[(short.__array_interface__["data"][0], short.nbytes)]]) == [0]
+    assert one.load(3, 4, 5) == {5}
+    assert one.load(6, 7) == set()
+    assert one.same(6, 7)
+    assert not one.mover.take_counts()["failed_jobs"]
+
+
 def test_a_pool_that_is_gone_costs_an_end_in_time_and_one_that_came_back_serves(make_pool, engine, lookups, monkeypatch):
     monkeypatch.setattr(mover_module, "RETRY_S", 1e-3)
     server = make_pool()
@@ -413,16 +428,19 @@ def test_a_lane_refuses_what_is_too_much_and_loses_no_job():
     assert not worker.offer(5)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_load_whose_thread_dies_of_a_bug_ends_all_the_same(make_pool, engine):
+def test_a_bug_ends_its_load_and_no_later_one(make_pool, engine):
     one = engine(make_pool())
+    one.save(0, 1)
 
     def bug(blocks: object) -> None:
         raise ZeroDivisionError
 
     one.memory.targets = bug
-    assert one.load(1, 2) == {1, 2}
-    assert one.load(1, 2) == {1, 2}, "at once, as there is nobody to do it"
+    assert one.load(2, 3) == {2, 3}
+    del one.memory.targets
+    assert one.load(2, 3) == set()
+    assert one.mover.take_counts()["failed_jobs"] == 1
+    assert one.mover.take_counts()["failed_jobs"] == 0
 
 
 def test_the_store_that_is_named_is_asked_before_those_that_do_not_answer(make_pool, engine, tmp_path):
@@ -558,11 +576,13 @@ def test_shares_are_worked_on_side_by_side():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_a_thread_that_ended_had_to_do_is_lost_once_and_then_the_callers():
+    class End(BaseException): ...
+
     caller = threading.get_ident()
 
     def work(start: int, stop: int) -> list[int]:
         if threading.get_ident() != caller:
-            raise OSError("its end")
+            raise End
         return [0] * (stop - start)
 
     crew = Crew("t", 2)

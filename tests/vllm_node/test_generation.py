@@ -11,12 +11,13 @@ from stub_vllm import DONE, StubVllm, event, usage
 
 from mooncake_zmq.core.actor import WorkDone
 from mooncake_zmq.core.messages import MAX_RUN, Sampling, StopRule
-from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, PromptScoresGenerated, WorkFailed
+from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, PromptScoresGenerated, WorkFailed, WriteChat
 from mooncake_zmq.gateway.openai.bodies import CompletionBody
 from mooncake_zmq.gateway.openai.constraints import of_lark, of_schema
 from mooncake_zmq.kv.block_hash import pack_tokens, salt_of
 from mooncake_zmq.runtime import generation as generation_module
 from mooncake_zmq.runtime.generation import MAX_LINE_BYTES, Generation, request_body
+from mooncake_zmq.runtime.vllm_answers import MOST_BYTES
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
@@ -384,6 +385,9 @@ def test_a_probe_tells_whether_it_is_well(bench):
         ((200, json.dumps({"data": [{"id": i, "parent": "m"} for i in (7, None, "x" * 300, "y")]}).encode()), ("y",)),
         ((200, b'{"data": 7}'), None),
         ((200, b"[["), None),
+        ((200, b'{"data":' + b"[" * 100_000), None),
+        ((200, b'{"data": [{"id": "\\ud800", "parent": "m"}]}'), None),
+        ((200, b" " * (MOST_BYTES + 1)), None),
         ((500, b"{}"), None),
     ],
 )
@@ -391,6 +395,23 @@ def test_a_probe_tells_which_adapters_are_listed(bench, page, adapters):
     answers = bench()
     answers.stub.pages["/v1/models"] = page
     assert answers.result(ProbeEngine()) == EngineProbed(True, adapters=adapters)
+
+
+def test_parsers_of_nested_json_are_not_known(bench):
+    answers = bench()
+    answers.stub.posts["/v1/chat/completions/render"] = (200, b'{"a":' + b"[" * 100_000)
+    assert answers.result(ProbeEngine(parsers=True)) == EngineProbed(True, adapters=())
+
+
+@pytest.mark.parametrize(
+    "grammar", [b"\xff", b"{", b'{"x-guidance":1}', b'{"a":' + b"[" * 20_000, b'{"grammars": [1]}'], ids=repr
+)
+def test_a_constraint_that_is_no_grammar_fails_its_work_alone(bench, grammar):
+    assert isinstance(bench().result(work(sampling=Sampling(constraint=grammar))), WorkFailed)
+
+
+def test_a_chat_that_is_no_json_fails_its_work_alone(bench):
+    assert bench().result(WriteChat(b"x")).stuck
 
 
 def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():

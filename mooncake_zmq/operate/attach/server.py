@@ -124,7 +124,7 @@ def _models(client: httpx.Client, url: str) -> tuple[list[_Model], list[_Model]]
         raise ServerError(f"{url} wants an API key, which nodes do not send: start it without --api-key, on its own network")
     try:
         models = msgspec.json.decode(content, type=_Models).data if status == httpx.codes.OK else []
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         models = []
     own = [model for model in models if model.parent is None and model.max_model_len]
     if not own:
