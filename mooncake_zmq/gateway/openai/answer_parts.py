@@ -61,15 +61,18 @@ class AnswerParts:
         self._open: Part | None = None
 
     def push(self, piece: Piece) -> Iterator[PartEvent]:
-        """Yield what is new: the reasoning of a piece first, then its text, then its calls."""
+        """Yield what is new: more of the open call first, then the reasoning of a piece, its text, and the calls that begin in
+        it. Arguments of no open call are left out."""
+        calls = call_deltas(piece.calls, self._salt)
+        if calls and "name" not in calls[0]["function"] and self._open is not None and self._open.kind == "call":
+            yield from self._grow(calls[0]["function"]["arguments"])
         if piece.reasoning:
             yield from self._grow_in("reasoning", piece.reasoning)
         if piece.text:
             yield from self._grow_in("text", piece.text)
-        for call in call_deltas(piece.calls, self._salt):
+        for call in calls:
             if "name" in call["function"]:
                 yield from self._begin("call", call["id"], call["function"]["name"])
-            if call["function"]["arguments"]:
                 yield from self._grow(call["function"]["arguments"])
 
     def end(self) -> Iterator[PartEvent]:
@@ -91,6 +94,8 @@ class AnswerParts:
 
     def _grow(self, more: str) -> Iterable[PartEvent]:
         assert self._open is not None
+        if not more:
+            return
         if self._keeps_text:
             self._open.pieces.append(more)
         yield Grows(self._open, more)

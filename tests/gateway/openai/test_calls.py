@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mooncake_zmq.gateway.openai.answer_parts import AnswerParts, Ends
+from mooncake_zmq.gateway.openai.detokenizer import Piece
 from mooncake_zmq.gateway.openai.tagged_calls import (
     DEEPSEEK_V31,
     GLM45,
@@ -17,6 +19,7 @@ from mooncake_zmq.gateway.openai.tagged_calls import (
     typed,
 )
 from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Hermes, Llama, Mistral, merged
+from mooncake_zmq.gateway.openai.tools import CallPiece
 
 SCHEMAS = {"f": {"n": {"type": "integer"}, "many": {"type": "array"}, "text": {"type": "string"}}}
 MAKERS = {
@@ -257,3 +260,35 @@ def test_texts_given_one_by_one_come_back_as_they_were_written(calls):
         found = read(form, text)
         assert [each.name for each in found[::2]] == [name for name, _ in calls]
         assert [json.loads(each.text) for each in found[1::2]] == [arguments for _, arguments in calls]
+
+
+NEWS = st.tuples(st.sampled_from(["reasoning", "text", "begins", "goes on"]), st.text("ab", max_size=2))
+
+
+@given(st.lists(st.lists(NEWS, max_size=4), max_size=8))
+def test_a_row_of_parts_is_the_answer_however_its_pieces_are_cut(batches):
+    parts, said, is_open, calls = AnswerParts("salt", keeps_text=True), {"reasoning": "", "text": ""}, False, []
+    ended = []
+    for batch in batches:
+        new, pieces = {"reasoning": "", "text": ""}, []
+        for kind, more in batch:
+            if kind in new:
+                new[kind], is_open = new[kind] + more, is_open and not more
+            elif kind == "begins" or is_open:
+                calls.append(["f", ""]) if kind == "begins" else None
+                pieces.append(CallPiece(len(calls) - 1, "f" if kind == "begins" else None, more))
+                calls[-1][1], is_open = calls[-1][1] + more, True
+        said = {kind: text + new[kind] for kind, text in said.items()}
+        ended += [
+            each.part
+            for each in parts.push(Piece(new["text"], [], [], [], [], pieces, new["reasoning"]))
+            if isinstance(each, Ends)
+        ]
+    ended += [each.part for each in parts.end()]
+    assert ended == parts.all
+    assert [[part.name, part.text] for part in parts.all if part.kind == "call"] == calls
+    assert {kind: "".join(part.text for part in parts.all if part.kind == kind) for kind in said} == said
+
+
+def test_arguments_of_no_open_call_are_left_out():
+    assert list(AnswerParts("salt").push(Piece("", [], [], [], [], [CallPiece(0, None, "1}")]))) == []
