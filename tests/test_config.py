@@ -101,7 +101,7 @@ def test_a_node_may_replace_keys_of_its_role(write: Any) -> None:
         ("[decode]\nmax_batch = 'x'\n", "x.toml: decode.max_batch: expected int, got str"),
         (
             "[decode]\nmax_batsh = 1\n",
-            "x.toml: decode.max_batsh: unknown key; did you mean max_batch?; known here: capacity_tokens, drain_grace_s",
+            "x.toml: decode.max_batsh: unknown key; did you mean max_batch?; known here: borrow, capacity_tokens",
         ),
         ("[deocde]\n", "x.toml: deocde: unknown key"),
         ("[gateway.requests]\nmax_open = 9\n", "x.toml: gateway: edge.max_choices must not exceed requests.max_open"),
@@ -742,3 +742,32 @@ def test_a_nan_of_a_nodes_own_settings_or_of_the_command_line_is_refused(write: 
 
 def test_no_node_has_the_name_of_what_starts_them(write: Any) -> None:
     assert "name the node otherwise" in fails(write("", NODES.replace('"d"', '"up"')))
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "lends"),
+    [
+        ("lend_tokens = 96", 96, False),
+        ("borrow = true", 96, False),
+        ("lend_tokens = 40\nborrow = true", 96 + 2 * 32, True),
+        ("lend_tokens = 97", None, None),
+    ],
+)
+def test_the_longest_request_has_what_decodes_lend_each_other(write: Any, settings: str, longest: int, lends: bool) -> None:
+    nodes = NODES + "".join(f'\n[[nodes]]\nname = "d{number}"\nrole = "decode"\n' for number in range(2))
+    path = write(f"[decode]\ncapacity_tokens = 96\n{settings}\n", nodes)
+    if longest is None:
+        assert "lend_tokens must be in 0..capacity_tokens" in fails(path)
+        return
+    loaded = load(path, {}, {})
+    assert loaded.longest_request(1 << 20, 16) == longest
+    assert loaded.longest_request(100, 16) == min(longest, 100)
+    assert loaded.lends == lends
+    assert any("capacity_tokens is below" in text for text in warnings(loaded)) == ("borrow" not in settings)
+
+
+def test_one_node_may_lend_to_another_that_borrows(write: Any) -> None:
+    lender = '\n[[nodes]]\nname = "l"\nrole = "decode"\n[nodes.settings]\nlend_tokens = 64\n'
+    loaded = load(write("[decode]\ncapacity_tokens = 96\nborrow = true\n", NODES + lender), {}, {})
+    assert loaded.lends
+    assert loaded.longest_request(1 << 20, 16) == 96 + 64

@@ -12,6 +12,7 @@ from typing import Final
 from mooncake_zmq.conductor.choices import DecodeChoice
 from mooncake_zmq.conductor.decodes import Candidates, DecodeNode, Decodes
 from mooncake_zmq.conductor.handovers import Handover
+from mooncake_zmq.conductor.lending import borrower, lenders
 from mooncake_zmq.conductor.ranking import Ranked
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
@@ -110,11 +111,27 @@ class Batches:
         node = self._least(joining, candidates, host, without.union(exclude) if without and exclude else without or exclude)
         if node is None and exclude:
             node = self._least(joining, candidates, host, without)
-        return None if node is None else self.promise(joining, node)
+        if node is not None:
+            return self.promise(joining, node)
+        if joining.choices > 1:
+            return None
+        return self._borrowing(joining, candidates, without.union(exclude)) or self._borrowing(joining, candidates, without)
+
+    def _borrowing(self, joining: Joining, candidates: Candidates, without: frozenset[str]) -> DecodeChoice | None:
+        """Return the choice of a decode that borrows what it has no room for; None if there is none."""
+        nodes = list(candidates.reported)
+        # A tenant that has something there leaves room to others, and could not have all that is free.
+        beside = {node.name for node in nodes if joining.tenant and joining.tenant in node.tenants}
+        node = borrower(nodes, joining.need_tokens, int(joining.own_tokens), without | beside)
+        if node is None:
+            return None
+        choice = self.stay(joining, node)
+        choice.lenders = lenders(nodes, node, without)
+        return choice
 
     def stay(self, joining: Joining, node: DecodeNode) -> DecodeChoice:
-        """Return the choice of the node that also prefills the request; what does not fit there at once waits in its
-        engine."""
+        """Return the choice of a node whether it has room or not: it also prefills the request, and what does not fit there at
+        once waits in its engine; or it borrows."""
         self.weigh(joining)
         joining.looked_at[node] = self.gap_s(joining, node)
         return self.promise(joining, node)

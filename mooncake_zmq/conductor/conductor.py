@@ -179,7 +179,9 @@ class Conductor:
             return self._on_message(now, event.sender, event.message)
         match event:
             case PeerUp(peer, incarnation, hello):
-                return self._on_peer_up(now, Member(peer, hello.role, hello.host, incarnation, hello.may_become, hello.part))
+                role, host, protocol = hello.role, hello.host, hello.protocol
+                member = Member(peer, role, host, incarnation, hello.may_become, hello.part, protocol)
+                return self._on_peer_up(now, member)
             case PeerDown(peer, _):
                 return self._forget(now, peer)
             case TimerFired(key) if key == EXPIRY:
@@ -320,6 +322,8 @@ class Conductor:
         load = self._balance.decode_load(sender, load)
         if self._is_silent(now, sender) and self._decodes.has_other(node, self._adapters.with_less(sender)):
             load = replace(load, draining=True)
+        if load.borrows and not self._members.know("ReserveDecode.lenders"):
+            load = replace(load, borrows=False)
         self._decodes.report(now, node, load)
         return self._roll_call.takes(sender, closed=load.draining)
 

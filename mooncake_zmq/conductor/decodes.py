@@ -24,6 +24,7 @@ class DecodeNode:
     """The state of one decode."""
 
     __slots__ = (
+        "borrows",
         "coming",
         "coming_requests",
         "context",
@@ -32,6 +33,7 @@ class DecodeNode:
         "free",
         "held",
         "host",
+        "lendable",
         "load",
         "load_s",
         "max_batch",
@@ -87,6 +89,9 @@ class DecodeNode:
         """The free places in the batch, less those of requests that have yet to reserve theirs."""
         self.held = 0
         """The KV tokens in use."""
+        self.lendable = 0
+        """The KV tokens that it lends, less those promised since its report."""
+        self.borrows = False
         self.coming: list[Booking] = []
         self.coming_requests = 0
         """The sequences of the requests in `coming`, with all choices."""
@@ -204,6 +209,7 @@ class Decodes:
         node.there = there = load.running + reserved
         node.context, node.max_batch = load.context_tokens, max(1, load.max_batch)
         node.load_s = self._costs.decode_request_s * there + self._costs.decode_context_s * load.context_tokens
+        node.lendable, node.borrows = load.lendable, load.borrows
         node.held = load.capacity_tokens - load.free_tokens
         node.step_s = node.scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
         node.reported_at = now

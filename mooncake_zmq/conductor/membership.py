@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mooncake_zmq.core.messages import Part
+from mooncake_zmq.core.messages import PROTOCOL_VERSION, Part, has_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,8 @@ class Member:
     incarnation: int
     may_become: str = ""
     part: Part = "both"
+    protocol: int = PROTOCOL_VERSION
+    """The protocol of the conversation with it."""
 
 
 class Membership:
@@ -42,6 +44,10 @@ class Membership:
     def role_of(self, name: str) -> str | None:
         """Return the role of a node, or None if it is not up."""
         return self._roles.get(name)
+
+    def know(self, field: str) -> bool:
+        """Return whether all members know a field of a message, which then passes through any of them."""
+        return all([has_field(member.protocol, field) for member in self._members.values()])
 
     def of_role(self, role: str) -> list[Member]:
         """Return all members of a role, including those that drain."""

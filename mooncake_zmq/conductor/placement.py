@@ -14,6 +14,7 @@ from mooncake_zmq.conductor.coming import Coming
 from mooncake_zmq.conductor.corrections import Hindsight, OutputLengths
 from mooncake_zmq.conductor.decodes import Candidates, Decodes
 from mooncake_zmq.conductor.handovers import Handover
+from mooncake_zmq.conductor.lending import promise
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
@@ -163,7 +164,9 @@ class Placement:
             coming_blocks=prefill.coming_blocks,
             coming_s=min(prefill.coming_s, MAX_PREDICTION_S),
             least_priority=prefill.least_priority,
+            lenders=tuple([node.name for node in decode.lenders]),
         )
+        promise(decode.lenders, decision.need_tokens - decode.node.free)
         booking = Booking(
             key,
             placed,

@@ -9,6 +9,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -87,10 +88,21 @@ class Loaded:
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Return the most tokens of prompt and output together: the model's limit, or what the largest decode holds in whole
-        blocks."""
-        nodes = [self.section(node) for node in self.config.of_role("decode", "vllm")]
-        blocks = [each.capacity_tokens // block_tokens for each in nodes if getattr(each, "part", "both") != "prefill"]
+        blocks, with what others lend it if it borrows."""
+        sections = {node.name: self.section(node) for node in self.config.of_role("decode", "vllm")}
+        lent = {name: getattr(each, "lend_tokens", 0) // block_tokens for name, each in sections.items()}
+        blocks = [
+            each.capacity_tokens // block_tokens + (sum(lent.values()) - lent[name]) * getattr(each, "borrow", False)
+            for name, each in sections.items()
+            if getattr(each, "part", "both") != "prefill"
+        ]
         return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
+
+    @property
+    def lends(self) -> bool:
+        """Whether some decode may borrow KV of another."""
+        sections = [self.section(node.in_role("decode")) for node in self.config.nodes if "decode" in node.roles]
+        return any(one.borrow and other.lend_tokens for one, other in permutations(sections, 2))
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Loaded:

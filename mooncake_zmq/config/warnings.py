@@ -61,7 +61,8 @@ def warnings(loaded: Loaded) -> Iterator[str]:
     for each in loaded.of_each:
         yield from _part_warnings(each)
     for node in config.of_role("decode", "vllm"):
-        if loaded.section(node).capacity_tokens < loaded.of(node).config.model.max_model_len:
+        section, longest = loaded.section(node), loaded.of(node).config.model.max_model_len
+        if section.capacity_tokens < longest and not getattr(section, "borrow", False):
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
 
 

@@ -15,6 +15,7 @@ from mooncake_zmq.core.messages import (
     BlocksAnnounced,
     BlocksArrived,
     BlocksLeased,
+    BlocksLent,
     CacheLoad,
     CancelRequest,
     ChangeReplica,
@@ -26,6 +27,7 @@ from mooncake_zmq.core.messages import (
     DecodeLoad,
     DecodeReserved,
     EndStage,
+    FillLoan,
     FirstToken,
     HandoffBlocks,
     HandoffDone,
@@ -34,6 +36,9 @@ from mooncake_zmq.core.messages import (
     LayersReady,
     LeaseBlocks,
     LeaseRenewed,
+    LendBlocks,
+    LoanEnded,
+    LoanFilled,
     NodesReported,
     ParsersReported,
     Placed,
@@ -51,6 +56,7 @@ from mooncake_zmq.core.messages import (
     RequestEnded,
     ReserveDecode,
     ReserveSlots,
+    ReturnBlocks,
     Schedule,
     SetCordon,
     ShortenFetch,
@@ -119,6 +125,7 @@ _SAYS: Mapping[tuple[str, str], Kinds] = {
     ("vllm", "vllm"): frozenset((StartPrefill,)),
     ("prefill", "decode"): frozenset((ReserveDecode, HandoffBlocks, LayersReady, HandoffDone, HandoffFailed)),
     ("decode", "prefill"): frozenset((DecodeReserved, DecodeDenied, HandoffReceived, HandoffFailed, ReportCorrupt)),
+    ("decode", "decode"): frozenset((LendBlocks, BlocksLent, FillLoan, LoanFilled, ReturnBlocks, LoanEnded)),
     ("prefill", "prefill"): frozenset((StartStage, StageReady, StageChunk, StageDone, StageFailed, EndStage)),
     ("prefill", "cache-node"): _TO_POOL | {ShortenFetch},
     ("cache-node", "prefill"): _FROM_POOL | {BlocksArrived},
@@ -149,6 +156,7 @@ _TO_WATCH = (("gateway", "gateway"), ("gateway", "cache-node"), ("cache-node", "
 _ON_ONE_HOST = (("prefill", "cache-node"), ("cache-node", "prefill"))
 _IN_PIPELINES = (("prefill", "prefill"),)
 _DISAGGREGATED = (("vllm", "vllm"),)
+_LENDING = (("decode", "decode"),)
 
 
 def are_connected(
@@ -160,10 +168,12 @@ def are_connected(
     pipelines: bool = False,
     watched: bool = False,
     disaggregated: bool = False,
+    lending: bool = False,
 ) -> bool:
     """Return whether two processes of these roles and hosts keep a conversation. Each costs both sides a heartbeat, so two
     prefills keep one only in a deployment with `pipelines`, two vLLMs only where some prefill and some decode
-    (`disaggregated`), and `_TO_WATCH` only where nodes are `watched`."""
+    (`disaggregated`), two decodes only where one may borrow KV of another (`lending`), and `_TO_WATCH` only where nodes are
+    `watched`."""
     pair = (role, other_role)
     if pair in _TO_WATCH:
         return watched
@@ -173,6 +183,8 @@ def are_connected(
         return pipelines
     if pair in _DISAGGREGATED:
         return disaggregated
+    if pair in _LENDING:
+        return lending
     return pair in SAYS or (other_role, role) in SAYS
 
 
@@ -185,10 +197,9 @@ def may_connect(
     pipelines: bool = False,
     watched: bool = False,
     disaggregated: bool = False,
+    lending: bool = False,
 ) -> bool:
     """Return whether two processes need a link if either may change among its roles: a link outlasts a change of role."""
     pairs = [(role, other) for role in roles for other in other_roles]
-    return any(
-        are_connected(one, host, other, other_host, pipelines=pipelines, watched=watched, disaggregated=disaggregated)
-        for one, other in pairs
-    )
+    flags = {"pipelines": pipelines, "watched": watched, "disaggregated": disaggregated, "lending": lending}
+    return any(are_connected(one, host, other, other_host, **flags) for one, other in pairs)

@@ -14,6 +14,7 @@ from mooncake_zmq.core.messages import (
     Embedding,
     End,
     Image,
+    LoanPlace,
     Parsers,
     Sampled,
     Sampling,
@@ -254,11 +255,44 @@ class StepDecoded(Struct, frozen=True):
     logprobs: tuple[tuple[TokenLogprob | None, ...], ...] = ()
     """Logprobs in the same order; empty if no entry requests them."""
     failed: tuple[tuple[int, "WorkFailed"], ...] = ()
-    """Entries, by their indices, whose answers cannot follow their constraints, and why: they have no valid token of the last
-    step."""
+    """Entries, by their indices, whose answers cannot follow their constraints, or of whose KV a lender was lost, and why: they
+    have no valid token of the last step."""
     sat_out: tuple[int, ...] = ()
     """Indices of entries whose constraint's mask was not ready in time. They have no valid token of the last step either:
     `SampleTokens` samples it."""
+
+
+class LendSequence(Struct, frozen=True):
+    """Attend to a sequence, all of which counts, for another decode."""
+
+    sequence: int
+
+
+class SequenceLent(Struct, frozen=True):
+    """Result of `LendSequence`."""
+
+    place: LoanPlace
+
+
+class TakeBack(Struct, frozen=True):
+    """Attend to a sequence no more: once this is `Done`, no query reads it."""
+
+    sequence: int
+
+
+class LentPart(Struct, frozen=True):
+    """The next `tokens` leading tokens of a sequence, which a lender holds."""
+
+    lender: str
+    place: LoanPlace
+    tokens: int
+
+
+class BorrowParts(Struct, frozen=True):
+    """Connect a sequence with all that lenders hold of it, in order; its own KV begins behind that."""
+
+    sequence: int
+    parts: tuple[LentPart, ...]
 
 
 class SequenceBlock(Struct, frozen=True, gc=False):
@@ -575,6 +609,9 @@ Work = (
     | WatchEngine
     | ForkSequence
     | SampleTokens
+    | LendSequence
+    | TakeBack
+    | BorrowParts
 )
 Progress = LayersComputed | PromptScoresGenerated | TokensGenerated | EngineReported
 Result = (
@@ -593,4 +630,6 @@ Result = (
     | ChatWritten
     | SequenceForked
     | TokensSampled
+    | SequenceLent
+    | Done
 )

@@ -7,6 +7,7 @@ from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import AttemptFailed, DecodeDenied, Hello, ReserveDecode, Sibling, for_sibling
 from mooncake_zmq.core.tenant_room import leaves_room
+from mooncake_zmq.decode.borrowing import Borrowing
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.ends import DEADLINE, Ends
 from mooncake_zmq.decode.handoff import Handoff
@@ -32,6 +33,7 @@ class Admission:
         requests: Requests,
         budget: Budget,
         kept: Kept,
+        borrowing: Borrowing,
         handoff: Handoff,
         ends: Ends,
         drain: Drain,
@@ -45,6 +47,7 @@ class Admission:
         self._requests = requests
         self._budget = budget
         self._kept = kept
+        self._borrowing = borrowing
         self._handoff = handoff
         self._ends = ends
         self._drain = drain
@@ -60,15 +63,16 @@ class Admission:
             return [_denied(sender, message, NEWER, full=False)]
         effects = self._replace(now, current)
         budget = self._layout.blocks_for(message.tokens + 1) * self._layout.block_tokens
-        lack = self._lack(budget, message.tenant)
-        reason = lack or self._refusal(sender, message, budget)
+        lent = self._borrowing.lacking(message, budget)
+        lack = self._lack(budget - lent, message.tenant, borrows=self._settings.borrow and bool(message.lenders))
+        reason = lack or self._refusal(sender, message, budget - lent)
         if reason is not None:
             self._counts.add("reservations_denied")
             return [*effects, _denied(sender, message, reason, full=lack is not None)]
-        request = self._admit(now, sender, message, budget, effects)
+        request = self._admit(now, sender, message, budget, effects, lent)
         for sibling in message.siblings:
             effects += self._reserve_sibling(now, request, sibling, budget)
-        return effects + self._handoff.begin(now, request)
+        return effects + (self._borrowing if lent else self._handoff).begin(now, request)
 
     def _reserve_sibling(self, now: float, leader: Request, sibling: Sibling, budget: int) -> list[Effect]:
         """Reserve KV for a further choice, which waits for the handoff of the first one. Without room it is placed by
@@ -77,7 +81,7 @@ class Admission:
         if current is not None and (current is leader or current.request.attempt >= sibling.attempt):
             return []
         effects = self._replace(now, current)
-        lack = self._lack(budget, message.tenant)
+        lack = "other decodes hold the prompt" if leader.lent_tokens else self._lack(budget, message.tenant)
         if lack is not None:
             self._counts.add("reservations_denied")
             failed = AttemptFailed(request_id=sibling.request_id, attempt=sibling.attempt, reason=lack, full=True)
@@ -91,13 +95,15 @@ class Admission:
         """End the current attempt of a request for which a newer one arrived."""
         return [] if current is None else self._ends.drop(now, current, NEWER)
 
-    def _admit(self, now: float, prefill: str, message: ReserveDecode, budget: int, effects: list[Effect]) -> Request:
-        """Reserve the KV of a request for which there is room."""
-        self._budget.take(message.tenant, budget)
+    def _admit(
+        self, now: float, prefill: str, message: ReserveDecode, budget: int, effects: list[Effect], lent: int = 0
+    ) -> Request:
+        """Reserve the KV of a request for which there is room; `lent` tokens of it are to be at other decodes."""
+        self._budget.take(message.tenant, budget - lent)
         full = message.tokens // self._layout.block_tokens
         remaining = message.stop.max_tokens - message.first_index
         # A request that asks for many tokens must not get more than the budget can ever give it.
-        capacity = min(message.tokens + max(1, remaining), self._budget.capacity_tokens)
+        capacity = min(message.tokens + max(1, remaining) - lent, self._budget.capacity_tokens)
         request = Request(
             request=message,
             prefill=prefill,
@@ -105,7 +111,8 @@ class Admission:
             sequence=self._ids.new(),
             budget_tokens=budget,
             capacity_tokens=capacity,
-            keys=[*message.reuse_keys, *message.new_keys],
+            lent_tokens=lent,
+            keys=[] if lent else [*message.reuse_keys, *message.new_keys],
             parts=[MISSING] * (self._layout.blocks_for(message.tokens) * self._layout.layers),
             tail=message.tail,
             parent=message.last_key,
@@ -113,14 +120,15 @@ class Admission:
             reserved_at=now,
         )
         self._requests.add(request)
-        tokens, tenant = message.tokens, message.tenant
+        tokens, tenant = message.tokens - lent, message.tenant
         effects += self._kept.begin(request)
         effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past, tokens, tenant))
         effects.append(SetTimer((DEADLINE, message.request_id, message.attempt), message.deadline_s))
         return request
 
-    def _lack(self, budget: int, tenant: str) -> str | None:
-        """Return what is missing for now, or None. An attempt denied for this counts as one that found no room."""
+    def _lack(self, budget: int, tenant: str, *, borrows: bool = False) -> str | None:
+        """Return what is missing for now, or None. An attempt denied for this counts as one that found no room. `borrows`: the
+        request may have more KV than there is here."""
         if self._drain.draining:
             return "decode is draining"
         most = self._settings.max_requests
@@ -130,7 +138,8 @@ class Admission:
         held = sum(request.tenant == tenant for request in self._requests) if tenant else 0
         if held and not leaves_room(held, 1, free=free, whole=most):
             return f"{tenant} has {held} requests in the decode"
-        return "no KV left" if budget <= self._budget.capacity_tokens and self._budget.lacks(tenant, budget) else None
+        fits = borrows or budget <= self._budget.capacity_tokens
+        return "no KV left" if fits and self._budget.lacks(tenant, budget) else None
 
     def _refusal(self, sender: str, message: ReserveDecode, budget: int) -> str | None:
         """Return why this decode can never take the request, or None. Such an attempt is repeated a few times at most."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mooncake_zmq.core.tenant_room import GROWN_OF_FREE, NEW_OF_FREE, leaves_room
-from mooncake_zmq.decode.request import Request
+from mooncake_zmq.decode.request import Holder, Request
 from mooncake_zmq.kv.layout import BlockLayout
 
 RUN_SHARE = 4
@@ -15,7 +15,7 @@ RUN_SHARE = 4
 
 
 class Budget:
-    """Hold the capacity in whole blocks and what of it is free. Each request holds its `budget_tokens`."""
+    """Hold the capacity in whole blocks and what of it is free. Each request holds its `own_tokens`."""
 
     def __init__(self, layout: BlockLayout, capacity_tokens: int) -> None:
         self._layout = layout
@@ -44,11 +44,11 @@ class Budget:
         self.free_tokens -= tokens
         self._held[tenant] += tokens
 
-    def give_back(self, request: Request) -> None:
-        """Free the KV of a request that ended."""
-        self.take(request.tenant, -request.budget_tokens)
-        if not self._held[request.tenant]:
-            del self._held[request.tenant]
+    def give_back(self, holder: Holder) -> None:
+        """Free the KV of a request or loan that ended."""
+        self.take(holder.tenant, -holder.own_tokens)
+        if not self._held[holder.tenant]:
+            del self._held[holder.tenant]
 
     def growth(self, request: Request, steps: int) -> int:
         """Return how much KV so many steps need beyond what is reserved."""
@@ -60,7 +60,7 @@ class Budget:
         more = self.growth(request, 1)
         if not more:
             return True
-        if self.lacks(request.tenant, more, request.budget_tokens):
+        if self.lacks(request.tenant, more, request.own_tokens):
             return False
         self.take(request.tenant, more)
         request.budget_tokens += more
@@ -84,11 +84,11 @@ class Budget:
             self.take(request.tenant, kept - request.budget_tokens)
             request.budget_tokens = kept
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Assert that the sums are those of these requests, which are all."""
+    def check(self, holders: Iterable[Holder]) -> None:
+        """Assert that the sums are those of these requests and loans, which are all."""
         held: Counter[str] = Counter()
-        for request in requests:
-            held[request.tenant] += request.budget_tokens
+        for holder in holders:
+            held[holder.tenant] += holder.own_tokens
         assert held == self._held
         assert self.free_tokens + held.total() == self.capacity_tokens
         assert self.free_tokens >= 0

@@ -30,28 +30,46 @@ from mooncake_zmq.core.handlers import Handlers
 from mooncake_zmq.core.messages import (
     MAX_REPORTED,
     BlocksLeased,
+    BlocksLent,
     CancelRequest,
     ChangeRole,
     DecodeLoad,
+    FillLoan,
     HandoffBlocks,
     HandoffDone,
     HandoffFailed,
     Hello,
     LayersReady,
     LeaseRenewed,
+    LendBlocks,
+    LoanEnded,
+    LoanFilled,
     ReclaimSlots,
     ReserveDecode,
+    ReturnBlocks,
     SlotsReserved,
 )
 from mooncake_zmq.core.reports import REPORT, Reports
-from mooncake_zmq.core.work import BlocksCopied, BlocksPulled, Result, SequenceForked, StepDecoded, TokensSampled, WorkFailed
+from mooncake_zmq.core.work import (
+    BlocksCopied,
+    BlocksPulled,
+    Done,
+    Result,
+    SequenceForked,
+    SequenceLent,
+    StepDecoded,
+    TokensSampled,
+    WorkFailed,
+)
 from mooncake_zmq.decode.admission import Admission
+from mooncake_zmq.decode.borrowing import Borrowing
 from mooncake_zmq.decode.budget import Budget
-from mooncake_zmq.decode.ends import DEADLINE, HELD, Ends
+from mooncake_zmq.decode.ends import DEADLINE, HELD, LOAN, Ends
 from mooncake_zmq.decode.flight import Flight
 from mooncake_zmq.decode.forks import Forks
 from mooncake_zmq.decode.handoff import BORDER, Handoff
 from mooncake_zmq.decode.kept import Kept
+from mooncake_zmq.decode.lending import LENT, Lending
 from mooncake_zmq.decode.offers import Offers
 from mooncake_zmq.decode.request import RequestState
 from mooncake_zmq.decode.requests import Requests
@@ -65,6 +83,7 @@ PIECE_TOKENS = 1024
 
 PULLED, DECODED, COPIED = (BlocksPulled, WorkFailed), (StepDecoded, WorkFailed), (BlocksCopied, WorkFailed)
 FORKED, SAMPLED = (SequenceForked, WorkFailed), (TokensSampled, WorkFailed)
+LENT_RESULTS, CONNECTED = (SequenceLent, BlocksPulled, Done, WorkFailed), (Done, WorkFailed)
 """Result types of the works of a decode."""
 LOADING, RUNNING = RequestState.LOADING, (RequestState.READY, RequestState.STEPPING, RequestState.SITTING_OUT)
 OVER = (RequestState.CLOSING, RequestState.ENDED)
@@ -101,6 +120,15 @@ class Decode:
         self._reports = Reports(settings.report_s)
         self._ids = Ids()
         self._drain = Drain(may_become, self.counts)
+        self._lending = Lending(
+            settings=settings,
+            layout=layout,
+            budget=self._budget,
+            kept=self._kept,
+            drain=self._drain,
+            ids=self._ids,
+            counts=self.counts,
+        )
         self._ends = Ends(
             pool=self._pool,
             requests=self.requests,
@@ -149,6 +177,17 @@ class Decode:
             ids=ids,
             counts=counts,
         )
+        self._borrowing = Borrowing(
+            settings=settings,
+            layout=layout,
+            peers=self._peers,
+            requests=requests,
+            budget=self._budget,
+            handoff=self._handoff,
+            ends=ends,
+            ids=ids,
+            counts=counts,
+        )
         self._admission = Admission(
             name=self.name,
             settings=settings,
@@ -157,6 +196,7 @@ class Decode:
             requests=requests,
             budget=self._budget,
             kept=self._kept,
+            borrowing=self._borrowing,
             handoff=self._handoff,
             ends=ends,
             drain=self._drain,
@@ -177,6 +217,12 @@ class Decode:
             SlotsReserved: self._offers.on_reserved,
             ReclaimSlots: self._pool.on_reclaim,
             ChangeRole: self._on_change,
+            LendBlocks: self._lending.on_lend,
+            FillLoan: self._lending.on_fill,
+            ReturnBlocks: self._lending.on_return,
+            BlocksLent: self._borrowing.on_lent,
+            LoanFilled: self._borrowing.on_filled,
+            LoanEnded: self._borrowing.on_ended,
         }
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -210,6 +256,10 @@ class Decode:
                 return self._flight.interrupt()
             case TimerFired((kind, str(request_id), int(attempt))) if kind == HELD:
                 return self._handoff.on_held_late(now, request_id, attempt)
+            case TimerFired((kind, str(request_id), int(attempt))) if kind == LOAN:
+                return self._borrowing.on_late(now, request_id, attempt)
+            case TimerFired((kind, str(borrower), int(number))) if kind == LENT:
+                return self._lending.expire(borrower, number)
             case Started():
                 return [self._reports.begin(), self._pool.renewal_timer()]
             case TimerFired(key) if key == MOVE:
@@ -231,6 +281,12 @@ class Decode:
         if self._handoff.is_pulling(work_id):
             assert isinstance(result, PULLED)
             return self._handoff.on_pulled(now, work_id, result)
+        if self._lending.is_at_work(work_id):
+            assert isinstance(result, LENT_RESULTS)
+            return self._lending.on_done(work_id, result)
+        if self._borrowing.is_connecting(work_id):
+            assert isinstance(result, CONNECTED)
+            return self._borrowing.on_connected(now, work_id, result)
         if self._handoff.is_copying(work_id):
             assert isinstance(result, FORKED)
             return self._handoff.on_copied(now, work_id, result)
@@ -261,8 +317,10 @@ class Decode:
         """See `core.actor`."""
         self.requests.check()
         self._steps.check()
-        self._budget.check(self.requests)
-        self._kept.check(self.requests)
+        self._lending.check()
+        holders = [*self.requests, *self._lending.held]
+        self._budget.check(holders)
+        self._kept.check(holders)
 
     def gauges(self, now: float) -> dict[str, float]:
         """See `core.actor`."""
@@ -272,6 +330,8 @@ class Decode:
             "capacity_tokens": self._budget.capacity_tokens,
             "cached_tokens": self._kept.tokens,
             "reserved_tokens": self._budget.capacity_tokens - self._budget.free_tokens,
+            "lent_tokens": self._lending.lent_tokens,
+            "borrowed_tokens": sum(request.lent_tokens for request in self.requests),
             "requests_running": running,
             "requests_waiting": len(live) - running,
             "requests_closing": len(self.requests.closing),
@@ -306,9 +366,10 @@ class Decode:
         return [*self._report(now), self._drain.move_timer(self._settings.drain_grace_s)]
 
     def _move(self) -> list[Effect]:
-        """Ask to place all requests elsewhere. Their complete blocks are in the pool, or being put there."""
+        """End what is lent, and ask to place all requests elsewhere. Their full blocks are in the pool, or being put there."""
         wanted = [request.request for request in self.requests.live.values() if not request.unwanted]
-        return self._drain.move((each.gateway, each.request_id, each.attempt) for each in wanted)
+        asked = self._drain.move((each.gateway, each.request_id, each.attempt) for each in wanted)
+        return asked + self._lending.end_all()
 
     def _hand_over(self, now: float) -> list[Effect]:
         """End all requests at once so that they continue on other nodes; they count as ones for which there is no room."""
@@ -317,12 +378,12 @@ class Decode:
         effects: list[Effect] = []
         while live:
             effects += self._ends.fail(now, next(iter(live.values())), "decode is leaving", full=True)
-        return effects
+        return effects + self._lending.end_all()
 
     def _on_peer_down(self, now: float, peer: str) -> list[Effect]:
         self._peers.pop(peer, None)
         self._reports.peer_down(peer)
-        effects = self._offers.ended(now, self._pool.peer_down(peer))
+        effects = self._offers.ended(now, self._pool.peer_down(peer)) + self._lending.peer_down(peer)
         for request in list(self.requests.live.values()):
             unverified = request.state is LOADING and not request.forked
             if request.state in OVER:
@@ -331,6 +392,8 @@ class Decode:
                 effects += self._ends.drop(now, request, f"{peer} is down")
             elif request.prefill == peer and unverified:
                 effects += self._ends.fail(now, request, f"{peer} is down", avoid=peer)
+            elif any(loan.lender == peer for loan in request.loans):
+                effects += self._ends.fail(now, request, f"{peer} is down, which held a part of the KV", avoid=peer)
             elif self._pool.node is None:
                 effects += self._handoff.forgo_segment(now, request)
         return effects
@@ -352,9 +415,11 @@ class Decode:
             bookings=tuple(bookings[:MAX_REPORTED]),
             draining=self._drain.draining,
             fixed_s=self._costs.decode_step_s,
+            lendable=self._lending.lendable,
+            borrows=self._settings.borrow,
         )
         return self._reports.send(now, load)
 
     def _drained(self) -> list[Effect]:
-        idle = not (len(self.requests) or self._pool.puts)
+        idle = not (len(self.requests) or self._pool.puts or self._lending.held)
         return [*(self._kept.close_all() if idle else ()), *self._drain.drained(idle=idle)]

@@ -2,7 +2,7 @@
 
 from mooncake_zmq.core.actor import CancelTimer, CancelWork, Effect, Send
 from mooncake_zmq.core.actor_parts import Tally
-from mooncake_zmq.core.messages import AttemptFailed, HandoffFailed, clip
+from mooncake_zmq.core.messages import AttemptFailed, HandoffFailed, ReturnBlocks, clip
 from mooncake_zmq.core.reports import Reports
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.flight import Flight
@@ -15,6 +15,8 @@ DEADLINE = "deadline"
 """Kind of the timers that end requests; they carry request and attempt."""
 HELD = "held"
 """Kind of the timers that end the wait for a pool; they carry request and attempt."""
+LOAN = "loan"
+"""Kind of the timers that end the wait for a lender; they carry request and attempt."""
 LOADING, STEPPING, SITTING_OUT = RequestState.LOADING, RequestState.STEPPING, RequestState.SITTING_OUT
 
 
@@ -66,8 +68,11 @@ class Ends:
             effects += self._flight.interrupt()
         if request.state is SITTING_OUT:
             effects.append(CancelWork(request.sampling_id))
+        if request.awaited:
+            effects.append(CancelTimer((LOAN, message.request_id, message.attempt)))
+        effects += [Send(loan.lender, ReturnBlocks(loan=loan.number)) for loan in request.loans]
         self._requests.close(request)
-        request.wanted = []
+        request.wanted, request.loans = [], []
         unread = [request.segment.lease_id] if request.segment else []
         request.segment = None
         if request.kept_lease:

@@ -2,27 +2,31 @@
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from mooncake_zmq.core.actor import Effect, Send, SetTimer, Start
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import (
     BlocksLeased,
     DecodeDenied,
     DecodeReserved,
+    FillLoan,
     HandoffBlocks,
     HandoffDone,
     HandoffFailed,
     HandoffReceived,
     LayersReady,
+    LoanLoad,
     ReportCorrupt,
     SlotRef,
 )
-from mooncake_zmq.core.work import BlocksPulled, ForkSequence, PullBlocks, SequenceForked, WorkFailed
-from mooncake_zmq.decode.ends import HELD, Ends
+from mooncake_zmq.core.work import BlockLoad, BlocksPulled, ForkSequence, PullBlocks, SequenceForked, WorkFailed
+from mooncake_zmq.decode.ends import HELD, LOAN, Ends
 from mooncake_zmq.decode.flight import Flight
 from mooncake_zmq.decode.forks import Forks
 from mooncake_zmq.decode.kept import Kept, KeptSequence
 from mooncake_zmq.decode.offers import Offers
-from mooncake_zmq.decode.request import KEPT, MISSING, Group, Request, RequestEvent, RequestState, Segment
+from mooncake_zmq.decode.request import KEPT, MISSING, Group, Loan, Request, RequestEvent, RequestState, Segment
 from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.decode.steps import Steps
@@ -83,7 +87,9 @@ class Handoff:
 
     def begin(self, now: float, request: Request) -> list[Effect]:
         """Notify the prefill that there is room, copy the blocks that are kept here, and ask the pool for the others that it is
-        expected to have."""
+        expected to have. What other decodes hold a part of is all handed off."""
+        if request.lent_tokens:
+            return [self._reserved(request), *self._pull(now, request)]
         copied = self._copy_kept(now, request)
         pool = self._pool.node is not None
         request.held_blocks = len(request.request.reuse_keys) if pool else request.leased_blocks
@@ -164,7 +170,8 @@ class Handoff:
         be kept here, so that not everything takes the room of two copies for as long as it is remembered."""
         message = request.request
         pool = self._pool.node
-        both = self._settings.store_prompts and pool is not None and pool not in message.sources
+        own_pool = self._settings.store_prompts and not request.lent_tokens
+        both = own_pool and pool is not None and pool not in message.sources
         keeps = both and message.booking % 2 == 1
         reserved = DecodeReserved(
             request_id=message.request_id, attempt=message.attempt, held_blocks=request.held_blocks, keeps=keeps
@@ -245,7 +252,7 @@ class Handoff:
     def _pull(self, now: float, request: Request) -> list[Effect]:
         """Copy what is ready, one piece at a time, so that no last layers wait for the whole prompt of another request. Each
         request has one copy at a time: what becomes ready meanwhile goes into the next one."""
-        if request.pulling or not request.wanted:
+        if request.pulling or not request.wanted or request.lent_tokens and not request.is_lent:
             return []
         reading_s = [self._pool.reading_time_s(now, lease_id) for lease_id in request.reading]
         deadline_s = min([self._settings.pull_deadline_s, *reading_s])
@@ -255,10 +262,28 @@ class Handoff:
         loads = tuple(request.wanted[:piece])
         del request.wanted[:piece]
         request.pulling = True
+        loan = request.loan_of(loads[0].block)
+        if loan is not None:
+            return self._fill(request, loan, loads)
         request.in_flight += 1
         work_id = self._ids.new()
         self._pulls[work_id] = request
+        if first := request.lent_blocks:
+            loads = tuple([structs.replace(load, block=load.block - first) for load in loads])
         return [Start(work_id, PullBlocks(request.sequence, loads), deadline_s)]
+
+    def _fill(self, request: Request, loan: Loan, loads: Sequence[BlockLoad]) -> list[Effect]:
+        """Let a lender copy a piece."""
+        first, message = loan.blocks.start, request.request
+        named = [
+            LoanLoad(block=load.block - first, source=load.source, first_layer=load.first_layer, stop_layer=load.stop_layer)
+            for load in loads
+        ]
+        request.awaited = loan.lender
+        return [
+            Send(loan.lender, FillLoan(loan=loan.number, loads=tuple(named))),
+            SetTimer((LOAN, message.request_id, message.attempt), self._settings.pull_deadline_s),
+        ]
 
     def on_pulled(self, now: float, work_id: int, result: BlocksPulled | WorkFailed) -> list[Effect]:
         """Handle the end of a copy: its blocks are verified one by one, and all together once everything arrived."""
@@ -268,9 +293,14 @@ class Handoff:
             return effects + self._ends.try_end(request)
         if isinstance(result, WorkFailed):
             return effects + self._ends.fail(now, request, f"handoff copy failed: {result.reason}")
+        return effects + self.take(now, request, result, request.lent_blocks)
+
+    def take(self, now: float, request: Request, result: BlocksPulled, first: int) -> list[Effect]:
+        """Take note of copied blocks, which are numbered from block `first` of the prompt on."""
+        effects: list[Effect] = []
         if result.failed:
             self._counts.add("handoff_blocks_failed", len(result.failed))
-            refs = [ref for block in result.corrupt if (ref := request.read_from(block)).checksum]
+            refs = [ref for block in result.corrupt if (ref := request.read_from(first + block)).checksum]
             self._counts.add("handoff_blocks_corrupt", len(refs))
             effects += self._pool.report_corrupt(refs)
             theirs = tuple(ref for ref in refs if ref.node != self._pool.node)
@@ -281,7 +311,7 @@ class Handoff:
             )
         parts, layers = request.parts, self._layout.layers
         for block, layer, checksum in result.parts:
-            parts[block * layers + layer] = checksum
+            parts[(first + block) * layers + layer] = checksum
         return effects + self._pull(now, request) + self._verify(now, request)
 
     def _end_copy(self, request: Request) -> list[Effect]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mooncake_zmq.core.actor import CloseSequence, Effect
-from mooncake_zmq.decode.request import Request
+from mooncake_zmq.decode.request import Holder, Request
 from mooncake_zmq.kv.block_hash import Key
 
 
@@ -58,7 +58,11 @@ class Kept:
         found, _ = self.find(request.request.reuse_keys)
         if found is not None:
             self._sequences.move_to_end(found.sequence)
-        self._running_tokens += request.capacity_tokens
+        return self.hold(request.capacity_tokens)
+
+    def hold(self, tokens: int) -> list[Effect]:
+        """Count an open sequence that is not kept, and close kept ones that have no room beside it; below 0: it is closed."""
+        self._running_tokens += tokens
         return self._close_most()
 
     def end(self, request: Request) -> list[Effect]:
@@ -92,9 +96,9 @@ class Kept:
         """Close every sequence; nothing may be copied any more."""
         return [effect for each in list(self._sequences.values()) for effect in self._close(each)]
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Assert the invariants; `requests` are all that hold sequences."""
-        assert self._running_tokens == sum(request.capacity_tokens for request in requests)
+    def check(self, holders: Iterable[Holder]) -> None:
+        """Assert the invariants; `holders` are all that hold sequences."""
+        assert self._running_tokens == sum(holder.capacity_tokens for holder in holders)
         assert self._kept_tokens == sum(each.capacity_tokens for each in self._sequences.values())
         assert all(self._sequences.get(each.sequence) is each for each in self._by_key.values())
         fits = self._running_tokens + self._kept_tokens <= self._capacity_tokens

@@ -33,6 +33,8 @@ class Offers:
         """Offer the prompt's blocks where the pool has them from nowhere else: those of a pipeline are complete here for the
         first time, and those of a prefill on another host are put here for the next turn of the chat."""
         keys, size, complete = done.keys, self._layout.block_tokens, request.request.tokens // self._layout.block_tokens
+        if request.lent_tokens:
+            return []
         if not keys:
             return self._keep_prompt(now, request) if self._settings.store_prompts else []
         if len(keys) > complete or len(done.block_tokens) != len(keys) * size * 4:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.gaps import longest_step_s
-from mooncake_zmq.core.messages import DecodeTimes, HandoffDone, ReserveDecode, SlotRef
+from mooncake_zmq.core.messages import DecodeTimes, HandoffDone, LoanPlace, ReserveDecode, SlotRef
 from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 
@@ -74,6 +74,16 @@ class Segment:
 
 
 @dataclass(slots=True)
+class Loan:
+    """Leading blocks of a request that another decode holds, or is asked to hold. `place`: known once it does."""
+
+    lender: str
+    number: int
+    blocks: range
+    place: LoanPlace | None = None
+
+
+@dataclass(slots=True)
 class Request:
     """One attempt of one request: its KV, its handoff, its output."""
 
@@ -82,7 +92,7 @@ class Request:
     order: int
     sequence: int
     budget_tokens: int
-    """KV reserved, in whole blocks."""
+    """KV reserved, in whole blocks, with what other decodes hold."""
     capacity_tokens: int
     """KV that its sequence can grow to."""
     keys: list[Key]
@@ -149,6 +159,15 @@ class Request:
     """The request whose handoff it waits for, until that ends."""
     siblings: "list[Request]" = field(default_factory=list)
     """Requests that wait for its handoff."""
+    lent_tokens: int = 0
+    """Leading tokens whose KV other decodes are to hold."""
+    lenders: list[str] = field(default_factory=list)
+    """Decodes that it has still to ask."""
+    loans: list[Loan] = field(default_factory=list)
+    is_lent: bool = False
+    """Whether lenders hold all of these tokens, and are connected."""
+    awaited: str = ""
+    """The lender whose answer it waits for."""
     unwanted: bool = False
     """Its gateway has cancelled it: the handoff goes on only for its siblings."""
 
@@ -156,6 +175,16 @@ class Request:
     def tenant(self) -> str:
         """Return the tenant of the request; empty without tenants."""
         return self.request.tenant
+
+    @property
+    def own_tokens(self) -> int:
+        """Return the KV of this decode that it holds."""
+        return self.budget_tokens - self.lent_tokens
+
+    @property
+    def lent_blocks(self) -> int:
+        """Return the leading blocks for which lenders were found."""
+        return self.loans[-1].blocks.stop if self.loans else 0
 
     @property
     def position(self) -> int:
@@ -193,6 +222,7 @@ class Request:
             wait_s=max(0.0, self.stepped_at - self.verified_at),
             decode_s=max(0.0, now - self.stepped_at),
             steps=self.steps,
+            borrowed_tokens=self.lent_tokens,
         )
 
     @property
@@ -228,13 +258,19 @@ class Request:
         return last and self.piece(most_parts) == len(self.wanted)
 
     def piece(self, most_parts: int) -> int:
-        """Return how many queued loads go into one copy: at most so many layers of blocks, but at least one load."""
+        """Return how many queued loads go into one copy: at most so many layers of blocks, to one place, but at least one
+        load."""
         parts = 0
+        loan = self.loan_of(self.wanted[0].block) if self.wanted else None
         for count, load in enumerate(self.wanted):
             parts += load.stop_layer - load.first_layer
-            if parts > most_parts and count:
+            if count and (parts > most_parts or self.loans and self.loan_of(load.block) is not loan):
                 return count
         return len(self.wanted)
+
+    def loan_of(self, block: int) -> Loan | None:
+        """Return the loan that a block is in; None if it is here."""
+        return next((loan for loan in self.loans if block in loan.blocks), None)
 
     def read_from(self, block: int) -> SlotRef:
         """Return where a block was copied from."""
@@ -266,3 +302,29 @@ class Request:
         self.made += len(tokens)
         self.last = tokens[-1]
         return extend_keys(self.parent, self.tail, block_tokens) if len(self.tail) >= 4 * block_tokens else []
+
+
+@dataclass(slots=True, eq=False)
+class Lent:
+    """KV that this decode holds for a request of another one."""
+
+    borrower: str
+    number: int
+    sequence: int
+    tenant: str
+    capacity_tokens: int
+    in_flight: int = 0
+    """Works that use its sequence."""
+    over: bool = False
+    """The borrower gets no answer to what is in flight."""
+    is_taken_back: bool = False
+    """No more queries are answered once what is in flight has ended."""
+
+    @property
+    def own_tokens(self) -> int:
+        """Return the KV of this decode that it holds."""
+        return self.capacity_tokens
+
+
+Holder = Request | Lent
+"""A holder of KV of a decode."""

@@ -68,6 +68,7 @@ class Requests:
                 "tokens": r.request.tokens,
                 "output": r.count,
                 "in_flight": r.in_flight,
+                "lenders": [loan.lender for loan in r.loans],
                 "parts": len(r.parts) - r.parts.count(MISSING),
                 "handoff_done": r.done is not None,
             }

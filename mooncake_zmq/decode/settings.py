@@ -36,6 +36,10 @@ class DecodeSettings:
     own_reuse: bool = True
     """Keep the KV of requests that ended, as far as `capacity_tokens` leave room beside those that run, and copy from it what
     later prompts begin with. Only prompts prefilled on another host name the blocks that allow that."""
+    lend_tokens: int = 0
+    """Most of `capacity_tokens` that requests of other decodes may use, for prompts that have no room at theirs."""
+    borrow: bool = False
+    """Take requests that have no room here if other decodes lend it. Each of their tokens then takes longer."""
     measured_half_life_s: float = 60.0
     """Time in which the measured speed of an idle node loses half of its weight, as for a prefill."""
     drain_grace_s: float = GRACE_S
@@ -46,6 +50,8 @@ class DecodeSettings:
     def __post_init__(self) -> None:
         if min(self.capacity_tokens, self.max_batch, self.max_requests) < 1:
             raise ValueError("capacity_tokens, max_batch and max_requests must be at least 1")
+        if not 0 <= self.lend_tokens <= self.capacity_tokens:
+            raise ValueError("lend_tokens must be in 0..capacity_tokens")
         if not 1 <= self.max_steps <= MAX_RUN:
             raise ValueError(f"max_steps must be in 1..{MAX_RUN}")
         if min(self.report_s, self.pull_deadline_s, self.step_deadline_s, self.measured_half_life_s) <= 0:

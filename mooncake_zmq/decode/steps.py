@@ -267,7 +267,7 @@ class Steps:
         stop, ended = message.stop.cut(tokens, first)
         taken = tokens[:stop]
         effects: list[Effect] = []
-        if self._settings.store_output and request.is_exact:
+        if self._settings.store_output and request.is_exact and not request.lent_tokens:
             effects = self._offers.output(now, request, taken)
         else:
             request.made += stop

@@ -98,6 +98,7 @@ class Handoff:
             sources=() if self._pool.node is None else (self._pool.node,),
             new_keys=request.keys[len(may_hold) :] if elsewhere else (),
             block_tokens=job.tokens[: full * size * 4] if elsewhere else b"",
+            lenders=request.lenders,
         )
         return Send(request.decode, reserve)
 

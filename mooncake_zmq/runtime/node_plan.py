@@ -88,7 +88,11 @@ class NodePlan:
         node, config = self.node, self.loaded.config
         vllm_parts = {self.loaded.section(each).part for each in config.of_role("vllm")}
         exchanges = partial(
-            may_connect, pipelines=config.conductor.pipeline_stages > 1, watched=True, disaggregated=len(vllm_parts) > 1
+            may_connect,
+            pipelines=config.conductor.pipeline_stages > 1,
+            watched=True,
+            disaggregated=len(vllm_parts) > 1,
+            lending=self.loaded.lends,
         )
         return {
             peer.name: peer

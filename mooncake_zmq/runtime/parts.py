@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # a node imports only what its role runs, and starts a fifth 
     from mooncake_zmq.gateway.requests.otlp import Otlp
     from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
     from mooncake_zmq.runtime.executor.executor import Executor
+    from mooncake_zmq.runtime.executor.lending import Lending
     from mooncake_zmq.runtime.generation import Generation
     from mooncake_zmq.telemetry.metrics import Snapshot
 
@@ -290,6 +291,8 @@ class Parts:
             )
         from mooncake_zmq.runtime.executor.executor import Executor
 
+        has_loans = node.role == "decode" and (plan.settings.lend_tokens or plan.settings.borrow)
+        lending = self._lending(engine) if engine and has_loans else None
         executor = Executor(
             self._directory(segment),
             engine=engine,
@@ -300,9 +303,29 @@ class Parts:
             verify_local=plan.settings.pool.verify_local if engine else True,
             sockets=self.sockets,
             grammars=self._grammars() if engine else None,
+            lending=lending,
         )
         self.facts.threads["data_reader"] = executor.read_counts
         return executor
+
+    def _lending(self, engine: Engine) -> "Callable[[Callable[[BaseException], None]], Lending]":
+        """Return what makes the decode lend and borrow."""
+        from mooncake_zmq.engine.llama import Llama
+        from mooncake_zmq.runtime.executor.lending import Lending, why_not
+
+        plan, endpoint = self.plan, self.plan.endpoint
+        if refusal := why_not(engine):
+            raise ConfigError(f"{plan.node.name}: decode.lend_tokens and decode.borrow: {refusal}")
+        assert isinstance(engine, Llama)
+        sealed = self.sockets.seals(endpoint)
+
+        def make(on_crash: Callable[[BaseException], None]) -> Lending:
+            try:
+                return Lending(engine, endpoint, plan.peer_endpoints, sealed=sealed, on_crash=on_crash)
+            except OSError as error:
+                raise _no_stream_port(0, endpoint, error) from error
+
+        return make
 
     def _directory(self, segment: Segment | None) -> SegmentDirectory:
         """Return the directory of the own segment, and of those of peers as they connect."""

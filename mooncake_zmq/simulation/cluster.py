@@ -42,6 +42,8 @@ VLLMS_OF_MODELS = {f"{host}{number}": model for number, model in enumerate(MODEL
 CONDUCTORS_OF_MODELS = {f"conductor-{number}": model for number, model in enumerate(MODELS, 1)}
 CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
+LITTLE_TOKENS = 160
+"""The KV of each decode where they lend: many prompts have no room in it."""
 GRACE_S = 0.05
 """The grace of a drain, which many answers outlast."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
@@ -125,13 +127,16 @@ class ClusterSettings:
     layout: BlockLayout = field(default_factory=lambda: sim_layout(BLOCK_TOKENS))
 
     @classmethod
-    def of_seed(cls, seed: int, *, of_models: bool = False) -> "ClusterSettings":
+    def of_seed(cls, seed: int, *, of_models: bool = False, lending: bool = False) -> "ClusterSettings":
         """Return the settings of a seed. Of three seeds one has vLLMs among the others, or in a third of these seeds alone,
         which in half of them prefill and decode separately, and otherwise, where they are alone, are of several models; one
         computes longer prompts in pipelines of up to three prefills, one decodes several steps in a work, and in half of these
         seeds its prefills blend. Of five, one is watched. Of eight, one is starved. Of four, one has hosts that are suspended.
-        `of_models`: all are of several models."""
+        `of_models`: all are of several models. `lending`: decodes lend each other all of their little KV."""
         plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
+        if lending:
+            little = replace(plain.decode, capacity_tokens=LITTLE_TOKENS, lend_tokens=LITTLE_TOKENS, borrow=True)
+            return replace(plain, watched=False, decode=replace(little, max_steps=1 + seed % 2 * 4))
         if of_models or seed % 18 == 6:
             return plain._with_models()
         if seed % 3 == 2:
@@ -203,6 +208,7 @@ def processes(settings: ClusterSettings) -> list[ProcessSpec]:
         pipelines=settings.conductor.pipeline_stages > 1,
         watched=settings.watched,
         disaggregated=len(set(parts.values())) > 1,
+        lending=settings.decode.borrow,
     )
     return [
         ProcessSpec(

@@ -11,6 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import Sampled, Sampling, TokenLogprob
+from mooncake_zmq.core.work import LentPart
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.layout import BlockLayout
 
@@ -38,7 +39,7 @@ def sim_layout(block_tokens: int) -> BlockLayout:
 class SimSequence:
     """One sequence's KV as `[layer, k/v, token, head_dim]`."""
 
-    __slots__ = ("_adds", "_place", "approximate_from", "capacity", "kv", "past", "unsampled")
+    __slots__ = ("_adds", "_place", "approximate_from", "borrowed", "capacity", "kv", "past", "unsampled")
 
     def __init__(self, capacity: int, past: bytes = b"", adapter: str = "") -> None:
         self.capacity = capacity
@@ -49,6 +50,8 @@ class SimSequence:
         self.unsampled: tuple[Sampled, ...] = ()
         """The samples of its last work that were missing because the mask of allowed tokens was not ready in time."""
         self._place: int | None = None
+        self.borrowed: tuple[LentPart, ...] = ()
+        """Its leading tokens that other machines hold."""
         self.approximate_from = capacity
         """The first token whose KV is known to be poisoned, as blended KV and all that is computed behind it is."""
         self.kv = np.zeros((LAYERS, 2, capacity, HEAD_DIM), dtype=np.uint32)

@@ -27,7 +27,8 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.checksum import block_checksum, part_checksum
 from mooncake_zmq.kv.layout import div_ceil
-from mooncake_zmq.simulation.engine import SimSequence, as_tokens, entering_states, hidden_states, logprob_of
+from mooncake_zmq.simulation import loan_works
+from mooncake_zmq.simulation.engine import LAYERS, SimSequence, as_tokens, entering_states, hidden_states, logprob_of
 from mooncake_zmq.simulation.machine import Machine, Running, Steps, slot_of
 from mooncake_zmq.simulation.reads import SlotRead
 
@@ -225,6 +226,7 @@ def decode(machine: Machine, running: Running, work: DecodeStep) -> Steps:
     began_at = machine.now
     rows: list[tuple[int, ...]] = []
     sat_out: tuple[int, ...] = ()
+    failed: tuple[tuple[int, WorkFailed], ...] = ()
     for made in range(work.steps):
         took_s = machine.took(hardware.step_s + hardware.step_entry_s * len(work.entries))
         stop = yield machine.wait_for_compute(running, took_s)
@@ -232,9 +234,11 @@ def decode(machine: Machine, running: Running, work: DecodeStep) -> Steps:
             return WorkFailed(stop)
         stop = yield took_s
         fed = rows[-1] if rows else [entry.token for entry in work.entries]
-        rows.append(tuple(_step(machine, entry, made, token) for entry, token in zip(work.entries, fed, strict=True)))
+        row = [_step(machine, entry, made, token) for entry, token in zip(work.entries, fed, strict=True)]
+        rows.append(tuple(token or 0 for token in row))
+        failed = tuple((place, WorkFailed("a lender was lost")) for place, token in enumerate(row) if token is None)
         sat_out = tuple(place for place, entry in enumerate(work.entries) if _sits_out(machine, entry.sampling))
-        if stop or sat_out:  # the decode does not wait beyond the next border
+        if stop or sat_out or failed:  # the decode does not wait beyond the next border
             break
     asked = any(each.sampling.logprobs is not None for each in work.entries)
     logprobs = tuple(
@@ -246,18 +250,24 @@ def decode(machine: Machine, running: Running, work: DecodeStep) -> Steps:
         token_at = rows[-1][place], logprob_of(rows[-1][place], entry.position + len(rows), entry.sampling)
         machine.sequences[entry.sequence].unsampled = (token_at,)
     nothing = [tuple(0 if place in sat_out else token for place, token in enumerate(rows[-1]))]
-    return StepDecoded(tuple(rows[:-1] + nothing), machine.now - began_at, logprobs, sat_out=sat_out)
+    return StepDecoded(tuple(rows[:-1] + nothing), machine.now - began_at, logprobs, failed, sat_out)
 
 
 def _sits_out(machine: Machine, sampling: Sampling, share: float = SITS_OUT) -> bool:
     return bool(sampling.constraint) and machine.world.random.random() < share
 
 
-def _step(machine: Machine, entry: StepEntry, made: int, token: int) -> int:
+def _step(machine: Machine, entry: StepEntry, made: int, token: int) -> int | None:
+    """Return the token that follows; None if a lender of the sequence is lost."""
     sequence, position = machine.sequences[entry.sequence], entry.position + made
-    sequence.run(position, np.array([token], dtype=np.uint32))
+    merged = loan_works.whole(machine, sequence) if sequence.borrowed else sequence
+    if merged is None:
+        return None
+    merged.run(position, np.array([token], dtype=np.uint32))
+    if merged is not sequence:
+        sequence.kv[:, :, position - merged.capacity + sequence.capacity] = merged.kv[:, :, position]
     sequence.feed(token, position, entry.sampling)
-    return sequence.next_token(position + 1, entry.sampling)
+    return sequence.token_of(merged.hash_kv(range(LAYERS), position + 1), position + 1, entry.sampling)
 
 
 def fork(machine: Machine, running: Running, work: ForkSequence) -> Steps:

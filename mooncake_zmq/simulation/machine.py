@@ -13,6 +13,7 @@ from mooncake_zmq.core.actor import Event, PeerDown, PeerUp
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
+    BorrowParts,
     ComputeChunk,
     ComputeStage,
     CopyBlocks,
@@ -20,6 +21,8 @@ from mooncake_zmq.core.work import (
     Embed,
     ForkSequence,
     Generate,
+    LendSequence,
+    LentPart,
     ProbeEngine,
     ProbeProcess,
     Progress,
@@ -29,6 +32,7 @@ from mooncake_zmq.core.work import (
     SampleTokens,
     SequenceBlock,
     SlotGrant,
+    TakeBack,
     WatchEngine,
     Work,
     WorkFailed,
@@ -99,6 +103,7 @@ class World(Protocol):
     def alive(self, node: str, incarnation: int) -> bool: ...
     def half_written(self, name: str) -> None: ...
     def half_read(self, name: str, *, remote: bool) -> None: ...
+    def lent(self, name: str, part: LentPart) -> SimSequence | None: ...
 
 
 Steps = Generator[float, str | None, Result]
@@ -152,6 +157,8 @@ class Machine:
         self.woke_at = float("-inf")
         """The world's time when the last suspension of its host ended: its leases may have ended unnoticed."""
         self.sequences: dict[int, SimSequence] = {}
+        self.lent: dict[int, SimSequence] = {}
+        """The sequences that it attends to for others."""
         self._peers: dict[str, int] = {}
         """The incarnation of each peer that is up: its Hello named its segment."""
         self.works: dict[int, Running] = {}
@@ -204,6 +211,8 @@ class Machine:
         """Free a sequence's KV; nothing may be using it."""
         if sequence not in self.sequences:
             return self.world.watcher.broken(self, f"closes sequence {sequence}, which is not open")
+        if sequence in self.lent:
+            return self.world.watcher.broken(self, f"closes sequence {sequence}, for which others may still ask")
         busy = [work for work in self.works.values() if sequence in work.sequences]
         self.world.watcher.closing(self, sequence, busy)
         del self.sequences[sequence]
@@ -300,7 +309,7 @@ def slot_of(named: SlotRef | SlotGrant) -> Slot:
 
 def _sequences_of(work: Work) -> frozenset[int]:
     match work:
-        case ComputeChunk() | ComputeStage() | PullBlocks():
+        case ComputeChunk() | ComputeStage() | PullBlocks() | LendSequence() | TakeBack() | BorrowParts():
             return frozenset((work.sequence,))
         case DecodeStep():
             return frozenset(entry.sequence for entry in work.entries)

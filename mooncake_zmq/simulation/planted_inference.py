@@ -4,12 +4,14 @@ from typing import Any
 
 from msgspec import structs
 
-from mooncake_zmq.core.actor import Effect
+from mooncake_zmq.core.actor import Effect, Start
 from mooncake_zmq.core.messages import SlotRef, StartPrefill
 from mooncake_zmq.decode import ends as decode_ends
 from mooncake_zmq.decode import handoff as decode_handoff
 from mooncake_zmq.decode import request as decode_request
+from mooncake_zmq.decode.borrowing import Borrowing
 from mooncake_zmq.decode.kept import Kept
+from mooncake_zmq.decode.lending import Lending
 from mooncake_zmq.gateway.requests import request as gateway_request
 from mooncake_zmq.prefill.computing import Computing
 from mooncake_zmq.prefill.handoff import Handoff
@@ -173,6 +175,27 @@ def exact_ignored() -> Replacements:
         return structs.replace(start(self, *arguments), exact=False)
 
     return [(gateway_request.Request, "start", lax)]
+
+
+def loan_twice() -> Replacements:
+    """A decode has what a lender holds merged twice."""
+    connect = Borrowing._connect
+
+    def twice(self: Borrowing, request: Any) -> Effect:
+        start: Any = connect(self, request)
+        parts = (*start.work.parts, start.work.parts[-1])
+        return Start(start.work_id, structs.replace(start.work, parts=parts), start.deadline_s)
+
+    return [(Borrowing, "_connect", twice)]
+
+
+def lent_freed() -> Replacements:
+    """A decode frees what it lent while it is asked for it."""
+
+    def free(self: Lending, lent: Any) -> list[Effect]:
+        return [] if lent.in_flight else self._free(lent)
+
+    return [(Lending, "_take_back", free), (Lending, "check", silent)]
 
 
 def held_unread() -> Replacements:

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from mooncake_zmq.core.messages import Goodbye, Hello, Message
 from mooncake_zmq.core.node import WATCHING
-from mooncake_zmq.core.work import StoreWork, WatchEngine, Work
+from mooncake_zmq.core.routes import SAYS
+from mooncake_zmq.core.work import BorrowParts, LendSequence, StoreWork, TakeBack, WatchEngine, Work
 from mooncake_zmq.decode import request as decode_request
 from mooncake_zmq.gateway.requests import request as gateway_request
 from mooncake_zmq.kv import slot_table
@@ -31,6 +32,8 @@ from mooncake_zmq.vllm_node import job as vllm_job
 
 LAST_LINES = 60
 RAREST = 3
+LENDING: frozenset[type] = SAYS["decode", "decode"] | {LendSequence, TakeBack, BorrowParts}
+"""Messages and works of decodes that lend, which only seeds of these have."""
 TABLES: tuple[tuple[str, Mapping[Any, Any]], ...] = (
     ("gateway request", gateway_request.NEXT_STATE),
     ("prefill job", job.NEXT_STATE),
@@ -47,10 +50,10 @@ def possible() -> dict[str, set[str]]:
         "faults": {kind.value for kind in FaultKind},
         "transitions": {f"{what} {a.value} -> {b.value}" for what, table in TABLES for a, b in _transitions(table)},
         "messages": {
-            message.__name__ for message in set(get_args(Message)) - WATCHING - {Hello, Goodbye}
-        },  # none is an actor's
+            message.__name__ for message in set(get_args(Message)) - WATCHING - LENDING - {Hello, Goodbye}
+        },  # the last two are no actor's
         "works": {
-            work.__name__ for work in set(get_args(Work)) - {WatchEngine, *get_args(StoreWork)}
+            work.__name__ for work in set(get_args(Work)) - LENDING - {WatchEngine, *get_args(StoreWork)}
         },  # a simulated vLLM publishes nothing
         "store works": {work.__name__ for work in get_args(StoreWork)},
     }
@@ -139,6 +142,7 @@ def _watched(seeds: int) -> Iterator[Callable[[SeedResult], None]]:
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Processes; one for each core by default.")
 @click.option("--planted", type=click.Choice(sorted(PLANTED)), default=None, help="Plant a bug; a checker must then fail.")
 @click.option("--stores", "only", flag_value="stores", help="Nothing but the stores, in a fraction of the time.")
+@click.option("--lending", "only", flag_value="lending", help="Decodes with little KV, which lend it, in half of the time.")
 @click.option("--models", "only", flag_value="models", help="Three models with 20 adapters alone, in a fraction of the time.")
 @click.option("--compiled", is_flag=True, help="On the machine code that nodes run; see mooncake-zmq compile.")
 @click.option("--json", "as_json", is_flag=True, help="Print the coverage as one JSON object instead of a table.")

@@ -33,7 +33,7 @@ from mooncake_zmq.simulation.faults import (
 from mooncake_zmq.simulation.injection import Injection
 from mooncake_zmq.simulation.machine import Hardware
 from mooncake_zmq.simulation.planted import PLANTED, planting
-from mooncake_zmq.simulation.releases import protocols_of
+from mooncake_zmq.simulation.releases import THIS, protocols_of
 from mooncake_zmq.simulation.share_checker import ShareChecker
 from mooncake_zmq.simulation.simulator import CHECK_EVERY, Simulator
 from mooncake_zmq.simulation.store_clients import clients_of
@@ -70,6 +70,8 @@ class Scope:
     """Whether clients ask the gateways. If not, there are only the stores."""
     of_models: bool = False
     """Whether there are always several models."""
+    lending: bool = False
+    """Whether decodes have little KV, and lend it, which they do only while all nodes are of this release."""
     safety_s: float = 9.0
     workload: Workload = Workload()
     probes: int = 4
@@ -78,6 +80,12 @@ class Scope:
 
 SCOPES = {
     "": Scope(),
+    "lending": Scope(
+        stores=False,
+        lending=True,
+        safety_s=5.0,
+        workload=Workload(requests=24, window_s=3.0, max_system=100, max_question=64, max_answer=16, burst_share=0.05),
+    ),
     "stores": Scope(chats=False),
     "models": Scope(
         stores=False,
@@ -130,7 +138,7 @@ def run_seed(
 
 def _run(result: SeedResult, scope: Scope, stress: Sequence[FaultKind], *, trace: bool) -> None:
     random = Random(result.seed)
-    settings = ClusterSettings.of_seed(result.seed, of_models=scope.of_models)
+    settings = ClusterSettings.of_seed(result.seed, of_models=scope.of_models, lending=scope.lending)
     workload = replace(
         scope.workload, plain=bool(settings.vllm_parts), computes=settings.computes, repeats=settings.prefill.blend
     )
@@ -161,8 +169,10 @@ def _run(result: SeedResult, scope: Scope, stress: Sequence[FaultKind], *, trace
         checkers=checkers,
         keyed=result.seed % 2 == 1,
         check_every=1 if trace else CHECK_EVERY,
-        protocols=lambda process: protocols_of(
-            result.seed, process.name, process.starts, read_by_vllms=bool(settings.vllm_parts)
+        protocols=lambda process: (
+            THIS
+            if scope.lending
+            else protocols_of(result.seed, process.name, process.starts, read_by_vllms=bool(settings.vllm_parts))
         ),
     )
     if trace:

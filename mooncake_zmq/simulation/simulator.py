@@ -22,10 +22,12 @@ from mooncake_zmq.core.messages import (
     SegmentRef,
 )
 from mooncake_zmq.core.session import SessionSettings
+from mooncake_zmq.core.work import LentPart
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.disk_tier import DiskContents
 from mooncake_zmq.simulation.checkers import Checkers
 from mooncake_zmq.simulation.disk import SimDisk
+from mooncake_zmq.simulation.engine import SimSequence
 from mooncake_zmq.simulation.engine_store import EngineStore
 from mooncake_zmq.simulation.links import ProtocolsOf, Sessions, Wires
 from mooncake_zmq.simulation.machine import Hardware, Machine, Slot
@@ -351,6 +353,15 @@ class Simulator(World[Machine]):
             return "no"
         cut = self.wires.cut[reader, owner] or self.wires.cut[owner, reader]
         return "silent" if current.paused or cut else "yes"
+
+    def lent(self, name: str, part: LentPart) -> SimSequence | None:
+        """Return what a lender attends to for the process `name`; None if that has ended, or is not reached."""
+        incarnation = int.from_bytes(part.place.token)
+        if self.reach(name, part.lender, incarnation) != "yes":
+            return None
+        current = self.processes[part.lender].current
+        assert current is not None
+        return current.machine.lent.get(part.place.number)
 
     def slowness(self, host: str) -> float:
         """Return the factor by which copies and computing are slower on a host."""

@@ -1,6 +1,7 @@
 """The way in which each kind of work is carried out on a simulated machine."""
 
 from mooncake_zmq.core.work import (
+    BorrowParts,
     ComputeChunk,
     ComputeStage,
     CopyBlocks,
@@ -8,17 +9,19 @@ from mooncake_zmq.core.work import (
     Embed,
     ForkSequence,
     Generate,
+    LendSequence,
     ProbeEngine,
     ProbeProcess,
     ProcessProbed,
     PullBlocks,
     ReadTokens,
     SampleTokens,
+    TakeBack,
     WatchEngine,
     WriteChat,
     WriteToDisk,
 )
-from mooncake_zmq.simulation import copy_works, disk_works, engine_works, vllm_works
+from mooncake_zmq.simulation import copy_works, disk_works, engine_works, loan_works, vllm_works
 from mooncake_zmq.simulation.machine import Machine, Running, Steps
 
 
@@ -43,6 +46,12 @@ def steps_of(machine: Machine, running: Running) -> Steps:
             return disk_works.write_to_disk(machine, work)
         case ProbeProcess() as work:
             return probe(machine, work)
+        case LendSequence() as work:
+            return loan_works.lend(machine, work)
+        case TakeBack() as work:
+            return loan_works.take_back(machine, work)
+        case BorrowParts() as work:
+            return loan_works.borrow(machine, work)
         case Generate() as work:
             return vllm_works.generate(machine, running, work)
         case Embed() as work:

@@ -4,9 +4,10 @@ borrower's stream -- AskPart, queries, new KV of loans that grow --> the lender'
                   <- PartGiven, mixed and states -----------------
 
 A step's parts have to be just the tokens that its rows have not got. A borrower waits ANSWER_S for all answers of a step. A
-loan is of one ticket's holder, and ends with its stream; a lender ends the stream over any other loan, or one that has not as
-many tokens as the borrower says. A lender that is late, gone, or answers what no attention can be fails the rows that it has
-part of, and is asked no more: no part is left out, or counted twice. It takes a loan's memory back only between two answers.
+loan is of one ticket's holder, and ends with its stream, while its memory stays its owner's; a lender ends the stream over any
+other loan, or one that has not as many tokens as the borrower says. A lender that is late, gone, or answers what no attention
+can be fails the rows that it has part of, and is asked no more: no part is left out, or counted twice. It takes a loan's
+memory back only between two answers.
 
 A lender computes a part of the model. One that lies plausibly is not noticed, as a prefill that stores wrong KV is not.
 """
@@ -126,8 +127,8 @@ class PartialHost:
         return self._tickets.make()
 
     def lend(self, token: bytes, sequence: SequenceKV, *, grows: bool = False) -> int | None:
-        """Attend to a sequence for the holder of a ticket until it is taken back, or closed at the end of the holder's stream.
-        Return the loan's number, or None if there are too many."""
+        """Attend to a sequence for the holder of a ticket until it is taken back, or the end of the holder's stream. Return the
+        loan's number, or None if there are too many."""
         with self._lock:
             if len(self._loans) >= MAX_LOANS:
                 return None
@@ -156,7 +157,7 @@ class PartialHost:
         """End the loans to the holder of a ticket, whose stream is over."""
         with self._lock:
             for number in [number for number, loan in self._loans.items() if loan.token == token]:
-                self._loans.pop(number).sequence.close()
+                del self._loans[number]
         self._attached.discard(token)
 
     def growing(self, asked: AskPart, token: bytes) -> int:
@@ -282,6 +283,10 @@ class Lender:
             raise StreamGarbage("no result of attention")
         self.moved_bytes += result.mixed.nbytes + result.states.nbytes
         return result
+
+    def close(self) -> None:
+        """End the stream. May be called twice."""
+        self.lose("closed")
 
     def lose(self, reason: str) -> None:
         """Ask it no more. May be called twice."""

@@ -9,6 +9,7 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import PeerDown, PeerUp, Received, Send, SetTimer, Started, TimerFired
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
+    PROTOCOL_VERSION,
     BlocksAnnounced,
     ChangeReplica,
     DecodeLoad,
@@ -41,7 +42,9 @@ def keys(name, count, start=0):
 
 
 def hello(role, host, may_become="", part="both"):
-    return Hello(protocol=1, role=role, host=host, model="m", tokenizer="t", layout="l", may_become=may_become, part=part)
+    return Hello(
+        protocol=PROTOCOL_VERSION, role=role, host=host, model="m", tokenizer="t", layout="l", may_become=may_become, part=part
+    )
 
 
 class Cluster:

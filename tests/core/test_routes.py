@@ -6,7 +6,7 @@ import pytest
 
 from mooncake_zmq.core.messages import AskState, Report, SetCordon, Watch
 from mooncake_zmq.core.roles import ROLES
-from mooncake_zmq.core.routes import SAYS, are_connected
+from mooncake_zmq.core.routes import SAYS, are_connected, may_connect
 
 
 @pytest.mark.parametrize(("one", "other"), list(product(ROLES, ROLES)))
@@ -38,6 +38,12 @@ def test_gateways_look_at_everybody_where_there_is_watching_and_nobody_else_does
 
 def test_a_decode_is_told_of_every_pool_that_a_handoff_may_name():
     assert are_connected("decode", "a", "cache-node", "b")
+
+
+def test_decodes_talk_among_themselves_only_where_they_lend() -> None:
+    assert are_connected("decode", "a", "decode", "b", lending=True)
+    assert may_connect(("decode", "prefill"), "a", ("decode",), "b", lending=True)
+    assert not are_connected("prefill", "a", "prefill", "b", lending=True)
 
 
 def test_prefills_talk_among_themselves_only_where_there_are_pipelines() -> None:

@@ -5,36 +5,47 @@ from dataclasses import replace
 import pytest
 from actor_harness import LAYOUT as NARROW
 from actor_harness import Harness
-from adversary import KEYS, VOCABULARY, anything, of, pauses, senders
+from adversary import KEYS, NAMES, VOCABULARY, anything, of, pauses, senders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from mooncake_zmq.core.actor import Received
+from mooncake_zmq.core.actor import PeerDown, Received
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
     BlocksLeased,
+    BlocksLent,
     CancelRequest,
+    FillLoan,
     HandoffBlocks,
     HandoffDone,
     HandoffFailed,
     LayersReady,
+    LendBlocks,
+    LoanFilled,
+    LoanPlace,
     ReserveDecode,
     Sampling,
     SlotRef,
     SlotsReserved,
     StopRule,
 )
+from mooncake_zmq.core.routes import SAYS
 from mooncake_zmq.core.work import (
     BlocksCopied,
     BlocksPulled,
+    BorrowParts,
     CopyBlocks,
     DecodeStep,
+    Done,
     ForkSequence,
+    LendSequence,
     PullBlocks,
     SampleTokens,
     SequenceForked,
+    SequenceLent,
     StepDecoded,
+    TakeBack,
     TokensSampled,
     WorkFailed,
 )
@@ -45,16 +56,18 @@ from mooncake_zmq.kv.checksum import block_checksum
 LAYOUT = replace(NARROW, vocab_size=VOCABULARY)
 B = LAYOUT.block_tokens
 LAYERS = LAYOUT.layers
+PLACE = LoanPlace(where="there", number=1, token=b"t", secret=b"s", sealed=True)
 
 
 @st.composite
 def reservations(draw):
     """Mostly such as a decode takes."""
     message = draw(of(ReserveDecode))
-    tokens = draw(st.integers(1, 4 * B))
+    tokens = draw(st.integers(1, draw(st.sampled_from((4, 4, 20))) * B))
     tail = bytes(tokens % B * 4)
     reuse = KEYS[: draw(st.integers(0, tokens // B))]
-    more = {"gateway": "g", "tokens": tokens, "tail": tail, "reuse_keys": reuse, "deadline_s": 60.0}
+    lenders = draw(st.sampled_from(((), ("d1",), ("d1", "d0"))))
+    more = {"gateway": "g", "tokens": tokens, "tail": tail, "reuse_keys": reuse, "deadline_s": 60.0, "lenders": lenders}
     if draw(st.booleans()):
         more |= {
             "stop": StopRule(max_tokens=draw(st.sampled_from((2, 5, 17, 60, 1 << 48)))),
@@ -90,6 +103,10 @@ def outcome(work, share):
             return TokensSampled(((7, None),))
         case ForkSequence():
             return SequenceForked()
+        case LendSequence():
+            return SequenceLent(PLACE)
+        case TakeBack() | BorrowParts():
+            return Done()
         case CopyBlocks(copies=copies):
             return BlocksCopied(tuple(5 for _ in copies))
     raise TypeError(work)
@@ -105,11 +122,14 @@ steps = st.lists(
         st.tuples(st.just("begin"), st.sampled_from(("p0", "p1")), reservations()),
         st.tuples(st.just("hand off"), st.integers(0, 3), st.none()),
         st.tuples(st.just("hand off"), st.integers(0, 3), st.none()),
+        st.tuples(st.just("say"), st.sampled_from(("d0", "d1")), of(*SAYS["decode", "decode"])),
+        st.tuples(st.just("lend"), st.none(), st.none()),
+        st.tuples(st.just("lend"), st.none(), st.none()),
         st.tuples(st.just("lease"), st.integers(0, 9), st.none()),
         st.tuples(st.just("work"), st.floats(0, 1), st.none()),
         st.tuples(st.just("work"), st.floats(0, 0.9), st.none()),
         st.tuples(st.just("wait"), pauses, st.none()),
-        st.tuples(st.just("restart"), st.sampled_from(("p0", "c", "g")), st.none()),
+        st.tuples(st.just("restart"), st.sampled_from(("p0", "c", "g", "d1")), st.none()),
     ),
     min_size=15,
     max_size=40,
@@ -127,10 +147,12 @@ def test_any_messages_leave_a_decode_sound(steps, max_steps):
             assert not isinstance(work, PullBlocks) or all(0 < load.tokens <= B for load in work.loads)
             assert not isinstance(work, DecodeStep) or all(entry.token < VOCABULARY for entry in work.entries)
         for request in node.actor.requests.live.values():
-            assert len(request.wanted) <= 16 * LAYERS
+            assert len(request.wanted) <= 20 * LAYERS
     assert node.longest_sequence <= 16 * B
     for name in ("p0", "p1", "g"):
         node.down(name)
+    for name in NAMES:
+        node.handle(PeerDown(name, "test"))
     while node.works:
         work_id, work = next(iter(node.works.items()))
         node.done(work_id, outcome(work, 0.0))
@@ -140,9 +162,11 @@ def test_any_messages_leave_a_decode_sound(steps, max_steps):
 
 
 def new_node(max_steps):
-    settings = DecodeSettings(capacity_tokens=16 * B, max_batch=3, max_requests=6, max_steps=max_steps)
+    settings = DecodeSettings(
+        capacity_tokens=16 * B, max_batch=3, max_requests=6, max_steps=max_steps, lend_tokens=6 * B, borrow=True
+    )
     node = Harness(Decode(name="me", host="h0", incarnation=2, settings=settings, layout=LAYOUT, costs=Costs()))
-    for name in ("g", "c", "k", "p0"):
+    for name in ("g", "c", "k", "p0", "d0", "d1"):
         node.up(name, 7)
     node.up("p1", 7, host="h1")
     return node
@@ -170,6 +194,12 @@ def take_step(node, what, which, message):
             columns = {"slots": tuple(range(which)), "generations": (1,) * which, "checksums": (5,) * which}
             lease = BlocksLeased(lease_id=leases[which % len(leases)], node="c", incarnation=7, **columns)
             node.handle(Received("c", lease))
+        case "lend":
+            for ask in node.take(LendBlocks, "d1"):
+                node.handle(Received("d1", BlocksLent(loan=ask.loan, blocks=ask.blocks, place=PLACE)))
+            for ask in node.take(FillLoan, "d1"):
+                parts = [(each.block, layer, layer) for each in ask.loads for layer in range(each.first_layer, each.stop_layer)]
+                node.handle(Received("d1", LoanFilled(loan=ask.loan, parts=tuple(parts))))
         case "work" if node.works:
             work_id, work = sorted(node.works.items())[0]
             node.done(work_id, outcome(work, which))

@@ -16,6 +16,7 @@ from mooncake_zmq.engine.matrices import quantized
 from mooncake_zmq.engine.matrices.panels import to_panels
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.sampling import near_tie
+from mooncake_zmq.runtime.executor.lending import why_not
 
 compiled = pytest.importorskip("mooncake_zmq.engine.machine_code.compiled", reason="needs Numba")
 
@@ -224,6 +225,10 @@ def test_a_model_without_its_compact_form_is_refused(tmp_path):
 def compiled_model():
     path = prepare("default", default_cache_dir(), backend="compiled")
     return weights.load_engine(path, threads=2, backend="compiled")
+
+
+def test_its_kv_can_be_lent(compiled_model):
+    assert why_not(compiled_model) == ""
 
 
 def test_the_default_models_logits_keep_the_golden_rule(compiled_model, golden, golden_prompts):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from mooncake_zmq.simulation.faults import MIN_FAULTS, MIN_KINDS, FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
-from mooncake_zmq.simulation.report import possible, simtest, totals
+from mooncake_zmq.simulation.report import LENDING, possible, simtest, totals
 from mooncake_zmq.simulation.run import SeedResult, as_line, run_seed, run_seeds
 from mooncake_zmq.telemetry import progress
 
@@ -23,6 +23,8 @@ FOUND_BY = {
         "constraint_restarts",
         "disk_unverified",
         "keys_not_compared",
+        "lent_freed",
+        "loan_twice",
         "resume_without_adapter",
         "stale_hidden",
         "store_given_up",
@@ -185,6 +187,14 @@ def test_models_alone_hold_in_other_seeds_where_a_wrong_key_would_hit() -> None:
     loads = totals(results)["loads"]
     assert min(loads[f"looks past another {what}'s"] for what in ("model", "adapter")) > SEEDS
     assert loads["blocks"] > 10 * SEEDS
+
+
+def test_decodes_that_lend_hold_and_every_loan_ends() -> None:
+    results = run_seeds(5000, SEEDS, os.cpu_count() or 1, lambda _: None, only="lending")
+    assert [(result.seed, result.failure) for result in results if result.failure] == []
+    total = totals(results)
+    assert not {kind.__name__ for kind in LENDING} - total["messages"].keys() - total["works"].keys()
+    assert total["counts"]["requests_borrowing"] > 2 * SEEDS
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,16 @@ from mooncake_zmq.core.messages.greeting import (
     Part,
     SegmentRef,
 )
+from mooncake_zmq.core.messages.lending import (
+    BlocksLent,
+    FillLoan,
+    LendBlocks,
+    LoanEnded,
+    LoanFilled,
+    LoanLoad,
+    LoanPlace,
+    ReturnBlocks,
+)
 from mooncake_zmq.core.messages.load import (
     MAX_ADAPTERS,
     MAX_REPORTED,
@@ -166,6 +176,7 @@ __all__ = [
     "BlocksAnnounced",
     "BlocksArrived",
     "BlocksLeased",
+    "BlocksLent",
     "CacheLoad",
     "CallRead",
     "CancelRequest",
@@ -184,6 +195,7 @@ __all__ = [
     "End",
     "EndStage",
     "Envelope",
+    "FillLoan",
     "FirstToken",
     "Goodbye",
     "GrantedSlot",
@@ -227,6 +239,11 @@ __all__ = [
     "MAX_VECTORS_BYTES",
     "MAX_VERSION_CHARACTERS",
     "MAX_WEIGHT_VERSIONS",
+    "LendBlocks",
+    "LoanEnded",
+    "LoanFilled",
+    "LoanLoad",
+    "LoanPlace",
     "Measured",
     "Message",
     "Moved",
@@ -256,6 +273,7 @@ __all__ = [
     "RequestEnded",
     "ReserveDecode",
     "ReserveSlots",
+    "ReturnBlocks",
     "Sampled",
     "Sampling",
     "Schedule",
@@ -318,6 +336,12 @@ Message = (
     | HandoffDone
     | HandoffReceived
     | HandoffFailed
+    | LendBlocks
+    | BlocksLent
+    | FillLoan
+    | LoanFilled
+    | ReturnBlocks
+    | LoanEnded
     | TokensDecoded
     | WeightsReported
     | ParsersReported

@@ -98,6 +98,8 @@ class StartPrefill(TaggedRecord, frozen=True):
     """The images in `tokens`, in order, each with its data URL, for a vLLM."""
     exact: bool = False
     """Whether the answer must not be approximate, as it is over KV of other prompts' parts."""
+    lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """See `Placed`."""
 
 
 class FirstToken(TaggedRecord, frozen=True):
@@ -226,6 +228,8 @@ class ReserveDecode(TaggedRecord, frozen=True):
     """Keys of the complete blocks after `reuse_keys`, which the decode offers to its host's pool once it has them."""
     block_tokens: Tokens = b""
     """Tokens of the blocks of both, for KV events; empty: the blocks are not offered."""
+    lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """See `Placed`."""
 
 
 ForChoices = TypeVar("ForChoices", StartPrefill, ReserveDecode)
@@ -341,6 +345,8 @@ class DecodeTimes(Record, frozen=True):
     """Time from then until its first step."""
     decode_s: Seconds
     steps: Count
+    borrowed_tokens: Count = 0
+    """Tokens whose KV other decodes held."""
 
 
 class TokensDecoded(TaggedRecord, frozen=True):

@@ -82,6 +82,10 @@ class DecodeLoad(TaggedRecord, frozen=True):
     draining: bool = False
     fixed_s: Seconds = 0.0
     """Fixed seconds of a step by its own costs, with which `step` was predicted; 0: by the conductor's."""
+    lendable: Count = 0
+    """KV tokens of whole blocks that it would lend to another decode now."""
+    borrows: bool = False
+    """Whether it takes requests of which other decodes hold KV."""
 
 
 class SourceRate(Record, frozen=True):

@@ -72,6 +72,8 @@ class Placed(TaggedRecord, frozen=True):
     coming_s: Seconds = 0.0
     least_priority: Priority = -MAX_PRIORITY
     """Earliest priority that the request may have: an earlier one would put it before requests that are late already."""
+    lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """Decodes that have room for the KV for which `decode` has none, in the order in which it asks them."""
 
 
 class RejectReason(Enum):

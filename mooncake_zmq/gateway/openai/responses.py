@@ -242,6 +242,7 @@ class Reply:
             **self._unread(),
             **self._met(sum(each.computed_of_cached for each in finished)),
             **self._blended(finished),
+            **self._borrowed(),
             **self._of_kept(),
             "request": self._request_id,
         }
@@ -249,6 +250,11 @@ class Reply:
     def _met(self, tokens: int) -> dict[str, int]:
         """Return how many tokens with KV elsewhere were computed while KV after them was fetched; empty: none."""
         return {"computed_of_cached": tokens} if tokens and self._shows_reuse else {}
+
+    def _borrowed(self) -> dict[str, int]:
+        """Return of how many tokens other decodes held the KV; empty: of none."""
+        tokens = sum([choice.finished.borrowed_tokens for choice in self.choices if choice.finished is not None])
+        return {"borrowed_tokens": tokens} if tokens else {}
 
     def _blended(self, firsts: Sequence[Finished]) -> dict[str, Any]:
         """Return that the answer is approximate, if a choice is over KV that was computed behind other tokens, and how many of

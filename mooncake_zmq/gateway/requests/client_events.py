@@ -156,6 +156,8 @@ class Finished(Struct, frozen=True, kw_only=True):
     """Prompt tokens with KV of earlier prompts, computed behind other tokens: the answer is approximate if there are any."""
     recomputed: int = 0
     """Tokens of these that were computed again."""
+    borrowed_tokens: int = 0
+    """Tokens whose KV other decodes than its own held."""
 
 
 class Failed(Struct, frozen=True, kw_only=True):

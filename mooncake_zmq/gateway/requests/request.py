@@ -133,6 +133,8 @@ class Request:
     """Tokens with KV of earlier prompts, computed behind other tokens: the answer is approximate if there are any."""
     recomputed: int = 0
     """Tokens of these that the prefill computed again."""
+    borrowed_tokens: int = 0
+    """Tokens whose KV other decodes than its own held."""
     cached: tuple[int, int, int] | None = None
     prefill_times: tuple[float, float] = (0.0, 0.0)
     """Times of the attempt under way in the prefill: queued, computed."""
@@ -264,6 +266,7 @@ class Request:
             embedding=client.embedding,
             images=client.images,
             exact=client.exact,
+            lenders=placed.lenders,
         )
 
     def as_sibling(self) -> Sibling:
@@ -383,6 +386,7 @@ class Request:
             computed_of_cached=self.computed_of_cached,
             parts=self.parts,
             recomputed=self.recomputed,
+            borrowed_tokens=self.borrowed_tokens,
         )
 
     def dump(self, now: float) -> dict[str, Any]:

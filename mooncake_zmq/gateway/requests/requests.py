@@ -362,6 +362,9 @@ class Requests:
             request = self._current(request_id, attempt)
             if request is not None and request.decode == sender and not request.answer.resumed_at:
                 request.cached = (min(reused, request.prompt_tokens), 0, 0)
+        for times in message.times:
+            if (request := self._current(times.request_id, times.attempt)) is not None and request.decode == sender:
+                request.borrowed_tokens = min(times.borrowed_tokens, request.prompt_tokens + len(request.answer.tokens))
         of_entries = chain(message.logprobs, repeat(()))
         for (request_id, attempt, first, tokens), logprobs in zip(message.entries, of_entries, strict=False):
             request = self._current(request_id, attempt)

@@ -190,7 +190,7 @@ SYSTEMS = (
         figures=(
             Bounded("TBT with half of the KV lent, over all here", row("TBT, batch *, [0-9]* of * lent*", "share"), most=1.15),
         ),
-        differs="Exact: the command fails on any other token. Nothing is served so. A CPU shows no gain in throughput.",
+        differs="Exact: the command fails on any other token. A CPU shows no gain in throughput.",
     ),
     System(
         name="Lamina",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from mooncake_zmq.runtime.executor.works import unable
 from mooncake_zmq.transfer.block_copy import granted, store_parts
 from mooncake_zmq.transfer.directory import SegmentDirectory
 from mooncake_zmq.transfer.hidden_states import EnteringStates, store_hidden
+from mooncake_zmq.transfer.partials import BorrowedKV
 
 
 class Compute:
@@ -249,8 +251,9 @@ class Compute:
         began = time.perf_counter()
         sequences = [job.sequences[entry.sequence].kv for entry in work.entries]
         for sequence, entry in zip(sequences, work.entries, strict=True):
-            if sequence.length != entry.position:
-                sequence.set_length(entry.position)
+            if sequence.before + sequence.length != entry.position:
+                sequence.set_length(entry.position - sequence.before)
+        elsewhere = self._elsewhere(job, work)
         pasts = [job.sequences[entry.sequence].past for entry in work.entries]
         asked = any(entry.sampling.logprobs is not None for entry in work.entries)
         fed, made, logprobs = tuple(entry.token for entry in work.entries), [], []
@@ -259,11 +262,16 @@ class Compute:
             for row, entry in enumerate(work.entries):
                 if (past := pasts[row]) is not None:
                     past.feed(fed[row], entry.position + step)
-            logits = self._engine.decode(sequences, np.array(fed, np.int32))
+            logits = self._logits(sequences, np.array(fed, np.int32), elsewhere)
+            if elsewhere is not None:
+                failed = {row: WorkFailed(f"a lender was lost: {reason}") for row, reason in elsewhere.failed.items()}
             chosen: list[tuple[int, TokenLogprob | None]] = []
             sat_out = _sitting_out(work.entries, pasts)
             for row, entry in enumerate(work.entries):
                 position, opened = entry.position + step + 1, job.sequences[entry.sequence]
+                if row in failed:
+                    chosen.append((0, None))
+                    continue
                 if row in sat_out:
                     opened.unsampled = Unsampled(opened, logits[row].copy(), (entry.sampling,), position)
                     chosen.append((0, None))
@@ -283,6 +291,21 @@ class Compute:
             if failed or sat_out or job.cut or job.stopped or job.is_late():
                 break
         return StepDecoded(tuple(made), time.perf_counter() - began, tuple(logprobs), tuple(failed.items()), sat_out)
+
+    def _elsewhere(self, job: Job, work: DecodeStep) -> BorrowedKV | None:
+        """Return the parts of the entries that lenders hold; None if there are none."""
+        borrowed = [
+            replace(part, row=row) for row, entry in enumerate(work.entries) for part in job.sequences[entry.sequence].borrowed
+        ]
+        return BorrowedKV(self._engine.spec, borrowed) if borrowed else None
+
+    def _logits(
+        self, sequences: list[SequenceKV], tokens: NDArray[np.int32], elsewhere: BorrowedKV | None
+    ) -> NDArray[np.float32]:
+        if elsewhere is None:
+            return self._engine.decode(sequences, tokens)
+        assert isinstance(self._engine, Llama)
+        return self._engine.decode_elsewhere(sequences, tokens, elsewhere)
 
 
 def _sitting_out(entries: Sequence[StepEntry], pasts: Sequence[Past | None]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from mooncake_zmq.core.messages import Hello, Sampling
 from mooncake_zmq.core.work import (
     REPORT_EVERY_S,
+    BorrowParts,
     ComputeChunk,
     ComputeStage,
     CopyBlocks,
@@ -24,6 +25,7 @@ from mooncake_zmq.core.work import (
     Embed,
     ForkSequence,
     Generate,
+    LendSequence,
     ProbeEngine,
     ProbeProcess,
     ProcessProbed,
@@ -32,6 +34,7 @@ from mooncake_zmq.core.work import (
     Result,
     SampleTokens,
     SequenceForked,
+    TakeBack,
     WatchEngine,
     Work,
     WriteChat,
@@ -45,6 +48,7 @@ from mooncake_zmq.runtime.executor.compute import Compute
 from mooncake_zmq.runtime.executor.copies import Copies
 from mooncake_zmq.runtime.executor.disk_threads import DiskThreads
 from mooncake_zmq.runtime.executor.jobs import Job, Subtasks
+from mooncake_zmq.runtime.executor.lending import Lending
 from mooncake_zmq.runtime.executor.loads import Loads
 from mooncake_zmq.runtime.executor.sampler import Sampler
 from mooncake_zmq.runtime.executor.worker import Worker
@@ -72,10 +76,12 @@ class Executor:
         disk: Disk | None = None,
         verify_local: bool = True,
         grammars: Grammars | None = None,
+        lending: Callable[[Callable[[BaseException], None]], Lending] | None = None,
     ) -> None:
         """`directory`: of the own segment and the peers'. `disk` is closed by the caller, after this. Without
         `verify_local`, local reads of committed blocks check only generations, and checksums of bytes only for blocks from
-        another host or a disk. `grammars`: for answers with a constraint, closed with this."""
+        another host or a disk. `grammars`: for answers with a constraint, closed with this. `lending`: makes
+        what a decode has that lends or borrows."""
         self._directory = directory
         self._runtime_dir = runtime_dir
         self._engine = engine
@@ -92,6 +98,7 @@ class Executor:
         self._works = Works(self._reader, self._sampler, emit)
         self._loads = Loads(directory, self._copier, verify_local=verify_local)
         self._compute = Compute(engine, directory, self._loads, emit, crash, progress_s=progress_s) if engine else None
+        self._lending = lending(crash) if lending else None
         self._disk_threads = DiskThreads(disk, directory, crash) if disk else None
         self._copies = Copies(directory, self._copier, self._disk_threads, verify_local=verify_local)
 
@@ -171,6 +178,9 @@ class Executor:
             case WriteToDisk():
                 assert self._disk_threads, "a node without a disk has nothing to demote to"
                 return self._disk_threads.write(job, work)
+            case LendSequence() | TakeBack() | BorrowParts():
+                assert self._lending, "a node that neither lends nor borrows has no loans"
+                return self._lending.begin(job, work)
             case ForkSequence():
                 return Subtasks([(self._copier, partial(_fork, job, work))])
             case ProbeProcess():
@@ -197,6 +207,8 @@ class Executor:
         self._works.close()
         if self._compute is not None:
             self._compute.close()
+        if self._lending is not None:
+            self._lending.close()
         if self._grammars is not None:
             self._grammars.close()
         self._sampler.close()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import Sampled, Sampling
 from mooncake_zmq.core.work import (
+    BorrowParts,
     ComputeChunk,
     ComputeStage,
     CopyBlocks,
@@ -18,6 +19,7 @@ from mooncake_zmq.core.work import (
     Embed,
     ForkSequence,
     Generate,
+    LendSequence,
     ProbeEngine,
     ProbeProcess,
     PullBlocks,
@@ -25,6 +27,7 @@ from mooncake_zmq.core.work import (
     Result,
     SampleTokens,
     SequenceBlock,
+    TakeBack,
     WatchEngine,
     Work,
     WriteChat,
@@ -36,6 +39,7 @@ from mooncake_zmq.runtime.executor.load_records import Prefix
 from mooncake_zmq.runtime.executor.worker import Worker
 from mooncake_zmq.transfer.channel import ReadBatch, RemoteRead
 from mooncake_zmq.transfer.hidden_states import EnteringStates
+from mooncake_zmq.transfer.partials import Borrowed, Lender
 
 Turn = Callable[[], Result | None]
 """A subtask of a job; a result ends the job for its other subtasks too."""
@@ -73,17 +77,23 @@ class OpenSequence:
     samples: int = 0
     """Number of works that use only its past."""
     closing: bool = False
+    lent_as: int | None = None
+    """The number of the loan that it is."""
+    borrowed: list[Borrowed] = field(default_factory=list)
+    """Its parts that lenders hold, to whom it is connected."""
 
     @property
     def kv(self) -> SequenceKV:
         assert self.memory, "no work begins on a sequence without memory"
         return self.memory
 
-    def take_unused(self) -> list[SequenceKV | Past]:
+    def take_unused(self) -> list[SequenceKV | Past | Lender]:
         """Return everything that can be closed: once the sequence is closing, whatever no work uses. Each object is returned
         once."""
-        unused: list[SequenceKV | Past] = []
+        unused: list[SequenceKV | Past | Lender] = []
         if self.closing and not self.uses:
+            unused += [each.lender for each in self.borrowed]
+            self.borrowed.clear()
             if self.memory:
                 unused.append(self.memory)
                 self.memory = None
@@ -168,7 +178,7 @@ def needed_sequences(work: Work) -> list[int]:
 def sequences_of(work: Work) -> list[int]:
     """Return the sequences that a work reads or writes, each once."""
     match work:
-        case ComputeChunk() | ComputeStage() | PullBlocks():
+        case ComputeChunk() | ComputeStage() | PullBlocks() | LendSequence() | TakeBack() | BorrowParts():
             return [work.sequence]
         case DecodeStep():
             return list(dict.fromkeys(entry.sequence for entry in work.entries))

@@ -84,6 +84,11 @@ def test_an_answer_over_kv_of_other_prompts_says_so_whichever_choice_it_was():
     assert [event["mooncake"]["approximate"] for event in streamed[:-1] if "mooncake" in event] == [True]
 
 
+def test_an_answer_says_of_how_many_tokens_other_decodes_held_the_kv():
+    actor = ScriptedActor(lambda *_: one_by_one([*tokens("hé"), finished("length", completion_tokens=3, borrowed_tokens=64)]))
+    assert actor.complete(max_tokens=3).json()["mooncake"] == SERVED | {"borrowed_tokens": 64}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "exact"),
     [

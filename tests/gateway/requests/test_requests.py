@@ -10,6 +10,7 @@ from mooncake_zmq.core.actor import DrainTimedOut, DrainWanted, SetTimer
 from mooncake_zmq.core.messages import (
     AttemptFailed,
     CancelRequest,
+    DecodeTimes,
     FirstToken,
     NodesReported,
     Placed,
@@ -343,6 +344,17 @@ def test_an_answer_that_began_approximately_stays_so_wherever_it_goes_on(node, e
     node.first(1, attempt=2, sender="p1", own=0)
     node.tokens(2, 3, 4, attempt=2, sender="d1")
     assert (node.end().attempts, node.end().parts, node.end().recomputed) == (2, 4, 1)
+
+
+@pytest.mark.parametrize(("attempt", "sender", "borrowed"), [(1, "d0", 4), (2, "d0", 0), (1, "d1", 0)])
+def test_how_much_a_decode_borrowed_is_what_it_says_with_the_last_token(node, attempt, sender, borrowed):
+    node.ask(max_tokens=2)
+    node.place()
+    node.first()
+    times = DecodeTimes(request_id="r", attempt=attempt, handoff_s=0.0, wait_s=0.0, decode_s=0.0, steps=1, borrowed_tokens=4)
+    node.say(sender, TokensDecoded(entries=(), times=(times,)))
+    node.tokens(1)
+    assert node.end().borrowed_tokens == borrowed
 
 
 def test_nothing_of_a_stale_attempt_or_of_another_sender_counts(node):

@@ -1,0 +1,85 @@
+"""Messages between decodes of which one holds KV of the other's requests, see `decode.borrowing` and `decode.lending`."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from mooncake_zmq.core.messages.fields import (
+    MAX_BLOCKS,
+    Checksum,
+    Count,
+    Counts,
+    Record,
+    Seconds,
+    SlotRef,
+    TaggedRecord,
+    Tenant,
+    Text,
+)
+
+Blocks = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+
+
+class LoanPlace(Record, frozen=True):
+    """The address at which a lender answers queries to a loan, the loan's number there, and the ticket of its stream."""
+
+    where: Annotated[str, Meta(max_length=256)]
+    number: Count
+    token: Annotated[bytes, Meta(max_length=64)]
+    secret: Annotated[bytes, Meta(max_length=64)]
+    sealed: bool
+
+
+class LendBlocks(TaggedRecord, frozen=True):
+    """Request to hold complete blocks of a request, at most so many and for `ttl_s`. `loan`: the borrower's number, once."""
+
+    loan: Count
+    blocks: Blocks
+    ttl_s: Seconds
+    tenant: Tenant = ""
+
+
+class BlocksLent(TaggedRecord, frozen=True):
+    """Reply of the lender, which has room for so many blocks; a refusal is a `LoanEnded`."""
+
+    loan: Count
+    blocks: Blocks
+    place: LoanPlace
+
+
+class LoanLoad(Record, frozen=True):
+    """Layers of a complete block that a lender is to read, at `block` of the loan."""
+
+    block: Count
+    source: SlotRef
+    first_layer: Count
+    stop_layer: Count
+
+
+class FillLoan(TaggedRecord, frozen=True):
+    """Request of the borrower to read blocks into a loan; one at a time."""
+
+    loan: Count
+    loads: Annotated[tuple[LoanLoad, ...], Meta(max_length=MAX_BLOCKS)]
+
+
+class LoanFilled(TaggedRecord, frozen=True):
+    """Reply of the lender: (block, layer, checksum) of all that was read and verified, and the blocks that failed."""
+
+    loan: Count
+    parts: Annotated[tuple[tuple[Count, Count, Checksum], ...], Meta(max_length=MAX_BLOCKS)]
+    failed: Counts = ()
+    corrupt: Counts = ()
+
+
+class ReturnBlocks(TaggedRecord, frozen=True):
+    """Message of the borrower that a loan is over."""
+
+    loan: Count
+
+
+class LoanEnded(TaggedRecord, frozen=True):
+    """Message of the lender that it refuses a loan, or ends it."""
+
+    loan: Count
+    reason: Text

@@ -1,0 +1,92 @@
+"""Sequences whose KV is in several decodes: one that is lent is attended to for its borrower, one that borrows is connected
+with its lenders before its first step. Each loan has a stream of its own, so that what befalls it ends no other."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+
+from mooncake_zmq.core.messages import LoanPlace
+from mooncake_zmq.core.work import BorrowParts, Done, LendSequence, Result, SequenceLent, TakeBack, WorkFailed
+from mooncake_zmq.engine.coded_kv import CodedSequenceKV
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.spec import Engine
+from mooncake_zmq.runtime.executor.jobs import Job, OpenSequence, Subtasks, Turn
+from mooncake_zmq.runtime.executor.worker import Worker
+from mooncake_zmq.transfer.partials import Borrowed, Lender, PartialHost
+from mooncake_zmq.transfer.stream import StreamError
+from mooncake_zmq.transfer.tickets import Ticket
+
+
+def why_not(engine: Engine) -> str:
+    """Return why an engine can neither lend KV nor borrow it; empty: it can."""
+    if not isinstance(engine, Llama):
+        return f"{type(engine).__name__} computes no parts of an attention"
+    sequence = engine.new_sequence(1)
+    is_lendable = isinstance(sequence.keys, np.ndarray) and not isinstance(sequence, CodedSequenceKV)
+    sequence.close()
+    return "" if is_lendable else "only exact KV in a CPU's memory is lent"
+
+
+class Lending:
+    """Lend and borrow on a thread of its own, which waits for lenders. `endpoints`: those of the other decodes, by name."""
+
+    def __init__(
+        self,
+        engine: Llama,
+        endpoint: str,
+        endpoints: Mapping[str, str],
+        *,
+        sealed: bool,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        """Raises OSError where it cannot listen."""
+        self._spec, self._endpoints = engine.spec, endpoints
+        self._host = PartialHost(engine.spec, engine.attend_part, endpoint, sealed=sealed, on_crash=on_crash)
+        self._worker = Worker("lending", on_crash)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._worker.close()
+        self._host.close()
+
+    def begin(self, job: Job, work: LendSequence | TakeBack | BorrowParts) -> Subtasks:
+        """Plan a work."""
+        opened = job.sequences[work.sequence]
+        turn: Turn
+        match work:
+            case LendSequence():
+                turn = partial(self._lend, opened)
+            case TakeBack():
+                turn = partial(self._take_back, opened)
+            case BorrowParts():
+                turn = partial(self._borrow, job, work, opened)
+        return Subtasks([(self._worker, turn)])
+
+    def _lend(self, opened: OpenSequence) -> Result:
+        ticket = self._host.ticket()
+        opened.kv.set_length(opened.kv.capacity)
+        opened.lent_as = self._host.lend(ticket.token, opened.kv)
+        if opened.lent_as is None:
+            return WorkFailed("too many loans")
+        where = self._host.where
+        place = LoanPlace(where=where, number=opened.lent_as, token=ticket.token, secret=ticket.secret, sealed=ticket.sealed)
+        return SequenceLent(place)
+
+    def _take_back(self, opened: OpenSequence) -> Result:
+        if opened.lent_as is not None:
+            self._host.take_back(opened.lent_as)
+        return Done()
+
+    def _borrow(self, job: Job, work: BorrowParts, opened: OpenSequence) -> Result:
+        for part in work.parts:
+            job.check()
+            place = part.place
+            ticket = Ticket(place.token, place.secret, place.sealed)
+            try:
+                lender = Lender(self._spec, place.where, self._endpoints[part.lender], ticket)
+            except StreamError as error:
+                return WorkFailed(f"{part.lender}: {error}")
+            opened.borrowed.append(Borrowed(0, lender, place.number, part.tokens))
+        opened.kv.before = sum(part.tokens for part in work.parts)
+        return Done()

@@ -1,0 +1,49 @@
+"""The works of lending: what a machine lends is read by another one's steps, as it stands then."""
+
+import numpy as np
+
+from mooncake_zmq.core.messages import LoanPlace
+from mooncake_zmq.core.work import BorrowParts, Done, LendSequence, SequenceLent, TakeBack, WorkFailed
+from mooncake_zmq.simulation.engine import SimSequence
+from mooncake_zmq.simulation.machine import Machine, Steps
+
+
+def lend(machine: Machine, work: LendSequence) -> Steps:
+    stop = yield machine.took(machine.world.hardware.probe_s)
+    if stop or machine.world.random.random() < machine.world.copy_fail:
+        return WorkFailed(stop or "injected failure")
+    machine.lent[work.sequence] = machine.sequences[work.sequence]
+    token = machine.incarnation.to_bytes(8)
+    return SequenceLent(LoanPlace(where="", number=work.sequence, token=token, secret=b"", sealed=False))
+
+
+def take_back(machine: Machine, work: TakeBack) -> Steps:
+    yield machine.took(machine.world.hardware.probe_s)
+    machine.lent.pop(work.sequence, None)
+    return Done()
+
+
+def borrow(machine: Machine, work: BorrowParts) -> Steps:
+    stop = yield machine.took(machine.world.hardware.network_start_s)
+    if stop or any(machine.world.lent(machine.name, part) is None for part in work.parts):
+        return WorkFailed(stop or "a lender was not reached")
+    machine.sequences[work.sequence].borrowed = work.parts
+    return Done()
+
+
+def whole(machine: Machine, sequence: SimSequence) -> SimSequence | None:
+    """Return a sequence with all that others hold of it, which is merged as it is named; None if a part is not reached."""
+    found = [machine.world.lent(machine.name, part) for part in sequence.borrowed]
+    parts = [part for part in found if part is not None]
+    if len(parts) < len(found):
+        return None
+    before = sum(part.capacity for part in parts)
+    merged = SimSequence(before + sequence.capacity)
+    merged.kv = np.concatenate([*[part.kv for part in parts], sequence.kv], axis=2)
+    begins = 0
+    merged.approximate_from = merged.capacity
+    for part in (*parts, sequence):
+        if part.approximate_from < part.capacity:
+            merged.approximate_from = min(merged.approximate_from, begins + part.approximate_from)
+        begins += part.capacity
+    return merged
