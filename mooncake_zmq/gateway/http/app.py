@@ -348,8 +348,8 @@ class _Generation:
                 }
 
     def _meter(self, prepared: Prepared, reply: AnyReply) -> None:
-        """Count what a call has used; one that got no token has used nothing."""
-        if self._edge.meter is None or not reply.completion_tokens:
+        """Count what a call has used; one that got neither a token nor an end has used nothing."""
+        if self._edge.meter is None or not (reply.completion_tokens or any(each.finished for each in prepared.choices)):
             return
         ended = [each.finished for each in prepared.choices[:: prepared.body.choices_per_prompt] if each.finished]
         self._edge.meter.note(

@@ -74,6 +74,15 @@ def test_what_a_key_uses_is_counted_once_a_call(tmp_path):
     assert cached == [(2, 4, 2), (1, 2, 1)]
 
 
+def test_a_prompt_without_an_answer_is_counted_too(tmp_path):
+    actor = guarded()
+    actor.edge.meter = Meter(tmp_path, "gw", now=lambda: 0.0)
+    ask(actor, "alice", echo=True, max_tokens=0)
+    actor.edge.meter.write()
+    (alice,) = read(tmp_path)
+    assert (alice.calls, alice.prompt_tokens, alice.completion_tokens) == (1, 8, 0)
+
+
 def test_kept_tokens_of_a_text_are_of_one_tenant_and_salt():
     actor = guarded()
     tokenizer, salts = actor.model.tokenizer, []
