@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, JsonCall, Marked, Piece
 
 LONGEST_NAME = 256
@@ -313,15 +315,11 @@ def typed(value: str, schema: Any) -> Any:
         return value
     text = value.strip()
     try:
-        found = json.loads(PYTHON_WORDS.get(text, text), parse_constant=_no_json)
+        found = msgspec.json.decode(PYTHON_WORDS.get(text, text))
     except (ValueError, RecursionError):
         return value
     allowed = tuple(type_ for kind in kinds for type_ in JSON_TYPES.get(kind, ()))
     return found if type(found) in allowed else value
-
-
-def _no_json(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
 
 
 def _kinds(schema: Any) -> set[str]:
