@@ -142,6 +142,8 @@ def accept(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]])
     for index, output in outputs:
         choice = reply.choices[index]
         if choice.has_ended:  # a stop string was found
+            if isinstance(output, Failed) and not all(each.settled for each in reply.choices if each is not choice):
+                raise RequestError.of(output)  # it may be of the whole call, and nothing follows then
             if isinstance(output, Finished | Failed):  # else it came before the actor learned of it
                 choice.settle(output)
             continue

@@ -3,14 +3,18 @@
 import asyncio
 import json
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import structlog
-from scripted_actor import ScriptedActor, finished, one_by_one, tokens
+from scripted_actor import ScriptedActor, failing, finished, one_by_one, tokens
 
 from mooncake_zmq.gateway.http import app
 from mooncake_zmq.gateway.http.calls import Call
+from mooncake_zmq.gateway.http.sse import accept
+from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -162,3 +166,13 @@ def test_a_client_that_takes_nothing_counts_as_gone():
 
     actor.serve(client)
     assert len(actor.cancelled) == 1
+
+
+@pytest.mark.parametrize("other_settled", [False, True])
+def test_a_failure_of_a_choice_that_a_stop_string_ended_ends_the_call_unless_the_others_are_settled(other_settled):
+    settled = []
+    stopped = SimpleNamespace(has_ended=True, settled=False, settle=settled.append)
+    reply = SimpleNamespace(choices=[stopped, SimpleNamespace(has_ended=other_settled, settled=other_settled)])
+    with nullcontext() if other_settled else pytest.raises(RequestError):
+        accept(None, reply, [(0, failing())])
+    assert bool(settled) == other_settled
