@@ -181,7 +181,7 @@ class GatewayProcess(NodeProcess):
     def serve(self) -> None:
         from mooncake_zmq.gateway.http.acceptor import new_loop
 
-        with asyncio.Runner(loop_factory=partial(new_loop, tls=bool(self.settings.tls_certificate))) as runner:
+        with asyncio.Runner(loop_factory=partial(new_loop, tls=self._tls is not None)) as runner:
             runner.run(self._serve())
 
     async def _serve(self) -> None:

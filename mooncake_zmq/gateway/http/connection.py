@@ -249,6 +249,10 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
         self.end_tls()
 
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; uvicorn calls this."""
+        self.close()
+
     def linger(self) -> None:
         """Close once the client has, or after LINGER_S; until then discard what it still sends."""
         self._ignores_input = self.lingers = True
