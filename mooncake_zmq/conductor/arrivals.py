@@ -11,6 +11,7 @@ MEASURED_S: Final = 5.0
 """The shortest time over which a rate is estimated."""
 MIDDLES_S = tuple([SMALLEST_S * 2 ** (size / 2) for size in range(SIZES)])
 LARGEST_WEIGHT: Final = 1e12
+LASTS_S: Final = 100 * HALF_LIFE_S
 PER_S = math.log(2) / HALF_LIFE_S
 """The factor from the sum of all weights to a steady rate."""
 
@@ -29,7 +30,8 @@ class Arrivals:
 
     def add(self, now: float, work_s: float) -> None:
         """Count a job that was placed on any prefill."""
-        if self._since is None:
+        if self._since is None or self._is_long_ago(now):
+            self._work, self._squares = [0.0] * SIZES, [0.0] * SIZES
             self._since = self._base = now
         weight = math.exp2((now - self._base) / HALF_LIFE_S)
         if weight > LARGEST_WEIGHT:
@@ -41,10 +43,14 @@ class Arrivals:
         self._work[size] += weight * middle_s
         self._squares[size] += weight * middle_s * middle_s
 
+    def _is_long_ago(self, now: float) -> bool:
+        """Return whether all that was counted counts for nothing by now, and its weight would be no number."""
+        return now - self._base > LASTS_S
+
     def overtaking_s(self, now: float, *, work_s: float, wait_s: float, overtake: float, nodes: int) -> float:
         """Return the seconds of work expected to run before a job of `work_s`, per node: that of shorter jobs which arrive
         while it waits or is computed, within `overtake` times the difference in size (see `core.order`)."""
-        if self._since is None or now - self._since < MEASURED_S or overtake <= 0:
+        if self._since is None or now - self._since < MEASURED_S or overtake <= 0 or self._is_long_ago(now):
             return 0.0
         most_s = wait_s + work_s
         shorter = bisect_left(MIDDLES_S, work_s)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mooncake_zmq.core.messages import MAX_TRANSFER_STATS, Moved, SlotRef
+from mooncake_zmq.core.messages import MAX_COUNT, MAX_TRANSFER_STATS, Moved, SlotRef
 from mooncake_zmq.core.work import (
     BlockLoad,
     BlocksCopied,
@@ -63,8 +63,8 @@ class TransferStats:
                 self._add("demote", "", sum(result.written) * self._layout.block_bytes)
 
     def totals(self) -> tuple[Moved, ...]:
-        """Return all that was moved."""
-        return tuple([Moved(kind=kind, peer=peer, bytes=moved) for (kind, peer), moved in self._bytes.items()])
+        """Return all that was moved, up to what a message may say: beyond that no peer would read it."""
+        return tuple([Moved(kind=kind, peer=peer, bytes=min(moved, MAX_COUNT)) for (kind, peer), moved in self._bytes.items()])
 
     def _loaded(self, prefix: Iterable[BlockLoad], failed: Iterable[int]) -> None:
         missed = set(failed)

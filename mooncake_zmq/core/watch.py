@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mooncake_zmq.core.actor_parts import Tally
-from mooncake_zmq.core.messages import MAX_LEVEL, MAX_LEVELS, MAX_REFUSALS, Moved, Report, Watch, clip
+from mooncake_zmq.core.messages import MAX_LEVEL, MAX_LEVELS, MAX_REFUSALS, MAX_SECONDS, Moved, Report, Watch, clip
 
 EVERY_S = 1.0
 """Interval of reports to one watcher."""
@@ -114,7 +114,7 @@ def report(
     totals = totals[: MAX_LEVELS - len(levels)]
     shown = sorted(refused.items())[:MAX_REFUSALS]
     return Report(
-        uptime_s=max(0.0, uptime_s),
+        uptime_s=min(max(0.0, uptime_s), MAX_SECONDS),  # beyond a limit, no peer would read the report
         draining=draining,
         cordoned=cordoned,
         gauges=tuple(levels),

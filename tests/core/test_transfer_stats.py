@@ -1,6 +1,6 @@
 """What a node says that it moved is what its works say that they copied."""
 
-from mooncake_zmq.core.messages import MAX_TRANSFER_STATS, SlotRef
+from mooncake_zmq.core.messages import MAX_COUNT, MAX_TRANSFER_STATS, SlotRef
 from mooncake_zmq.core.transfer_stats import TransferStats
 from mooncake_zmq.core.work import (
     BlockLoad,
@@ -72,3 +72,12 @@ def test_the_table_is_bounded_and_loses_no_bytes():
     found = totals(*works)
     assert len(found) <= MAX_TRANSFER_STATS
     assert sum(found.values()) == 2 * MAX_TRANSFER_STATS * BLOCK
+
+
+def test_more_than_a_message_may_say_is_the_most_that_it_may():
+    """Or no peer would read the report that it is part of."""
+    vast = BlockLayout(layers=1 << 10, kv_heads=1 << 10, head_dim=1 << 20, block_tokens=4)
+    transfer_stats = TransferStats("me", vast)
+    transfer_stats.begin(1, WriteToDisk(()))
+    transfer_stats.end(1, DiskWritten((True,) * 64))
+    assert [moved.bytes for moved in transfer_stats.totals()] == [MAX_COUNT]

@@ -6,6 +6,7 @@ from mooncake_zmq.core.actor import CordonWanted, Started, Transmit
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
     MAX_LEVELS,
+    MAX_SECONDS,
     AskState,
     Hello,
     PrefillLoad,
@@ -76,6 +77,11 @@ def test_of_those_who_are_gone_nothing_is_kept_and_of_those_not_asked_nothing_is
     assert looking.awaits({"p": 2})
     looking.to_ask(1.0, {})
     assert looking.reports == {}
+
+
+def test_a_report_of_a_node_that_runs_for_years_is_read():
+    told = report(uptime_s=1e9, draining=False, moved=(), refused={}, counts={}, gauges={})
+    assert decode(encode(told)).uptime_s == MAX_SECONDS
 
 
 def test_a_report_is_bounded_and_says_what_it_has_no_room_for():

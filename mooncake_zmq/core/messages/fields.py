@@ -18,10 +18,12 @@ Tenant = Annotated[str, Meta(max_length=64)]
 MAX_TEXT = 512
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
-Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+MAX_COUNT = 1 << 48
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Counts = Annotated[tuple[Count, ...], Meta(max_length=MAX_BLOCKS)]
 Checksum = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0, le=1e7)]
+MAX_SECONDS = 1e7
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_BLOCKS)]
 Token = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
