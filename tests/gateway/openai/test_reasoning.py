@@ -18,7 +18,8 @@ EOS = 256
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.content }}{% for call in m.tool_calls %}<tool_call>{{ call | tojson }}</tool_call>{% endfor %};{% endfor %}"
-    "{% if tools %}{% endif %}{% if add_generation_prompt %}>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{% if tools %}{% endif %}"
+    "{% if add_generation_prompt %}>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
 OPENING = TEMPLATE.replace("%}>{", "%}><think>\n{")
 """A template that begins the reasoning itself."""
