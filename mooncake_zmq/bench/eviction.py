@@ -31,6 +31,7 @@ from mooncake_zmq.bench.quality import Floats, Logs, computed, logs_of, studied
 from mooncake_zmq.bench.report import Row
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.kv.codec import CODECS
+from mooncake_zmq.laboratory.new_file import new_of
 
 CODEC = CODECS["int4"]
 """The codec whose bytes are the budget."""
@@ -119,7 +120,7 @@ class _Evictions:
         else:
             try:
                 if path:
-                    path.with_name(f"{path.name}.new").touch()
+                    new_of(path).touch()
                 texts = self._training_texts()
                 less = trained(
                     study.engine, texts, bench.tokens, self._recent, minutes=minutes, steps=STEPS, progress=self._progress

@@ -24,6 +24,7 @@ from mooncake_zmq.bench.codec_baselines import SINKS
 from mooncake_zmq.bench.quality import Computed, Floats, causal_weights, computed
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.laboratory.new_file import replacing
 
 RANK, HIDDEN = 8, 64
 """Numbers of phi and psi, which are as many as the paper's, and of their hidden layer."""
@@ -70,11 +71,9 @@ class LowRank:
     def save(self, path: Path) -> None:
         """Write them to a file of NumPy, whole or not at all. Raises OSError."""
         of = np.array([self.fingerprint, str(self.tokens), str(self.recent)])
-        new = path.with_name(f"{path.name}.new")
         stacked = {name: np.stack([layer[name] for layer in self.layers]) for name in self.layers[0]}
-        with new.open("wb") as file:
+        with replacing(path) as new, new.open("wb") as file:
             np.savez(file, of=of, training=np.array([self.steps, self.error]), **stacked)  # type: ignore[arg-type]
-        new.replace(path)
 
     def state(self, layer: int, kv: Floats) -> State:
         """Return the state of a layer's dropped tokens [k/v, kv_head, n, head_dim]."""

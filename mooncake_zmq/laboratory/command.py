@@ -143,8 +143,6 @@ def _page(options: dict[str, Any], runs: int) -> str:
         return ""
     if runs > 1 or options["dask"]:
         raise StudyError("--page is for one run, on this machine")
-    if not page.parent.is_dir():
-        raise StudyError(f"--page {page}: there is no directory {page.parent}")
     return str(page.resolve())
 
 

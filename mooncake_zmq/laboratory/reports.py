@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from mooncake_zmq.laboratory.new_file import replacing
 from mooncake_zmq.refused import Refused
 
 Found = Mapping[str, Any]
@@ -37,10 +38,9 @@ def run_all(commands: Sequence[str], turns: int, run: Callable[[str], Found], ke
 
 def write(path: Path, found: Found, option: str) -> None:
     """Replace the file that `option` names by these results. Raises Refused."""
-    new = path.with_name(f"{path.name}.new")
     try:
-        new.write_text(json.dumps(found, indent=1))
-        new.replace(path)
+        with replacing(path) as new:
+            new.write_text(json.dumps(found, indent=1))
     except OSError as error:
         raise Refused(f"{option} {path}: {error.strerror}") from None
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from mooncake_zmq.laboratory.errors import StudyError
+from mooncake_zmq.laboratory.new_file import new_of, replacing
 
 if TYPE_CHECKING:  # the command line imports this module, and nothing that nodes run as machine code
     from numpy.typing import NDArray
@@ -68,14 +69,13 @@ def write_runs(rows_file: Path | None, runs: Sequence[tuple["Setup", list[str]]]
 
 def write(rows_file: Path, columns: Sequence[str], lines: Iterable[str]) -> None:
     """Write a header and lines, or a file of arrays, in place of a former file once all is written. Raises StudyError."""
-    new = rows_file.with_name(f"{rows_file.name}.new")
     try:
-        if rows_file.suffix == ".npz":
-            _write_arrays(new, columns, lines)
-        else:
-            with new.open("w", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in (",".join(columns), *lines))
-        new.replace(rows_file)
+        with replacing(rows_file) as new:
+            if rows_file.suffix == ".npz":
+                _write_arrays(new, columns, lines)
+            else:
+                with new.open("w", encoding="utf-8") as file:
+                    file.writelines(f"{line}\n" for line in (",".join(columns), *lines))
     except OSError as error:
         raise StudyError(f"--rows {rows_file}: {error.strerror}") from None
 
@@ -109,7 +109,7 @@ def check_writable(file: Path | None, option: str, *inputs: Path | None) -> None
     if file.exists() and any(each is not None and each.exists() and file.samefile(each) for each in inputs):
         raise StudyError(f"{option} {file}: that is the trace")
     try:
-        new = file.with_name(f"{file.name}.new")
+        new = new_of(file)
         new.open("wb").close()
         new.unlink()
         if file.exists():

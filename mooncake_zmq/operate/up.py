@@ -205,8 +205,7 @@ class Up:
         check_open(self.loaded, self.config.nodes)
         check_local_reads(self.loaded, self.config.nodes)
         for node in self.config.nodes:
-            if (pid := holder(self.runtime_dir, node.name)) is not None:
-                raise ConfigError(f"{node.name} is already running as pid {pid} in {self.runtime_dir}")
+            check_free(self.runtime_dir, node.name)
         for node in self.config.of_role("gateway"):
             settings = self.loaded.section(node)
             try:
@@ -482,10 +481,10 @@ class Up:
         return sum(map(_private_and_file_bytes, (*pids, os.getpid()))) + sum(map(_allocated_bytes, segments))
 
 
-def check_free(runtime_dir: str) -> None:
-    """Raise ConfigError if a cluster runs in this directory."""
-    if (pid := holder(runtime_dir, LOCK_NAME)) is not None:
-        raise ConfigError(f"{LOCK_NAME} is already running as pid {pid} in {runtime_dir}")
+def check_free(runtime_dir: str | Path, name: str = LOCK_NAME) -> None:
+    """Raise ConfigError if a node of this name, or a whole cluster, runs in this directory."""
+    if (pid := holder(runtime_dir, name)) is not None:
+        raise ConfigError(f"{name} is already running as pid {pid} in {runtime_dir}")
 
 
 def _lines(log: Path) -> list[str]:

@@ -67,8 +67,7 @@ def _receive(call: Call, indexes: Sequence[int], caps: Sequence[int], wanted: Wa
         raise Unreached(f"{count} sizes for {len(indexes)} keys")
     if max(found.sizes) > call.session.welcome.max_object_bytes:
         raise Unreached(f"a value of {max(found.sizes)} bytes")
-    coming: list[tuple[int, int, int]] = []
-    fits: list[bool] = []
+    coming: list[tuple[int, int, bool, int]] = []
     places: list[list[memoryview]] = []
     for row, (index, size, checksum) in enumerate(zip(indexes[:count], found.sizes, found.checksums, strict=True)):
         if size == 0:
@@ -77,12 +76,11 @@ def _receive(call: Call, indexes: Sequence[int], caps: Sequence[int], wanted: Wa
             wanted.results[index] = Code.INVALID
             continue
         spans = wanted.place(index, size)
-        coming.append((index, size, checksum))
-        fits.append(spans is not None)
+        coming.append((index, size, spans is not None, checksum))
         places.append(_views(spans, size) if spans is not None else [memoryview(bytearray(size))])  # it is on its way
-    for (index, size, checksum), fit, came in zip(coming, fits, receive_values(stream, places), strict=True):
+    for (index, size, fits, checksum), came in zip(coming, receive_values(stream, places), strict=True):
         if came == checksum:
-            wanted.results[index] = size if fit else Code.INVALID
+            wanted.results[index] = size if fits else Code.INVALID
         else:
             corrupt.append(wanted.keys[index])
             call.peer.counts["corrupt"] += 1

@@ -1,0 +1,18 @@
+"""Replaces a file of results only once all of the new one is written."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def new_of(path: Path) -> Path:
+    """Return the name under which the new content of a file is written."""
+    return path.with_name(f"{path.name}.new")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path to write to; at the end it replaces `path`, which stays as it is if the writing fails. Raises OSError."""
+    new = new_of(path)
+    yield new
+    new.replace(path)
