@@ -132,8 +132,8 @@ class ToyCluster:
         return self.output.read_text()
 
     def leftovers(self) -> list[str]:
-        """Sockets and segments of this cluster; all must be gone after its end. Nodes' locks tell of former lives, and stay."""
-        stay = {"logs", "up.out", *(f"{node}.lock" for node in self.nodes)}
+        """Sockets and segments of this cluster; all must be gone after its end. Locks record former processes, and stay."""
+        stay = {"logs", "up.out", *(f"{node}.lock" for node in (*self.nodes, "up"))}
         files = [path.name for path in self.runtime_dir.iterdir() if path.name not in stay]
         segments = [path.name for path in Path("/dev/shm").glob(f"mooncake={self.name}=*")]
         processes = [pid for pid in os.listdir("/proc") if pid.isdigit() and self._belongs(int(pid))]

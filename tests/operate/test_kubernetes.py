@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from mooncake_zmq.cli import main
 from mooncake_zmq.config.load import Loaded, load_text
+from mooncake_zmq.operate.options import overrides_of
 
 MANIFEST = Path(__file__).parents[2] / "configs/kubernetes-store.yaml"
 SIZES = {"Mi": 1 << 20, "Gi": 1 << 30}
@@ -32,9 +33,10 @@ def loaded(pod: Any) -> Loaded:
     arguments = pod["containers"][0]["args"]
     for name, value in own.items():
         arguments = [each.replace(name, value) for each in arguments]
-    run = CliRunner().invoke(main, [*arguments, "--dry-run"])
+    settings = [each.removeprefix("--set=") for each in arguments if each.startswith("--set=")]
+    run = CliRunner().invoke(main, [*(each for each in arguments if not each.startswith("--set=")), "--dry-run"])
     assert run.exit_code == 0, run.output
-    return load_text(run.output, "manifest", environment={})
+    return load_text(run.output, "manifest", overrides_of(settings), environment={})
 
 
 def size(text: str) -> int:
