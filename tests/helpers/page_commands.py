@@ -46,7 +46,7 @@ LIVE = {
     r"curl -s localhost:8000/v1/(messages|responses) ": "",
     r"curl -s http://GATEWAY:8000/health": "",
     r"mooncake-zmq bench client http://127.0.0.1:8000 ": "--block-tokens 4 --limit 8 --speed 100",
-    r"mooncake-zmq answers fill http://127.0.0.1:8000 ": "--nll 8",
+    r"mooncake-zmq answers fill http://127.0.0.1:8000 ": "--nll 8 --dry-run",
     r"mooncake-zmq bench serve": "--config configs/toy.toml --rounds 1 --only warm",
     r"mooncake-zmq bench meet": "--config configs/toy.toml --rounds 1 --tokens 512",
     r"mooncake-zmq bench gateway": "--only ttft --rounds 1",

@@ -5,6 +5,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -378,12 +379,12 @@ def test_the_gateway_has_a_port_that_no_server_has(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_file_of_one_that_runs_is_left_alone(make: Make, run: Run, tmp_path: Path) -> None:
-    server, path, directory = make(), tmp_path / "attach.toml", tmp_path / "runtime"
+    server, path = make(), tmp_path / "attach.toml"
     path.write_text("# Written by `mooncake-zmq attach`: for other servers")
-    directory.mkdir()
-    lock = ProcessLock.acquire(directory, "up")
-    refused = run(server, "--to", str(path), "--set", f"cluster.runtime_dir={directory}")
-    lock.release()
+    with tempfile.TemporaryDirectory(prefix="mz-") as directory:  # a short path, as sockets need
+        lock = ProcessLock.acquire(directory, "up")
+        refused = run(server, "--to", str(path), "--set", f"cluster.runtime_dir={directory}")
+        lock.release()
     assert (refused.exit_code, "already running" in refused.output) == (2, True), refused.output
     assert path.read_text().endswith("for other servers")
 
