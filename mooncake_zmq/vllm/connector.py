@@ -562,7 +562,7 @@ def _connected(settings: ConnectorSettings, client: Any) -> StoreClient:
 
 def _identity(model: Any, load_config: Any) -> str:
     """Return the identity of a model's weights; of unknown weights, one that is this process's alone."""
-    found = identity(model, str(load_config.load_format))
+    found = identity(model, str(load_config.load_format), load_config.download_dir)
     if not found:
         log.warning(
             "the files of %s are not at hand: its KV is not shared unless the setting 'model' names its weights", model.model
