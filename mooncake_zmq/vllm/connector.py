@@ -34,6 +34,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from mooncake_zmq.kv.block_hash import root_of_salt
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.vllm import hints
 from mooncake_zmq.vllm.adapters import Adapters
@@ -287,6 +288,7 @@ class _SchedulerHalf:
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._anew = ""
         """Part of every chain's root since the engine's KV was last declared invalid."""
+        self._names_images_of_all = settings.images == "all"
         self._lora_config = vllm_config.lora_config
         self._adapters = Adapters(time.time_ns())
         self._lookups = Lookups(_connected(settings, settings.asking))
@@ -385,7 +387,11 @@ class _SchedulerHalf:
             if not content:
                 return None
             adapter = Adapter(content, self._lora_config, request.lora_request).identity
-        root = chain_root(request.cache_salt or "", self._anew, adapter)
+        salt = request.cache_salt or ""
+        root = chain_root(salt, self._anew, adapter)
+        of_gateway = root_of_salt(salt) is not None
+        if request.mm_features and not (of_gateway or self._names_images_of_all):
+            return None
         if not all(is_of_content(feature.identifier) for feature in request.mm_features):
             return None
         if request.prompt_embeds is not None:

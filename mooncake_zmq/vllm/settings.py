@@ -14,6 +14,7 @@ LOOKUP_TIMEOUT_S = 0.5
 COMING_TIMEOUT_S = 1.0
 MOVE_TIMEOUT_S = 2.0
 LOAD = ("faster", "always")
+IMAGES = ("gateways", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class ConnectorSettings:
     delays one request by that time, and the engine not at all."""
     load: str = "faster"
     """Which blocks of the pool are loaded: "faster", those for which loading is faster than computing, or "always", all."""
+    images: str = "gateways"
+    """Prompts with images that are looked up and saved: "gateways", those of a gateway of ours, which names no image, or "all".
+    A client may name an image by `uuid`, of which vLLM makes what looks like a digest of the image."""
     copies: int = 1
     """Hosts in whose stores each block is saved: this one and, of the others, the next. With 2, the KV of an answer outlives
     its host."""
@@ -64,6 +68,9 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     own["load"] = str(values.pop("load", "faster"))
     if own["load"] not in LOAD:
         raise ValueError(f"load: {own['load']!r} is none of {', '.join(LOAD)}")
+    own["images"] = str(values.pop("images", "gateways"))
+    if own["images"] not in IMAGES:
+        raise ValueError(f"images: {own['images']!r} is none of {', '.join(IMAGES)}")
     codec = str(values.pop("kv_codec", EXACT))
     if codec not in (EXACT, *CODECS):
         raise ValueError(f"kv_codec: {codec!r} is none of {EXACT}, {', '.join(CODECS)}")

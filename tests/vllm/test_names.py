@@ -568,6 +568,7 @@ def test_settings_are_read_or_refused():
     assert read_settings({"stores": "a:1"}).codec is None
     assert all(read_settings({"stores": "a:1", "kv_codec": name}).codec == codec for name, codec in CODECS.items())
     assert read_settings({"stores": "a:1"}).load == "faster"
+    assert read_settings({"stores": "a:1"}).images == "gateways"
     assert read_settings({"stores": "a:1,b:1", "copies": 2}).copies == 2
     for wrong in (0, 3):
         with pytest.raises(ValueError, match="copies"):
@@ -579,6 +580,7 @@ def test_settings_are_read_or_refused():
         {"stores": ""},
         {"stores": "a:1", "colour": "red"},
         {"stores": "a:1", "load": "never"},
+        {"stores": "a:1", "images": "some"},
         {"stores": "a:1", "kv_codec": "int3"},
         {"stores": "a:1", "staging_bytes": "many"},
     ):
