@@ -17,6 +17,7 @@ from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT
 from mooncake_zmq.runtime.generation import GENERATE, ONE_TOKEN
 from mooncake_zmq.runtime.mistakes import ServerError
+from mooncake_zmq.runtime.vllm_answers import reason_of
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 log = structlog.get_logger()
@@ -24,6 +25,7 @@ log = structlog.get_logger()
 POLL_S = 0.5
 WAIT_S = 3600.0
 """How long a node waits for its server: a large model is downloaded, loaded and compiled."""
+MAX_ANSWER_BYTES = 32 << 20
 MEMORY_SHARE = 0.9
 """Share of a machine's memory, or its GPU's, that its servers take together. Each alone takes 92 % by default, on CPUs too."""
 
@@ -49,7 +51,7 @@ def await_server(
     embeds: bool = False,
 ) -> None:
     """Return once the server serves. Raises ServerError."""
-    with httpx.Client(base_url=settings.url, timeout=settings.probe_timeout_s, trust_env=False) as client:
+    with client_of(settings.url, settings.probe_timeout_s) as client:
         waited_s = 0.0
         while (why := unwell(client)) is not None:
             if waited_s >= WAIT_S:
@@ -65,17 +67,37 @@ def await_server(
             raise ServerError(f"vLLM at {settings.url} does not answer: {error}") from error
 
 
+def client_of(url: str, timeout_s: float) -> httpx.Client:
+    """Return a client of a server, without the environment's proxies."""
+    return httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, headers={"accept-encoding": "identity"})
+
+
+def answered(
+    client: httpx.Client, method: str, path: str, body: Any = None, *, quiet_s: float | None = None
+) -> tuple[int, bytes]:
+    """Return the status and the body of an answer, as it came: a compressed one is not read. `quiet_s`: the longest silence, if
+    not the client's. Raises ServerError for a long body, and httpx.HTTPError."""
+    content = bytearray()
+    timeout = client.timeout if quiet_s is None else quiet_s
+    with client.stream(method, path, json=body, timeout=timeout) as response:
+        for piece in response.iter_raw():
+            content += piece
+            if len(content) > MAX_ANSWER_BYTES:
+                raise ServerError(f"{client.base_url}{path} answers more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return response.status_code, bytes(content)
+
+
 def unwell(client: httpx.Client) -> str | None:
     """Return why a server does not serve, or None if it does."""
     try:
-        status = client.get("/health").status_code
-    except httpx.HTTPError as error:
+        status, _ = answered(client, "GET", "/health")
+    except (httpx.HTTPError, ServerError) as error:
         return f"{error}" or type(error).__name__
     return None if status == httpx.codes.OK else f"its /health answers {status}"
 
 
 def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, adapters: Sequence[str], *, embeds: bool) -> None:
-    models = _models(client.get("/v1/models"))
+    models = _models(answered(client, "GET", "/v1/models")[1])
     if missing := [name for name in adapters if name not in models]:
         log.info("adapters_not_listed", url=settings.url, adapters=missing)
     longest = min((length for length in models.values() if length is not None), default=None)
@@ -92,29 +114,29 @@ def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, ada
 
 def check_embedding(client: httpx.Client, settings: VllmSettings) -> None:
     """Check that the server embeds. Raises ServerError and httpx.HTTPError."""
-    answer = client.post(EMBEDDINGS, json=ONE_TEXT, timeout=settings.quiet_s)
-    if answer.status_code == httpx.codes.NOT_FOUND:
+    status, content = answered(client, "POST", EMBEDDINGS, ONE_TEXT, quiet_s=settings.quiet_s)
+    if status == httpx.codes.NOT_FOUND:
         raise ServerError(
             f'vLLM at {settings.url} does not serve {EMBEDDINGS}: start it with {POOLING}, or leave out task "embed"'
         )
-    if answer.status_code != httpx.codes.OK:
-        raise ServerError(f"vLLM at {settings.url} answers {answer.status_code} to {EMBEDDINGS}: {answer.text[:300]!r}")
+    if status != httpx.codes.OK:
+        raise ServerError(f"vLLM at {settings.url} answers {status} to {EMBEDDINGS}: {reason_of(content)}")
 
 
 def check_generation(client: httpx.Client, settings: VllmSettings) -> None:
     """Check that the server takes token ids. Raises ServerError, which is NoScaleOut where only a flag is missing, and
     httpx.HTTPError."""
-    answer = client.post(GENERATE, json=ONE_TOKEN, timeout=settings.quiet_s)
-    if answer.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
+    status, content = answered(client, "POST", GENERATE, ONE_TOKEN, quiet_s=settings.quiet_s)
+    if status in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
         raise NoScaleOut(f"vLLM at {settings.url} does not serve {GENERATE}: start it with {SCALE_OUT}")
-    if answer.status_code != httpx.codes.OK:
-        raise ServerError(f"vLLM at {settings.url} answers {answer.status_code} to {GENERATE}: {answer.text[:300]!r}")
+    if status != httpx.codes.OK:
+        raise ServerError(f"vLLM at {settings.url} answers {status} to {GENERATE}: {reason_of(content)}")
 
 
-def _models(answer: httpx.Response) -> dict[str, int | None]:
+def _models(content: bytes) -> dict[str, int | None]:
     """Return the names of its models and adapters, with the most tokens of prompt and output where it reports that."""
     try:
-        lengths = {model["id"]: model.get("max_model_len") for model in answer.json()["data"]}
+        lengths = {model["id"]: model.get("max_model_len") for model in json.loads(content)["data"]}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return {name: length if isinstance(length, int) else None for name, length in lengths.items()}

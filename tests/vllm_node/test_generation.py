@@ -1,8 +1,10 @@
 """vLLM's answers over HTTP: every work ends once, whatever the server sends, and hanging up ends it there."""
 
+import gzip
 import json
 import threading
 import time
+from contextlib import nullcontext
 
 import msgspec
 import pytest
@@ -16,6 +18,7 @@ from mooncake_zmq.gateway.openai.bodies import CompletionBody
 from mooncake_zmq.gateway.openai.constraints import of_lark, of_schema
 from mooncake_zmq.kv.block_hash import pack_tokens, salt_of
 from mooncake_zmq.runtime import generation as generation_module
+from mooncake_zmq.runtime import vllm_server
 from mooncake_zmq.runtime.generation import MAX_LINE_BYTES, Generation, request_body
 from mooncake_zmq.runtime.vllm_answers import MOST_BYTES
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
@@ -431,6 +434,19 @@ def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():
         stub.status = 403
         with pytest.raises(ServerError, match="--enable-scale-out"):
             await_server(settings, 4096)
+    finally:
+        stub.close()
+
+
+@pytest.mark.parametrize("page", [b"x" * 2000, gzip.compress(bytes(1 << 20))], ids=["long", "compressed"])
+def test_a_start_reads_little_of_a_server_and_nothing_that_is_compressed(monkeypatch, page):
+    monkeypatch.setattr(vllm_server, "MAX_ANSWER_BYTES", 1500)
+    stub = StubVllm()
+    stub.headers["content-encoding"] = "gzip"
+    stub.pages["/v1/models"] = (200, page)
+    try:
+        with pytest.raises(ServerError, match="more than 0 MiB") if page[0] == ord("x") else nullcontext():
+            await_server(VllmSettings(url=stub.url), 4096)
     finally:
         stub.close()
 
