@@ -10,7 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import structlog
+from msgspec import Struct
 
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.runtime import notify
@@ -36,10 +38,28 @@ POOLING = "--runner pooling"
 """The option with which vLLM embeds texts."""
 REUSE_REPORTED = "--enable-prompt-tokens-details"
 """The flag with which vLLM reports what it reused."""
+HERE = ("127.0.0.1", "localhost", "::1")
+SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size")
+"""Settings in a model's config.json by which a server with another model on this machine is recognized."""
 
 
 class NoScaleOut(ServerError):
     """The server does not take token ids."""
+
+
+class Model(Struct, frozen=True):
+    """A model or an adapter that a server lists."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class Models(Struct, frozen=True):
+    """A server's models and adapters."""
+
+    data: list[Model]
 
 
 def await_server(
@@ -49,8 +69,10 @@ def await_server(
     *,
     adapters: Sequence[str] = (),
     embeds: bool = False,
-) -> None:
-    """Return once the server serves. Raises ServerError."""
+    model: str = "",
+) -> str:
+    """Return the name of its model once the server serves; "": it does not say. `model`: the directory of the deployment's
+    model. Raises ServerError."""
     with client_of(settings.url, settings.probe_timeout_s) as client:
         waited_s = 0.0
         while (why := unwell(client)) is not None:
@@ -62,9 +84,12 @@ def await_server(
             sleep(POLL_S)
             waited_s += POLL_S
         try:
-            _check(client, settings, max_model_len, adapters, embeds=embeds)
+            models = _models(answered(client, "GET", "/v1/models")[1])
+            _check_models(models, settings, max_model_len, adapters, model)
+            (check_embedding if embeds else check_generation)(client, settings)
         except httpx.HTTPError as error:
             raise ServerError(f"vLLM at {settings.url} does not answer: {error}") from error
+        return next((each.id for each in models if each.parent is None), "")
 
 
 def client_of(url: str, timeout_s: float) -> httpx.Client:
@@ -96,20 +121,21 @@ def unwell(client: httpx.Client) -> str | None:
     return None if status == httpx.codes.OK else f"its /health answers {status}"
 
 
-def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, adapters: Sequence[str], *, embeds: bool) -> None:
-    models = _models(answered(client, "GET", "/v1/models")[1])
-    if missing := [name for name in adapters if name not in models]:
+def _check_models(
+    models: Sequence[Model], settings: VllmSettings, max_model_len: int, adapters: Sequence[str], path: str
+) -> None:
+    if missing := [name for name in adapters if name not in {each.id for each in models}]:
         log.info("adapters_not_listed", url=settings.url, adapters=missing)
-    longest = min((length for length in models.values() if length is not None), default=None)
+    if urlsplit(settings.url).hostname in HERE and (own := _shape(path)):
+        for place in [each.root for each in models if each.parent is None and each.root]:
+            if (theirs := _shape(place)) and theirs != own:
+                raise ServerError(f"vLLM at {settings.url} serves another model than model.path {path}: {place} has {theirs}")
+    longest = min((each.max_model_len for each in models if each.max_model_len is not None), default=None)
     if longest is not None and longest < max_model_len:
         raise ServerError(
             f"vLLM at {settings.url} takes {longest} tokens and model.max_model_len is {max_model_len}: start it with "
             f"--max-model-len {max_model_len}, or lower the setting"
         )
-    if embeds:
-        check_embedding(client, settings)
-    else:
-        check_generation(client, settings)
 
 
 def check_embedding(client: httpx.Client, settings: VllmSettings) -> None:
@@ -133,13 +159,22 @@ def check_generation(client: httpx.Client, settings: VllmSettings) -> None:
         raise ServerError(f"vLLM at {settings.url} answers {status} to {GENERATE}: {reason_of(content)}")
 
 
-def _models(content: bytes) -> dict[str, int | None]:
-    """Return the names of its models and adapters, with the most tokens of prompt and output where it reports that."""
+def _models(content: bytes) -> list[Model]:
+    """Return its models and adapters; none where the answer is no list of them."""
     try:
-        lengths = {model["id"]: model.get("max_model_len") for model in json.loads(content)["data"]}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return msgspec.json.decode(content, type=Models).data
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+
+
+def _shape(directory: str) -> dict[str, Any]:
+    """Return the settings by which a model in a directory is recognized; empty if it is not here."""
+    path = Path(directory).expanduser()
+    try:
+        found = json.loads((path / "config.json").read_bytes()) if path.is_absolute() else None
+        return {name: found[name] for name in SHAPE if name in found} if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):
         return {}
-    return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
 
 
 def server_command(python: str, config: Config, settings: VllmSettings, host: str = "", *, servers: int = 0) -> list[str]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import httpx
 import msgspec
-from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_zmq.operate.attach.probe import probe
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT
 from mooncake_zmq.runtime.mistakes import ServerError
-from mooncake_zmq.runtime.vllm_server import NoScaleOut, answered, check_generation, client_of
+from mooncake_zmq.runtime.vllm_server import Model, Models, NoScaleOut, answered, check_generation, client_of
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ASK_S = 30.0
@@ -52,17 +51,6 @@ class Server:
     """Endpoints of the stores of its connector."""
     kv_events: str
     """Endpoint at which its KV events were received; empty if none were."""
-
-
-class _Model(Struct, frozen=True):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _Models(Struct, frozen=True):
-    data: list[_Model]
 
 
 def ask(url: str, endpoints: Sequence[str]) -> Server:
@@ -113,13 +101,13 @@ def tokens_of(url: str, name: str, text: str) -> list[int] | None:
     return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
 
 
-def _models(client: httpx.Client, url: str) -> tuple[list[_Model], list[_Model]]:
+def _models(client: httpx.Client, url: str) -> tuple[list[Model], list[Model]]:
     """Return the names of its model, and its adapters. Raises ServerError."""
     status, content = answered(client, "GET", "/v1/models")
     if status in GUARDED:
         raise ServerError(f"{url} wants an API key, which nodes do not send: start it without --api-key, on its own network")
     try:
-        models = msgspec.json.decode(content, type=_Models).data if status == httpx.codes.OK else []
+        models = msgspec.json.decode(content, type=Models).data if status == httpx.codes.OK else []
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         models = []
     own = [model for model in models if model.parent is None and model.max_model_len]
