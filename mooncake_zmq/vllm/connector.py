@@ -342,6 +342,7 @@ class _SchedulerHalf:
         if self._is_asked_again and not scheduler_output.total_num_scheduled_tokens:
             self._lookups.wait(IDLE_WAIT_S)
         self._is_asked_again = False
+        self._lookups.begin_step()
         return StepOrders(orders, self._choice.step_begins(now, scheduler_output.total_num_scheduled_tokens))
 
     def learn(self, report: StepReport) -> None:
@@ -365,7 +366,8 @@ class _SchedulerHalf:
 
     def take_counts(self) -> Counter[str]:
         counts = self.ledger.counts + self._choice.counts
-        self.ledger.counts, self._choice.counts = Counter(), Counter()
+        counts["lookups_deferred"] = self._lookups.deferred
+        self.ledger.counts, self._choice.counts, self._lookups.deferred = Counter(), Counter(), 0
         return counts
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from mooncake_zmq.kv.codec import CODECS, EXACT, Codec
 from mooncake_zmq.store.client.api import read_setup
 from mooncake_zmq.store.client.peer import ClientSettings
+from mooncake_zmq.vllm.ledger import HOLD_LEFT_S
 
 STAGING_BYTES = 64 << 20
 MOST_COPY_THREADS = 8
@@ -81,6 +82,8 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         raise ValueError("stores: names no store")
     own["copies"] = int(values.pop("copies", 1))
     _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **values})
+    if client.ttl_s < (least_s := HOLD_LEFT_S + 2 * own["lookup_timeout_s"]):
+        raise ValueError(f"ttl_s: {client.ttl_s:g} is less than {least_s:g}, so that no promise would hold until it is read")
     if not 1 <= own["copies"] <= len(endpoints):
         raise ValueError(f"copies: {own['copies']} is not within 1 to {len(endpoints)}, the number of stores")
     return ConnectorSettings(tuple(endpoints), client, **own)

@@ -581,6 +581,8 @@ def test_settings_are_read_or_refused():
         {"stores": "a:1", "colour": "red"},
         {"stores": "a:1", "load": "never"},
         {"stores": "a:1", "images": "some"},
+        {"stores": "a:1", "ttl_s": 2},
+        {"stores": "a:1", "ttl_s": 20, "lookup_timeout_s": 9.5},
         {"stores": "a:1", "kv_codec": "int3"},
         {"stores": "a:1", "staging_bytes": "many"},
     ):
