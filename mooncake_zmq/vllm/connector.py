@@ -86,7 +86,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Report of the workers to the scheduler after step `number`. Each rank that has completed one adds to `saved` the
-    number of a save, and to `loads_took` a load's number, blocks and seconds."""
+    number of a save, and to `loads_took` a load's number, the blocks of its prefix, and seconds."""
 
     number: int
     saved: list[int]
