@@ -25,6 +25,7 @@ TIE = {"float32": 1e-3, "bfloat16": 0.1}
 SMALL = ("--block-size", "32", "--num-gpu-blocks-override", "60", "--max-model-len", "1024", "--max-num-seqs", "8")
 """Room for 1,920 tokens: few of the prompts, so that the engine evicts all the time, and preempts."""
 DETAILS_KEPT = 5
+NOTHING = (0.0, 0.0)
 
 Say = Callable[[str], None]
 
@@ -122,7 +123,6 @@ class Proof:
         self._plain: Server | None = None
         self._up = threading.Event()
         self._lock = threading.Lock()
-        self._done = 0
         self._model: tuple[int, float] | None = None
 
     def run(self) -> list[Outcome]:
@@ -150,19 +150,19 @@ class Proof:
             self._restart_both(chapter.variant)
         server = self._server
         assert server is not None
-        before = server.loaded_tokens(), server.preemptions()
+        before = _counted(server)
         count = max(CLIENTS, round(self._answers * chapter.share))
         flipping = threading.Event()
         flipper = threading.Thread(target=self._flip, args=(flipping,))
         if chapter.flips:
             flipper.start()
         try:
-            replies = self._ask_all(chapter, count, outcome)
+            replies = self._ask_all(chapter, count, outcome, before)
         finally:
             flipping.set()
             if chapter.flips:
                 flipper.join()
-        self._meter(outcome, before if server is self._server else (0.0, 0.0))
+        self._meter(outcome, before if server is self._server else NOTHING)
         self._judge_all(replies, chapter.variant, outcome)
         outcome.seconds = time.monotonic() - began
         self._say(f"{chapter.name}: {dict(outcome.verdicts)}, {outcome.loaded_tokens:,.0f} tokens loaded")
@@ -171,8 +171,9 @@ class Proof:
     def _meter(self, outcome: Outcome, before: tuple[float, float]) -> None:
         """Add what the present server has loaded since `before`."""
         assert self._server is not None
-        outcome.loaded_tokens += self._server.loaded_tokens() - before[0]
-        outcome.preemptions += self._server.preemptions() - before[1]
+        loaded, preemptions = _counted(self._server)
+        outcome.loaded_tokens += loaded - before[0]
+        outcome.preemptions += preemptions - before[1]
 
     # --- servers
 
@@ -195,7 +196,8 @@ class Proof:
         self._plain.ready()
 
     def _start(self) -> None:
-        self._server = Server(self._launched, self._scratch / "connector.log").ready()
+        self._server = Server(self._launched, self._scratch / "connector.log")
+        self._server.ready()
         self._up.set()
 
     def _kill(self) -> None:
@@ -211,18 +213,22 @@ class Proof:
 
     # --- questions
 
-    def _ask_all(self, chapter: Chapter, count: int, outcome: Outcome) -> list[_Reply]:
-        """Ask so many questions, some at a time, and kill the server between them."""
-        self._done = 0
+    def _ask_all(self, chapter: Chapter, count: int, outcome: Outcome, before: tuple[float, float]) -> list[_Reply]:
+        """Ask so many questions, some at a time, and kill the server between them. `before`: its counts at the beginning."""
         kill_at = [count * (number + 1) // (chapter.kills + 1) for number in range(chapter.kills)]
-        with ThreadPoolExecutor(CLIENTS) as pool:
+        pool = ThreadPoolExecutor(CLIENTS)
+        try:
             futures = [pool.submit(self._one, chapter) for _ in range(count)]
             for at in kill_at:
-                while self._done < at:
+                while sum(future.done() for future in futures) < at:
                     time.sleep(0.01)
-                self._meter(outcome, (0.0, 0.0))
+                self._meter(outcome, before)
+                before = NOTHING
                 self._kill()
             return [future.result() for future in futures]
+        finally:  # where a server does not start, no client may wait for it
+            self._up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _one(self, chapter: Chapter) -> _Reply:
         with self._lock:
@@ -247,7 +253,6 @@ class Proof:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             reply = _Reply(question, reply.tokens, False, "cut" if lost else "failed", reason)
         with self._lock:
-            self._done += 1
             if reply.whole:
                 self._questions.answered(question, reply.tokens)
         return reply
@@ -274,6 +279,11 @@ class Proof:
             if kind == "failed" and len(outcome.details) < DETAILS_KEPT:
                 outcome.details.append(reply.error)
             outcome.verdicts[kind] += 1
+
+
+def _counted(server: Server) -> tuple[float, float]:
+    """Return the tokens that a server has loaded, and its preemptions."""
+    return server.loaded_tokens(), server.preemptions()
 
 
 def judge(tokens: Sequence[int], answer: Answer, *, whole: bool, tie: float) -> str:

@@ -33,13 +33,19 @@ class ActorProcess(NodeProcess):
             segment, segment_ref = parts.open_segment()
         if node.may_become:
             plan.segment_slots(node.in_role(node.may_become))  # an error is better reported now than at the change of role
+        served = ""
         if node.role == "vllm":
             from mooncake_zmq.runtime.vllm_server import await_server
 
             with notify.extended_timeout("waiting for vLLM"):
-                served = plan.loaded.config.model
-                embeds = served.task == "embed"
-                await_server(plan.settings, plan.model.max_model_len, adapters=served.adapters, embeds=embeds)
+                model = plan.loaded.config.model
+                served = await_server(
+                    plan.settings,
+                    plan.model.max_model_len,
+                    adapters=model.adapters,
+                    embeds=model.task == "embed",
+                    model=model.path,
+                )
         engine, costs = None, plan.costs
         if node.role in ENGINE_ROLES:
             with notify.extended_timeout("loading the engine"):
@@ -51,7 +57,7 @@ class ActorProcess(NodeProcess):
         publisher = parts.open_publisher(pool.kv_events) if pool and pool.kv_events.endpoint else None
         if pool and node.store_endpoint:
             parts.serve_store(pool.objects, self._on_store_change)
-        executor = self._executor = parts.open_executor(self._emit, segment, engine, disk)
+        executor = self._executor = parts.open_executor(self._emit, segment, engine, disk, served)
         self._runtime = ZmqRuntime(
             self.make_node(self.make_actor(costs, _contents(disk)), segment_ref),
             endpoint=plan.endpoint,

@@ -65,11 +65,13 @@ class _Read(Struct, frozen=True):
 _decoder: msgspec.json.Decoder[_Read] = msgspec.json.Decoder(_Read)
 
 
-def reading_body(work: ReadTokens) -> bytes:
+def reading_body(work: ReadTokens, model: str = "") -> bytes:
     """Return the body that asks vLLM to read tokens."""
     choice: dict[str, Any] = {"index": 0, "token_ids": unpack_tokens(work.tokens), "finish_reason": work.end or None}
     answer = {"request_id": "r", "choices": [choice]}
     body: dict[str, Any] = {"chat_request": msgspec.Raw(work.chat), "prompt_token_ids": unpack_tokens(work.prompt)}
+    if model:
+        body["model"] = model
     if work.whole:
         return msgspec.json.encode(body | {"generate_response": answer})
     state = msgspec.Raw(work.state or b"null")
@@ -100,10 +102,10 @@ def _calls(given: list[_Call]) -> Iterator[tuple[int, str, str]]:
         yield index, call.function.name or "", call.function.arguments or ""
 
 
-async def read_tokens(client: httpx.AsyncClient, work: ReadTokens) -> TokensRead:
+async def read_tokens(client: httpx.AsyncClient, work: ReadTokens, model: str = "") -> TokensRead:
     """Have vLLM read tokens. Raises Nonsense and httpx.HTTPError."""
     too_long = f"vLLM's parsers answer more than {MAX_READ_BYTES} bytes"
-    async with client.stream("POST", DERENDER, content=reading_body(work), headers=JSON, timeout=None) as response:
+    async with client.stream("POST", DERENDER, content=reading_body(work, model), headers=JSON, timeout=None) as response:
         raw = await whole(response, MAX_READ_BYTES + MORE_BYTES, too_long)
     if response.status_code != httpx.codes.OK:
         raise Nonsense(f"vLLM's parsers answer {response.status_code}: {shown(raw.decode('utf-8', 'replace'))}")

@@ -31,15 +31,15 @@ class _Answer(Struct, frozen=True):
     data: list[_Vector]
 
 
-def embedding_body(work: Embed) -> bytes:
+def embedding_body(work: Embed, model: str = "") -> bytes:
     """Return the body for `/v1/embeddings`. The root of the keys is the salt of vLLM's cache: tenants share none of it."""
     tokens, ends = unpack_tokens(work.tokens), [*accumulate(work.embedding.lengths)]
     texts = [tokens[end - length : end] for end, length in zip(ends, work.embedding.lengths, strict=True)]
     body: dict[str, Any] = {"input": texts, "encoding_format": "base64", "cache_salt": salt_of(work.root)}
     if work.embedding.dimensions:
         body["dimensions"] = work.embedding.dimensions
-    if work.adapter:
-        body["model"] = work.adapter
+    if work.adapter or model:
+        body["model"] = work.adapter or model
     return msgspec.json.encode(body)
 
 
@@ -60,11 +60,13 @@ def vectors_in(raw: bytes | bytearray, work: Embed) -> bytes:
     return whole
 
 
-async def embed(client: httpx.AsyncClient, work: Embed, connect_s: float) -> Embedded | WorkFailed:
+async def embed(client: httpx.AsyncClient, work: Embed, connect_s: float, model: str = "") -> Embedded | WorkFailed:
     """Return the vectors, or why the model does not embed so. Raises Nonsense and httpx.HTTPError."""
     most = MAX_VECTORS_BYTES * 4 // 3 + MORE_BYTES
     timeout = httpx.Timeout(connect_s, read=work.quiet_s)
-    async with client.stream("POST", EMBEDDINGS, content=embedding_body(work), headers=JSON, timeout=timeout) as response:
+    async with client.stream(
+        "POST", EMBEDDINGS, content=embedding_body(work, model), headers=JSON, timeout=timeout
+    ) as response:
         raw = await whole(response, most, f"vLLM sends more than {most} bytes of vectors")
     if response.status_code in REFUSED:
         return WorkFailed(reason_of(raw), stuck=True)

@@ -300,20 +300,20 @@ def _ids(tokens: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"[%b]" % b",".join(pieces))
 
 
-def request_body(work: Generate) -> bytes:
-    """Return the body for `/inference/v1/generate`."""
-    return msgspec.json.encode(_asked(work))
+def request_body(work: Generate, model: str = "") -> bytes:
+    """Return the body for `/inference/v1/generate`. `model`: the name that vLLM has to serve, if any."""
+    return msgspec.json.encode(_asked(work, model))
 
 
-def scoring_body(work: Generate) -> bytes:
+def scoring_body(work: Generate, model: str = "") -> bytes:
     """Return the body of a request for the logprobs of the work's prompt alone, which vLLM gives in whole answers."""
-    body = _asked(work)
+    body = _asked(work, model)
     del body["stream"], body["stream_options"]
     likeliest = {"prompt_logprobs": work.prompt_likeliest, "max_tokens": 1, "temperature": 0.0, "detokenize": False}
     return msgspec.json.encode(body | {"sampling_params": likeliest})
 
 
-def _asked(work: Generate) -> dict[str, Any]:
+def _asked(work: Generate, model: str) -> dict[str, Any]:
     """Return the body's fields. The root of the keys is the salt of vLLM's cache: tenants share none of it."""
     sampling, stop = work.sampling, work.stop
     left = stop.max_tokens - work.count
@@ -354,8 +354,8 @@ def _asked(work: Generate) -> dict[str, Any]:
     if work.images:
         body["content_parts"] = parts_of(work.images)
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    if work.adapter:
-        body["model"] = work.adapter
+    if work.adapter or model:
+        body["model"] = work.adapter or model
     if hints := as_parameters(work.sources, work.coming_tokens):
         body["kv_transfer_params"] = hints
     return body
@@ -373,12 +373,14 @@ class Generation:
         on_crash: Callable[[BaseException], None],
         subscribe: Callable[[OnEvents], KvSubscriber] | None = None,
         embeds: bool = False,
+        model: str = "",
     ) -> None:
-        """`embeds`: the server's model gives vectors, no tokens. `subscribe`: begins to receive vLLM's KV events, for
-        `WatchEngine`."""
+        """`embeds`: the server's model gives vectors, no tokens. `model`: the name by which the server serves its model, which
+        goes with each request, so that vLLM itself refuses those for another one; "": not known. `subscribe`: begins to receive
+        vLLM's KV events, for `WatchEngine`."""
         self._url = url.rstrip("/")
         self._subscribe = subscribe
-        self._embeds = embeds
+        self._embeds, self._model = embeds, model
         self._subscriber: KvSubscriber | None = None
         self._connect_s = connect_s
         self._emit = emit
@@ -499,7 +501,7 @@ class Generation:
             case Generate():
                 return await self._generate(work_id, work)
             case ProbeEngine(generate, parsers):
-                path, body = trial(embeds=self._embeds)
+                path, body = trial(self._model, embeds=self._embeds)
                 status, _ = await (
                     asked(self._client, "POST", path, body) if generate else asked(self._client, "GET", "/health")
                 )
@@ -507,21 +509,25 @@ class Generation:
                 reason = "" if well else f"it answers {status}"
                 if not well:
                     return EngineProbed(well, reason)
-                return EngineProbed(well, reason, await self._adapters(), await self._parsers() if parsers else None)
+                names, adapters = await self._listed() or ((), None)
+                if self._model and names and self._model not in names:
+                    return EngineProbed(False, f"it serves {shown(', '.join(names))} in place of {self._model}")
+                return EngineProbed(well, reason, adapters, await self._parsers() if parsers else None)
             case ReadTokens():
-                return await read_tokens(self._client, work)
+                return await read_tokens(self._client, work, self._model)
             case WriteChat():
-                return await write_chat(self._client, work)
+                return await write_chat(self._client, work, self._model)
             case Embed():
-                return await embed(self._client, work, self._connect_s)
+                return await embed(self._client, work, self._connect_s, self._model)
             case _:
                 raise TypeError(work)
 
-    async def _adapters(self) -> tuple[str, ...] | None:
-        """Return the adapters that vLLM lists, or None if it does not answer that: it may be well all the same."""
+    async def _listed(self) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """Return the names of the model and of the adapters that vLLM lists, or None if it does not answer that: it may be well
+        all the same."""
         try:
             async with asyncio.timeout(LIST_S):
-                return adapters_in(*await asked(self._client, "GET", "/v1/models"))
+                return listed_in(*await asked(self._client, "GET", "/v1/models"))
         except (httpx.HTTPError, Nonsense, TimeoutError):
             return None
 
@@ -561,7 +567,7 @@ class Generation:
                 raise Nonsense(f"vLLM sends more than {most} bytes of logprobs")
             return False
 
-        await self._post(work, scoring_body(work), take)
+        await self._post(work, scoring_body(work, self._model), take)
         scores = await asyncio.to_thread(prompt_scores, raw, work.tokens, likeliest)
         for start in range(0, len(scores), MAX_SCORED):
             found = PromptScoresGenerated(start + 1, scores[start : start + MAX_SCORED])
@@ -573,7 +579,7 @@ class Generation:
         prompt = len(work.tokens) // 4 if work.images else None
         answer, lines = Answer(work.stop.max_tokens - work.count, work.sampling.logprobs, prompt), EventLines()
         long = len(work.tokens) + sum(len(image.url) for image in work.images) > PIECE_BYTES
-        body = await asyncio.to_thread(request_body, work) if long else request_body(work)
+        body = await asyncio.to_thread(request_body, work, self._model) if long else request_body(work, self._model)
 
         def take(piece: bytes) -> bool:
             for data in lines.feed(piece):
@@ -594,9 +600,10 @@ class Generation:
             del answer.ready[:run], answer.ready_logprobs[:run]
 
 
-def trial(*, embeds: bool) -> tuple[str, dict[str, Any]]:
+def trial(model: str, *, embeds: bool) -> tuple[str, dict[str, Any]]:
     """Return the shortest request of a server, as its path and body."""
-    return (EMBEDDINGS, ONE_TEXT) if embeds else (GENERATE, ONE_TOKEN)
+    path, body = (EMBEDDINGS, ONE_TEXT) if embeds else (GENERATE, ONE_TOKEN)
+    return path, body | ({"model": model} if model else {})
 
 
 def _client(url: str, connect_s: float) -> httpx.AsyncClient:
@@ -610,14 +617,15 @@ def _client(url: str, connect_s: float) -> httpx.AsyncClient:
     )
 
 
-def adapters_in(status: int, raw: bytes | bytearray) -> tuple[str, ...] | None:
-    """Return the names of the adapters that a server lists, or None where its answer is no list of models."""
+def listed_in(status: int, raw: bytes | bytearray) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the names of the model and of the adapters that a server lists, or None where its answer is no list of models."""
     try:
         listed = msgspec.json.decode(raw)["data"] if status == httpx.codes.OK else None
         if listed is None:
             return None
-        names = [each["id"] for each in listed if each.get("parent") is not None]
-        return tuple(name for name in names if isinstance(name, str) and len(name) <= MAX_MODEL_NAME)
+        found = [(each["id"], each.get("parent") is None) for each in listed if isinstance(each["id"], str)]
+        adapters = tuple(name for name, is_own in found if not is_own and len(name) <= MAX_MODEL_NAME)
+        return tuple(name for name, is_own in found if is_own), adapters
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -273,8 +273,10 @@ class Parts:
         segment: Segment | None,
         engine: Engine | None,
         disk: Disk | None,
+        served: str = "",
     ) -> "Executor | Generation | None":
-        """Open the executor of the actor's works; None for a role that has none. The caller closes it."""
+        """Open the executor of the actor's works; None for a role that has none. The caller closes it. `served`: the name
+        of the vLLM's model."""
         plan, node = self.plan, self.plan.node
         if node.role == "conductor":
             return None
@@ -287,6 +289,7 @@ class Parts:
                 emit=emit,
                 on_crash=self.lifecycle.on_crash,
                 embeds=plan.loaded.config.model.task == "embed",
+                model=served,
                 subscribe=self._subscribe if plan.settings.kv_events else None,
             )
         from mooncake_zmq.runtime.executor.executor import Executor

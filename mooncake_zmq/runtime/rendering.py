@@ -49,28 +49,28 @@ class _Rendered(Struct, frozen=True):
     features: _Features | None = None
 
 
-async def write_chat(client: httpx.AsyncClient, work: WriteChat) -> ChatWritten | WorkFailed:
+async def write_chat(client: httpx.AsyncClient, work: WriteChat, model: str = "") -> ChatWritten | WorkFailed:
     """Return a chat's tokens, or why vLLM does not take the chat. Raises Nonsense and httpx.HTTPError."""
     try:
-        body = await asyncio.to_thread(_body, work)
+        body = await asyncio.to_thread(_body, work, model)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return WorkFailed(f"the chat is no JSON object: {shown(str(error))}", stuck=True)
     async with client.stream("POST", RENDER, content=body, headers=JSON, timeout=None) as response:
         raw = await whole(response, MOST_BYTES, f"vLLM writes a chat in more than {MOST_BYTES} bytes")
     if response.status_code in REFUSED or BOMB in reason_of(raw):
         return WorkFailed(reason_of(raw), stuck=True)
-    if response.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
+    if response.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND) and not (model and model in reason_of(raw)):
         return WorkFailed("the model's vLLM has no API that writes chats as tokens", stuck=True)
     if response.status_code != httpx.codes.OK:
         raise Nonsense(f"vLLM answers {response.status_code}: {reason_of(raw)}")
     return await asyncio.to_thread(what_was_written, raw)
 
 
-def _body(work: WriteChat) -> bytes:
+def _body(work: WriteChat, model: str) -> bytes:
     """Return the chat's body, without the tensors of its images in the answer. No tool is called here: so a server without a
     parser of calls writes tools into the prompt too."""
     fields: dict[str, msgspec.Raw] = msgspec.json.decode(work.chat, type=dict[str, msgspec.Raw])
-    more: dict[str, Any] = {"mm_payload": "none", "tool_choice": "none"}
+    more: dict[str, Any] = {"mm_payload": "none", "tool_choice": "none"} | ({"model": model} if model else {})
     return msgspec.json.encode(fields | more)
 
 

@@ -10,13 +10,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import structlog
+from msgspec import Struct
 
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT
 from mooncake_zmq.runtime.generation import GENERATE, ONE_TOKEN
 from mooncake_zmq.runtime.mistakes import ServerError
+from mooncake_zmq.runtime.vllm_answers import reason_of
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 log = structlog.get_logger()
@@ -24,6 +27,7 @@ log = structlog.get_logger()
 POLL_S = 0.5
 WAIT_S = 3600.0
 """How long a node waits for its server: a large model is downloaded, loaded and compiled."""
+MAX_ANSWER_BYTES = 32 << 20
 MEMORY_SHARE = 0.9
 """Share of a machine's memory, or its GPU's, that its servers take together. Each alone takes 92 % by default, on CPUs too."""
 
@@ -34,10 +38,28 @@ POOLING = "--runner pooling"
 """The option with which vLLM embeds texts."""
 REUSE_REPORTED = "--enable-prompt-tokens-details"
 """The flag with which vLLM reports what it reused."""
+HERE = ("127.0.0.1", "localhost", "::1")
+SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size")
+"""Settings in a model's config.json by which a server with another model on this machine is recognized."""
 
 
 class NoScaleOut(ServerError):
     """The server does not take token ids."""
+
+
+class Model(Struct, frozen=True):
+    """A model or an adapter that a server lists."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class Models(Struct, frozen=True):
+    """A server's models and adapters."""
+
+    data: list[Model]
 
 
 def await_server(
@@ -47,9 +69,11 @@ def await_server(
     *,
     adapters: Sequence[str] = (),
     embeds: bool = False,
-) -> None:
-    """Return once the server serves. Raises ServerError."""
-    with httpx.Client(base_url=settings.url, timeout=settings.probe_timeout_s, trust_env=False) as client:
+    model: str = "",
+) -> str:
+    """Return the name of its model once the server serves; "": it does not say. `model`: the directory of the deployment's
+    model. Raises ServerError."""
+    with client_of(settings.url, settings.probe_timeout_s) as client:
         waited_s = 0.0
         while (why := unwell(client)) is not None:
             if waited_s >= WAIT_S:
@@ -60,64 +84,97 @@ def await_server(
             sleep(POLL_S)
             waited_s += POLL_S
         try:
-            _check(client, settings, max_model_len, adapters, embeds=embeds)
+            models = _models(answered(client, "GET", "/v1/models")[1])
+            _check_models(models, settings, max_model_len, adapters, model)
+            (check_embedding if embeds else check_generation)(client, settings)
         except httpx.HTTPError as error:
             raise ServerError(f"vLLM at {settings.url} does not answer: {error}") from error
+        return next((each.id for each in models if each.parent is None), "")
+
+
+def client_of(url: str, timeout_s: float) -> httpx.Client:
+    """Return a client of a server, without the environment's proxies."""
+    return httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, headers={"accept-encoding": "identity"})
+
+
+def answered(
+    client: httpx.Client, method: str, path: str, body: Any = None, *, quiet_s: float | None = None
+) -> tuple[int, bytes]:
+    """Return the status and the body of an answer, as it came: a compressed one is not read. `quiet_s`: the longest silence, if
+    not the client's. Raises ServerError for a long body, and httpx.HTTPError."""
+    content = bytearray()
+    timeout = client.timeout if quiet_s is None else quiet_s
+    with client.stream(method, path, json=body, timeout=timeout) as response:
+        for piece in response.iter_raw():
+            content += piece
+            if len(content) > MAX_ANSWER_BYTES:
+                raise ServerError(f"{client.base_url}{path} answers more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return response.status_code, bytes(content)
 
 
 def unwell(client: httpx.Client) -> str | None:
     """Return why a server does not serve, or None if it does."""
     try:
-        status = client.get("/health").status_code
-    except httpx.HTTPError as error:
+        status, _ = answered(client, "GET", "/health")
+    except (httpx.HTTPError, ServerError) as error:
         return f"{error}" or type(error).__name__
     return None if status == httpx.codes.OK else f"its /health answers {status}"
 
 
-def _check(client: httpx.Client, settings: VllmSettings, max_model_len: int, adapters: Sequence[str], *, embeds: bool) -> None:
-    models = _models(client.get("/v1/models"))
-    if missing := [name for name in adapters if name not in models]:
+def _check_models(
+    models: Sequence[Model], settings: VllmSettings, max_model_len: int, adapters: Sequence[str], path: str
+) -> None:
+    if missing := [name for name in adapters if name not in {each.id for each in models}]:
         log.info("adapters_not_listed", url=settings.url, adapters=missing)
-    longest = min((length for length in models.values() if length is not None), default=None)
+    if urlsplit(settings.url).hostname in HERE and (own := _shape(path)):
+        for place in [each.root for each in models if each.parent is None and each.root]:
+            if (theirs := _shape(place)) and theirs != own:
+                raise ServerError(f"vLLM at {settings.url} serves another model than model.path {path}: {place} has {theirs}")
+    longest = min((each.max_model_len for each in models if each.max_model_len is not None), default=None)
     if longest is not None and longest < max_model_len:
         raise ServerError(
             f"vLLM at {settings.url} takes {longest} tokens and model.max_model_len is {max_model_len}: start it with "
             f"--max-model-len {max_model_len}, or lower the setting"
         )
-    if embeds:
-        check_embedding(client, settings)
-    else:
-        check_generation(client, settings)
 
 
 def check_embedding(client: httpx.Client, settings: VllmSettings) -> None:
     """Check that the server embeds. Raises ServerError and httpx.HTTPError."""
-    answer = client.post(EMBEDDINGS, json=ONE_TEXT, timeout=settings.quiet_s)
-    if answer.status_code == httpx.codes.NOT_FOUND:
+    status, content = answered(client, "POST", EMBEDDINGS, ONE_TEXT, quiet_s=settings.quiet_s)
+    if status == httpx.codes.NOT_FOUND:
         raise ServerError(
             f'vLLM at {settings.url} does not serve {EMBEDDINGS}: start it with {POOLING}, or leave out task "embed"'
         )
-    if answer.status_code != httpx.codes.OK:
-        raise ServerError(f"vLLM at {settings.url} answers {answer.status_code} to {EMBEDDINGS}: {answer.text[:300]!r}")
+    if status != httpx.codes.OK:
+        raise ServerError(f"vLLM at {settings.url} answers {status} to {EMBEDDINGS}: {reason_of(content)}")
 
 
 def check_generation(client: httpx.Client, settings: VllmSettings) -> None:
     """Check that the server takes token ids. Raises ServerError, which is NoScaleOut where only a flag is missing, and
     httpx.HTTPError."""
-    answer = client.post(GENERATE, json=ONE_TOKEN, timeout=settings.quiet_s)
-    if answer.status_code in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
+    status, content = answered(client, "POST", GENERATE, ONE_TOKEN, quiet_s=settings.quiet_s)
+    if status in (httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND):
         raise NoScaleOut(f"vLLM at {settings.url} does not serve {GENERATE}: start it with {SCALE_OUT}")
-    if answer.status_code != httpx.codes.OK:
-        raise ServerError(f"vLLM at {settings.url} answers {answer.status_code} to {GENERATE}: {answer.text[:300]!r}")
+    if status != httpx.codes.OK:
+        raise ServerError(f"vLLM at {settings.url} answers {status} to {GENERATE}: {reason_of(content)}")
 
 
-def _models(answer: httpx.Response) -> dict[str, int | None]:
-    """Return the names of its models and adapters, with the most tokens of prompt and output where it reports that."""
+def _models(content: bytes) -> list[Model]:
+    """Return its models and adapters; none where the answer is no list of them."""
     try:
-        lengths = {model["id"]: model.get("max_model_len") for model in answer.json()["data"]}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return msgspec.json.decode(content, type=Models).data
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+
+
+def _shape(directory: str) -> dict[str, Any]:
+    """Return the settings by which a model in a directory is recognized; empty if it is not here."""
+    path = Path(directory).expanduser()
+    try:
+        found = json.loads((path / "config.json").read_bytes()) if path.is_absolute() else None
+        return {name: found[name] for name in SHAPE if name in found} if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):
         return {}
-    return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
 
 
 def server_command(python: str, config: Config, settings: VllmSettings, host: str = "", *, servers: int = 0) -> list[str]:

@@ -34,6 +34,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
+from mooncake_zmq.kv.block_hash import root_of_salt
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.vllm import hints
 from mooncake_zmq.vllm.adapters import Adapters
@@ -85,7 +86,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Report of the workers to the scheduler after step `number`. Each rank that has completed one adds to `saved` the
-    number of a save, and to `loads_took` a load's number, blocks and seconds."""
+    number of a save, and to `loads_took` a load's number, the blocks of its prefix, and seconds."""
 
     number: int
     saved: list[int]
@@ -287,6 +288,7 @@ class _SchedulerHalf:
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._anew = ""
         """Part of every chain's root since the engine's KV was last declared invalid."""
+        self._names_images_of_all = settings.images == "all"
         self._lora_config = vllm_config.lora_config
         self._adapters = Adapters(time.time_ns())
         self._lookups = Lookups(_connected(settings, settings.asking))
@@ -340,6 +342,7 @@ class _SchedulerHalf:
         if self._is_asked_again and not scheduler_output.total_num_scheduled_tokens:
             self._lookups.wait(IDLE_WAIT_S)
         self._is_asked_again = False
+        self._lookups.begin_step()
         return StepOrders(orders, self._choice.step_begins(now, scheduler_output.total_num_scheduled_tokens))
 
     def learn(self, report: StepReport) -> None:
@@ -363,7 +366,8 @@ class _SchedulerHalf:
 
     def take_counts(self) -> Counter[str]:
         counts = self.ledger.counts + self._choice.counts
-        self.ledger.counts, self._choice.counts = Counter(), Counter()
+        counts["lookups_deferred"] = self._lookups.deferred
+        self.ledger.counts, self._choice.counts, self._lookups.deferred = Counter(), Counter(), 0
         return counts
 
     def close(self) -> None:
@@ -385,7 +389,11 @@ class _SchedulerHalf:
             if not content:
                 return None
             adapter = Adapter(content, self._lora_config, request.lora_request).identity
-        root = chain_root(request.cache_salt or "", self._anew, adapter)
+        salt = request.cache_salt or ""
+        root = chain_root(salt, self._anew, adapter)
+        of_gateway = root_of_salt(salt) is not None
+        if request.mm_features and not (of_gateway or self._names_images_of_all):
+            return None
         if not all(is_of_content(feature.identifier) for feature in request.mm_features):
             return None
         if request.prompt_embeds is not None:
@@ -562,7 +570,7 @@ def _connected(settings: ConnectorSettings, client: Any) -> StoreClient:
 
 def _identity(model: Any, load_config: Any) -> str:
     """Return the identity of a model's weights; of unknown weights, one that is this process's alone."""
-    found = identity(model, str(load_config.load_format))
+    found = identity(model, str(load_config.load_format), load_config.download_dir)
     if not found:
         log.warning(
             "the files of %s are not at hand: its KV is not shared unless the setting 'model' names its weights", model.model

@@ -83,12 +83,13 @@ class _ByGroup:
 
 @dataclass(frozen=True, slots=True)
 class Load(_ByGroup):
-    """Blocks of one request to load from the pool, by number of their KV cache group. `holders`: names of the stores that had
-    them when they were promised."""
+    """Blocks of one request to load from the pool, by number of their KV cache group. `prefix_blocks`: how many blocks longer
+    its prefix gets. `holders`: names of the stores that had them when they were promised."""
 
     number: int
     request_id: str
     groups: tuple[Part, ...]
+    prefix_blocks: int
     holders: tuple[str, ...] = ()
 
 
@@ -239,7 +240,7 @@ class Ledger:
             parts = [
                 Part(tuple(keys[start:]), tuple(of_group[start:stop])) for start, of_group in zip(starts, blocks, strict=True)
             ]
-            request.load = Load(self._number, request_id, tuple(parts), holders)
+            request.load = Load(self._number, request_id, tuple(parts), stop - request.own, holders)
             self._loads.append(request.load)
             # With windows some of the blocks are not loaded: what is in them has no name.
             if not (self.offers_loaded and all(group.needs_all for group in self.groups)):

@@ -1,32 +1,38 @@
 """Lookups in the pool on a separate thread: which blocks of a prompt are stored, held until they were read."""
 
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic
 
 from mooncake_zmq.store.client.client import Hold, StoreClient
 from mooncake_zmq.vllm import ledger
 from mooncake_zmq.vllm.worker import Worker
 
-FIRST_WAIT_S = 4e-3
-"""How long the first look at an answer waits for it: a pool on this host takes about 0.2 ms."""
+STEP_WAIT_S = 4e-3
+"""How long the first looks at answers wait for them, all those of one step of the engine together: a pool on this host takes
+about 0.2 ms."""
 MAX_WAITING = 256
+"""Most questions that wait for the thread; further ones are offered to it again at each look."""
 _NOTHING = Hold(0, 0.0)
 
 
 class Lookup:
-    """One question to the pool. `release` may be called before its answer."""
+    """One question to the pool. `release` may be called before its answer. `look`: called at each look at an answer that is
+    not there."""
 
-    def __init__(self, names: list[str], first: Sequence[str]) -> None:
+    def __init__(self, names: list[str], first: Sequence[str], look: Callable[["Lookup"], None]) -> None:
         self.names, self.first = names, first
         self.hold = _NOTHING
         self.released = False
-        self._done = threading.Event()
-        self._wait_s = FIRST_WAIT_S
+        self.is_queued = self.is_seen = False
+        """Whether the thread has it; whether its answer was waited for."""
+        self.done = threading.Event()
+        self._look = look
 
     def answer(self) -> int | None:
-        wait_s, self._wait_s = self._wait_s, 0.0
-        return self.hold.count if self._done.wait(wait_s) else None
+        if not self.done.is_set():
+            self._look(self)
+        return self.hold.count if self.done.is_set() else None
 
     @property
     def found(self) -> Sequence[bool]:
@@ -47,7 +53,7 @@ class Lookup:
     def end(self, hold: Hold = _NOTHING) -> None:
         """Set the answer."""
         self.hold = hold
-        self._done.set()
+        self.done.set()
 
 
 class Lookups:
@@ -58,13 +64,21 @@ class Lookups:
         self._answered = threading.Condition()
         """Notified of each answer; it also guards whether a hold is released."""
         self._worker = Worker("kv-lookups", self._work, Lookup.end, MAX_WAITING)
+        self._left_s = STEP_WAIT_S
+        """How long this step may still wait."""
+        self.deferred = 0
+        """Lookups for which there was no room when they were begun."""
 
     def ask(self, names: list[str], first: Sequence[str] = ()) -> Lookup:
-        """Begin a lookup, which is answered with 0 at once where too many already wait."""
-        lookup = Lookup(names, first)
-        if not self._worker.offer(lookup):
-            lookup.end()
+        """Begin a lookup, which has no answer for as long as too many others wait."""
+        lookup = Lookup(names, first, self._look)
+        lookup.is_queued = self._worker.offer(lookup)
+        self.deferred += not lookup.is_queued
         return lookup
+
+    def begin_step(self) -> None:
+        """Allow the waits of another step."""
+        self._left_s = STEP_WAIT_S
 
     def release(self, lookup: ledger.Lookup) -> None:
         assert isinstance(lookup, Lookup)
@@ -83,6 +97,15 @@ class Lookups:
         self._worker.close()
         self._client.close()
 
+    def _look(self, lookup: Lookup) -> None:
+        if not lookup.is_queued:
+            lookup.is_queued = self._worker.offer(lookup)
+        if lookup.is_queued and not lookup.is_seen:
+            lookup.is_seen = True
+            began = monotonic()
+            lookup.done.wait(self._left_s)
+            self._left_s = max(0.0, self._left_s - (monotonic() - began))
+
     def _work(self, lookup: Lookup) -> None:
         hold = lookup.hold
         try:
@@ -93,5 +116,5 @@ class Lookups:
                 lookup.end(hold)
                 released = lookup.released
                 self._answered.notify_all()
-        if released and hold.leases and time.monotonic() < hold.until:
+        if released and hold.leases and monotonic() < hold.until:
             self._client.release(hold)

@@ -75,7 +75,7 @@ class HostMemory:
 @dataclass(slots=True)
 class Moved:
     """Loads and saves that ended since the last call. `failed`: the requests, among those of `loaded`, that lack blocks.
-    `loads_took`: each load's number, blocks and seconds; inf if blocks are missing."""
+    `loads_took`: each load's number, the blocks of its prefix, and seconds; inf if blocks are missing."""
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -235,7 +235,7 @@ class Mover:
             blocks = len(load.blocks)
             if good < blocks:
                 self._moved.failed.add(load.request_id)
-            self._moved.loads_took.append((load.number, blocks, took_s if good == blocks else math.inf))
+            self._moved.loads_took.append((load.number, load.prefix_blocks, took_s if good == blocks else math.inf))
             self._moved.failed_blocks.update(load.blocks[good:])
             self._counts["loaded_blocks"] += good
             self._counts["failed_blocks"] += blocks - good

@@ -88,6 +88,8 @@ TABLE = (
         "implementation of the model",
         "another class, or other windows, compute other values",
         (
+            "config.model_config.trust_remote_code",
+            "config.model_config.code_revision",
             "config.model_config.model_impl",
             "config.model_config.model_class_overrides",
             "config.model_config.disable_sliding_window",

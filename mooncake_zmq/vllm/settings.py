@@ -7,6 +7,7 @@ from typing import Any
 from mooncake_zmq.kv.codec import CODECS, EXACT, Codec
 from mooncake_zmq.store.client.api import read_setup
 from mooncake_zmq.store.client.peer import ClientSettings
+from mooncake_zmq.vllm.ledger import HOLD_LEFT_S
 
 STAGING_BYTES = 64 << 20
 MOST_COPY_THREADS = 8
@@ -14,6 +15,7 @@ LOOKUP_TIMEOUT_S = 0.5
 COMING_TIMEOUT_S = 1.0
 MOVE_TIMEOUT_S = 2.0
 LOAD = ("faster", "always")
+IMAGES = ("gateways", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class ConnectorSettings:
     delays one request by that time, and the engine not at all."""
     load: str = "faster"
     """Which blocks of the pool are loaded: "faster", those for which loading is faster than computing, or "always", all."""
+    images: str = "gateways"
+    """Prompts with images that are looked up and saved: "gateways", those of a gateway of ours, which names no image, or "all".
+    A client may name an image by `uuid`, of which vLLM makes what looks like a digest of the image."""
     copies: int = 1
     """Hosts in whose stores each block is saved: this one and, of the others, the next. With 2, the KV of an answer outlives
     its host."""
@@ -64,6 +69,9 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     own["load"] = str(values.pop("load", "faster"))
     if own["load"] not in LOAD:
         raise ValueError(f"load: {own['load']!r} is none of {', '.join(LOAD)}")
+    own["images"] = str(values.pop("images", "gateways"))
+    if own["images"] not in IMAGES:
+        raise ValueError(f"images: {own['images']!r} is none of {', '.join(IMAGES)}")
     codec = str(values.pop("kv_codec", EXACT))
     if codec not in (EXACT, *CODECS):
         raise ValueError(f"kv_codec: {codec!r} is none of {EXACT}, {', '.join(CODECS)}")
@@ -74,6 +82,8 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
         raise ValueError("stores: names no store")
     own["copies"] = int(values.pop("copies", 1))
     _, endpoints, client = read_setup({"master_server_addr": addresses, "timeout_s": MOVE_TIMEOUT_S, **values})
+    if client.ttl_s < (least_s := HOLD_LEFT_S + 2 * own["lookup_timeout_s"]):
+        raise ValueError(f"ttl_s: {client.ttl_s:g} is less than {least_s:g}, so that no promise would hold until it is read")
     if not 1 <= own["copies"] <= len(endpoints):
         raise ValueError(f"copies: {own['copies']} is not within 1 to {len(endpoints)}, the number of stores")
     return ConnectorSettings(tuple(endpoints), client, **own)

@@ -1,7 +1,8 @@
-"""The identity of a model's weights, from three samples of every tensor in its files, without reading all of them.
+"""The identity of a model's weights, from its embeddings and three samples of every other tensor in its files, without reading
+all of them.
 
-Two models that differ in one whole tensor anywhere have different identities; so has the same model in other files. Of weights
-whose files are not at hand there is none.
+Two models that differ in one whole tensor, or in the embedding of one token, have different identities; so has the same model
+in other files. Of weights whose files are not at hand there is none.
 """
 
 import hashlib
@@ -16,6 +17,9 @@ from mooncake_zmq.kv.block_hash import KEY_BYTES
 SAMPLE_BYTES = 4096
 SAMPLES = 1024
 """Number of samples of a file whose tensors are unknown."""
+PIECE_BYTES = 1 << 20
+EMBEDDINGS = ("emb", "wte")
+"""Parts of the names of embeddings in safetensors files, of which a few rows alone may be trained; they are read wholly."""
 MAX_HEADER_BYTES = 100 << 20
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -29,20 +33,21 @@ FROM_FILES = frozenset(
 """Load formats of vLLM that read the files of the model's directory."""
 
 
-def identity(model: Any, load_format: str) -> str:
-    """Return the identity of the weights of vLLM's `ModelConfig`, or "" if nothing at hand shows it. Raises OSError."""
+def identity(model: Any, load_format: str, download_dir: str | None = None) -> str:
+    """Return the identity of the weights of vLLM's `ModelConfig`, or "" if nothing at hand shows it. `download_dir`: where vLLM
+    downloads to, if not to Hugging Face's own place. Raises OSError."""
     if load_format == "dummy":
         return f"dummy {model.seed}"
     if load_format not in FROM_FILES or model.model_weights:
         return ""
-    place = local_copy(model.model, model.revision)
-    if place is not None:
-        return fingerprint(place) if _weight_files(place) else ""
+    place = local_copy(model.model, model.revision, download_dir)
+    if place is not None and _weight_files(place):
+        return fingerprint(place)
     commit = getattr(model.hf_config, "_commit_hash", None) if model.hf_config_path is None else None
     return f"{model.model}@{commit}" if commit else ""
 
 
-def local_copy(name: str, revision: str | None = None) -> Path | None:
+def local_copy(name: str, revision: str | None = None, download_dir: str | None = None) -> Path | None:
     """Return where the files are that vLLM reads for a path, or for a name at Hugging Face; None if they are not here."""
     place = Path(name).expanduser()
     if place.exists():
@@ -53,7 +58,7 @@ def local_copy(name: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError, OSError):
         return None
 
@@ -61,7 +66,7 @@ def local_copy(name: str, revision: str | None = None) -> Path | None:
 def fingerprint(model: Path) -> str:
     """Return the identity of a directory in Hugging Face's layout, or of one file: 128 bits in hexadecimal. Raises OSError."""
     hasher = hashlib.sha256()
-    for settings in (model / name for name in SETTINGS):
+    for settings in (*(model / name for name in SETTINGS), *sorted(model.glob("*.py"))):
         if settings.is_file():
             content = settings.read_bytes()
             hasher.update(f"\0{settings.name}\0{len(content)}\0".encode() + content)
@@ -70,7 +75,9 @@ def fingerprint(model: Path) -> str:
         with path.open("rb") as file:
             for start, length in _samples(file, path.stat().st_size, path.suffix == ".safetensors"):
                 file.seek(start)
-                hasher.update(file.read(length))
+                while piece := file.read(min(length, PIECE_BYTES)):
+                    hasher.update(piece)
+                    length -= len(piece)
     return hasher.hexdigest()[: 2 * KEY_BYTES]
 
 
@@ -87,21 +94,26 @@ def _samples(file: BinaryIO, size: int, is_safetensors: bool) -> Iterator[tuple[
         return
     data, places = tensors
     yield 0, data
-    for start, stop in places:
+    for start, stop, is_whole in places:
+        if is_whole:
+            yield data + start, stop - start
+            continue
         last = max(start, stop - SAMPLE_BYTES)
         for place in sorted({start, (start + last) // 2, last}):
             yield data + place, min(SAMPLE_BYTES, stop - place)
 
 
-def _tensors(file: BinaryIO, size: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """Return where a safetensors file's data begin, and each tensor in them; None if its header is invalid."""
+def _tensors(file: BinaryIO, size: int) -> tuple[int, list[tuple[int, int, bool]]] | None:
+    """Return where a safetensors file's data begin, and each tensor in them with whether it is read wholly; None if its header
+    is invalid."""
     file.seek(0, os.SEEK_SET)
     length = int.from_bytes(file.read(8), "little")
     if length > min(size, MAX_HEADER_BYTES):
         return None
     try:
         header = json.loads(file.read(length))
-        places = [tuple(map(int, each["data_offsets"])) for name, each in header.items() if name != "__metadata__"]
-        return 8 + length, sorted((start, stop) for start, stop in places)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        header.pop("__metadata__", None)
+        found = [(any(part in name for part in EMBEDDINGS), *map(int, each["data_offsets"])) for name, each in header.items()]
+        return 8 + length, sorted((start, stop, bool(is_whole)) for is_whole, start, stop in found)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

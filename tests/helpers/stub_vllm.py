@@ -38,6 +38,8 @@ class StubVllm:
         self.answer = answer
         self.status = 200
         self.well = 200
+        self.headers: dict[str, str] = {}
+        """Further headers of whole answers."""
         self.pages: dict[str, tuple[int, bytes]] = {}
         """Status and content by path, in place of the models."""
         self.posts: dict[str, tuple[int, bytes] | Callable[[dict[str, Any]], tuple[int, bytes]]] = {}
@@ -87,6 +89,8 @@ class StubVllm:
             def whole(self, status: int, content: bytes) -> None:
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
+                for header in stub.headers.items():
+                    self.send_header(*header)
                 self.end_headers()
                 self.wfile.write(content)
 

@@ -19,9 +19,10 @@ from strange_model import write_model
 
 from mooncake_zmq.cli import main
 from mooncake_zmq.config.load import load
-from mooncake_zmq.operate.attach import command, place, server
+from mooncake_zmq.operate.attach import command, place
 from mooncake_zmq.operate.attach.server import TESTED_TEXT
 from mooncake_zmq.operate.up import Up
+from mooncake_zmq.runtime import vllm_server
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 STORE = "tcp://127.0.0.1:7301"
@@ -192,7 +193,7 @@ def test_a_server_that_does_not_say_what_is_needed_is_refused_in_one_line(
 
 
 def test_an_answer_without_end_is_cut(make: Make, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(vllm_server, "MAX_ANSWER_BYTES", 1 << 20)
     stub = make()
     stub.pages["/metrics"] = (200, b"#\n" * (1 << 20))
     assert "answers more than 1 MiB" in run(stub, "--dry-run").stderr

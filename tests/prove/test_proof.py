@@ -113,6 +113,34 @@ def test_failures_and_a_connector_that_loads_nothing_are_problems(tmp_path: Path
     assert {outcome.chapter.name for outcome in idle if outcome.problems} == {each.name for each in CHAPTERS if each.loads}
 
 
+@pytest.mark.timeout(60)
+def test_a_server_that_does_not_start_ends_the_proof_and_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[StandIn] = []
+
+    class NotAgain(StandIn):
+        def ready(self) -> "StandIn":
+            servers.append(self)
+            if len(servers) == 3:
+                raise click.ClickException("vLLM ended; its log ends with: no memory")
+            return self
+
+    monkeypatch.setattr(run, "Server", NotAgain)
+    monkeypatch.setitem(CONNECTORS, "none", no_storage)
+    with pytest.raises(click.ClickException, match="no memory"):
+        Proof(python="python", connector="none", answers=ANSWERS, seed=3, scratch=tmp_path).run()
+    assert all(server._dead for server in servers)
+
+
+def test_tokens_that_were_loaded_before_a_chapter_with_kills_are_not_counted_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "CHAPTERS", CHAPTERS[:2])
+    first, killed = proved(tmp_path, monkeypatch)
+    answers = [sum(outcome.verdicts.values()) for outcome in (first, killed)]
+    assert first.loaded_tokens == answers[0]
+    assert 0 < killed.loaded_tokens <= answers[1]
+
+
 @pytest.mark.parametrize(
     ("tokens", "whole", "verdict"),
     [

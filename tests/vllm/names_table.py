@@ -24,6 +24,7 @@ from vllm.config import (
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+from mooncake_zmq.kv.block_hash import salt_of
 from mooncake_zmq.vllm import connector
 from mooncake_zmq.vllm.adapters import Adapters
 from mooncake_zmq.vllm.names import ADAPTER, TABLE, Engine
@@ -53,7 +54,8 @@ def is_there(path: str, owner: type) -> bool:
 
 
 def request(adapter: LoRARequest | None = None, images: tuple[str, ...] = ()) -> Told:
-    plain = {"resumable": False, "cache_salt": None, "prompt_embeds": None, "block_hashes": [b"h" * 32] * 4}
+    salt = salt_of(bytes(16)) if images else None
+    plain = {"resumable": False, "cache_salt": salt, "prompt_embeds": None, "block_hashes": [b"h" * 32] * 4}
     features = [Told(identifier=image, mm_position=Told(offset=3)) for image in images]
     return Told(all_token_ids=list(range(33)), lora_request=adapter, mm_features=features, **plain)
 

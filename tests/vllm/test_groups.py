@@ -120,6 +120,7 @@ class Hybrid:
     def loads(self, own: int, stop: int) -> list[tuple[int, ...]]:
         self.ledger.allocated("r", (stop - own) * B, self.blocks())
         (load,) = self.ledger.step(0.0, [], self.blocks).loads
+        assert load.prefix_blocks == stop - own, "by which its time is predicted"
         assert [[key.hex() for key in part.keys] for part in load.groups] == [
             [self.keys[block % 100].hex() for block in part.blocks] for part in load.groups
         ]

@@ -60,7 +60,7 @@ class Engine:
     def load(self, *blocks: int) -> set[int]:
         """The blocks that did not come."""
         self.number += 1
-        self.mover.load(Load(self.number, "r", (Part(KEYS[: len(blocks)], blocks),)))
+        self.mover.load(Load(self.number, "r", (Part(KEYS[: len(blocks)], blocks),), 10 * len(blocks)))
         moved = self.ended(lambda moved: bool(moved.loaded))
         assert moved.loaded == {"r"}
         self.loads_took += moved.loads_took
@@ -147,10 +147,10 @@ def test_how_long_a_load_took_is_told_if_all_of_it_came(make_pool, engine):
     one.save(0, 1, 2, 3)
     one.load(9, 8, 7, 6)
     one.load(9, 8)
-    assert [(number, blocks) for number, blocks, _ in one.loads_took] == [(2, 4), (3, 2)]
+    assert [(number, blocks) for number, blocks, _ in one.loads_took] == [(2, 40), (3, 20)], "of the prefix, not of the groups"
     assert all(0 < took_s < math.inf for _, _, took_s in one.loads_took)
     assert one.load(9, 8, 7, 6, 5) == {5}
-    assert one.loads_took[2:] == [(4, 5, math.inf)]
+    assert one.loads_took[2:] == [(4, 50, math.inf)]
 
 
 def test_blocks_that_are_on_disk_alone_come_too(make_pool, engine, lookups):
@@ -308,7 +308,7 @@ def test_a_pool_that_is_stopped_keeps_nobody_waiting_but_the_threads(make_pool, 
     one.save(0, 1)
     with server._turns:  # it hears, and does not answer
         lookup = asks.ask(object_names([PREFIX], KEYS[:2]))
-        asked = Load(1, "r", (Part(KEYS[:2], (4, 5)),))
+        asked = Load(1, "r", (Part(KEYS[:2], (4, 5)),), 2)
         one.mover.load(asked)
         assert lookup.answer() is None, "after moments"
         assert one.mover.take() == Moved()

@@ -81,6 +81,8 @@ VALUES: dict[str, Any] = {
     "config.model_config.hf_text_config": {"layers": 2},
     "config.model_config.max_model_len": 4096,
     "config.model_config.original_max_model_len": 4096,
+    "config.model_config.trust_remote_code": False,
+    "config.model_config.code_revision": None,
     "config.model_config.model_impl": "auto",
     "config.model_config.model_class_overrides": {},
     "config.model_config.disable_sliding_window": False,
@@ -127,6 +129,8 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
     ],
     f"{MODEL}.hf_text_config": [{f"{MODEL}.hf_text_config": {"layers": 2, "rope_theta": 1e6}}],
     "max_model_len": [{f"{MODEL}.max_model_len": 8192}, {f"{MODEL}.original_max_model_len": -1}],
+    f"{MODEL}.trust_remote_code": [{f"{MODEL}.trust_remote_code": True}],
+    f"{MODEL}.code_revision": [{f"{MODEL}.code_revision": "c0ffee"}],
     f"{MODEL}.model_impl": [{f"{MODEL}.model_impl": "transformers"}],
     f"{MODEL}.model_class_overrides": [{f"{MODEL}.model_class_overrides": {"Llama": "mine:Llama"}}],
     f"{MODEL}.disable_sliding_window": [{f"{MODEL}.disable_sliding_window": True}],
@@ -459,11 +463,23 @@ def test_files_that_are_not_what_their_names_say_have_an_identity_all_the_same(t
     assert fingerprint(file) != before
 
 
-def test_how_images_are_cut_is_part_of_the_identity(tmp_path):
+def test_the_embedding_of_one_token_makes_another_identity(tmp_path):
+    rows = np.zeros((4000, 256), np.float32)
+    found = []
+    for number in range(2):
+        rows[3000] = number
+        found.append(fingerprint(_model(tmp_path / str(number), **{"model.embed_tokens.weight": rows, "b": np.ones(8)})))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "modeling_own.py"])
+def test_how_images_are_cut_and_code_beside_the_weights_are_part_of_the_identity(tmp_path, name):
     model = _model(tmp_path / "one", t=np.zeros(4, np.float32))
-    before = fingerprint(model)
-    (model / "preprocessor_config.json").write_text('{"size": 224}')
-    assert fingerprint(model) != before
+    seen = [fingerprint(model)]
+    for content in ("{}", '{"size": 224}'):
+        (model / name).write_text(content)
+        seen.append(fingerprint(model))
+    assert len(set(seen)) == 3
 
 
 def _of(model: str | Path, **changes: Any) -> Any:
@@ -488,6 +504,21 @@ def test_a_model_of_a_hub_without_files_here_is_known_by_its_commit_alone(monkey
     assert identity(_of("nobody/no-such-model"), "auto") == ""
     assert identity(_of("nobody/no-such-model", hf_config=at), "auto") == "nobody/no-such-model@c0ffee"
     assert identity(_of("nobody/no-such-model", hf_config=at, hf_config_path="other/model"), "auto") == ""
+
+
+def test_a_model_of_a_hub_is_known_by_the_files_where_vllm_downloads_to(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for place, commit, weight in (("hub", "1" * 40, 1.0), ("elsewhere", "2" * 40, 2.0)):
+        repository = tmp_path / place / "models--a--b"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs/main").write_text(commit)
+        (repository / "snapshots").mkdir()
+        _model(repository / "snapshots" / commit, t=np.full(4, weight))
+    there = tmp_path / "elsewhere/models--a--b/snapshots" / ("2" * 40)
+    assert identity(_of("a/b"), "auto", str(tmp_path / "elsewhere")) == fingerprint(there) != identity(_of("a/b"), "auto")
+    (there / "model.safetensors").unlink()
+    at = SimpleNamespace(_commit_hash="c0ffee")
+    assert identity(_of("a/b", hf_config=at), "auto", str(tmp_path / "elsewhere")) == "a/b@c0ffee"
 
 
 # --- where bytes lie
@@ -537,6 +568,7 @@ def test_settings_are_read_or_refused():
     assert read_settings({"stores": "a:1"}).codec is None
     assert all(read_settings({"stores": "a:1", "kv_codec": name}).codec == codec for name, codec in CODECS.items())
     assert read_settings({"stores": "a:1"}).load == "faster"
+    assert read_settings({"stores": "a:1"}).images == "gateways"
     assert read_settings({"stores": "a:1,b:1", "copies": 2}).copies == 2
     for wrong in (0, 3):
         with pytest.raises(ValueError, match="copies"):
@@ -548,6 +580,9 @@ def test_settings_are_read_or_refused():
         {"stores": ""},
         {"stores": "a:1", "colour": "red"},
         {"stores": "a:1", "load": "never"},
+        {"stores": "a:1", "images": "some"},
+        {"stores": "a:1", "ttl_s": 2},
+        {"stores": "a:1", "ttl_s": 20, "lookup_timeout_s": 9.5},
         {"stores": "a:1", "kv_codec": "int3"},
         {"stores": "a:1", "staging_bytes": "many"},
     ):

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 import mooncake_zmq.vllm
+from mooncake_zmq.kv.block_hash import salt_of
 from mooncake_zmq.vllm.groups import ATTENTION
 from mooncake_zmq.vllm.settings import read_settings
 
@@ -47,12 +48,11 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def half_of(connector: ModuleType, **multimodal: Any) -> Any:
+def half_of(connector: ModuleType, **settings: Any) -> Any:
     config = MagicMock(lora_config=None)
     config.scheduler_config = SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=8192)
-    config.model_config.multimodal_config = SimpleNamespace(mm_processor_kwargs=None, media_io_kwargs={}, **multimodal)
     cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))], num_blocks=100)
-    half = connector._SchedulerHalf(config, cache, read_settings({"stores": "127.0.0.1:7301"}))
+    half = connector._SchedulerHalf(config, cache, read_settings({"stores": "127.0.0.1:7301"} | settings))
     half.meet(["vllm/digest/0.0/"])
     half.block_pool = MagicMock(blocks=range(100))
     return half
@@ -84,3 +84,13 @@ def test_requests_from_before_a_reset_are_neither_looked_up_nor_saved_after_it(c
     assert not saved_by(half, "kept")
     half.add(later)
     assert saved_by(half, "later")
+
+
+def test_images_of_other_clients_than_a_gateway_have_no_names(connector: ModuleType) -> None:
+    """Of an identifier of the client's own, vLLM makes a digest, where it has options for images."""
+    image = SimpleNamespace(identifier="ab" * 32, mm_position=SimpleNamespace(offset=3))
+    for settings, salt, named in (({}, "", 0), ({}, "own", 0), ({}, salt_of(bytes(16)), 1), ({"images": "all"}, "", 1)):
+        half = half_of(connector, **settings)
+        half.add(request("r", mm_features=[image], cache_salt=salt))
+        assert len(saved_by(half, "r")) == named
+        assert half.ledger.counts["unnamed_requests"] == 1 - named

@@ -1,8 +1,10 @@
 """vLLM's answers over HTTP: every work ends once, whatever the server sends, and hanging up ends it there."""
 
+import gzip
 import json
 import threading
 import time
+from contextlib import nullcontext
 
 import msgspec
 import pytest
@@ -10,13 +12,26 @@ import structlog
 from stub_vllm import DONE, StubVllm, event, usage
 
 from mooncake_zmq.core.actor import WorkDone
-from mooncake_zmq.core.messages import MAX_RUN, Sampling, StopRule
-from mooncake_zmq.core.work import EngineProbed, Generate, Generated, ProbeEngine, PromptScoresGenerated, WorkFailed, WriteChat
+from mooncake_zmq.core.messages import MAX_RUN, Embedding, Sampling, StopRule
+from mooncake_zmq.core.work import (
+    Embed,
+    EngineProbed,
+    Generate,
+    Generated,
+    ProbeEngine,
+    PromptScoresGenerated,
+    ReadTokens,
+    WorkFailed,
+    WriteChat,
+)
 from mooncake_zmq.gateway.openai.bodies import CompletionBody
 from mooncake_zmq.gateway.openai.constraints import of_lark, of_schema
 from mooncake_zmq.kv.block_hash import pack_tokens, salt_of
 from mooncake_zmq.runtime import generation as generation_module
-from mooncake_zmq.runtime.generation import MAX_LINE_BYTES, Generation, request_body
+from mooncake_zmq.runtime import vllm_server
+from mooncake_zmq.runtime.derender import DERENDER, RENDER
+from mooncake_zmq.runtime.embedding import EMBEDDINGS
+from mooncake_zmq.runtime.generation import GENERATE, MAX_LINE_BYTES, Generation, request_body
 from mooncake_zmq.runtime.vllm_answers import MOST_BYTES
 from mooncake_zmq.runtime.vllm_server import ServerError, await_server
 from mooncake_zmq.vllm_node.settings import VllmSettings
@@ -32,12 +47,12 @@ def work(max_tokens=8, **changes):
 class Bench:
     """A stub and what asks it; `heard`: (work id, tokens) and ends, in order."""
 
-    def __init__(self, *pieces: bytes) -> None:
+    def __init__(self, *pieces: bytes, model: str = "") -> None:
         self.stub = StubVllm(lambda body: iter(pieces))
         self.heard = []
         self.crashes = []
         self._news = threading.Condition()
-        self.generation = Generation(self.stub.url, connect_s=2.0, emit=self._emit, on_crash=self.crashes.append)
+        self.generation = Generation(self.stub.url, connect_s=2.0, emit=self._emit, on_crash=self.crashes.append, model=model)
 
     def _emit(self, told):
         with self._news:
@@ -71,8 +86,8 @@ class Bench:
 def bench():
     made = []
 
-    def make(*pieces):
-        made.append(Bench(*pieces))
+    def make(*pieces, **options):
+        made.append(Bench(*pieces, **options))
         return made[-1]
 
     yield make
@@ -414,6 +429,52 @@ def test_a_chat_that_is_no_json_fails_its_work_alone(bench):
     assert bench().result(WriteChat(b"x")).stuck
 
 
+CALLS = (
+    (work(), "own"),
+    (work(adapter="poet"), "poet"),
+    (work(prompt_likeliest=1), "own"),
+    (ProbeEngine(generate=True), "own"),
+    (Embed(pack_tokens([1]), Embedding((1,)), ROOT), "own"),
+    (WriteChat(b'{"model": "x"}'), "own"),
+    (ReadTokens(b"{}", b"", b"", b"", "", whole=True), "own"),
+)
+
+
+@pytest.mark.parametrize(("asked", "model"), CALLS, ids=lambda value: type(value).__name__)
+def test_each_request_names_the_model_that_was_served_at_the_start(bench, asked, model):
+    answers = bench(model="own")
+    seen = []
+    for path in (GENERATE, EMBEDDINGS, DERENDER, RENDER):
+        answers.stub.posts[path] = lambda body: seen.append(body["model"]) or (404, b"The model `own` does not exist")
+    result = answers.result(asked)
+    assert isinstance(result, WorkFailed | EngineProbed)
+    assert not getattr(result, "stuck", False), "another node's vLLM may have it"
+    assert seen == [model]
+
+
+def test_a_server_that_came_back_with_another_model_is_not_well(bench):
+    answers = bench(model="own")
+    for names, ready in ((("own",), True), (("other",), False), (("other", "own"), True), ((), True)):
+        answers.heard.clear()
+        answers.stub.pages["/v1/models"] = (200, json.dumps({"data": [{"id": name} for name in names]}).encode())
+        assert answers.result(ProbeEngine()).ready == ready
+
+
+def test_a_server_with_another_model_on_this_machine_is_refused_at_the_start(tmp_path):
+    stub = StubVllm()
+    try:
+        for name, hidden in (("own", 8), ("same", 8), ("other", 9)):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "config.json").write_text(json.dumps({"hidden_size": hidden, "rope_theta": len(name)}))
+        for root, refused in (("own", False), ("same", False), ("other", True), ("none", False)):
+            listed = {"data": [{"id": "a", "root": str(tmp_path / root)}]}
+            stub.pages["/v1/models"] = (200, json.dumps(listed).encode())
+            with pytest.raises(ServerError, match="another model") if refused else nullcontext():
+                assert await_server(VllmSettings(url=stub.url), 4096, model=str(tmp_path / "own")) == "a"
+    finally:
+        stub.close()
+
+
 def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():
     stub = StubVllm()
     try:
@@ -431,6 +492,19 @@ def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():
         stub.status = 403
         with pytest.raises(ServerError, match="--enable-scale-out"):
             await_server(settings, 4096)
+    finally:
+        stub.close()
+
+
+@pytest.mark.parametrize("page", [b"x" * 2000, gzip.compress(bytes(1 << 20))], ids=["long", "compressed"])
+def test_a_start_reads_little_of_a_server_and_nothing_that_is_compressed(monkeypatch, page):
+    monkeypatch.setattr(vllm_server, "MAX_ANSWER_BYTES", 1500)
+    stub = StubVllm()
+    stub.headers["content-encoding"] = "gzip"
+    stub.pages["/v1/models"] = (200, page)
+    try:
+        with pytest.raises(ServerError, match="more than 0 MiB") if page[0] == ord("x") else nullcontext():
+            await_server(VllmSettings(url=stub.url), 4096)
     finally:
         stub.close()
 

@@ -20,11 +20,11 @@ from mooncake_zmq.operate.attach import place
 from mooncake_zmq.operate.attach.deployment import AttachedModel, Deployment, by_model, write
 from mooncake_zmq.operate.attach.lacks import Lack, flags, lacks, line, pasted
 from mooncake_zmq.operate.attach.model_files import find
-from mooncake_zmq.operate.attach.server import Server, ask, client_of
+from mooncake_zmq.operate.attach.server import ASK_S, Server, ask
 from mooncake_zmq.operate.options import load_config, overrides_of, set_option
 from mooncake_zmq.runtime.mistakes import MISTAKES, ServerError
 from mooncake_zmq.runtime.process import BAD_INPUT
-from mooncake_zmq.runtime.vllm_server import unwell
+from mooncake_zmq.runtime.vllm_server import client_of, unwell
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 FILE = "mooncake_zmq/attach.toml"
@@ -146,7 +146,7 @@ def _await(urls: Sequence[str], wait_s: float) -> None:
     began = time.monotonic()
     say_at = began
     for url in urls:
-        with client_of(url) as client:
+        with client_of(url, ASK_S) as client:
             while (why := unwell(client)) is not None:
                 now = time.monotonic()
                 if now >= began + wait_s:

@@ -1,23 +1,22 @@
 """Asks a running vLLM server over HTTP what a deployment needs to know of it. Nothing is started or changed."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import msgspec
-from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_zmq.operate.attach.probe import probe
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT
 from mooncake_zmq.runtime.mistakes import ServerError
-from mooncake_zmq.runtime.vllm_server import NoScaleOut, check_generation
+from mooncake_zmq.runtime.vllm_server import Model, Models, NoScaleOut, answered, check_generation, client_of
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ASK_S = 30.0
 """Longest silence of a server that is asked; a busy one answers late."""
-MAX_ANSWER_BYTES = 32 << 20
 CACHE_INFO = "vllm:cache_config_info"
 CONNECTOR_INFO = "vllm:mooncake_zmq_stores_info"
 TESTED_TEXT = "The quick brown fox jumps over 13 lazy dogs; naïve café – 東京."
@@ -54,28 +53,12 @@ class Server:
     """Endpoint at which its KV events were received; empty if none were."""
 
 
-class _Model(Struct, frozen=True):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _Models(Struct, frozen=True):
-    data: list[_Model]
-
-
-def client_of(url: str) -> httpx.Client:
-    """Return a client of a server, without the environment's proxies."""
-    return httpx.Client(base_url=url, timeout=ASK_S, trust_env=False, headers={"accept-encoding": "identity"})
-
-
 def ask(url: str, endpoints: Sequence[str]) -> Server:
     """Return what a healthy server is. Raises ServerError, also where it is no vLLM. `endpoints`: where its KV events may
     be."""
     settings = VllmSettings(url=url)
     try:
-        with client_of(url) as client:
+        with client_of(url, ASK_S) as client:
             models, adapters = _models(client, url)
             cache, connector = _metrics(client, url)
             takes_tokens = _takes_tokens(client, settings)
@@ -83,7 +66,7 @@ def ask(url: str, endpoints: Sequence[str]) -> Server:
                 _check_generates(client, url)
             block_tokens = _whole(cache[0], "block_size", url)
             found = probe(client, block_tokens, endpoints) if takes_tokens else None
-            version = client.get("/version")
+            _, version = answered(client, "GET", "/version")
     except httpx.HTTPError as error:
         raise ServerError(f"{url} does not answer: {type(error).__name__} {error}".rstrip()) from error
     base = models[0]
@@ -109,21 +92,22 @@ def ask(url: str, endpoints: Sequence[str]) -> Server:
 def tokens_of(url: str, name: str, text: str) -> list[int] | None:
     """Return a text's tokens by the server's own tokenizer, nothing being put before it; None where it does not say."""
     try:
-        with client_of(url) as client:
-            answer = client.post("/tokenize", json={"model": name, "prompt": text, "add_special_tokens": False})
-            tokens = answer.json()["tokens"] if answer.status_code == httpx.codes.OK else None
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        with client_of(url, ASK_S) as client:
+            asked = {"model": name, "prompt": text, "add_special_tokens": False}
+            status, content = answered(client, "POST", "/tokenize", asked)
+            tokens = json.loads(content)["tokens"] if status == httpx.codes.OK else None
+    except (httpx.HTTPError, ServerError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return tokens if isinstance(tokens, list) and all(type(token) is int for token in tokens) else None
 
 
-def _models(client: httpx.Client, url: str) -> tuple[list[_Model], list[_Model]]:
+def _models(client: httpx.Client, url: str) -> tuple[list[Model], list[Model]]:
     """Return the names of its model, and its adapters. Raises ServerError."""
-    status, content = _get(client, "/v1/models", url)
+    status, content = answered(client, "GET", "/v1/models")
     if status in GUARDED:
         raise ServerError(f"{url} wants an API key, which nodes do not send: start it without --api-key, on its own network")
     try:
-        models = msgspec.json.decode(content, type=_Models).data if status == httpx.codes.OK else []
+        models = msgspec.json.decode(content, type=Models).data if status == httpx.codes.OK else []
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         models = []
     own = [model for model in models if model.parent is None and model.max_model_len]
@@ -134,7 +118,7 @@ def _models(client: httpx.Client, url: str) -> tuple[list[_Model], list[_Model]]
 
 def _metrics(client: httpx.Client, url: str) -> tuple[list[dict[str, str]], str | None]:
     """Return the labels of its KV cache, by engine, and the stores of its connector; None without the connector."""
-    status, content = _get(client, "/metrics", url)
+    status, content = answered(client, "GET", "/metrics")
     caches: list[dict[str, str]] = []
     stores: str | None = None
     try:
@@ -181,25 +165,15 @@ def _takes_tokens(client: httpx.Client, settings: VllmSettings) -> bool:
 
 def _check_generates(client: httpx.Client, url: str) -> None:
     """Check that a server that takes no token ids is not one that embeds. Raises ServerError."""
-    answer = client.post(EMBEDDINGS, json=ONE_TEXT)
-    if answer.status_code == httpx.codes.OK and b'"embedding"' in answer.content:
+    status, content = answered(client, "POST", EMBEDDINGS, ONE_TEXT)
+    if status == httpx.codes.OK and b'"embedding"' in content:
         instead = 'name it in the configuration of a deployment with model.task = "embed"'
         raise ServerError(f"{url} embeds texts and generates nothing, so that attach cannot use it: {instead}")
 
 
-def _version(answer: httpx.Response) -> str:
+def _version(content: bytes) -> str:
     try:
-        found: Any = answer.json()["version"]
-    except (ValueError, KeyError, TypeError):
+        found: Any = json.loads(content)["version"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
     return found if isinstance(found, str) else ""
-
-
-def _get(client: httpx.Client, path: str, url: str) -> tuple[int, bytes]:
-    content = bytearray()
-    with client.stream("GET", path) as response:
-        for piece in response.iter_bytes():
-            content += piece
-            if len(content) > MAX_ANSWER_BYTES:
-                raise ServerError(f"{url}{path} answers more than {MAX_ANSWER_BYTES >> 20} MiB")
-        return response.status_code, bytes(content)
