@@ -42,6 +42,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
 MAX_SCORES = 1 << 16
 """Probabilities of prompts' tokens in one answer: about 2 MB of JSON."""
+MAX_REPEATED_IDS = 1 << 20
+"""Token ids of prompts that one answer repeats, over all its choices, or those of the longest prompt: about 7 MB of JSON."""
 SCORES_SHARE = 4
 """Divisor of `max_held_scores` for one call: it may have a quarter."""
 
@@ -171,6 +173,7 @@ class _Common:
         self._default_tokens = model.max_model_len if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
         self._max_echo_chars = self._echo_chars_left = max_echo_chars
         self._scores_left = MAX_SCORES
+        self._max_ids = self._ids_left = max(MAX_REPEATED_IDS, model.max_model_len)
 
     def unrendered(
         self, turns: Sequence[ChatTurn], urls: Sequence[str], prepared: Prepared, settings: EdgeSettings
@@ -209,6 +212,10 @@ class _Common:
         tokens = pack_tokens(ids)
         root, keys = model.hash_prompt(tokens, self._salt, [(image.begin, image.digest) for image in images])
         echo, offsets = self._echoed(ids, prompt)
+        if body.return_token_ids:
+            self._ids_left -= body.choices_per_prompt * len(ids)
+            if self._ids_left < 0:
+                raise invalid("return_token_ids", f"an answer repeats at most {self._max_ids} token ids of its prompts")
         sampling = body.sampling(self._seed % SEEDS, len(ids), model, self._constraint)
         textless = body.textless(stop, model)
         reading = self._reading and msgspec.structs.replace(self._reading, textless=textless)

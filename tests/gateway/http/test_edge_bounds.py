@@ -13,7 +13,7 @@ from scripted_actor import ScriptedActor, events, finished, tokens
 from test_edge_errors import error_of
 
 from mooncake_zmq.gateway.http import app, calls
-from mooncake_zmq.gateway.openai import bodies, detokenizer, prepare
+from mooncake_zmq.gateway.openai import bodies, detokenizer, prepare, responses
 from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS
 from mooncake_zmq.gateway.requests.client_events import TokenOut
@@ -149,6 +149,41 @@ def test_echo_repeats_only_so_much():
     refusal(actor.complete(prompt=["hello", "world"], n=3, echo=True), "echo")
     assert actor.complete(prompt=["hello", "world"], n=2, echo=True).status_code == 200
     assert actor.complete(prompt=["hello", "world"], n=3).status_code == 200
+
+
+def test_token_ids_of_prompts_are_repeated_only_so_often(monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_REPEATED_IDS", 80)
+    actor = ScriptedActor()
+    prompt = [[1] * 20, [2] * 20]
+    refusal(actor.complete(prompt=prompt, n=3, return_token_ids=True), "return_token_ids")
+    assert actor.complete(prompt=prompt, n=2, return_token_ids=True).status_code == 200
+    assert actor.complete(prompt=prompt, n=3).status_code == 200
+    monkeypatch.setattr(prepare, "MAX_REPEATED_IDS", 1)
+    assert actor.complete(prompt=[1] * 60, return_token_ids=True).status_code == 200, "any prompt's may be repeated once"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_token_ids_of_prompts_are_written_by_another_thread(stream, monkeypatch):
+    monkeypatch.setattr(responses, "LONG_IDS", 4)
+    threads, choices, take = [], [], detokenizer.Choice.take
+
+    def spy(choice):
+        if not choice.pieces_taken:
+            threads.append(threading.current_thread().name.rpartition("_")[0])
+        choices.append(choice)
+        return take(choice)
+
+    def script(_request, number):
+        while stream and number and not any(choice.pieces_taken > 1 for choice in choices):
+            yield []
+        yield from ([], tokens("a"), tokens("b", 1), [finished()])
+
+    monkeypatch.setattr(detokenizer.Choice, "take", spy)
+    ScriptedActor(script).complete(prompt="hello", n=2, stream=stream, return_token_ids=True)
+    assert threads == ["prepare-long"] * 2
+    del threads[:]
+    ScriptedActor().complete(prompt="hey", stream=stream, return_token_ids=True)
+    assert threads == [""]
 
 
 def test_what_is_being_answered_keeps_no_text():
