@@ -581,9 +581,14 @@ class Done(Struct, frozen=True, gc=False):
     """Result of a work that returns nothing."""
 
 
+NO_FINITE_LOGITS = "the model computed no finite logits"
+"""The reason in a failure of an answer for which the model has no next token."""
+
+
 class WorkFailed(Struct, frozen=True):
     """Result of a work that failed as a whole or missed its deadline. `stuck`: it fails on every node, as the answer cannot
-    follow its constraint, or the model does not embed so or takes no such image. `full`: the disk has no room."""
+    follow its constraint, the model computes no token for it, does not embed so or takes no such image. `full`: the disk has
+    no room."""
 
     reason: str
     stuck: bool = False

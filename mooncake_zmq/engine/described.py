@@ -3,10 +3,13 @@
 Any architecture is accepted. Where a config does not describe its KV, one head is assumed: only estimates depend on it.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import default_cache_dir
 from mooncake_zmq.engine.sources.directory import ModelDirectory
 from mooncake_zmq.engine.spec import ModelSpec, check_spec
+
+SCRATCH = ".described-"
+"""The beginning of a directory's name while it is written."""
 
 
 def describe(model: str, cache_dir: Path | str, name: str = "") -> tuple[Path, ModelCard]:
@@ -71,9 +77,7 @@ def _write_texts(directory: ModelDirectory, spec: ModelSpec, cache_dir: Path) ->
     """Write the tokenizer in our own form, under a name derived from its content: a process that finds it need not write it."""
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        # Without the suffix by which `building` removes what dead processes left.
-        scratch = Path(tempfile.mkdtemp(prefix=".described-", dir=cache_dir))
-        try:
+        with _scratch(cache_dir) as scratch:
             tokenizer.write_parts(scratch, directory.read_tokenizer(spec.eos_ids), spec.vocab_size)
             target = cache_dir / f"described-{tokenizer.fingerprint(scratch)}"
             if not target.exists():
@@ -81,11 +85,25 @@ def _write_texts(directory: ModelDirectory, spec: ModelSpec, cache_dir: Path) ->
                 for written in (*scratch.iterdir(), scratch):
                     sync(written)
                 _move(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise ModelError(f"{error.filename or cache_dir} cannot be written: {error.strerror or error}") from error
     return target
+
+
+@contextlib.contextmanager
+def _scratch(cache_dir: Path) -> Iterator[Path]:
+    """Make a directory for the time of writing. Processes that write share a lock; if none does, dead ones left the others."""
+    with (cache_dir / ".described.lock").open("a+") as lock:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for leftover in cache_dir.glob(f"{SCRATCH}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=cache_dir))
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _move(scratch: Path, target: Path) -> None:

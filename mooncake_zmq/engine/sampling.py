@@ -3,11 +3,13 @@
 import math
 from collections import Counter
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_zmq.core.messages import LEAST_LOGPROB, Sampling, TokenLogprob
+from mooncake_zmq.core.work import NO_FINITE_LOGITS
 from mooncake_zmq.engine.grammars import Following, Grammars
 
 TIE_MARGIN = 0.01  # I3: a choice whose score leads by less may differ between batch shapes
@@ -86,16 +88,19 @@ def choose(
 
 def sample(logits: NDArray[np.float32], sampling: Sampling, position: int, past: Past | None = None) -> int:
     """Return the id of the token at `position` (index in the whole sequence, prompt included). `past`: where penalties need
-    it."""
+    it. Raises ConstraintError, and FloatingPointError if the best logit is not finite."""
     if sampling.temperature == 0.0:
-        return int(_adjusted(logits, sampling, past).argmax())
+        adjusted = _adjusted(logits, sampling, past)
+        token = int(adjusted.argmax())
+        _finite(adjusted[token])
+        return token
     return int(scores(logits, sampling, position, past).argmax())
 
 
 def logprob(logits: NDArray[np.float32], token: int, likeliest: int) -> TokenLogprob:
     """Return the probability in the model's own distribution: before bias, penalties and temperature, as vLLM does. Equal ones
-    are ordered by id."""
-    best = logits.max()
+    are ordered by id. Raises FloatingPointError."""
+    best = _finite(logits.max())
     total = float(best) + math.log(float(np.exp(logits.astype(np.float64) - best).sum()))
     count = min(likeliest, len(logits))
     head = np.flatnonzero(logits >= np.partition(logits, -count)[-count]) if count else np.empty(0, np.int64)
@@ -156,6 +161,13 @@ def _adjusted(logits: NDArray[np.float32], sampling: Sampling, past: Past | None
     return adjusted
 
 
+def _finite(best: np.floating[Any]) -> np.floating[Any]:
+    """Return the best logit. Raises FloatingPointError: any that is not a number is the best."""
+    if not math.isfinite(best):
+        raise FloatingPointError(NO_FINITE_LOGITS)
+    return best
+
+
 def _at_most_0(value: float) -> float:
     """Return a log-probability between LEAST_LOGPROB and 0, however it was rounded."""
     return max(LEAST_LOGPROB, min(0.0, value))
@@ -169,7 +181,7 @@ def _scaled(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float
     """Return (logit - best) / temperature: at any low temperature the best stays 0, and only negligible ones become
     infinite."""
     scaled = logits.astype(np.float64)
-    scaled -= scaled.max()
+    scaled -= _finite(scaled.max())
     with np.errstate(over="ignore"):
         scaled /= sampling.temperature
     return scaled

@@ -1,5 +1,6 @@
 """A model that vLLM computes: any architecture, from config, tokenizer and template alone."""
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from model_files import small_vocabulary
 
 from mooncake_zmq.engine import tokenizer as tokenizer_module
-from mooncake_zmq.engine.described import describe
+from mooncake_zmq.engine.described import SCRATCH, describe
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.tokenizer import open_tokenizer
@@ -50,7 +51,7 @@ def test_the_same_model_is_the_same_everywhere_and_another_is_another(tmp_path: 
     again = describe(str(write(tmp_path / "b" / "model")), tmp_path / "other cache")
     assert first[1] == again[1]
     assert describe(str(tmp_path / "a" / "model"), tmp_path / "cache")[0] == first[0]
-    assert list((tmp_path / "cache").glob(".described*")) == []
+    assert list((tmp_path / "cache").glob(f"{SCRATCH}*")) == []
     deeper = describe(str(write(tmp_path / "c" / "model", num_hidden_layers=62)), tmp_path / "cache")
     renamed = describe(str(write(tmp_path / "c" / "trained-further")), tmp_path / "cache")
     assert len({card.spec.fingerprint for _, card in (first, deeper, renamed)}) == 3
@@ -66,6 +67,19 @@ def test_a_process_that_prepares_a_model_meanwhile_removes_nothing(tmp_path: Pat
     monkeypatch.setattr(tokenizer_module, "fingerprint", meanwhile)
     path, _ = describe(str(write(tmp_path / "model")), tmp_path / "cache")
     assert open_tokenizer(path).eos_ids == (97,)
+
+
+def test_scratch_files_of_a_process_that_was_killed_are_removed_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    model, cache = str(write(tmp_path / "model")), tmp_path / "cache"
+    left = cache / f"{SCRATCH}left"
+    left.mkdir(parents=True)
+    (left / "tokenizer.json").write_text("{")
+    with (cache / ".described.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        describe(model, cache)
+        assert left.exists(), "its process may be alive"
+    describe(model, cache)
+    assert list(cache.glob(f"{SCRATCH}*")) == []
 
 
 def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_model(tmp_path: Path) -> None:

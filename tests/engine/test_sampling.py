@@ -159,3 +159,33 @@ def test_probabilities_are_the_models_own_whatever_the_choice():
 def test_equal_probabilities_come_in_the_order_of_their_ids():
     assert [token for token, _ in logprob(np.zeros(50, np.float32), 9, 5)[1]] == [0, 1, 2, 3, 4]
     assert logprob(np.array([0.0, -3e38], np.float32), 0, 0) == (0.0, ())
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "min_p": 0.1, "top_p": 0.9},
+        {"temperature": 0.5, "top_k": 3},
+        {"logit_bias": ((1, 9.0),), "logprobs": 2},
+    ],
+    ids=str,
+)
+def test_logits_that_are_no_numbers_choose_no_token(asked, wrong):
+    logits = LOGITS.copy()
+    logits[7] = wrong
+    with pytest.raises(FloatingPointError, match="no finite logits"):
+        choose(logits, Sampling(**asked), 5)
+    with pytest.raises(FloatingPointError):
+        choose(np.full(9, -np.inf, np.float32), Sampling(**asked), 5)
+    with pytest.raises(FloatingPointError):
+        logprob(logits, 3, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_that_the_model_rules_out_is_no_fault(temperature):
+    logits = LOGITS.copy()
+    logits[: len(logits) // 2] = -np.inf
+    assert sample(logits, Sampling(temperature=temperature), 5) >= len(logits) // 2

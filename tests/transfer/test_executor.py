@@ -416,6 +416,33 @@ def test_a_constraint_that_cannot_be_followed_fails_its_answer_alone(make_rig):
     assert failed.stuck
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_fail_their_answer_alone(make_rig, monkeypatch, temperature):
+    rig, sampling = make_rig("a"), Sampling(temperature=temperature, logprobs=1)
+    tokens, expected = [], reference()[1]
+    for sequence in (1, 2):
+        rig.executor.open_sequence(sequence, 64)
+        tokens.append(rig.first(sequence, PROMPT, GREEDY)[0][0])
+    decode, steps = ToyEngine.decode, count()
+
+    def damaged(self, sequences, tokens):
+        logits = decode(self, sequences, tokens)
+        logits[0, 5] = np.nan if next(steps) else 0.0
+        return logits
+
+    monkeypatch.setattr(ToyEngine, "decode", damaged)
+    entries = (StepEntry(1, tokens[0], len(PROMPT), sampling), StepEntry(2, tokens[1], len(PROMPT), GREEDY))
+    run = rig.run(DecodeStep(entries, steps=4))
+    assert run.failed == ((0, WorkFailed("the model computed no finite logits", stuck=True)),)
+    assert [row[1] for row in run.tokens] == expected[:2]
+    monkeypatch.setattr(ToyEngine, "_logits", lambda *_: np.full(ToyEngine().spec.vocab_size, np.nan, np.float32))
+    rig.executor.open_sequence(3, 64)
+    assert rig.first(3, PROMPT, sampling) == WorkFailed("the model computed no finite logits", stuck=True)
+    rig.executor.open_sequence(4, 64)
+    work = ComputeChunk(4, 0, PROMPT.tobytes(), (), (), None, prompt_logprobs=3)
+    assert rig.run(work) == WorkFailed("the model computed no finite logits", stuck=True)
+
+
 @pytest.fixture
 def slow(monkeypatch):
     """A grammar that is not ready before this is called."""

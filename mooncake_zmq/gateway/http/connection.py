@@ -219,6 +219,7 @@ class Connection(HttpToolsProtocol):
             self.close()
         else:
             super().send_400_response(msg)
+            self.end_tls()
 
     # --- answers
 
@@ -266,7 +267,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle.more_body:
             self.linger()
         else:
-            self.transport.close()
+            self.close()
 
     def end_tls(self) -> None:
         """Abort a closing TLS connection once all is sent: TLS waits for a close_notify, which an idle client never sends."""

@@ -77,9 +77,12 @@ class Stream:
                 return outputs
 
     def _say_at_once(self, outputs: list[tuple[int, ClientOutput]]) -> bool:
-        """Write tokens of an answer that has begun without waking its task, unless the client does not read for now: most
-        outputs are such tokens."""
-        if not self._begun or not accept_tokens(self._call, self._reply, outputs):
+        """Write tokens of choices that have begun without waking the task, unless the client does not read for now: most
+        outputs are such tokens. The first piece of a choice may repeat the prompt, and take long to write."""
+        choices = self._reply.choices
+        if not self._begun or not all(choices[index].pieces_taken for index, _ in outputs):
+            return False
+        if not accept_tokens(self._call, self._reply, outputs):
             return False
         events = self._reply.news()
         if not events:

@@ -3,7 +3,7 @@
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -112,6 +112,11 @@ class Body(Constrained, frozen=True, kw_only=True):
     clips_answer: ClassVar[bool] = False
     """Whether more tokens than there is room for are no error."""
 
+    def without_prompt(self) -> Self:
+        """Return a copy for the time of the answer: without raw values, of which each one keeps the whole body in memory."""
+        given = msgspec.structs.asdict(self)
+        return msgspec.structs.replace(self, **{name: NULL for name, value in given.items() if isinstance(value, msgspec.Raw)})
+
     @property
     def must_be_exact(self) -> bool:
         """Whether the answer may not be approximate: its client refuses that, or it has no place to say so."""
@@ -219,20 +224,19 @@ class Body(Constrained, frozen=True, kw_only=True):
         """Check that a request for no token is allowed. Raises RequestError."""
         raise invalid("max_tokens", "max_tokens is at least 1, or 0 for a completion with echo")
 
-    def sampling(self, seed: int, prompt_tokens: int, model: ServedModel, constraint: bytes = b"") -> Sampling:
-        """The temperature is 1 by default, as OpenAI has it. Raises RequestError."""
+    def sampling(self, model: ServedModel, constraint: bytes = b"") -> Sampling:
+        """The temperature is 1 by default, as OpenAI has it; seed and length of a prompt are still to come. Raises
+        RequestError."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
             top_p=1.0 if self.top_p is None else self.top_p,
-            seed=seed,
             min_p=self.min_p or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias=self._biases(model),
             logprobs=self.likeliest,
-            prompt_tokens=prompt_tokens,
             constraint=constraint,
         )
 
@@ -247,7 +251,9 @@ class Body(Constrained, frozen=True, kw_only=True):
                 raise invalid("logit_bias", f"{quoted(token)} is no token id: the vocabulary has {model.vocab_size} ids")
         return tuple(sorted((int(token), bias) for token, bias in found.items()))
 
-    def stop_rule(self, prompt_tokens: int, default_tokens: int, model: ServedModel, param: str) -> StopRule:
+    def stop_rule(
+        self, prompt_tokens: int, default_tokens: int, model: ServedModel, param: str, stop_tokens: Sequence[int]
+    ) -> StopRule:
         """Fit the output into the model's context: a request that does not fit is an error, a default is clipped."""
         room = model.max_model_len - prompt_tokens
         check_fits(prompt_tokens, param, model)
@@ -265,7 +271,7 @@ class Body(Constrained, frozen=True, kw_only=True):
         if min_tokens > max_tokens:
             raise invalid("min_tokens", f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be made")
         own = () if self.ignore_eos else model.tokenizer.eos_ids
-        eos_ids = tuple(dict.fromkeys((*own, *self.stop_tokens(model))))
+        eos_ids = tuple(dict.fromkeys((*own, *stop_tokens)))
         return StopRule(max_tokens=max_tokens, min_tokens=min_tokens, eos_ids=eos_ids)
 
 
@@ -319,10 +325,6 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         if not prompts or not all(prompts):
             raise invalid("prompt", "the prompt is empty")
         return prompts
-
-    def without_prompt(self) -> "CompletionBody":
-        """Return a copy without the text, for the time of the answer."""
-        return msgspec.structs.replace(self, prompt=msgspec.Raw())
 
 
 class ContentPart(Struct, frozen=True, gc=False):
@@ -421,9 +423,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
         """The conversation is one prompt."""
         return [turns_of(self.messages, model)]
 
-    def without_prompt(self) -> "ChatBody":
-        """See `CompletionBody`."""
-        return msgspec.structs.replace(self, messages=[], tools=NULL, chat_template_kwargs=NULL)
+    def without_prompt(self) -> Self:
+        """See `Body`. The choice of tools is short."""
+        return msgspec.structs.replace(super().without_prompt(), messages=[], tool_choice=self.tool_choice.copy())
 
     def chat_form(self) -> ChatForm:
         """See `Body`."""

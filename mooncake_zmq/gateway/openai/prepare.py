@@ -42,6 +42,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of /v1/completions; a chat may use the whole context."""
 MAX_SCORES = 1 << 16
 """Probabilities of prompts' tokens in one answer: about 2 MB of JSON."""
+MAX_REPEATED_IDS = 1 << 20
+"""Token ids of prompts that one answer repeats, over all its choices, or those of the longest prompt: about 7 MB of JSON."""
 SCORES_SHARE = 4
 """Divisor of `max_held_scores` for one call: it may have a quarter."""
 
@@ -108,7 +110,7 @@ def prepare(
     else:
         reading = None
     common = _Common(body, model, settings.max_echo_chars, tenant, seed, stops, tools, constraint, marks, reading)
-    prepared = Prepared(body.without_prompt(), model, [], [])
+    prepared = Prepared(common.body, model, [], [])
     if isinstance(body, ChatBody) and (urls := urls_in(turns := _turns(prompts))):
         return replace(prepared, unrendered=common.unrendered(turns, urls, prepared, settings))
     for prompt in prompts:
@@ -161,8 +163,11 @@ class _Common:
         reading: Reading | None,
     ) -> None:
         self._reading = reading
-        self._body, self._model, self._seed, self._stops = body, model, seed, stops
-        self._tools, self._constraint, self._marks = tools, constraint, marks
+        self.body = body.without_prompt()
+        self._model, self._seed, self._stops = model, seed, stops
+        self._tools, self._marks = tools, marks
+        self._sampling = body.sampling(model, constraint)
+        self._stop_tokens = body.stop_tokens(model)
         shows_marks = marks is not None and marks.are_special(model.tokenizer)
         self._special = body.skip_special_tokens is False or shows_marks
         self._form = body.chat_form()
@@ -171,6 +176,7 @@ class _Common:
         self._default_tokens = model.max_model_len if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
         self._max_echo_chars = self._echo_chars_left = max_echo_chars
         self._scores_left = MAX_SCORES
+        self._max_ids = self._ids_left = max(MAX_REPEATED_IDS, model.max_model_len)
 
     def unrendered(
         self, turns: Sequence[ChatTurn], urls: Sequence[str], prepared: Prepared, settings: EdgeSettings
@@ -178,14 +184,14 @@ class _Common:
         """Return a chat with images, as a vLLM writes it. Raises RequestError."""
         if not self._model.takes_images:
             raise invalid("messages", f"the model {self._model.id!r} takes no images: it is served without a vLLM", UNSUPPORTED)
-        if self._body.truncate_prompt_tokens is not None:
+        if self.body.truncate_prompt_tokens is not None:
             raise invalid("truncate_prompt_tokens", "a prompt with images is used as a whole: leave it out")
         check_images(urls, self._model, settings)
         chat: dict[str, Any] = {"messages": list(map(_as_sent, turns)), "add_generation_prompt": self._form.answer}
         chat |= {"continue_final_message": self._form.continued, "chat_template_kwargs": dict(self._form.variables)}
         chat |= {"tools": self._tools.given} if self._tools.given else {}
         raw = msgspec.json.encode(chat)
-        held = held_bytes(raw, urls, self._body.choices_per_prompt, settings)
+        held = held_bytes(raw, urls, self.body.choices_per_prompt, settings)
         encoded = [url.encode() for url in urls]
 
         def finish(rendered: Rendered) -> Prepared:
@@ -199,17 +205,20 @@ class _Common:
 
     def add(self, prompt: Prompt, prepared: Prepared) -> None:
         """Add the requests and choices for one prompt. Raises RequestError."""
-        param = _param_of(self._body)
+        param = _param_of(self.body)
         ids = tokenized(prompt, self._model, param, form=self._form, tools=self._tools.given, salt=self._salt)
-        self._add(self._body.truncated(ids, self._model), prompt, prepared)
+        self._add(self.body.truncated(ids, self._model), prompt, prepared)
 
     def _add(self, ids: "array[int]", prompt: Prompt, prepared: Prepared, images: tuple[Image, ...] = ()) -> None:
-        body, model, param = self._body, self._model, _param_of(self._body)
-        stop = body.stop_rule(len(ids), self._default_tokens, model, param)
+        body, model, param = self.body, self._model, _param_of(self.body)
+        stop = body.stop_rule(len(ids), self._default_tokens, model, param, self._stop_tokens)
         tokens = pack_tokens(ids)
         root, keys = model.hash_prompt(tokens, self._salt, [(image.begin, image.digest) for image in images])
         echo, offsets = self._echoed(ids, prompt)
-        sampling = body.sampling(self._seed % SEEDS, len(ids), model, self._constraint)
+        if body.return_token_ids:
+            self._ids_left -= body.choices_per_prompt * len(ids)
+            if self._ids_left < 0:
+                raise invalid("return_token_ids", f"an answer repeats at most {self._max_ids} token ids of its prompts")
         textless = body.textless(stop, model)
         reading = self._reading and msgspec.structs.replace(self._reading, textless=textless)
         for nth in range(body.choices_per_prompt):
@@ -220,7 +229,7 @@ class _Common:
                 model_name=model.id,
                 adapter=model.adapter,
                 keys=keys,
-                sampling=msgspec.structs.replace(sampling, seed=(self._seed + nth) % SEEDS),
+                sampling=msgspec.structs.replace(self._sampling, seed=(self._seed + nth) % SEEDS, prompt_tokens=len(ids)),
                 stop=stop,
                 ttft_slo_s=body.ttft_slo,
                 tbt_slo_s=body.tbt_slo,
@@ -265,7 +274,7 @@ class _Common:
 
     def _echoed(self, ids: Sequence[int], prompt: Prompt) -> tuple[str, list[int] | None]:
         """The text that each answer begins with, and where its tokens do if their probabilities are returned."""
-        body, model = self._body, self._model
+        body, model = self.body, self._model
         echo = _echo(body, prompt, model)
         self._echo_chars_left -= body.choices_per_prompt * len(echo)
         if self._echo_chars_left < 0:

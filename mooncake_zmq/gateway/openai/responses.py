@@ -19,6 +19,8 @@ REASONING = "reasoning_content"
 """The name of the reasoning in a message, as most clients read it."""
 LONG_SCORES = 2048
 """Probabilities in a body that takes long to write: half a millisecond or more."""
+LONG_IDS = 16_384
+"""Token ids of prompts of which the same is true."""
 
 
 class Reply:
@@ -50,8 +52,10 @@ class Reply:
 
     @property
     def is_long(self) -> bool:
-        """True if the next part has the scores of whole prompts, which take long to write."""
-        return any(choice.has_prompt and choice.has_news for choice in self.choices)
+        """True if the next part has the scores of whole prompts, or many of their ids, which take long to write."""
+        new = [choice for choice in self.choices if choice.has_news and not choice.pieces_taken]
+        ids = sum(len(choice.prompt_ids) for choice in new) if self.body.return_token_ids else 0
+        return ids > LONG_IDS or any(choice.has_prompt for choice in new)
 
     @property
     def is_long_as_whole(self) -> bool:

@@ -31,6 +31,7 @@ from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, Herm
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 << 10
+MAX_CHOICE_BYTES = 4 << 10
 MAX_CALLS = 16
 """The most calls in an answer with a grammar."""
 MAX_READ_CALLS = 128
@@ -272,6 +273,8 @@ def _given(raw: bytes) -> tuple[list[dict[str, Any]], list[_Function]]:
 
 
 def _chosen(raw: bytes) -> "Literal['none', 'auto', 'required'] | _Choice | None":
+    if len(raw) > MAX_CHOICE_BYTES:
+        raise ConstraintRefused("tool_choice", f"{len(raw)} bytes of JSON are more than {MAX_CHOICE_BYTES}")
     try:
         chosen: Literal["none", "auto", "required"] | _Choice | None = _choice.decode(raw)
     except (ValueError, RecursionError):

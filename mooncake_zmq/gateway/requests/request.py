@@ -22,6 +22,7 @@ from mooncake_zmq.core.messages import (
     TokenLogprob,
     WeightsReported,
 )
+from mooncake_zmq.core.work import NO_FINITE_LOGITS
 from mooncake_zmq.gateway.requests.answer import Answer
 from mooncake_zmq.gateway.requests.client_events import ClientRequest, Failed, Finished, PromptLogprobs, Vectors, VersionSpan
 from mooncake_zmq.kv.block_hash import pack_tokens
@@ -344,6 +345,8 @@ class Request:
 
     def stuck(self, reason: str) -> Failed:
         """Return the error of a request that fails on every node."""
+        if NO_FINITE_LOGITS in reason:
+            return Failed(status=500, code="no_finite_logits", message=f"the answer cannot go on ({reason})")
         if self.client.embedding is not None:
             return Failed(status=400, code="invalid_value", message=f"the model does not embed so ({reason})")
         if self.client.images and not self.answer.tokens:

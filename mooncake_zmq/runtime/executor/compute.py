@@ -278,7 +278,7 @@ class Compute:
                     continue
                 try:
                     chosen.append(choose(logits[row], entry.sampling, position, opened.past))
-                except ConstraintError as error:  # of this answer alone
+                except (ConstraintError, FloatingPointError) as error:  # of this answer alone
                     failed[row] = unable(error)
                     chosen.append((0, None))
                     continue

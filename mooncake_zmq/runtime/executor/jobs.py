@@ -113,7 +113,7 @@ class Unsampled:
     position: int
 
     def sample(self) -> tuple[Sampled, ...]:
-        """Sample the tokens. May wait, and raises ConstraintError."""
+        """Sample the tokens. May wait, and raises what `sampling.sample` does."""
         return tuple(choose(self.logits, sampling, self.position, self.source.past) for sampling in self.samplings)
 
     def awaited(self) -> Future[bytes] | None:

@@ -144,7 +144,7 @@ class Works:
             result = WorkFailed(stopped.reason)
         except MemoryError as error:
             result = WorkFailed(f"out of memory: {error}")
-        except ConstraintError as error:
+        except (ConstraintError, FloatingPointError) as error:
             result = unable(error)
         except Exception as error:
             self._end(job, WorkFailed(f"bug: {error!r}"))
@@ -188,6 +188,8 @@ class Works:
             self._sampler.wake()
 
 
-def unable(error: ConstraintError) -> WorkFailed:
+def unable(error: ConstraintError | FloatingPointError) -> WorkFailed:
     """Return a failure that no retry avoids: model, tokens and constraint are the same anywhere."""
+    if isinstance(error, FloatingPointError):
+        return WorkFailed(str(error), stuck=True)
     return WorkFailed(f"constraint: {error}", stuck=not isinstance(error, ConstraintNotReady))

@@ -186,6 +186,23 @@ def test_an_idle_client_is_not_waited_for_where_uvicorn_ends_the_connection(file
     actor.serve(client)
 
 
+@pytest.mark.parametrize(
+    ("said", "status"), [(GET[:-2] + b"connection: close\r\n\r\n", b" 200 "), (b"no call\r\n\r\n", b" 400 ")]
+)
+def test_a_client_whose_last_answer_was_sent_is_not_waited_for(files, said, status):
+    actor, _ = behind(files, connections=ConnectionSettings(idle_timeout_s=60.0))
+
+    async def client(port):
+        reader, writer = await speaking(files, port)
+        writer.transport.pause_reading()
+        writer.write(said)
+        await actor.until(lambda: not actor.acceptor.connections)  # `send_timeout_s` is a minute
+        writer.transport.resume_reading()
+        assert status in await asyncio.wait_for(reader.read(), 5)
+
+    actor.serve(client)
+
+
 def test_half_greetings_take_no_room_from_who_speaks(files, monkeypatch):
     monkeypatch.setattr(acceptor_module, "MAX_HANDSHAKES", 8)
     actor, _ = behind(files, connections=ConnectionSettings(head_timeout_s=60.0, max_connections=12, max_per_address=12))

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import threading
+import weakref
 from array import array
 from types import SimpleNamespace
 
@@ -12,12 +13,15 @@ import pytest
 from scripted_actor import ScriptedActor, events, finished, tokens
 from test_edge_errors import error_of
 
+from mooncake_zmq.core.messages import Image
 from mooncake_zmq.gateway.http import app, calls
-from mooncake_zmq.gateway.openai import bodies, detokenizer, prepare
+from mooncake_zmq.gateway.openai import bodies, detokenizer, prepare, responses
 from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS
-from mooncake_zmq.gateway.requests.client_events import TokenOut
+from mooncake_zmq.gateway.requests.client_events import Rendered, TokenOut
 from mooncake_zmq.gateway.settings import EdgeSettings
+from mooncake_zmq.kv.block_hash import pack_tokens
+from mooncake_zmq.kv.image_keys import digest_of
 
 
 def refusal(response, param, code="invalid_value"):
@@ -151,12 +155,87 @@ def test_echo_repeats_only_so_much():
     assert actor.complete(prompt=["hello", "world"], n=3).status_code == 200
 
 
-def test_what_is_being_answered_keeps_no_text():
+def test_token_ids_of_prompts_are_repeated_only_so_often(monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_REPEATED_IDS", 80)
     actor = ScriptedActor()
-    raw = json.dumps({"prompt": "x" * 60, "stream": True}).encode()
-    prepared = prepare.prepare(raw, CompletionBody, actor.edge.models, actor.settings, lambda: 1)
-    assert bytes(prepared.body.prompt) == b""
-    assert prepared.body.stream
+    prompt = [[1] * 20, [2] * 20]
+    refusal(actor.complete(prompt=prompt, n=3, return_token_ids=True), "return_token_ids")
+    assert actor.complete(prompt=prompt, n=2, return_token_ids=True).status_code == 200
+    assert actor.complete(prompt=prompt, n=3).status_code == 200
+    monkeypatch.setattr(prepare, "MAX_REPEATED_IDS", 1)
+    assert actor.complete(prompt=[1] * 60, return_token_ids=True).status_code == 200, "any prompt's may be repeated once"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_token_ids_of_prompts_are_written_by_another_thread(stream, monkeypatch):
+    monkeypatch.setattr(responses, "LONG_IDS", 4)
+    threads, choices, take = [], [], detokenizer.Choice.take
+
+    def spy(choice):
+        if not choice.pieces_taken:
+            threads.append(threading.current_thread().name.rpartition("_")[0])
+        choices.append(choice)
+        return take(choice)
+
+    def script(_request, number):
+        while stream and number and not any(choice.pieces_taken > 1 for choice in choices):
+            yield []
+        yield from ([], tokens("a"), tokens("b", 1), [finished()])
+
+    monkeypatch.setattr(detokenizer.Choice, "take", spy)
+    ScriptedActor(script).complete(prompt="hello", n=2, stream=stream, return_token_ids=True)
+    assert threads == ["prepare-long"] * 2
+    del threads[:]
+    ScriptedActor().complete(prompt="hey", stream=stream, return_token_ids=True)
+    assert threads == [""]
+
+
+class WatchedBody(bytearray):
+    """A body that can be referred to weakly."""
+
+
+COMPLETIONS, CHATS, IMAGE = "/v1/completions", "/v1/chat/completions", "data:image/png;base64,Q0FU"
+SEEN = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (COMPLETIONS, {"stop": "Z", "stop_token_ids": [1], "user": "u", "logit_bias": {"5": 1}, "metadata": {}, "tools": []}),
+        (CHATS, {"stop": "Z", "tools": [], "tool_choice": "none", "chat_template_kwargs": {}, "response_format": None}),
+        (CHATS, {"messages": [SEEN], "logit_bias": {"5": 1}, "stop_token_ids": [1]}),
+        ("/v1/messages", {"stop_sequences": ["Z"], "max_tokens": 5, "metadata": {}}),
+        ("/v1/responses", {"input": "hi", "tools": [], "tool_choice": "none"}),
+    ],
+)
+def test_what_is_being_answered_keeps_no_body(path, asked, monkeypatch):
+    """The limit on bodies counts them until their requests are ready."""
+    bodies, held, read = [], [], app._read_body
+
+    async def watched(*arguments):
+        body = WatchedBody(await read(*arguments))
+        bodies.append(weakref.ref(body))
+        return body
+
+    def see(*_):
+        for _ in range(1000):  # the thread that prepared it may not be done with it yet
+            if bodies[0]() is None:
+                break
+            yield []
+        held.append(bodies[0]() is not None)
+        yield [*tokens("ok"), finished()]
+
+    def written(*_):
+        held.append(bodies[0]() is not None)
+        return Rendered(pack_tokens([5, 9]), (Image(begin=1, length=1, digest=digest_of(IMAGE)),))
+
+    monkeypatch.setattr(app, "_read_body", watched)
+    actor = ScriptedActor(see, max_model_len=4096, render=written)
+    opening = {COMPLETIONS: {"prompt": "hi"}, "/v1/responses": {}}.get(path, {"messages": [{"role": "user", "content": "hi"}]})
+    response = actor.call("POST", path, json={"model": "toy", **opening, **asked})
+    assert response.status_code == 200, response.text
+    assert held
+    assert not any(held)
 
 
 # --- errors

@@ -289,6 +289,7 @@ REFUSED = [
     ({"tools": [CLOCK] * 129}, "tools", "length <= 128"),
     ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * (256 << 10)}}]}, "tools", "bytes"),
     ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "maybe"),
+    ({"tools": TOOLS, "tool_choice": "x" * 4096}, "tool_choice", "4096"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "none of the tools"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"tools": TOOLS, "guided_regex": "a+"}, "guided_regex", "tool_choice"),

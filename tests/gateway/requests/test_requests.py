@@ -25,6 +25,7 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
     WeightsReported,
 )
+from mooncake_zmq.core.work import NO_FINITE_LOGITS
 from mooncake_zmq.gateway.requests.answer import EARLY_TOKENS
 from mooncake_zmq.gateway.requests.client_events import (
     ClientGone,
@@ -422,6 +423,14 @@ def test_an_answer_that_cannot_follow_its_constraint_ends_at_once(state, sender)
     assert (node.end().status, node.end().code) == (400, "constraint_stuck")
     assert "test" in node.end().message
     assert not any(key[0] == "attempt" for key in node.timers)
+    assert node.busy() == {}
+
+
+def test_an_answer_for_which_the_model_computes_no_token_ends_at_once_and_says_so():
+    node = in_state("decoding")
+    node.say("d0", AttemptFailed("r", 1, f"chunk failed: {NO_FINITE_LOGITS}", stuck=True))
+    assert (node.end().status, node.end().code) == (500, "no_finite_logits")
+    assert NO_FINITE_LOGITS in node.end().message
     assert node.busy() == {}
 
 
