@@ -123,6 +123,18 @@ def test_a_process_out_of_descriptors_has_a_miss_and_keeps_its_disk(tiers, monke
     assert "k" in both.objects.by_key
 
 
+def test_more_small_values_come_from_disk_at_once_than_a_client_may_put_at_once(tiers):
+    both = tiers()
+    keys = [f"k{number}" for number in range(both.objects.entries.settings.max_puts_per_client + 1)]
+    both.put(*keys, size=10)
+    while both.demote():
+        pass
+    both.evict(*keys)
+    both.promote(*keys)
+    assert both.objects.by_key.keys() == set(keys)
+    both.objects.check()
+
+
 def test_a_value_that_goes_while_it_is_written_and_read_is_not_counted_as_saved(tiers):
     both = tiers()
     both.put("k", size=1000)
