@@ -93,6 +93,22 @@ def test_at_the_limit_of_objects_on_disk_the_oldest_go_and_writing_goes_on(tiers
     both.log.check()
 
 
+def test_what_is_pinned_hard_and_was_not_read_since_a_restart_moves_on_when_its_segment_goes(tiers):
+    both = tiers()
+    request, _ = both.reserve(["pinned"], [b"v" * 100], Pin.HARD)
+    assert both.commit(request, [b"v" * 100]).numbers == [0]
+    assert both.demote()
+    both.close()
+    both = tiers()
+    for number in range(60):
+        both.put(f"k{number}", size=60_000)
+        both.demote()
+    assert both.node.counts["ssd_segments_dropped"] > 1
+    assert "pinned" in both.log.by_key
+    assert "k0" not in both.log.by_key
+    both.log.check()
+
+
 def test_a_tier_smaller_than_memory_is_not_written_over_and_over(tiers):
     both = tiers(slabs=16, ssd_bytes=9 * SLAB + (1 << 18))
     for number in range(15):
