@@ -7,7 +7,8 @@ import pytest
 from tiers_harness import CONNECTION, Tiers
 
 from mooncake_zmq.core.actor import TimerFired
-from mooncake_zmq.core.work import CommitValues, WriteValues
+from mooncake_zmq.core.work import CommitValues, CreateSegment, Done, MoveValues, WriteValues
+from mooncake_zmq.kv.object_record import ObjectRecord
 from mooncake_zmq.pool.node.store_events import Asked
 from mooncake_zmq.pool.node.tiers import LOOK
 from mooncake_zmq.store import protocol
@@ -137,6 +138,28 @@ def test_a_process_out_of_descriptors_has_a_miss_and_keeps_its_disk(tiers, monke
     assert both.node.counts["ssd_promotions_denied"] == 1
     both.promote("k")
     assert "k" in both.objects.by_key
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_a_work_that_fails_for_what_may_pass_says_so(tiers, monkeypatch, number):
+    both = tiers()
+    both.put("k", size=1000)
+    assert both.demote()
+    record = both.log.record("k")
+    works = [CreateSegment(7, 1 << 20), MoveValues((("k", record, record._replace(offset=1 << 16)),), ())]
+    for name, work in zip(("posix_fallocate", "open"), works, strict=True):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError(number, "lacks")))
+            assert both.hand.carry_out(work).full == (number != errno.EIO)
+        assert both.hand.carry_out(work) == Done(), "then it goes well"
+        both.disk.remove([7])
+
+
+def test_a_disk_that_only_the_index_finds_full_is_full(tiers):
+    both = tiers()
+    both.disk._index._db.execute("PRAGMA max_page_count = 2")
+    rows = tuple((f"{number}".ljust(1000, "k"), ObjectRecord(number, 1, 0, 10, 5, 0)) for number in range(10))
+    assert both.hand.carry_out(CommitValues(rows)).full
 
 
 def test_more_small_values_come_from_disk_at_once_than_a_client_may_put_at_once(tiers):
