@@ -359,7 +359,7 @@ _STORE = {
     "store_ssd_promotions_denied": "Values not brought back from the SSD for want of memory",
     "store_ssd_moved": "Values kept on SSD when their file went to make room",
     "store_ssd_dropped": "Values dropped from the SSD to make room",
-    "store_ssd_dropped_in_quota": "Values dropped from the SSD within their tenant's share",
+    "store_ssd_dropped_in_quota": "Values dropped from the SSD though pinned hard or within their tenant's share",
     "store_ssd_segments_dropped": "Files removed to make room",
     "store_ssd_outgrown": "Values dropped from the SSD because their tenant has no room for them any more",
     "store_ssd_may_come_back": "Values that a failing SSD could not forget: they may be back after a restart",

@@ -546,13 +546,29 @@ def test_a_full_disk_is_a_fault_and_what_stands_is_still_read(small_mount):
     disk.close()
 
 
-def test_a_disk_that_was_full_is_written_again_as_soon_as_there_is_room(small_mount):
-    """The same open tier: what failed before, in its files or in its index, is made good."""
-    disk = open_disk(small_mount, slots=8)
-    ballast = small_mount / "ballast"
+def fill(directory: Path) -> Path:
+    """Leave no room on a file system; the file that takes it."""
+    ballast = directory / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
+    return ballast
+
+
+def test_a_tier_on_a_full_disk_can_be_made_smaller(small_mount):
+    disk = open_disk(small_mount)
+    kept = [put(disk, slot, slot) for slot in range(SLOTS)][:4]
+    disk.close()
+    fill(small_mount)
+    disk = open_disk(small_mount, slots=4)
+    assert disk.recovered == tuple(kept)
+    disk.close()
+
+
+def test_a_disk_that_was_full_is_written_again_as_soon_as_there_is_room(small_mount):
+    """The same open tier: what failed before, in its files or in its index, is made good."""
+    disk = open_disk(small_mount, slots=8)
+    ballast = fill(small_mount)
     with pytest.raises(DiskFault, match="No space left|disk is full"):
         put(disk, 0, 0)
     ballast.unlink()

@@ -53,12 +53,12 @@ def begin(log):
     log.open(log.new_segment(), 128 << 10)
 
 
-def append(log, key, size=100):
+def append(log, key, size=100, pin=Pin.NONE):
     place = log.place([(key.encode(), size)])
     if place is None:
         return None
     log.take(place)
-    record = ObjectRecord(log.next_sequence, place.segment, place.offsets[0], size, 1, 0)
+    record = ObjectRecord(log.next_sequence, place.segment, place.offsets[0], size, 1, int(pin))
     log.add(key, record)
     return record
 
@@ -117,6 +117,17 @@ def test_without_a_quota_nothing_is_promised():
     log = quotas(make_log(8), a=0)
     assert log.promised_bytes(1) == 0
     assert not log.is_promised("a0")
+    log.check()
+
+
+def test_what_is_pinned_hard_is_promised_once_whoevers_it_is():
+    log = make_log(0)
+    begin(log)
+    for key, pin in (("a", Pin.HARD), ("b", Pin.HARD | Pin.SOFT), ("c", Pin.SOFT)):
+        append(log, key, pin=pin)
+    assert log.promised_bytes(1) == 2 * 4096
+    assert quotas(log, a=1 << 20).promised_bytes(1) == 2 * 4096
+    assert [log.is_promised(key) for key in "abc"] == [True, True, False]
     log.check()
 
 

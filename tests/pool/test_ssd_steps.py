@@ -7,7 +7,8 @@ import pytest
 from tiers_harness import CONNECTION, Tiers
 
 from mooncake_zmq.core.actor import TimerFired
-from mooncake_zmq.core.work import CommitValues, WriteValues
+from mooncake_zmq.core.work import CommitValues, CreateSegment, Done, MoveValues, WriteValues
+from mooncake_zmq.kv.object_record import ObjectRecord
 from mooncake_zmq.pool.node.store_events import Asked
 from mooncake_zmq.pool.node.tiers import LOOK
 from mooncake_zmq.store import protocol
@@ -93,6 +94,22 @@ def test_at_the_limit_of_objects_on_disk_the_oldest_go_and_writing_goes_on(tiers
     both.log.check()
 
 
+def test_what_is_pinned_hard_and_was_not_read_since_a_restart_moves_on_when_its_segment_goes(tiers):
+    both = tiers()
+    request, _ = both.reserve(["pinned"], [b"v" * 100], Pin.HARD)
+    assert both.commit(request, [b"v" * 100]).numbers == [0]
+    assert both.demote()
+    both.close()
+    both = tiers()
+    for number in range(60):
+        both.put(f"k{number}", size=60_000)
+        both.demote()
+    assert both.node.counts["ssd_segments_dropped"] > 1
+    assert "pinned" in both.log.by_key
+    assert "k0" not in both.log.by_key
+    both.log.check()
+
+
 def test_a_tier_smaller_than_memory_is_not_written_over_and_over(tiers):
     both = tiers(slabs=16, ssd_bytes=9 * SLAB + (1 << 18))
     for number in range(15):
@@ -121,6 +138,40 @@ def test_a_process_out_of_descriptors_has_a_miss_and_keeps_its_disk(tiers, monke
     assert both.node.counts["ssd_promotions_denied"] == 1
     both.promote("k")
     assert "k" in both.objects.by_key
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_a_work_that_fails_for_what_may_pass_says_so(tiers, monkeypatch, number):
+    both = tiers()
+    both.put("k", size=1000)
+    assert both.demote()
+    record = both.log.record("k")
+    works = [CreateSegment(7, 1 << 20), MoveValues((("k", record, record._replace(offset=1 << 16)),), ())]
+    for name, work in zip(("posix_fallocate", "open"), works, strict=True):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError(number, "lacks")))
+            assert both.hand.carry_out(work).full == (number != errno.EIO)
+        assert both.hand.carry_out(work) == Done(), "then it goes well"
+        both.disk.remove([7])
+
+
+def test_a_disk_that_only_the_index_finds_full_is_full(tiers):
+    both = tiers()
+    both.disk._index._db.execute("PRAGMA max_page_count = 2")
+    rows = tuple((f"{number}".ljust(1000, "k"), ObjectRecord(number, 1, 0, 10, 5, 0)) for number in range(10))
+    assert both.hand.carry_out(CommitValues(rows)).full
+
+
+def test_more_small_values_come_from_disk_at_once_than_a_client_may_put_at_once(tiers):
+    both = tiers()
+    keys = [f"k{number}" for number in range(both.objects.entries.settings.max_puts_per_client + 1)]
+    both.put(*keys, size=10)
+    while both.demote():
+        pass
+    both.evict(*keys)
+    both.promote(*keys)
+    assert both.objects.by_key.keys() == set(keys)
+    both.objects.check()
 
 
 def test_a_value_that_goes_while_it_is_written_and_read_is_not_counted_as_saved(tiers):

@@ -334,6 +334,18 @@ def test_what_more_than_can_be_promised_is_lost_is_counted():
     assert store.node.counts["ssd_dropped_in_quota"] > 0
 
 
+def test_where_quotas_promise_every_row_of_the_disk_writing_goes_on():
+    store = Store(limited(ssd=SSD.bytes), BLUE, ssd=replace(SSD, max_objects=16), max_objects=8)
+    for number in range(40):
+        assert store.put("ruby", f"red/{number}", size=10) == [0]
+        store.look()
+    store.put("sky", "blue/1")
+    store.look()
+    assert {"red/39", "blue/1"} <= store.log.by_key.keys()
+    assert len(store.log.by_key) <= 16
+    assert store.node.counts["ssd_dropped_in_quota"] > 0
+
+
 def test_a_tenant_without_room_on_disk_keeps_nobody_else_from_it():
     store = Store(limited(ssd=5 * RECORD // 2), BLUE, ssd=True, slabs=16)
     store.node.check = lambda: None

@@ -11,7 +11,8 @@ from store_harness import SLAB_BYTES, Memory, idle, wait_for
 
 from mooncake_zmq.store import MooncakeDistributedStore, ReplicateConfig
 from mooncake_zmq.store.client import api
-from mooncake_zmq.store.protocol import PIECE_BYTES
+from mooncake_zmq.store.client.link import Link, Unreached
+from mooncake_zmq.store.protocol import PIECE_BYTES, Remove
 
 SIZES = [1, 63, 4096, 70_000, PIECE_BYTES, PIECE_BYTES + 1, SLAB_BYTES]
 
@@ -357,6 +358,33 @@ def test_an_upsert_that_a_store_refuses_leaves_no_old_value_there(make_server, c
     assert both.get("k") == bytes(SLAB_BYTES)
     assert first.is_exist("k") == 0
     first._client.release(held)
+
+
+@pytest.mark.parametrize("what", ["upsert", "remove"])
+def test_a_removal_that_does_not_reach_a_store_is_done_before_the_next_call_there(make_server, connect, monkeypatch, what):
+    one, two = make_server("node-1"), make_server("node-2")
+    both = connect(one, two)
+    assert connect(two).put("k", b"old") == 0
+    assert both.put("there", b"x") == 0
+    ask, refused = Link.ask, []
+
+    def ask_in_vain(self, request, *arguments):
+        if isinstance(request, Remove) and self.socket.last_endpoint == two.endpoint.encode():
+            refused.append(request)
+            raise Unreached("lost")
+        return ask(self, request, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Link, "ask", ask_in_vain)
+        if what == "upsert":
+            assert both.upsert("k", b"new") == 0
+        else:
+            both.remove("k")
+        count = len(refused)
+        wait_for(lambda: both.is_exist("none") == 0 and len(refused) > count, "it is tried again")
+    reader = connect(two)
+    wait_for(lambda: both.is_exist("none") == 0 and not reader.is_exist("k"), "the store to be asked again")
+    assert both.get("k") == (b"new" if what == "upsert" else b"")
 
 
 def test_with_the_first_store_gone_the_second_is_used(make_server, connect):

@@ -246,6 +246,27 @@ def test_a_value_that_went_bad_on_disk_is_a_miss_and_gone(make, client, tmp_path
     assert store.get("a") == b"again"
 
 
+def test_a_second_try_forgets_what_the_first_one_found(make, connect, monkeypatch):
+    first = make()
+    assert connect(first).put("on disk", value("on disk", 70_000)) == 0
+    drain(first)
+    server = make()
+    store = connect(server)
+    assert store.put("damaged", value("damaged", 70_000)) == 0
+    read = shared_copy._read
+
+    def interrupted(call, *arguments):
+        found = read(call, *arguments)
+        monkeypatch.setattr(shared_copy, "_read", read)
+        with server._turns as node:
+            server._turns.view(node.objects.entries.find("damaged").offset, 1)[0] ^= 1
+        call.link.shut()
+        return found
+
+    monkeypatch.setattr(shared_copy, "_read", interrupted)
+    assert store.get_batch(["damaged", "on disk"]) == [b"", value("on disk", 70_000)]
+
+
 def test_a_value_too_large_for_the_memory_of_now_is_a_miss_and_gone(make, client):
     first = make()
     assert client(first).put_batch(["large", "small"], [bytes(SLAB_BYTES - 5000), b"x"]) == 0

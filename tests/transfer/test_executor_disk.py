@@ -243,6 +243,17 @@ def test_a_failing_read_is_a_fault_that_accuses_no_block(rig, refs, disk, monkey
     assert "Input/output error" in result.fault
 
 
+def test_a_process_out_of_descriptors_reads_nothing_and_that_is_no_fault(rig, refs, disk, monkeypatch):
+    work = demotion(refs)
+    rig.run(work)
+    copies = tuple((block, grant) for (_, block), grant in zip(work.blocks, rig.grants(*range(8, 14)), strict=True))
+    disk._files.close()  # as after a restart
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail(errno.EMFILE))
+        assert rig.run(CopyBlocks(copies)) == BlocksCopied((None,) * BLOCKS)
+    assert rig.run(CopyBlocks(copies)) == BlocksCopied(tuple(ref.checksum for ref in refs))
+
+
 @pytest.mark.parametrize("way", ["read", "write"])
 def test_a_cancelled_work_stops_between_shares(rig, refs, disk, monkeypatch, way):
     rig.run(demotion(refs))

@@ -73,10 +73,12 @@ class _Promotion:
 @dataclass(slots=True)
 class _Room:
     """Room being made: the segment that goes, and how many bytes and values of it, or of none, may still move.
-    `promised_bytes`: what of these is for values that tenants were promised; `values` is for others alone."""
+    `promised_bytes`: what of these is for values that are promised to stay, of which `promised` may still move; `values` is for
+    others alone."""
 
     bytes: int
     values: int
+    promised: int
     promised_bytes: int = 0
     victim: int = 0
     steps: Iterator[list[tuple[str, ObjectRecord, bool]]] = field(default_factory=lambda: iter(()))
@@ -118,6 +120,8 @@ class Tiers:
         """A removal begun once nothing reads there any more; it takes a work's place."""
         self._batch: list[Unsaved] = []
         self._room: _Room | None = None
+        self._movable = int(log.settings.max_objects * MOVED_SHARE)
+        """Values that may move to a new segment because they are promised to stay; half as many may because they were read."""
         self._forgetting: list[tuple[str, ObjectRecord]] = []
         self._outgrown: list[tuple[str, ObjectRecord]] = []
         """Copies being forgotten because their tenant has no room for them any more."""
@@ -134,7 +138,7 @@ class Tiers:
 
     def start(self) -> None:
         """Begin: the tier may have become smaller, or the last incarnation may have ended while it made room."""
-        self._make_room(_Room(self._log.left_bytes, 0))
+        self._make_room(_Room(self._log.left_bytes, 0, self._movable))
 
     def drain(self) -> None:
         """Write all that memory alone holds."""
@@ -345,15 +349,16 @@ class Tiers:
             case CreateSegment(segment, length):
                 self._log.open(segment, length)
                 needed_bytes = round_up(record_bytes(self._batch[0].key.encode(), self._batch[0].size), PAGE_BYTES)
-                most = min(MAX_MOVED, int(self._log.settings.max_objects * MOVED_SHARE))
-                self._make_room(_Room(min(int(length * MOVED_SHARE), length - needed_bytes), most))
+                most = min(MAX_MOVED, self._movable // 2)
+                self._make_room(_Room(min(int(length * MOVED_SHARE), length - needed_bytes), most, self._movable))
             case MoveValues(moved):
                 self._on_moved(moved)
             case RemoveSegments():
                 if self._forgetting:
                     self._drop_forgotten()
                 else:
-                    self._make_room(_Room(self._room.bytes if self._room is not None else 0, 0))
+                    assert self._room is not None
+                    self._make_room(_Room(self._room.bytes, 0, self._room.promised))
             case WriteValues(values):
                 assert isinstance(result, ValuesWritten)
                 self._on_written(values, result.checksums)
@@ -454,8 +459,8 @@ class Tiers:
             raise AssertionError("a new segment holds any value beside what was moved there")
 
     def _move(self, room: _Room) -> None:
-        """The next rows of the segment that goes: move what tenants were promised, and what was read of it and memory has not,
-        as far as there is room."""
+        """The next rows of the segment that goes: move what is promised to stay, and what was read of it and memory has not, as
+        far as there is room."""
         step = next(room.steps, None)
         if step is None:
             self._close(room.victim)
@@ -478,12 +483,13 @@ class Tiers:
     def _place_moved(self, room: _Room, key: str, record: ObjectRecord, *, promised: bool) -> ObjectRecord | None:
         size = moved_bytes(key.encode(), record.offset, record.size)
         room.promised_bytes -= size if promised else 0
-        may = size <= room.bytes if promised else size <= room.bytes - room.promised_bytes and room.values
-        place = self._log.place_pages(size) if may else None
+        room_bytes, left = (room.bytes, room.promised) if promised else (room.bytes - room.promised_bytes, room.values)
+        place = self._log.place_pages(size) if size <= room_bytes and left > 0 else None
         if place is None:
             return None
         self._log.take(place)
         room.bytes -= size
+        room.promised -= promised
         room.values -= not promised
         return record._replace(segment=place.segment, offset=place.offsets[0] + record.offset % PAGE_BYTES)
 

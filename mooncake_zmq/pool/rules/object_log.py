@@ -1,9 +1,9 @@
 """The SSD tier of one host's store: which value stands where in a log of segments, and which segment goes next. PURE.
 
 Values are appended, never overwritten. Where there is no room for another segment the oldest goes as a whole; what was read
-of it since it was written, and memory does not have, is moved to the new one first, within limits, and before that what belongs
-to tenants with a quota: of these the segment that goes has no more than can be moved. So a log needs neither a list of free
-places nor an order of use, and the disk sees long sequential writes only.
+of it since it was written, and memory does not have, is moved to the new one first, within limits, and before that what is
+pinned hard or belongs to tenants with a quota: of these the segment that goes has no more than can be moved. So a log needs
+neither a list of free places nor an order of use, and the disk sees long sequential writes only.
 """
 
 from array import array
@@ -15,13 +15,16 @@ from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.object_record import ObjectRecord, moved_bytes, place, round_up, taken_bytes
 from mooncake_zmq.pool.rules.holdings import Holdings
 from mooncake_zmq.pool.rules.tenants import Tenants
+from mooncake_zmq.store.codes import Pin
 
 SEGMENT_BYTES = 256 << 20
 MIN_SEGMENTS = 8
 """Smaller tiers get smaller segments: what goes at a time is an eighth at most."""
 _NOWHERE = 1 << 62
+_HARD = int(Pin.HARD)
 MOVED_SHARE = 0.5
-"""The largest part of a new segment, and of all that may be on disk, that is moved there."""
+"""The largest part of a new segment, and of all rows, that what is moved there takes; of the rows half as much more for what
+is not promised."""
 ROWS_AT_ONCE = 4096
 """Rows of a segment that goes, moved or dropped in one step: others wait for it."""
 
@@ -84,7 +87,7 @@ class _Segment:
     """Rows that were put here, the oldest first; some of them may have gone, or serve another value by now."""
     live: int = 0
     promised_bytes: int = 0
-    """Bytes of this segment's values whose tenants have a quota: they would be moved elsewhere."""
+    """Bytes of this segment's values that are pinned hard or whose tenants have a quota: they would be moved elsewhere."""
 
 
 class ObjectLog:
@@ -249,7 +252,7 @@ class ObjectLog:
         return self._segments[segment].promised_bytes
 
     def is_promised(self, key: str) -> bool:
-        """Is the value one of a tenant with a quota? It stands here."""
+        """Return whether the value, which stands here, is pinned hard or one of a tenant with a quota."""
         return self._is_promised(self.by_key[key])
 
     def standing(self, segment: int) -> Iterator[list[tuple[str, ObjectRecord, bool]]]:
@@ -281,6 +284,8 @@ class ObjectLog:
         """From now on record each value's tenant."""
         quotas = [each.ssd_bytes for each in tenants.known]
         self.holdings = Holdings(tenants, quotas, rows=len(self._key))
+        for segment in self._segments.values():
+            segment.promised_bytes = 0
         for key, row in self.by_key.items():
             self._hold(self.holdings, row, key)
             self._segments[self._segment[row]].promised_bytes += self._promised_bytes(row)
@@ -367,7 +372,8 @@ class ObjectLog:
         segment.promised_bytes -= self._promised_bytes(row)
 
     def _is_promised(self, row: int) -> bool:
-        return self.holdings is not None and self.holdings.quotas[self.holdings.of[row]] > 0
+        has_quota = self.holdings is not None and self.holdings.quotas[self.holdings.of[row]] > 0
+        return has_quota or bool(self._pin[row] & _HARD)
 
     def _promised_bytes(self, row: int) -> int:
         key = self._key[row]

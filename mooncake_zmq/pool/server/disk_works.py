@@ -2,6 +2,7 @@
 
 import errno
 import queue
+import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 
@@ -30,8 +31,8 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.object_record import LARGE_BYTES, round_up
 from mooncake_zmq.pool.server.turns import Turns
-from mooncake_zmq.pool.ssd.disk_directory import DiskFault
-from mooncake_zmq.pool.ssd.object_disk import DiskBusy, ObjectDisk
+from mooncake_zmq.pool.ssd.disk_directory import SCARCE, DiskBusy, DiskFault
+from mooncake_zmq.pool.ssd.object_disk import ObjectDisk
 from mooncake_zmq.store.memory import checksum_of
 
 log = structlog.get_logger()
@@ -110,12 +111,11 @@ class DiskHand:
         """How it ends."""
         try:
             return self._read(work) if isinstance(work, ReadValues) else self._change(work)
-        except DiskFault as fault:
+        except (DiskFault, DiskBusy) as fault:
             if isinstance(work, RemoveSegments) and work.instead:
                 log.critical("store_values_may_come_back", count=work.instead, error=str(fault), after="a restart")
             log.error("store_disk_not_written", reason=str(fault))
-            cause = fault.__cause__
-            return WorkFailed(str(fault), full=isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+            return WorkFailed(str(fault), full=_passes(fault.__cause__))
 
     def _change(self, work: StoreWork) -> StoreResult:
         disk = self._disk
@@ -158,6 +158,13 @@ class DiskHand:
 
 def _filled(outcomes: Sequence[str], with_what: str, work: ReadValues) -> ValuesRead:
     return ValuesRead((*outcomes, *(with_what,) * (len(work.values) - len(outcomes))))
+
+
+def _passes(cause: BaseException | None) -> bool:
+    """Return whether the disk, or the system, lacks room that it may have again."""
+    if isinstance(cause, sqlite3.Error):
+        return getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, *SCARCE)
 
 
 def _cell_bytes(size: int) -> int:

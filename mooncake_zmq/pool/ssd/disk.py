@@ -42,6 +42,8 @@ from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import part_checksums
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
 from mooncake_zmq.pool.ssd.disk_directory import (
+    SCARCE,
+    DiskBusy,
     DiskError,
     DiskFault,
     Outcomes,
@@ -177,7 +179,7 @@ class Disk:
     def read(self, blocks: Sequence[Placed]) -> list[list[int] | None]:
         """Read a share of blocks straight into their places: the checksums of each one's parts, which were verified.
 
-        None: that block does not stand there. It is a miss, counted and not found again. Raises `DiskFault`.
+        None: that block does not stand there. It is a miss, counted and not found again. Raises `DiskFault` or `DiskBusy`.
         """
         buffers = self._buffers(blocks)
         slots = [block.slot for block, _ in blocks]
@@ -237,9 +239,6 @@ class _SegmentFiles:
         self._open: dict[int, int] = {}
         self._grown: set[tuple[int, int]] = set()
         """Pieces (segment, number) that have their room on disk."""
-        for segment, path in _segment_paths(directory):  # a tier that was larger once
-            if segment * segment_slots >= slots:
-                path.unlink()
 
     def runs(self, slots: Sequence[int]) -> Iterator[range]:
         """The indices of `slots`, divided into runs of neighbours in one file."""
@@ -266,6 +265,10 @@ class _SegmentFiles:
             fd = self._fd(segment, create=False)
         except FileNotFoundError:
             return 0
+        except OSError as error:
+            if error.errno in SCARCE:
+                raise DiskBusy(f"cannot open a segment now: {error.strerror}") from error
+            raise
         return os.preadv(fd, buffers, offset)
 
     def sync(self, slots: Iterator[int]) -> None:
@@ -367,7 +370,10 @@ def _load(path: Path, layout: BlockLayout, slots: int, segment_slots: int, progr
             segment, position = divmod(block.slot, index.segment_slots)
             reachable = block.slot < slots and (position + 1) * stride <= sizes.get(segment, 0)
             recovered.add(block, sequence, reachable=reachable)
-        if recovered.dropped:
+        for segment, file in _segment_paths(path.parent):  # a tier that was larger once
+            if segment * index.segment_slots >= slots:
+                file.unlink()
+        if recovered.dropped:  # on a full disk there may be room for that now
             log.warning("disk_blocks_dropped", count=recovered.dropped, why="beyond the capacity, or their file's end, or old")
             index.delete(recovered.useless)
     except BaseException:

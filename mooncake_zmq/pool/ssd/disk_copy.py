@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import structlog
+
 from mooncake_zmq.core.messages import SlotRef
 from mooncake_zmq.core.work import DiskBlock, SlotGrant
 from mooncake_zmq.kv import reading
@@ -9,8 +11,11 @@ from mooncake_zmq.kv.checksum import part_checksums
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.kv.reading import ReadFailure
 from mooncake_zmq.pool.ssd.disk import Disk
+from mooncake_zmq.pool.ssd.disk_directory import DiskBusy
 from mooncake_zmq.transfer.block_copy import committable, expected_parts, fits, granted, mismatch
 from mooncake_zmq.transfer.shared_memory import Segment
+
+log = structlog.get_logger()
 
 
 def read_blocks(disk: Disk, copies: Sequence[tuple[DiskBlock, Segment, SlotGrant]]) -> list[int | ReadFailure]:
@@ -18,7 +23,12 @@ def read_blocks(disk: Disk, copies: Sequence[tuple[DiskBlock, Segment, SlotGrant
     outcomes: list[int | ReadFailure] = [ReadFailure.UNREACHED] * len(copies)
     wanted = [index for index, (_, target, grant) in enumerate(copies) if granted(target, grant)]
     places = [(block, _slot_view(target, grant.slot)) for block, target, grant in map(copies.__getitem__, wanted)]
-    for index, parts in zip(wanted, disk.read(places), strict=True):
+    try:
+        read = disk.read(places)
+    except DiskBusy as busy:
+        log.debug("disk_blocks_not_read", reason=str(busy))
+        return outcomes
+    for index, parts in zip(wanted, read, strict=True):
         _, target, grant = copies[index]
         if parts is None:
             outcomes[index] = ReadFailure.CORRUPT

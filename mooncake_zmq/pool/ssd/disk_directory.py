@@ -17,6 +17,7 @@ from mooncake_zmq.transfer.own_files import make_own_directory, open_own
 from mooncake_zmq.transfer.process_lock import ProcessLock, ProcessLockError, holder
 
 LOG_INTERVAL_S = 1.0
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LOCK = "tier"
 
 log = structlog.get_logger()
@@ -27,6 +28,10 @@ Progress = Callable[[int, int], None]
 
 class DiskError(Exception):
     """The tier cannot be opened: the directory is another process's, or cannot be used."""
+
+
+class DiskBusy(Exception):
+    """The system lacks what a read needs, and may have it again: this says nothing about the disk."""
 
 
 class DiskFault(Exception):

@@ -11,7 +11,6 @@ Sketch: a write is a batch of values of up to 16 MiB in one system call, direct 
 at pages, then a sync and one commit for all of them: some milliseconds, beside 5 to 15 of writing. A read is one call.
 """
 
-import errno
 import mmap
 import os
 import threading
@@ -23,20 +22,25 @@ import structlog
 from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.object_record import LARGE_BYTES, ObjectRecord, header, header_bytes, record_bytes, round_up, why_missed
 from mooncake_zmq.pool.node.tiers import BATCH_RECORDS
-from mooncake_zmq.pool.ssd.disk_directory import DiskError, Outcomes, Progress, Reporter, allows_direct, sync_directory, take
+from mooncake_zmq.pool.ssd.disk_directory import (
+    SCARCE,
+    DiskBusy,
+    DiskError,
+    Outcomes,
+    Progress,
+    Reporter,
+    allows_direct,
+    sync_directory,
+    take,
+)
 from mooncake_zmq.pool.ssd.disk_index import IndexFault, IndexUnusable, set_aside
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
 from mooncake_zmq.store.memory import checksum_of
 from mooncake_zmq.transfer.process_lock import ProcessLock
 
 COPY_BYTES = 4 << 20
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 log = structlog.get_logger()
-
-
-class DiskBusy(Exception):
-    """The system lacks what a read needs, and may have it again: this says nothing about the disk."""
 
 
 class ObjectDisk:
@@ -93,7 +97,8 @@ class ObjectDisk:
     # --- reading
 
     def read(self, key: str, record: ObjectRecord, cell: memoryview, *, ahead: bool = False) -> bool:
-        """Read a value into the begin of its cell, which is at a page if the value is large: is it good? Raises `DiskFault`.
+        """Read a value into the begin of its cell, which is at a page if the value is large: is it good? Raises `DiskFault` or
+        `DiskBusy`.
 
         If not it is a miss, which is counted. The record may have moved meanwhile, then it is worth another try. `ahead`: the
         same thread will read more, maybe of what stands behind it.
@@ -151,7 +156,7 @@ class ObjectDisk:
         except FileNotFoundError:
             return 0
         except OSError as error:
-            if error.errno in _SCARCE:
+            if error.errno in SCARCE:
                 raise DiskBusy(f"cannot open a segment now: {error.strerror}") from error
             raise
         try:
@@ -166,11 +171,11 @@ class ObjectDisk:
         with self._outcomes.faults("write"):
             try:
                 os.posix_fallocate(self._descriptor(segment, os.O_CREAT | os.O_EXCL), 0, length)
+                sync_directory(self._directory)
             except BaseException:
                 self._close_segment()
                 self._path(segment).unlink(missing_ok=True)
                 raise
-            sync_directory(self._directory)
 
     def write(self, values: Sequence[tuple[str, ObjectRecord, memoryview]], end: int) -> None:
         """Write records that follow one another, up to `end`. Cells of large values are at pages. Raises `DiskFault`.
@@ -213,7 +218,7 @@ class ObjectDisk:
     def copy(self, key: str, record: ObjectRecord, to: ObjectRecord) -> None:
         """Copy the pages of a record to where it will stand after `change`, in the newest segment.
 
-        Nothing is verified: its reader does that. Raises `DiskFault`.
+        Nothing is verified: its reader does that. Raises `DiskFault` or `DiskBusy`.
         """
         start, begin = (each.offset // PAGE_BYTES * PAGE_BYTES for each in (record, to))
         stop = record.offset + record_bytes(key.encode(), record.size)
@@ -318,13 +323,13 @@ def _load(path: Path, largest_bytes: int, progress: Progress) -> _Recovered:
             if older is not None:  # the newer is true; there should be but one
                 gone.append(older.sequence)
             rows[key] = record
-        if gone:
-            log.warning("store_rows_dropped", count=len(gone), why="beyond their file's end, too large, or old")
-            index.change(gone=gone)
         used = {record.segment for record in rows.values()}
         for number in [number for number in lengths if number not in used]:  # their values will not be found
             files[number].unlink()
             del lengths[number]
+        if gone:  # on a full disk there may be room for that now
+            log.warning("store_rows_dropped", count=len(gone), why="beyond their file's end, too large, or old")
+            index.change(gone=gone)
     except BaseException:
         index.close()
         raise

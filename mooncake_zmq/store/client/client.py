@@ -333,7 +333,11 @@ class StoreClient:
         for start in range(0, len(keys), MAX_KEYS):
             some = list(keys[start : start + MAX_KEYS])
             answer = self._ask(peer, protocol.Remove(peer.next_id(), some), protocol.Numbers)
-            codes += answer.numbers if answer is not None and len(answer.numbers) == len(some) else [UNREACHED] * len(some)
+            if answer is not None and len(answer.numbers) == len(some):
+                codes += answer.numbers
+            else:
+                peer.owe(some)
+                codes += [UNREACHED] * len(some)
         return codes
 
     def _lookup(self, keys: Sequence[str], ask: Callable[[Peer, list[str]], list[int]], nothing: int) -> list[int]:

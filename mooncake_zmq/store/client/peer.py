@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -153,6 +153,9 @@ class Peer:
         self._closing = threading.Event()
         self._abandoned: deque[int] = deque(maxlen=MAX_KEYS)
         """Puts whose end the store may not have received."""
+        self._owed: deque[str] = deque(maxlen=MAX_KEYS)
+        """Keys that an earlier call could not remove here; of more the first are forgotten."""
+        self._owed_lock = threading.Lock()
         self._pid = os.getpid()
 
     def session(self, deadline: float) -> Session:
@@ -181,6 +184,7 @@ class Peer:
             link = self._links.take(deadline)
             broken = True
             try:
+                self._remove_owed(link, deadline)
                 result = work(Call(self, session, link, again))
                 broken = False
                 self._outage.answered()
@@ -198,6 +202,26 @@ class Peer:
             finally:
                 self._links.put_back(link, broken=broken)
         raise AssertionError("the last try returns or raises")
+
+    def owe(self, keys: Sequence[str]) -> None:
+        """Remove these before the next call: a removal did not reach the store, and other stores may have newer values."""
+        if len(self._owed) + len(keys) > MAX_KEYS:
+            log.warning("store_removals_forgotten", endpoint=self.endpoint, reason=f"more than {MAX_KEYS} keys")
+        self._owed.extend(keys)
+
+    def _remove_owed(self, link: Link, deadline: float) -> None:
+        """Calls wait here for the one that does it. Raises Unreached or Forgotten."""
+        while self._owed:
+            if not self._owed_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise Unreached("earlier removals take too long")
+            try:
+                if owed := list(self._owed):
+                    link.ask(protocol.Remove(self.next_id(), list(dict.fromkeys(owed))), protocol.Numbers, deadline)
+                for key in owed:
+                    with contextlib.suppress(ValueError):  # more came meanwhile than are remembered
+                        self._owed.remove(key)
+            finally:
+                self._owed_lock.release()
 
     def open_stream(self, session: Session, link: Link, deadline: float) -> Stream:
         """A new stream, which is the link's. Raises Unreached or Forgotten."""

@@ -55,6 +55,8 @@ def _put(call: Call, segment: ObjectSegment, put_id: int, batch: Batch) -> list[
 
 def read(call: Call, segment: ObjectSegment, indexes: Sequence[int], wanted: Wanted) -> None:
     """Fill in the results for `indexes`; what is not here, or not good, stays NOT_FOUND."""
+    for index in indexes:  # of a try before this one, over whose bytes this one may copy what does not verify
+        wanted.results[index] = Code.NOT_FOUND
     lease_id, on_disk = _read(call, segment, indexes, wanted)
     for chunk in chunks(on_disk, on_disk, promoted_bytes(call.session.welcome.memory_bytes)):
         # One pass more for what came into memory and went again before it was leased.
