@@ -11,6 +11,8 @@ from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.drain import MOVE_AGAIN_S
 from mooncake_zmq.core.messages import (
+    MAX_BLOCKS,
+    MAX_TOKENS,
     AttemptFailed,
     BlocksAnnounced,
     CancelRequest,
@@ -70,10 +72,10 @@ def prompt(length, base=0):
 
 
 class Node(Harness):
-    def __init__(self, *, costs=COSTS, may_become="", **settings):
+    def __init__(self, *, costs=COSTS, may_become="", layout=LAYOUT, **settings):
         self.settings = replace(BASE, **settings)
         actor = Prefill(
-            name="me", host="h0", incarnation=2, settings=self.settings, layout=LAYOUT, costs=costs, may_become=may_become
+            name="me", host="h0", incarnation=2, settings=self.settings, layout=layout, costs=costs, may_become=may_become
         )
         super().__init__(actor)
         for name in ("g", "c", "k"):
@@ -1203,6 +1205,16 @@ def test_a_refusal_that_crosses_the_first_token_refuses_nothing_but_loses_nothin
     assert (failed.refused, failed.full, failed.avoid) == (False, True, "d"), "its client has a token: it is placed again"
     settle(node)
     assert_nothing_left(node)
+
+
+@pytest.mark.parametrize(("tokens", "offered"), [(700_000, True), (MAX_TOKENS, False)])
+def test_the_blocks_of_a_prompt_that_penalties_read_too_are_not_offered_where_a_message_cannot_say_both(tokens, offered):
+    layout = replace(LAYOUT, block_tokens=16)
+    node = Node(layout=layout, slab_bytes=MAX_BLOCKS * layout.slot_bytes, chunk_tokens=512)
+    keys = tuple([number.to_bytes(16, "big") for number in range(tokens // 16)])
+    node.start(tokens=bytes(4 * tokens), keys=keys, sampling=Sampling(repetition_penalty=1.5, prompt_tokens=tokens))
+    reserve = node.one(ReserveDecode, "d")
+    assert (len(reserve.past), len(reserve.block_tokens)) == (4 * tokens, offered * 4 * tokens)
 
 
 def test_the_decode_is_told_booking_and_slo(node):

@@ -9,6 +9,7 @@ import msgspec
 
 from mooncake_zmq.core.messages.computing import (
     MAX_MOVED,
+    MAX_RESERVE_BYTES,
     MAX_TEXTS,
     MAX_VECTORS_BYTES,
     AttemptFailed,
@@ -225,6 +226,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_FETCHED_BLOCKS",
     "MAX_MESSAGE_BYTES",
+    "MAX_RESERVE_BYTES",
     "MAX_TRANSFER_STATS",
     "MAX_MODELS",
     "MAX_MODEL_NAME",
