@@ -82,6 +82,7 @@ from mooncake_zmq.core.messages.lending import (
 )
 from mooncake_zmq.core.messages.load import (
     MAX_ADAPTERS,
+    MAX_OVERTAKE,
     MAX_REPORTED,
     AdaptersListed,
     BlocksAnnounced,
@@ -171,6 +172,7 @@ from mooncake_zmq.core.messages.watching import (
 
 __all__ = [
     "MAX_ADAPTERS",
+    "MAX_OVERTAKE",
     "AdaptersListed",
     "AnswerRead",
     "AnswerUnread",
