@@ -1348,6 +1348,21 @@ def test_a_prefill_that_is_to_become_a_decode_finishes_its_jobs_first():
     assert node.busy() == {}
 
 
+def test_a_prefill_that_is_cordoned_while_it_is_to_become_a_decode_stays_one_and_is_cordoned():
+    node = Node(may_become="decode")
+    node.ready("old")
+    node.say("k", ChangeRole(role="decode"))
+    node.set_cordon()
+    node.finish()
+    node.received("old")
+    node.put_all()
+    assert not node.drained
+    assert node.take(PrefillLoad, "k")[-1].draining
+    node.set_cordon(False)
+    node.ready("new", prompt(6, base=50))
+    assert not node.take(AttemptFailed)
+
+
 def test_a_prefill_does_not_become_a_decode_while_first_tokens_of_a_cancelled_job_are_sampled():
     node = Node(may_become="decode")
     sampling = set_aside(node)
