@@ -96,6 +96,7 @@ from mooncake_zmq.core.messages.load import (
     WaitEnded,
 )
 from mooncake_zmq.core.messages.pipeline import (
+    MAX_PARTS,
     EndStage,
     StageChunk,
     StageDone,
@@ -173,6 +174,7 @@ from mooncake_zmq.core.messages.watching import (
 __all__ = [
     "MAX_ADAPTERS",
     "MAX_OVERTAKE",
+    "MAX_PARTS",
     "AdaptersListed",
     "AnswerRead",
     "AnswerUnread",
