@@ -740,6 +740,25 @@ def test_a_nan_of_a_nodes_own_settings_or_of_the_command_line_is_refused(write: 
     assert "nan is none" in fails(write(""), {"decode.report_s": "nan"})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gateway.requests.deadline_s", "inf"),
+        ("gateway.requests.deadline_s", "2e7"),
+        ("conductor.tbt_slo_s", "2e7"),
+        ("prefill.overtake", "2e6"),
+        ("prefill.priority_s", "inf"),
+        ("vllm.priority_s", "2e7"),
+        ("vllm.overtake", "2e6"),
+        ("cache_node.max_lease_s", "2e7"),
+    ],
+)
+def test_a_time_that_no_message_can_say_is_refused(write: Any, name: str, value: str) -> None:
+    """Or its peers would drop every message that says it."""
+    assert name.rsplit(".", 1)[1] in fails(write(""), {name: value})
+    assert load(write(""), {"conductor.tbt_slo_s": "inf"}, {}), "no bound, and said as 0"
+
+
 def test_no_node_has_the_name_of_what_starts_them(write: Any) -> None:
     assert "name the node otherwise" in fails(write("", NODES.replace('"d"', '"up"')))
 

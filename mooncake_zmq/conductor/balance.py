@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-import msgspec
-
 from mooncake_zmq.conductor.batches import Batches, Joining
 from mooncake_zmq.conductor.corrections import OutputLengths
 from mooncake_zmq.conductor.decodes import DecodeNode, Decodes
@@ -23,7 +21,7 @@ from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Effect, Send, SetTimer
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.commands import Answer
-from mooncake_zmq.core.messages import ChangeRole, DecodeLoad, PrefillLoad
+from mooncake_zmq.core.messages import ChangeRole, DecodeLoad
 from mooncake_zmq.core.roles import BECOMES, Role
 
 BALANCE = ("balance",)
@@ -92,14 +90,16 @@ class Lopsided:
         return {"short": self._role, "for_s": now - self._since if self._role else 0.0}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Change:
-    """Holds a role change under way; `incarnation` is that of the node when the change was requested."""
+    """Holds a role change under way; `incarnation` is that of the node when the change was requested, `drains` whether its last
+    report said that it drains."""
 
     node: str
     role: Role
     incarnation: int
     begun_at: float
+    drains: bool = False
 
 
 class Balance:
@@ -176,15 +176,17 @@ class Balance:
             self._end(now, "undone")
         return []
 
-    def prefill_load(self, sender: str, load: PrefillLoad) -> PrefillLoad:
-        """Return the report marked as draining if the sender has been asked to change its role but has not drained yet."""
-        leaves = self._change is not None and sender == self._change.node and not load.draining
-        return msgspec.structs.replace(load, draining=True) if leaves else load
-
-    def decode_load(self, sender: str, load: DecodeLoad) -> DecodeLoad:
-        """Return the report marked as draining if the sender has been asked to change its role but has not drained yet."""
-        leaves = self._change is not None and sender == self._change.node and not load.draining
-        return msgspec.structs.replace(load, draining=True) if leaves else load
+    def leaves(self, now: float, node: str, *, drains: bool) -> bool:
+        """Return whether a node that reports whether it `drains` does so, or has been asked to change its role and will. One
+        that drained and takes requests again changes no more: an operator undid it."""
+        change = self._change
+        if change is None or node != change.node:
+            return drains
+        if change.drains and not drains:
+            self._end(now, "undone")
+            return False
+        change.drains = drains
+        return True
 
     def request_role(self, now: float, node: str, role: Role) -> tuple[Answer, list[Effect]]:
         """Handle an operator's request that `node` changes its role; return the answer to the operator and the effects."""

@@ -2,7 +2,8 @@
 
 A placement's chain is found by the key of each chunk's first block, since what another prompt finds held mostly ends where a
 chunk begins: a prefill announces chunk by chunk. A key covers all blocks before it, so a binary search finds how far two
-prompts agree from there on. A chain is removed with its booking, and its waiters are released at once.
+prompts agree from there on. A chain is removed once it is overdue and not waited for, or with its booking, and then its waiters
+are released at once.
 """
 
 import math
@@ -39,8 +40,8 @@ class Coming:
         self._chains: dict[int, Chain] = {}
         self._waiters: dict[int, Waiter] = {}
         self._wanted: dict[Key, list[Waiter]] = {}
-        self._waited: dict[PrefillNode, dict[int, Chain]] = {}
-        """The chains that have waiters, by the prefill that computes them."""
+        self._by_node: dict[PrefillNode, dict[int, Chain]] = {}
+        """The same chains by the prefill that computes them."""
         self._settling: dict[int, Waiter] = {}
         """Waiters whose blocks only have to reach the pool, in the order of `until`."""
         self._watched: dict[Key, Chain] = {}
@@ -66,6 +67,7 @@ class Coming:
             return
         starts = self._starts_of(node, keys, first, len(keys))
         chain = self._chains[booking.number] = Chain(booking, node, keys, first, tokens, starts)
+        self._by_node.setdefault(node, {})[booking.number] = chain
         self._enter(chain, booking.at)
 
     def wait(self, booking: Booking, node: PrefillNode, key: Key, found: Found) -> None:
@@ -76,7 +78,6 @@ class Coming:
         self._wanted.setdefault(key, []).append(waiter)
         for chain, _ in found.links:
             chain.waiters[number] = waiter
-            self._waited.setdefault(chain.node, {})[chain.booking.number] = chain
             self._watched |= dict.fromkeys(chain.starts, chain)
 
     def remove(self, now: float, number: int, *, lost: bool = False) -> None:
@@ -84,12 +85,10 @@ class Coming:
         pool soon; `lost` means that the prefill is down and its slab with it."""
         if (waiter := self._waiters.get(number)) is not None:
             self._drop(waiter)
-        chain = self._chains.pop(number, None)
+        chain = self._chains.get(number)
         if chain is None:
             return
-        for key in chain.starts:
-            if self._starts.get(key) is chain:
-                del self._starts[key]
+        self._forget(chain)
         if not chain.waiters:  # and so it is not watched
             return
         for waiter in list(chain.waiters.values()):
@@ -156,11 +155,14 @@ class Coming:
 
     def review(self, now: float, node: PrefillNode) -> None:
         """Release placements that wait for a prefill that reported, where computing the blocks themselves is much sooner or
-        the blocks are overdue, and those whose blocks did not reach the pool in time."""
+        the blocks are overdue, and those whose blocks did not reach the pool in time. Forget what is overdue and not waited
+        for: its answer may take far longer."""
         while self._settling and (first := next(iter(self._settling.values()))).until <= now:
             self._release(first, ())
-        for chain in list(self._waited.get(node, {}).values()):
+        for chain in list(self._by_node.get(node, {}).values()):
             overdue = chain.booking.due + PUT_GRACE_S < now
+            if overdue and not chain.waiters and chain.booking.number not in self._waiters:
+                self._forget(chain)
             for waiter in list(chain.waiters.values()):
                 alone_s = waiter.node.factor * self._costs.compute_s(waiter.blocks * self._block_tokens, 0)
                 left_s = self.ready_at(chain, min(waiter.blocks, len(chain.keys))) - now
@@ -174,9 +176,8 @@ class Coming:
             assert all(self._waiters.get(each) is waiter for each, waiter in chain.waiters.items())
         assert all(self._chains[chain.booking.number] is chain for chain in self._starts.values())
         assert all(chain.waiters for chain in self._watched.values())
-        waited = [chain for chains in self._waited.values() for chain in chains.values()]
-        assert len(waited) == sum(1 for chain in self._chains.values() if chain.waiters)
-        assert all(chain.waiters and chain.node in self._waited for chain in waited)
+        assert all(self._by_node[chain.node][number] is chain for number, chain in self._chains.items())
+        assert sum(map(len, self._by_node.values())) == len(self._chains), "a chain that is forgotten is forgotten everywhere"
         for number, waiter in self._waiters.items():
             assert bookings.numbered(number) is waiter.booking, f"{number} is not booked, and waits"
             assert waiter in self._wanted[waiter.key]
@@ -212,6 +213,16 @@ class Coming:
             if known is not chain and known.booking.due + PUT_GRACE_S < at:
                 self._starts[key] = chain
 
+    def _forget(self, chain: Chain) -> None:
+        """Forget a chain, but not its waiters."""
+        number, of_node = chain.booking.number, self._by_node[chain.node]
+        del self._chains[number], of_node[number]
+        if not of_node:
+            del self._by_node[chain.node]
+        for key in chain.starts:
+            if self._starts.get(key) is chain:
+                del self._starts[key]
+
     def _stands(self, chain: Chain, stop: int) -> bool:
         """Return whether the chain's blocks up to `stop` are in its prefill's slab or in a pool."""
         key = chain.keys[stop - 1]
@@ -245,10 +256,6 @@ class Coming:
         """Stop watching a chain that has no waiters left."""
         if chain.waiters:
             return
-        of_node = self._waited.get(chain.node, {})
-        of_node.pop(chain.booking.number, None)
-        if not of_node:
-            self._waited.pop(chain.node, None)
         for key in chain.starts:
             if self._watched.get(key) is chain:
                 del self._watched[key]

@@ -305,7 +305,8 @@ class Conductor:
         node = self._prefills.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        load = self._balance.prefill_load(sender, load)
+        if self._balance.leaves(now, sender, drains=load.draining) and not load.draining:
+            load = replace(load, draining=True)
         if self._is_silent(now, sender) and self._prefills.has_other(node, self._adapters.with_less(sender)):
             load = replace(load, draining=True)
         for number, due in self._prefills.report(now, node, load):
@@ -319,7 +320,8 @@ class Conductor:
         node = self._decodes.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        load = self._balance.decode_load(sender, load)
+        if self._balance.leaves(now, sender, drains=load.draining) and not load.draining:
+            load = replace(load, draining=True)
         if self._is_silent(now, sender) and self._decodes.has_other(node, self._adapters.with_less(sender)):
             load = replace(load, draining=True)
         if load.borrows and not self._members.know("ReserveDecode.lenders"):

@@ -25,11 +25,9 @@ from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.conductor.waits import Waits
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import Placed, Rejected, RejectReason, Schedule
+from mooncake_zmq.core.messages import MAX_SECONDS, Placed, Rejected, RejectReason, Schedule
 from mooncake_zmq.core.order import Order
 
-MAX_PREDICTION_S: Final = 1e7
-"""The largest prediction that a message may carry."""
 NO_DECODE: Final = (RejectReason.NO_DECODE, RejectReason.NO_ROOM)
 ALONE_BELOW: Final = 0.5
 """The expected batch size below which a request that joins is probably alone."""
@@ -156,13 +154,13 @@ class Placement:
             decode=decode.node.name,
             reuse_blocks=prefill.reuse_blocks,
             sources=self._named(prefill),
-            ttft_s=min(self.hindsight.ttft_s(ttft_s), MAX_PREDICTION_S),
-            tbt_s=min(self.hindsight.tbt_s(decode.tbt_s, alone=alone), MAX_PREDICTION_S),
+            ttft_s=min(self.hindsight.ttft_s(ttft_s), MAX_SECONDS),
+            tbt_s=min(self.hindsight.tbt_s(decode.tbt_s, alone=alone), MAX_SECONDS),
             booking=number,
             tbt_slo_s=decision.limits.promised_tbt_s,
             stages=tuple([node.name for node in prefill.stages]) if prefill.stages else (),
             coming_blocks=prefill.coming_blocks,
-            coming_s=min(prefill.coming_s, MAX_PREDICTION_S),
+            coming_s=min(prefill.coming_s, MAX_SECONDS),
             least_priority=prefill.least_priority,
             lenders=tuple([node.name for node in decode.lenders]),
         )
@@ -388,5 +386,5 @@ def rejected(schedule: Schedule, refused: Refused) -> Rejected:
         attempt=schedule.attempt,
         reason=reason,
         retry_after_s=retry_after_s,
-        predicted_s=min(MAX_PREDICTION_S, max(0.0, predicted_s)),
+        predicted_s=min(MAX_SECONDS, max(0.0, predicted_s)),
     )

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from mooncake_zmq.core.messages import MAX_SECONDS
+
 MAX_PIPELINE_STAGES = 17
 """The most stages: the first, and those that one message can name."""
 Admission = Literal["none", "baseline", "early", "prediction"]
@@ -104,6 +106,8 @@ class ConductorSettings:
             value = getattr(self, name)
             if math.isnan(value) or value < 0 or (name in POSITIVE and value == 0):
                 raise ValueError(f"{name} must be {'positive' if name in POSITIVE else '0 or more'}, not {value}")
+        if MAX_SECONDS < self.tbt_slo_s < math.inf:
+            raise ValueError(f"tbt_slo_s must be at most {MAX_SECONDS:g}, or inf, not {self.tbt_slo_s:g}")
         if self.kvcache_balancing_threshold != "auto" and not self.kvcache_balancing_threshold >= 1:
             raise ValueError(f"kvcache_balancing_threshold must be 1 or more, or auto, not {self.kvcache_balancing_threshold}")
         if not self.role_change_ratio >= 1:

@@ -37,7 +37,11 @@ class Drain:
         self._become = ""
 
     def set_cordon(self, cordoned: bool) -> None:
-        """Cordon the node, or accept again if not `cordoned`, as the operator wants."""
+        """Cordon the node, or accept again if not `cordoned`, as the operator wants. A cordon undoes a change of role: the
+        process would lose it with its restart."""
+        if cordoned and self._become:
+            self._counts.add("role_changes_undone")
+            self._become, self.leaves = "", False
         self.cordoned = cordoned
         self.draining = self.leaves or cordoned
 

@@ -133,9 +133,10 @@ class Node:
     def report(self, now: float) -> Report:
         """Return this process's report."""
         counts, gauges = self._facts() if self._facts is not None else (self.actor.counts, self.actor.gauges(now))
+        changes = counts.get("role_changes_begun", 0) > counts.get("role_changes_undone", 0)
         return report(
             uptime_s=now - self._began_at,
-            draining=self.draining or self.cordon_wanted or "role_changes_begun" in counts,
+            draining=self.draining or self.cordon_wanted or changes,
             cordoned=self.cordoned,
             counts=counts,
             gauges=gauges,

@@ -1,14 +1,13 @@
 """Timing of a node's load reports to the conductors. PURE."""
 
 from mooncake_zmq.core.actor import Effect, PeerUp, Send, SetTimer
-from mooncake_zmq.core.messages import Message, QueuedJob
+from mooncake_zmq.core.messages import MAX_SECONDS, Message, QueuedJob
 
 REPORT = ("report",)
 SOONER = 4
 """A change is reported after 1/SOONER of the interval at the earliest."""
 
 
-MAX_LEFT_S = 1e7
 MAX_RANK_S = 1e9
 """Upper limit of the rank in a message."""
 
@@ -16,7 +15,7 @@ MAX_RANK_S = 1e9
 def queued_job(now: float, *, booking: int, rank: float, left_s: float, tenant: str = "") -> QueuedJob:
     """Return the report of one job."""
     rank_s = min(MAX_RANK_S, max(-MAX_RANK_S, rank - now))
-    return QueuedJob(booking=booking, rank_s=rank_s, left_s=min(MAX_LEFT_S, left_s), tenant=tenant)
+    return QueuedJob(booking=booking, rank_s=rank_s, left_s=min(MAX_SECONDS, left_s), tenant=tenant)
 
 
 class Reports:

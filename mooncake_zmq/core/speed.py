@@ -7,10 +7,8 @@ measure again. For the same reason the first measurement is averaged with work t
 
 import math
 
-from mooncake_zmq.core.messages import Measured
+from mooncake_zmq.core.messages import MAX_SECONDS, Measured
 
-MAX_SECONDS = 1e7
-"""Upper limit of the value in a message."""
 COMPUTE_MEMORY_S = 8.0
 """Memory for computing prompts: a few long chunks of one core, a hundred of a GPU."""
 STEP_MEMORY_S = 4.0

@@ -170,8 +170,8 @@ class Handoff:
         be kept here, so that not everything takes the room of two copies for as long as it is remembered."""
         message = request.request
         pool = self._pool.node
-        own_pool = self._settings.store_prompts and not request.lent_tokens
-        both = own_pool and pool is not None and pool not in message.sources
+        offers = self._settings.store_prompts and not request.lent_tokens and bool(message.block_tokens)
+        both = offers and pool is not None and pool not in message.sources
         keeps = both and message.booking % 2 == 1
         reserved = DecodeReserved(
             request_id=message.request_id, attempt=message.attempt, held_blocks=request.held_blocks, keeps=keeps

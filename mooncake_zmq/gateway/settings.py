@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mooncake_zmq.core.messages import MAX_IMAGES, MAX_IMAGES_BYTES
+from mooncake_zmq.core.messages import MAX_IMAGES, MAX_IMAGES_BYTES, MAX_SECONDS
 
 LEAST_BODY_BYTES = 4 << 20
 TOKEN_BYTES = 12
@@ -43,6 +43,8 @@ class RequestsSettings:
             raise ValueError("max_open and max_attempts must be at least 1")
         if min(self.deadline_s, self.placement_wait_s, self.stall_s, self.backoff_s) <= 0:
             raise ValueError("deadline_s, placement_wait_s, stall_s and backoff_s must be positive")
+        if self.deadline_s > MAX_SECONDS:
+            raise ValueError(f"deadline_s must be at most {MAX_SECONDS:g}")
         if not self.ready_wait_s >= 0:
             raise ValueError("ready_wait_s must not be negative")
         if self.backoff_max_s < self.backoff_s:

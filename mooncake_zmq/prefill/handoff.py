@@ -8,6 +8,7 @@ from mooncake_zmq.core.actor import CloseSequence, Effect, Send
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.messages import (
+    MAX_RESERVE_BYTES,
     DecodeDenied,
     DecodeReserved,
     FirstToken,
@@ -78,6 +79,7 @@ class Handoff:
         if alone and not may_hold and self._is_one_chunk(job):
             job.held_blocks = 0  # for any answer: the engine need not wait for it
         full = job.length // size
+        offered = elsewhere and len(job.past) + full * size * 4 <= MAX_RESERVE_BYTES
         reserve = ReserveDecode(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -97,7 +99,7 @@ class Handoff:
             siblings=tuple([each for each in request.siblings if each.request_id in job.choices]),
             sources=() if self._pool.node is None else (self._pool.node,),
             new_keys=request.keys[len(may_hold) :] if elsewhere else (),
-            block_tokens=job.tokens[: full * size * 4] if elsewhere else b"",
+            block_tokens=job.tokens[: full * size * 4] if offered else b"",
             lenders=request.lenders,
         )
         return Send(request.decode, reserve)

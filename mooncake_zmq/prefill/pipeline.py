@@ -16,7 +16,16 @@ from typing import Any
 
 from mooncake_zmq.core.actor import Effect, Send
 from mooncake_zmq.core.chunking import chunk_stop, longest_chunk
-from mooncake_zmq.core.messages import EndStage, HandoffBlocks, SlotRef, StageChunk, StageDone, StartPrefill, StartStage
+from mooncake_zmq.core.messages import (
+    MAX_PARTS,
+    EndStage,
+    HandoffBlocks,
+    SlotRef,
+    StageChunk,
+    StageDone,
+    StartPrefill,
+    StartStage,
+)
 from mooncake_zmq.core.work import stage_layers
 from mooncake_zmq.kv.checksum import block_checksum
 from mooncake_zmq.kv.layout import BlockLayout, div_ceil
@@ -31,12 +40,20 @@ def hidden_slots(layout: BlockLayout, tokens: int) -> int:
     return div_ceil(tokens * layout.hidden_bytes, layout.block_bytes)
 
 
-def refusal(request: StartPrefill, first: str, layout: BlockLayout) -> str | None:
+def chunk_refusal(layout: BlockLayout, tokens: int, layers: int) -> str | None:
+    """Return why a stage of so many layers cannot report a chunk of so many tokens, or None."""
+    return "chunks are too long for a pipeline" if layout.blocks_for(tokens) * layers > MAX_PARTS else None
+
+
+def refusal(request: StartPrefill, first: str, layout: BlockLayout, chunk_tokens: int) -> str | None:
     """Return why a request cannot have its pipeline behind the prefill `first`, or None."""
     names = (first, *request.stages)
     if len(set(names)) != len(names) or len(names) > layout.layers:
         return "no such pipeline"
-    return None if layout.hidden_bytes else "this model is not computed in stages"
+    if not layout.hidden_bytes:
+        return "this model is not computed in stages"
+    longest = longest_chunk(len(request.tokens) // 4, chunk_tokens)
+    return chunk_refusal(layout, longest, div_ceil(layout.layers, len(names)))
 
 
 class HiddenSlots:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from mooncake_zmq.core.drain import GRACE_S
+from mooncake_zmq.core.messages import MAX_OVERTAKE, MAX_SECONDS
 from mooncake_zmq.pool.node.client import PoolClientSettings
 
 
@@ -69,8 +70,8 @@ class PrefillSettings:
             raise ValueError("blend_share must be in 0..1, blend_least_tokens and blend_most_tokens at least 1")
         if self.chunk_tokens < 1 or self.max_active < 1 or self.short_jobs < 0 or self.max_queued < 1:
             raise ValueError("chunk_tokens, max_active and max_queued must be at least 1, short_jobs at least 0")
-        if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):
-            raise ValueError("overtake and priority_s must be 0 or more, and finite")
+        if not (0 <= self.overtake <= MAX_OVERTAKE and 0 <= self.priority_s <= MAX_SECONDS):
+            raise ValueError(f"overtake must be in 0..{MAX_OVERTAKE:g}, and priority_s in 0..{MAX_SECONDS:g}")
         if min(self.report_s, self.measured_half_life_s, self.work_deadline_s) <= 0 or self.slab_bytes <= 0:
             raise ValueError("slab_bytes, report_s, measured_half_life_s and work_deadline_s must be positive")
         if not 0 <= self.drain_grace_s < math.inf:

@@ -35,7 +35,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.pool.node.client import PoolClient
-from mooncake_zmq.prefill.pipeline import BUFFERS, HiddenSlots, hidden_slots
+from mooncake_zmq.prefill.pipeline import BUFFERS, HiddenSlots, chunk_refusal, hidden_slots
 from mooncake_zmq.prefill.reuse import LEASE_ENDED, Reuse
 from mooncake_zmq.prefill.settings import PrefillSettings
 from mooncake_zmq.prefill.slab import Slab
@@ -253,7 +253,9 @@ class Stages:
         known = self._layout.has_tokens(message.past) and self._layout.has_token(sampling.largest_token)
         if not known or not sampling.fits(message.past, message.tokens):
             return "sampling does not match tokens"
-        return "prompt is longer than the slab" if self._room(message) > self._slab.slots.capacity else None
+        if self._room(message) > self._slab.slots.capacity:
+            return "prompt is longer than the slab"
+        return chunk_refusal(self._layout, message.chunk_tokens, message.stop_layer - message.first_layer)
 
     def _lack(self, message: StartStage) -> str | None:
         """Return what is missing for now, or None."""

@@ -30,8 +30,8 @@ class Waiting:
         self._queue = queue
         self._counts = counts
         self._jobs: dict[str, Job] = {}
-        self._early: dict[int, WaitEnded] = {}
-        """Ends of waits that arrived before their jobs, by placement, the oldest first."""
+        self._early: dict[int, tuple[str, WaitEnded]] = {}
+        """Ends of waits that arrived before their jobs, with their senders, by placement, the oldest first."""
         self._vain: dict[Key, None] = {}
         """Keys of blocks that are computed behind other tokens, so that they do not come; the latest is the last."""
 
@@ -52,8 +52,9 @@ class Waiting:
         """Return whether an arriving job has to wait: not if nothing would end its wait or find the blocks, nor if the end
         of its wait arrived first or the blocks do not come."""
         request = job.request
-        early = self._early.pop(request.booking, None)
-        if early is not None:
+        sender, early = self._early.get(request.booking, ("", None))
+        if early is not None and request.conductor in ("", sender):
+            del self._early[request.booking]
             job.sources = early.sources or job.sources
             job.waited = True
             return False
@@ -99,7 +100,7 @@ class Waiting:
         jobs = (job for job in self._jobs.values() if job.request.booking == message.booking)
         job = next((job for job in jobs if job.request.conductor in ("", sender)), None)
         if job is None:
-            self._came_early(message)
+            self._came_early(sender, message)
             return []
         self._counts.add("waits_ended[by=pool]" if message.sources else "waits_ended[by=loss]")
         job.sources = message.sources or job.sources
@@ -107,7 +108,7 @@ class Waiting:
 
     def peer_down(self, peer: str) -> list[Effect]:
         """End the waits that this peer would have ended, if it was a conductor."""
-        self._early.clear()
+        self._early = {booking: early for booking, early in self._early.items() if early[0] != peer}
         lost = [job for job in self._jobs.values() if job.request.conductor == peer]
         self._counts.add("waits_ended[by=loss]", len(lost))
         return self._end_all(lost)
@@ -127,8 +128,8 @@ class Waiting:
         self._counts.add("waits_ended[by=slab]", len(here))
         return here
 
-    def _came_early(self, message: WaitEnded) -> None:
-        self._early[message.booking] = message
+    def _came_early(self, sender: str, message: WaitEnded) -> None:
+        self._early[message.booking] = (sender, message)
         if len(self._early) > MAX_EARLY:
             del self._early[next(iter(self._early))]
 

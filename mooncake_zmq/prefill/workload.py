@@ -13,9 +13,9 @@ from msgspec.structs import asdict
 
 from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import MAX_REPORTED, PrefillLoad, QueuedJob, StartPrefill, StartStage
+from mooncake_zmq.core.messages import MAX_REPORTED, MAX_SECONDS, PrefillLoad, QueuedJob, StartPrefill, StartStage
 from mooncake_zmq.core.order import Order
-from mooncake_zmq.core.reports import MAX_LEFT_S, queued_job
+from mooncake_zmq.core.reports import queued_job
 from mooncake_zmq.core.speed import COMPUTE_MEMORY_S, Speed
 from mooncake_zmq.core.work import ChunkComputed, StageComputed
 from mooncake_zmq.prefill.job import Estimate, Job, JobState
@@ -117,7 +117,7 @@ class Workload:
             beyond_s += sum(job.left_s for job in named[MAX_REPORTED:])
             del named[MAX_REPORTED:]
             last = named[-1]
-            left_s = min(MAX_LEFT_S, last.left_s + beyond_s)
+            left_s = min(MAX_SECONDS, last.left_s + beyond_s)
             named[-1] = QueuedJob(booking=last.booking, rank_s=last.rank_s, left_s=left_s, tenant=last.tenant)
         return PrefillLoad(
             jobs=tuple(named),

@@ -32,6 +32,7 @@ _ANY = {
     "relocations_wanted": "Requests that this node asked to place elsewhere as it drains, those that stay each time",
     "role_changes_begun": "Times that this node was asked to change its role and began to",
     "role_changes_refused": "Times that this node was asked to change its role and did not",
+    "role_changes_undone": "Changes of its role that this node began, and that an operator's cordon ended",
     "degraded": "Nodes that are degraded, by reason",
     "degraded_nodes": "1 for each node that is degraded, by reason; absent otherwise",
 }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from mooncake_zmq.core.drain import GRACE_S
-from mooncake_zmq.core.messages import Part
+from mooncake_zmq.core.messages import MAX_OVERTAKE, MAX_SECONDS, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ class VllmSettings:
             raise ValueError("kv_events_replay goes with kv_events")
         if self.kv_events and self.part == "decode":
             raise ValueError('kv_events: nothing is placed by what the vLLM of a node of part "decode" has in its cache')
-        if not (0 <= self.overtake < math.inf and 0 <= self.priority_s < math.inf):
-            raise ValueError("overtake and priority_s must be 0 or more, and finite")
+        if not (0 <= self.overtake <= MAX_OVERTAKE and 0 <= self.priority_s <= MAX_SECONDS):
+            raise ValueError(f"overtake must be in 0..{MAX_OVERTAKE:g}, and priority_s in 0..{MAX_SECONDS:g}")
         if not 0 <= self.drain_grace_s < math.inf:
             raise ValueError("drain_grace_s must be 0 or more, and finite")
         times = (self.report_s, self.measured_half_life_s, self.probe_s, self.probe_timeout_s, self.hung_s, self.quiet_s)

@@ -167,6 +167,20 @@ def test_a_node_that_comes_back_as_it_was_is_told_again_in_the_same_life_only() 
     assert len(cluster.asked) == 2
 
 
+def test_a_node_that_drained_and_takes_requests_again_is_used_again() -> None:
+    """Its operator cordoned it, which undid the change, and ended the cordon."""
+    cluster = Changing()
+    cluster.serve(AFTER_S + 3)
+    assert cluster.asked == [("d2", "prefill")]
+    cluster.crowded = "nobody"
+    for draining in (False, True):
+        cluster.decode_load("d2", draining=draining)
+        assert cluster.conductor.gauges(cluster.now)["role_changes"] == 1
+    cluster.load()
+    assert cluster.counts["role_changes_ended[how=undone]"] == 1
+    assert "d2" in {cluster.schedule(tokens=1000).decode for _ in range(30)}
+
+
 def test_a_conductor_that_nobody_asks_does_nothing() -> None:
     cluster = Changing()
     cluster.serve(3)

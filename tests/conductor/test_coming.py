@@ -292,6 +292,22 @@ def test_a_put_that_never_comes_is_not_waited_for():
     assert cluster.waits == [(second.prefill, second.booking, ())]
 
 
+def test_what_was_computed_is_not_kept_while_the_answer_lasts():
+    """A long prompt's keys take megabytes, and an answer minutes."""
+    cluster = Burst()
+    first, second = cluster.ask("a"), cluster.ask("b")
+    cluster.prefill_load(first.prefill, jobs=[(first.booking, 0.0, 0.1)], chunk_tokens=CHUNK)
+    cluster.prefill_load(first.prefill, chunk_tokens=CHUNK)
+    cluster.announce(f"c{first.prefill[1]}", DOC)
+    assert cluster.waits == [(second.prefill, second.booking, (f"c{first.prefill[1]}",))]
+    assert len(cluster.conductor._coming) == 2, "its blocks may still reach a pool"
+    cluster.advance(2.5)
+    cluster.prefill_load(second.prefill, jobs=[(second.booking, 0.0, 0.1)], chunk_tokens=CHUNK)
+    cluster.prefill_load(first.prefill, chunk_tokens=CHUNK)
+    assert len(cluster.conductor._coming) == 1
+    assert len(cluster.conductor._bookings.all()) == 2
+
+
 def test_a_bound_that_no_message_could_say_is_cut():
     cluster = Burst(hosts=1)
     cluster.prefill_load("p0", queued_s=9e6, chunk_tokens=CHUNK)

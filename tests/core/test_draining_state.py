@@ -51,6 +51,17 @@ def test_an_operator_who_wants_it_gone_outranks_a_change() -> None:
     assert drain.drained(idle=True) == [Drained()]
 
 
+def test_an_operator_who_cordons_it_outranks_a_change() -> None:
+    counts = Tally()
+    drain = Drain("decode", counts)
+    drain.change("k", TO_DECODE, PEERS)
+    drain.set_cordon(True)
+    assert (drain.draining, drain.drained(idle=True)) == (True, [])
+    drain.set_cordon(False)
+    assert not drain.draining
+    assert counts == {"role_changes_begun": 1, "role_changes_undone": 1}
+
+
 @pytest.mark.parametrize("settings", [PrefillSettings, DecodeSettings, VllmSettings])
 @pytest.mark.parametrize("grace_s", [-0.1, math.inf, math.nan])
 def test_a_grace_that_is_no_time_is_refused(settings: type, grace_s: float) -> None:

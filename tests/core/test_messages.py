@@ -14,8 +14,10 @@ from msgspec import inspect
 
 from mooncake_zmq.core.messages import (
     MAX_BLOCKS,
+    MAX_CONSTRAINT_BYTES,
     MAX_FETCHED_BLOCKS,
     MAX_MESSAGE_BYTES,
+    MAX_RESERVE_BYTES,
     MAX_TEXT,
     MAX_TOKENS,
     AttemptFailed,
@@ -25,6 +27,7 @@ from mooncake_zmq.core.messages import (
     Envelope,
     FirstToken,
     HandoffBlocks,
+    HandoffDone,
     LeaseBlocks,
     LeaseRenewed,
     Message,
@@ -32,15 +35,19 @@ from mooncake_zmq.core.messages import (
     RejectReason,
     RenewLease,
     ReportCorrupt,
+    ReserveDecode,
     Sampling,
+    Sibling,
     SlotRef,
     StartPrefill,
+    StartStage,
     StopRule,
     clip,
     decode,
     decode_envelope,
     encode,
 )
+from mooncake_zmq.core.messages.sampling import MAX_CHOICES
 
 TYPES = typing.get_args(Message)
 
@@ -123,6 +130,10 @@ def told_of(leased, told):
 
 messages = st.sampled_from(TYPES).flatmap(structs)
 REF = SlotRef(node="n" * 64, incarnation=1 << 48, slot=1 << 48, generation=1 << 48, checksum=(1 << 64) - 1)
+GRINS = "\N{GRINNING FACE}" * 64
+MANY_KEYS = (b"k" * 16,) * MAX_BLOCKS
+LONGEST_SAMPLING = Sampling(logit_bias=(((1 << 31) - 1, 1.5),) * 1024, constraint=bytes(MAX_CONSTRAINT_BYTES))
+LONGEST_STOP = StopRule(max_tokens=1 << 48, eos_ids=((1 << 31) - 1,) * 64)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
@@ -326,7 +337,7 @@ def test_contents_that_do_not_agree_or_are_too_many_are_refused_on_arrival(paren
 @pytest.mark.parametrize(
     "message",
     [
-        BlocksAnnounced(stored=(b"k" * 16,) * MAX_BLOCKS, removed=(b"r" * 16,) * MAX_BLOCKS),
+        BlocksAnnounced(stored=MANY_KEYS, removed=(b"r" * 16,) * MAX_BLOCKS),
         ReportCorrupt(slots=(REF,) * MAX_BLOCKS),
         msgspec.structs.replace(
             leased(1, [REF] * MAX_BLOCKS, remote=MAX_BLOCKS),
@@ -337,7 +348,7 @@ def test_contents_that_do_not_agree_or_are_too_many_are_refused_on_arrival(paren
             leased(1 << 48, [REF] * MAX_FETCHED_BLOCKS, remote=MAX_FETCHED_BLOCKS),
             parents=(b"p" * 16,) * MAX_FETCHED_BLOCKS,
             tokens=(b"", bytes(4 * MAX_TOKENS), *(b"",) * (MAX_FETCHED_BLOCKS - 2)),
-            tenants=("\N{GRINNING FACE}" * 64,) * MAX_FETCHED_BLOCKS,
+            tenants=(GRINS,) * MAX_FETCHED_BLOCKS,
         ),
         HandoffBlocks(request_id="r" * 128, attempt=1, first_block=0, sources=(REF,) * MAX_BLOCKS, ready=True),
         StartPrefill(
@@ -345,7 +356,7 @@ def test_contents_that_do_not_agree_or_are_too_many_are_refused_on_arrival(paren
             attempt=1,
             tokens=bytes(4 * MAX_TOKENS),
             root=b"k" * 16,
-            keys=(b"k" * 16,) * MAX_BLOCKS,
+            keys=MANY_KEYS,
             first_index=0,
             sampling=Sampling(),
             stop=StopRule(max_tokens=1),
@@ -353,6 +364,55 @@ def test_contents_that_do_not_agree_or_are_too_many_are_refused_on_arrival(paren
             reuse_blocks=0,
             sources=("s" * 64,) * 16,
             deadline_s=1.0,
+        ),
+        ReserveDecode(
+            request_id="r" * 128,
+            attempt=1,
+            gateway="g" * 64,
+            tokens=MAX_TOKENS,
+            reuse_keys=(),
+            last_key=b"k" * 16,
+            tail=bytes(4 * 4095),
+            first_index=0,
+            sampling=LONGEST_SAMPLING,
+            stop=LONGEST_STOP,
+            deadline_s=1.0,
+            past=bytes(4 * MAX_TOKENS),
+            tenant=GRINS,
+            siblings=(Sibling(request_id=GRINS * 2, attempt=1, seed=(1 << 63) - 1),) * (MAX_CHOICES - 1),
+            sources=(GRINS,) * 16,
+            new_keys=MANY_KEYS,
+            block_tokens=bytes(MAX_RESERVE_BYTES - 4 * MAX_TOKENS),
+            lenders=(GRINS,) * 16,
+        ),
+        StartStage(
+            request_id="r" * 128,
+            attempt=1,
+            tokens=MAX_TOKENS,
+            chunk_tokens=512,
+            first_layer=1,
+            stop_layer=2,
+            keys=MANY_KEYS,
+            reuse_blocks=0,
+            sources=(GRINS,) * 16,
+            sampling=LONGEST_SAMPLING,
+            deadline_s=1.0,
+            past=bytes(4 * MAX_TOKENS),
+            seeds=((1 << 63) - 1,) * MAX_CHOICES,
+            tenant=GRINS,
+        ),
+        HandoffDone(
+            request_id="r" * 128,
+            attempt=1,
+            layers=1,
+            blocks=MAX_BLOCKS,
+            checksum=(1 << 64) - 1,
+            token=1,
+            index=1,
+            keys=MANY_KEYS,
+            parent=b"k" * 16,
+            block_tokens=bytes(4 * MAX_TOKENS),
+            siblings=((GRINS * 2, (1 << 31) - 1),) * MAX_CHOICES,
         ),
     ],
     ids=lambda message: type(message).__name__,

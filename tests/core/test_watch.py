@@ -214,6 +214,13 @@ def test_a_state_that_no_message_takes_is_told_to_be_too_long():
     assert "more than a message takes" in answer.error
 
 
+def test_a_node_that_changes_its_role_tells_that_it_drains_until_that_is_undone():
+    pair = Pair("p")
+    for name, drains in (("role_changes_begun", True), ("role_changes_undone", False), ("role_changes_begun", True)):
+        pair.nodes["p"].actor.counts.add(name)
+        assert pair.nodes["p"].report(pair.now).draining == drains
+
+
 def test_who_is_to_rest_hears_it_once_and_tells_until_it_is_undone():
     pair = Pair("g", "p")
     pair.run(1.0)

@@ -583,12 +583,19 @@ def test_a_decode_keeps_nothing_where_it_is_not_to():
 
 
 @pytest.mark.parametrize(
-    ("store_prompts", "sources", "booking", "keeps"),
-    [(True, ("c1",), 1, True), (True, ("c1",), 2, False), (True, ("c",), 1, False), (False, ("c1",), 1, False)],
+    ("store_prompts", "sources", "booking", "offered", "keeps"),
+    [
+        (True, ("c1",), 1, True, True),
+        (True, ("c1",), 2, True, False),
+        (True, ("c",), 1, True, False),
+        (False, ("c1",), 1, True, False),
+        (True, ("c1",), 1, False, False),
+    ],
 )
-def test_of_two_pools_that_get_a_prompt_one_is_to_keep_it_by_turns(store_prompts, sources, booking, keeps):
+def test_of_two_pools_that_get_a_prompt_one_is_to_keep_it_by_turns(store_prompts, sources, booking, offered, keeps):
     node = Node(store_prompts=store_prompts)
-    node.reserve(prefill="p1", sources=sources, booking=booking)
+    keys, tokens = tuple(extend_keys(ROOT, bytes(4 * B), B)), bytes(4 * B * offered)
+    node.reserve(prefill="p1", sources=sources, booking=booking, new_keys=keys, block_tokens=tokens)
     assert node.one(DecodeReserved, "p1").keeps == keeps
 
 

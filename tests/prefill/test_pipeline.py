@@ -551,6 +551,19 @@ def test_a_model_that_is_not_cut_refuses_pipelines():
     assert "not computed in stages" in line.first.one(AttemptFailed, "g").reason
 
 
+def test_chunks_that_no_stage_could_report_are_refused_by_the_first_stage_and_by_a_later_one():
+    """The prompt has 8 blocks, of 2^15 layers each: a stage of half of them can report 4 blocks, one of 2^13 layers all."""
+    line = Line(("p1",), layout=replace(LAYOUT, layers=1 << 15), slab_bytes=1 << 30, chunk_tokens=10 * B)
+    line.start()
+    assert "too long for a pipeline" in line.first.one(AttemptFailed, "g").reason
+    asked = {"attempt": 1, "tokens": 30, "chunk_tokens": 30, "keys": KEYS, "reuse_blocks": 0, "sources": (), "deadline_s": 60.0}
+    for name, layers in (("fits", 1 << 13), ("too long", (1 << 13) + 1)):
+        ask = StartStage(request_id=name, first_layer=1, stop_layer=1 + layers, sampling=Sampling(), **asked)
+        line.nodes["p1"].say("p0", ask)
+    (failed,) = line.nodes["p1"].take(StageFailed, "p0")
+    assert (failed.request_id, failed.reason) == ("too long", "chunks are too long for a pipeline")
+
+
 # --- messages twice, late, or wrong
 
 

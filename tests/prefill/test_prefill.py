@@ -11,6 +11,8 @@ from mooncake_zmq.core.chunking import chunk_stop
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.drain import MOVE_AGAIN_S
 from mooncake_zmq.core.messages import (
+    MAX_BLOCKS,
+    MAX_TOKENS,
     AttemptFailed,
     BlocksAnnounced,
     CancelRequest,
@@ -70,10 +72,10 @@ def prompt(length, base=0):
 
 
 class Node(Harness):
-    def __init__(self, *, costs=COSTS, may_become="", **settings):
+    def __init__(self, *, costs=COSTS, may_become="", layout=LAYOUT, **settings):
         self.settings = replace(BASE, **settings)
         actor = Prefill(
-            name="me", host="h0", incarnation=2, settings=self.settings, layout=LAYOUT, costs=costs, may_become=may_become
+            name="me", host="h0", incarnation=2, settings=self.settings, layout=layout, costs=costs, may_become=may_become
         )
         super().__init__(actor)
         for name in ("g", "c", "k"):
@@ -1205,6 +1207,16 @@ def test_a_refusal_that_crosses_the_first_token_refuses_nothing_but_loses_nothin
     assert_nothing_left(node)
 
 
+@pytest.mark.parametrize(("tokens", "offered"), [(700_000, True), (MAX_TOKENS, False)])
+def test_the_blocks_of_a_prompt_that_penalties_read_too_are_not_offered_where_a_message_cannot_say_both(tokens, offered):
+    layout = replace(LAYOUT, block_tokens=16)
+    node = Node(layout=layout, slab_bytes=MAX_BLOCKS * layout.slot_bytes, chunk_tokens=512)
+    keys = tuple([number.to_bytes(16, "big") for number in range(tokens // 16)])
+    node.start(tokens=bytes(4 * tokens), keys=keys, sampling=Sampling(repetition_penalty=1.5, prompt_tokens=tokens))
+    reserve = node.one(ReserveDecode, "d")
+    assert (len(reserve.past), len(reserve.block_tokens)) == (4 * tokens, offered * 4 * tokens)
+
+
 def test_the_decode_is_told_booking_and_slo(node):
     node.start(booking=5, tbt_slo_s=0.25)
     ask = node.one(ReserveDecode, "d")
@@ -1334,6 +1346,21 @@ def test_a_prefill_that_is_to_become_a_decode_finishes_its_jobs_first():
     node.put_all()
     assert Drained("decode") in node.handle(TimerFired(("renew",)))
     assert node.busy() == {}
+
+
+def test_a_prefill_that_is_cordoned_while_it_is_to_become_a_decode_stays_one_and_is_cordoned():
+    node = Node(may_become="decode")
+    node.ready("old")
+    node.say("k", ChangeRole(role="decode"))
+    node.set_cordon()
+    node.finish()
+    node.received("old")
+    node.put_all()
+    assert not node.drained
+    assert node.take(PrefillLoad, "k")[-1].draining
+    node.set_cordon(False)
+    node.ready("new", prompt(6, base=50))
+    assert not node.take(AttemptFailed)
 
 
 def test_a_prefill_does_not_become_a_decode_while_first_tokens_of_a_cancelled_job_are_sampled():

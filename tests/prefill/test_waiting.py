@@ -134,6 +134,25 @@ def test_an_end_that_comes_before_its_job_counts(node):
     assert node.one(LeaseBlocks, "c").sources == ("x",)
 
 
+@pytest.mark.parametrize(("gone", "waits"), [("g2", False), ("k", True)])
+def test_an_end_that_comes_before_its_job_is_forgotten_with_its_conductor_alone(node, gone, waits):
+    """A conductor that comes back counts its placements anew."""
+    node.up("g2", 1, role="gateway")
+    node.say("k", WaitEnded(booking=31, sources=("x",)))
+    node.down(gone)
+    if gone == "k":
+        node.up("k", 8)
+    wait(node, conductor="k")
+    assert is_waiting(node) == waits
+
+
+def test_an_end_that_comes_before_the_job_of_another_conductor_is_not_its(node):
+    node.up("k2", 1, role="conductor")
+    node.say("k2", WaitEnded(booking=31, sources=("x",)))
+    wait(node, conductor="k")
+    assert is_waiting(node)
+
+
 def test_without_the_conductor_that_would_end_it_nothing_is_waited_for(node):
     wait(node, conductor="k9")
     assert not is_waiting(node)

@@ -9,6 +9,7 @@ import msgspec
 
 from mooncake_zmq.core.messages.computing import (
     MAX_MOVED,
+    MAX_RESERVE_BYTES,
     MAX_TEXTS,
     MAX_VECTORS_BYTES,
     AttemptFailed,
@@ -81,6 +82,7 @@ from mooncake_zmq.core.messages.lending import (
 )
 from mooncake_zmq.core.messages.load import (
     MAX_ADAPTERS,
+    MAX_OVERTAKE,
     MAX_REPORTED,
     AdaptersListed,
     BlocksAnnounced,
@@ -94,6 +96,7 @@ from mooncake_zmq.core.messages.load import (
     WaitEnded,
 )
 from mooncake_zmq.core.messages.pipeline import (
+    MAX_PARTS,
     EndStage,
     StageChunk,
     StageDone,
@@ -170,6 +173,8 @@ from mooncake_zmq.core.messages.watching import (
 
 __all__ = [
     "MAX_ADAPTERS",
+    "MAX_OVERTAKE",
+    "MAX_PARTS",
     "AdaptersListed",
     "AnswerRead",
     "AnswerUnread",
@@ -225,6 +230,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_FETCHED_BLOCKS",
     "MAX_MESSAGE_BYTES",
+    "MAX_RESERVE_BYTES",
     "MAX_TRANSFER_STATS",
     "MAX_MODELS",
     "MAX_MODEL_NAME",

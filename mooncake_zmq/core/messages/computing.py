@@ -5,6 +5,7 @@ from typing import Annotated, Final, TypeVar
 from msgspec import Meta, structs
 
 from mooncake_zmq.core.messages.fields import (
+    MAX_MESSAGE_BYTES,
     MAX_RUN,
     MAX_SCORED,
     MAX_TOKENS,
@@ -198,6 +199,10 @@ class CancelRequest(TaggedRecord, frozen=True):
     attempt: Count
 
 
+MAX_RESERVE_BYTES: Final = MAX_MESSAGE_BYTES - (2 << 20)
+"""Bytes that `past` and `block_tokens` of one `ReserveDecode` may have together: all else in it takes less than 2 MiB."""
+
+
 class ReserveDecode(TaggedRecord, frozen=True):
     """Request to reserve KV for `tokens` prompt tokens and their output. `reuse_keys`: leading blocks that the prefill reuses;
     the decode loads them from its own host's pool if that has them or gets them from the cache-nodes `sources`."""
@@ -227,7 +232,8 @@ class ReserveDecode(TaggedRecord, frozen=True):
     new_keys: Keys = ()
     """Keys of the complete blocks after `reuse_keys`, which the decode offers to its host's pool once it has them."""
     block_tokens: Tokens = b""
-    """Tokens of the blocks of both, for KV events; empty: the blocks are not offered."""
+    """Tokens of the blocks of both, for KV events; empty: the blocks are not offered, as those of a prompt that is too long to
+    be here and in `past`."""
     lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """See `Placed`."""
 

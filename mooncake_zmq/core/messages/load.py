@@ -28,12 +28,15 @@ MAX_REPORTED: Final = 512
 """Jobs or requests that a load report names one by one."""
 
 
+MAX_OVERTAKE: Final = 1e6
+
+
 class PrefillLoad(TaggedRecord, frozen=True):
     """Load of a prefill, or of a vLLM as a prefill, sent every report interval (lossy)."""
 
     jobs: Annotated[tuple[QueuedJob, ...], Meta(max_length=MAX_REPORTED)] = ()
     """Jobs that are not finished; the work of those beyond `MAX_REPORTED` is added to the last one."""
-    overtake: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    overtake: Annotated[float, Meta(ge=0, le=MAX_OVERTAKE)] = 0.0
     priority_s: Seconds = 0.0
     """Its parameter of the order, see `core.order`."""
     chunk_tokens: Count = 0

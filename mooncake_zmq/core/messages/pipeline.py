@@ -1,7 +1,7 @@
 """Messages between the prefills that compute one long prompt in stages. The first stage leads, and is the one that exchanges
 messages with gateway and decode."""
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -69,6 +69,10 @@ class StageChunk(TaggedRecord, frozen=True):
     entering: Slots
 
 
+MAX_PARTS: Final = 1 << 16
+"""Parts, each a layer of a block, that one stage computes of a chunk."""
+
+
 class StageDone(TaggedRecord, frozen=True):
     """Result of the chunk at `start`: KV of the stage's layers at `sources`, with the part checksums `parts` of one block
     after the other, and the hidden states at `outgoing`, or the token sampled."""
@@ -77,7 +81,7 @@ class StageDone(TaggedRecord, frozen=True):
     attempt: Count
     start: Count
     sources: Slots
-    parts: Annotated[tuple[Checksum, ...], Meta(max_length=1 << 16)]
+    parts: Annotated[tuple[Checksum, ...], Meta(max_length=MAX_PARTS)]
     outgoing: Slots = ()
     token: Token | None = None
     logprob: TokenLogprob | None = None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_FETCHED_BLOCKS
+from mooncake_zmq.core.messages import MAX_BLOCKS, MAX_FETCHED_BLOCKS, MAX_SECONDS
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.rules.tenants import PoolTenant, check_shares
 
@@ -104,6 +104,8 @@ class CacheNodeSettings:
             raise ValueError("max_lease_s, fetch_lease_s, probe_s and report_s must be positive")
         if self.fetch_lease_s > self.max_lease_s:
             raise ValueError("fetch_lease_s must be at most max_lease_s, or the granter stops before the holder")
+        if self.max_lease_s > MAX_SECONDS:
+            raise ValueError(f"max_lease_s must be at most {MAX_SECONDS:g}")
         if not 1 <= self.fetch_batch_blocks <= MAX_FETCHED_BLOCKS:
             raise ValueError(f"fetch_batch_blocks must be in 1..{MAX_FETCHED_BLOCKS}")
         if min(self.max_leases_per_client, self.max_requested_copies) < 1:
