@@ -49,6 +49,7 @@ class KvSubscriber:
             self._sub.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
             self._sub.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
             self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
+            self._ends: zmq.Socket[bytes] = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._sub.connect(endpoint)
         except BaseException:
             self._context.destroy(linger=0)
@@ -68,12 +69,27 @@ class KvSubscriber:
         try:
             if self._replay_endpoint:
                 self._catch_up()  # vLLM may have served for long
+            poller = zmq.Poller()
+            for each in (self._ends, self._sub):
+                poller.register(each, zmq.POLLIN)
             while not self._stopping:
-                if self._sub.poll(POLL_MS):
+                ready = dict(poller.poll(POLL_MS))
+                if self._ends in ready:
+                    self._on_disconnected()
+                elif self._sub in ready:
                     self._on_frames(self._sub.recv_multipart())
         except Exception as error:
             self._on_crash(error)
             log.critical("worker_crashed", thread="kv-subscriber", exc_info=error)
+
+    def _on_disconnected(self) -> None:
+        """Clear everything, as this vLLM may have ended. Batches that are still queued are dropped; if some are of a new one,
+        the numbers of its next ones show that."""
+        for each in (self._ends, self._sub):
+            while each.poll(0):
+                each.recv_multipart()
+        self._time_s = 0.0
+        self._begin_anew(0)
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:

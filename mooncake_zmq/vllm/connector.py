@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 from mooncake_zmq.kv.block_hash import root_of_salt
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.vllm import hints
-from mooncake_zmq.vllm.adapters import Adapters
+from mooncake_zmq.vllm.adapters import Adapters, file_time_ns
 from mooncake_zmq.vllm.choice import Choice
 from mooncake_zmq.vllm.codes import keys_in_a_row
 from mooncake_zmq.vllm.groups import ATTENTION, STATE, Group
@@ -290,7 +290,7 @@ class _SchedulerHalf:
         """Part of every chain's root since the engine's KV was last declared invalid."""
         self._names_images_of_all = settings.images == "all"
         self._lora_config = vllm_config.lora_config
-        self._adapters = Adapters(time.time_ns())
+        self._adapters = Adapters(file_time_ns())
         self._lookups = Lookups(_connected(settings, settings.asking))
         self._is_asked_again = False
         """Whether a request is deferred in the step that is being planned."""

@@ -88,6 +88,35 @@ def test_a_link_that_leads_to_another_adapter_than_at_the_start_has_no_identity(
     assert engine.content(str(path))
 
 
+def test_an_adapter_below_a_directory_that_was_swapped_by_renames_has_no_identity(tmp_path):
+    for name, weight in (("now", 1.0), ("next", 2.0)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "poet", weight)
+    poet = tmp_path / "now/poet"
+    engine = engine_started_after(poet, tmp_path / "next/poet", tmp_path)
+    assert engine.content(str(poet))
+    at_a_later_file_time(engine, tmp_path / "probe")
+    (tmp_path / "now").rename(tmp_path / "before")
+    (tmp_path / "next").rename(tmp_path / "now")
+    assert engine.content(str(poet)) == ""
+    assert engine_started_after(poet, tmp_path, tmp_path / "now").content(str(poet))
+
+
+def test_no_adapter_has_an_identity_once_the_clock_was_set_back(path, monkeypatch):
+    engine = engine_started_after(path)
+    assert engine.content(str(path))
+    ahead = adapters._ahead_ns()
+    for seconds in (10, 0):
+        monkeypatch.setattr(adapters, "_ahead_ns", lambda by=seconds: ahead - by * 10**9)
+        assert engine.content(str(path)) == "", "its times of change mean nothing"
+
+
+def test_a_start_is_not_after_what_changes_later(tmp_path):
+    since = adapters.file_time_ns()
+    (tmp_path / "file").write_text("")
+    assert (tmp_path / "file").stat().st_ctime_ns >= since
+
+
 def test_what_is_no_adapter_here_has_no_identity(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "empty").mkdir()

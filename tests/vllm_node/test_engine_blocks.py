@@ -1,10 +1,12 @@
 """A vLLM's own prefix cache as its KV events tell of it: in our keys, of any block length, and never more than is there."""
 
 import contextlib
+import itertools
 import time
 
 import msgpack
 import pytest
+import waiting
 import xxhash
 import zmq
 from hypothesis import given, settings
@@ -382,6 +384,39 @@ def test_gaps_are_replayed_and_a_new_life_of_vllm_clears_what_was_heard(publishe
         publisher.pub.send_multipart([b"odd"])
         publisher.send(9, removed(b"9"), time_s=11.0)
         assert publisher.until(11)[10:] == [(EngineRemoved((b"9",)),)]
+    finally:
+        heard.close()
+    assert not crashes
+
+
+def test_a_vllm_that_ends_is_cleared_whatever_numbers_and_times_the_next_one_has(publisher):
+    crashes = []
+    heard = KvSubscriber(
+        publisher.endpoint, replay_endpoint="", topic="", on_events=publisher.told.append, on_crash=crashes.append
+    )
+    numbers = itertools.count()
+
+    def is_bound():
+        with contextlib.suppress(zmq.ZMQError):  # sockets are closed later than by the call
+            publisher.pub.bind(publisher.endpoint)
+            return True
+
+    try:
+        assert publisher.pub.recv() == b"\x01"
+        for number in range(2):
+            publisher.send(number, removed(b"old"), time_s=10.0)
+        publisher.until(2)
+        publisher.pub.close()
+        publisher.pub = publisher.context.socket(zmq.XPUB)
+        waiting.eventually(is_bound)
+        assert publisher.pub.recv() == b"\x01"
+
+        def is_heard():
+            publisher.send(next(numbers), removed(b"new"), time_s=1.0)  # its clock was set back
+            return (EngineRemoved((b"new",)),) in publisher.told
+
+        waiting.eventually(is_heard)
+        assert publisher.told[2] == (EngineCleared(),)
     finally:
         heard.close()
     assert not crashes
