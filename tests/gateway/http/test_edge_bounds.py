@@ -188,6 +188,9 @@ def test_many_token_ids_of_prompts_are_written_by_another_thread(stream, monkeyp
     del threads[:]
     ScriptedActor().complete(prompt="hey", stream=stream, return_token_ids=True)
     assert threads == [""]
+    del threads[:]
+    ScriptedActor(lambda _request, _number: [[*tokens("a long answer"), finished()]]).complete(stream=stream)
+    assert threads[0] == ("" if stream else "prepare-long"), "an answer of many tokens, as a whole"
 
 
 class WatchedBody(bytearray):
