@@ -73,9 +73,9 @@ class EdgeSettings:
     """Tokens waiting for one HTTP call's reader, about 1 MiB; with one more, the client is cut off as too slow. The limit is
     lower for tokens with probabilities, but at least eight for each choice."""
     max_held_scores: int = 1 << 21
-    """Probabilities of tokens that all answers without streaming may hold together, at about 150 bytes each: they are kept
-    until the answer is complete. One call may hold a quarter of them (else 400) and one tenant half (else 429); a call that
-    finds no room is answered 503."""
+    """Probabilities of tokens that all answers without streaming may hold together, and of prompts' tokens (`echo`) those of
+    streams too, at about 150 bytes each: they are kept until the answer is complete. One call may hold a quarter of them (else
+    400) and one tenant half (else 429); a call that finds no room is answered 503."""
     max_images: int = 16
     """Images of one chat; with more it is answered 400."""
     max_image_bytes: int = 4 << 20

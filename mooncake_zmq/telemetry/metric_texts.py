@@ -94,7 +94,7 @@ _GATEWAY = {
     "edge_bodies": "Bodies being read or prepared",
     "edge_listening": "1: lets in who comes to its address; 0: is not ready, leaves it or has left it to others",
     "edge_held_image_bytes": "Bytes of images that calls hold, as the data URLs in which they came",
-    "edge_held_scores": "Probabilities of tokens that answers which are not streamed may come to",
+    "edge_held_scores": "Probabilities of prompts, and those that answers which are not streamed may come to",
     "edge_reading_bytes": "Bytes of bodies being read",
     "http_connections_refused": "HTTP connections refused: too many in all, of one address, or of one tenant",
     "http_connections_displaced": "HTTP connections closed for newcomers: idle ones, and slow bodies",

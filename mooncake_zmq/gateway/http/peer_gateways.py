@@ -20,6 +20,8 @@ FRESH_S = 3 * STEP_S
 ANSWER_S = 1.0
 """Timeout of another gateway's requests."""
 MAX_TENANT_CHARS = 128
+MAX_QUERY_CHARS = 512
+"""The part of a filter's query that is read."""
 
 
 class Asking(Protocol):
@@ -108,6 +110,6 @@ def query_of(wanted: Wanted) -> str:
 
 def wanted_of(query: str) -> Wanted:
     """Return the filter of a query."""
-    given = parse_qs(query, max_num_fields=8)
+    given = parse_qs(query[:MAX_QUERY_CHARS])
     tenant = given.get("tenant", [""])[0][:MAX_TENANT_CHARS]
     return Wanted(failed="failed" in given, slow="slow" in given, tenant=tenant)

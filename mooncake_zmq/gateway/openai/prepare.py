@@ -68,11 +68,14 @@ class Prepared:
 
     @property
     def held_scores(self) -> int:
-        """Most probabilities that are held until the answers are complete: none for a stream."""
+        """Most probabilities that are held: those of prompts, and unless they are streamed, those of answers."""
         likeliest = self.body.likeliest
-        if likeliest is None or self.body.stream:
+        if likeliest is None:
             return 0
-        return (1 + likeliest) * sum(request.stop.max_tokens for request in self.requests)
+        made = 0 if self.body.stream else sum(request.stop.max_tokens for request in self.requests)
+        if self.body.echoed_likeliest is not None:
+            made += sum(len(request.tokens) // 4 for request in self.requests)
+        return (1 + likeliest) * made
 
 
 def prepare(

@@ -20,7 +20,7 @@ REASONING = "reasoning_content"
 LONG_SCORES = 2048
 """Probabilities in a body that takes long to write: half a millisecond or more."""
 LONG_IDS = 16_384
-"""Token ids of prompts of which the same is true."""
+"""Token ids of prompts of which the same is true, or tokens of answers."""
 
 
 class Reply:
@@ -59,9 +59,10 @@ class Reply:
 
     @property
     def is_long_as_whole(self) -> bool:
-        """True if the body of a call that does not stream takes long to write: it has many probabilities."""
-        scores = 0 if self.body.likeliest is None else self.completion_tokens * (1 + self.body.likeliest)
-        return scores > LONG_SCORES or self.is_long
+        """True if the body of a call that does not stream takes long to write: it has many probabilities or tokens."""
+        tokens = self.completion_tokens
+        scores = 0 if self.body.likeliest is None else tokens * (1 + self.body.likeliest)
+        return scores > LONG_SCORES or tokens > LONG_IDS or self.is_long
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,5 +1,7 @@
 """Answers that the parsers of vLLMs read: their tokens are held here until they are read, then both go to the client. PURE.
 
+Tokens of an answer that is read once, when it is complete, go to the client's call as they come: it gathers them.
+
 One call for each answer is under way at a time. The next one has all tokens that arrived meanwhile, after a pause as long
 as the call took, as vLLM parses the whole answer again each time. A call that fails is made again at another vLLM with the same
 parsers: the state that it continues from is here. After `TRIES` in vain the text is passed on as it is.
@@ -72,7 +74,7 @@ class _Answer:
     client: ClientRequest
     reading: Reading
     held: list[TokenOut] = field(default_factory=list)
-    """Tokens that are not read yet."""
+    """Tokens that are not read yet; the client has those of an answer that is read whole."""
     end: Finished | None = None
     state: bytes = b""
     call: int = 0
@@ -204,9 +206,7 @@ class Readings:
     def _on_read(self, now: float, answer: _Answer, message: AnswerRead) -> list[Effect]:
         request_id = answer.request_id
         read = TextRead(message.reasoning, message.text, message.calls)
-        effects: list[Effect] = [ToClient(request_id, token) for token in answer.held[: answer.asked]]
-        effects.append(ToClient(request_id, read))
-        del answer.held[: answer.asked]
+        effects = [*self._out(answer, answer.asked), ToClient(request_id, read)]
         if answer.asked_end:
             return [*effects, ToClient(request_id, answer.end), *self._close(request_id)]
         answer.node, answer.asked, answer.failed, answer.avoid, answer.state = "", 0, 0, "", message.state
@@ -221,6 +221,7 @@ class Readings:
         match output:
             case TokenOut():
                 answer.held.append(output)
+                return answer.reading.whole
             case Finished():
                 answer.end = output
             case Failed():
@@ -298,9 +299,11 @@ class Readings:
             effects += [ToClient(answer.request_id, answer.end), *self._close(answer.request_id)]
         return effects
 
-    def _out(self, answer: _Answer) -> list[Effect]:
-        held, answer.held = answer.held, []
-        return [ToClient(answer.request_id, token) for token in held]
+    def _out(self, answer: _Answer, count: int | None = None) -> list[Effect]:
+        """Pass on the first of the held tokens, or all, unless the client has them."""
+        held = answer.held[:count]
+        del answer.held[:count]
+        return [] if answer.reading.whole else [ToClient(answer.request_id, token) for token in held]
 
     def _close(self, request_id: str) -> list[Effect]:
         del self._open[request_id]

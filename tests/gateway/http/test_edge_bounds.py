@@ -188,6 +188,9 @@ def test_many_token_ids_of_prompts_are_written_by_another_thread(stream, monkeyp
     del threads[:]
     ScriptedActor().complete(prompt="hey", stream=stream, return_token_ids=True)
     assert threads == [""]
+    del threads[:]
+    ScriptedActor(lambda _request, _number: [[*tokens("a long answer"), finished()]]).complete(stream=stream)
+    assert threads[0] == ("" if stream else "prepare-long"), "an answer of many tokens, as a whole"
 
 
 class WatchedBody(bytearray):
@@ -424,9 +427,16 @@ def test_probabilities_that_would_be_held_by_the_million_are_refused_and_streame
     assert actor.complete(n=2, max_tokens=40).status_code == 200
 
 
-def test_answers_that_hold_probabilities_share_what_the_gateway_has_for_them():
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "max_tokens": 10, "logprobs": 1},
+        {"prompt": "a" * 10, "max_tokens": 30, "logprobs": 1, "echo": True, "stream": True},
+    ],
+    ids=["of answers", "of prompts"],
+)
+def test_answers_that_hold_probabilities_share_what_the_gateway_has_for_them(body):
     actor = ScriptedActor(lambda _request, _number: [], settings=EdgeSettings(max_held_scores=4 * 20))
-    body = {"prompt": "a", "max_tokens": 10, "logprobs": 1}
 
     async def client(port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:

@@ -4,6 +4,7 @@ import base64
 import struct
 from dataclasses import replace
 
+import msgspec
 import pytest
 from scripted_actor import ScriptedActor, failing, finished
 from test_edge_keys import guarded
@@ -36,6 +37,15 @@ def test_vectors_come_in_order_as_numbers_or_bytes():
     assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
     (whole,) = ask(embedding(), encoding_format="base64").json()["data"]
     assert struct.unpack("<2f", base64.b64decode(whole["embedding"])) == (5.0, 1.0)
+
+
+def test_vectors_are_written_one_by_one(monkeypatch):
+    """To write all of them at once would take a second, in which no stream goes on."""
+    written, encode = [], msgspec.json.encode
+    monkeypatch.setattr(msgspec.json, "encode", lambda value: written.append(value) or encode(value))
+    ask(embedding(), input=["abc", "de"])
+    assert written[:2] == [[3.0, 1.0], [2.0, 1.0]]
+    assert [type(each["embedding"]) for each in written[2]["data"]] == [msgspec.Raw] * 2
 
 
 def test_who_has_no_key_gets_no_vectors():

@@ -109,6 +109,10 @@ def test_a_filter_survives_its_query(wanted):
     assert wanted_of(query_of(wanted)) == wanted
 
 
+def test_a_long_query_is_no_bug():
+    assert wanted_of("failed=1" + "&x=1" * 4000) == Wanted(failed=True)
+
+
 def test_a_part_of_the_state_is_steps_or_the_requests_of_a_filter():
     asked = []
     assert msgspec.json.decode(part_of("history", [{"requests": 1}], lambda _: [])) == [{"requests": 1}]
