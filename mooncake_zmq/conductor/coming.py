@@ -113,15 +113,15 @@ class Coming:
 
     # --- what is found
 
-    def find(self, now: float, keys: Sequence[Key], held: int, limit: int) -> Found | None:
-        """Return which of the first `limit` of `keys` behind the first `held`, which are held already, are being computed;
-        None if none is."""
+    def find(self, now: float, keys: Sequence[Key], held: int, limit: int, *, but: Booking | None = None) -> Found | None:
+        """Return which of the first `limit` of `keys` behind the first `held`, which are held already, are being computed, but
+        not by the placement `but`; None if none is."""
         if not self._starts:
             return None
         links: list[Link] = []
         blocks, at = held, now
         while blocks < limit and len(links) < MAX_LINKS and (chain := self._starts.get(keys[blocks])) is not None:
-            if chain.booking.due + PUT_GRACE_S < now or any(chain is each for each, _ in links):
+            if chain.booking is but or chain.booking.due + PUT_GRACE_S < now or any(chain is each for each, _ in links):
                 break
             blocks = min(limit, _common(chain.keys, keys, blocks))
             at = max(at, self.ready_at(chain, blocks))

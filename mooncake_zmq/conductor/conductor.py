@@ -379,14 +379,20 @@ class Conductor:
                 return effects
             self.counts.add("repeated_schedules")
             return [*effects, Send(gateway, booking.placed)]
+        was_coming = booking is not None and booking.coming
         if booking is not None:
-            self._unbook(now, booking)
+            self._lift(now, booking)
         plan = self._placement.planner.plan(now, schedule)
+        plan.replaces = booking
         if schedule.adapter:
             plan.without = self._adapters.lacking(schedule.adapter)
         if attempt == 1:
             self._copies.note(plan.keys, plan.best)
         answer = self._place(now, key, schedule, plan)
+        if booking is not None and isinstance(answer, Rejected):  # the attempt may go on where it is
+            booking.at = now
+            self._bookings.add(booking)
+            self._decodes.book(self._decodes.by_name[booking.placed.decode], booking, coming=was_coming)
         if not self._expiry_armed and self._bookings:
             self._expiry_armed = True
             effects.append(SetTimer(EXPIRY, self._booking_ttl_s))
@@ -401,6 +407,8 @@ class Conductor:
         if isinstance(decided, tuple):
             self.counts.add(_REJECTED[decided[0]])
             return rejected(schedule, decided)
+        if plan.replaces is not None:
+            self._coming.remove(now, plan.replaces.number)
         booking = self._placement.commit(now, key, schedule, plan, decided)
         self._bookings.add(booking)
         prefill = decided.prefill
@@ -446,13 +454,15 @@ class Conductor:
 
     def _unbook(self, now: float, booking: Booking, gone: str = "") -> None:
         """Forget a booking; `gone` names the node of it that is down."""
+        self._lift(now, booking)
+        self._coming.remove(now, booking.number, lost=gone == booking.placed.prefill)
+
+    def _lift(self, now: float, booking: Booking) -> None:
+        """Remove a booking from the loads, but not what it computes and waits for."""
         self._bookings.remove(booking)
         placed = booking.placed
-        number, prefill = booking.number, placed.prefill
-        self._coming.remove(now, number, lost=gone == prefill)
-        self._prefills.unbook(now, self._prefills.by_name[prefill], number)
-        for name in placed.stages:
-            self._prefills.unbook(now, self._prefills.by_name[name], number)
+        for name in (placed.prefill, *placed.stages):
+            self._prefills.unbook(now, self._prefills.by_name[name], booking.number)
         self._decodes.unbook(self._decodes.by_name[placed.decode], booking)
 
     def _on_expiry(self, now: float) -> list[Effect]:

@@ -220,14 +220,16 @@ class Decodes:
         self._set_room(node)
         self._rank(node)
 
-    def book(self, node: DecodeNode, booking: Booking) -> None:
-        """Add a placed request."""
-        booking.coming = True
+    def book(self, node: DecodeNode, booking: Booking, *, coming: bool = True) -> None:
+        """Add a placed request; not `coming`: one that the node's reports count already."""
         if booking.tenant:
             node.tenants.setdefault(booking.tenant, {})[booking] = None
+        if not coming:
+            return
+        booking.coming = True
         node.coming.append(booking)
         node.coming_requests += booking.choices
-        if node.load is not None:
+        if node.load is not None and not booking.reserved:
             node.free -= booking.need_tokens
             node.places -= booking.choices
         self._rank(node)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
+from mooncake_zmq.conductor.booking import Booking
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
 from mooncake_zmq.conductor.prefix_index import PrefixIndex, Run, bits_of
 from mooncake_zmq.conductor.settings import ConductorSettings
@@ -81,6 +82,8 @@ class Plan:
     fetch_s: float = 0.0
     without: frozenset[str] = frozenset()
     """The nodes that cannot answer, as they do not serve the adapter that is asked for."""
+    replaces: Booking | None = None
+    """The booking of the attempt that this one replaces, if it is placed: it will not compute anything then."""
 
     def __init__(
         self, now: float, keys: tuple[Key, ...], tokens: int, tenant: str, priority: int, runs: list[Run], whole_s: float

@@ -285,12 +285,13 @@ class Prefills:
         if number in node.numbers:
             place = node.numbers.index(number)
             ends = node.ends
-            left_s = ends[place] - (ends[place - 1] if place else now)
+            end = ends[place - 1] if place else now
+            left_s = ends[place] - end
             del node.numbers[place], node.ranks[place], node.tenants[place], ends[place]
             if node.tenant is None:
                 _set_tenant(node)
             for later in range(place, len(ends)):
-                ends[later] -= left_s
+                ends[later] = end = max(end, ends[later] - left_s)  # differences are rounded
         self._retell(now, node)
 
     def chosen(self, node: PrefillNode) -> None:

@@ -50,9 +50,9 @@ class Waits:
 
     def better(self, plan: Plan, choice: PrefillChoice, barred: Collection[str]) -> PrefillChoice:
         """Return the cheapest way that waits, if it costs less than `choice`; else `choice`."""
-        found = self._coming.find(plan.now, plan.keys, plan.best, plan.reusable)
+        found = self._coming.find(plan.now, plan.keys, plan.best, plan.reusable, but=plan.replaces)
         if found is None and plan.longest > plan.best:
-            found = self._coming.find(plan.now, plan.keys, plan.longest, plan.reusable)
+            found = self._coming.find(plan.now, plan.keys, plan.longest, plan.reusable, but=plan.replaces)
         if found is None:
             return choice
         plan.coming = found.blocks

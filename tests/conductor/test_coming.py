@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.conductor.coming import _common
 from mooncake_zmq.core.actor import Send
-from mooncake_zmq.core.messages import BlocksAnnounced, ChangeReplica, Placed, QueuedJob, RequestEnded, WaitEnded
+from mooncake_zmq.core.messages import BlocksAnnounced, ChangeReplica, Placed, QueuedJob, Rejected, RequestEnded, WaitEnded
 
 CHUNK = 2 * BLOCK
 DOC = keys("doc", 16)
@@ -151,6 +151,25 @@ def test_but_not_for_ever():
     cluster.advance(3)
     cluster.prefill_load(first.prefill, chunk_tokens=CHUNK)
     assert cluster.waits == [(second.prefill, second.booking, ())]
+
+
+def test_a_waiter_that_finds_no_other_place_waits_on():
+    cluster = Burst()
+    first, second = cluster.ask("a"), cluster.ask("b", request_id="r")
+    for place in range(3):
+        cluster.decode_load(f"d{place}", draining=True)
+    assert isinstance(cluster.schedule((*DOC, *keys("b", 2)), request_id="r", attempt=2), Rejected)
+    assert cluster.waits == []
+    cluster.announce(f"c{first.prefill[1]}", DOC)
+    assert cluster.waits == [(second.prefill, second.booking, (f"c{first.prefill[1]}",))]
+
+
+def test_a_prompt_does_not_wait_for_the_attempt_that_it_replaces():
+    cluster = Burst()
+    first = cluster.ask("a", request_id="r")
+    second = cluster.ask("a", request_id="r", attempt=2, exclude=(first.prefill,))
+    assert (second.coming_blocks, len(cluster.conductor._coming)) == (0, 1)
+    assert cluster.ask("b").coming_blocks == 16, "that of the new attempt is found in its place"
 
 
 def test_a_waiter_that_ends_is_not_sent_for():

@@ -232,6 +232,25 @@ def test_a_newer_attempt_replaces_the_booking_and_an_older_one_is_ignored():
     assert cluster.conductor.gauges(cluster.now)["bookings"] == 0
 
 
+@pytest.mark.parametrize("tenant", ["", "t"])
+@pytest.mark.parametrize("reported", [True, False])
+def test_an_attempt_whose_request_finds_no_other_place_goes_on_and_stays_booked(tenant, reported):
+    cluster = Cluster(1)
+    first = cluster.schedule(DOC, request_id="r", tenant=tenant)
+    if reported:
+        cluster.decode_load("d0", running=1, bookings=(first.booking,))
+    cluster.decode_load("d0", running=1, bookings=(first.booking,) * reported, draining=True)
+    node = cluster.conductor._decodes.by_name["d0"]
+    before = node.free, node.coming_requests, list(node.tenants)
+    cluster.advance(1.0)
+    assert isinstance(cluster.schedule(DOC, request_id="r", attempt=2, tenant=tenant, begun=True), Rejected)
+    assert (node.free, node.coming_requests, list(node.tenants)) == before
+    assert cluster.conductor.gauges(cluster.now)["bookings"] == 1
+    cluster.end(first)
+    assert cluster.conductor.gauges(cluster.now)["bookings"] == 0
+    assert not node.tenants
+
+
 def test_two_gateways_may_use_one_request_id():
     cluster = Cluster()
     cluster.up("g2", "gateway", "h1")

@@ -508,6 +508,14 @@ def test_numbers_of_bookings_are_unique_across_conductors_and_lives():
     assert all(0 < number < 1 << 48 for number in numbers)
 
 
+def test_the_end_of_a_job_leaves_its_queue_in_order_though_sums_are_rounded():
+    for tenths in range(1, 50):
+        cluster = Cluster(1, ttft_slo_s=0)
+        gone = cluster.schedule(tokens=400_000)
+        cluster.prefill_load("p0", jobs=[(0, -1.0, tenths / 10), (0, 1.0, 0.0)])
+        cluster.end(gone)  # the conductor is checked
+
+
 # --- settings
 
 

@@ -2,11 +2,13 @@
 
 import json
 
+from hypothesis import example, given
+from hypothesis import strategies as st
+
 from mooncake_zmq.core.actor import CordonWanted, Started, Transmit
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import (
     MAX_LEVELS,
-    MAX_SECONDS,
     AskState,
     Hello,
     PrefillLoad,
@@ -20,7 +22,9 @@ from mooncake_zmq.core.messages import (
 from mooncake_zmq.core.node import Node
 from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
+from mooncake_zmq.core.transfer_stats import TransferStats
 from mooncake_zmq.core.watch import EVERY_S, MAX_WATCHERS, WATCH_S, Looking, Watchers, report
+from mooncake_zmq.kv.layout import BlockLayout
 
 
 def full_report(**levels):
@@ -79,9 +83,24 @@ def test_of_those_who_are_gone_nothing_is_kept_and_of_those_not_asked_nothing_is
     assert looking.reports == {}
 
 
-def test_a_report_of_a_node_that_runs_for_years_is_read():
-    told = report(uptime_s=1e9, draining=False, moved=(), refused={}, counts={}, gauges={})
-    assert decode(encode(told)).uptime_s == MAX_SECONDS
+LEVELS = st.dictionaries(st.text(min_size=1), st.floats() | st.integers() | st.booleans())
+
+
+@given(
+    uptime_s=st.floats(allow_nan=False),
+    counts=LEVELS,
+    gauges=LEVELS,
+    moved=st.lists(st.integers(min_value=0), max_size=3),
+    refused=st.dictionaries(st.text(min_size=1, max_size=64), st.text()),
+)
+@example(uptime_s=1e9, counts={}, gauges={}, moved=[1 << 60], refused={str(n): "x" * 1000 for n in range(100)})
+def test_whatever_a_node_has_counted_its_report_is_read(uptime_s, counts, gauges, moved, refused):
+    """An invalid message is dropped by whoever receives it, and its sender never learns of it."""
+    stats = TransferStats("me", BlockLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=4))
+    for number, size in enumerate(moved):
+        stats._add("pull", f"p{number}", size)
+    told = report(uptime_s=uptime_s, draining=False, moved=stats.totals(), refused=refused, counts=counts, gauges=gauges)
+    assert decode(encode(told)) == told
 
 
 def test_a_report_is_bounded_and_says_what_it_has_no_room_for():
