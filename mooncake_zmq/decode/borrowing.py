@@ -2,12 +2,12 @@
 
 A request whose prompt has no room here borrows what it lacks, of one lender after the other as its `ReserveDecode` names them.
 They read those blocks from the prefill as this decode reads the others, and every step asks them for their part of the
-attention. Whatever goes wrong there ends the attempt. No such KV is kept or offered to a pool.
+attention. Whatever goes wrong there ends the attempt; its deadline bounds each wait. No such KV is kept or offered to a pool.
 """
 
 from collections.abc import Mapping
 
-from mooncake_zmq.core.actor import CancelTimer, Effect, Send, SetTimer, Start
+from mooncake_zmq.core.actor import Effect, Send, Start
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import (
     BlocksLent,
@@ -20,7 +20,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.work import BlocksPulled, BorrowParts, Done, LentPart, WorkFailed
 from mooncake_zmq.decode.budget import Budget
-from mooncake_zmq.decode.ends import LOAN, Ends
+from mooncake_zmq.decode.ends import Ends
 from mooncake_zmq.decode.handoff import Handoff
 from mooncake_zmq.decode.request import Loan, Request, RequestState
 from mooncake_zmq.decode.requests import Requests
@@ -72,14 +72,16 @@ class Borrowing:
 
     def begin(self, now: float, request: Request) -> list[Effect]:
         """Ask lenders for what a new request lacks."""
-        request.lenders = [name for name in request.request.lenders if name in self._peers]
+        request.lenders = list(request.request.lenders)
         return self._ask(now, request)
 
     def _ask(self, now: float, request: Request) -> list[Effect]:
-        """Ask the next lender, connect with all of them, or deny the request."""
+        """Ask the next lender that is up, connect with all of them, or deny the request."""
         held, lacks = request.lent_blocks, request.lent_tokens // self._layout.block_tokens
         if held == lacks:
             return [self._connect(request)]
+        while request.lenders and not self._is_decode(request.lenders[0]):
+            del request.lenders[0]
         if not request.lenders:
             self._counts.add("reservations_denied")
             message, prefill = request.request, request.prefill
@@ -88,13 +90,12 @@ class Borrowing:
             return [Send(prefill, denied), *self._ends.close(now, request, prefill_fails=True)]
         loan = Loan(request.lenders.pop(0), self._ids.new(), range(held, lacks))
         request.loans.append(loan)
-        request.awaited = loan.lender
         message = request.request
         ask = LendBlocks(loan=loan.number, blocks=lacks - held, ttl_s=message.deadline_s, tenant=message.tenant)
-        return [
-            Send(loan.lender, ask),
-            SetTimer((LOAN, message.request_id, message.attempt), self._settings.pull_deadline_s),
-        ]
+        return [Send(loan.lender, ask)]
+
+    def _is_decode(self, name: str) -> bool:
+        return name in self._peers and self._peers[name].role == "decode"
 
     def _connect(self, request: Request) -> Effect:
         size = self._layout.block_tokens
@@ -131,7 +132,7 @@ class Borrowing:
         if loan.place is not None or message.blocks > len(loan.blocks):
             return self._ends.fail(now, request, f"{sender} lent what was not asked for", avoid=sender)
         loan.place, loan.blocks = message.place, loan.blocks[: message.blocks]
-        return [*_answered(request), *self._ask(now, request)]
+        return self._ask(now, request)
 
     def on_filled(self, now: float, sender: str, message: LoanFilled) -> list[Effect]:
         """Take note of blocks that a lender has read."""
@@ -139,15 +140,13 @@ class Borrowing:
         if found is None:
             return []
         request, loan = found
-        named = (*[block for block, _, _ in message.parts], *message.failed)
-        layers = [layer for _, layer, _ in message.parts]
-        if not request.pulling or request.awaited != sender or any(block >= len(loan.blocks) for block in named):
+        asked, loan.asked = loan.asked, frozenset()
+        others = {block for block, _, _ in message.parts}.union(message.failed, message.corrupt) - asked
+        if not asked or others or any([layer >= self._layout.layers for _, layer, _ in message.parts]):
             return self._ends.fail(now, request, f"{sender} read what was not asked for", avoid=sender)
-        if any(layer >= self._layout.layers for layer in layers):
-            return self._ends.fail(now, request, f"{sender} read layers that the model does not have", avoid=sender)
         request.pulling = False
         pulled = BlocksPulled(message.parts, message.failed, message.corrupt)
-        return [*_answered(request), *self._handoff.take(now, request, pulled, loan.blocks.start)]
+        return self._handoff.take(now, request, pulled, loan.blocks.start)
 
     def on_ended(self, now: float, sender: str, message: LoanEnded) -> list[Effect]:
         """Ask another lender instead of one that refused; one that ends a loan ends the attempt."""
@@ -157,15 +156,8 @@ class Borrowing:
         request, loan = found
         if loan.place is None:
             request.loans.remove(loan)
-            return [*_answered(request), *self._ask(now, request)]
+            return self._ask(now, request)
         return self._ends.fail(now, request, f"{sender} ended a loan: {message.reason}", full=True, avoid=sender)
-
-    def on_late(self, now: float, request_id: str, attempt: int) -> list[Effect]:
-        """End a request one of whose lenders does not answer."""
-        request = self._requests.attempt(request_id, attempt)
-        if request is None or not request.awaited:
-            return []
-        return self._ends.fail(now, request, f"{request.awaited} does not answer", avoid=request.awaited)
 
     def _find(self, lender: str, number: int) -> tuple[Request, Loan] | None:
         for request in self._requests.live.values():
@@ -173,9 +165,3 @@ class Borrowing:
                 if loan.number == number and loan.lender == lender:
                     return request, loan
         return None
-
-
-def _answered(request: Request) -> list[Effect]:
-    """Stop waiting for a lender."""
-    request.awaited = ""
-    return [CancelTimer((LOAN, request.request.request_id, request.request.attempt))]

@@ -64,7 +64,7 @@ from mooncake_zmq.core.work import (
 from mooncake_zmq.decode.admission import Admission
 from mooncake_zmq.decode.borrowing import Borrowing
 from mooncake_zmq.decode.budget import Budget
-from mooncake_zmq.decode.ends import DEADLINE, HELD, LOAN, Ends
+from mooncake_zmq.decode.ends import DEADLINE, HELD, Ends
 from mooncake_zmq.decode.flight import Flight
 from mooncake_zmq.decode.forks import Forks
 from mooncake_zmq.decode.handoff import BORDER, Handoff
@@ -256,8 +256,6 @@ class Decode:
                 return self._flight.interrupt()
             case TimerFired((kind, str(request_id), int(attempt))) if kind == HELD:
                 return self._handoff.on_held_late(now, request_id, attempt)
-            case TimerFired((kind, str(request_id), int(attempt))) if kind == LOAN:
-                return self._borrowing.on_late(now, request_id, attempt)
             case TimerFired((kind, str(borrower), int(number))) if kind == LENT:
                 return self._lending.expire(borrower, number)
             case Started():

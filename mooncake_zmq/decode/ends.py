@@ -15,8 +15,6 @@ DEADLINE = "deadline"
 """Kind of the timers that end requests; they carry request and attempt."""
 HELD = "held"
 """Kind of the timers that end the wait for a pool; they carry request and attempt."""
-LOAN = "loan"
-"""Kind of the timers that end the wait for a lender; they carry request and attempt."""
 LOADING, STEPPING, SITTING_OUT = RequestState.LOADING, RequestState.STEPPING, RequestState.SITTING_OUT
 
 
@@ -68,8 +66,6 @@ class Ends:
             effects += self._flight.interrupt()
         if request.state is SITTING_OUT:
             effects.append(CancelWork(request.sampling_id))
-        if request.awaited:
-            effects.append(CancelTimer((LOAN, message.request_id, message.attempt)))
         effects += [Send(loan.lender, ReturnBlocks(loan=loan.number)) for loan in request.loans]
         self._requests.close(request)
         request.wanted, request.loans = [], []

@@ -21,7 +21,7 @@ from mooncake_zmq.core.messages import (
     SlotRef,
 )
 from mooncake_zmq.core.work import BlockLoad, BlocksPulled, ForkSequence, PullBlocks, SequenceForked, WorkFailed
-from mooncake_zmq.decode.ends import HELD, LOAN, Ends
+from mooncake_zmq.decode.ends import HELD, Ends
 from mooncake_zmq.decode.flight import Flight
 from mooncake_zmq.decode.forks import Forks
 from mooncake_zmq.decode.kept import Kept, KeptSequence
@@ -264,26 +264,13 @@ class Handoff:
         request.pulling = True
         loan = request.loan_of(loads[0].block)
         if loan is not None:
-            return self._fill(request, loan, loads)
+            return [_fill(loan, loads)]
         request.in_flight += 1
         work_id = self._ids.new()
         self._pulls[work_id] = request
         if first := request.lent_blocks:
             loads = tuple([structs.replace(load, block=load.block - first) for load in loads])
         return [Start(work_id, PullBlocks(request.sequence, loads), deadline_s)]
-
-    def _fill(self, request: Request, loan: Loan, loads: Sequence[BlockLoad]) -> list[Effect]:
-        """Let a lender copy a piece."""
-        first, message = loan.blocks.start, request.request
-        named = [
-            LoanLoad(block=load.block - first, source=load.source, first_layer=load.first_layer, stop_layer=load.stop_layer)
-            for load in loads
-        ]
-        request.awaited = loan.lender
-        return [
-            Send(loan.lender, FillLoan(loan=loan.number, loads=tuple(named))),
-            SetTimer((LOAN, message.request_id, message.attempt), self._settings.pull_deadline_s),
-        ]
 
     def on_pulled(self, now: float, work_id: int, result: BlocksPulled | WorkFailed) -> list[Effect]:
         """Handle the end of a copy: its blocks are verified one by one, and all together once everything arrived."""
@@ -401,3 +388,14 @@ class Handoff:
     def is_pulling(self, work_id: int) -> bool:
         """Return whether this work copies blocks here."""
         return work_id in self._pulls
+
+
+def _fill(loan: Loan, loads: Sequence[BlockLoad]) -> Effect:
+    """Let a lender copy a piece."""
+    first = loan.blocks.start
+    named = [
+        LoanLoad(block=load.block - first, source=load.source, first_layer=load.first_layer, stop_layer=load.stop_layer)
+        for load in loads
+    ]
+    loan.asked = frozenset([load.block for load in named])
+    return Send(loan.lender, FillLoan(loan=loan.number, loads=tuple(named)))

@@ -90,7 +90,8 @@ class Lending:
             return []  # it has ended, as its borrower will learn
         size, layers = self._layout.block_tokens, self._layout.layers
         loads = tuple([BlockLoad(each.block, each.source, each.first_layer, each.stop_layer, size) for each in message.loads])
-        if lent.in_flight or any(load.block * size >= lent.capacity_tokens or load.stop_layer > layers for load in loads):
+        is_lent = all([each.block * size < lent.capacity_tokens for each in loads])
+        if lent.in_flight or not is_lent or not all([each.first_layer < each.stop_layer <= layers for each in loads]):
             return self._end(lent, "more blocks than may be read")
         return [self._start(lent, PullBlocks(lent.sequence, loads))]
 

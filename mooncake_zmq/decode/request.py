@@ -75,12 +75,14 @@ class Segment:
 
 @dataclass(slots=True)
 class Loan:
-    """Leading blocks of a request that another decode holds, or is asked to hold. `place`: known once it does."""
+    """Leading blocks of a request that another decode holds, or is asked to hold. `place`: known once it does. `asked`: which
+    of them it is reading, by their numbers in the loan."""
 
     lender: str
     number: int
     blocks: range
     place: LoanPlace | None = None
+    asked: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -166,8 +168,6 @@ class Request:
     loans: list[Loan] = field(default_factory=list)
     is_lent: bool = False
     """Whether lenders hold all of these tokens, and are connected."""
-    awaited: str = ""
-    """The lender whose answer it waits for."""
     unwanted: bool = False
     """Its gateway has cancelled it: the handoff goes on only for its siblings."""
 

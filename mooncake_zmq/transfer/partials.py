@@ -3,11 +3,12 @@
 borrower's stream -- AskPart, queries, new KV of loans that grow --> the lender's, see `stream.py`; one layer at a time
                   <- PartGiven, mixed and states -----------------
 
-A step's parts have to be just the tokens that its rows have not got. A borrower waits ANSWER_S for all answers of a step. A
-loan is of one ticket's holder, and ends with its stream, while its memory stays its owner's; a lender ends the stream over any
-other loan, or one that has not as many tokens as the borrower says. A lender that is late, gone, or answers what no attention
-can be fails the rows that it has part of, and is asked no more: no part is left out, or counted twice. It takes a loan's
-memory back only between two answers.
+A step's parts have to be just the tokens that its rows have not got. A borrower waits ANSWER_S for all answers of a step, and
+again from the layer on that follows the loss of lenders; an answer that has arrived by then is read. A loan is of one ticket's
+holder, and ends with its stream, while its memory stays its owner's; a lender ends the stream over any other loan, or one that
+has not as many tokens as the borrower says. A lender that is late, gone, or answers what no attention can be fails the rows
+that it has part of, and is asked no more: no part is left out, or counted twice. It takes a loan's memory back only between
+two answers.
 
 A lender computes a part of the model. One that lies plausibly is not noticed, as a prefill that stores wrong KV is not.
 """
@@ -44,8 +45,8 @@ MAX_LOANS = 1024
 """Loans of one lender."""
 MAX_HEAD_BYTES = 8192
 ANSWER_S = 5.0
-"""Time for a step's answers, and from the loss of a lender on for the others': a lender computes for some milliseconds a layer,
-beside a step of its own."""
+"""Time for a step's answers, and for those of the others after a layer in which lenders were lost, however many: a lender
+computes for some milliseconds a layer, beside a step of its own."""
 SLICE_S = 0.05
 STALL_S = 10.0
 """Time for a request, from its head to the end of its answer."""
@@ -315,6 +316,7 @@ class BorrowedKV:
         for each in borrowed:
             self._parts[each.lender].append(each)
         self.failed: dict[int, str] = {}
+        self._has_lost = False
 
     def begin(self, sequences: Sequence[SequenceKV | FarKV]) -> None:
         """See `Elsewhere.begin`; a row that keeps no new KV has just one part that grows. Raises ValueError also for two parts
@@ -338,6 +340,8 @@ class BorrowedKV:
 
     def ask(self, layer: int, queries: Floats, keys: Floats, values: Floats) -> None:
         self._asked: list[tuple[Lender, list[Borrowed]]] = []
+        if self._has_lost:
+            self._has_lost, self._until = False, time.monotonic() + ANSWER_S
         for lender, of_lender in self._parts.items():
             parts = [each for each in of_lender if each.row not in self.failed]
             rows, growing = [each.row for each in parts], [each.row for each in parts if each.grows]
@@ -363,7 +367,7 @@ class BorrowedKV:
     def _fail(self, lender: Lender, reason: str) -> None:
         lender.lose(reason)
         self.failed |= dict.fromkeys((each.row for each in self._parts[lender]), reason)
-        self._until = time.monotonic() + ANSWER_S
+        self._has_lost = True
 
 
 def _is_attention(result: Partial, tokens: Sequence[int]) -> bool:

@@ -112,6 +112,7 @@ def outcome(work, share):
     raise TypeError(work)
 
 
+few = st.lists(st.integers(0, 25), max_size=2)
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("say"), st.sampled_from(("p0", "p1")), reservations()),
@@ -125,6 +126,7 @@ steps = st.lists(
         st.tuples(st.just("say"), st.sampled_from(("d0", "d1")), of(*SAYS["decode", "decode"])),
         st.tuples(st.just("lend"), st.none(), st.none()),
         st.tuples(st.just("lend"), st.none(), st.none()),
+        st.tuples(st.just("borrow"), few, st.integers(1, 9)),
         st.tuples(st.just("lease"), st.integers(0, 9), st.none()),
         st.tuples(st.just("work"), st.floats(0, 1), st.none()),
         st.tuples(st.just("work"), st.floats(0, 0.9), st.none()),
@@ -195,11 +197,22 @@ def take_step(node, what, which, message):
             lease = BlocksLeased(lease_id=leases[which % len(leases)], node="c", incarnation=7, **columns)
             node.handle(Received("c", lease))
         case "lend":
-            for ask in node.take(LendBlocks, "d1"):
-                node.handle(Received("d1", BlocksLent(loan=ask.loan, blocks=ask.blocks, place=PLACE)))
+            lend(node)
             for ask in node.take(FillLoan, "d1"):
                 parts = [(each.block, layer, layer) for each in ask.loads for layer in range(each.first_layer, each.stop_layer)]
                 node.handle(Received("d1", LoanFilled(loan=ask.loan, parts=tuple(parts))))
+        case "borrow":
+            borrower = structs.replace(RESERVE, attempt=message, tokens=20 * B, lenders=("d1",))
+            node.handle(Received("p0", borrower))
+            lend(node)
+            for work_id, work in list(node.works.items()):
+                if isinstance(work, BorrowParts):
+                    node.done(work_id, Done())
+            request = node.actor.requests.live.get("r")
+            if request is not None and request.request is borrower:
+                hand_off(node, request)
+            for ask in node.take(FillLoan, "d1") if which else ():
+                node.handle(Received("d1", LoanFilled(loan=ask.loan, parts=(), failed=tuple(which[:1]), corrupt=tuple(which))))
         case "work" if node.works:
             work_id, work = sorted(node.works.items())[0]
             node.done(work_id, outcome(work, which))
@@ -208,6 +221,11 @@ def take_step(node, what, which, message):
         case "restart":
             node.down(which)
             node.up(which, int(node.now * 1000) + 8)
+
+
+def lend(node):
+    for ask in node.take(LendBlocks, "d1"):
+        node.handle(Received("d1", BlocksLent(loan=ask.loan, blocks=ask.blocks, place=PLACE)))
 
 
 def hand_off(node, request):

@@ -144,7 +144,7 @@ def node():
 def assert_nothing_left(node):
     assert node.busy() == {}
     assert node.sequences == set()
-    assert not [timer for timer in node.timers if timer[0] in ("deadline", "loan", "lent")]
+    assert not [timer for timer in node.timers if timer[0] in ("deadline", "lent")]
 
 
 # --- the borrower
@@ -186,6 +186,15 @@ def test_the_next_lender_is_asked_for_the_rest_and_for_what_one_refused(node):
     node.say("d1", LoanEnded(loan=refused.loan, reason="no"))
     assert node.lend("d2").blocks == 5
     assert [part.lender for part in node.connect().parts] == ["d2"]
+
+
+def test_what_is_no_decode_or_down_is_not_asked(node):
+    node.reserve(lenders=("p0", "d1", "d2"))
+    assert not node.take(LendBlocks, "p0")
+    node.down("d2")
+    node.lend(blocks=2)
+    assert node.one(DecodeDenied, "p0").full
+    assert_nothing_left(node)
 
 
 def test_a_prompt_for_which_too_little_is_lent_is_denied_and_what_was_lent_returned(node):
@@ -293,8 +302,8 @@ def test_a_cancelled_request_returns_what_it_borrowed(node, stage):
 @pytest.mark.parametrize("stage", [asked, filling])
 def test_a_lender_that_does_not_answer_in_time_costs_the_attempt(node, stage):
     stage(node)
-    node.advance(node.settings.pull_deadline_s)
-    assert node.one(AttemptFailed, "g").reason == "d1 does not answer"
+    node.advance(60.0)
+    assert "deadline" in node.one(AttemptFailed, "g").reason
     assert_nothing_left(node)
 
 
@@ -320,14 +329,24 @@ def test_a_step_without_a_lender_costs_the_attempt_alone(node):
         {"parts": ((5, 0, 1),)},
         {"parts": ((0, LAYERS, 1),)},
         {"parts": (), "failed": (5,)},
+        {"parts": (), "failed": (0,), "corrupt": (99,)},
         {"parts": (), "failed": (0,), "corrupt": (0,)},
     ],
-    ids=["a block beyond", "a layer beyond", "a failed block beyond", "a block that did not verify"],
+    ids=["a block beyond", "a layer beyond", "a failed block beyond", "a corrupt block beyond", "a block that did not verify"],
 )
 def test_an_answer_that_is_wrong_costs_the_attempt(node, changes):
     filling(node)
     node.filled(**changes)
     assert node.one(AttemptFailed, "g")
+    assert_nothing_left(node)
+
+
+@pytest.mark.parametrize("changes", [{"parts": ((3, 0, 1),)}, {"parts": (), "failed": (3,), "corrupt": (3,)}])
+def test_blocks_that_a_lender_was_not_to_read_yet_cost_the_attempt(node, changes):
+    connected(node)
+    node.announce(0, 2)
+    node.filled(**changes)
+    assert node.one(AttemptFailed, "g").avoid == "d1"
     assert_nothing_left(node)
 
 
@@ -433,7 +452,7 @@ def test_the_report_says_what_it_would_lend(node):
     assert (report.lendable, report.borrows, report.free_tokens) == (2 * B, True, 3 * B)
 
 
-@pytest.mark.parametrize("loads", [(load(2),), (load(0, stop_layer=LAYERS + 1),)])
+@pytest.mark.parametrize("loads", [(load(2),), (load(0, stop_layer=LAYERS + 1),), (load(0, first_layer=LAYERS),)])
 def test_blocks_beyond_a_loan_end_it(node, loads):
     lent_out(node)
     node.say("d1", FillLoan(loan=1, loads=loads))

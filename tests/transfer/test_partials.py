@@ -279,19 +279,25 @@ def test_a_lender_that_is_slow_has_no_more_time_for_many_layers(engine, house, l
     assert list(elsewhere.failed) == [0]
 
 
-def test_a_lender_that_is_silent_costs_no_other_lenders_rows(engine, house, lender, other_house, monkeypatch):
+def test_lenders_that_are_silent_cost_no_other_lenders_rows_and_one_wait(engine, house, other_house, monkeypatch):
+    untils, answer = [], Lender.answer
+    monkeypatch.setattr(Lender, "answer", lambda *asked: (untils.append(asked[2]), answer(*asked))[1])
     other = other_house.lender()
-    silent, _ = house.lend(lender)
     sound, _ = other_house.lend(other)
-    monkeypatch.setattr(partials, "ANSWER_S", 0.2)
-    elsewhere = begun(engine, [Borrowed(0, lender, silent, TOKENS), Borrowed(1, other, sound, TOKENS)], 2)
+    silent = [house.lender() for _ in range(3)]
+    parts = [Borrowed(row, each, house.lend(each)[0], TOKENS) for row, each in enumerate(silent)]
+    monkeypatch.setattr(partials, "ANSWER_S", 1.0)
+    elsewhere = begun(engine, [*parts, Borrowed(3, other, sound, TOKENS)], 4)
     monkeypatch.setattr(partials, "ANSWER_S", 20.0)
     with house.host._lock:
         for layer in range(2):
-            elsewhere.ask(layer, *queries_of(engine, 2))
+            elsewhere.ask(layer, *queries_of(engine, 4))
             found = elsewhere.answers(layer)
-    assert list(elsewhere.failed) == [0]
-    assert found.states[1, ..., 1].min() > 0
+    assert sorted(elsewhere.failed) == [0, 1, 2]
+    assert len(untils) == 5
+    assert len(set(untils[:4])) == 1, "all have the same time"
+    assert untils[4] > untils[0], "a new one for those that are left"
+    assert found.states[3, ..., 1].min() > 0
 
 
 def test_a_row_that_failed_is_asked_for_no_more(engine, house, lender, other_house):
