@@ -360,17 +360,13 @@ def card(path: str, cache_dir: str, directory: Path | None) -> None:
     """
     limit_blas()
     from mooncake_zmq.engine import card as cards
-    from mooncake_zmq.engine.errors import ModelError
     from mooncake_zmq.engine.prepare import prepare
 
-    try:
-        prepared = prepare(path, cache_dir, backend="auto", kernels=False)  # so that no engine downloads it again
-        if directory is None:
-            click.echo(cards.encode(cards.of_prepared(prepared)).decode(), nl=False)
-        else:
-            click.echo(cards.export(prepared, directory))
-    except ModelError as error:
-        _fail(error.message)
+    prepared = prepare(path, cache_dir, backend="auto", kernels=False)  # so that no engine downloads it again
+    if directory is None:
+        click.echo(cards.encode(cards.of_prepared(prepared)).decode(), nl=False)
+    else:
+        click.echo(cards.export(prepared, directory))
 
 
 @main.command()

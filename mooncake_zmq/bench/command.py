@@ -23,7 +23,7 @@ from mooncake_zmq.bench.options import (
 )
 from mooncake_zmq.bench.zoo_command import zoo
 from mooncake_zmq.config.examples import LOCAL, MODELLED
-from mooncake_zmq.engine.cpu import Backend, limit_blas
+from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.refused import Refused
 
@@ -337,22 +337,15 @@ def gpu(model: str, cache_dir: str, rounds: int, parts: tuple[str, ...], as_json
 @bench.command()
 @config_option(MODELLED, "The TOML file of a cluster of modelled engines.")
 @click.option("--multiple", type=click.FloatRange(min=0.01), default=3.0, show_default=True, help="Of the prefills' capacity.")
-@click.option("--seconds", type=click.FloatRange(min=1), default=40.0, show_default=True, help="How long requests come.")
+@click.option(
+    "--seconds", "duration_s", type=click.FloatRange(min=1), default=40.0, show_default=True, help="How long requests come."
+)
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=8192, show_default=True, help="In the mean.")
 @click.option("--output-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of every request.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of arrivals, lengths and prompts.")
 @json_option
 @plot_option("the ratios")
-def overload(
-    config: Path,
-    multiple: float,
-    seconds: float,
-    prompt_tokens: int,
-    output_tokens: int,
-    seed: int,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
+def overload(config: Path, as_json: bool, plot: Path | None, **parameters: Any) -> None:
     """Run a live cluster under more load than it can carry: who is admitted, how well it is served, how the others are refused.
 
     Engines are modelled, so it takes no GPU; everything else is real. About a minute.
@@ -365,8 +358,7 @@ def overload(
     limit_blas()
     from mooncake_zmq.bench.overload import Load, bench_overload
 
-    wanted = Load(multiple=multiple, duration_s=seconds, prompt_tokens=prompt_tokens, output_tokens=output_tokens, seed=seed)
-    bench_overload(config, wanted, show_progress).show(as_json=as_json, plot=plot)
+    bench_overload(config, Load(**parameters), show_progress).show(as_json=as_json, plot=plot)
 
 
 @bench.command()
@@ -388,15 +380,7 @@ def overload(
     help="Also through a conductor process over ZeroMQ, asked N times per second by four gateways.",
 )
 @plot_option("the time of a decision over the hosts")
-def schedule(
-    trace: Path | None,
-    hosts: tuple[int, ...],
-    requests: int,
-    router_python: str | None,
-    zmq_per_s: float | None,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
+def schedule(trace: Path | None, hosts: tuple[int, ...], as_json: bool, plot: Path | None, **options: Any) -> None:
     """Measure how fast the conductor decides, with announcements, reports and ends of requests in between. Takes about a
     minute.
 
@@ -409,8 +393,7 @@ def schedule(
     mypyc_code.use(mypyc_code.NODES)
     from mooncake_zmq.bench.schedule import bench_schedule
 
-    report = bench_schedule(trace, hosts, show_progress, router_python=router_python, requests=requests, zmq_per_s=zmq_per_s)
-    report.show(as_json=as_json, plot=plot)
+    bench_schedule(trace, hosts, show_progress, **options).show(as_json=as_json, plot=plot)
 
 
 @bench.command()
@@ -425,6 +408,7 @@ def schedule(
 )
 @click.option(
     "--directory",
+    "disk_directory",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     default=Path("/var/tmp"),
     show_default=True,
@@ -438,15 +422,7 @@ def schedule(
 )
 @json_option
 @plot_option("the ratios")
-def pool(
-    rounds: int,
-    parts: tuple[str, ...],
-    working_set_mib: int,
-    directory: Path,
-    mooncake_python: str | None,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
+def pool(parts: tuple[str, ...], working_set_mib: int, as_json: bool, plot: Path | None, **parameters: Any) -> None:
     """Measure the KV pool against memory, transport and disk, and against another store over the same values. Takes several
     minutes.
 
@@ -462,12 +438,7 @@ def pool(
     from mooncake_zmq.telemetry import log
 
     log.configure(node="bench", role="bench", form="console", level="warning")
-    settings = PoolBench(
-        rounds=rounds,
-        working_set_bytes=working_set_mib << 20,
-        disk_directory=directory,
-        mooncake_python=mooncake_python,
-    )
+    settings = PoolBench(working_set_bytes=working_set_mib << 20, **parameters)
     report = bench_pool(settings, parts=parts or POOL_PARTS, progress=show_progress)
     report.show(as_json=as_json, plot=plot)
 
@@ -486,19 +457,7 @@ def pool(
 @click.option("--vllm-eager", is_flag=True, help="Keep vLLM from compiling the model, which it does by default.")
 @json_option
 @plot_option("the ratios")
-def engine(
-    model: str,
-    cache_dir: str,
-    rounds: int,
-    threads: int,
-    cpu_time: bool,
-    backend: Backend,
-    parts: tuple[str, ...],
-    vllm_python: str | None,
-    vllm_eager: bool,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
+def engine(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameters: Any) -> None:
     """Measure the engine against the machine's own rates, and against other engines with the same weights and threads.
 
     Five rounds on 2 cores take about 3 minutes, 8 with vLLM. Nothing else should be running.
@@ -512,17 +471,7 @@ def engine(
     limit_blas()
     from mooncake_zmq.bench.engine import EngineBench, bench_engine
 
-    settings = EngineBench(
-        model=model,
-        cache_dir=cache_dir,
-        rounds=rounds,
-        threads=threads,
-        cpu_time=cpu_time,
-        backend=backend,
-        vllm_python=vllm_python,
-        vllm_eager=vllm_eager,
-    )
-    report = bench_engine(settings, parts=parts or ENGINE_PARTS, progress=show_progress)
+    report = bench_engine(EngineBench(**parameters), parts=parts or ENGINE_PARTS, progress=show_progress)
     report.show(as_json=as_json, plot=plot)
 
 
@@ -573,21 +522,7 @@ def vllm(python: str, model: str, gpu: bool, rounds: int, lengths: tuple[int, ..
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile to this file, as JSON.")
 @json_option
 @plot_option("measured and fitted times")
-def profile(
-    model: str,
-    cache_dir: str,
-    threads: int,
-    backend: Backend,
-    rounds: int,
-    lengths: tuple[int, ...],
-    prefixes: tuple[int, ...],
-    batches: tuple[int, ...],
-    contexts: tuple[int, ...],
-    chunk_tokens: int,
-    out: Path | None,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
+def profile(out: Path | None, as_json: bool, plot: Path | None, **parameters: Any) -> None:
     """Measure the engine over lengths, prefixes and batches: the table that the conductor's estimates are fitted from.
 
     About 4 minutes for the default model on one core. Run it on a prefill's or decode's machine, with nothing else running.
@@ -598,19 +533,7 @@ def profile(
     from mooncake_zmq.bench.engine_profile import ProfilePlan, draw, measure, show
     from mooncake_zmq.core.profile import ProfileError, encode
 
-    plan = ProfilePlan(
-        model=model,
-        cache_dir=cache_dir,
-        threads=threads,
-        backend=backend,
-        rounds=rounds,
-        lengths=lengths,
-        prefixes=prefixes,
-        batches=batches,
-        contexts=contexts,
-        chunk_tokens=chunk_tokens,
-    )
-    measured = measure(plan, show_progress)
+    measured = measure(ProfilePlan(**parameters), show_progress)
     if out is not None:
         try:
             out.write_bytes(encode(measured))

@@ -28,7 +28,6 @@ from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.prepared_files import read_spec
 from mooncake_zmq.engine.spec import ModelSpec
 from mooncake_zmq.engine.tokenizer import open_tokenizer
-from mooncake_zmq.refused import Refused
 
 STEPS = 32
 GREEDY_TOKENS = 32
@@ -79,20 +78,17 @@ class EngineBench:
 
 
 def bench_engine(bench: EngineBench, *, parts: Sequence[str], progress: Progress) -> Report:
-    """Run all of it. Raises click.ClickException when a side cannot be started, dies or does not become idle, or on a bad
-    model."""
+    """Run all of it. Raises click.ClickException when a side cannot be started, dies or does not become idle, and
+    ModelError."""
     cases = [case for part in parts for case in (bench.cases or CASES)[part]]
     with TemporaryDirectory(prefix="mczmq-bench-") as scratch, ExitStack() as stack:
-        try:
-            progress(f"preparing the model {bench.model}")
-            path = prepare(bench.model, bench.cache_dir, backend=bench.backend)
-            if str(path) == "toy":
-                raise ModelError("the toy engine has no weights: give another model")
-            spec = read_spec(path)
-            _check_length(spec, cases, bench.steps)
-            directory = hugging_face_directory(bench.model, Path(scratch)) if bench.vllm_python else None
-        except ModelError as error:
-            raise Refused(error.message) from None
+        progress(f"preparing the model {bench.model}")
+        path = prepare(bench.model, bench.cache_dir, backend=bench.backend)
+        if str(path) == "toy":
+            raise ModelError("the toy engine has no weights: give another model")
+        spec = read_spec(path)
+        _check_length(spec, cases, bench.steps)
+        directory = hugging_face_directory(bench.model, Path(scratch)) if bench.vllm_python else None
         sides = _start(bench, spec, path, directory, cases, stack, progress)
         report = Report("engine")
         report.notes += [f"{name} {side.ready['version']}" for name, side in sides.items()]

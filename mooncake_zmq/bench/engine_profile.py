@@ -15,7 +15,6 @@ from msgspec import structs
 from mooncake_zmq.bench.engine_timing import decode_step_s, prefill_times_s, random_prompt
 from mooncake_zmq.core.profile import PrefillTime, Profile, StepTime, fit
 from mooncake_zmq.engine.cpu import Backend, chosen
-from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine
@@ -49,16 +48,13 @@ class ProfilePlan:
 
 
 def measure(plan: ProfilePlan, progress: Progress) -> Profile:
-    """Return medians of `rounds`. Raises click.ClickException on a bad model, or when the plan does not fit it or the
+    """Return medians of `rounds`. Raises ModelError, and click.ClickException when the plan does not fit the model or the
     memory."""
     if min(len(set(plan.lengths)), len(set(plan.batches)), len(set(plan.contexts))) < 2:
         raise Refused("two or more lengths, batches and contexts are needed to fit anything")
-    try:
-        progress(f"preparing the model {plan.model}")
-        path = prepare(plan.model, plan.cache_dir, lambda what, share: progress(f"{what}: {share:.0%}"), backend=plan.backend)
-        engine = load_engine(path, threads=plan.threads, backend=plan.backend)
-    except ModelError as error:
-        raise Refused(error.message) from None
+    progress(f"preparing the model {plan.model}")
+    path = prepare(plan.model, plan.cache_dir, lambda what, share: progress(f"{what}: {share:.0%}"), backend=plan.backend)
+    engine = load_engine(path, threads=plan.threads, backend=plan.backend)
     _check_fits(plan, engine)
     random = np.random.default_rng(0)
     prefill_times_s(engine, random, [WARM_UP_TOKENS] * 3, prefix=0, chunk_tokens=0)

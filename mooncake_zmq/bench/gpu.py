@@ -78,8 +78,6 @@ def bench_gpu(bench: GpuBench, *, parts: Sequence[str], progress: Progress) -> R
                 report.rows += _block_rows(cuda, layout, bench, progress)
             if "engine" in parts:
                 report.rows += _engine_rows(cuda, path, spec, bench, progress)
-    except ModelError as error:
-        raise Refused(error.message) from None
     except (ValueError, SharedMemoryError) as error:
         raise Refused(str(error)) from None
     return report

@@ -207,10 +207,7 @@ def _cluster(
     wanted: LongPrompts, servers: Sequence[str], scratch: Path, progress: Progress
 ) -> Iterator[tuple[str, str, dict[str, int]]]:
     """Start a gateway, a conductor and a node for each server; yield the address, the model's name and the processes."""
-    try:
-        model = _described(wanted, scratch / "model", progress)
-    except ModelError as error:
-        raise Refused(error.message) from None
+    model = _described(wanted, scratch / "model", progress)
     text = NODES.format(
         model=model,
         block_tokens=BLOCK_TOKENS,

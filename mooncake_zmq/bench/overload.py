@@ -18,7 +18,6 @@ from mooncake_zmq.bench.client import Client, replay
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.config.errors import ConfigError
 from mooncake_zmq.config.load import costs_of, load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.costs import Costs
@@ -67,14 +66,12 @@ def bench_overload(path: Path, wanted: Load, progress: Progress) -> Report:
 
 
 def modelled_costs(config: Config) -> Costs:
-    """Return the costs of the cluster's prefills, which all model the same. Raises click.ClickException."""
+    """Return the costs of the cluster's prefills, which all model the same. Raises click.ClickException and
+    ConfigError."""
     profiles = {node.modelled for node in config.of_role("prefill", "decode")}
     if len(profiles) != 1 or "" in profiles:
         raise Refused("bench overload needs prefills and decodes of one backend modelled:PROFILE")
-    try:
-        return costs_of(profiles.pop(), "backend")
-    except ConfigError as error:
-        raise Refused(str(error)) from None
+    return costs_of(profiles.pop(), "backend")
 
 
 def draw_lengths(wanted: Load, longest: int) -> NDArray[np.int64]:

@@ -14,7 +14,6 @@ from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import ArrayRows, Llama
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.tokenizer import Tokenizer
-from mooncake_zmq.refused import Refused
 
 Floats = NDArray[np.float32]
 Logs = NDArray[np.float64]
@@ -34,12 +33,9 @@ def prepared_model(model: str, cache_dir: str, **options: Any) -> Path:
 def studied(
     study: Callable[[Path], StudyT], model: str, cache_dir: str, progress: Callable[[str], None], **options: Any
 ) -> StudyT:
-    """Prepare a model, and return the study of it. Raises Refused where it cannot be studied."""
+    """Prepare a model, and return the study of it. Raises ModelError where it cannot be studied."""
     progress(f"preparing the model {model}")
-    try:
-        return study(prepared_model(model, cache_dir, **options))
-    except ModelError as error:
-        raise Refused(error.message) from None
+    return study(prepared_model(model, cache_dir, **options))
 
 
 def check_positions(engine: Llama, needed: int) -> None:

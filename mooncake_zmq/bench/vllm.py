@@ -26,10 +26,8 @@ from mooncake_zmq.bench.memory import cpu_s
 from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.others.peers import Peer, driver_process
 from mooncake_zmq.bench.report import Report, Row
-from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.pool.rules.object_settings import ObjectSettings
 from mooncake_zmq.pool.server.server import StoreServer
-from mooncake_zmq.refused import Refused
 from mooncake_zmq.store.shim import install
 
 DRIVER = Path(__file__).parent / "others/vllm_driver.py"
@@ -70,12 +68,9 @@ class VllmBench:
 
 def bench_vllm(bench: VllmBench, *, progress: Progress) -> Report:
     """Run all of it. Raises click.ClickException when a side cannot be started, dies, or generates other tokens than the
-    others."""
+    others, and ModelError."""
     with TemporaryDirectory(prefix="mczmq-bench-") as scratch, ExitStack() as stack:
-        try:
-            directory = hugging_face_directory(bench.model, Path(scratch))
-        except ModelError as error:
-            raise Refused(error.message) from None
+        directory = hugging_face_directory(bench.model, Path(scratch))
         vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
         store = _store(Path(scratch), OBJECT_BYTES[bench.device])
         stack.callback(store.close)

@@ -1,13 +1,13 @@
 """The error that a user can act on: one line that says what is wrong with a model and what to do."""
 
+from mooncake_zmq.refused import Refused
 
-class ModelError(Exception):
+
+class ModelError(Refused):
     """A model or its tokenizer cannot be obtained, read or used."""
 
     def __init__(self, message: str) -> None:
-        message = " ".join(message.split("\n"))  # the text may quote a library's error, or a file
-        super().__init__(message)
-        self.message = message
+        super().__init__(" ".join(message.split("\n")))  # the text may quote a library's error, or a file
 
 
 class TemplateFailed(ValueError):

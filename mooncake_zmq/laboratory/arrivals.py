@@ -43,8 +43,9 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.gateway.settings import RequestsSettings
 from mooncake_zmq.kv.block_hash import Key, extend_keys
+from mooncake_zmq.laboratory.gaps import longest_tenth_s
 from mooncake_zmq.laboratory.keys import ROOT, Prompt, block_keys
-from mooncake_zmq.laboratory.recorder import Recorder, longest_tenth_s
+from mooncake_zmq.laboratory.recorder import Recorder
 from mooncake_zmq.laboratory.study import Arrival, RequestRecord
 
 NEXT = ("next",)
@@ -325,7 +326,7 @@ class Arrivals:
         times = np.concatenate(request.times)
         if request.resumed_at:
             times.sort()
-        record.tbt_s = longest_tenth_s(times)
+        record.tbt_s = longest_tenth_s(np.diff(times))
         record.first_gap_s = float(times[1] - times[0]) if len(times) > 1 else -1.0
         record.end_s = float(times[-1]) - request.arrived_at
         outcome = Outcome(

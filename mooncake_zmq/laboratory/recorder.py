@@ -21,7 +21,6 @@ from mooncake_zmq.core.messages import (
     TokensDecoded,
 )
 from mooncake_zmq.core.work import ChunkComputed, ComputeChunk, StepDecoded
-from mooncake_zmq.laboratory import gaps
 from mooncake_zmq.laboratory.machine import ModelledMachine, StepRun
 from mooncake_zmq.simulation.world import Observe, Process
 
@@ -38,11 +37,6 @@ def step_times(run: StepRun) -> NDArray[np.float64]:
     made, growths = _made(run.steps)
     times: NDArray[np.float64] = run.begin_s + made * run.first_s + run.growth_s * growths
     return times
-
-
-def longest_tenth_s(times: NDArray[np.float64]) -> float:
-    """Return the TBT of a request by its tokens' times: counted as the gateway does, and as for the baselines."""
-    return gaps.longest_tenth_s(times[1:] - times[:-1])
 
 
 class Recorder:

@@ -2,23 +2,17 @@
 
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import click
 
 from mooncake_zmq.config.load import Loaded
 from mooncake_zmq.operate.console.gateways import SERVING, NoGateway
-from mooncake_zmq.operate.console.rolling import REFUSED, SYSTEMD, BadPlan, Roll, lasts, plan
+from mooncake_zmq.operate.console.rolling import SYSTEMD, BadPlan, Roll, lasts, plan
 from mooncake_zmq.operate.console.terminal import Terminal
 from mooncake_zmq.operate.doctor.here import find
 from mooncake_zmq.operate.options import ca_option, config_option, gateways_of, load_config, set_option, url_option
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.transfer.process_lock import holder
-
-
-class RestartRefused(click.ClickException):
-    """Ends the command before anything was done; the message is one line."""
-
-    exit_code = REFUSED
 
 
 @click.command()
@@ -71,21 +65,21 @@ def restart(
     )
     nodes = loaded.config.nodes if command else find(loaded, None).nodes
     if not command and (others := [node.name for node in loaded.config.nodes if node not in nodes and node.name in only]):
-        _refuse(f"{', '.join(others)}: not on this machine; give --command 'ssh {{host}} {SYSTEMD}'")
+        raise Refused(f"{', '.join(others)}: not on this machine; give --command 'ssh {{host}} {SYSTEMD}'")
     try:
         snapshot = gateways.snapshot()[1]
         steps = plan(nodes, snapshot, only)
         roll.show(steps)
     except (NoGateway, BadPlan) as error:
-        _refuse(str(error))
+        raise Refused(str(error)) from None
     if not command and (others := _elsewhere(loaded, [step.host for step in steps])) and not only:
         console.print(f"run it on {', '.join(others)} as well, or give --command", highlight=False, markup=False)
     if dry_run:
         return
     if snapshot["status"] not in SERVING:
-        _refuse(f"the cluster does not serve, so that no restart could be judged: {snapshot['verdict']}")
+        raise Refused(f"the cluster does not serve, so that no restart could be judged: {snapshot['verdict']}")
     if (last := lasts(steps)) and not yes:
-        _refuse(f"no other node does what {', '.join(last)} does: clients would wait or be refused; --yes allows it")
+        raise Refused(f"no other node does what {', '.join(last)} does: clients would wait or be refused; --yes allows it")
     sys.exit(roll.run(steps))
 
 
@@ -101,7 +95,3 @@ def _command_line(
 def _elsewhere(loaded: Loaded, hosts: Sequence[str]) -> list[str]:
     """Return the hosts of the configuration that have none of the steps."""
     return sorted({node.host for node in loaded.config.nodes} - set(hosts))
-
-
-def _refuse(message: str) -> NoReturn:
-    raise RestartRefused(message)
