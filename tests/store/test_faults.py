@@ -18,6 +18,7 @@ from store_harness import SLAB_BYTES, WORK_GAUGES, Memory, idle, wait_for
 
 from mooncake_zmq.pool.server import streams as store_streams
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.client import shared_copy
 from mooncake_zmq.store.client.client import StoreClient
 from mooncake_zmq.store.client.link import Links, Unreached
 from mooncake_zmq.store.client.peer import ClientSettings
@@ -768,6 +769,20 @@ def test_a_reader_whose_object_is_evicted_and_overwritten_meanwhile_has_a_miss(m
     assert store.put("new", b"2" * SLAB_BYTES) == 0
     segment = peer.session(monotonic() + 5).segment
     assert segment.generations[leased.entries[0]] != leased.generations[0], "how a late reader knows"
+
+
+def test_a_value_whose_store_gives_its_memory_up_amid_a_copy_is_a_miss(server, connect, monkeypatch):
+    store = connect(server, verify_local=False)
+    assert store.put("k", b"x" * 300_000) == 0
+    scatter = shared_copy.scatter
+
+    def too_late(*arguments, **more):
+        server._turns.segment.close()
+        return scatter(*arguments, **more)
+
+    monkeypatch.setattr(shared_copy, "scatter", too_late)
+    assert store.get("k") == b""
+    assert store._client.counts["stale"] == 1
 
 
 def test_a_forked_child_cannot_use_the_store_of_its_parent(server, connect):
