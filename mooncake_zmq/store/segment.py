@@ -89,8 +89,9 @@ class ObjectSegment:
         return segment
 
     def close(self) -> None:
-        """Owner: remove the file. Either way this mapping ends when nothing refers to it any more. May be called twice."""
-        self._file.remove()
+        """Owner: remove the file and its memory, which reads as zeros then. Either way this mapping ends when nothing refers to
+        it any more. May be called twice."""
+        self._file.remove(emptied=True)
 
 
 class ClientLock:

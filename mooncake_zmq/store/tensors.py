@@ -109,8 +109,10 @@ def _torch_tensor(value: bytearray, name: str, shape: Sequence[int], start: int)
 
 
 def _count(value: bytearray, shape: Sequence[int], start: int, item_bytes: int) -> int:
-    """Elements; the value must hold just these."""
+    """Elements; the value must hold just these. A shape beyond all memory but for a length of 0 is none."""
     count = math.prod(shape)
+    if math.prod(length or 1 for length in shape) * item_bytes >= 1 << 63:
+        raise NotATensor(f"a tensor of shape {tuple(shape)}")
     if not item_bytes or count * item_bytes != len(value) - start:
         raise NotATensor(f"{len(value) - start} bytes for a tensor of shape {tuple(shape)}")
     return count

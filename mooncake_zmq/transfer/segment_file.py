@@ -87,9 +87,12 @@ class SegmentFile:
             os.close(fd)
         return cls(path, mapping, shape, incarnation, -1)
 
-    def remove(self) -> None:
-        """Remove the file if it is this process's; the mapping stays. May be called twice."""
+    def remove(self, *, emptied: bool = False) -> None:
+        """Remove the file if it is this process's; the mapping stays. `emptied`: its memory is free at once, as processes that
+        still map it may be idle for long. May be called twice."""
         if self._owner_fd >= 0:
+            if emptied:
+                _empty(self._owner_fd)
             self.path.unlink(missing_ok=True)
             os.close(self._owner_fd)
             self._owner_fd = -1
@@ -140,8 +143,8 @@ def is_segment_of(path: str, node: str, incarnation: int, directory: Path | None
 
 
 def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bool]) -> list[Path]:
-    """Remove this cluster's segments whose process has ended: `is_alive(node, incarnation)` is false and no process holds the
-    file's lock. Files of other users are left alone."""
+    """Remove this cluster's segments whose process has ended, and free their memory: `is_alive(node, incarnation)` is false and
+    no process holds the file's lock. Files of other users are left alone."""
     removed = []
     for path in sorted(own_files(directory, f"{FILE_PREFIX}=")):
         named = parse_name(path.name)
@@ -149,6 +152,11 @@ def sweep(directory: str | Path, cluster: str, is_alive: Callable[[str, int], bo
             continue
         with contextlib.suppress(OSError):  # another sweep was first, or descriptors have run out: left for now
             if not is_locked(path):
+                fd = open_own(path, os.O_RDWR)
+                try:
+                    _empty(fd)
+                finally:
+                    os.close(fd)
                 path.unlink()
                 removed.append(path)
     return removed
@@ -175,6 +183,14 @@ def _create(directory: Path, name: str) -> tuple[Path, int]:
         except OSError as error:
             raise SharedMemoryError(f"cannot create {path}: {error.strerror}") from error
     raise SharedMemoryError(f"cannot create {path}: {taken.strerror}") from taken
+
+
+def _empty(fd: int) -> None:
+    """Free a file's pages, mapped or not, in ascending order: generations lie before what they stand for, so that a reader
+    of bytes that went finds its generation gone too. Does nothing to an empty file, or where the file system cannot."""
+    with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 0) as mapping:
+        for start in range(0, len(mapping), HUGE_PAGE_BYTES):
+            mapping.madvise(mmap.MADV_REMOVE, start, min(HUGE_PAGE_BYTES, len(mapping) - start))
 
 
 def _check_space(directory: Path, needed: int, why: str) -> None:

@@ -21,7 +21,9 @@ def damage(path: Path, statement: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", ["checksum = 'x'", "sequence = 'x'", "tokens = 7", "parent = 1.5", "tenant = x'00'", "slot = 'x'", "key = x'00'"]
+    "damaged",
+    ["checksum = 'x'", "sequence = 'x'", "tokens = 7", "parent = 1.5", "tenant = x'00'", "slot = 'x'", "key = x'00'"]
+    + ["sequence = 9223372036854775807", "sequence = -1"],
 )
 def test_a_row_of_blocks_that_is_none_is_unusable(tmp_path: Path, damaged: str) -> None:
     path = tmp_path / "index.sqlite"
@@ -39,7 +41,11 @@ def test_a_row_of_blocks_that_is_none_is_unusable(tmp_path: Path, damaged: str) 
     index.close()
 
 
-@pytest.mark.parametrize("damaged", ["size = 'x'", "key = 'text'", "segment = NULL", "pin = 1.5", "checksum = x'00'"])
+@pytest.mark.parametrize(
+    "damaged",
+    ["size = 'x'", "key = 'text'", "segment = NULL", "pin = 1.5", "checksum = x'00'"]
+    + [f"{column} = 9223372036854775807" for column in ("sequence", "segment")],
+)
 def test_a_row_of_values_that_is_none_is_unusable(tmp_path: Path, damaged: str) -> None:
     path = tmp_path / "index.sqlite"
     index = ObjectIndex.open(path)

@@ -18,7 +18,9 @@ from store_harness import SLAB_BYTES, WORK_GAUGES, Memory, idle, wait_for
 
 from mooncake_zmq.pool.server import streams as store_streams
 from mooncake_zmq.store import protocol
+from mooncake_zmq.store.client import shared_copy
 from mooncake_zmq.store.client.client import StoreClient
+from mooncake_zmq.store.client.link import Links, Unreached
 from mooncake_zmq.store.client.peer import ClientSettings
 from mooncake_zmq.store.codes import Code
 from mooncake_zmq.store.memory import checksum_of
@@ -332,6 +334,39 @@ def test_with_all_streams_at_work_a_call_fails_and_the_next_may_not(server, conn
         assert store.put("other", b"x") == -900
         assert server.counts["streams_refused"] >= 1
     wait_for(lambda: store.put("other", b"x") == 0, "the first one's stream to end")
+
+
+def test_a_store_is_met_anew_while_all_connections_are_in_use(server):
+    with contextlib.closing(StoreClient([server.endpoint], ClientSettings(max_connections=1))) as client:
+        assert client.connect() is None
+        (peer,) = client._peers
+
+        def work(call):
+            peer._drop(call.session)
+            return peer.session(monotonic() + 1.0)
+
+        assert peer.call(work) is peer.session(monotonic())
+
+
+def test_calls_wait_for_a_connection_in_the_order_in_which_they_came():
+    class Connection:
+        def close(self):
+            pass
+
+    links = Links(Connection, 1)
+    link = links.take(monotonic())
+    with pytest.raises(Unreached):
+        links.take(monotonic())
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(links.take, monotonic() + 20)
+        wait_for(lambda: len(links._waiting) == 1, "the call")
+        links.put_back(link, broken=False)
+        with pytest.raises(Unreached):
+            links.take(monotonic())
+        links.put_back(waiting.result(), broken=False)
+    assert links.take(monotonic()) is link
+    links.put_back(link, broken=False)
+    assert links.close(monotonic())
 
 
 def test_a_system_out_of_threads_costs_a_call_and_not_the_store(server, connect, monkeypatch):
@@ -734,6 +769,20 @@ def test_a_reader_whose_object_is_evicted_and_overwritten_meanwhile_has_a_miss(m
     assert store.put("new", b"2" * SLAB_BYTES) == 0
     segment = peer.session(monotonic() + 5).segment
     assert segment.generations[leased.entries[0]] != leased.generations[0], "how a late reader knows"
+
+
+def test_a_value_whose_store_gives_its_memory_up_amid_a_copy_is_a_miss(server, connect, monkeypatch):
+    store = connect(server, verify_local=False)
+    assert store.put("k", b"x" * 300_000) == 0
+    scatter = shared_copy.scatter
+
+    def too_late(*arguments, **more):
+        server._turns.segment.close()
+        return scatter(*arguments, **more)
+
+    monkeypatch.setattr(shared_copy, "scatter", too_late)
+    assert store.get("k") == b""
+    assert store._client.counts["stale"] == 1
 
 
 def test_a_forked_child_cannot_use_the_store_of_its_parent(server, connect):

@@ -63,6 +63,7 @@ DAMAGES = {
     "no dtype": lambda value: value[:16] + b"\xff,,".ljust(16, b"\0") + value[32:],
     "a negative length": lambda value: value[:32] + struct.pack("<q", -2) + value[40:],
     "a huge shape": lambda value: value[:32] + struct.pack("<q", 1 << 62) + value[40:],
+    "a huge shape of nothing": lambda value: value[:32] + struct.pack("<3q", 0, 1 << 62, 2) + value[56:64],
 }
 
 

@@ -136,7 +136,7 @@ os._exit(0)
 """
 
 
-def test_sweep_removes_the_segments_of_dead_lives_only(make_segment, tmp_path):
+def test_sweep_removes_the_segments_of_dead_lives_only(make_segment, tmp_path, layout):
     subprocess.run([sys.executable, "-c", DYING_OWNER, str(tmp_path)], check=True)
     living = make_segment("living", incarnation=9)
     (tmp_path / "mooncake=test=x=y").touch()
@@ -147,7 +147,14 @@ def test_sweep_removes_the_segments_of_dead_lives_only(make_segment, tmp_path):
         asked.append((node, incarnation))
         return node == "dead"
 
-    assert [path.name.split("=")[2] for path in sweep(tmp_path, "test", is_alive)] == ["c%3Dd%2Fe"]
+    (dead,) = tmp_path.glob("*c%3Dd%2Fe*")
+    mapped = Segment.attach(dead, layout, 2, writable=True)
+    mapped.set_generation(1, 2)
+    with dead.open("rb") as file:
+        assert os.fstat(file.fileno()).st_blocks > 0
+        assert [path.name.split("=")[2] for path in sweep(tmp_path, "test", is_alive)] == ["c%3Dd%2Fe"]
+        assert os.fstat(file.fileno()).st_blocks == 0, "its memory is free, whoever maps it"
+    assert mapped.generation(1) == 0
     assert sorted(asked) == [("c=d/e", 2), ("dead", 1), ("living", 9)]
     assert living.path.exists(), "its owner lives, whatever the lock says"
     assert len(sweep(tmp_path, "test", lambda *_: False)) == 1

@@ -30,6 +30,8 @@ VERSION = 3
 ROWS_PER_PIECE = 10_000
 ROWS_PER_STATEMENT = 200
 """Rows written at once: each statement gives the interpreter up once, and gets it back behind busy threads."""
+MAX_SEQUENCE = 1 << 62
+"""No tier writes so much: a row beyond is damaged, and the numbers after it would soon be none of SQLite's."""
 _U64 = (1 << 64) - 1
 
 _SCHEMA = (
@@ -77,8 +79,8 @@ class DiskIndex:
             columns = "slot, key, checksum, parent, tokens, tenant, sequence"
             rows = in_order(self._db, "blocks", columns, _ROWS, progress)
             for slot, key, checksum, parent, tokens, tenant, sequence in rows:
-                if slot < 0 or not _is_key(key) or not (parent is None or _is_key(parent)):
-                    raise IndexUnusable(f"slot {slot} has key {key!r} after {parent!r}")
+                if not 0 <= sequence < MAX_SEQUENCE or slot < 0 or not _is_key(key) or not (parent is None or _is_key(parent)):
+                    raise IndexUnusable(f"slot {slot} has key {key!r} after {parent!r}, written as number {sequence}")
                 yield DiskBlock(slot, key, checksum & _U64, parent, tokens or b"", tenant or ""), sequence
 
     def put(self, rows: Iterable[tuple[DiskBlock, int]]) -> None:

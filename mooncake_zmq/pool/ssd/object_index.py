@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from mooncake_zmq.kv.object_record import VERSION, ObjectRecord
-from mooncake_zmq.pool.ssd.disk_index import IndexUnusable, damage_reported, in_order, opened, signed
+from mooncake_zmq.pool.ssd.disk_index import MAX_SEQUENCE, IndexUnusable, damage_reported, in_order, opened, signed
 
 APPLICATION_ID = 0x4D4F4F4E
 """In SQLite's header: such a file is a store's index, and nothing else's."""
@@ -46,7 +46,8 @@ class ObjectIndex:
             columns = "key, sequence, segment, offset, size, checksum, pin"
             rows = in_order(self._db, "objects", columns, _ROWS, progress)
             for key, sequence, segment, offset, size, checksum, pin in rows:
-                if min(sequence, segment, offset, pin) < 0 or size < 1 or pin > 3:
+                numbers = (sequence, segment, offset, pin)
+                if min(numbers) < 0 or max(numbers) >= MAX_SEQUENCE or size < 1 or pin > 3:
                     raise IndexUnusable(f"row {sequence} has entries of {size} bytes at {offset} of segment {segment}")
                 try:
                     name = key.decode()

@@ -130,24 +130,25 @@ class Link:
 
 
 class Links:
-    """The connections to one server, made when needed; at most `limit`, of which a call waits for one."""
+    """The connections to one server, made when needed, at most `limit`: calls wait for one in the order in which they came."""
 
     def __init__(self, make: Callable[[], Link], limit: int) -> None:
         self._make = make
         self._idle: deque[Link] = deque()
         self._used: set[Link] = set()
-        self._limit = limit
-        self._free = threading.Semaphore(limit)
+        self._limit = self._free = limit
+        self._waiting: deque[threading.Event] = deque()
+        """Set, and taken out, as their turns come."""
         self._lock = threading.Lock()
         self._closed = False
 
     def take(self, deadline: float) -> Link:
         """Raises Unreached if none is free in time."""
-        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._await_turn(deadline):
             raise Unreached("all connections are in use")
         with self._lock:
             if self._closed:
-                self._free.release()
+                self._end_turn()
                 raise Unreached("the store was closed")
             if self._idle:
                 link = self._idle.pop()
@@ -156,7 +157,8 @@ class Links:
         try:
             link = self._make()
         except BaseException:
-            self._free.release()
+            with self._lock:
+                self._end_turn()
             raise
         with self._lock:
             self._used.add(link)
@@ -170,7 +172,8 @@ class Links:
                 self._idle.append(link)
         if not keep:
             link.close()
-        self._free.release()
+        with self._lock:
+            self._end_turn()
 
     def drop_idle(self) -> None:
         """Close what is not in use."""
@@ -188,8 +191,36 @@ class Links:
             link.shut()
         self.drop_idle()
         taken = 0
-        while taken < self._limit and self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        while taken < self._limit and self._await_turn(deadline):
             taken += 1
-        for _ in range(taken):  # for calls that wait for a connection: they see that there will be none
-            self._free.release()
+        with self._lock:
+            for _ in range(taken):  # for calls that wait for a connection: they see that there will be none
+                self._end_turn()
         return taken == self._limit
+
+    def _await_turn(self, deadline: float) -> bool:
+        """Return whether one of the turns, of which there are `limit`, is the caller's in time."""
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return True
+            turn = threading.Event()
+            self._waiting.append(turn)
+        came = False
+        try:
+            came = turn.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            if not came:
+                with self._lock:
+                    if turn.is_set():
+                        self._end_turn()
+                    else:
+                        self._waiting.remove(turn)
+        return came
+
+    def _end_turn(self) -> None:
+        """The next one's turn comes. The caller holds the lock."""
+        if self._waiting:
+            self._waiting.popleft().set()
+        else:
+            self._free += 1

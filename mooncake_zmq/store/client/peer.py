@@ -143,6 +143,8 @@ class Peer:
         self._client_name = os.urandom(16)
         self._numbers = itertools.count(1)
         self._links = Links(self._make_link, settings.max_connections)
+        self._greetings = Links(self._make_link, 1)
+        """For Hello, which calls that have all of the others may wait for."""
         self.counts = {"corrupt": 0, "stale": 0, "expired": 0}
         """Values read that did not verify, or were gone by then; puts that ran out of time."""
         self._lock = threading.Lock()
@@ -274,7 +276,7 @@ class Peer:
         """End calls under way and our session at the store; False if a call had not ended by then."""
         self.closed = True
         self._closing.set()
-        ended = self._links.close(deadline)
+        ended = all([links.close(deadline) for links in (self._links, self._greetings)])
         if self._lock_file is not None and ended:  # while one still writes, we are not to be taken for dead
             self._lock_file.end()
         return ended
@@ -327,8 +329,7 @@ class Peer:
             raise Unreached(f"{self.endpoint}: {error}") from error
 
     def _greet(self, deadline: float) -> Session:
-        link = self._links.take(deadline)
-        broken = True
+        link = self._greetings.take(deadline)
         try:
             welcome = self._hello(link, deadline, shared=False)
             segment = self._map(welcome) if self.settings.share_memory and welcome.path else None
@@ -336,11 +337,10 @@ class Peer:
                 welcome = self._hello(link, deadline, shared=True)
                 if not welcome.shared:
                     segment = None
-            broken = False
         except Forgotten as error:
             raise Unreached(f"refused: {error}") from None
         finally:
-            self._links.put_back(link, broken=broken)
+            self._greetings.put_back(link, broken=True)  # the next Hello is said when this connection has been lost
         if segment is None and self.settings.tune_malloc:
             keep_freed_memory()
         self.name, self.host = welcome.name, welcome.host
