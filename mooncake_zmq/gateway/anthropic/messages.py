@@ -61,12 +61,13 @@ class Message(Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Tool(Struct, frozen=True, kw_only=True):
-    """A tool that the client runs; `type` is `custom` or absent."""
+    """A tool that the client runs; `type` is `custom` or absent. Its schema is read as a part of the chat, once it is known
+    to be short."""
 
     name: str
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Raw = NULL
     strict: bool | None = None
 
 
@@ -292,5 +293,5 @@ def _tools_of(body: MessagesBody) -> dict[str, Any]:
 
 def _function(tool: Tool) -> dict[str, Any]:
     named = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    given = {name: said for name, said in named.items() if said is not None}
+    given = {name: said for name, said in named.items() if said is not None and said != NULL}
     return {"type": "function", "function": {"name": tool.name, **given}}

@@ -60,12 +60,13 @@ class Item(Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Tool(Struct, frozen=True, kw_only=True):
-    """A tool; of type `function` the client runs it, of type `namespace` it has `tools` that are functions."""
+    """A tool; of type `function` the client runs it, of type `namespace` it has `tools` that are functions. Its schema is read
+    as a part of the chat, once it is known to be short."""
 
     type: str
     name: str = ""
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Raw = NULL
     strict: bool | None = None
     tools: "list[Tool] | None" = None
 
@@ -75,7 +76,7 @@ class Format(Struct, frozen=True, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: Raw = NULL
     strict: bool | None = None
 
 
@@ -309,4 +310,4 @@ def _function(name: str, tool: Tool) -> dict[str, Any]:
 
 
 def _given(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: said for name, said in named.items() if said is not None}
+    return {name: said for name, said in named.items() if said is not None and said != NULL}

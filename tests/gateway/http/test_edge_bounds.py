@@ -14,11 +14,13 @@ from scripted_actor import ScriptedActor, events, finished, tokens
 from test_edge_errors import error_of
 
 from mooncake_zmq.core.messages import Image
+from mooncake_zmq.gateway.anthropic import messages
 from mooncake_zmq.gateway.http import app, calls
 from mooncake_zmq.gateway.openai import bodies, detokenizer, prepare, responses
 from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS
 from mooncake_zmq.gateway.requests.client_events import Rendered, TokenOut
+from mooncake_zmq.gateway.responses_api import items
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.image_keys import digest_of
@@ -61,6 +63,9 @@ def test_tables_of_stop_strings_are_made_once_a_call(monkeypatch):
 
 
 # --- prompts that are too long whatever they say
+
+
+SAID = [{"role": "user", "content": "hi"}]
 
 
 def unused(*_, **__):
@@ -132,6 +137,23 @@ def test_making_out_messages_wakes_no_garbage_collector():
     body = bodies.parse_body(raw, ChatBody)
     assert gc.get_count()[0] - before < 100, "no object for each message that it would look at"
     assert len(body.messages) == 1000
+
+
+@pytest.mark.parametrize(
+    ("as_chat", "body"),
+    [
+        (items.as_chat, lambda long: {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": long}]}),
+        (items.as_chat, lambda long: {"input": "a", "text": {"format": {"type": "json_schema", "schema": long}}}),
+        (messages.as_chat, lambda long: {"messages": SAID, "max_tokens": 1, "tools": [{"name": "f", "input_schema": long}]}),
+    ],
+    ids=["tools", "schema", "tools of messages"],
+)
+def test_schemas_of_other_apis_are_not_read_before_their_length_is_known(as_chat, body):
+    """Four MiB of them would take the interpreter for half a second, in one call beside which no other thread runs."""
+    actor, raw = ScriptedActor(), json.dumps(body({"a": [[]] * 10_000})).encode()
+    before = gc.get_stats()[0]["collections"]
+    as_chat(raw, actor.edge.models)
+    assert gc.get_stats()[0]["collections"] - before < 5, "no object for each list"
 
 
 @pytest.mark.parametrize("content", [1, {}, [1], [{"text": "a"}], [[]]])
@@ -234,7 +256,7 @@ def test_what_is_being_answered_keeps_no_body(path, asked, monkeypatch):
 
     monkeypatch.setattr(app, "_read_body", watched)
     actor = ScriptedActor(see, max_model_len=4096, render=written)
-    opening = {COMPLETIONS: {"prompt": "hi"}, "/v1/responses": {}}.get(path, {"messages": [{"role": "user", "content": "hi"}]})
+    opening = {COMPLETIONS: {"prompt": "hi"}, "/v1/responses": {}}.get(path, {"messages": SAID})
     response = actor.call("POST", path, json={"model": "toy", **opening, **asked})
     assert response.status_code == 200, response.text
     assert held
