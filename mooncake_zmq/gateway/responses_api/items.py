@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct, structs
 
 from mooncake_zmq.gateway.openai.bodies import parsed
-from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
+from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, check_containers, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
 from mooncake_zmq.gateway.openai.rejected_params import NULL
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
@@ -261,6 +261,7 @@ def _texts(contents: Sequence[Content]) -> Iterator[str]:
 
 def _functions(body: ResponsesBody) -> Iterator[tuple[str | None, Tool]]:
     """Yield the functions, each with its namespace if it has one, which is described by its first. Raises RequestError."""
+    check_containers(bytes(body.tools), "tools")
     with json_errors("tools"):
         tools = _tools.decode(body.tools) or []
     for tool in tools:

@@ -65,6 +65,7 @@ def test_tables_of_stop_strings_are_made_once_a_call(monkeypatch):
 # --- prompts that are too long whatever they say
 
 
+COMPLETIONS, CHATS, IMAGE = "/v1/completions", "/v1/chat/completions", "data:image/png;base64,Q0FU"
 SAID = [{"role": "user", "content": "hi"}]
 
 
@@ -156,6 +157,34 @@ def test_schemas_of_other_apis_are_not_read_before_their_length_is_known(as_chat
     assert gc.get_stats()[0]["collections"] - before < 5, "no object for each list"
 
 
+def call_with(arguments):
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+
+
+LONG = {"a": [[]] * (1 << 15)}
+TOO_MANY_TOOLS = [{"type": "function", "name": "f", "parameters": LONG}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHATS, {"messages": [call_with(LONG)]}, "messages"),
+        (CHATS, {"messages": [call_with(json.dumps(LONG))]}, "messages"),
+        (CHATS, {"messages": [call_with(json.dumps(LONG).replace("[", "\\u005b"))]}, "messages"),
+        (CHATS, {"messages": SAID, "tools": [{"type": "function", "function": {"name": "f", "parameters": LONG}}]}, "tools"),
+        ("/v1/responses", {"input": "a", "tools": TOO_MANY_TOOLS}, "tools"),
+        ("/v1/messages", {"messages": SAID, "max_tokens": 1, "tools": [{"name": "f", "input_schema": LONG}]}, "tools"),
+    ],
+)
+def test_no_more_lists_and_objects_are_read_in_one_call_than_in_a_moment(path, body, param):
+    actor = ScriptedActor(max_model_len=1 << 20)
+    raw = json.dumps({"model": "toy", **body}).replace("\\\\u005b", "\\u005b")
+    response = actor.call("POST", path, content=raw.encode())
+    assert response.status_code == 400
+    assert "lists and objects" in response.text
+    assert param in response.text
+
+
 @pytest.mark.parametrize("content", [1, {}, [1], [{"text": "a"}], [[]]])
 def test_content_of_another_kind_is_the_clients_mistake(content):
     response = ScriptedActor().chat(messages=[{"role": "user", "content": content}])
@@ -219,7 +248,6 @@ class WatchedBody(bytearray):
     """A body that can be referred to weakly."""
 
 
-COMPLETIONS, CHATS, IMAGE = "/v1/completions", "/v1/chat/completions", "data:image/png;base64,Q0FU"
 SEEN = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}
 
 
