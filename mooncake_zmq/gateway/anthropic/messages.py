@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from mooncake_zmq.gateway.openai.bodies import ChatBody, TokenCount, parse_body, parsed
+from mooncake_zmq.gateway.openai.bodies import ChatBody, TokenCount, few_variables, parse_body, parsed
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
-from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
+from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, check_containers, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
 from mooncake_zmq.gateway.openai.prepare import check_size, tokenized
 from mooncake_zmq.gateway.openai.rejected_params import NULL
@@ -61,12 +61,13 @@ class Message(Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Tool(Struct, frozen=True, kw_only=True):
-    """A tool that the client runs; `type` is `custom` or absent."""
+    """A tool that the client runs; `type` is `custom` or absent. Its schema is read as a part of the chat, once it is known
+    to be short."""
 
     name: str
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Raw = NULL
     strict: bool | None = None
 
 
@@ -171,7 +172,7 @@ def _chat_of(body: MessagesBody, model: ServedModel) -> dict[str, Any]:
 
 def _variables_of(body: MessagesBody) -> dict[str, Raw]:
     with json_errors("chat_template_kwargs"):
-        return _variables.decode(body.chat_template_kwargs) or {}
+        return _variables.decode(few_variables(bytes(body.chat_template_kwargs))) or {}
 
 
 def _system(raw: Raw) -> list[dict[str, Any]]:
@@ -265,6 +266,7 @@ def _image(block: Block) -> Part:
 
 def _tools_of(body: MessagesBody) -> dict[str, Any]:
     """Return the fields of a chat that say which tools there are and whether one is called. Raises RequestError."""
+    check_containers(bytes(body.tools), "tools")
     with json_errors("tools"):
         tools = _tools.decode(body.tools) or []
     for tool in tools:
@@ -292,5 +294,5 @@ def _tools_of(body: MessagesBody) -> dict[str, Any]:
 
 def _function(tool: Tool) -> dict[str, Any]:
     named = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    given = {name: said for name, said in named.items() if said is not None}
+    given = {name: said for name, said in named.items() if said is not None and said != NULL}
     return {"type": "function", "function": {"name": tool.name, **given}}

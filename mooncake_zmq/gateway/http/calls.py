@@ -266,6 +266,8 @@ class Call:
         self.shortcut: Callable[[list[tuple[int, ClientOutput]]], bool] = _wants_none
         """Takes outputs at once while a reader waits. It returns False to leave them to the reader."""
         self._max_buffered = calls.settings.max_buffered_outputs
+        self._at_once = 0
+        """Outputs that came in one turn while a reader waited for them, until it waits again."""
         self._held_scores = 0
         self._held_images: tuple[str, int] | None = None
         """Its tenant, and the bytes of its images."""
@@ -343,8 +345,10 @@ class Call:
         self._kept = outputs
 
     def receive(self, index: int, output: ClientOutput) -> None:
-        """Take an output of a choice. A reader that lags too far behind gets only an error."""
-        if len(self._outputs) >= self._max_buffered and not self._too_slow:
+        """Take an output of a choice. A reader that lags too far behind gets only an error; one that waits does not lag,
+        however much comes at once."""
+        lags = self._waiting is None and len(self._outputs) >= self._max_buffered + self._at_once
+        if lags and not self._too_slow:
             self._too_slow = True
             self._calls.count("edge_clients_too_slow")
             self._cancel_all("abort")
@@ -366,6 +370,7 @@ class Call:
             self._broken |= taken is None
             if not taken:
                 self._outputs = outputs + self._outputs
+                self._at_once = len(self._outputs)
                 self._wake()
 
     async def take(self) -> list[tuple[int, ClientOutput]]:
@@ -377,6 +382,7 @@ class Call:
         if self._outputs:
             await asyncio.sleep(0)
         while not self._outputs and not self._gone and not self._nudged:
+            self._at_once = 0
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         self._nudged = False

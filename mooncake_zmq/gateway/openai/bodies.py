@@ -440,10 +440,8 @@ def chat_form(
     """How a conversation is written as a prompt, as a body's fields say. Raises RequestError."""
     if continue_final_message and add_generation_prompt:
         raise invalid("continue_final_message", "either the final message is continued or an answer begins: one of the two")
-    if len(kwargs) > VARIABLES_BYTES:
-        raise invalid("chat_template_kwargs", f"{len(kwargs)} bytes of JSON are more than {VARIABLES_BYTES}")
     with json_errors("chat_template_kwargs"):
-        variables = _variables.decode(kwargs) or {}
+        variables = _variables.decode(few_variables(kwargs)) or {}
     for name in variables:
         if name in TEMPLATE_NAMES:
             raise invalid("chat_template_kwargs", f"{name} cannot be set here")
@@ -453,6 +451,13 @@ def chat_form(
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
     continued = bool(continue_final_message)
     return ChatForm(add_generation_prompt is not False and not continued, continued, variables)
+
+
+def few_variables(kwargs: bytes) -> bytes:
+    """Return the JSON of a template's variables, if it is short. Raises RequestError."""
+    if len(kwargs) > VARIABLES_BYTES:
+        raise invalid("chat_template_kwargs", f"{len(kwargs)} bytes of JSON are more than {VARIABLES_BYTES}")
+    return kwargs
 
 
 def turns_of(messages: Sequence[ChatMessage], model: ServedModel) -> list[ChatTurn]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from mooncake_zmq.gateway.openai.tool_call_parser import MAX_HELD
+
 ReasoningForm = Literal["think", "mistral", "seed_oss"]
 TAIL_TOKENS = 16
 """Tokens at a prompt's end in which a template's mark is looked for."""
@@ -100,12 +102,13 @@ class ReasoningReader:
     def _before(self, text: str) -> str:
         """Return the text behind the first mark, or all of it if there is none; hold it back while that is not certain."""
         mark, begins = self._marks.begin, text.lstrip()
-        if begins.startswith(mark):
-            self._state = "inside"
-            return begins[len(mark) :]
-        if mark.startswith(begins):
-            self._held = text
-            return ""
+        if len(text) - len(begins) <= MAX_HELD:
+            if begins.startswith(mark):
+                self._state = "inside"
+                return begins[len(mark) :]
+            if mark.startswith(begins):
+                self._held = text
+                return ""
         self._state = "inside" if self._begun else "content"
         return text
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from mooncake_zmq.gateway.openai.tool_call_parser import Arguments, Begins, JsonCall, Marked, Piece
+from mooncake_zmq.gateway.openai.tool_call_parser import MAX_HELD, Arguments, Begins, JsonCall, Marked, Piece
 
 LONGEST_NAME = 256
 """Most characters of the name of a tool or of an argument."""
@@ -176,7 +176,7 @@ class TaggedCalls(_Parts):
 
     def _before_name(self, char: str) -> None:
         self._held += char
-        if not self._after(char, {self._tags.name: lambda: self._go(self._name)}):
+        if not self._after(char, {self._tags.name: lambda: self._go(self._name)}) or len(self._held) > MAX_HELD:
             self._as_text()
 
     def _name(self, char: str) -> None:
@@ -184,7 +184,7 @@ class TaggedCalls(_Parts):
         self._part = (self._part + char).lstrip()
         end = next((end for end in self._tags.name_ends if self._part.endswith(end)), None)
         if end is None:
-            if len(self._part) > LONGEST_NAME:
+            if len(self._part) > LONGEST_NAME or len(self._held) > MAX_HELD:
                 self._as_text()
             return
         name, self._part = self._part.removesuffix(end).strip(), ""
@@ -272,7 +272,7 @@ class SectionCalls(_Parts):
 
     def _before_call(self, char: str) -> None:
         self._held += char
-        if not self._after(char, {self._section.call: lambda: self._go(self._name)}):
+        if not self._after(char, {self._section.call: lambda: self._go(self._name)}) or len(self._held) > MAX_HELD:
             self._as_text()
 
     def _name(self, char: str) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 ARGUMENTS = ("arguments", "parameters")
+MAX_HELD = 512
+"""Most characters that are held back because a call may begin with them, before its object: white space is no end of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class Mistral(Marked):
             self._open(JsonCall(name=name.partition("[")[0] or None), char)
         else:
             self._held += char
-            if len(name) >= self.LONGEST_NAME:
+            if len(name) >= self.LONGEST_NAME or len(self._held) > MAX_HELD:
                 self._give_up()
 
     def _behind(self, char: str) -> None:
@@ -208,7 +210,7 @@ class Llama(Reader):
         held = (self._held + char).strip()
         if char == "{" and self._held.strip() in ("", self.MARK):
             self._open(JsonCall(names=self._names), char)
-        elif self.MARK.startswith(held):
+        elif self.MARK.startswith(held) and len(self._held) < MAX_HELD:
             self._held += char
         else:
             self._give_up()
@@ -228,7 +230,7 @@ class Llama(Reader):
         """Take a character between two calls."""
         if char == "{":
             self._open(JsonCall(names=self._names), char)
-        elif char.isspace():
+        elif char.isspace() and len(self._held) < MAX_HELD:
             self._held += char
         else:
             self._give_up()

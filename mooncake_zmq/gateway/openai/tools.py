@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused, check_depth, of_lark, schema_text, within_limits
+from mooncake_zmq.gateway.openai.errors import check_containers
 from mooncake_zmq.gateway.openai.tagged_calls import (
     DEEPSEEK_V31,
     GLM45,
@@ -172,7 +173,8 @@ def read_tools(
     parsed: bool = False,
 ) -> Tools:
     """Read the tools and the choice of a chat. `form`: the operator's; None: the template's. `answer`: the schema of an answer
-    without calls, if it has one. `parsed`: whether vLLMs of the model have a parser of calls. Raises ConstraintRefused."""
+    without calls, if it has one. `parsed`: whether vLLMs of the model have a parser of calls. Raises ConstraintRefused and
+    RequestError."""
     (given, functions), chosen = _given(bytes(tools)), _chosen(bytes(choice))
     must = chosen == "required" or isinstance(chosen, _Choice)
     if not given:
@@ -224,14 +226,17 @@ def form_of(template: str) -> CallForm | None:
 
 
 def read_calls(raw: Raw) -> list[dict[str, Any]]:
-    """An assistant's earlier calls, their arguments as templates write them: as JSON, not as text of it. Raises ValueError."""
+    """An assistant's earlier calls, their arguments as templates write them: as JSON, not as text of it. Raises ValueError and
+    RequestError."""
+    given = bytes(raw)
+    check_containers(given, "messages")
     return [
         {
             "type": "function",
             **({"id": call.id} if call.id else {}),
             "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
         }
-        for call in _calls.decode(bytes(raw)) or []
+        for call in _calls.decode(given) or []
     ]
 
 
@@ -246,7 +251,11 @@ def with_names(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
-    found = msgspec.json.decode(given or "{}") if isinstance(given, str) else given
+    found: Any = given
+    if isinstance(given, str):
+        text = given.encode() or b"{}"
+        check_containers(text, "messages")
+        found = msgspec.json.decode(text)
     if not isinstance(found, dict):
         raise ValueError("the arguments of a call are no JSON object")
     check_depth(found)
@@ -257,6 +266,7 @@ def _given(raw: bytes) -> tuple[list[dict[str, Any]], list[_Function]]:
     """Return the tools as the template takes them, and parsed."""
     if len(raw) > MAX_TOOLS_BYTES:
         raise ConstraintRefused("tools", f"{len(raw)} bytes of JSON are more than {MAX_TOOLS_BYTES}")
+    check_containers(raw, "tools")
     try:
         given = _tools.decode(raw) or []
         check_depth(given)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct, structs
 
 from mooncake_zmq.gateway.openai.bodies import parsed
-from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, invalid, json_errors, quoted, too_long
+from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, check_containers, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
 from mooncake_zmq.gateway.openai.rejected_params import NULL
 from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
@@ -60,12 +60,13 @@ class Item(Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Tool(Struct, frozen=True, kw_only=True):
-    """A tool; of type `function` the client runs it, of type `namespace` it has `tools` that are functions."""
+    """A tool; of type `function` the client runs it, of type `namespace` it has `tools` that are functions. Its schema is read
+    as a part of the chat, once it is known to be short."""
 
     type: str
     name: str = ""
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Raw = NULL
     strict: bool | None = None
     tools: "list[Tool] | None" = None
 
@@ -75,7 +76,7 @@ class Format(Struct, frozen=True, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: Raw = NULL
     strict: bool | None = None
 
 
@@ -260,6 +261,7 @@ def _texts(contents: Sequence[Content]) -> Iterator[str]:
 
 def _functions(body: ResponsesBody) -> Iterator[tuple[str | None, Tool]]:
     """Yield the functions, each with its namespace if it has one, which is described by its first. Raises RequestError."""
+    check_containers(bytes(body.tools), "tools")
     with json_errors("tools"):
         tools = _tools.decode(body.tools) or []
     for tool in tools:
@@ -309,4 +311,4 @@ def _function(name: str, tool: Tool) -> dict[str, Any]:
 
 
 def _given(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: said for name, said in named.items() if said is not None}
+    return {name: said for name, said in named.items() if said is not None and said != NULL}

@@ -14,11 +14,13 @@ from scripted_actor import ScriptedActor, events, finished, tokens
 from test_edge_errors import error_of
 
 from mooncake_zmq.core.messages import Image
+from mooncake_zmq.gateway.anthropic import messages
 from mooncake_zmq.gateway.http import app, calls
 from mooncake_zmq.gateway.openai import bodies, detokenizer, prepare, responses
 from mooncake_zmq.gateway.openai.bodies import ChatBody, CompletionBody
 from mooncake_zmq.gateway.openai.errors import QUOTED_CHARS
 from mooncake_zmq.gateway.requests.client_events import Rendered, TokenOut
+from mooncake_zmq.gateway.responses_api import items
 from mooncake_zmq.gateway.settings import EdgeSettings
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.image_keys import digest_of
@@ -61,6 +63,10 @@ def test_tables_of_stop_strings_are_made_once_a_call(monkeypatch):
 
 
 # --- prompts that are too long whatever they say
+
+
+COMPLETIONS, CHATS, IMAGE = "/v1/completions", "/v1/chat/completions", "data:image/png;base64,Q0FU"
+SAID = [{"role": "user", "content": "hi"}]
 
 
 def unused(*_, **__):
@@ -134,6 +140,51 @@ def test_making_out_messages_wakes_no_garbage_collector():
     assert len(body.messages) == 1000
 
 
+@pytest.mark.parametrize(
+    ("as_chat", "body"),
+    [
+        (items.as_chat, lambda long: {"input": "a", "tools": [{"type": "function", "name": "f", "parameters": long}]}),
+        (items.as_chat, lambda long: {"input": "a", "text": {"format": {"type": "json_schema", "schema": long}}}),
+        (messages.as_chat, lambda long: {"messages": SAID, "max_tokens": 1, "tools": [{"name": "f", "input_schema": long}]}),
+    ],
+    ids=["tools", "schema", "tools of messages"],
+)
+def test_schemas_of_other_apis_are_not_read_before_their_length_is_known(as_chat, body):
+    """Four MiB of them would take the interpreter for half a second, in one call beside which no other thread runs."""
+    actor, raw = ScriptedActor(), json.dumps(body({"a": [[]] * 10_000})).encode()
+    before = gc.get_stats()[0]["collections"]
+    as_chat(raw, actor.edge.models)
+    assert gc.get_stats()[0]["collections"] - before < 5, "no object for each list"
+
+
+def call_with(arguments):
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+
+
+LONG = {"a": [[]] * (1 << 15)}
+TOO_MANY_TOOLS = [{"type": "function", "name": "f", "parameters": LONG}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHATS, {"messages": [call_with(LONG)]}, "messages"),
+        (CHATS, {"messages": [call_with(json.dumps(LONG))]}, "messages"),
+        (CHATS, {"messages": [call_with(json.dumps(LONG).replace("[", "\\u005b"))]}, "messages"),
+        (CHATS, {"messages": SAID, "tools": [{"type": "function", "function": {"name": "f", "parameters": LONG}}]}, "tools"),
+        ("/v1/responses", {"input": "a", "tools": TOO_MANY_TOOLS}, "tools"),
+        ("/v1/messages", {"messages": SAID, "max_tokens": 1, "tools": [{"name": "f", "input_schema": LONG}]}, "tools"),
+    ],
+)
+def test_no_more_lists_and_objects_are_read_in_one_call_than_in_a_moment(path, body, param):
+    actor = ScriptedActor(max_model_len=1 << 20)
+    raw = json.dumps({"model": "toy", **body}).replace("\\\\u005b", "\\u005b")
+    response = actor.call("POST", path, content=raw.encode())
+    assert response.status_code == 400
+    assert "lists and objects" in response.text
+    assert param in response.text
+
+
 @pytest.mark.parametrize("content", [1, {}, [1], [{"text": "a"}], [[]]])
 def test_content_of_another_kind_is_the_clients_mistake(content):
     response = ScriptedActor().chat(messages=[{"role": "user", "content": content}])
@@ -197,7 +248,6 @@ class WatchedBody(bytearray):
     """A body that can be referred to weakly."""
 
 
-COMPLETIONS, CHATS, IMAGE = "/v1/completions", "/v1/chat/completions", "data:image/png;base64,Q0FU"
 SEEN = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}
 
 
@@ -234,7 +284,7 @@ def test_what_is_being_answered_keeps_no_body(path, asked, monkeypatch):
 
     monkeypatch.setattr(app, "_read_body", watched)
     actor = ScriptedActor(see, max_model_len=4096, render=written)
-    opening = {COMPLETIONS: {"prompt": "hi"}, "/v1/responses": {}}.get(path, {"messages": [{"role": "user", "content": "hi"}]})
+    opening = {COMPLETIONS: {"prompt": "hi"}, "/v1/responses": {}}.get(path, {"messages": SAID})
     response = actor.call("POST", path, json={"model": "toy", **opening, **asked})
     assert response.status_code == 200, response.text
     assert held

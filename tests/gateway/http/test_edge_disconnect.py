@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import structlog
-from scripted_actor import ScriptedActor, failing, finished, one_by_one, tokens
+from scripted_actor import ScriptedActor, events, failing, finished, one_by_one, tokens
 
-from mooncake_zmq.gateway.http import app
+from mooncake_zmq.gateway.http import app, calls
 from mooncake_zmq.gateway.http.calls import Call
 from mooncake_zmq.gateway.http.sse import accept
 from mooncake_zmq.gateway.openai.errors import RequestError
@@ -120,10 +120,21 @@ def test_a_stream_is_sent_as_it_grows():
     actor.serve(client)
 
 
-def test_a_reader_that_lags_too_far_is_cut_off_with_an_error():
-    actor = ScriptedActor(settings=EdgeSettings(max_buffered_outputs=10))
-    actor.script = lambda _request, _number: [[*tokens("a")], [TokenOut(index, 98) for index in range(1, 30)]]
-    response = actor.complete(stream=True, max_tokens=40)
+RUNS = [tokens("a"), tokens("b" * 29, 1), tokens("b" * 29, 30)]
+"""A token, then runs of tokens that come at once."""
+
+
+def test_a_run_of_many_tokens_is_no_fault_of_a_reader_that_waits():
+    settings = EdgeSettings(max_buffered_outputs=10)
+    actor = ScriptedActor(lambda _request, _number: [*RUNS, [finished("length")]], settings=settings)
+    response = actor.complete(stream=True, max_tokens=59)
+    assert "".join(each["choices"][0]["text"] for each in events(response)[:-1]) == "a" + "b" * 58
+
+
+def test_a_reader_that_lags_too_far_is_cut_off_with_an_error(monkeypatch):
+    monkeypatch.setattr(calls, "OUTPUTS_AT_ONCE", 1)
+    actor = ScriptedActor(lambda _request, _number: RUNS, settings=EdgeSettings(max_buffered_outputs=10))
+    response = actor.complete(stream=True, max_tokens=59)
     assert '"code":"client_too_slow"' in response.text
     assert "[DONE]" not in response.text
     assert list(actor.requests) == actor.cancelled

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mooncake_zmq.gateway.openai.answer_parts import AnswerParts, Ends
 from mooncake_zmq.gateway.openai.detokenizer import Piece
+from mooncake_zmq.gateway.openai.reasoning import FORMS, ReasoningReader
 from mooncake_zmq.gateway.openai.tagged_calls import (
     DEEPSEEK_V31,
     GLM45,
@@ -194,6 +195,32 @@ def test_calls_come_back_as_they_were_written(calls, ascii):
         told = read(form, text)
         assert [each.name for each in told[::2]] == [name for name, _ in calls]
         assert [json.loads(each.text) for each in told[1::2]] == [arguments for _, arguments in calls]
+
+
+@pytest.mark.parametrize(
+    ("form", "begun"),
+    [
+        ("llama", ""),
+        ("llama", '{"name": "f", "parameters": {}};'),
+        ("mistral", "[TOOL_CALLS]"),
+        ("qwen", QWEN3_XML.open),
+        ("glm", GLM45.open),
+        ("kimi", KIMI_K2.open),
+    ],
+)
+def test_endless_white_space_is_not_held_back_as_the_beginning_of_a_call(form, begun):
+    """To look at all of it again with each character would take the loop seconds."""
+    reader = MAKERS[form]()
+    pieces = merged([*reader.push(begun), *reader.push(" " * 5000)])
+    assert sum(len(each) for each in pieces if isinstance(each, str)) > 4000
+
+
+def test_endless_white_space_is_not_held_back_as_what_comes_before_reasoning():
+    readers = [ReasoningReader(FORMS["think"], begun=False) for _ in range(3)]
+    reader, whole, short = readers
+    assert sum(len(reader.push(" " * 100)[1]) for _ in range(50)) > 4000
+    assert whole.push(" " * 600 + "<think>a")[0] == ""
+    assert short.push(" " * 500 + "<think>a") == ("a", "")
 
 
 @pytest.mark.parametrize("named", ["before", "behind"])
