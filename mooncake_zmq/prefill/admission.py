@@ -67,12 +67,10 @@ class Admission:
             return "keys do not match tokens"
         if self._layout.blocks_for(length) > self._slab.slots.capacity:
             return "prompt is longer than the slab"
-        if (
-            message.stages
-            and (reason := refusal(message, self._slab.name, self._layout, self._settings.chunk_tokens)) is not None
-        ):
+        chunk_tokens = self._settings.chunk_tokens
+        if message.stages and (reason := refusal(message, self._slab.name, self._layout, chunk_tokens)) is not None:
             return reason
-        if message.stages and Group(message, self._layout, self._settings.chunk_tokens).room > self._slab.slots.capacity:
+        if message.stages and Group(message, self._layout, chunk_tokens).room > self._slab.slots.capacity:
             return "prompt is longer than the slab"
         if message.stages and message.prompt_logprobs is not None:
             return "a pipeline returns no probabilities of a prompt"

@@ -18,12 +18,16 @@ from mooncake_zmq.core.routes import Member
 from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.simulation.releases import THIS, Protocols, check_frame
+from mooncake_zmq.simulation.violation import Violation
 from mooncake_zmq.simulation.world import Incarnation, Process, World
 
 HelloOf = Callable[[Process[Any]], Hello]
 ProtocolsOf = Callable[[Process[Any]], Protocols]
 StarvedAt = Callable[[Process[Any], str, int], bool]
 """Returns what the kernel of a process's host shows of a peer's incarnation; see `session.Starved`."""
+
+UNREADABLE = "dropped[reason=invalid]"
+"""Name of the count of messages that are beyond a limit: their sender never learns of it, and what they say is lost."""
 
 
 @dataclass(slots=True)
@@ -164,8 +168,10 @@ class Sessions:
         newest = self._protocols(process)[1]
         if newest < PROTOCOL_VERSION:
             check_frame(process.name, newest, frame)
-        key_of = speaker if self.keyed else None
-        self._carry_out(process, _node(process).receive(self._world.clock(process), frame, key_of))
+        node, key_of = _node(process), speaker if self.keyed else None
+        self._carry_out(process, node.receive(self._world.clock(process), frame, key_of))
+        if UNREADABLE in node.session.counts:
+            raise Violation("I6", f"{speaker} sent {process.name} a message that it cannot read")
 
 
 def _member(process: Process[Any]) -> Member:

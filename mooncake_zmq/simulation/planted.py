@@ -17,9 +17,11 @@ from mooncake_zmq.core import session
 from mooncake_zmq.core.actor import Drained, Effect, Send, SetTimer, Start
 from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import (
+    MAX_OVERTAKE,
     PROTOCOL_VERSION,
     AnswerRead,
     FirstToken,
+    PrefillLoad,
     StartPrefill,
     TokensDecoded,
 )
@@ -32,6 +34,7 @@ from mooncake_zmq.gateway.requests.readings import Readings
 from mooncake_zmq.gateway.requests.relocations import Relocations
 from mooncake_zmq.gateway.requests.requests import Requests
 from mooncake_zmq.prefill.waiting import Waiting
+from mooncake_zmq.prefill.workload import Workload
 from mooncake_zmq.simulation import engine, planted_inference, planted_stores
 from mooncake_zmq.simulation import planted_images as images
 from mooncake_zmq.simulation import planted_models as models
@@ -183,6 +186,16 @@ def _lateness_not_reported() -> Replacements:
 def _newer_sent() -> Replacements:
     """Messages of this protocol are sent to peers of the former one too."""
     return [(session, "speaks", lambda protocol, message: True)]
+
+
+def _beyond_limits() -> Replacements:
+    """A prefill reports more than a message may say."""
+    plain = Workload.report
+
+    def report(self: Workload, *arguments: Any, **named: Any) -> PrefillLoad:
+        return structs.replace(plain(self, *arguments, **named), overtake=2 * MAX_OVERTAKE)
+
+    return [(Workload, "report", report)]
 
 
 def _newer_assumed() -> Replacements:
@@ -349,6 +362,7 @@ PLANTED: dict[str, Planted] = {
     "number_decides": Planted("the larger incarnation is right", ("I4", "I6"), (K.CLOCK, K.IMPOSTOR), _number_decides),
     "keys_not_compared": Planted("the sender is not compared with the key", ("I6",), (K.IMPOSTOR,), _keys_not_compared),
     "newer_sent": Planted("a message that the peer lacks", ("I6",), (K.DRAIN,) * 6, _newer_sent),
+    "beyond_limits": Planted("a message that no peer can read", ("I6",), (), _beyond_limits),
     "newer_assumed": Planted("the newest protocol before a Hello", ("I4",), (), _newer_assumed),
     "deaf_time_counts": Planted("silence is judged before it is read", ("I8",), (), _deaf_time_counts),
     "lateness_unreported": Planted("a peer's own lateness is not reported", ("I8",), (), _lateness_not_reported),
