@@ -18,6 +18,7 @@ class Facts:
     """Hold the sources of counts, gauges and dumps, by the component of the process."""
 
     def __init__(self, *, node: str, host: str, role: str) -> None:
+        resident_bytes()  # opened before descriptors run out
         code = "machine" if str(node_module.__file__).endswith(EXTENSION) else "python"
         self._release = f"release[node={node},host={host},role={role},version={__version__},code={code}]"
         self.threads: dict[str, Mapping[str, float]] = {}

@@ -167,7 +167,14 @@ class NodeProcess:
         return {**about, **self.runtime.dump(), **self.parts.facts.dump()}
 
     def in_loop(self, look: Callable[[], T]) -> T:
-        """Call `look` in the loop's thread, from another one."""
+        """Call `look` in the loop's thread, from another one, where its errors are raised too."""
         taken: Future[T] = Future()
-        self.runtime.call(lambda: taken.set_result(look()))
+
+        def take() -> None:
+            try:
+                taken.set_result(look())
+            except BaseException as error:
+                taken.set_exception(error)
+
+        self.runtime.call(take)
         return taken.result(timeout=IN_LOOP_S)

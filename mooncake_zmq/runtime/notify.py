@@ -92,6 +92,7 @@ def _manager() -> str:
 def _send(*assignments: str) -> None:
     if not (manager := _manager()):
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier, contextlib.suppress(OSError):
+    kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as notifier:
         notifier.settimeout(SEND_TIMEOUT_S)
         notifier.sendto("\n".join(assignments).encode(), manager)

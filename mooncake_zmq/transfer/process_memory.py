@@ -1,6 +1,7 @@
 """The memory of this process and of this machine, as the kernel reports it."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -9,8 +10,14 @@ _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int((_PROC / "self/statm").read_text(encoding="ascii").split()[_RESIDENT_PAGES]) * _PAGE_BYTES
+    """Return the resident memory of this process in bytes, also while it has no file descriptor left, except the first time."""
+    return int(os.pread(_statm(os.getpid()), 256, 0).split()[_RESIDENT_PAGES]) * _PAGE_BYTES
+
+
+@cache
+def _statm(pid: int) -> int:
+    """Return a descriptor, which stays open, of the process's own file: a forked one has another."""
+    return os.open(_PROC / f"{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def available_bytes() -> int:

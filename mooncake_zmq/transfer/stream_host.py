@@ -20,7 +20,7 @@ from typing import Protocol
 
 import structlog
 
-from mooncake_zmq.transfer.sockets import listen_beside, tune
+from mooncake_zmq.transfer.sockets import LOG_EVERY_S, listen_beside, tune
 from mooncake_zmq.transfer.tickets import OPENING_BYTES, PROOF_BYTES, Challenge, Refused, StreamKeys, Tickets
 
 log = structlog.get_logger()
@@ -29,7 +29,8 @@ MAX_STREAMS = 512
 """Streams, each with a thread. For a further one the stream that has waited longest for a request is ended, which its client
 opens again when it needs it; if all are at work the further one is refused, and its client's call fails."""
 MAX_STREAMS_OF_A_KEY = MAX_STREAMS // 4
-"""Streams of the holder of one key; for a further one a stream of the same holder is ended."""
+"""Streams of the holder of one key; for a further one a stream of the same holder is ended. If none of them waits for a request
+it is refused at once: a client that attaches again and again holds up no other."""
 MAX_UNATTACHED = 256
 ATTACH_S = 5.0
 ENDING_S = 0.02
@@ -123,6 +124,7 @@ class StreamHost:
         self._shut: set[threading.Thread] = set()
         """Threads of `_open` whose streams were ended to make room."""
         self._looked_at = 0.0
+        self._logged_at = -math.inf
         self._unattached: dict[int, _Unattached] = {}
         """Connections by descriptor, in the order of their arrival."""
         self._listener, self.endpoint = listen_beside(endpoint, port)
@@ -241,8 +243,10 @@ class StreamHost:
             self._begin(self._make(guest), guest)
         except (OSError, RuntimeError) as error:  # the latter: the system cannot start a thread
             self.count("streams_refused")
-            log.warning("stream_refused", streams=self._name, key=holder, reason=str(error))
             connection.close()
+            if time.monotonic() - self._logged_at >= LOG_EVERY_S:
+                self._logged_at = time.monotonic()
+                log.warning("stream_refused", streams=self._name, key=holder, reason=str(error))
 
     def _expire(self, now: float) -> None:
         for unattached in [each for each in self._unattached.values() if each.until <= now]:
@@ -275,20 +279,24 @@ class StreamHost:
 
     def _make_room(self, holder: str) -> None:
         """Wait until a further stream of this holder is allowed. Raises RuntimeError."""
-        if holder and len(self._of(holder)) >= MAX_STREAMS_OF_A_KEY:
+        of_holder = partial(self._of, holder)
+        if holder and len(of_holder()) >= MAX_STREAMS_OF_A_KEY:
             self.count("streams_over_share")
-            self._wait_for_room(partial(self._of, holder), MAX_STREAMS_OF_A_KEY)
+            if not self._end_one_that_waits(of_holder):
+                raise RuntimeError(f"{MAX_STREAMS_OF_A_KEY} streams of this key are at work")
+            self._wait_for_room(of_holder, MAX_STREAMS_OF_A_KEY)
         if len(self._open) >= MAX_STREAMS:
-            self._wait_for_room(lambda: list(self._open), MAX_STREAMS)
+            of_all: Callable[[], list[threading.Thread]] = partial(list, self._open)
+            if not self._end_one_that_waits(of_all):
+                time.sleep(ENDING_S)
+                self._end_one_that_waits(of_all)
+            self._wait_for_room(of_all, MAX_STREAMS)
 
     def _of(self, holder: str) -> list[threading.Thread]:
         return [thread for thread, each in self._open.copy().items() if each.holder == holder]
 
     def _wait_for_room(self, streams: Callable[[], list[threading.Thread]], limit: int) -> None:
-        """Wait until fewer than `limit` of these are left, ending one that waits for a request. Raises RuntimeError."""
-        if not self._end_one_that_waits(streams):
-            time.sleep(ENDING_S)
-            self._end_one_that_waits(streams)
+        """Wait until fewer than `limit` of these are left, while one ends. Raises RuntimeError."""
         with self._ended:
             if not self._ended.wait_for(lambda: len(streams()) < limit, SHUT_S if self._shut else 0):
                 raise RuntimeError(f"{limit} streams are at work")

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import waiting
+from structlog.testing import capture_logs
 
 from mooncake_zmq.core.records import decoder, encode
 from mooncake_zmq.transfer import stream_host
@@ -226,9 +227,14 @@ def test_a_further_stream_of_a_key_whose_streams_are_all_at_work_is_refused(hous
         (busy,) = house.host._open.values()
         eventually(lambda: busy.served.waits_since < math.inf)
         busy.served.waits_since = math.inf
-        with house.stream(house.tickets.make("ruby")) as further, pytest.raises(StreamError):
-            further.receive(decode_number)
-        assert house.counts["streams_refused"] == house.counts["streams_over_share"] == 1
+        monkeypatch.setattr(stream_host, "ENDING_S", math.inf)  # the one accepting thread is not to sleep for it
+        with capture_logs() as logged:
+            for _ in range(3):
+                with house.stream(house.tickets.make("ruby")) as further, pytest.raises(StreamError):
+                    further.receive(decode_number)
+            eventually(lambda: logged)
+        assert house.counts["streams_refused"] == house.counts["streams_over_share"] == 3
+        assert [each["event"] for each in logged] == ["stream_refused"]
         with house.stream(house.tickets.make("sky")) as stream:
             stream.send(3)
             assert stream.receive(decode_number) == 3
