@@ -72,6 +72,11 @@ def missing(before: Found, after: Found) -> list[str]:
     return [f"{bench}: {row}" for bench, row in ratios(before).keys() - ratios(after).keys()]
 
 
+def failures(whole: Found) -> list[str]:
+    """Return the benchmarks that failed, each with its error."""
+    return [f"{bench['command']}: {error}" for bench in whole["benches"] for error in bench["errors"]]
+
+
 def _spread(values: Sequence[float]) -> float:
     return 1 - min(values) / max(values) if max(values) > 0 else 0.0
 
@@ -94,16 +99,16 @@ def all_(out: Path, turns: int, only: tuple[str, ...]) -> None:
     if unknown := set(only) - {command.split()[0] for command in COMMANDS}:
         raise click.BadParameter(f"--only {', '.join(sorted(unknown))}: choose of {', '.join(map(_name, COMMANDS))}")
     whole = run_all(commands, turns, _measured, lambda found: write(out, found, "--json"))
-    failures = [f"{bench['command']}: {error}" for bench in whole["benches"] for error in bench["errors"]]
-    if failures:
-        raise click.ClickException("; ".join(failures))
+    if failed := failures(whole):
+        raise click.ClickException("; ".join(failed))
 
 
 @click.command()
 @click.argument("before", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("after", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 def compare(before: Path, after: Path) -> None:
-    """Print what became slower between two files of `bench all`, by more than noise; the exit status is 1 if anything did.
+    """Print what became slower between two files of `bench all` by more than noise, and what failed in the second: then the
+    exit status is 1.
 
     The ratios to references of the same run are compared, so that a machine that was busier does not count.
 
@@ -112,9 +117,10 @@ def compare(before: Path, after: Path) -> None:
       mooncake-zmq bench compare yesterday.json today.json
     """
     old, new = _read(before), _read(after)
-    changes = compared(old, new)
-    tables.show(_tables(changes), (f"  only before: {name}" for name in missing(old, new)))
-    sys.exit(1 if any(change.is_slower for change in changes) else 0)
+    changes, failed = compared(old, new), failures(new)
+    notes = [f"  only before: {name}" for name in missing(old, new)] + [f"  failed: {each}" for each in failed]
+    tables.show(_tables(changes), notes)
+    sys.exit(1 if failed or any(change.is_slower for change in changes) else 0)
 
 
 def _tables(changes: Sequence[Change]) -> Iterator[Any]:
@@ -138,7 +144,7 @@ def _measured(command: str) -> Found:
 def _read(path: Path) -> Found:
     try:
         found = json.loads(path.read_text())
-        ratios(found)
+        ratios(found), failures(found)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Refused(f"{path} is no file of `mooncake-zmq bench all --json`") from None
     read: Found = found

@@ -27,9 +27,10 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """The factor by which the value is better than the reference."""
+        """The factor by which the value is better than the reference. A difference may be 0 or less: nothing is infinitely
+        better than something, and something never better than nothing."""
         better, worse = (self.value, self.reference) if self.higher_is_better else (self.reference, self.value)
-        return better / worse if worse else float("inf")
+        return max(0.0, better / worse) if worse > 0 else float("inf")
 
 
 @dataclass(slots=True)

@@ -35,9 +35,9 @@ class ZooReport:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return `{"bench", "commit", "machine", "title", "rows": [the row's fields], "notes"}`."""
+        """Return `{"bench", "commit", "machine", "title", "rows": [{"name", "ratio", and the row's fields}], "notes"}`."""
         stamp = {"bench": "zoo", "commit": commit(), "machine": machine(), "title": self.title}
-        return stamp | {"rows": [asdict(row) for row in self.rows], "notes": self.notes}
+        return stamp | {"rows": [_named(asdict(row)) for row in self.rows], "notes": self.notes}
 
     def show(self, *, as_json: bool) -> None:
         """Print to standard output."""
@@ -54,3 +54,11 @@ class ZooReport:
             last = at + 1 == len(self.rows) or self.rows[at + 1].group != row.group
             table.add_row(*row.cells(), end_section=last)
         return table
+
+
+def _named(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields after those that any benchmark's row has. `ratio`: the clairvoyant's computed tokens over the row's,
+    times the share of requests that finished."""
+    name = f"{fields['workload']}, {fields.get('policy', 'live')}"
+    regret = fields["regret"]
+    return {"name": name, "ratio": fields["finished"] / fields["requests"] / regret if regret else 0.0} | fields

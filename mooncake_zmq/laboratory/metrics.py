@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mooncake_zmq.laboratory.clairvoyant import computed_tokens, least_ttft_s
+from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.study import RequestRecord, RunResult
 
 TARGET = 0.9
@@ -140,6 +141,14 @@ def summarize(result: RunResult) -> Summary:
         peak_mib=result.peak_mib,
         events=result.events,
     )
+
+
+def served(result: RunResult) -> RunResult:
+    """Return the run. Raises StudyError where a request failed, as the others' times say nothing then."""
+    reasons = [each.reason for each in result.requests if each.outcome == "failed"]
+    if reasons:
+        raise StudyError(f"{len(reasons)} of {len(result.requests)} requests failed, the first: {reasons[0]}")
+    return result
 
 
 def share_within(result: RunResult, ttft_s: float, tbt_s: float) -> float:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
+from mooncake_zmq.bench.everything import compared
 from mooncake_zmq.bench.zoo import SMALL_REQUESTS, names, source_of
 from mooncake_zmq.bench.zoo_live import SMALL_BLOCK, errors_between, least_tokens, parts_of, row_of
 from mooncake_zmq.config.load import load as load_config
@@ -35,6 +36,7 @@ def test_every_workload_stands_beside_what_was_possible_under_every_policy() -> 
     assert [(each["workload"], each["policy"]) for each in rows] == [
         (kind, policy) for kind in ("bursts", "quiet") for policy in ("global", "random", "vllm")
     ]
+    assert compared(whole := {"benches": [{"reports": [report]}]}, whole)[0].row == "bursts, global"
     for each in rows:
         assert each["requests"] == each["finished"] == SMALL_REQUESTS
         assert each["regret"] >= 1

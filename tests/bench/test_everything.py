@@ -1,6 +1,7 @@
 """`bench all` keeps what was measured, whatever fails; `bench compare` calls slower what noise does not explain."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.command import bench
 from mooncake_zmq.bench.everything import COMMANDS, compared, missing
+from mooncake_zmq.bench.zoo_live import row_of
+from mooncake_zmq.bench.zoo_report import ZooReport
 from mooncake_zmq.laboratory.reports import Found, run_all
 
 
@@ -54,6 +58,23 @@ def test_slower_is_what_the_turns_own_differences_do_not_explain(
 ) -> None:
     (change,) = compared(whole(*(report(a=each) for each in before)), whole(*(report(a=each) for each in after)))
     assert change.is_slower == is_slower
+
+
+def test_the_zoo_is_compared_by_what_a_clairvoyant_would_compute() -> None:
+    row = row_of("quiet", [Seen(status=200, finished=True, prompt_tokens=100, cached_tokens=50)], 40, {})
+    before, after = (ZooReport("t", [replace(row, finished=finished)]).as_json() for finished in (1, 0))
+    (change,) = compared(whole(before), whole(after))
+    assert (change.bench, change.row, change.before, change.is_slower) == ("zoo", "quiet, live", 0.8, True)
+
+
+def test_a_benchmark_that_failed_is_no_success(tmp_path: Path) -> None:
+    good, bad = whole(report(a=1.0)), whole(report(a=1.0))
+    bad["benches"][0]["errors"] = ["exit status 1"]
+    for name, each in (("a.json", good), ("b.json", bad)):
+        (tmp_path / name).write_text(json.dumps(each))
+    result = CliRunner().invoke(bench, ["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+    assert result.exit_code == 1
+    assert "bench x: exit status 1" in result.output
 
 
 def test_a_row_that_is_gone_is_named() -> None:

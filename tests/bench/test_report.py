@@ -19,6 +19,14 @@ def test_a_ratio_above_one_is_better_whichever_way_the_unit_points():
     assert [row.ratio for row in report().rows] == pytest.approx([2.0, 0.9])
 
 
+@pytest.mark.parametrize(
+    ("value", "reference", "ratio"),
+    [(-2.0, -0.5, float("inf")), (-2.0, 2.0, float("inf")), (2.0, -0.5, 0.0), (0.0, 2.0, float("inf"))],
+)
+def test_a_difference_below_nothing_is_never_worse_than_one_above(value: float, reference: float, ratio: float):
+    assert Row(name="added", unit="ms", value=value, reference=reference, higher_is_better=False).ratio == ratio
+
+
 def test_json_is_one_object_of_the_stated_shape(capsys):
     report().show(as_json=True, plot=None)
     shown = json.loads(capsys.readouterr().out)

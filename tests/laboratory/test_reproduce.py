@@ -9,14 +9,15 @@ from click.testing import CliRunner
 from mooncake_zmq.cli import main
 from mooncake_zmq.laboratory import coupled
 from mooncake_zmq.laboratory.cluster import cluster_of
+from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import generate, parse_spec
 from mooncake_zmq.laboratory.jobs import Source
-from mooncake_zmq.laboratory.reproduce import modelled
+from mooncake_zmq.laboratory.reproduce import made, met, modelled
 from mooncake_zmq.laboratory.reproduce.command import FIGURES
 from mooncake_zmq.laboratory.reproduce.figure import HARDWARE, Conclusion
 from mooncake_zmq.laboratory.reproduce.made import MADE
 from mooncake_zmq.laboratory.reproduce.plans import COUPLED, FIG1, FIG5, FIG10, FIG13, PLANS
-from mooncake_zmq.laboratory.reproduce.replayed import reproduce, variants
+from mooncake_zmq.laboratory.reproduce.replayed import FAILED, measure, reproduce, variants
 from mooncake_zmq.laboratory.reproduce.show import as_json, plot, sentence
 from mooncake_zmq.laboratory.runs import run_one
 
@@ -27,13 +28,13 @@ def command(*arguments):
     return CliRunner().invoke(main, ["reproduce", *arguments])
 
 
-def planted(plan, value):
+def planted(plan, value, failed=lambda setup: 0.0):
     """The figure if `value(setup)` were what every measure shows; and the setups that were run."""
     setups = []
 
     def run(jobs):
         setups.extend(job.setup for job in jobs)
-        return [dict.fromkeys(plan.units, value(job.setup)) for job in jobs]
+        return [dict.fromkeys(plan.units, value(job.setup)) | {FAILED: failed(job.setup)} for job in jobs]
 
     return reproduce(plan, SOURCE, run), setups
 
@@ -79,6 +80,25 @@ def test_a_conclusion_is_kept_only_if_it_holds_in_all():
     assert sentence(first).startswith("kept, in all 10")
 
 
+def failing(setup, arrivals, progress):
+    result = run_one(setup, arrivals, progress)
+    return replace(result, requests=[replace(each, outcome="failed", ttft_s=-1.0, reason="no") for each in result.requests])
+
+
+def test_no_conclusion_is_drawn_from_times_where_requests_failed(monkeypatch):
+    order = {"global": 0.0, "local": 2.0, "load": 3.0, "random": 4.0}
+    figure, _ = planted(FIG5, lambda setup: order[setup.policy], lambda setup: 9.0 * (setup.policy == "global"))
+    assert all(len(each.breaks) == each.tried for each in figure.conclusions)
+    assert "global, a800-llama3-70b: 9 requests failed." in figure.notes
+    dead = failing(FIG5.base, generate(parse_spec("conversation:requests=3")), lambda share: None)
+    assert measure(FIG5, dead)[FAILED] == 3
+    monkeypatch.setattr(made, "run_one", failing)
+    monkeypatch.setattr(met, "run_one", failing)
+    for name in MADE:
+        with pytest.raises(StudyError, match="failed, the first: no"):
+            MADE[name](0.01)
+
+
 def test_ours_stand_beside_the_paper_s():
     figure, _ = planted(FIG1, lambda setup: 50.0)
     rows = {row.name: (row.ours, row.paper) for row in figure.rows}
@@ -101,7 +121,7 @@ def test_outputs_are_cut_where_the_paper_cut_them():
 
     def run(jobs):
         seen.extend(job.source.output_tokens for job in jobs)
-        return [dict.fromkeys(FIG10.units, 1.0) for _ in jobs]
+        return [dict.fromkeys(FIG10.units, 1.0) | {FAILED: 0.0} for _ in jobs]
 
     reproduce(FIG10, SOURCE, run)
     assert set(seen) == {1}
@@ -112,7 +132,7 @@ def test_the_coupled_arms_of_fig1_run():
     arrivals = generate(parse_spec("conversation:requests=30"))
 
     def run(jobs):
-        return [plan.measure(run_one(job.setup, arrivals, lambda share: None)) for job in jobs]
+        return [measure(plan, run_one(job.setup, arrivals, lambda share: None)) for job in jobs]
 
     figure = reproduce(plan, SOURCE, run)
     assert all(0 < row.ours <= 100 for row in figure.rows)
@@ -122,6 +142,7 @@ def test_the_cost_model_is_the_paper_s_where_it_was_fitted():
     for figure in (modelled.fig14(), modelled.fig15()):
         assert all(each.kept for each in figure.conclusions)
         assert all(isinstance(each, Conclusion) for each in figure.conclusions)
+    assert [each.tried for each in modelled.fig15().conclusions] == [10, 4]
     ratios = [row.ours / row.paper for row in modelled.fig14().rows[5:] if row.paper]
     assert min(ratios) < 0.5  # where ours differs it is printed, not fitted away
 
@@ -131,6 +152,11 @@ def test_fig9_counts_what_an_lru_cache_hits():
     ours = [row.ours for row in figure.rows[: len(modelled.CAPACITIES)]]
     assert ours == sorted(ours)
     assert ours[-1] == figure.rows[-2].ours
+
+
+def test_fig9_concludes_nothing_of_a_trace_without_reuse():
+    arrivals = generate(parse_spec("uniform:requests=50"))
+    assert [each.kept for each in modelled.fig9(arrivals).conclusions] == [False, False]
 
 
 @pytest.mark.parametrize("name", ["fig14", "fig15"])

@@ -19,6 +19,7 @@ from mooncake_zmq.laboratory.reproduce import modelled, systems
 from mooncake_zmq.laboratory.reproduce.figure import Figure, Measured, Plan
 from mooncake_zmq.laboratory.reproduce.made import MADE, REQUESTS
 from mooncake_zmq.laboratory.reproduce.plans import PLANS
+from mooncake_zmq.laboratory.reproduce.replayed import measure
 from mooncake_zmq.laboratory.reproduce.replayed import reproduce as replay
 from mooncake_zmq.laboratory.reproduce.show import as_json as as_object
 from mooncake_zmq.laboratory.reproduce.show import plot as draw
@@ -135,8 +136,8 @@ def _figure(name: str, source: Source, jobs: int, dask: str | None, rows_file: P
 
 
 def _run(plan: Plan, processes: int, dask: str | None, rows_file: Path | None, jobs: Sequence[Job]) -> list[Measured]:
-    measure = kept(plan.measure, rows_file)
+    keep = kept(partial(measure, plan), rows_file)
     with runs_display(plan.name, len(jobs)) as progress:
-        found = run_on_dask(dask, jobs, measure, progress) if dask else run_jobs(jobs, processes, measure, progress)
+        found = run_on_dask(dask, jobs, keep, progress) if dask else run_jobs(jobs, processes, keep, progress)
     write_runs(rows_file, [(job.setup, rows) for job, (_, rows) in zip(jobs, found, strict=True)])
     return [measured for measured, _ in found]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mooncake_zmq.laboratory.generated import generate, parse_spec
-from mooncake_zmq.laboratory.metrics import summarize
+from mooncake_zmq.laboratory.metrics import served, summarize
 from mooncake_zmq.laboratory.profiles import sources
 from mooncake_zmq.laboratory.reproduce.figure import HARDWARE, PAPER, Conclusion, Figure, Row, Setting
 from mooncake_zmq.laboratory.reproduce.met import cake
@@ -84,10 +84,8 @@ def roles(part: float = 1.0) -> Figure:
         rows.append(Row(f"{name}: within both bounds", "%", 100 * summary.within_slo))
         rows.append(Row(f"{name}: failed", "requests", float(summary.failed)))
     fixed, changing = AFTER_S
-    gains = {
-        node.name: summarize(found[node.name, changing]).goodput_per_s / summarize(found[node.name, fixed]).goodput_per_s
-        for node in HARDWARE
-    }
+    goodput = {key: summarize(run if key[1] else served(run)).goodput_per_s for key, run in found.items()}
+    gains = {node.name: goodput[node.name, changing] / goodput[node.name, fixed] for node in HARDWARE}
     rows += [Row(f"gain on {name}", "times", gain) for name, gain in gains.items()]
     lost = tuple(name for name in gains if summarize(found[name, changing]).failed)
     return Figure(
@@ -145,7 +143,7 @@ def _run(setup: Setup, arrivals: Sequence[Arrival]) -> RunResult:
 def _alone(node: NodeProfile, tokens: int, stages: int, part: float) -> float:
     blocks = tokens // TRACE_BLOCK_TOKENS
     prompts = [[Arrival(100.0 * n, tokens, 16, tuple(range(blocks)))] for n in range(max(1, int(ALONE * part)))]
-    return summarize(_run(_setup(node, stages), joined(*prompts))).ttft_s.mean
+    return summarize(served(_run(_setup(node, stages), joined(*prompts)))).ttft_s.mean
 
 
 def _loaded(node: NodeProfile, per_s: float, stages: int, part: float) -> tuple[float, float, float]:
@@ -157,7 +155,7 @@ def _loaded(node: NodeProfile, per_s: float, stages: int, part: float) -> tuple[
         generate(parse_spec(f"uniform:input=4096,output=16,rate={per_s},requests={max(1, others)}")),
         generate(parse_spec(f"uniform:input=65536,output=16,rate=0.1,requests={max(1, long)},seed=1")),
     )
-    result = _run(replace(_setup(node, stages), speed=speed), arrivals)
+    result = served(_run(replace(_setup(node, stages), speed=speed), arrivals))
     by_length = {
         length: summarize(replace(result, requests=[each for each in result.requests if each.input_tokens == length]))
         for length in (4096, 65_536)

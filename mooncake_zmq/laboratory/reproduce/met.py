@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from mooncake_zmq.laboratory.metrics import served
 from mooncake_zmq.laboratory.profiles import sources
 from mooncake_zmq.laboratory.reproduce.figure import HARDWARE, PAPER, Conclusion, Figure, Row, Setting
 from mooncake_zmq.laboratory.runs import run_one
@@ -88,5 +89,6 @@ def _ttft_s(node: NodeProfile, tokens: int, policy: str) -> float:
     setup = Setup(
         prefill=2, decode=1, hardware=node, policy=policy, ttft_slo_s=1e6, tbt_slo_s=1e3, overrides={"prefill.meet": True}
     )
-    result = run_one(setup, arrivals, lambda share: None)
-    return result.requests[-1].ttft_s
+    last = served(run_one(setup, arrivals, lambda share: None)).requests[-1]
+    assert last.ttft_s >= 0, last
+    return last.ttft_s

@@ -29,7 +29,7 @@ def fig9(arrivals: Sequence[Arrival]) -> Figure:
     points = [(float(capacity), hit_ratio(trace, Slots(capacity))) for capacity in CAPACITIES]
     rows = [Row(f"{capacity:,.0f} blocks", "hit ratio", ratio) for capacity, ratio in points]
     share = 100 * points[1][1] / most if most else 0.0
-    rising = all(a[1] <= b[1] for a, b in zip(points, points[1:], strict=False))
+    rising = all(a[1] <= b[1] for a, b in zip(points, points[1:], strict=False)) and points[0][1] < points[-1][1]
     return Figure(
         name="fig9",
         title="FAST'25 Fig 9: hit ratio by the capacity of an LRU cache",
@@ -40,7 +40,7 @@ def fig9(arrivals: Sequence[Arrival]) -> Figure:
         rows=[*rows, Row("never evicting", "hit ratio", most, 0.40), Row("3 M tokens, of the most", "%", share, 41.0)],
         conclusions=[
             Conclusion("more capacity hits more", 1, () if rising else ("on this trace",)),
-            Conclusion("3 M tokens hit less than half of what is there", 1, () if share < 50 else ("on this trace",)),
+            Conclusion("3 M tokens hit less than half of what is there", 1, () if 0 < share < 50 else ("on this trace",)),
         ],
         notes=["The paper's most is .40: it hashes finer than 512 tokens, so that a prompt's last tokens hit too."],
         curves={"LRU": points},
@@ -95,7 +95,7 @@ def fig15() -> Figure:
         rows=rows,
         conclusions=[
             _everywhere("transfer is shorter than prefill at every length, so that layers hide it", _transfer_is_hidden),
-            _everywhere("from 64k tokens on prefill is longer than the answer's 128 tokens", _prefill_dominates),
+            _everywhere("from 64k tokens on prefill is longer than the answer's 128 tokens", _prefill_dominates, LENGTHS[3:]),
         ],
         notes=["Steps at 8k and 128k are what the model was fitted to; those between test it."],
     )
@@ -111,9 +111,9 @@ def cached_s(costs: Costs, tokens: int) -> float:
     return max(costs.compute_s(tokens, prefix), costs.load_s(prefix))
 
 
-def _everywhere(text: str, holds: Callable[[Costs, int], bool]) -> Conclusion:
+def _everywhere(text: str, holds: Callable[[Costs, int], bool], lengths: Sequence[int] = LENGTHS) -> Conclusion:
     """Judge a conclusion at every length on every hardware."""
-    tried = [(hardware, length) for hardware in HARDWARE for length in LENGTHS]
+    tried = [(hardware, length) for hardware in HARDWARE for length in lengths]
     breaks = tuple(f"{length}k tokens on {node.name}" for node, length in tried if not holds(node.costs, 1024 * length))
     return Conclusion(text, len(tried), breaks)
 
@@ -127,7 +127,7 @@ def _transfer_is_hidden(costs: Costs, tokens: int) -> bool:
 
 
 def _prefill_dominates(costs: Costs, tokens: int) -> bool:
-    return tokens < 65_536 or costs.compute_s(tokens, 0) > ANSWER_TOKENS * costs.step_s(1, tokens)
+    return costs.compute_s(tokens, 0) > ANSWER_TOKENS * costs.step_s(1, tokens)
 
 
 def _cost_settings() -> list[Setting]:

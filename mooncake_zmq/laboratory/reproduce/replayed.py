@@ -6,6 +6,7 @@ from dataclasses import replace
 import msgspec
 
 from mooncake_zmq.laboratory.jobs import Job, Source
+from mooncake_zmq.laboratory.metrics import summarize
 from mooncake_zmq.laboratory.profiles import sources
 from mooncake_zmq.laboratory.reproduce.figure import (
     HARDWARE,
@@ -21,10 +22,12 @@ from mooncake_zmq.laboratory.reproduce.figure import (
 )
 from mooncake_zmq.laboratory.runs import check
 from mooncake_zmq.laboratory.settings import assigned
-from mooncake_zmq.laboratory.study import NodeProfile, Setup
+from mooncake_zmq.laboratory.study import NodeProfile, RunResult, Setup
 
 Run = Callable[[Sequence[Job]], list[Measured]]
 """A function that runs jobs and measures each result."""
+FAILED = "failed"
+"""The measure that every plan has besides its own: requests that failed."""
 Variant = tuple[NodeProfile, Assumption | None]
 
 
@@ -56,6 +59,11 @@ def setup_of(plan: Plan, arm: str, variant: Variant) -> Setup:
     return setup
 
 
+def measure(plan: Plan, result: RunResult) -> Measured:
+    """Return the measures of a run."""
+    return plan.measure(result) | {FAILED: float(summarize(result).failed)}
+
+
 def reproduce(plan: Plan, source: Source, run: Run) -> Figure:
     """Return the figure, from the runs of all variants. Variants that do not concern an arm are not run again for it."""
     source = msgspec.structs.replace(source, output_tokens=plan.output_tokens)
@@ -71,16 +79,30 @@ def reproduce(plan: Plan, source: Source, run: Run) -> Figure:
         settings=settings_of(plan),
         rows=_rows(plan, found[0]),
         conclusions=[judge(text, holds, tried, found) for text, holds in plan.claims],
-        notes=[*plan.notes, f"{len(distinct)} runs: {len(tried)} variants of {len(plan.arms)} arms, each run once."],
+        notes=[
+            *plan.notes,
+            *_failures(tried, found),
+            f"{len(distinct)} runs: {len(tried)} variants of {len(plan.arms)} arms, each run once.",
+        ],
         curves=_curves(plan, tried, found),
         axes=(plan.x, next(iter(plan.units.items()))[0]) if plan.x else ("", ""),
     )
 
 
 def judge(text: str, holds: Callable[[Arms], bool], tried: Sequence[Variant], found: Sequence[Arms]) -> Conclusion:
-    """Return the conclusion, with the variants in which it does not hold."""
-    breaks = tuple(name_of(variant) for variant, arms in zip(tried, found, strict=True) if not holds(arms))
+    """Return the conclusion, and where it does not hold: in variants with failed requests too, as other times say nothing."""
+    pairs = zip(tried, found, strict=True)
+    breaks = tuple(name_of(variant) for variant, arms in pairs if any(m[FAILED] for m in arms.values()) or not holds(arms))
     return Conclusion(text, len(tried), breaks)
+
+
+def _failures(tried: Sequence[Variant], found: Sequence[Arms]) -> list[str]:
+    return [
+        f"{arm}, {name_of(variant)}: {values[FAILED]:g} requests failed."
+        for variant, arms in zip(tried, found, strict=True)
+        for arm, values in arms.items()
+        if values[FAILED]
+    ]
 
 
 def settings_of(plan: Plan) -> list[Setting]:
