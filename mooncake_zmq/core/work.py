@@ -583,11 +583,18 @@ class Done(Struct, frozen=True, gc=False):
 
 class WorkFailed(Struct, frozen=True):
     """Result of a work that failed as a whole or missed its deadline. `stuck`: it fails on every node, as the answer cannot
-    follow its constraint, or the model does not embed so or takes no such image. `full`: the disk has no room."""
+    follow its constraint, or the model does not embed so or takes no such image. `full`: the disk has no room. `avoid`: the
+    lender that was lost."""
 
     reason: str
     stuck: bool = False
     full: bool = False
+    avoid: str = ""
+
+
+def lender_lost(name: str, reason: str) -> WorkFailed:
+    """Return the result for a sequence of whose KV a lender was lost."""
+    return WorkFailed(f"{name} was lost, which held a part of the KV: {reason}", avoid=name)
 
 
 StoreWork = ReadValues | WriteValues | CommitValues | MoveValues | ForgetValues | CreateSegment | RemoveSegments

@@ -116,7 +116,7 @@ class Borrowing:
         if request.state is RequestState.CLOSING:
             return self._ends.try_end(request)
         if isinstance(result, WorkFailed):
-            return self._ends.fail(now, request, f"no lender was reached: {result.reason}")
+            return self._ends.fail(now, request, result.reason, avoid=result.avoid)
         self._counts.add("requests_borrowing")
         request.is_lent = True
         return self._handoff.begin(now, request)

@@ -291,7 +291,7 @@ class Steps:
         effects = self._take_tokens(now, request, tokens, logprobs, batches) if tokens else []
         if request.state is not READY:
             return effects
-        return effects + self._ends.fail(now, request, failed.reason, stuck=failed.stuck)
+        return effects + self._ends.fail(now, request, failed.reason, stuck=failed.stuck, avoid=failed.avoid)
 
     def check(self) -> None:
         """See `core.actor`."""

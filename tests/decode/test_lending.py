@@ -309,17 +309,17 @@ def test_a_lender_that_does_not_answer_in_time_costs_the_attempt(node, stage):
 
 def test_a_lender_that_is_not_reached_costs_the_attempt(node):
     lent(node)
-    node.connect(WorkFailed("test"))
-    assert "test" in node.one(AttemptFailed, "g").reason
+    node.connect(WorkFailed("test", avoid="d1"))
+    assert node.one(AttemptFailed, "g").avoid == "d1"
     assert_nothing_left(node)
 
 
 def test_a_step_without_a_lender_costs_the_attempt_alone(node):
     running(node)
     work_id, _ = node.work(DecodeStep)
-    node.done(work_id, StepDecoded(((0,),), 0.01, failed=((0, WorkFailed("lost")),)))
-    assert (failed := node.one(AttemptFailed, "g")).reason == "lost"
-    assert not failed.stuck
+    node.done(work_id, StepDecoded(((0,),), 0.01, failed=((0, WorkFailed("lost", avoid="d1")),)))
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.reason, failed.avoid, failed.stuck) == ("lost", "d1", False)
     assert_nothing_left(node)
 
 
