@@ -156,6 +156,7 @@ class Decode:
             requests=requests,
             budget=self._budget,
             flight=flight,
+            lending=self._lending,
             offers=offers,
             ends=ends,
             ids=ids,

@@ -128,12 +128,22 @@ class Node(Harness):
         self.done(work_id, BlocksPulled(parts, ()))
         return work
 
-    def hand_off(self, lent=5):
-        self.announce()
-        self.filled()
+    def hand_off(self, lent=5, blocks=9):
+        self.announce(0, blocks)
+        if lent:
+            self.filled()
         self.pulled(lent)
-        folded = block_checksum([block_checksum(parts_of(block)) for block in range(9)])
-        self.say("p0", HandoffDone(request_id="r", attempt=1, layers=LAYERS, blocks=9, checksum=folded, token=5, index=0))
+        folded = block_checksum([block_checksum(parts_of(block)) for block in range(blocks)])
+        self.say("p0", HandoffDone(request_id="r", attempt=1, layers=LAYERS, blocks=blocks, checksum=folded, token=5, index=0))
+
+    def run_alone(self):
+        """Begin a request of two blocks, which is to grow beyond them."""
+        self.reserve(length=2 * B - 1, max_tokens=2 * B, lenders=(), reuse_keys=(), new_keys=(), block_tokens=b"")
+        self.hand_off(0, 2)
+
+    def step(self, token=7):
+        work_id, _ = self.work(DecodeStep)
+        self.done(work_id, StepDecoded(((token,),), 0.01))
 
 
 @pytest.fixture
@@ -491,3 +501,23 @@ def test_the_same_number_of_a_borrower_that_restarted_is_another_loan(node):
     work_id, _ = node.work(TakeBack)
     node.done(work_id, Done())
     assert node.busy()["lent_tokens"] == B
+
+
+def test_a_loan_ends_for_an_older_request_that_grows(node):
+    node.run_alone()
+    assert lent_out(node).blocks == 2
+    node.step()
+    assert node.one(LoanEnded, "d1").reason == "preempted"
+    assert not node.take(AttemptFailed)
+    work_id, _ = node.work(TakeBack)
+    node.done(work_id, Done())
+    node.step()
+    assert (node.busy()["reserved_tokens"], node.busy()["requests_running"]) == (3 * B, 1)
+
+
+def test_a_younger_request_that_grows_ends_and_no_loan(node):
+    lent_out(node)
+    node.run_alone()
+    node.step()
+    assert node.one(AttemptFailed, "g").reason == "preempted"
+    assert not node.take(LoanEnded)
