@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from mooncake_zmq.core.actor import Effect, Send, Start
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import (
+    GROWTH_TOKENS,
     BlocksLent,
     DecodeDenied,
     Hello,
@@ -26,9 +27,6 @@ from mooncake_zmq.decode.request import Loan, Request, RequestState
 from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.layout import BlockLayout
-
-GROWTH_TOKENS = 256
-"""Output for which a request that borrows leaves room here. For more it needs what others free, or goes on elsewhere."""
 
 
 class Borrowing:

@@ -7,6 +7,7 @@ from actor_harness import LAYOUT, Harness
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
+    MAX_BLOCKS,
     AttemptFailed,
     BlocksLent,
     CancelRequest,
@@ -72,9 +73,9 @@ def parts_of(block):
 class Node(Harness):
     """A decode with a gateway, a prefill, and the decodes d1 and d2, which lend to it or borrow."""
 
-    def __init__(self, **settings):
+    def __init__(self, layout=LAYOUT, **settings):
         self.settings = replace(BASE, **settings)
-        super().__init__(Decode(name="me", host="h0", incarnation=2, settings=self.settings, layout=LAYOUT, costs=Costs()))
+        super().__init__(Decode(name="me", host="h0", incarnation=2, settings=self.settings, layout=layout, costs=Costs()))
         for name in ("g", "k", "c", "p0", "d1", "d2"):
             self.up(name, 7)
 
@@ -188,6 +189,16 @@ def test_blocks_are_numbered_from_the_first_of_each_place(node):
     assert [load.block for load in node.filled("d1").loads] == [0, 1]
     assert [(load.block, load.source.slot) for load in node.filled("d2").loads] == [(0, 2), (1, 3), (2, 4)]
     assert [(load.block, load.source.slot) for load in node.pulled(5).loads] == [(0, 5), (1, 6), (2, 7), (3, 8)]
+
+
+def test_no_more_is_read_at_a_time_than_one_answer_names():
+    node = Node(replace(LAYOUT, block_tokens=1, layers=MAX_BLOCKS // 512))
+    node.reserve(length=700, reuse_keys=(), new_keys=(), block_tokens=b"", tail=b"")
+    node.lend()
+    node.connect()
+    node.announce(0, 700)
+    loads = node.one(FillLoan).loads
+    assert sum(load.stop_layer - load.first_layer for load in loads) == MAX_BLOCKS
 
 
 def test_the_next_lender_is_asked_for_the_rest_and_for_what_one_refused(node):

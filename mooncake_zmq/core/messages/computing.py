@@ -30,6 +30,7 @@ from mooncake_zmq.core.messages.fields import (
     Tokens,
     WeightVersion,
 )
+from mooncake_zmq.core.messages.lending import Lenders
 from mooncake_zmq.core.messages.rendering import Images
 from mooncake_zmq.core.messages.sampling import MAX_CHOICES, Sampling, Sibling, Siblings, StopRule
 
@@ -98,7 +99,7 @@ class StartPrefill(TaggedRecord, frozen=True):
     """The images in `tokens`, in order, each with its data URL, for a vLLM."""
     exact: bool = False
     """Whether the answer must not be approximate, as it is over KV of other prompts' parts."""
-    lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    lenders: Lenders = ()
     """See `Placed`."""
 
 
@@ -228,7 +229,7 @@ class ReserveDecode(TaggedRecord, frozen=True):
     """Keys of the complete blocks after `reuse_keys`, which the decode offers to its host's pool once it has them."""
     block_tokens: Tokens = b""
     """Tokens of the blocks of both, for KV events; empty: the blocks are not offered."""
-    lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    lenders: Lenders = ()
     """See `Placed`."""
 
 
