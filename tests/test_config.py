@@ -16,6 +16,7 @@ from mooncake_zmq.config.load import effective, load, load_text
 from mooncake_zmq.config.ports import ports
 from mooncake_zmq.config.summary import summary
 from mooncake_zmq.config.warnings import warnings
+from mooncake_zmq.core.messages import MAX_LENDERS
 
 ROOT = Path(__file__).parent.parent
 NODES = """
@@ -790,3 +791,9 @@ def test_one_node_may_lend_to_another_that_borrows(write: Any) -> None:
     loaded = load(write("[decode]\ncapacity_tokens = 96\nborrow = true\n", NODES + lender), {}, {})
     assert loaded.lends
     assert loaded.longest_request(1 << 20, 16) == 96 + 64
+
+
+def test_a_request_has_what_as_many_lend_as_may_be_named(write: Any) -> None:
+    nodes = NODES + "".join(f'\n[[nodes]]\nname = "d{number}"\nrole = "decode"\n' for number in range(MAX_LENDERS + 3))
+    loaded = load(write("[decode]\ncapacity_tokens = 96\nlend_tokens = 64\nborrow = true\n", nodes), {}, {})
+    assert loaded.longest_request(1 << 20, 16) == 96 + 64 * MAX_LENDERS

@@ -233,7 +233,7 @@ class _Study:
                 elsewhere = BorrowedKV(engine.spec, list(self._borrowed(sequences, loans)))
                 logits = engine.decode_elsewhere(sequences, tokens, elsewhere)
                 if elsewhere.failed:
-                    raise Refused(f"the lender failed: {elsewhere.failed}")
+                    raise Refused(f"the lender failed: {[each.lost for each in elsewhere.failed.values()]}")
             way.seconds.append(time.perf_counter() - began)
             tokens = logits.argmax(axis=1).astype(np.int32)
             way.logits.append(logits)

@@ -12,7 +12,7 @@ from typing import Final
 from mooncake_zmq.conductor.choices import DecodeChoice
 from mooncake_zmq.conductor.decodes import Candidates, DecodeNode, Decodes
 from mooncake_zmq.conductor.handovers import Handover
-from mooncake_zmq.conductor.lending import borrower, lenders
+from mooncake_zmq.conductor.lending import borrowing
 from mooncake_zmq.conductor.ranking import Ranked
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core import gaps
@@ -36,9 +36,9 @@ Entries = list[Ranked[DecodeNode]]
 class Joining:
     """One request that will join a batch at time `at`, as `choices` sequences, with `own_tokens` of KV, and that needs
     `need_tokens` in all. `wait_s` is the time until its prefill begins and `stay_tokens` how long a request stays in a batch.
-    `handover_s` is the time that any decode needs to get its KV between the first and second token; `handover` gives it per
-    decode for reused blocks, if there are any. `tenant`: a named tenant leaves room for others; `begins`: when its prefill
-    begins."""
+    `borrower_tokens`: what it needs in all where it borrows. `handover_s` is the time that any decode needs to get its KV
+    between the first and second token; `handover` gives it per decode for reused blocks, if there are any. `tenant`: a named
+    tenant leaves room for others; `begins`: when its prefill begins."""
 
     slack: float = 0.0
     """The most seconds of step time that a batch may have lost since its report, for reports younger than `STALE_S`."""
@@ -60,6 +60,7 @@ class Joining:
         expected_tokens: float,
         stay_tokens: float,
         choices: int = 1,
+        borrower_tokens: int = 0,
         handover_s: float = 0.0,
         handover: Handover | None = None,
         tenant: str = "",
@@ -70,6 +71,7 @@ class Joining:
         self.begins = begins
         self.handover = handover
         self.choices = choices
+        self.borrower_tokens = borrower_tokens
         self.handover_s = handover_s
         self.wait_s = wait_s
         self.own_tokens = own_tokens
@@ -119,14 +121,13 @@ class Batches:
 
     def _borrowing(self, joining: Joining, candidates: Candidates, without: frozenset[str]) -> DecodeChoice | None:
         """Return the choice of a decode that borrows what it has no room for; None if there is none."""
-        nodes = list(candidates.reported)
-        # A tenant that has something there leaves room to others, and could not have all that is free.
-        beside = {node.name for node in nodes if joining.tenant and joining.tenant in node.tenants}
-        node = borrower(nodes, joining.need_tokens, int(joining.own_tokens), without | beside)
-        if node is None:
+        nodes = [node for node in candidates.reported if not node.draining and node.name not in without]
+        found = borrowing(nodes, joining.borrower_tokens, int(joining.own_tokens), joining.tenant)
+        if found is None:
             return None
-        choice = self.stay(joining, node)
-        choice.lenders = lenders(nodes, node, without)
+        joining.need_tokens = joining.borrower_tokens
+        choice = self.stay(joining, found[0])
+        choice.lent = found[1]
         return choice
 
     def stay(self, joining: Joining, node: DecodeNode) -> DecodeChoice:

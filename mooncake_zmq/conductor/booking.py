@@ -1,5 +1,7 @@
 """The record of one placement, kept for as long as the conductor remembers it. PURE."""
 
+from collections.abc import Mapping
+
 from mooncake_zmq.core.messages import Placed
 
 BookingKey = tuple[str, str]
@@ -20,6 +22,7 @@ class Booking:
         "expected_tokens",
         "idle",
         "key",
+        "lent",
         "load_s",
         "need_tokens",
         "number",
@@ -42,6 +45,7 @@ class Booking:
         tbt_s: float,
         deadline: float,
         need_tokens: int,
+        lent: Mapping[str, int],
         load_s: float,
         choices: int,
         expected_tokens: float,
@@ -67,6 +71,8 @@ class Booking:
         """The time at which its first token is due by its SLO; inf without one."""
         self.need_tokens = need_tokens
         """The KV tokens that the decode must have free for all its choices."""
+        self.lent = lent
+        """The KV tokens that other decodes are to lend it."""
         self.load_s = load_s
         """The seconds that it adds to each step of its decode by the cost model, with the KV that it holds on average."""
         self.choices = choices

@@ -1,7 +1,6 @@
 """The choice of nodes for a request and its limits, before it is booked. PURE."""
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 from mooncake_zmq.conductor.chain import Found
@@ -120,9 +119,9 @@ class DecodeChoice:
     """The decode chosen for a request: its expected `batch` without the request when that joins, and the predicted TBT with
     it, see `core.gaps`. `alone_s`: the TBT without other requests; `moving_s`: the seconds that the link of the prefill's host
     carries its KV; `tenant_s`: what the named tenant's requests there, with this one, add to a step, 0 if there are none.
-    `lenders`: decodes that hold what it has no room for, if there are any."""
+    `lent`: the KV tokens of other decodes that hold what it has no room for."""
 
-    __slots__ = ("alone_s", "batch", "lenders", "moving_s", "node", "tbt_s", "tenant_s")
+    __slots__ = ("alone_s", "batch", "lent", "moving_s", "node", "tbt_s", "tenant_s")
 
     def __init__(
         self,
@@ -133,9 +132,8 @@ class DecodeChoice:
         alone_s: float,
         moving_s: float = 0.0,
         tenant_s: float = 0.0,
-        lenders: Sequence[DecodeNode] = (),
     ) -> None:
-        self.lenders = lenders
+        self.lent: dict[str, int] = {}
         self.tenant_s = tenant_s
         self.moving_s = moving_s
         self.node = node

@@ -39,6 +39,7 @@ class DecodeNode:
         "max_batch",
         "name",
         "places",
+        "promised",
         "reported_at",
         "scale",
         "spare",
@@ -84,13 +85,15 @@ class DecodeNode:
         """The seconds that those requests add to a step, by the cost model."""
         self.max_batch = UNLIMITED
         self.free = UNLIMITED
-        """The free KV tokens, less those of requests that have yet to reserve theirs."""
+        """The free KV tokens, less those of requests and loans that have yet to be reserved."""
         self.places = UNLIMITED
         """The free places in the batch, less those of requests that have yet to reserve theirs."""
         self.held = 0
         """The KV tokens in use."""
         self.lendable = 0
-        """The KV tokens that it lends, less those promised since its report."""
+        """The KV tokens that it lends, less those of such loans."""
+        self.promised: dict[Booking, int] = {}
+        """The KV tokens that it is to lend to requests elsewhere that have yet to reserve theirs."""
         self.borrows = False
         self.coming: list[Booking] = []
         self.coming_requests = 0
@@ -209,7 +212,7 @@ class Decodes:
         node.there = there = load.running + reserved
         node.context, node.max_batch = load.context_tokens, max(1, load.max_batch)
         node.load_s = self._costs.decode_request_s * there + self._costs.decode_context_s * load.context_tokens
-        node.lendable, node.borrows = load.lendable, load.borrows
+        node.borrows = load.borrows
         node.held = load.capacity_tokens - load.free_tokens
         node.step_s = node.scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
         node.reported_at = now
@@ -233,9 +236,14 @@ class Decodes:
             node.free -= booking.need_tokens
             node.places -= booking.choices
         self._rank(node)
+        for name, tokens in booking.lent.items():
+            lender = self.by_name[name]
+            lender.promised[booking] = tokens
+            self._set_room(lender)
 
     def unbook(self, node: DecodeNode, booking: Booking) -> None:
         """Remove a request that ended or will never arrive."""
+        self._settle(booking)
         if booking.tenant:
             mine = node.tenants[booking.tenant]
             del mine[booking]
@@ -269,8 +277,11 @@ class Decodes:
             assert all(booking.coming for booking in node.coming)
             assert node.coming_requests == sum(booking.choices for booking in node.coming)
             unseen = [booking for booking in node.coming if not booking.reserved]
+            assert all(each.coming and not each.reserved for each in node.promised)
             if node.load is not None:
-                assert node.free == node.load.free_tokens - sum(booking.need_tokens for booking in unseen)
+                promised = sum(node.promised.values())
+                assert node.free == node.load.free_tokens - promised - sum(booking.need_tokens for booking in unseen)
+                assert node.lendable == node.load.lendable - promised
                 assert node.places == node.load.room - sum(booking.choices for booking in unseen)
 
     # --- leaves
@@ -288,14 +299,25 @@ class Decodes:
                 booking.coming = not (booking.reserved and complete) and booking.due > horizon
             if booking.coming:
                 kept.append(booking)
+            if booking.reserved or not booking.coming:
+                self._settle(booking)
         node.coming = kept
         node.coming_requests = sum([booking.choices for booking in kept])
+
+    def _settle(self, booking: Booking) -> None:
+        """Deduct the loans of a request no more: from now on their lenders report them, or there are none."""
+        for name in booking.lent:
+            lender = self.by_name.get(name)
+            if lender is not None and lender.promised.pop(booking, None) is not None:
+                self._set_room(lender)
 
     def _set_room(self, node: DecodeNode) -> None:
         load = node.load
         if load is not None:
             unseen = [booking for booking in node.coming if not booking.reserved]
-            node.free = load.free_tokens - sum([booking.need_tokens for booking in unseen])
+            promised = sum(node.promised.values())
+            node.lendable = load.lendable - promised
+            node.free = load.free_tokens - promised - sum([booking.need_tokens for booking in unseen])
             node.places = load.room - sum([booking.choices for booking in unseen])
 
     def _rank(self, node: DecodeNode) -> None:

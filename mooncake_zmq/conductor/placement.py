@@ -14,7 +14,6 @@ from mooncake_zmq.conductor.coming import Coming
 from mooncake_zmq.conductor.corrections import Hindsight, OutputLengths
 from mooncake_zmq.conductor.decodes import Candidates, Decodes
 from mooncake_zmq.conductor.handovers import Handover
-from mooncake_zmq.conductor.lending import promise
 from mooncake_zmq.conductor.pipeline import Candidate, form_pipeline
 from mooncake_zmq.conductor.plans import Plan, Planner
 from mooncake_zmq.conductor.prefills import PrefillNode, Prefills
@@ -25,7 +24,7 @@ from mooncake_zmq.conductor.sources import Sources
 from mooncake_zmq.conductor.transfers import Transfers
 from mooncake_zmq.conductor.waits import Waits
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import MAX_SECONDS, Placed, Rejected, RejectReason, Schedule
+from mooncake_zmq.core.messages import GROWTH_TOKENS, MAX_SECONDS, Placed, Rejected, RejectReason, Schedule
 from mooncake_zmq.core.order import Order
 
 NO_DECODE: Final = (RejectReason.NO_DECODE, RejectReason.NO_ROOM)
@@ -122,10 +121,10 @@ class Placement:
             return RejectReason.TTFT, late_s, limits.waited_s + ttft_s * spare
         expected = self._outputs.expected(schedule.max_tokens)
         at = now if self._at_once else now + ttft_s
-        joining = self._joining(now, at, prefill, plan, expected, schedule.choices)
+        joining = self._joining(now, at, prefill, plan, schedule, expected, schedule.choices)
         decode = self._choose_decode(now, joining, prefill, schedule, plan)
         if decode is None and schedule.choices > 1:  # the others are placed when this decode has no room for them
-            joining = self._joining(now, at, prefill, plan, expected, 1)
+            joining = self._joining(now, at, prefill, plan, schedule, expected, 1)
             decode = self._choose_decode(now, joining, prefill, schedule, plan)
         if decode is None:
             return self._no_decode(self._candidates(prefill.node), joining.stay_tokens, plan.without)
@@ -162,9 +161,8 @@ class Placement:
             coming_blocks=prefill.coming_blocks,
             coming_s=min(prefill.coming_s, MAX_SECONDS),
             least_priority=prefill.least_priority,
-            lenders=tuple([node.name for node in decode.lenders]),
+            lenders=tuple(decode.lent),
         )
-        promise(decode.lenders, decision.need_tokens - decode.node.free)
         booking = Booking(
             key,
             placed,
@@ -173,7 +171,8 @@ class Placement:
             ttft_s=ttft_s,
             tbt_s=decode.tbt_s,
             deadline=decision.limits.deadline(now),
-            need_tokens=decision.need_tokens,
+            need_tokens=decision.need_tokens - sum(decode.lent.values()),
+            lent=decode.lent,
             load_s=decision.choices * (self._request_s + self._context_s * (plan.tokens + expected / 2)),
             choices=decision.choices,
             expected_tokens=expected,
@@ -222,7 +221,9 @@ class Placement:
         """Return the decodes that can continue what this prefill begins."""
         return self._decodes.vllms if prefill.vllm else self._decodes.own
 
-    def _joining(self, now: float, at: float, prefill: PrefillChoice, plan: Plan, expected: float, choices: int) -> Joining:
+    def _joining(
+        self, now: float, at: float, prefill: PrefillChoice, plan: Plan, schedule: Schedule, expected: float, choices: int
+    ) -> Joining:
         handed = bool(prefill.reuse_blocks) and not prefill.node.vllm
         return Joining(
             at,
@@ -233,6 +234,7 @@ class Placement:
             expected_tokens=expected,
             stay_tokens=max(1.0, self._outputs.typical),
             choices=choices,
+            borrower_tokens=self._need_tokens(plan.tokens, min(schedule.max_tokens, GROWTH_TOKENS)),
             handover_s=0.0 if prefill.whole or not prefill.node.vllm else self._costs.load_s(plan.tokens),
             tenant=plan.tenant,
             begins=now + prefill.queue_s,

@@ -9,6 +9,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from heapq import nlargest
 from itertools import permutations
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -21,6 +22,7 @@ from mooncake_zmq.config.hints import did_you_mean, kind_at, record_of, size, wa
 from mooncake_zmq.config.records import Config, NodeSettings, OneOfModels
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.hardware import HARDWARE
+from mooncake_zmq.core.messages import MAX_LENDERS
 from mooncake_zmq.core.profile import Profile, ProfileError, decode, fit
 
 ENVIRONMENT_PREFIX = "MOONCAKE_ZMQ_"
@@ -88,14 +90,15 @@ class Loaded:
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
         """Return the most tokens of prompt and output together: the model's limit, or what the largest decode holds in whole
-        blocks, with what others lend it if it borrows."""
+        blocks, with what the MAX_LENDERS others that lend most lend it if it borrows."""
         sections = {node.name: self.section(node) for node in self.config.of_role("decode", "vllm")}
         lent = {name: getattr(each, "lend_tokens", 0) // block_tokens for name, each in sections.items()}
-        blocks = [
-            each.capacity_tokens // block_tokens + (sum(lent.values()) - lent[name]) * getattr(each, "borrow", False)
-            for name, each in sections.items()
-            if getattr(each, "part", "both") != "prefill"
-        ]
+        largest = nlargest(MAX_LENDERS + 1, lent, key=lent.__getitem__)
+        blocks = []
+        for name, each in sections.items():
+            if getattr(each, "part", "both") != "prefill":
+                others = sum([lent[other] for other in largest if other != name][:MAX_LENDERS])
+                blocks.append(each.capacity_tokens // block_tokens + others * getattr(each, "borrow", False))
         return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len
 
     @property

@@ -588,11 +588,17 @@ NO_FINITE_LOGITS = "the model computed no finite logits"
 class WorkFailed(Struct, frozen=True):
     """Result of a work that failed as a whole or missed its deadline. `stuck`: it fails on every node, as the answer cannot
     follow its constraint, the model computes no token for it, does not embed so or takes no such image. `full`: the disk has
-    no room."""
+    no room. `avoid`: the lender that was lost."""
 
     reason: str
     stuck: bool = False
     full: bool = False
+    avoid: str = ""
+
+
+def lender_lost(name: str, reason: str) -> WorkFailed:
+    """Return the result for a sequence of whose KV a lender was lost."""
+    return WorkFailed(f"{name} was lost, which held a part of the KV: {reason}", avoid=name)
 
 
 StoreWork = ReadValues | WriteValues | CommitValues | MoveValues | ForgetValues | CreateSegment | RemoveSegments

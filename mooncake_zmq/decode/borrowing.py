@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from mooncake_zmq.core.actor import Effect, Send, Start
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import (
+    GROWTH_TOKENS,
     BlocksLent,
     DecodeDenied,
     Hello,
@@ -26,9 +27,6 @@ from mooncake_zmq.decode.request import Loan, Request, RequestState
 from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.layout import BlockLayout
-
-GROWTH_TOKENS = 256
-"""Output for which a request that borrows leaves room here. For more it needs what others free, or goes on elsewhere."""
 
 
 class Borrowing:
@@ -116,7 +114,7 @@ class Borrowing:
         if request.state is RequestState.CLOSING:
             return self._ends.try_end(request)
         if isinstance(result, WorkFailed):
-            return self._ends.fail(now, request, f"no lender was reached: {result.reason}")
+            return self._ends.fail(now, request, result.reason, avoid=result.avoid)
         self._counts.add("requests_borrowing")
         request.is_lent = True
         return self._handoff.begin(now, request)

@@ -28,6 +28,7 @@ from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.drain import MOVE, Drain
 from mooncake_zmq.core.handlers import Handlers
 from mooncake_zmq.core.messages import (
+    MAX_BLOCKS,
     MAX_REPORTED,
     BlocksLeased,
     BlocksLent,
@@ -142,7 +143,7 @@ class Decode:
         self._offers = Offers(
             settings=settings, layout=layout, piece_blocks=piece_blocks, pool=self._pool, ends=self._ends, ids=self._ids
         )
-        self._make_parts(piece_blocks * layout.layers)
+        self._make_parts(min(piece_blocks * layout.layers, MAX_BLOCKS))  # a lender's answer names as many
         self._handler_table = Handlers(self.counts, self._handlers(), self._pool.may_say)
 
     def _make_parts(self, piece_parts: int) -> None:
@@ -156,6 +157,7 @@ class Decode:
             requests=requests,
             budget=self._budget,
             flight=flight,
+            lending=self._lending,
             offers=offers,
             ends=ends,
             ids=ids,

@@ -42,14 +42,19 @@ class Lending:
         self._ids = ids
         self._counts = counts
         self._loans: dict[tuple[str, int], Lent] = {}
-        self._ending: list[Lent] = []
+        self.ending: list[Lent] = []
         """Loans that are over, whose memory is still used."""
         self._works: dict[int, Lent] = {}
 
     @property
+    def loans(self) -> list[Lent]:
+        """The loans that are not over."""
+        return list(self._loans.values())
+
+    @property
     def held(self) -> list[Lent]:
         """All loans that hold memory."""
-        return [*self._loans.values(), *self._ending]
+        return self.loans + self.ending
 
     @property
     def lent_tokens(self) -> int:
@@ -59,7 +64,7 @@ class Lending:
     @property
     def lendable(self) -> int:
         """The KV in whole blocks that it would lend now."""
-        if self._drain.draining or len(self._loans) + len(self._ending) >= self._settings.max_requests:
+        if self._drain.draining or len(self.held) >= self._settings.max_requests:
             return 0
         size = self._layout.block_tokens
         return max(0, min(self._settings.lend_tokens - self.lent_tokens, self._budget.free_tokens)) // size * size
@@ -92,7 +97,7 @@ class Lending:
         loads = tuple([BlockLoad(each.block, each.source, each.first_layer, each.stop_layer, size) for each in message.loads])
         is_lent = all([each.block * size < lent.capacity_tokens for each in loads])
         if lent.in_flight or not is_lent or not all([each.first_layer < each.stop_layer <= layers for each in loads]):
-            return self._end(lent, "more blocks than may be read")
+            return self.end(lent, "more blocks than may be read")
         return [self._start(lent, PullBlocks(lent.sequence, loads))]
 
     def _start(self, lent: Lent, work: LendSequence | PullBlocks) -> Effect:
@@ -120,7 +125,7 @@ class Lending:
             case BlocksPulled(parts, failed, corrupt):
                 return [Send(lent.borrower, LoanFilled(loan=lent.number, parts=parts, failed=failed, corrupt=corrupt))]
             case WorkFailed(reason):
-                return self._end(lent, reason)
+                return self.end(lent, reason)
             case Done():
                 raise TypeError(result)  # of a loan that is not taken back
 
@@ -134,24 +139,24 @@ class Lending:
     def expire(self, borrower: str, number: int) -> list[Effect]:
         """End a loan whose time is over."""
         lent = self._loans.get((borrower, number))
-        return [] if lent is None else self._end(lent, "its time is over")
+        return [] if lent is None else self.end(lent, "its time is over")
 
     def peer_down(self, peer: str) -> list[Effect]:
         """End the loans of a decode that is down."""
-        return [effect for lent in list(self._loans.values()) if lent.borrower == peer for effect in self._over(lent)]
+        return [effect for lent in self.loans if lent.borrower == peer for effect in self._over(lent)]
 
     def end_all(self) -> list[Effect]:
         """End all loans, as this decode leaves: their requests go on elsewhere."""
-        return [effect for lent in list(self._loans.values()) for effect in self._end(lent, "the lender is leaving")]
+        return [effect for lent in self.loans for effect in self.end(lent, "the lender is leaving")]
 
-    def _end(self, lent: Lent, reason: str) -> list[Effect]:
+    def end(self, lent: Lent, reason: str) -> list[Effect]:
         """End a loan whose borrower does not know it."""
         self._counts.add("loans_ended")
         return [Send(lent.borrower, LoanEnded(loan=lent.number, reason=clip(reason))), *self._over(lent)]
 
     def _over(self, lent: Lent) -> list[Effect]:
         del self._loans[lent.borrower, lent.number]
-        self._ending.append(lent)
+        self.ending.append(lent)
         lent.over = True
         return [CancelTimer((LENT, lent.borrower, lent.number)), *self._take_back(lent)]
 
@@ -166,7 +171,7 @@ class Lending:
 
     def _free(self, lent: Lent) -> list[Effect]:
         """Free the memory of a loan that nothing reads any more."""
-        self._ending.remove(lent)
+        self.ending.remove(lent)
         self._budget.give_back(lent)
         return [*self._kept.hold(-lent.capacity_tokens), CloseSequence(lent.sequence)]
 
@@ -174,4 +179,4 @@ class Lending:
         """See `core.actor`."""
         assert self.lent_tokens <= self._settings.lend_tokens
         assert sum(each.in_flight for each in self.held) == len(self._works)
-        assert all(each.over and each.in_flight for each in self._ending)
+        assert all(each.over and each.in_flight for each in self.ending)

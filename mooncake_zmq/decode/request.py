@@ -321,6 +321,11 @@ class Lent:
     """No more queries are answered once what is in flight has ended."""
 
     @property
+    def order(self) -> int:
+        """Return the order among all loans and requests here."""
+        return self.sequence
+
+    @property
     def own_tokens(self) -> int:
         """Return the KV of this decode that it holds."""
         return self.capacity_tokens

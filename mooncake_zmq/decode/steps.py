@@ -14,9 +14,10 @@ from mooncake_zmq.decode.batch import Place, ahead_of, retry_after_s, step_membe
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.ends import Ends
 from mooncake_zmq.decode.flight import Flight, Step
+from mooncake_zmq.decode.lending import Lending
 from mooncake_zmq.decode.masks import mask_s
 from mooncake_zmq.decode.offers import Offers
-from mooncake_zmq.decode.request import Request, RequestEvent, RequestState
+from mooncake_zmq.decode.request import Holder, Lent, Request, RequestEvent, RequestState
 from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
 
@@ -50,6 +51,7 @@ class Steps:
         requests: Requests,
         budget: Budget,
         flight: Flight,
+        lending: Lending,
         offers: Offers,
         ends: Ends,
         ids: Ids,
@@ -61,6 +63,7 @@ class Steps:
         self._requests = requests
         self._budget = budget
         self._flight = flight
+        self._lending = lending
         self._offers = offers
         self._ends = ends
         self._ids = ids
@@ -122,7 +125,7 @@ class Steps:
             ready = [r for r in self._requests.live.values() if r.state is READY]
             members = step_members(ready, self._settings.max_batch)
             short = [r for r in members if r.context > r.budget_tokens and not self._budget.grow(r)]
-            if not short or self._requests.closing:  # closing requests free KV soon: wait for that
+            if not short or self._requests.closing or self._lending.ending:  # these free KV soon: wait for that
                 members = [r for r in members if r not in short] if short else members
                 break
             effects += self._preempt(now, short[0])
@@ -171,15 +174,18 @@ class Steps:
         return 1
 
     def _preempt(self, now: float, short: Request) -> list[Effect]:
-        """Preempt the youngest request; where `short` is only to leave room for other tenants, the youngest of the tenant that
-        holds the most. Its full blocks are in the pool already, so it resumes cheaply on another node."""
-        may_end = [r for r in self._requests.live.values() if r.state is not STEPPING]
+        """Preempt the youngest request or loan; where `short` is only to leave room for other tenants, that of the tenant that
+        holds the most. A request's full blocks are in the pool already, so it resumes cheaply on another node."""
+        may_end: list[Holder] = [r for r in self._requests.live.values() if r.state is not STEPPING]
+        may_end += self._lending.loans
         if self._budget.growth(short, 1) <= self._budget.free_tokens:
             largest = self._budget.largest_tenant
             may_end = [r for r in may_end if r.tenant == largest] or may_end
         youngest = victim(may_end)
         assert youngest is not None
         self._counts.add("preemptions")
+        if isinstance(youngest, Lent):
+            return self._lending.end(youngest, "preempted")
         return self._ends.fail(now, youngest, "preempted", full=True)
 
     def on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:
@@ -291,7 +297,7 @@ class Steps:
         effects = self._take_tokens(now, request, tokens, logprobs, batches) if tokens else []
         if request.state is not READY:
             return effects
-        return effects + self._ends.fail(now, request, failed.reason, stuck=failed.stuck)
+        return effects + self._ends.fail(now, request, failed.reason, stuck=failed.stuck, avoid=failed.avoid)
 
     def check(self) -> None:
         """See `core.actor`."""

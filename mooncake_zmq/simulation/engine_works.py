@@ -235,8 +235,8 @@ def decode(machine: Machine, running: Running, work: DecodeStep) -> Steps:
         stop = yield took_s
         fed = rows[-1] if rows else [entry.token for entry in work.entries]
         row = [_step(machine, entry, made, token) for entry, token in zip(work.entries, fed, strict=True)]
-        rows.append(tuple(token or 0 for token in row))
-        failed = tuple((place, WorkFailed("a lender was lost")) for place, token in enumerate(row) if token is None)
+        failed = tuple((place, token) for place, token in enumerate(row) if isinstance(token, WorkFailed))
+        rows.append(tuple(0 if isinstance(token, WorkFailed) else token for token in row))
         sat_out = tuple(place for place, entry in enumerate(work.entries) if _sits_out(machine, entry.sampling))
         if stop or sat_out or failed:  # the decode does not wait beyond the next border
             break
@@ -257,12 +257,12 @@ def _sits_out(machine: Machine, sampling: Sampling, share: float = SITS_OUT) -> 
     return bool(sampling.constraint) and machine.world.random.random() < share
 
 
-def _step(machine: Machine, entry: StepEntry, made: int, token: int) -> int | None:
-    """Return the token that follows; None if a lender of the sequence is lost."""
+def _step(machine: Machine, entry: StepEntry, made: int, token: int) -> int | WorkFailed:
+    """Return the token that follows, unless a lender of the sequence is lost."""
     sequence, position = machine.sequences[entry.sequence], entry.position + made
     merged = loan_works.whole(machine, sequence) if sequence.borrowed else sequence
-    if merged is None:
-        return None
+    if isinstance(merged, WorkFailed):
+        return merged
     merged.run(position, np.array([token], dtype=np.uint32))
     if merged is not sequence:
         sequence.kv[:, :, position - merged.capacity + sequence.capacity] = merged.kv[:, :, position]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mooncake_zmq.core.messages import LoanPlace
-from mooncake_zmq.core.work import BorrowParts, Done, LendSequence, SequenceLent, TakeBack, WorkFailed
+from mooncake_zmq.core.work import BorrowParts, Done, LendSequence, SequenceLent, TakeBack, WorkFailed, lender_lost
 from mooncake_zmq.simulation.engine import SimSequence
 from mooncake_zmq.simulation.machine import Machine, Steps
 
@@ -25,18 +25,22 @@ def take_back(machine: Machine, work: TakeBack) -> Steps:
 
 def borrow(machine: Machine, work: BorrowParts) -> Steps:
     stop = yield machine.took(machine.world.hardware.network_start_s)
-    if stop or any(machine.world.lent(machine.name, part) is None for part in work.parts):
-        return WorkFailed(stop or "a lender was not reached")
+    if stop:
+        return WorkFailed(stop)
+    if lost := [part for part in work.parts if machine.world.lent(machine.name, part) is None]:
+        return lender_lost(lost[0].lender, "not reached")
     machine.sequences[work.sequence].borrowed = work.parts
     return Done()
 
 
-def whole(machine: Machine, sequence: SimSequence) -> SimSequence | None:
-    """Return a sequence with all that others hold of it, which is merged as it is named; None if a part is not reached."""
-    found = [machine.world.lent(machine.name, part) for part in sequence.borrowed]
-    parts = [part for part in found if part is not None]
-    if len(parts) < len(found):
-        return None
+def whole(machine: Machine, sequence: SimSequence) -> SimSequence | WorkFailed:
+    """Return a sequence with all that others hold of it, which is merged as it is named, if each part is reached."""
+    parts: list[SimSequence] = []
+    for each in sequence.borrowed:
+        part = machine.world.lent(machine.name, each)
+        if part is None:
+            return lender_lost(each.lender, "not reached")
+        parts.append(part)
     before = sum(part.capacity for part in parts)
     merged = SimSequence(before + sequence.capacity)
     merged.kv = np.concatenate([*[part.kv for part in parts], sequence.kv], axis=2)

@@ -242,8 +242,9 @@ class Lender:
     """The borrower's end of a stream to one lender. Once it is `lost` it stays so, as its loans have ended with the stream:
     unlike a store's client it does not come again after its idle stream was ended to make room, see `stream_host`."""
 
-    def __init__(self, spec: ModelSpec, where: str, endpoint: str, ticket: Ticket) -> None:
+    def __init__(self, spec: ModelSpec, where: str, endpoint: str, ticket: Ticket, name: str = "") -> None:
         """Attach to the lender beside `endpoint`. Raises StreamError."""
+        self.name = name
         self._spec = spec
         self._number = 0
         self.lost = ""
@@ -307,7 +308,7 @@ class Borrowed:
 
 
 class BorrowedKV:
-    """Implements `Elsewhere`. Rows that `failed`, by the reason, have no valid result, and are not asked for any more; their
+    """Implements `Elsewhere`. Rows that `failed`, by a lender that was lost, have no valid result, and are not asked for; their
     sequences have to be dropped, or set back by the step's token."""
 
     def __init__(self, spec: ModelSpec, borrowed: Sequence[Borrowed]) -> None:
@@ -315,7 +316,7 @@ class BorrowedKV:
         self._parts: defaultdict[Lender, list[Borrowed]] = defaultdict(list)
         for each in borrowed:
             self._parts[each.lender].append(each)
-        self.failed: dict[int, str] = {}
+        self.failed: dict[int, Lender] = {}
         self._has_lost = False
 
     def begin(self, sequences: Sequence[SequenceKV | FarKV]) -> None:
@@ -366,7 +367,7 @@ class BorrowedKV:
 
     def _fail(self, lender: Lender, reason: str) -> None:
         lender.lose(reason)
-        self.failed |= dict.fromkeys((each.row for each in self._parts[lender]), reason)
+        self.failed |= dict.fromkeys((each.row for each in self._parts[lender]), lender)
         self._has_lost = True
 
 

@@ -5,7 +5,7 @@ from conductor_harness import BLOCK, Cluster, hello
 from msgspec import structs
 
 from mooncake_zmq.core.actor import PeerUp
-from mooncake_zmq.core.messages import Placed, Rejected, RejectReason
+from mooncake_zmq.core.messages import GROWTH_TOKENS, Placed, Rejected, RejectReason
 
 FREE = 8 * BLOCK
 PROMPT = 12 * BLOCK
@@ -20,8 +20,8 @@ def lending(hosts=4, **more):
     return cluster
 
 
-def place(cluster, tokens=PROMPT, **more):
-    return cluster.schedule(tokens=tokens, max_tokens=1, **more)
+def place(cluster, tokens=PROMPT, max_tokens=1, **more):
+    return cluster.schedule(tokens=tokens, max_tokens=max_tokens, **more)
 
 
 def test_a_prompt_without_room_anywhere_goes_to_a_decode_that_borrows_most_of_the_one_that_lends_most():
@@ -52,16 +52,58 @@ def test_a_prompt_for_which_too_little_is_lent_is_refused_for_now(more):
     assert refused.reason is RejectReason.NO_ROOM
 
 
-def test_what_was_promised_is_promised_to_no_other_until_it_is_reported_again():
+def report(cluster, name, **more):
+    cluster.decode_load(name, **({"free": FREE, "capacity": FREE, "borrows": True, "lendable": 5 * BLOCK} | more))
+
+
+def test_what_was_promised_is_promised_to_no_other_until_it_is_reserved():
     cluster = lending(2, lendable=5 * BLOCK)
     placed = place(cluster)
     (lender,) = placed.lenders
-    assert isinstance(place(cluster), Rejected)
-    cluster.end(placed)
     for name in ("d0", "d1"):
-        cluster.decode_load(name, free=FREE, capacity=FREE, borrows=True, lendable=5 * BLOCK)
+        report(cluster, name)
+    assert isinstance(place(cluster), Rejected), "its lender has yet to be asked"
+    assert isinstance(place(cluster, FREE - BLOCK), Rejected), "nor has another prompt room there"
+    report(cluster, placed.decode, free=0, bookings=(placed.booking,))
+    report(cluster, lender, free=3 * BLOCK, lendable=0)
+    assert isinstance(place(cluster, 4 * BLOCK), Rejected)
+    report(cluster, lender)
+    assert place(cluster, 7 * BLOCK).decode == lender, "what is reserved is in its report"
+
+
+def test_what_was_promised_to_a_request_that_ended_is_lent_to_another():
+    cluster = lending(2, lendable=5 * BLOCK)
+    placed = place(cluster)
+    cluster.end(placed)
+    assert place(cluster) is not None
+    assert isinstance(place(cluster), Rejected)
+
+
+def test_a_lender_that_leaves_is_promised_no_more():
+    cluster = lending(2, lendable=5 * BLOCK)
+    placed = place(cluster)
+    (lender,) = placed.lenders
+    cluster.down(lender)
+    cluster.up(lender, "decode", "h0", 2)
+    report(cluster, lender)
+    cluster.end(placed)
     assert isinstance(place(cluster), Placed)
-    assert lender in ("d0", "d1")
+
+
+@pytest.mark.parametrize("order", [("d0", "d1"), ("d1", "d0")])
+@pytest.mark.parametrize("free", [FREE, FREE - BLOCK])
+def test_the_only_lender_does_not_borrow_whatever_it_has_and_when_it_reported(order, free):
+    cluster = Cluster(2)
+    for name in order:
+        report(cluster, name, free=free if name == "d0" else FREE, lendable=FREE if name == "d1" else 0)
+    placed = place(cluster)
+    assert (placed.decode, placed.lenders) == ("d0", ("d1",))
+
+
+def test_no_more_output_is_counted_than_a_decode_leaves_room_for():
+    cluster = lending(lendable=FREE)
+    longest = 4 * FREE - GROWTH_TOKENS
+    assert isinstance(place(cluster, longest, max_tokens=longest), Placed)
 
 
 def test_excluded_decodes_neither_borrow_nor_lend_while_there_are_others():

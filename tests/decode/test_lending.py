@@ -7,6 +7,7 @@ from actor_harness import LAYOUT, Harness
 
 from mooncake_zmq.core.costs import Costs
 from mooncake_zmq.core.messages import (
+    MAX_BLOCKS,
     AttemptFailed,
     BlocksLent,
     CancelRequest,
@@ -72,9 +73,9 @@ def parts_of(block):
 class Node(Harness):
     """A decode with a gateway, a prefill, and the decodes d1 and d2, which lend to it or borrow."""
 
-    def __init__(self, **settings):
+    def __init__(self, layout=LAYOUT, **settings):
         self.settings = replace(BASE, **settings)
-        super().__init__(Decode(name="me", host="h0", incarnation=2, settings=self.settings, layout=LAYOUT, costs=Costs()))
+        super().__init__(Decode(name="me", host="h0", incarnation=2, settings=self.settings, layout=layout, costs=Costs()))
         for name in ("g", "k", "c", "p0", "d1", "d2"):
             self.up(name, 7)
 
@@ -128,12 +129,22 @@ class Node(Harness):
         self.done(work_id, BlocksPulled(parts, ()))
         return work
 
-    def hand_off(self, lent=5):
-        self.announce()
-        self.filled()
+    def hand_off(self, lent=5, blocks=9):
+        self.announce(0, blocks)
+        if lent:
+            self.filled()
         self.pulled(lent)
-        folded = block_checksum([block_checksum(parts_of(block)) for block in range(9)])
-        self.say("p0", HandoffDone(request_id="r", attempt=1, layers=LAYERS, blocks=9, checksum=folded, token=5, index=0))
+        folded = block_checksum([block_checksum(parts_of(block)) for block in range(blocks)])
+        self.say("p0", HandoffDone(request_id="r", attempt=1, layers=LAYERS, blocks=blocks, checksum=folded, token=5, index=0))
+
+    def run_alone(self):
+        """Begin a request of two blocks, which is to grow beyond them."""
+        self.reserve(length=2 * B - 1, max_tokens=2 * B, lenders=(), reuse_keys=(), new_keys=(), block_tokens=b"")
+        self.hand_off(0, 2)
+
+    def step(self, token=7):
+        work_id, _ = self.work(DecodeStep)
+        self.done(work_id, StepDecoded(((token,),), 0.01))
 
 
 @pytest.fixture
@@ -178,6 +189,16 @@ def test_blocks_are_numbered_from_the_first_of_each_place(node):
     assert [load.block for load in node.filled("d1").loads] == [0, 1]
     assert [(load.block, load.source.slot) for load in node.filled("d2").loads] == [(0, 2), (1, 3), (2, 4)]
     assert [(load.block, load.source.slot) for load in node.pulled(5).loads] == [(0, 5), (1, 6), (2, 7), (3, 8)]
+
+
+def test_no_more_is_read_at_a_time_than_one_answer_names():
+    node = Node(replace(LAYOUT, block_tokens=1, layers=MAX_BLOCKS // 512))
+    node.reserve(length=700, reuse_keys=(), new_keys=(), block_tokens=b"", tail=b"")
+    node.lend()
+    node.connect()
+    node.announce(0, 700)
+    loads = node.one(FillLoan).loads
+    assert sum(load.stop_layer - load.first_layer for load in loads) == MAX_BLOCKS
 
 
 def test_the_next_lender_is_asked_for_the_rest_and_for_what_one_refused(node):
@@ -309,17 +330,17 @@ def test_a_lender_that_does_not_answer_in_time_costs_the_attempt(node, stage):
 
 def test_a_lender_that_is_not_reached_costs_the_attempt(node):
     lent(node)
-    node.connect(WorkFailed("test"))
-    assert "test" in node.one(AttemptFailed, "g").reason
+    node.connect(WorkFailed("test", avoid="d1"))
+    assert node.one(AttemptFailed, "g").avoid == "d1"
     assert_nothing_left(node)
 
 
 def test_a_step_without_a_lender_costs_the_attempt_alone(node):
     running(node)
     work_id, _ = node.work(DecodeStep)
-    node.done(work_id, StepDecoded(((0,),), 0.01, failed=((0, WorkFailed("lost")),)))
-    assert (failed := node.one(AttemptFailed, "g")).reason == "lost"
-    assert not failed.stuck
+    node.done(work_id, StepDecoded(((0,),), 0.01, failed=((0, WorkFailed("lost", avoid="d1")),)))
+    failed = node.one(AttemptFailed, "g")
+    assert (failed.reason, failed.avoid, failed.stuck) == ("lost", "d1", False)
     assert_nothing_left(node)
 
 
@@ -491,3 +512,23 @@ def test_the_same_number_of_a_borrower_that_restarted_is_another_loan(node):
     work_id, _ = node.work(TakeBack)
     node.done(work_id, Done())
     assert node.busy()["lent_tokens"] == B
+
+
+def test_a_loan_ends_for_an_older_request_that_grows(node):
+    node.run_alone()
+    assert lent_out(node).blocks == 2
+    node.step()
+    assert node.one(LoanEnded, "d1").reason == "preempted"
+    assert not node.take(AttemptFailed)
+    work_id, _ = node.work(TakeBack)
+    node.done(work_id, Done())
+    node.step()
+    assert (node.busy()["reserved_tokens"], node.busy()["requests_running"]) == (3 * B, 1)
+
+
+def test_a_younger_request_that_grows_ends_and_no_loan(node):
+    lent_out(node)
+    node.run_alone()
+    node.step()
+    assert node.one(AttemptFailed, "g").reason == "preempted"
+    assert not node.take(LoanEnded)

@@ -137,13 +137,15 @@ def test_a_loan_of_another_length_than_asked_for_fails_the_row(engine, house, le
 
 def test_a_loan_that_is_full_grows_no_more(engine, house, lender):
     loan, _ = house.lend(lender, grows=True, room=0)
-    assert asked(engine, [Borrowed(0, lender, loan, TOKENS, grows=True)], 1)[1].failed[0].startswith("the connection ended")
+    assert (
+        asked(engine, [Borrowed(0, lender, loan, TOKENS, grows=True)], 1)[1].failed[0].lost.startswith("the connection ended")
+    )
 
 
 def test_a_loan_is_of_one_ticket_alone(engine, house, lender):
     thief = house.lender()
     loan, _ = house.lend(lender)
-    assert asked(engine, [Borrowed(0, thief, loan, TOKENS)], 1)[1].failed[0].startswith("the connection ended")
+    assert asked(engine, [Borrowed(0, thief, loan, TOKENS)], 1)[1].failed[0].lost.startswith("the connection ended")
     assert house.host.counts["refused"] == 1
     assert not asked(engine, [Borrowed(0, lender, loan, TOKENS)], 1)[1].failed
 
@@ -162,7 +164,7 @@ def test_a_loan_is_of_one_row_alone(engine, house, lender, grows):
     loan, _ = house.lend(lender, grows=grows)
     _, elsewhere = asked(engine, [Borrowed(row, lender, loan, TOKENS, grows) for row in range(2)], 2)
     assert set(elsewhere.failed) == {0, 1}
-    assert elsewhere.failed[0].startswith("the connection ended")
+    assert elsewhere.failed[0].lost.startswith("the connection ended")
 
 
 def test_loans_end_with_the_stream_of_their_ticket(engine, house, lender):
@@ -264,7 +266,7 @@ def test_a_lender_that_is_silent_fails_its_rows_in_time(engine, house, lender, m
     with house.host._lock:  # it hangs
         elsewhere.ask(0, *queries_of(engine, 1))
         elsewhere.answers(0)
-    assert elsewhere.failed == {0: "no answer in time"}
+    assert elsewhere.failed[0].lost == "no answer in time"
 
 
 def test_a_lender_that_is_slow_has_no_more_time_for_many_layers(engine, house, lender, monkeypatch):
@@ -334,7 +336,7 @@ def test_numbers_that_no_attention_gives_fail_the_row(engine, house, lender, mon
     monkeypatch.setattr(house.host, "_attend", wrong)
     loan, _ = house.lend(lender)
     _, elsewhere = asked(engine, [Borrowed(0, lender, loan, TOKENS)], 1)
-    assert elsewhere.failed == {0: "no result of attention"}
+    assert elsewhere.failed[0].lost == "no result of attention"
 
 
 def test_an_answer_to_another_question_fails_the_row(engine, house, lender):
@@ -343,7 +345,7 @@ def test_an_answer_to_another_question_fails_the_row(engine, house, lender):
     elsewhere.ask(0, *queries_of(engine, 1))
     lender._number += 1
     elsewhere.answers(0)
-    assert elsewhere.failed == {0: "an answer to what was not asked"}
+    assert elsewhere.failed[0].lost == "an answer to what was not asked"
 
 
 @pytest.mark.parametrize(

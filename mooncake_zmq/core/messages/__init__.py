@@ -71,6 +71,8 @@ from mooncake_zmq.core.messages.greeting import (
     SegmentRef,
 )
 from mooncake_zmq.core.messages.lending import (
+    GROWTH_TOKENS,
+    MAX_LENDERS,
     BlocksLent,
     FillLoan,
     LendBlocks,
@@ -204,6 +206,7 @@ __all__ = [
     "Envelope",
     "FillLoan",
     "FirstToken",
+    "GROWTH_TOKENS",
     "Goodbye",
     "GrantedSlot",
     "HandoffBlocks",
@@ -229,6 +232,7 @@ __all__ = [
     "MAX_SECONDS",
     "MAX_LOGPROBS",
     "MAX_FETCHED_BLOCKS",
+    "MAX_LENDERS",
     "MAX_MESSAGE_BYTES",
     "MAX_RESERVE_BYTES",
     "MAX_TRANSFER_STATS",

@@ -31,6 +31,7 @@ from mooncake_zmq.core.messages.fields import (
     Tokens,
     WeightVersion,
 )
+from mooncake_zmq.core.messages.lending import Lenders
 from mooncake_zmq.core.messages.rendering import Images
 from mooncake_zmq.core.messages.sampling import MAX_CHOICES, Sampling, Sibling, Siblings, StopRule
 
@@ -99,7 +100,7 @@ class StartPrefill(TaggedRecord, frozen=True):
     """The images in `tokens`, in order, each with its data URL, for a vLLM."""
     exact: bool = False
     """Whether the answer must not be approximate, as it is over KV of other prompts' parts."""
-    lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    lenders: Lenders = ()
     """See `Placed`."""
 
 
@@ -234,7 +235,7 @@ class ReserveDecode(TaggedRecord, frozen=True):
     block_tokens: Tokens = b""
     """Tokens of the blocks of both, for KV events; empty: the blocks are not offered, as those of a prompt that is too long to
     be here and in `past`."""
-    lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    lenders: Lenders = ()
     """See `Placed`."""
 
 

@@ -9,6 +9,7 @@ from mooncake_zmq.core.messages.fields import (
     Checksum,
     Count,
     Counts,
+    Name,
     Record,
     Seconds,
     SlotRef,
@@ -17,6 +18,11 @@ from mooncake_zmq.core.messages.fields import (
     Text,
 )
 
+MAX_LENDERS = 16
+"""Decodes that may be named to a request that borrows."""
+GROWTH_TOKENS = 256
+"""Output for which a request that borrows leaves room at its decode; for more it needs what others free, or goes elsewhere."""
+Lenders = Annotated[tuple[Name, ...], Meta(max_length=MAX_LENDERS)]
 Blocks = Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
 
 

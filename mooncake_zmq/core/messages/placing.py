@@ -20,6 +20,7 @@ from mooncake_zmq.core.messages.fields import (
     TaggedRecord,
     Tenant,
 )
+from mooncake_zmq.core.messages.lending import Lenders
 from mooncake_zmq.core.messages.sampling import MAX_CHOICES
 
 
@@ -72,7 +73,7 @@ class Placed(TaggedRecord, frozen=True):
     coming_s: Seconds = 0.0
     least_priority: Priority = -MAX_PRIORITY
     """Earliest priority that the request may have: an earlier one would put it before requests that are late already."""
-    lenders: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    lenders: Lenders = ()
     """Decodes that have room for the KV for which `decode` has none, in the order in which it asks them."""
 
 

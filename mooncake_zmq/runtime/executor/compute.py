@@ -24,6 +24,7 @@ from mooncake_zmq.core.work import (
     StepDecoded,
     StepEntry,
     WorkFailed,
+    lender_lost,
 )
 from mooncake_zmq.engine.blend import Again, moved_run, prefill_blended, read_kv
 from mooncake_zmq.engine.constraint import ConstraintError
@@ -264,7 +265,7 @@ class Compute:
                     past.feed(fed[row], entry.position + step)
             logits = self._logits(sequences, np.array(fed, np.int32), elsewhere)
             if elsewhere is not None:
-                failed = {row: WorkFailed(f"a lender was lost: {reason}") for row, reason in elsewhere.failed.items()}
+                failed = {row: lender_lost(lender.name, lender.lost) for row, lender in elsewhere.failed.items()}
             chosen: list[tuple[int, TokenLogprob | None]] = []
             sat_out = _sitting_out(work.entries, pasts)
             for row, entry in enumerate(work.entries):

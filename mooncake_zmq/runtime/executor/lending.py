@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from mooncake_zmq.core.messages import LoanPlace
-from mooncake_zmq.core.work import BorrowParts, Done, LendSequence, Result, SequenceLent, TakeBack, WorkFailed
+from mooncake_zmq.core.work import BorrowParts, Done, LendSequence, Result, SequenceLent, TakeBack, WorkFailed, lender_lost
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.spec import Engine
@@ -84,9 +84,9 @@ class Lending:
             place = part.place
             ticket = Ticket(place.token, place.secret, place.sealed)
             try:
-                lender = Lender(self._spec, place.where, self._endpoints[part.lender], ticket)
+                lender = Lender(self._spec, place.where, self._endpoints[part.lender], ticket, part.lender)
             except StreamError as error:
-                return WorkFailed(f"{part.lender}: {error}")
+                return lender_lost(part.lender, str(error))
             opened.borrowed.append(Borrowed(0, lender, place.number, part.tokens))
         opened.kv.before = sum(part.tokens for part in work.parts)
         return Done()
