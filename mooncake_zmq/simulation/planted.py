@@ -234,13 +234,17 @@ def _place_forgone() -> Replacements:
 
 
 def _cordon_ends_drain() -> Replacements:
-    """A node that drains for another role changes at once when it is cordoned, whatever it still has."""
+    """A node that drains for another role goes on to change when it is cordoned, and at once, whatever it still has."""
     drained = Drain.drained
+
+    def set_cordon(self: Drain, cordoned: bool) -> None:
+        self.cordoned = cordoned
+        self.draining = self.leaves or cordoned
 
     def at_once(self: Drain, *, idle: bool) -> list[Effect]:
         return drained(self, idle=idle or (self.cordoned and bool(self._become)))
 
-    return [(Drain, "drained", at_once)]
+    return [(Drain, "drained", at_once), (Drain, "set_cordon", set_cordon)]
 
 
 def _uncordoned() -> Replacements:
