@@ -33,7 +33,7 @@ from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.facts import counts_of
-from mooncake_zmq.runtime.listening import HTTP_BACKLOG, claim, is_deserted, listen
+from mooncake_zmq.runtime.listening import begin, claim, is_deserted, listen
 from mooncake_zmq.runtime.model import Model
 from mooncake_zmq.runtime.node_process import NodeProcess
 from mooncake_zmq.runtime.parts import Parts
@@ -192,7 +192,8 @@ class GatewayProcess(NodeProcess):
             self.runtime.attach(loop, stopped.set, self.lifecycle.on_crash)
             serving = asyncio.create_task(self._server.serve(sockets=[]))
             opening = asyncio.create_task(self._open())
-            announcing = asyncio.create_task(self._announce())
+            announcing = asyncio.create_task(self._announce(opening))
+            announcing.add_done_callback(partial(_report_error, self.lifecycle.on_crash))
             await asyncio.wait([serving, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
             opening.cancel()
@@ -213,7 +214,7 @@ class GatewayProcess(NodeProcess):
             return
         while not self._may_open():
             await asyncio.sleep(READY_POLL_S)
-        self._listener.listen(HTTP_BACKLOG)
+        begin(self._listener)
         await self.acceptor.open()
         self.runtime.node.defer_cordon()
         self.runtime.every(READY_POLL_S, partial(self._follow_cordon, self._shared_address()))
@@ -243,8 +244,9 @@ class GatewayProcess(NodeProcess):
         if address.mind(node.cordon_wanted, self.edge.overview.seen) and not node.cordoned:
             self.runtime.handle(CordonWanted(True))
 
-    async def _announce(self) -> None:
-        """Report readiness to systemd once everything that /ready requires is there, and until then what is missing."""
+    async def _announce(self, opening: asyncio.Task[None]) -> None:
+        """Report readiness to systemd once everything that /ready requires is there and connections are accepted, and until
+        then what is missing."""
         reported_at = -math.inf
         while not self._may_open():
             detail = self.edge.health()[1]
@@ -255,6 +257,7 @@ class GatewayProcess(NodeProcess):
                 )
                 notify.waiting()
             await asyncio.sleep(READY_POLL_S)
+        await opening
         if missing := self.cluster().missing:
             log.warning("ready_without", nodes=list(missing))
         self.report_ready()
@@ -331,6 +334,11 @@ class GatewayProcess(NodeProcess):
         if node == sender and on_answer is not None:
             del self._states_asked[answer.ask_id]
             on_answer(answer)
+
+
+def _report_error(on_crash: Callable[[BaseException], None], ended: asyncio.Task[None]) -> None:
+    if not ended.cancelled() and (error := ended.exception()):
+        on_crash(error)
 
 
 def _served(layout: BlockLayout, model: Model, loaded: Loaded, one_of_several: bool) -> ServedModel:

@@ -21,7 +21,7 @@ key is still accepted.
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -126,8 +126,8 @@ class KvEventPublisher:
         """The lock of `_queue`, `_queued_bytes`, `_next_number` and the count of dropped batches."""
         self._queued_bytes = 0
         self._replays: dict[bytes, _Replay] = {}
-        self._foreign: Counter[int] = Counter()
-        """Number of subscriptions to other topics, by the connection's descriptor."""
+        self._foreign: dict[int, tuple[int, int]] = {}
+        """Inode of a connection and number of its subscriptions to other topics, by the descriptor, which later ones reuse."""
         self._subscribers: dict[int, str] = {}
         """Key that each subscriber has shown (see `Sockets.holder`), by the connection's descriptor; empty without keys.
         Closed connections are removed at the next new subscription."""
@@ -248,11 +248,20 @@ class KvEventPublisher:
                 continue
             if subscription[:1] == b"\1" and self._topic.startswith(subscription[1:]):
                 continue
-            self._foreign[descriptor] += 1
-            if self._foreign[descriptor] > MAX_FOREIGN:
+            if self._of_other_topics(descriptor) > MAX_FOREIGN:
                 del self._foreign[descriptor]
                 self._cut(descriptor)
         return True
+
+    def _of_other_topics(self, descriptor: int) -> int:
+        """Count a subscription to another topic; return how many the connection has, 0 if it has ended."""
+        try:
+            inode = os.fstat(descriptor).st_ino
+        except OSError:
+            return 0
+        known, count = self._foreign.get(descriptor, (inode, 0))
+        self._foreign[descriptor] = inode, count + 1 if inode == known else 1
+        return self._foreign[descriptor][1]
 
     def _takes(self, descriptor: int, shown: str) -> bool:
         """Record a subscriber, new or known; return False at the limit."""

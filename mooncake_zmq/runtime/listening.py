@@ -12,7 +12,8 @@ class PortInUse(OSError):
 def claim(host: str, port: int, *, share: bool) -> socket.socket:
     """Return a socket that is bound to an address for HTTP and does not listen yet; raises PortInUse.
 
-    With `share` other processes of this user that share the address too may bind it; the kernel refuses all others.
+    With `share` other processes of this user that share the address too may bind it. The kernel refuses all others only while
+    one listens: until `begin` any program may take the address.
     """
     try:
         return _bound(host, port, share)
@@ -32,12 +33,18 @@ def is_deserted(host: str, port: int) -> bool:
 def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
     """Return a listening socket for HTTP; raises PortInUse."""
     listener = claim(host, port, share=share)
-    try:
-        listener.listen(HTTP_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _in_use(host, port, error) from error
+    begin(listener)
     return listener
+
+
+def begin(claimed: socket.socket) -> None:
+    """Listen on a claimed socket. Raises PortInUse, after closing it."""
+    host, port, *_ = claimed.getsockname()
+    try:
+        claimed.listen(HTTP_BACKLOG)
+    except OSError as error:
+        claimed.close()
+        raise _in_use(host, port, error) from error
 
 
 def _bound(host: str, port: int, share: bool) -> socket.socket:

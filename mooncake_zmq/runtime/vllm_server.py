@@ -74,15 +74,16 @@ def await_server(
     """Return the name of its model once the server serves; "": it does not say. `model`: the directory of the deployment's
     model. Raises ServerError."""
     with client_of(settings.url, settings.probe_timeout_s) as client:
-        waited_s = 0.0
+        until = time.monotonic() + WAIT_S
+        logged = False
         while (why := unwell(client)) is not None:
-            if waited_s >= WAIT_S:
+            if time.monotonic() >= until:
                 raise ServerError(f"vLLM at {settings.url} does not serve after {WAIT_S:.0f} s: {why}")
-            if not waited_s:
+            if not logged:
                 log.info("waiting_for_vllm", url=settings.url, why=why)
+                logged = True
             notify.status(f"waiting for vLLM at {settings.url}: {why}")
             sleep(POLL_S)
-            waited_s += POLL_S
         try:
             models = _models(answered(client, "GET", "/v1/models")[1])
             _check_models(models, settings, max_model_len, adapters, model)

@@ -72,18 +72,16 @@ class Lines:
         """Do nothing, as nothing is buffered here; see io.TextIOBase."""
 
     def _turn_over(self, path: Path) -> None:
-        """Rotate the file. If that fails, on a full disk for example, the file grows by the same size before the next
-        attempt."""
+        """Rotate the file, or begin one where an operator removed it. If that fails, on a full disk for example, the file grows
+        by the same size before the next attempt."""
         self._bytes = 0
         for stream in (sys.stderr, sys.stdout):
             with suppress(OSError):
                 stream.flush()
-        try:
-            fd = open_own(next_one := path.with_name(path.name + ".0"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.replace(path, older(path))
+        next_one = path.with_name(path.name + ".0")
+        with suppress(OSError), open(open_own(next_one, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "wb") as file:
+            with suppress(FileNotFoundError):
+                os.replace(path, older(path))
             os.replace(next_one, path)
-        except OSError:
-            return
-        for standard in _STANDARD:
-            os.dup2(fd, standard)
-        os.close(fd)
+            for standard in _STANDARD:
+                os.dup2(file.fileno(), standard)

@@ -87,7 +87,7 @@ class MetricsEndpoint:
         ]
         if method not in (b"GET", b"HEAD"):
             return _response(HTTPStatus.METHOD_NOT_ALLOWED)
-        if self._is_local and not all(is_loopback(f"tcp://{host}") for host in hosts):
+        if self._is_local and not all(is_loopback(f"tcp://{_with_port(host)}") for host in hosts):
             return _response(HTTPStatus.FORBIDDEN)
         if rest.partition(b" ")[0].partition(b"?")[0] != PATH:
             return _response(HTTPStatus.NOT_FOUND)
@@ -138,6 +138,10 @@ class _Call(asyncio.Protocol):
 
 def _is_host(name: bytes) -> bool:
     return name.strip().lower() == b"host"
+
+
+def _with_port(host: str) -> str:
+    return host if ":" in host.rpartition("]")[2] else f"{host}:0"
 
 
 def _response(status: HTTPStatus, body: bytes | None = None, kind: str = "text/plain", *, with_body: bool = True) -> bytes:

@@ -79,7 +79,7 @@ class Meter:
                 self._append(day, b"".join(msgspec.json.encode(used) + b"\n" for used in lines.values()))
             except OSError:
                 self.counts[NOT_WRITTEN] += 1
-                return
+                continue  # another day's file may take its lines
             for place in lines:
                 del self._unwritten[place]
 

@@ -103,15 +103,16 @@ class Keys(Followed):
 
     @property
     def own_is_dropped(self) -> bool:
-        """Return whether the file has lacked our own key for DROPPED_S."""
+        """Return whether the file has lacked our own key for DROPPED_S; one that cannot be read or parsed does not count."""
         return self._own_gone_at is not None and self.clock() - self._own_gone_at >= DROPPED_S
 
     def _take(self, text: str) -> int:
+        gone_at, self._own_gone_at = self._own_gone_at, None
         book = keys.parse(text)
         if self.public not in book.of(self.name):  # an incomplete file, or our key was dropped
-            self._own_gone_at = self.clock() if self._own_gone_at is None else self._own_gone_at
+            self._own_gone_at = self.clock() if gone_at is None else gone_at
             raise KeysError(f"it does not have the public key of {self.name}")
-        self.book, self._own_gone_at = book, None
+        self.book = book
         return len(book.keys)
 
     def _take_away(self, text: str) -> int | None:
@@ -120,6 +121,11 @@ class Keys(Followed):
             return None
         self.book = left
         return len(left.keys)
+
+    def _refuse(self, seen: tuple[int, int, int] | None, why: str) -> None:
+        if seen is None:  # the file cannot be read
+            self._own_gone_at = None
+        Followed._refuse(self, seen, why)
 
 
 def directory_of(setting: str) -> Path | None:

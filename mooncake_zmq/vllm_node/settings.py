@@ -84,8 +84,9 @@ class VllmSettings:
 def _check_url(url: str) -> None:
     parts = urlsplit(url)
     try:
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        sound = parts.scheme in ("http", "https") and parts.port != 0 and bool((parts.hostname or "").encode("idna"))
+    except ValueError:  # UnicodeError among them: a name with an empty part, say
         sound = False
-    if not sound or parts.query or parts.fragment or parts.username is not None:
-        raise ValueError(f"url must be http://HOST:PORT or https://HOST:PORT, not {url!r}")
+    has_v1 = parts.path.rstrip("/").endswith("/v1")  # added to each path
+    if not sound or has_v1 or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"url must be http://HOST:PORT or https://HOST:PORT, without /v1, not {url!r}")

@@ -602,6 +602,24 @@ def test_a_node_whose_own_key_stays_away_is_dropped_and_one_whose_file_is_copied
         assert keys.own_is_dropped == dropped
 
 
+@pytest.mark.parametrize("content", [None, "half of a li"], ids=["no file", "a bad line"])
+def test_a_node_is_not_dropped_by_a_file_that_does_not_show_whether_its_key_is_there(
+    directory: Path, content: str | None
+) -> None:
+    keys, now = key_files.load(directory, "a"), 0.0
+    keys.clock = lambda: now
+    whole, file = (directory / "public_keys").read_text(), directory / "public_keys"
+    file.write_text(without(directory, "a"))
+    keys.refresh()
+    file.unlink() if content is None else file.write_text(whole + content)
+    for now in (1.0, 2 * key_files.DROPPED_S):  # noqa: B007 (keys.clock returns it)
+        keys.refresh()
+        assert not keys.own_is_dropped
+    file.write_text("".join(line for line in whole.splitlines(keepends=True) if not line.startswith("a ")))
+    keys.refresh()
+    assert not keys.own_is_dropped, "it is gone for 60 s from now on"
+
+
 def test_a_unit_has_its_secret_as_a_credential(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = key_files.load(directory, "a").public
     assert key_files.directory_of("") is None

@@ -235,6 +235,24 @@ def test_subscribers_past_the_limit_are_cut_and_one_that_leaves_makes_room(monke
         assert publisher.counts["subscribers_cut"] > 0
 
 
+def test_a_subscriber_of_several_pools_may_reconnect_as_often_as_it_likes(monkeypatch, tmp_path):
+    monkeypatch.setattr(kv_events, "MAX_FOREIGN", 2)
+    with publishing(endpoint=f"ipc://{tmp_path}/events") as publisher, zmq.Context() as context:
+        for _ in range(20):
+            with context.socket(zmq.SUB) as subscriber:
+                subscriber.subscribe(b"another pool")
+                subscriber.subscribe(b"")
+                subscriber.connect(publisher.endpoint)
+                while not subscriber.poll(10):
+                    publisher.publish(stored(1))
+        assert publisher.counts["subscribers_cut"] == 0
+        with context.socket(zmq.SUB) as subscriber:
+            for topic in (b"one", b"two", b"three"):
+                subscriber.subscribe(topic)
+            subscriber.connect(publisher.endpoint)
+            wait_until(lambda: publisher.counts["subscribers_cut"] > 0)
+
+
 def test_a_restart_begins_at_0_and_clears():
     with publishing() as publisher:
         endpoints = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}

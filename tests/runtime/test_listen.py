@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from mooncake_zmq.runtime.listening import PortInUse, claim, is_deserted, listen
+from mooncake_zmq.runtime.listening import PortInUse, begin, claim, is_deserted, listen
 
 
 def test_connections_send_small_writes_at_once():
@@ -43,6 +43,12 @@ def test_an_address_is_shared_only_by_those_who_all_say_so():
             listen("127.0.0.1", port)
     with listen("127.0.0.1", 0) as alone, pytest.raises(PortInUse):
         listen("127.0.0.1", alone.getsockname()[1], share=True)
+
+
+def test_a_claimed_address_that_another_took_meanwhile_is_told():
+    claimed = claim("127.0.0.1", 0, share=True)
+    with listen("127.0.0.1", claimed.getsockname()[1]), pytest.raises(PortInUse, match="cannot listen on 127.0.0.1:"):
+        begin(claimed)
 
 
 def test_without_a_descriptor_left_it_is_told_too(monkeypatch):

@@ -44,6 +44,39 @@ def test_a_data_server_that_dies_before_the_loop_exists_ends_the_process_with_it
         assert [path.name for path in Path(directory).iterdir()] == ["cache-a.lock"]
 
 
+LOSES_ITS_PORT = """
+import sys
+from mooncake_zmq.config.load import load
+from mooncake_zmq.runtime import gateway_process, process
+from mooncake_zmq.runtime.listening import claim, listen
+
+def claim_what_another_takes(host, port, share):
+    global other
+    claimed = claim(host, port, share=share)
+    other = listen(host, port)
+    return claimed
+
+gateway_process.claim = claim_what_another_takes
+gateway_process.GatewayProcess._may_open = lambda self: True
+ours = {"cluster.runtime_dir": sys.argv[2], "cluster.shm_dir": sys.argv[2]}
+loaded = load(sys.argv[1], {**ours, "gateway.reuse_port": True, "gateway.http_port": int(sys.argv[3])})
+sys.exit(process.main(loaded, "gateway-0"))
+"""
+
+
+def test_a_gateway_whose_shared_address_another_took_before_it_listened_ends_and_is_never_ready() -> None:
+    with tempfile.TemporaryDirectory(prefix="mz-") as directory:
+        ended = subprocess.run(
+            [sys.executable, "-c", LOSES_ITS_PORT, str(TOY), directory, str(free_port())],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert ended.returncode == 2, ended.stderr
+    assert "mooncake-zmq: gateway-0: cannot listen on 127.0.0.1:" in ended.stderr
+    assert '"ready"' not in ended.stderr
+
+
 WITHOUT_CUPY = """
 import sys
 sys.modules["cupy"] = None

@@ -117,6 +117,23 @@ def test_a_log_file_that_cannot_be_turned_over_goes_on_and_is_tried_again(tmp_pa
     assert before
 
 
+def test_a_log_file_that_was_removed_begins_anew_and_leaks_no_descriptor(tmp_path: Path) -> None:
+    log = tmp_path / "n.log"
+    removed = f"""
+{TURNS.partition("writers =")[0]}
+os.unlink({str(log)!r})
+before = len(os.listdir("/proc/self/fd"))
+for _ in range(3):
+    tell(0)
+assert len(os.listdir("/proc/self/fd")) == before, "descriptors leaked"
+"""
+    with log.open("ab") as output:
+        environment = {**os.environ, log_file.VARIABLE: str(log)}
+        ended = subprocess.run([sys.executable, "-c", removed], stdout=output, stderr=output, env=environment, timeout=30)
+    assert ended.returncode == 0
+    assert json.loads(log.read_text().splitlines()[-1])["number"] == 199
+
+
 FULL = """
 import os, resource, sys
 import structlog

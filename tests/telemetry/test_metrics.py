@@ -96,6 +96,10 @@ def test_a_node_whose_loop_does_not_answer_is_unavailable() -> None:
 def test_the_endpoint_answers_nothing_but_a_read_of_its_page_by_a_name_of_this_machine() -> None:
     with served() as endpoint:
         assert asked(endpoint, "/metrics?name=x", Host=f"localhost:{endpoint.port}") == (200, b"page")
+        for host in ("localhost", "127.0.0.1", "[::1]", "[::1]:9"):
+            assert asked(endpoint, Host=host) == (200, b"page")
+        for host in ("evil.example", "[2001:db8::1]", ""):
+            assert asked(endpoint, Host=host)[0] == 403
         assert asked(endpoint, method="HEAD") == (200, b"")
         assert asked(endpoint, "/")[0] == 404
         assert asked(endpoint, method="POST")[0] == 405

@@ -103,6 +103,22 @@ def test_whatever_the_disk_does_each_call_is_counted_once(tmp_path_factory: pyte
     assert meter.counts["not_written"] == sum(writes and disk != "" for _, _, writes, disk in steps)
 
 
+def test_a_day_whose_file_cannot_be_written_keeps_no_other_day_back(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = Meter(tmp_path, "gateway-a", now=clock)
+    note(meter, "alice", 10)
+    (of_first_day,) = tmp_path.iterdir()
+    of_first_day.unlink()
+    of_first_day.mkdir()
+    clock.time += DAY_S
+    note(meter, "alice", 20)
+    meter.write()
+    of_first_day.rename(tmp_path / "moved")
+    assert [each.prompt_tokens for each in used(tmp_path)] == [20]
+    meter.write()
+    assert [each.prompt_tokens for each in used(tmp_path)] == [10, 20]
+
+
 def test_a_line_that_a_crash_cut_off_is_left_out_and_any_other_is_an_error(tmp_path: Path) -> None:
     meter = Meter(tmp_path, "gateway-a", now=Clock())
     note(meter, "alice")

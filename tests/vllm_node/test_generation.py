@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -496,6 +497,21 @@ def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():
         stub.close()
 
 
+def test_a_node_waits_for_its_server_for_an_hour_however_long_each_look_lasts(monkeypatch):
+    now = 0.0
+
+    def look(client):
+        nonlocal now
+        now += 600
+        return "no answer"
+
+    monkeypatch.setattr(vllm_server, "unwell", look)
+    monkeypatch.setattr(vllm_server, "time", SimpleNamespace(monotonic=lambda: now))
+    waits = []
+    with pytest.raises(ServerError, match="does not serve after 3600 s: no answer"):
+        await_server(VllmSettings(), 4096, lambda _: waits.append(1) if len(waits) < 10 else pytest.fail("it waits on"))
+
+
 @pytest.mark.parametrize("page", [b"x" * 2000, gzip.compress(bytes(1 << 20))], ids=["long", "compressed"])
 def test_a_start_reads_little_of_a_server_and_nothing_that_is_compressed(monkeypatch, page):
     monkeypatch.setattr(vllm_server, "MAX_ANSWER_BYTES", 1500)
@@ -526,7 +542,11 @@ def test_an_adapter_that_a_server_does_not_list_is_logged_and_others_are_not():
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:8000", "ftp://a", "http://", "http://a:0", "http://u:p@a", "http://a?b", "http://a:x"]
+    "url",
+    [
+        *("", "127.0.0.1:8000", "ftp://a", "http://", "http://a:0", "http://u:p@a", "http://a?b", "http://a:x"),
+        *("http://a/v1", "http://a:8000/v1/", "http://a..b:8000", f"http://{'a' * 64}:8000"),
+    ],
 )
 def test_urls_that_are_none_are_refused(url):
     with pytest.raises(ValueError, match="url must be"):
