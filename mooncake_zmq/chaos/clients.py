@@ -224,6 +224,8 @@ class Clients:
     def _end(self, stream: _Stream, expected: list[int], how: str) -> bool:
         """Judge an answer. Only a disturbed gateway excuses a short one, which is then asked for again."""
         score, verdict = self.score, judge(stream.tokens, expected)
+        if verdict is Verdict.SHORT and stream.finished:  # whatever was done to its gateway: it said that this is all
+            verdict = Verdict.LOST
         if verdict is Verdict.RIGHT and stream.finished:
             score.answered += 1
             return True

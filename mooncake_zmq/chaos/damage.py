@@ -25,21 +25,22 @@ def flip_files(directory: Path, count: int, random: Random) -> int:
 
 
 def flip_blocks(path: Path, incarnation: int, layout: BlockLayout, count: int, random: Random) -> int:
-    """Change one byte in each of `count` committed blocks of a segment, or in as many as there are."""
+    """Change one byte in each of `count` committed blocks of a segment, or in as many as there are; return in how many."""
     try:
         segment = Segment.attach(path, layout, incarnation, writable=True)
     except SharedMemoryError:  # its owner has just ended
         return 0
     slots = [slot for slot in range(segment.slots) if segment.generation(slot) and segment.generation(slot) % 2 == 0]
-    chosen = random.sample(slots, min(count, len(slots)))
-    for slot in chosen:
+    flipped = 0
+    for slot in random.sample(slots, min(count, len(slots))):
         generation = segment.generation(slot)
         at = random.randrange(layout.block_bytes)
         if generation % 2 == 0:  # its owner may just have begun to write it anew
             view = segment.layers_view(slot, 0, layout.layers)
             view[at] ^= 1 << random.randrange(8)
+            flipped += 1
     segment.close()
-    return len(chosen)
+    return flipped
 
 
 def toy_layout(block_tokens: int) -> BlockLayout:

@@ -92,11 +92,17 @@ class Saboteur:
             case Kind.FLIP_DISK:
                 directory = cluster.ssd_dir(host) / fault.targets[0]
                 flipped = await asyncio.to_thread(flip_files, directory, int(fault.amount), self._random)
-                entry.what = f"{flipped} bytes flipped"
+                self._note(entry, flipped, "bytes flipped")
             case Kind.FLIP_MEMORY:
-                entry.what = f"{self._flip_memory(fault)} blocks damaged"
+                self._note(entry, self._flip_memory(fault), "blocks damaged")
             case Kind.FORGE:
                 entry.what = await self._forge(fault)
+
+    def _note(self, entry: Done, count: int, what: str) -> None:
+        """Note how much a fault changed; one that found nothing to change was not done."""
+        entry.what = f"{count} {what}"
+        if not count:
+            self._history.done.remove(entry)
 
     async def _kill(self, names: tuple[str, ...], away_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Kill nodes; return once their next incarnations run. `meanwhile`: what is done before they start."""

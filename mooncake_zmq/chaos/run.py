@@ -293,6 +293,8 @@ class Run:
             outcome.problems += swollen(outcome.before, outcome.peaks)
         else:  # hostile inputs come to one node after the other, and a slope over such phases means nothing
             outcome.problems += growing(outcome.growths)
+        if not (self._wanted.attacks or outcome.done):
+            outcome.problems.append("nothing was broken")
         if not outcome.score.reuses:
             outcome.problems.append("no token of any prompt came from the cache")
         outcome.problems += [*cluster.unexpected, *cluster.leftovers()]

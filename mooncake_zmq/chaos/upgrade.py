@@ -5,9 +5,11 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from mooncake_zmq.chaos.cluster import Cluster
 from mooncake_zmq.chaos.faults import Saboteur
@@ -38,18 +40,22 @@ def release(wanted: str, directory: Path) -> Iterator[Path]:
     if path.is_dir():
         if not (path / "mooncake_zmq").is_dir():
             raise Refused(f"{path} has no mooncake_zmq")
+        if path == THIS:
+            raise Refused(f"{path} is this release")
         yield path
         return
     tree = directory / "release"
-    git = ["git", "-C", str(THIS), "worktree"]
-    done = subprocess.run([*git, "add", "--detach", str(tree), wanted], capture_output=True, text=True, check=False)
+    git = ["git", "-C", str(THIS)]
+    done = subprocess.run([*git, "worktree", "add", "--detach", str(tree), wanted], capture_output=True, text=True, check=False)
     if done.returncode:
         raise Refused(f"{wanted} is neither a directory nor a commit of {THIS}: {done.stderr.strip()}")
     try:
+        if not subprocess.run([*git, "diff", "--quiet", wanted, "--", "mooncake_zmq"], check=False).returncode:
+            raise Refused(f"{wanted} is this release")
         yield tree
     finally:
         shutil.rmtree(tree, ignore_errors=True)
-        subprocess.run([*git, "prune"], capture_output=True, check=False)
+        subprocess.run([*git, "worktree", "prune"], capture_output=True, check=False)
 
 
 async def upgrade(cluster: Cluster, saboteur: Saboteur, former: Path) -> Upgraded:
@@ -60,6 +66,8 @@ async def upgrade(cluster: Cluster, saboteur: Saboteur, former: Path) -> Upgrade
         for number, name in enumerate(names, 1):
             cluster.releases[name] = to
             await saboteur.commit(Fault(Kind.DRAIN, 0.0, 0.0, (name,)))
+            if (runs := _release_of(cluster, name)) != str(to):
+                result.problems.append(f"{name} runs from {runs or 'nowhere'}, not from {to}")
             result.replaced += 1
             await asyncio.sleep(MIXED_S)
             if to == THIS and number in (len(names) // 2, len(names)):
@@ -67,6 +75,14 @@ async def upgrade(cluster: Cluster, saboteur: Saboteur, former: Path) -> Upgrade
     if set(result.spoken[-1]) != {PROTOCOL_VERSION}:
         result.problems.append(f"nodes of this release speak protocols {sorted(result.spoken[-1])} with each other")
     return result
+
+
+def _release_of(cluster: Cluster, name: str) -> str:
+    """Return the directory from which a node's process runs; empty: it has ended."""
+    process = cluster.children[name].process
+    with suppress(psutil.Error):
+        return psutil.Process(process.pid).cwd() if process else ""
+    return ""
 
 
 async def _spoken(cluster: Cluster) -> dict[int, int]:

@@ -1,9 +1,16 @@
 """Each checker of a chaos run, on what is right and on a planted fault that it must find."""
 
+import asyncio
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from mooncake_zmq.chaos import run as chaos_run
+from mooncake_zmq.chaos import upgrade as upgrades
 from mooncake_zmq.chaos.checks import (
     MAX_GROWTH_BYTES_PER_H,
     MORE_DESCRIPTORS,
@@ -21,9 +28,13 @@ from mooncake_zmq.chaos.checks import (
     swollen,
     unreached,
 )
-from mooncake_zmq.chaos.faults import unmet
+from mooncake_zmq.chaos.clients import Clients, _Stream
+from mooncake_zmq.chaos.faults import Saboteur, unmet
 from mooncake_zmq.chaos.forged import Met
-from mooncake_zmq.chaos.plan import Kind
+from mooncake_zmq.chaos.history import History
+from mooncake_zmq.chaos.plan import Fault, Kind
+from mooncake_zmq.core.messages import PROTOCOL_VERSION
+from mooncake_zmq.refused import Refused
 
 EXPECTED = [(37 * position * position + 11) % 512 for position in range(60)]
 
@@ -118,3 +129,69 @@ def test_strangers_whom_a_node_does_not_answer_are_told_of() -> None:
     assert list(unmet("cache-a", [refused, silent], 1, was_up=False)) == ["cache-a refused strangers 2 times and counted 1"]
     assert list(unmet("cache-a", [silent, silent], 0, was_up=True)) == ["cache-a neither let in nor refused 2 of 2 strangers"]
     assert list(unmet("cache-a", [silent, silent], 0, was_up=False)) == []
+
+
+def test_a_run_in_which_nothing_was_broken_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos_run.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    cluster: Any = SimpleNamespace(unexpected=[], leftovers=list, lines=list)
+    asked: Any = {"loaded": None, "seed": 1, "duration_s": 1.0}
+    history = History()
+    for count, problems in enumerate((["nothing was broken"], [])):
+        run = chaos_run.Run(chaos_run.Wanted(**asked), print)
+        run.outcome.done = history.done
+        run._look_back(cluster)
+        assert (len(history.done), run.outcome.problems) == (count, problems)
+        history.begin(Fault(Kind.DELAY, 0.0, 1.0, ("cache-a",)), (), 0.0)
+
+
+def test_bits_that_were_not_there_to_flip_are_no_fault(tmp_path: Path) -> None:
+    history = History()
+    saboteur = Saboteur(SimpleNamespace(host=str, ssd_dir=lambda host: tmp_path), history, 1)  # type: ignore[arg-type]
+    fault = Fault(Kind.FLIP_DISK, 0.0, 0.0, ("cache-a",), amount=5)
+    asyncio.run(saboteur.commit(fault))
+    assert history.done == []
+    (tmp_path / "cache-a").mkdir()
+    (tmp_path / "cache-a" / "segment-1").write_bytes(bytes(100))
+    asyncio.run(saboteur.commit(fault))
+    assert [entry.what for entry in history.done] == ["5 bytes flipped"]
+
+
+@pytest.mark.parametrize(("finished", "verdicts"), [(True, {"lost": 1}), (False, {})])
+def test_an_answer_that_ends_without_its_last_tokens_has_lost_them_whatever_was_done_to_its_gateway(
+    finished: bool, verdicts: dict[str, int]
+) -> None:
+    history = History()
+    history.begin(Fault(Kind.DRAIN, 0.0, 0.0, ("gateway-a",)), ("gateway-a",), 0.0)
+    clients = Clients(None, {"gateway-a": ""}, history, seed=1, count=1)  # type: ignore[arg-type]
+    clients._end(_Stream("gateway-a", 0.0, tokens=EXPECTED[:20], finished=finished), EXPECTED, "ended early")
+    assert (clients.score.verdicts, clients.score.cut) == (verdicts, int(not finished))
+
+
+@pytest.mark.parametrize("starts_it", [True, False])
+def test_an_upgrade_is_one_only_if_every_node_runs_the_other_release(
+    starts_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a node is started from the same directory again."""
+    monkeypatch.setattr(upgrades, "MIXED_S", 0.0)
+    monkeypatch.chdir(upgrades.THIS)
+    child = SimpleNamespace(node=SimpleNamespace(role="gateway"), process=SimpleNamespace(pid=os.getpid()))
+    spoken = {"session": {"peers": {"b": {"up": True, "protocol": PROTOCOL_VERSION}}}}
+
+    async def dumps() -> dict[str, Any]:
+        return {"a": spoken}
+
+    cluster: Any = SimpleNamespace(children={"a": child, "b": child}, releases={}, dumps=dumps)
+
+    async def commit(fault: Fault) -> None:
+        if starts_it:
+            os.chdir(cluster.releases[fault.targets[0]])
+
+    saboteur: Any = SimpleNamespace(commit=commit)
+    found = asyncio.run(upgrades.upgrade(cluster, saboteur, tmp_path))
+    wrong = [f"{name} runs from {upgrades.THIS}, not from {tmp_path}" for name in "ab"]
+    assert found.problems == ([] if starts_it else wrong)
+
+
+def test_this_release_is_not_one_to_upgrade_from(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="is this release"), upgrades.release(str(upgrades.THIS), tmp_path):
+        pass
