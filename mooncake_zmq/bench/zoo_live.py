@@ -190,9 +190,11 @@ def least_tokens(arrivals: Sequence[Arrival], seen: Sequence[Seen], form: Prompt
 
 
 def row_of(kind: str, seen: Sequence[Seen], least: int, errors: Mapping[str, float]) -> LiveRow:
-    """Return the figures of the clients' records."""
+    """Return the figures of the clients' records. Raises click.ClickException."""
     finished = [each for each in seen if each.outcome == "finished"]
-    computed = sum(each.prompt_tokens - max(0, each.cached_tokens) for each in finished)
+    if unsaid := sum(1 for each in finished if min(each.prompt_tokens, each.cached_tokens) < 0):
+        raise click.ClickException(f"{kind}: {unsaid} of {len(finished)} answers do not report their tokens, or those cached")
+    computed = sum(each.prompt_tokens - each.cached_tokens for each in finished)
     gaps = [np.diff(each.token_s) for each in finished if len(each.token_s) > 1]
     ttft = [each.ttft_s for each in finished]
     return LiveRow(

@@ -308,13 +308,6 @@ class Cluster:
                     found[name] = Footprint(process.num_fds(), process.memory_info().rss)
         return found
 
-    def release_of(self, name: str) -> str:
-        """Return the directory from which a node's process runs; empty: it has ended."""
-        process = self.children[name].process
-        with suppress(psutil.Error):
-            return psutil.Process(process.pid).cwd() if process else ""
-        return ""
-
     def cpu_s(self) -> dict[str, float]:
         """Return the CPU time that each process has used so far."""
         used = {}

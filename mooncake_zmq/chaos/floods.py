@@ -11,14 +11,17 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
 BEGUN = "begun"
-"""The first line that the process prints; the second one is the result."""
+"""The first line that the process prints, once the flood has reached its target; the second one is the result."""
+REACH_TIMEOUT_S = 30.0
+"""The time within which it must: where all CPUs are busy it comes late."""
+POLL_S = 0.02
 AT_ONCE = 96
 """The calls that most kinds have open at a time: half as many again as a quarter of a gateway's slots."""
 CONNECTIONS = 700
@@ -110,9 +113,12 @@ class Flood:
                     self.got["cut"] += 1
                 await asyncio.sleep(0)
 
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self.ends_at - time.monotonic())):
-                await asyncio.gather(*[one() for _ in range(count)])
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one()) for _ in range(count)]
+            while not self.over:
+                await asyncio.sleep(POLL_S)
+            for task in tasks:
+                task.cancel()
 
 
 def _body(**said: Any) -> bytes:
@@ -146,6 +152,7 @@ async def stalled_heads(flood: Flood) -> None:
     async def stall() -> None:
         async with flood.connection() as (reader, writer):
             writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+            flood.got["opened"] += 1
             await flood.note_status(reader)
 
     await flood.again(CONNECTIONS, stall)
@@ -314,8 +321,25 @@ KINDS: dict[str, Callable[[Flood], Awaitable[None]]] = {
 }
 
 
+REACHED = {
+    "stalled bodies": ("429", "503"),
+    "stalled heads": ("opened",),
+    "connections": ("200",),
+    "priorities": ("403",),
+    "huge prompts": ("200", "413"),
+    "store puts": ("put 0",),
+    "store leases and scans": ("listed some",),
+}
+"""Results that only a flood gets that reaches its target, by kind; one of any other kind is served or refused for its share."""
+
+
+def reached(kind: str, got: Mapping[str, int]) -> bool:
+    """Return whether a flood reached its target."""
+    return any(got.get(status) for status in REACHED.get(kind, ("200", "429")))
+
+
 async def begin(kind: str, target: Target, duration_s: float) -> asyncio.subprocess.Process:
-    """Start a process that floods for so long, and then prints the result."""
+    """Start a process that floods for so long once it has reached its target, and then prints the result."""
     said = json.dumps({"kind": kind, "duration_s": duration_s, "target": asdict(target)})
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "mooncake_zmq.chaos.floods", said, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -329,10 +353,15 @@ def main(arguments: Sequence[str]) -> None:
     target = Target(**said["target"] | {"sources": tuple(said["target"]["sources"])})
 
     async def run() -> Flood:
+        flood = Flood(target, time.monotonic() + REACH_TIMEOUT_S)
+        flooding = asyncio.ensure_future(KINDS[said["kind"]](flood))
+        while not (flooding.done() or reached(said["kind"], flood.got)):
+            await asyncio.sleep(POLL_S)
         sys.stdout.write(f"{BEGUN}\n")
         sys.stdout.flush()
-        flood = Flood(target, time.monotonic() + said["duration_s"])
-        await KINDS[said["kind"]](flood)
+        if not flood.over:
+            flood.ends_at = time.monotonic() + said["duration_s"]
+        await flooding
         return flood
 
     before_s = time.process_time()

@@ -262,6 +262,8 @@ class TenantsRun:
         row = Row(kind, alone, beside, **json.loads(said.splitlines()[-1]))
         self.outcome.rows.append(row)
         self._say(f"{kind}: {' '.join(_cells(row)[1:])}")
+        if not floods.reached(kind, row.got):
+            self.outcome.problems.append(f"{kind}: the flood reached nothing: {dict(row.got)}")
         for when, served in (("alone before", alone), ("beside", beside)):
             for what, count in served.problems.most_common(DETAILS_KEPT):
                 self.outcome.problems.append(f"bob, {when} {kind}: {what}, {count} times")

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from mooncake_zmq.chaos.cluster import Cluster
 from mooncake_zmq.chaos.faults import Saboteur
@@ -64,7 +66,7 @@ async def upgrade(cluster: Cluster, saboteur: Saboteur, former: Path) -> Upgrade
         for number, name in enumerate(names, 1):
             cluster.releases[name] = to
             await saboteur.commit(Fault(Kind.DRAIN, 0.0, 0.0, (name,)))
-            if (runs := cluster.release_of(name)) != str(to):
+            if (runs := _release_of(cluster, name)) != str(to):
                 result.problems.append(f"{name} runs from {runs or 'nowhere'}, not from {to}")
             result.replaced += 1
             await asyncio.sleep(MIXED_S)
@@ -73,6 +75,14 @@ async def upgrade(cluster: Cluster, saboteur: Saboteur, former: Path) -> Upgrade
     if set(result.spoken[-1]) != {PROTOCOL_VERSION}:
         result.problems.append(f"nodes of this release speak protocols {sorted(result.spoken[-1])} with each other")
     return result
+
+
+def _release_of(cluster: Cluster, name: str) -> str:
+    """Return the directory from which a node's process runs; empty: it has ended."""
+    process = cluster.children[name].process
+    with suppress(psutil.Error):
+        return psutil.Process(process.pid).cwd() if process else ""
+    return ""
 
 
 async def _spoken(cluster: Cluster) -> dict[int, int]:

@@ -63,8 +63,8 @@ def vllm(
 
     The server with the connector evicts and preempts all the time, is killed amid answers, left by its clients at every stage,
     given flipped bits in what it stored, and restarted with another RoPE, other weights and another type at the same path. The
-    one without has no prefix cache either. The exit code is 1 if a token is wrong, an answer failed, or nothing was loaded
-    where KV was stored. A run of 10,000 answers takes about half an hour on two cores.
+    one without has no prefix cache either. The exit code is 1 if a token is wrong, an answer failed, or nothing was loaded,
+    or no bit flipped, where KV was stored. A run of 10,000 answers takes about half an hour on two cores.
     """
     if planted and connector != OURS:
         raise click.UsageError(f"--planted goes with --connector {OURS}")
@@ -134,6 +134,7 @@ def _print_json(connector: str, outcomes: Sequence[Outcome]) -> None:
             "verdicts": dict(outcome.verdicts),
             "loaded_tokens": outcome.loaded_tokens,
             "preemptions": outcome.preemptions,
+            "flipped": outcome.flipped,
             "seconds": round(outcome.seconds, 1),
             "problems": _problems(connector, outcome),
             "details": outcome.details,

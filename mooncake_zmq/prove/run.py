@@ -73,6 +73,8 @@ class Outcome:
     verdicts: Counter[str] = field(default_factory=Counter)
     loaded_tokens: float = 0.0
     preemptions: float = 0.0
+    flipped: int = 0
+    """The number of times that bits were flipped in stored KV."""
     seconds: float = 0.0
     details: list[str] = field(default_factory=list)
 
@@ -82,6 +84,8 @@ class Outcome:
         found = [f"{self.verdicts[kind]:,} {kind}" for kind in ("wrong", "failed") if self.verdicts[kind]]
         if self.chapter.loads and not self.loaded_tokens:
             found.append("no KV was loaded, so nothing is proved")
+        if self.chapter.flips and not self.flipped:
+            found.append("no KV was stored to flip bits of, so nothing is proved")
         return found
 
 
@@ -153,7 +157,7 @@ class Proof:
         before = _counted(server)
         count = max(CLIENTS, round(self._answers * chapter.share))
         flipping = threading.Event()
-        flipper = threading.Thread(target=self._flip, args=(flipping,))
+        flipper = threading.Thread(target=self._flip, args=(flipping, outcome))
         if chapter.flips:
             flipper.start()
         try:
@@ -207,9 +211,11 @@ class Proof:
         self._say("killed; starting vLLM again")
         self._start()
 
-    def _flip(self, stop: threading.Event) -> None:
-        while not stop.wait(FLIP_S):
-            self._storage.flip(self._random)
+    def _flip(self, stop: threading.Event, outcome: Outcome) -> None:
+        while True:
+            outcome.flipped += self._storage.flip(self._random)
+            if stop.wait(FLIP_S):
+                return
 
     # --- questions
 
@@ -288,7 +294,7 @@ def _counted(server: Server) -> tuple[float, float]:
 
 def judge(tokens: Sequence[int], answer: Answer, *, whole: bool, tie: float) -> str:
     """Return "right", "tied" if the first other token was as likely within `tie`, or "wrong". `whole`: it was not cut."""
-    for mine, theirs, margin in zip(tokens, answer.tokens, answer.margins, strict=False):
+    for place, (mine, theirs) in enumerate(zip(tokens, answer.tokens, strict=False)):
         if mine != theirs:
-            return "tied" if margin < tie else "wrong"
+            return "tied" if place < len(answer.margins) and answer.margins[place] < tie else "wrong"
     return "wrong" if whole and len(tokens) != len(answer.tokens) else "right"

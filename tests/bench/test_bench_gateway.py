@@ -52,6 +52,12 @@ def test_streams_that_were_not_open_at_once_make_no_row(open_at_once: int, is_to
         _expect_open(result)
 
 
+def test_calls_that_were_refused_are_no_open_streams() -> None:
+    seen = [Seen(status=429, error="HTTP 429", ended_s=1.0) for _ in range(OPEN_STREAMS)]
+    with pytest.raises(click.ClickException, match="no more than 0"):
+        _expect_open(result_of(Replayed("toy", seen, [0.0]), "url", Bounds()))
+
+
 def test_cpu_time_counts_every_thread_that_is_there() -> None:
     done, over = threading.Event(), threading.Event()
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -148,6 +149,12 @@ def test_a_request_that_was_refused_is_on_neither_side() -> None:
     assert least_tokens(arrivals, seen, PromptForm(), 32) == 1_044
     row = row_of("bursts", seen, 1_044, {"ttft": 0.1})
     assert (row.requests, row.finished, row.regret, row.ttft_error, row.tbt_error) == (2, 1, 1.0, 0.1, -1.0)
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(1_044, -1), (-1, -1), (-1, 0)])
+def test_tokens_that_are_not_reported_are_not_taken_for_computed(tokens: int, cached: int) -> None:
+    with pytest.raises(click.ClickException, match="1 of 2 answers do not report"):
+        row_of("bursts", [answered(1_044, 0), answered(tokens, cached)], 1_184, {})
 
 
 def test_the_first_gap_stands_beside_all_gaps() -> None:

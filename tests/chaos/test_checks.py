@@ -29,7 +29,6 @@ from mooncake_zmq.chaos.checks import (
     unreached,
 )
 from mooncake_zmq.chaos.clients import Clients, _Stream
-from mooncake_zmq.chaos.cluster import Cluster
 from mooncake_zmq.chaos.faults import Saboteur, unmet
 from mooncake_zmq.chaos.forged import Met
 from mooncake_zmq.chaos.history import History
@@ -182,7 +181,6 @@ def test_an_upgrade_is_one_only_if_every_node_runs_the_other_release(
         return {"a": spoken}
 
     cluster: Any = SimpleNamespace(children={"a": child, "b": child}, releases={}, dumps=dumps)
-    cluster.release_of = lambda name: Cluster.release_of(cluster, name)
 
     async def commit(fault: Fault) -> None:
         if starts_it:

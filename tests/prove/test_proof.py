@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 
@@ -76,7 +76,7 @@ class StandIn:
 
 @contextmanager
 def no_storage(_scratch: Path, _planted: str) -> Iterator[Storage]:
-    yield Storage({"kv_connector": "stand-in"})
+    yield Storage({"kv_connector": "stand-in"}, flip=lambda _random: True)
 
 
 def proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **faults: float) -> list[Outcome]:
@@ -111,6 +111,16 @@ def test_failures_and_a_connector_that_loads_nothing_are_problems(tmp_path: Path
     assert "gone" in failed[0].details[0]
     idle = proved(tmp_path / "idle", monkeypatch, loads=0.0)
     assert {outcome.chapter.name for outcome in idle if outcome.problems} == {each.name for each in CHAPTERS if each.loads}
+
+
+def test_a_chapter_of_flipped_bits_proves_nothing_where_none_was_flipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "CHAPTERS", [each for each in CHAPTERS if each.flips])
+    assert [outcome.problems for outcome in proved(tmp_path / "some", monkeypatch)] == [[]]
+    monkeypatch.setitem(CONNECTORS, "empty", lambda _scratch, _planted: nullcontext(Storage({"kv_connector": "stand-in"})))
+    (none,) = Proof(python="python", connector="empty", answers=ANSWERS, seed=3, scratch=tmp_path).run()
+    assert none.problems == ["no KV was stored to flip bits of, so nothing is proved"]
 
 
 @pytest.mark.timeout(60)
@@ -154,6 +164,10 @@ def test_tokens_that_were_loaded_before_a_chapter_with_kills_are_not_counted_in_
 )
 def test_an_answer_is_wrong_from_the_first_token_that_was_less_likely(tokens: list[int], whole: bool, verdict: str) -> None:
     assert judge(tokens, Answer([1, 2, 3], [1e-4, 1.0, 1.0]), whole=whole, tie=1e-3) == verdict
+
+
+def test_other_tokens_are_wrong_where_nothing_is_known_of_their_margin() -> None:
+    assert judge([1, 9], Answer([1, 2], []), whole=True, tie=1e-3) == "wrong"
 
 
 def test_questions_are_the_same_for_a_seed_and_share_beginnings() -> None:
