@@ -77,7 +77,6 @@ from mooncake_zmq.core.messages.lending import (
     LendBlocks,
     LoanEnded,
     LoanFilled,
-    LoanLoad,
     LoanPlace,
     ReturnBlocks,
 )
@@ -250,7 +249,6 @@ __all__ = [
     "LendBlocks",
     "LoanEnded",
     "LoanFilled",
-    "LoanLoad",
     "LoanPlace",
     "Measured",
     "Message",
