@@ -70,7 +70,7 @@ class Borrowing:
 
     def begin(self, now: float, request: Request) -> list[Effect]:
         """Ask lenders for what a new request lacks."""
-        request.lenders = list(request.request.lenders)
+        request.lenders, request.pulling = list(request.request.lenders), True
         return self._ask(now, request)
 
     def _ask(self, now: float, request: Request) -> list[Effect]:
@@ -116,7 +116,7 @@ class Borrowing:
         if isinstance(result, WorkFailed):
             return self._ends.fail(now, request, result.reason, avoid=result.avoid)
         self._counts.add("requests_borrowing")
-        request.is_lent = True
+        request.pulling = False
         return self._handoff.begin(now, request)
 
     # --- from lenders

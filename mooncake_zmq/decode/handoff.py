@@ -16,7 +16,6 @@ from mooncake_zmq.core.messages import (
     HandoffFailed,
     HandoffReceived,
     LayersReady,
-    LoanLoad,
     ReportCorrupt,
     SlotRef,
 )
@@ -252,7 +251,7 @@ class Handoff:
     def _pull(self, now: float, request: Request) -> list[Effect]:
         """Copy what is ready, one piece at a time, so that no last layers wait for the whole prompt of another request. Each
         request has one copy at a time: what becomes ready meanwhile goes into the next one."""
-        if request.pulling or not request.wanted or request.lent_tokens and not request.is_lent:
+        if request.pulling or not request.wanted:
             return []
         reading_s = [self._pool.reading_time_s(now, lease_id) for lease_id in request.reading]
         deadline_s = min([self._settings.pull_deadline_s, *reading_s])
@@ -393,9 +392,6 @@ class Handoff:
 def _fill(loan: Loan, loads: Sequence[BlockLoad]) -> Effect:
     """Let a lender copy a piece."""
     first = loan.blocks.start
-    named = [
-        LoanLoad(block=load.block - first, source=load.source, first_layer=load.first_layer, stop_layer=load.stop_layer)
-        for load in loads
-    ]
-    loan.asked = frozenset([load.block for load in named])
-    return Send(loan.lender, FillLoan(loan=loan.number, loads=tuple(named)))
+    loan.asked = frozenset([load.block - first for load in loads])
+    named = tuple([(load.block - first, load.source, load.first_layer, load.stop_layer) for load in loads])
+    return Send(loan.lender, FillLoan(loan=loan.number, loads=named))

@@ -11,12 +11,13 @@ from mooncake_zmq.core.messages import BlocksLent, FillLoan, LendBlocks, LoanEnd
 from mooncake_zmq.core.work import BlockLoad, BlocksPulled, Done, LendSequence, PullBlocks, SequenceLent, TakeBack, WorkFailed
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.kept import Kept
-from mooncake_zmq.decode.request import Lent
+from mooncake_zmq.decode.request import Lent, LentState
 from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.layout import BlockLayout
 
 LENT = "lent"
 """Kind of the timers that end loans; they carry the borrower and its number of the loan."""
+USED, OVER, TAKEN_BACK = LentState.USED, LentState.OVER, LentState.TAKEN_BACK
 LentResult = SequenceLent | BlocksPulled | Done | WorkFailed
 
 
@@ -94,16 +95,15 @@ class Lending:
         if lent is None:
             return []  # it has ended, as its borrower will learn
         size, layers = self._layout.block_tokens, self._layout.layers
-        loads = tuple([BlockLoad(each.block, each.source, each.first_layer, each.stop_layer, size) for each in message.loads])
+        loads = tuple([BlockLoad(*each, size) for each in message.loads])
         is_lent = all([each.block * size < lent.capacity_tokens for each in loads])
-        if lent.in_flight or not is_lent or not all([each.first_layer < each.stop_layer <= layers for each in loads]):
+        if lent.state is USED or not is_lent or not all([each.first_layer < each.stop_layer <= layers for each in loads]):
             return self.end(lent, "more blocks than may be read")
         return [self._start(lent, PullBlocks(lent.sequence, loads))]
 
     def _start(self, lent: Lent, work: LendSequence | PullBlocks) -> Effect:
         work_id = self._ids.new()
-        self._works[work_id] = lent
-        lent.in_flight += 1
+        self._works[work_id], lent.state = lent, USED
         return Start(work_id, work, self._settings.pull_deadline_s)
 
     def is_at_work(self, work_id: int) -> bool:
@@ -113,11 +113,11 @@ class Lending:
     def on_done(self, work_id: int, result: LentResult) -> list[Effect]:
         """Answer the borrower when a work has ended."""
         lent = self._works.pop(work_id)
-        lent.in_flight -= 1
-        if lent.is_taken_back:
+        if lent.state is TAKEN_BACK:
             return self._free(lent)
-        if lent.over:
+        if lent.state is OVER:
             return self._take_back(lent)
+        lent.state = LentState.HELD
         match result:
             case SequenceLent(place):
                 blocks = lent.capacity_tokens // self._layout.block_tokens
@@ -157,16 +157,16 @@ class Lending:
     def _over(self, lent: Lent) -> list[Effect]:
         del self._loans[lent.borrower, lent.number]
         self.ending.append(lent)
-        lent.over = True
-        return [CancelTimer((LENT, lent.borrower, lent.number)), *self._take_back(lent)]
+        ended = CancelTimer((LENT, lent.borrower, lent.number))
+        if lent.state is USED:
+            lent.state = OVER
+            return [ended]
+        return [ended, *self._take_back(lent)]
 
     def _take_back(self, lent: Lent) -> list[Effect]:
-        """Stop answering queries to a loan that is over, once nothing is copied into it."""
-        if lent.in_flight:
-            return []
+        """Stop answering queries to a loan that is over, and that no other work uses."""
         work_id = self._ids.new()
-        self._works[work_id] = lent
-        lent.in_flight, lent.is_taken_back = 1, True
+        self._works[work_id], lent.state = lent, TAKEN_BACK
         return [Start(work_id, TakeBack(lent.sequence))]
 
     def _free(self, lent: Lent) -> list[Effect]:
@@ -178,5 +178,8 @@ class Lending:
     def check(self) -> None:
         """See `core.actor`."""
         assert self.lent_tokens <= self._settings.lend_tokens
-        assert sum(each.in_flight for each in self.held) == len(self._works)
-        assert all(each.over and each.in_flight for each in self.ending)
+        used = {id(each) for each in self._works.values()}
+        assert len(used) == len(self._works)
+        assert used == {id(each) for each in self.held if each.state is not LentState.HELD}
+        assert {each.state for each in self.ending} <= {OVER, TAKEN_BACK}
+        assert {each.state for each in self.loans} <= {LentState.HELD, USED}

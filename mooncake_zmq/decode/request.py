@@ -127,6 +127,7 @@ class Request:
     wanted_parts: int = 0
     """Layers of blocks that were ever queued for copying."""
     pulling: bool = False
+    """Whether blocks are being copied, or the lenders that are to hold some have yet to be connected."""
     parts: list[int] = field(default_factory=list)
     """Checksums of all layers of blocks that arrived and verified, block by block; `MISSING` where one has not arrived."""
     done: HandoffDone | None = None
@@ -166,8 +167,6 @@ class Request:
     lenders: list[str] = field(default_factory=list)
     """Decodes that it has still to ask."""
     loans: list[Loan] = field(default_factory=list)
-    is_lent: bool = False
-    """Whether lenders hold all of these tokens, and are connected."""
     unwanted: bool = False
     """Its gateway has cancelled it: the handoff goes on only for its siblings."""
 
@@ -304,6 +303,18 @@ class Request:
         return extend_keys(self.parent, self.tail, block_tokens) if len(self.tail) >= 4 * block_tokens else []
 
 
+class LentState(Named):
+    """States of KV that is lent."""
+
+    HELD = "held"
+    USED = "used"
+    """A work uses it, whose result the borrower waits for."""
+    OVER = "over"
+    """The borrower waits no more for the result of that work."""
+    TAKEN_BACK = "taken back"
+    """Nothing uses it once the last query is answered."""
+
+
 @dataclass(slots=True, eq=False)
 class Lent:
     """KV that this decode holds for a request of another one."""
@@ -313,12 +324,7 @@ class Lent:
     sequence: int
     tenant: str
     capacity_tokens: int
-    in_flight: int = 0
-    """Works that use its sequence."""
-    over: bool = False
-    """The borrower gets no answer to what is in flight."""
-    is_taken_back: bool = False
-    """No more queries are answered once what is in flight has ended."""
+    state: LentState = LentState.HELD
 
     @property
     def order(self) -> int:

@@ -183,9 +183,9 @@ class Steps:
             may_end = [r for r in may_end if r.tenant == largest] or may_end
         youngest = victim(may_end)
         assert youngest is not None
-        self._counts.add("preemptions")
         if isinstance(youngest, Lent):
             return self._lending.end(youngest, "preempted")
+        self._counts.add("preemptions")
         return self._ends.fail(now, youngest, "preempted", full=True)
 
     def on_stepped(self, now: float, result: StepDecoded | WorkFailed) -> list[Effect]:

@@ -191,11 +191,7 @@ def loan_twice() -> Replacements:
 
 def lent_freed() -> Replacements:
     """A decode frees what it lent while it is asked for it."""
-
-    def free(self: Lending, lent: Any) -> list[Effect]:
-        return [] if lent.in_flight else self._free(lent)
-
-    return [(Lending, "_take_back", free), (Lending, "check", silent)]
+    return [(Lending, "_take_back", Lending._free), (Lending, "check", silent)]
 
 
 def held_unread() -> Replacements:

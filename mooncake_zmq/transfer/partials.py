@@ -137,11 +137,9 @@ class PartialHost:
             self._loans[number] = Loan(token, sequence, grows)
             return number
 
-    def take_back(self, loan: int) -> SequenceKV | None:
-        """End a loan, once it is not being attended to, and return its sequence; None if it has ended."""
-        with self._lock:
-            ended = self._loans.pop(loan, None)
-        return ended.sequence if ended else None
+    def take_back(self, sequence: SequenceKV) -> None:
+        """End the loan of a sequence, if it has not ended, once it is not being attended to."""
+        self._end(lambda loan: loan.sequence is sequence)
 
     def close(self) -> None:
         """End all streams, and their loans. May be called twice."""
@@ -156,10 +154,12 @@ class PartialHost:
 
     def end(self, token: bytes) -> None:
         """End the loans to the holder of a ticket, whose stream is over."""
-        with self._lock:
-            for number in [number for number, loan in self._loans.items() if loan.token == token]:
-                del self._loans[number]
+        self._end(lambda loan: loan.token == token)
         self._attached.discard(token)
+
+    def _end(self, is_over: Callable[[Loan], bool]) -> None:
+        with self._lock:
+            self._loans = {number: loan for number, loan in self._loans.items() if not is_over(loan)}
 
     def growing(self, asked: AskPart, token: bytes) -> int:
         """Return how many of these loans grow. Raises StreamError unless all are the ticket's, and none comes twice."""

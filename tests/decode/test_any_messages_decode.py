@@ -199,7 +199,7 @@ def take_step(node, what, which, message):
         case "lend":
             lend(node)
             for ask in node.take(FillLoan, "d1"):
-                parts = [(each.block, layer, layer) for each in ask.loads for layer in range(each.first_layer, each.stop_layer)]
+                parts = [(block, layer, layer) for block, _, first, stop in ask.loads for layer in range(first, stop)]
                 node.handle(Received("d1", LoanFilled(loan=ask.loan, parts=tuple(parts))))
         case "borrow":
             borrower = structs.replace(RESERVE, attempt=message, tokens=20 * B, lenders=("d1",))

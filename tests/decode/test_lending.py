@@ -21,7 +21,6 @@ from mooncake_zmq.core.messages import (
     LendBlocks,
     LoanEnded,
     LoanFilled,
-    LoanLoad,
     LoanPlace,
     ReserveDecode,
     ReserveSlots,
@@ -117,7 +116,7 @@ class Node(Harness):
     def filled(self, lender="d1", *, wrong=0, **changes):
         ask = self.one(FillLoan, lender)
         parts = tuple(
-            (load.block, layer, part(load.source.slot, layer) + wrong) for load in ask.loads for layer in range(LAYERS)
+            (block, layer, part(source.slot, layer) + wrong) for block, source, *_ in ask.loads for layer in range(LAYERS)
         )
         self.say(lender, LoanFilled(**({"loan": ask.loan, "parts": parts} | changes)))
         return ask
@@ -186,8 +185,8 @@ def test_blocks_are_numbered_from_the_first_of_each_place(node):
     node.lend("d2")
     node.connect()
     node.announce()
-    assert [load.block for load in node.filled("d1").loads] == [0, 1]
-    assert [(load.block, load.source.slot) for load in node.filled("d2").loads] == [(0, 2), (1, 3), (2, 4)]
+    assert [load[0] for load in node.filled("d1").loads] == [0, 1]
+    assert [(block, source.slot) for block, source, *_ in node.filled("d2").loads] == [(0, 2), (1, 3), (2, 4)]
     assert [(load.block, load.source.slot) for load in node.pulled(5).loads] == [(0, 5), (1, 6), (2, 7), (3, 8)]
 
 
@@ -197,8 +196,7 @@ def test_no_more_is_read_at_a_time_than_one_answer_names():
     node.lend()
     node.connect()
     node.announce(0, 700)
-    loads = node.one(FillLoan).loads
-    assert sum(load.stop_layer - load.first_layer for load in loads) == MAX_BLOCKS
+    assert sum(stop - first for *_, first, stop in node.one(FillLoan).loads) == MAX_BLOCKS
 
 
 def test_the_next_lender_is_asked_for_the_rest_and_for_what_one_refused(node):
@@ -409,8 +407,8 @@ def lent_out(node, **fields):
     return node.one(BlocksLent, fields.get("borrower", "d1"))
 
 
-def load(block, **changes):
-    return LoanLoad(**({"block": block, "source": source(block), "first_layer": 0, "stop_layer": LAYERS} | changes))
+def load(block, first_layer=0, stop_layer=LAYERS):
+    return block, source(block), first_layer, stop_layer
 
 
 def test_a_loan_holds_kv_until_it_is_returned_and_nothing_reads_it(node):

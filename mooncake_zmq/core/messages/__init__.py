@@ -78,7 +78,6 @@ from mooncake_zmq.core.messages.lending import (
     LendBlocks,
     LoanEnded,
     LoanFilled,
-    LoanLoad,
     LoanPlace,
     ReturnBlocks,
 )
@@ -256,7 +255,6 @@ __all__ = [
     "LendBlocks",
     "LoanEnded",
     "LoanFilled",
-    "LoanLoad",
     "LoanPlace",
     "Measured",
     "Message",

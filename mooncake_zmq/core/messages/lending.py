@@ -53,20 +53,11 @@ class BlocksLent(TaggedRecord, frozen=True):
     place: LoanPlace
 
 
-class LoanLoad(Record, frozen=True):
-    """Layers of a complete block that a lender is to read, at `block` of the loan."""
-
-    block: Count
-    source: SlotRef
-    first_layer: Count
-    stop_layer: Count
-
-
 class FillLoan(TaggedRecord, frozen=True):
-    """Request of the borrower to read blocks into a loan; one at a time."""
+    """Request to read (block of the loan, source, first layer, stop layer) of complete blocks, one at a time."""
 
     loan: Count
-    loads: Annotated[tuple[LoanLoad, ...], Meta(max_length=MAX_BLOCKS)]
+    loads: Annotated[tuple[tuple[Count, SlotRef, Count, Count], ...], Meta(max_length=MAX_BLOCKS)]
 
 
 class LoanFilled(TaggedRecord, frozen=True):

@@ -77,8 +77,6 @@ class OpenSequence:
     samples: int = 0
     """Number of works that use only its past."""
     closing: bool = False
-    lent_as: int | None = None
-    """The number of the loan that it is."""
     borrowed: list[Borrowed] = field(default_factory=list)
     """Its parts that lenders hold, to whom it is connected."""
 

@@ -66,16 +66,15 @@ class Lending:
     def _lend(self, opened: OpenSequence) -> Result:
         ticket = self._host.ticket()
         opened.kv.set_length(opened.kv.capacity)
-        opened.lent_as = self._host.lend(ticket.token, opened.kv)
-        if opened.lent_as is None:
+        number = self._host.lend(ticket.token, opened.kv)
+        if number is None:
             return WorkFailed("too many loans")
         where = self._host.where
-        place = LoanPlace(where=where, number=opened.lent_as, token=ticket.token, secret=ticket.secret, sealed=ticket.sealed)
+        place = LoanPlace(where=where, number=number, token=ticket.token, secret=ticket.secret, sealed=ticket.sealed)
         return SequenceLent(place)
 
     def _take_back(self, opened: OpenSequence) -> Result:
-        if opened.lent_as is not None:
-            self._host.take_back(opened.lent_as)
+        self._host.take_back(opened.kv)
         return Done()
 
     def _borrow(self, job: Job, work: BorrowParts, opened: OpenSequence) -> Result:
