@@ -16,7 +16,7 @@ STOPS_AT = {FaultKind.STOP_ASKER: Moment.ASKING, FaultKind.STOP_WRITER: Moment.W
 
 
 class Injection:
-    """Carries out faults at their times. `begun`: the number of each kind."""
+    """Carries out faults at their times. `begun`: the number of each kind; one that waits for a moment begins with it."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.begun: Counter[str] = Counter()
@@ -50,7 +50,6 @@ class Injection:
 
     def _strike(self, fault: Fault) -> None:
         simulator = self._simulator
-        self.begun[fault.kind.value] += 1
         if simulator.log is not None:
             simulator.log.append(f"{simulator.now:9.4f} fault {fault}")
         self._active.append(fault)
@@ -99,16 +98,20 @@ class Injection:
             case FaultKind.GARBAGE, (name,):
                 for _ in range(int(fault.amount)):
                     self.garbage.send(simulator.processes[name])
-        simulator.at(simulator.now + fault.duration_s, self._end, fault)
+        self._begun(fault)
 
     def _set_trap(self, fault: Fault, moment: Moment, target: str, stop: Callable[[], None]) -> None:
         """Begin the fault at the next such moment, not before."""
 
         def strike() -> None:
             self._simulator.at(self._simulator.now, stop)
-            self._simulator.at(self._simulator.now + fault.duration_s, self._end, fault)
+            self._begun(fault)
 
         self._simulator.traps[moment, target] = strike
+
+    def _begun(self, fault: Fault) -> None:
+        self.begun[fault.kind.value] += 1
+        self._simulator.at(self._simulator.now + fault.duration_s, self._end, fault)
 
     def _end(self, fault: Fault) -> None:
         simulator = self._simulator

@@ -45,7 +45,7 @@ from mooncake_zmq.simulation.violation import Violation
 from mooncake_zmq.simulation.world import Process
 from mooncake_zmq.store import protocol
 from mooncake_zmq.store.memory import checksum_of
-from mooncake_zmq.store.protocol import Hello, Request, Stranger
+from mooncake_zmq.store.protocol import Hello, Request, Stranger, encode
 from mooncake_zmq.store.stream_messages import Attach, Ended, Put, Values
 from mooncake_zmq.store.stream_messages import Request as StreamRequest
 
@@ -420,6 +420,7 @@ class Stores:
             self.simulator.at(self.simulator.now + delay_s, self._arrive, client, client.connection, store, request, times)
 
     def _arrive(self, client: StoreCaller, connection: bytes, name: str, request: Request, times: int) -> None:
+        self.simulator.note(encode(request), name)
         store = self.living.get(name)
         if store is None:
             return
@@ -434,6 +435,7 @@ class Stores:
 
     def reply(self, store: StoreIncarnation, reply: Reply) -> None:
         """Send an answer to its client."""
+        self.simulator.note(encode(reply.reply), store.name)
         client = next((each for each in self.clients if each.connection == reply.connection), None)
         wires = self.simulator.wires
         if client is not None and not self._is_cut(client, store.name) and self.random.random() >= wires.drop:
@@ -459,6 +461,7 @@ class Stores:
         return None
 
     def _streamed(self, pipe: Pipe, request: StreamRequest, payload: list[bytes]) -> None:
+        self.simulator.note(encode(request), pipe.store.name)
         pipe.sent.append((request, payload))
         if pipe.store.is_running:
             pipe.store.later(0.0, pipe.store.look, pipe)

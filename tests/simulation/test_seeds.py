@@ -8,10 +8,13 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.pool.node.store_events import Reply
 from mooncake_zmq.simulation.faults import MIN_FAULTS, MIN_KINDS, FaultKind
 from mooncake_zmq.simulation.planted import PLANTED
 from mooncake_zmq.simulation.report import LENDING, possible, simtest, totals
 from mooncake_zmq.simulation.run import SeedResult, as_line, run_seed, run_seeds
+from mooncake_zmq.simulation.stores import StoreIncarnation, Stores
+from mooncake_zmq.store.protocol import KeysListed
 from mooncake_zmq.telemetry import progress
 
 SEEDS = 24
@@ -134,6 +137,22 @@ def test_a_seed_repeats_itself_whatever_the_hash_seed() -> None:
         del line["cpu_s"]
     assert lines[0] == lines[1]
     assert lines[0]["digest"] != json.loads(worker_line(8, "1"))["digest"]
+
+
+def test_the_digest_of_stores_is_of_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: keys are listed the other way round, which no client minds."""
+    said, listed = run_seed(4, only="stores").digest, []
+
+    def reply(self: Stores, store: StoreIncarnation, effect: Reply) -> None:
+        if isinstance(effect.reply, KeysListed) and len(effect.reply.keys) > 1:
+            listed.append(effect)
+            effect.reply.keys.reverse()
+        true_reply(self, store, effect)
+
+    true_reply = Stores.reply
+    monkeypatch.setattr(Stores, "reply", reply)
+    assert run_seed(4, only="stores").digest != said
+    assert listed
 
 
 def test_watching_changes_nothing() -> None:

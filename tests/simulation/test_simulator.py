@@ -165,6 +165,16 @@ def test_garbage_is_dropped_and_counted() -> None:
     assert len(world.puppet("one").heard) == heard
 
 
+def test_a_fault_that_waits_for_a_moment_is_counted_once_it_strikes() -> None:
+    world = World(PLACES)
+    world.injection.schedule(Fault(FaultKind.CRASH_SENDER, world.simulator.now, 1.0, ("one",)))
+    world.pass_time(0.1)
+    assert not world.injection.begun
+    world.simulator.half_sent("one")
+    world.pass_time(0.1)
+    assert world.injection.begun == {"crash_sender": 1}
+
+
 def test_the_same_seed_gives_the_same_digest() -> None:
     digests = []
     for seed in (1, 1, 2):
