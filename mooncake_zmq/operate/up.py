@@ -36,6 +36,7 @@ from mooncake_zmq.telemetry import log_file
 from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files
 from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
 from mooncake_zmq.transfer.segment_file import FILE_PREFIX, sweep
+from mooncake_zmq.transfer.sockets import IPC_SUFFIX
 
 LOCK_NAME = "up"
 COMPILE_LOG = "compile.log"
@@ -457,7 +458,8 @@ class Up:
         for node in self.config.nodes:
             if holder(self.runtime_dir, node.name) is not None:
                 continue  # somebody started it by hand
-            for suffix in (".ipc", ".data.ipc", ".dump.json", ".dump.tmp"):
+            sockets = [f"{kind}{beside}" for kind in (".ipc", ".data.ipc") for beside in ("", IPC_SUFFIX)]
+            for suffix in (*sockets, ".dump.json", ".dump.tmp"):
                 (self.runtime_dir / f"{node.name}{suffix}").unlink(missing_ok=True)
             for what in ("ask", "answer"):
                 for path in self.runtime_dir.glob(f"{node.name}.{what}.*"):

@@ -117,8 +117,8 @@ class ToyCluster:
             self.start()
             yield
             self.stop()
-            assert self.leftovers() == []
-            assert self.errors() == []  # all that died was killed
+            assert not (left := self.leftovers()), left
+            assert not (errors := self.errors()), errors  # all that died was killed
         finally:
             self.kill()
 

@@ -132,7 +132,8 @@ def test_models_of_earlier_versions_are_removed_and_that_is_said(tmp_path: Path,
 
 def test_what_tells_of_former_lives_outlasts_the_cluster(up: Up) -> None:
     first = ProcessLock.acquire(up.runtime_dir, "decode-a")
-    (up.runtime_dir / "decode-a.ipc").touch()
+    for socket in ("ipc", "ipc-stream", "data.ipc", "data.ipc-stream"):
+        (up.runtime_dir / f"decode-a.{socket}").touch()
     first.release()
     up._sweep()
     assert sorted(path.name for path in up.runtime_dir.iterdir()) == ["decode-a.lock"]
