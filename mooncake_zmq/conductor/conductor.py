@@ -5,6 +5,7 @@ placements until reports include them, so that many requests between two reports
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -305,9 +306,7 @@ class Conductor:
         node = self._prefills.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        if self._balance.leaves(now, sender, drains=load.draining) and not load.draining:
-            load = replace(load, draining=True)
-        if self._is_silent(now, sender) and self._prefills.has_other(node, self._adapters.with_less(sender)):
+        if self._is_closed(now, sender, drains=load.draining, has_other=partial(self._prefills.has_other, node)):
             load = replace(load, draining=True)
         for number, due in self._prefills.report(now, node, load):
             booking = self._bookings.numbered(number)
@@ -320,19 +319,20 @@ class Conductor:
         node = self._decodes.by_name.get(sender)
         if node is None:
             return self._unexpected(load)
-        if self._balance.leaves(now, sender, drains=load.draining) and not load.draining:
-            load = replace(load, draining=True)
-        if self._is_silent(now, sender) and self._decodes.has_other(node, self._adapters.with_less(sender)):
+        if self._is_closed(now, sender, drains=load.draining, has_other=partial(self._decodes.has_other, node)):
             load = replace(load, draining=True)
         if load.borrows and not self._members.know("ReserveDecode.lenders"):
             load = replace(load, borrows=False)
         self._decodes.report(now, node, load)
         return self._roll_call.takes(sender, closed=load.draining)
 
-    def _is_silent(self, now: float, node: str) -> bool:
-        """Return whether requests on this node end without an answer. It is then closed as if it drained, unless it is the last
-        one of its kind: closing that would refuse all requests."""
-        return bool(self._suspects) and self._suspects.shuts(now, node)
+    def _is_closed(self, now: float, node: str, *, drains: bool, has_other: Callable[[tuple[str, ...]], bool]) -> bool:
+        """Return whether a node that reported whether it `drains` takes no requests: it leaves, or requests on it end without
+        an answer. Then it is closed as if it drained, unless it is the last one of its kind: closing that would refuse all
+        requests. `has_other`: whether there is another of its kind, those of the given names apart."""
+        if self._balance.leaves(now, node, drains=drains):
+            return True
+        return bool(self._suspects) and self._suspects.shuts(now, node) and has_other(self._adapters.with_less(node))
 
     def _on_cache_load(self, now: float, sender: str, load: CacheLoad) -> list[Effect]:
         index = self._inventory.index

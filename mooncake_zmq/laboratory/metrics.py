@@ -110,7 +110,7 @@ def summarize(result: RunResult) -> Summary:
         requests=len(requests),
         finished=len(finished),
         rejected=rejected,
-        failed=sum(1 for each in requests if each.outcome == "failed"),
+        failed=len(failures(result)),
         within_slo=_ratio(good, len(requests)),
         within_ttft=_ratio(len(ttft), len(requests)),
         within_tbt=_ratio(len(tbt), len(requests)),
@@ -143,11 +143,15 @@ def summarize(result: RunResult) -> Summary:
     )
 
 
+def failures(result: RunResult) -> list[RequestRecord]:
+    """Return the requests that failed."""
+    return [each for each in result.requests if each.outcome == "failed"]
+
+
 def served(result: RunResult) -> RunResult:
     """Return the run. Raises StudyError where a request failed, as the others' times say nothing then."""
-    reasons = [each.reason for each in result.requests if each.outcome == "failed"]
-    if reasons:
-        raise StudyError(f"{len(reasons)} of {len(result.requests)} requests failed, the first: {reasons[0]}")
+    if failed := failures(result):
+        raise StudyError(f"{len(failed)} of {len(result.requests)} requests failed, the first: {failed[0].reason}")
     return result
 
 

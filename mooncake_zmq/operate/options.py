@@ -60,6 +60,14 @@ def load_config(path: str, model: str | None, assignments: tuple[str, ...]) -> "
     return loaded
 
 
+def refuse_aside(assignments: tuple[str, ...]) -> None:
+    """Refuse --set beside --dry-run, whose output would lack it. Raises UsageError."""
+    if assignments:
+        raise click.UsageError(
+            "--set is not part of the file: leave it out with --dry-run, and give it to the commands that read the file"
+        )
+
+
 def overrides_of(assignments: tuple[str, ...]) -> dict[str, str]:
     """Return the values of --set by dotted path. Raises ConfigError."""
     overrides: dict[str, str] = {}

@@ -7,7 +7,7 @@ import click
 
 from mooncake_zmq.engine.cpu import limit_blas
 from mooncake_zmq.native import mypyc_code
-from mooncake_zmq.operate.options import STORE_PORT, overrides_of, set_option
+from mooncake_zmq.operate.options import STORE_PORT, overrides_of, refuse_aside, set_option
 
 SHOWN = "store"
 """The name in messages, where other commands have that of a file."""
@@ -46,9 +46,8 @@ def store(assignments: tuple[str, ...], *, name: str, dry_run: bool, **options: 
 
     text = toml(name, **options)
     loaded = load_text(text, SHOWN, overrides_of(assignments))
-    if dry_run and assignments:
-        raise click.UsageError("--set is not part of the file: leave it out with --dry-run, and give it to what reads the file")
     if dry_run:
+        refuse_aside(assignments)
         click.echo(text, nl=False)
         return
     node = loaded.config.nodes[0]

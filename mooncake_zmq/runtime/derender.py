@@ -15,7 +15,7 @@ from msgspec import Struct
 from mooncake_zmq.core.messages import MAX_READ_BYTES, CallRead, Parsers
 from mooncake_zmq.core.work import ReadTokens, TokensRead
 from mooncake_zmq.kv.block_hash import unpack_tokens
-from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, asked, shown, whole
+from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, asked, for_model, shown, whole
 
 CHAT = "/v1/chat/completions"
 DERENDER = f"{CHAT}/derender"
@@ -69,9 +69,7 @@ def reading_body(work: ReadTokens, model: str = "") -> bytes:
     """Return the body that asks vLLM to read tokens."""
     choice: dict[str, Any] = {"index": 0, "token_ids": unpack_tokens(work.tokens), "finish_reason": work.end or None}
     answer = {"request_id": "r", "choices": [choice]}
-    body: dict[str, Any] = {"chat_request": msgspec.Raw(work.chat), "prompt_token_ids": unpack_tokens(work.prompt)}
-    if model:
-        body["model"] = model
+    body = for_model({"chat_request": msgspec.Raw(work.chat), "prompt_token_ids": unpack_tokens(work.prompt)}, model)
     if work.whole:
         return msgspec.json.encode(body | {"generate_response": answer})
     state = msgspec.Raw(work.state or b"null")

@@ -12,7 +12,7 @@ from msgspec import Struct
 from mooncake_zmq.core.messages import MAX_VECTORS_BYTES
 from mooncake_zmq.core.work import Embed, Embedded, WorkFailed
 from mooncake_zmq.kv.block_hash import salt_of, unpack_tokens
-from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, reason_of, shown, whole
+from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, for_model, reason_of, shown, whole
 
 EMBEDDINGS: Final = "/v1/embeddings"
 ONE_TEXT: Final = {"input": [[0]], "encoding_format": "base64"}
@@ -38,9 +38,7 @@ def embedding_body(work: Embed, model: str = "") -> bytes:
     body: dict[str, Any] = {"input": texts, "encoding_format": "base64", "cache_salt": salt_of(work.root)}
     if work.embedding.dimensions:
         body["dimensions"] = work.embedding.dimensions
-    if work.adapter or model:
-        body["model"] = work.adapter or model
-    return msgspec.json.encode(body)
+    return msgspec.json.encode(for_model(body, work.adapter or model))
 
 
 def vectors_in(raw: bytes | bytearray, work: Embed) -> bytes:

@@ -53,7 +53,7 @@ from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, embed
 from mooncake_zmq.runtime.http_connections import Broken, Connections, Target
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.runtime.rendering import REFUSED, parts_of, without_repeats, write_chat
-from mooncake_zmq.runtime.vllm_answers import Nonsense, asked, shown
+from mooncake_zmq.runtime.vllm_answers import Nonsense, asked, for_model, shown
 from mooncake_zmq.runtime.vllm_stream import Refusal, Stream
 from mooncake_zmq.vllm.hints import as_parameters
 
@@ -354,11 +354,9 @@ def _asked(work: Generate, model: str) -> dict[str, Any]:
     if work.images:
         body["content_parts"] = parts_of(work.images)
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    if work.adapter or model:
-        body["model"] = work.adapter or model
     if hints := as_parameters(work.sources, work.coming_tokens):
         body["kv_transfer_params"] = hints
-    return body
+    return for_model(body, work.adapter or model)
 
 
 class Generation:
@@ -603,7 +601,7 @@ class Generation:
 def trial(model: str, *, embeds: bool) -> tuple[str, dict[str, Any]]:
     """Return the shortest request of a server, as its path and body."""
     path, body = (EMBEDDINGS, ONE_TEXT) if embeds else (GENERATE, ONE_TOKEN)
-    return path, body | ({"model": model} if model else {})
+    return path, for_model(body, model)
 
 
 def _client(url: str, connect_s: float) -> httpx.AsyncClient:

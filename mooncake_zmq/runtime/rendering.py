@@ -9,7 +9,7 @@ the images beside them.
 """
 
 import asyncio
-from typing import Any, Final
+from typing import Final
 
 import httpx
 import msgspec
@@ -20,7 +20,7 @@ from mooncake_zmq.core.work import ChatWritten, WorkFailed, WriteChat
 from mooncake_zmq.kv.block_hash import pack_tokens
 from mooncake_zmq.kv.image_keys import digest_of
 from mooncake_zmq.runtime.derender import RENDER
-from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, reason_of, shown, whole
+from mooncake_zmq.runtime.vllm_answers import JSON, Nonsense, for_model, reason_of, shown, whole
 from mooncake_zmq.vllm.names import is_of_content
 
 MOST_BYTES: Final = 16 * MAX_TOKENS + (1 << 20)
@@ -70,8 +70,7 @@ def _body(work: WriteChat, model: str) -> bytes:
     """Return the chat's body, without the tensors of its images in the answer. No tool is called here: so a server without a
     parser of calls writes tools into the prompt too."""
     fields: dict[str, msgspec.Raw] = msgspec.json.decode(work.chat, type=dict[str, msgspec.Raw])
-    more: dict[str, Any] = {"mm_payload": "none", "tool_choice": "none"} | ({"model": model} if model else {})
-    return msgspec.json.encode(fields | more)
+    return msgspec.json.encode(fields | for_model({"mm_payload": "none", "tool_choice": "none"}, model))
 
 
 def what_was_written(raw: bytes | bytearray) -> ChatWritten | WorkFailed:

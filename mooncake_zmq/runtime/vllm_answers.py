@@ -1,6 +1,7 @@
 """Parts that all calls of a vLLM's HTTP server share: the type of a body, the error of an invalid answer, and limits on what is
 read and shown of one."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import httpx
@@ -15,6 +16,11 @@ MOST_BYTES: Final = 8 << 20
 
 class Nonsense(Exception):
     """An invalid answer of vLLM; the text is one line."""
+
+
+def for_model(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a body with the name of the model or adapter that is to serve it; "": as it is."""
+    return {**body, "model": name} if name else dict(body)
 
 
 async def whole(response: httpx.Response, most_bytes: int, too_long: str) -> bytearray:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import web
-from toy_cluster import SmallCluster
+from toy_cluster import SMALL_NODES, SmallCluster
 
 pytestmark = pytest.mark.timeout(120)
 
-CONFIG = """
+CONFIG = (
+    """
 [model]
 path = "dummy:tiny"
 cache_dir = "{cache}"
@@ -26,15 +27,9 @@ blend = true
 blend_least_tokens = 32
 [decode]
 capacity_tokens = 16_384
-[costs]
-decode_step_s = 0.023  # given, so not measured at the start
-[[nodes]]
-name = "conductor-0"
-role = "conductor"
-[[nodes]]
-name = "cache-a"
-role = "cache-node"
-[[nodes]]
+"""
+    + SMALL_NODES
+    + """[[nodes]]
 name = "prefill-a"
 role = "prefill"
 backend = "numpy"
@@ -42,10 +37,8 @@ backend = "numpy"
 name = "decode-a"
 role = "decode"
 backend = "numpy"
-[[nodes]]
-name = "gateway-0"
-role = "gateway"
 """
+)
 RANDOM = np.random.default_rng(5)
 SYSTEM, ONE, TWO, THREE, QUESTION = (RANDOM.integers(0, 500, count).tolist() for count in (64, 130, 150, 110, 11))
 FIRST = [*SYSTEM, *ONE, *TWO, *THREE, *QUESTION]

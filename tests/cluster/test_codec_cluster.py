@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import web
-from toy_cluster import SmallCluster, eventually, free_port
+from toy_cluster import SMALL_NODES, SmallCluster, eventually, free_port
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
@@ -24,7 +24,8 @@ NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "decode-b", "gateway
 PROMPTS, ANSWER = 20, 24
 LONG = 1500
 """Tokens of an answer that is not over before its decode is killed."""
-CONFIG = """
+CONFIG = (
+    """
 [model]
 path = "{model}"
 cache_dir = "{cache}"
@@ -37,15 +38,9 @@ slab_bytes = 8_388_608
 own_reuse = false
 [decode]
 capacity_tokens = 16_384
-[costs]
-decode_step_s = 0.023  # given, so not measured at the start
-[[nodes]]
-name = "conductor-0"
-role = "conductor"
-[[nodes]]
-name = "cache-a"
-role = "cache-node"
-[[nodes]]
+"""
+    + SMALL_NODES
+    + """[[nodes]]
 name = "prefill-a"
 role = "prefill"
 backend = "numpy"
@@ -58,10 +53,8 @@ backend = "numpy"
 name = "decode-b"
 role = "decode"
 backend = "numpy"
-[[nodes]]
-name = "gateway-0"
-role = "gateway"
 """
+)
 
 
 class CodedCluster(SmallCluster):

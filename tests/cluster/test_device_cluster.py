@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import web
-from toy_cluster import SmallCluster, eventually, free_port, until_none
+from toy_cluster import SMALL_NODES, SmallCluster, eventually, free_port, until_none
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.timeout(120)
 
 NODES = ("conductor-0", "cache-a", "prefill-a", "decode-a", "decode-b", "gateway-0")
 MODEL = "dummy:tiny"
-CONFIG = """
+CONFIG = (
+    """
 [model]
 path = "{model}"
 cache_dir = "{cache}"
@@ -36,15 +37,9 @@ slab_bytes = 8_388_608
 own_reuse = false
 [decode]
 capacity_tokens = 4096
-[costs]
-decode_step_s = 0.023  # given, so not measured at the start
-[[nodes]]
-name = "conductor-0"
-role = "conductor"
-[[nodes]]
-name = "cache-a"
-role = "cache-node"
-[[nodes]]
+"""
+    + SMALL_NODES
+    + """[[nodes]]
 name = "prefill-a"
 role = "prefill"
 device = "cuda"
@@ -58,10 +53,8 @@ metrics_port = {decode_port}
 name = "decode-b"
 role = "decode"
 backend = "numpy"
-[[nodes]]
-name = "gateway-0"
-role = "gateway"
 """
+)
 
 
 class DeviceCluster(SmallCluster):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import web
-from toy_cluster import SmallCluster, eventually, greedy
+from toy_cluster import SMALL_NODES, SmallCluster, eventually, greedy
 
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import prepare
@@ -21,7 +21,8 @@ MODEL = "dummy:tiny"
 DECODES = ("decode-a", "decode-b", "decode-c", "decode-d")
 CAPACITY = 256
 LONGEST = len(DECODES) * CAPACITY
-CONFIG = """
+CONFIG = (
+    """
 [model]
 path = "{model}"
 cache_dir = "{cache}"
@@ -34,22 +35,14 @@ slab_bytes = 8_388_608
 capacity_tokens = {capacity}
 lend_tokens = {capacity}
 borrow = true
-[costs]
-decode_step_s = 0.023  # given, so not measured at the start
-[[nodes]]
-name = "conductor-0"
-role = "conductor"
-[[nodes]]
-name = "cache-a"
-role = "cache-node"
-[[nodes]]
+"""
+    + SMALL_NODES
+    + """[[nodes]]
 name = "prefill-a"
 role = "prefill"
 backend = "numpy"
-[[nodes]]
-name = "gateway-0"
-role = "gateway"
 """
+)
 DECODE = """
 [[nodes]]
 name = "{name}"

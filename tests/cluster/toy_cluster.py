@@ -214,6 +214,21 @@ class ToyCluster:
         return Stream(self.url, greedy(**body, stream=True, stream_options={"include_usage": True}))
 
 
+SMALL_NODES = """[costs]
+decode_step_s = 0.023  # given, so not measured at the start
+[[nodes]]
+name = "conductor-0"
+role = "conductor"
+[[nodes]]
+name = "cache-a"
+role = "cache-node"
+[[nodes]]
+name = "gateway-0"
+role = "gateway"
+"""
+"""What a `SmallCluster` has besides its engines; text that stands before its engines' nodes."""
+
+
 class SmallCluster(ToyCluster):
     """A cluster of other `nodes`, which is complete once its gateway is in conversation with all that place and compute."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from mooncake_zmq.gateway.openai.bodies import ChatBody, TokenCount, few_variables, parse_body, parsed
+from mooncake_zmq.gateway.openai.bodies import ChatBody, TokenCount, few_variables, given_of, parse_body, parsed
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, check_containers, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
@@ -294,5 +294,4 @@ def _tools_of(body: MessagesBody) -> dict[str, Any]:
 
 def _function(tool: Tool) -> dict[str, Any]:
     named = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    given = {name: said for name, said in named.items() if said is not None and said != NULL}
-    return {"type": "function", "function": {"name": tool.name, **given}}
+    return {"type": "function", "function": {"name": tool.name, **given_of(named)}}

@@ -2,7 +2,7 @@
 
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
@@ -451,6 +451,11 @@ def chat_form(
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | variables
     continued = bool(continue_final_message)
     return ChatForm(add_generation_prompt is not False and not continued, continued, variables)
+
+
+def given_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a translated object's fields that the client has given."""
+    return {name: said for name, said in fields.items() if said is not None and said != NULL}
 
 
 def few_variables(kwargs: bytes) -> bytes:

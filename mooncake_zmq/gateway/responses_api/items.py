@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct, structs
 
-from mooncake_zmq.gateway.openai.bodies import parsed
+from mooncake_zmq.gateway.openai.bodies import given_of, parsed
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, check_containers, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
 from mooncake_zmq.gateway.openai.rejected_params import NULL
@@ -161,7 +161,7 @@ def as_chat(raw: bytes | bytearray, models: ServedModels) -> tuple[bytes, Spaces
         chat["response_format"] = {"type": form.type}
         if form.type == "json_schema":
             named = {"name": form.name or "answer", "schema": form.schema, "strict": form.strict}
-            chat["response_format"]["json_schema"] = _given(named)
+            chat["response_format"]["json_schema"] = given_of(named)
     return msgspec.json.encode(chat), spaces
 
 
@@ -307,8 +307,4 @@ def _choice_of(body: ResponsesBody) -> dict[str, Any]:
 
 def _function(name: str, tool: Tool) -> dict[str, Any]:
     named = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {"name": name, **_given(named)}}
-
-
-def _given(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: said for name, said in named.items() if said is not None and said != NULL}
+    return {"type": "function", "function": {"name": name, **given_of(named)}}

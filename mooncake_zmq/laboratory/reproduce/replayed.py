@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 
 from mooncake_zmq.laboratory.jobs import Job, Source
-from mooncake_zmq.laboratory.metrics import summarize
+from mooncake_zmq.laboratory.metrics import failures
 from mooncake_zmq.laboratory.profiles import sources
 from mooncake_zmq.laboratory.reproduce.figure import (
     HARDWARE,
@@ -61,7 +61,7 @@ def setup_of(plan: Plan, arm: str, variant: Variant) -> Setup:
 
 def measure(plan: Plan, result: RunResult) -> Measured:
     """Return the measures of a run."""
-    return plan.measure(result) | {FAILED: float(summarize(result).failed)}
+    return plan.measure(result) | {FAILED: float(len(failures(result)))}
 
 
 def reproduce(plan: Plan, source: Source, run: Run) -> Figure:

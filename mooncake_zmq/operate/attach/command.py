@@ -21,7 +21,7 @@ from mooncake_zmq.operate.attach.deployment import AttachedModel, Deployment, by
 from mooncake_zmq.operate.attach.lacks import Lack, flags, lacks, line, pasted
 from mooncake_zmq.operate.attach.model_files import find
 from mooncake_zmq.operate.attach.server import ASK_S, Server, ask
-from mooncake_zmq.operate.options import load_config, overrides_of, set_option
+from mooncake_zmq.operate.options import load_config, overrides_of, refuse_aside, set_option
 from mooncake_zmq.runtime.mistakes import MISTAKES, ServerError
 from mooncake_zmq.runtime.process import BAD_INPUT
 from mooncake_zmq.runtime.vllm_server import client_of, unwell
@@ -104,10 +104,7 @@ def attach(
             _fail("a required flag is missing: start that server with it, and attach again")
         deployment = _deployment(servers, directories)
         if dry_run:
-            if assignments:
-                _fail(
-                    "--set is not part of the file: leave it out with --dry-run, and give it to the commands that read the file"
-                )
+            refuse_aside(assignments)
             click.echo(deployment.toml(), nl=False)
             sys.exit(DEGRADED if any(found) else 0)
         sys.exit(_run(Path(file).expanduser() if file else default_file(), deployment, assignments))

@@ -42,14 +42,13 @@ from mooncake_zmq.kv import reading
 from mooncake_zmq.kv.checksum import part_checksums
 from mooncake_zmq.kv.layout import PAGE_BYTES, BlockLayout, div_ceil
 from mooncake_zmq.pool.ssd.disk_directory import (
-    SCARCE,
-    DiskBusy,
     DiskError,
     DiskFault,
     Outcomes,
     Progress,
     Reporter,
     allows_direct,
+    opening,
     sync_directory,
     take,
 )
@@ -262,13 +261,10 @@ class _SegmentFiles:
         """Bytes that were there, of a run of slots as for `write`."""
         segment, offset = self._place(slot)
         try:
-            fd = self._fd(segment, create=False)
+            with opening():
+                fd = self._fd(segment, create=False)
         except FileNotFoundError:
             return 0
-        except OSError as error:
-            if error.errno in SCARCE:
-                raise DiskBusy(f"cannot open a segment now: {error.strerror}") from error
-            raise
         return os.preadv(fd, buffers, offset)
 
     def sync(self, slots: Iterator[int]) -> None:

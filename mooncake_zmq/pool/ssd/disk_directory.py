@@ -89,6 +89,17 @@ class Reporter:
             log.info("disk_recovery", done=done, total=total)
 
 
+@contextlib.contextmanager
+def opening() -> Iterator[None]:
+    """Open a segment here. Raises DiskBusy where the system lacks descriptors or memory for now, and OSError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in SCARCE:
+            raise DiskBusy(f"cannot open a segment now: {error.strerror}") from error
+        raise
+
+
 def take(directory: Path) -> ProcessLock:
     """Make the directory, ours alone, and lock it for this process. Raises DiskError."""
     try:

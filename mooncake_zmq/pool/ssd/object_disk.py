@@ -23,13 +23,12 @@ from mooncake_zmq.kv.layout import PAGE_BYTES
 from mooncake_zmq.kv.object_record import LARGE_BYTES, ObjectRecord, header, header_bytes, record_bytes, round_up, why_missed
 from mooncake_zmq.pool.node.tiers import BATCH_RECORDS
 from mooncake_zmq.pool.ssd.disk_directory import (
-    SCARCE,
-    DiskBusy,
     DiskError,
     Outcomes,
     Progress,
     Reporter,
     allows_direct,
+    opening,
     sync_directory,
     take,
 )
@@ -152,13 +151,10 @@ class ObjectDisk:
     def _read(self, segment: int, buffers: list[memoryview], offset: int) -> int:
         """Bytes that were there. The file is opened each time: a segment may go at any time, and there may be thousands."""
         try:
-            fd = os.open(self._path(segment), os.O_RDONLY | os.O_CLOEXEC | self._flags)
+            with opening():
+                fd = os.open(self._path(segment), os.O_RDONLY | os.O_CLOEXEC | self._flags)
         except FileNotFoundError:
             return 0
-        except OSError as error:
-            if error.errno in SCARCE:
-                raise DiskBusy(f"cannot open a segment now: {error.strerror}") from error
-            raise
         try:
             return os.preadv(fd, buffers, offset)
         finally:
