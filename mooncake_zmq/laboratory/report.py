@@ -111,33 +111,18 @@ def written(found: Spread, scale: float) -> str:
 
 def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> Table:
     """Return a table with a row for each run."""
-    columns = (
-        *chosen[0],
-        "in SLO",
-        "goodput/s",
-        "TTFT",
-        "p50",
-        "p90",
-        "p99",
-        "TBT",
-        "p99",
-        "reused",
-        "regret",
-        "prefill",
-        "rejected",
-        "wasted",
-    )
+    times, others = ("TTFT", "p50", "p90", "p99", "TBT", "p99"), ("reused", "regret", "prefill", "rejected", "wasted")
+    columns = (*chosen[0], "in SLO", "goodput/s", *times, *others)
     table = tables.empty(f"{len(outcomes)} runs; times in seconds, TBT in ms", columns, text=chosen[0])
     for swept, outcome in zip(chosen, outcomes, strict=True):
         s = outcome.summary
-        times = (s.ttft_s.mean, s.ttft_s.p50, s.ttft_s.p90, s.ttft_s.p99)
-        steps = (1000 * s.tbt_s.mean, 1000 * s.tbt_s.p99)
+        ttft_s = (s.ttft_s.mean, s.ttft_s.p50, s.ttft_s.p90, s.ttft_s.p99)
+        tbt_ms = (1000 * s.tbt_s.mean, 1000 * s.tbt_s.p99)
         table.add_row(
             *swept.values(),
             percent(s.within_slo),
             f"{s.goodput_per_s:.3f}",
-            *(f"{each:.3g}" for each in times),
-            *(f"{each:.3g}" for each in steps),
+            *(f"{each:.3g}" for each in (*ttft_s, *tbt_ms)),
             percent(s.hit_ratio),
             f"{s.regret:.2f}",
             f"{s.prefill_gpu_s:.3f}",
