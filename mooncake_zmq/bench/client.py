@@ -203,18 +203,16 @@ async def _report_progress(replayed: Replayed, began: float, progress: Progress)
 
 
 class _Whole:
-    """An answer that is not streamed."""
+    """An answer that is not streamed; see `http_connections.Receiver`."""
 
     def __init__(self) -> None:
         self.status = 0
         self.said = b""
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """See `http_connections.Receiver`."""
         self.status = status
 
     def body(self, at: float, piece: bytes) -> None:
-        """See `http_connections.Receiver`."""
         self.said = (self.said + piece)[: 1 << 20]
 
     def again(self) -> None:

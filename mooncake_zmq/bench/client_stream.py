@@ -147,13 +147,11 @@ class Listener:
         self._broken = False
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """See `Receiver`."""
         seen = self.seen
         seen.status, seen.answered_s = status, at - self.began_at
         seen.retry_after = headers.get(b"retry-after", b"").decode("latin-1")
 
     def body(self, at: float, piece: bytes) -> None:
-        """See `Receiver`."""
         if self._broken:
             return
         self._rest += piece
@@ -168,7 +166,6 @@ class Listener:
             self.fail("an event too long", f"more than {MAX_EVENT_BYTES} bytes")
 
     def again(self) -> None:
-        """See `Receiver`."""
         self.seen.repeats += 1
 
     def end(self, at: float) -> None:

@@ -45,11 +45,9 @@ class ZooRow:
 
     @property
     def group(self) -> str:
-        """See `zoo_report`."""
         return self.workload
 
     def cells(self) -> Iterable[str]:
-        """See `zoo_report`."""
         return (
             self.workload,
             self.policy,

@@ -73,11 +73,9 @@ class LiveRow:
 
     @property
     def group(self) -> str:
-        """See `zoo_report`."""
         return ""
 
     def cells(self) -> Iterable[str]:
-        """See `zoo_report`."""
         return (
             self.workload,
             f"{self.finished} of {self.requests}",

@@ -106,7 +106,6 @@ class Tape:
     # --- observing
 
     def watch(self, process: Process[Any]) -> Observe | None:
-        """See `World`."""
         transfer_stats = TransferStats(process.name, self._layout)
         self._incarnations[process.name] = _Incarnation(self._world.now, transfer_stats)
         if process.spec.role == "gateway":

@@ -285,16 +285,13 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     @property
     def likeliest(self) -> int | None:
-        """See `Body`."""
         return self.logprobs
 
     @property
     def echoed_likeliest(self) -> int | None:
-        """See `Body`."""
         return self.logprobs if self.echo else None
 
     def check_no_answer(self) -> None:
-        """See `Body`."""
         if not self.echo:
             super().check_no_answer()
 
@@ -395,26 +392,21 @@ class ChatBody(Body, frozen=True, kw_only=True):
     )
 
     def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None, *, parsed: bool) -> Tools:
-        """See `Body`."""
         form, words = settings.tool_call_parser or None, model.tokenizer
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, words, form, answer, parsed=parsed)
 
     @property
     def wants_reasoning(self) -> bool:
-        """See `Body`."""
         return self.include_reasoning is not False
 
     def reasoning_marks(self, model: ServedModel, settings: EdgeSettings) -> Marks | None:
-        """See `Body`."""
         return marks_of(model.tokenizer.chat_template, settings.reasoning_parser)
 
     def reasons_as_vllm(self, settings: EdgeSettings) -> bool:
-        """See `Body`."""
         return settings.reasoning_parser in ("", "vllm")
 
     @property
     def likeliest(self) -> int | None:
-        """See `Body`."""
         if not self.logprobs and self.top_logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -428,7 +420,6 @@ class ChatBody(Body, frozen=True, kw_only=True):
         return msgspec.structs.replace(super().without_prompt(), messages=[], tool_choice=self.tool_choice.copy())
 
     def chat_form(self) -> ChatForm:
-        """See `Body`."""
         return chat_form(
             bytes(self.chat_template_kwargs), self.add_generation_prompt, self.continue_final_message, self.reasoning_effort
         )
