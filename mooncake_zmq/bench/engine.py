@@ -213,13 +213,7 @@ def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: Mod
     others = {name: median(took[name, case.name]) for name in (VLLM, VLLM_BFLOAT16) if (name, case.name) in took}
     ours_s = median(took[OURS, case.name])
     return [
-        Row(
-            name=f"{case.name} / {name}",
-            unit=unit,
-            value=case.per_call / ours_s,
-            reference=case.per_call / reference_s,
-            higher_is_better=True,
-        )
+        Row(f"{case.name} / {name}", unit, case.per_call / ours_s, case.per_call / reference_s, higher=True)
         for name, reference_s in {**others, bound: bound_s}.items()
     ]
 

@@ -207,7 +207,7 @@ def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:
 
     def row(name: str, value: tuple[str, str], reference: tuple[str, str]) -> Row:
         values = [median(took[(*each, tokens)]) for each in (value, reference)]
-        return Row(name=f"{name}, {tokens:,} tokens", unit=unit, value=values[0], reference=values[1], higher_is_better=False)
+        return Row(f"{name}, {tokens:,} tokens", unit, values[0], values[1])
 
     found = [
         row("warm from the pool / cold", (OURS, "warm"), (PLAIN, "cold")),

@@ -90,7 +90,7 @@ class _Running(Struct, eq=False):
 
 
 class ModelledMachine:
-    """One incarnation of one process; see `world.Carrier`. `hosts`: resources of every host; `host_of`: the host of a process."""
+    """One incarnation of one process; see `world.Carrier`. `hosts`: resources of all hosts; `host_of`: of a process."""
 
     def __init__(
         self,
