@@ -59,7 +59,7 @@ class Report:
         stamp = {"bench": self.bench, "commit": commit(), "machine": machine()}
         return stamp | {"rows": rows, "memory": memory, "notes": self.notes}
 
-    def show(self, *, as_json: bool, plot: Path | None) -> None:
+    def show(self, *, as_json: bool, plot: Path | None = None) -> None:
         """Print to standard output, and draw to a file if asked."""
         if as_json:
             click.echo(json.dumps(self.as_json()))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import click
 
-from mooncake_zmq.bench.zoo_report import ZooReport
+from mooncake_zmq.bench.zoo_report import ZooLine, ZooReport
 from mooncake_zmq.laboratory import zoo
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.jobs import Job, Progress, Source, run_jobs
@@ -21,7 +21,7 @@ SMALL_REQUESTS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZooRow:
+class ZooRow(ZooLine):
     """One workload under one policy. Shares from 0 to 1, times in seconds; `*_error`: mean absolute error over the mean."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
@@ -82,7 +82,8 @@ def bench_zoo(
     except StudyError as error:
         raise Refused(str(error)) from None
     title = f"{setup.prefill}P+{setup.decode}D of {setup.hardware.name}, seed {seed}"
-    report = ZooReport(title, [row_of(kind, policy, each) for (kind, policy), each in zip(chosen, found, strict=True)])
+    lines = [row_of(kind, policy, each) for (kind, policy), each in zip(chosen, found, strict=True)]
+    report = ZooReport("zoo", title=title, lines=lines)
     report.notes.append("TTFT and its least (a clairvoyant's on an idle machine): means in s; gap after the first token: ms")
     report.notes.append(f"in TBT: of all requests, {1000 * setup.tbt_slo_s:g} ms as the mean of the longest tenth of the gaps")
     return report
