@@ -16,6 +16,7 @@ import msgspec
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_stream import NONSENSE, Seen, ask
 from mooncake_zmq.laboratory.study import Arrival
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.runtime.http_connections import Broken, Connections, Target
 
 Progress = Callable[[str], None]
@@ -30,7 +31,7 @@ NOT_SENT = "not sent: too many open"
 CONNECT_S = 30.0
 
 
-class NoServer(Exception):
+class NoServer(Refused):
     """The server does not say which model it serves."""
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mooncake_zmq.bench.memory import Footprint
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure, save
 from mooncake_zmq.laboratory.reports import commit, machine
 
 
@@ -101,4 +101,4 @@ class Report:
         axes.invert_yaxis()
         axes.set_xlabel("ratio to the reference (above 1 is better)")
         axes.set_title(f"bench {self.bench}, {commit()}")
-        figure.savefig(path)
+        save(figure, path)

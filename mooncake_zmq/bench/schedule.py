@@ -32,7 +32,7 @@ from mooncake_zmq.core.messages import MAX_TOKENS, BlocksAnnounced, Placed, Sche
 from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure, save
 from mooncake_zmq.laboratory.reports import commit
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.refused import Refused
@@ -148,7 +148,7 @@ class ScheduleReport(Report):
         axes.set_ylabel("microseconds per decision")
         axes.legend()
         axes.set_title(f"bench {self.bench}, {commit()}")
-        figure.savefig(path)
+        save(figure, path)
 
 
 def bench_schedule(

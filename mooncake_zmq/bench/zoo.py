@@ -9,12 +9,10 @@ import click
 
 from mooncake_zmq.bench.zoo_report import ZooLine, ZooReport
 from mooncake_zmq.laboratory import zoo
-from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.jobs import Job, Progress, Source, run_jobs
 from mooncake_zmq.laboratory.metrics import Summary, summarize
 from mooncake_zmq.laboratory.runs import DISAGGREGATED, POLICIES, check
 from mooncake_zmq.laboratory.study import Setup
-from mooncake_zmq.refused import Refused
 
 SMALL_REQUESTS = 200
 """Requests of each workload in a quick run."""
@@ -74,13 +72,10 @@ def bench_zoo(
 ) -> ZooReport:
     """Replay each of `kinds` under each of `policies` on the cluster of `setup`. Raises click.ClickException."""
     chosen = [(kind, policy) for kind in kinds for policy in policies]
-    try:
-        jobs = [Job(source_of(kind, seed, small=small), replace(setup, policy=policy)) for kind, policy in chosen]
-        for job in jobs:
-            check(job.setup)
-        found = run_jobs(jobs, processes, summarize, progress)
-    except StudyError as error:
-        raise Refused(str(error)) from None
+    jobs = [Job(source_of(kind, seed, small=small), replace(setup, policy=policy)) for kind, policy in chosen]
+    for job in jobs:
+        check(job.setup)
+    found = run_jobs(jobs, processes, summarize, progress)
     title = f"{setup.prefill}P+{setup.decode}D of {setup.hardware.name}, seed {seed}"
     lines = [row_of(kind, policy, each) for (kind, policy), each in zip(chosen, found, strict=True)]
     report = ZooReport("zoo", title=title, lines=lines)
