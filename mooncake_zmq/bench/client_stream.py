@@ -54,7 +54,6 @@ class Seen:
     """The server's own usage count, as are the next two; -1: it sent none."""
     completion_tokens: int = -1
     cached_tokens: int = -1
-    text_chars: int = 0
     error: str = ""
     """The kind of error; empty: none."""
     said: str = ""
@@ -199,7 +198,6 @@ class Listener:
     def _choice(self, at_s: float, choice: _Choice) -> None:
         seen, delta = self.seen, choice.delta
         text = choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)) or ""
-        seen.text_chars += len(text)
         if choice.token_ids is not None:
             came = len(choice.token_ids)
         else:
