@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, TEMPLATE_NAMES, ChatForm
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule
@@ -447,6 +447,28 @@ def chat_form(
 def given_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a translated object's fields that the client has given."""
     return {name: said for name, said in fields.items() if said is not None and said != NULL}
+
+
+class OfChat(Struct, frozen=True, kw_only=True):
+    """The fields of another API's body that have the same name and meaning in the body of a chat."""
+
+    model: str | None = None
+    stream: Raw = NULL
+    temperature: Raw = NULL
+    top_p: Raw = NULL
+    top_k: Raw = NULL
+    seed: Raw = NULL
+    min_tokens: Raw = NULL
+    ignore_eos: Raw = NULL
+    chat_template_kwargs: Raw = NULL
+    cache_salt: Raw = NULL
+    priority: Raw = NULL
+    ttft_slo: Raw = NULL
+    tbt_slo: Raw = NULL
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return those that are given, for a chat whose answer cannot say that it is not exact, as that API's cannot."""
+        return given_of({name: getattr(self, name) for name in OfChat.__struct_fields__}) | {"exact": True}
 
 
 def few_variables(kwargs: bytes) -> bytes:
