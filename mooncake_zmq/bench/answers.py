@@ -200,14 +200,14 @@ def table_rows(wanted: AnswersBench, progress: Progress) -> tuple[list[Row], lis
     worst = {name: 1000 * max(each[name].wrong for each in found) for name in found[0]}
     most = 100 * max(each["verified"].inferences for each in found)
     asked, given, bound = "of 100 requests", "of 1,000 given", 1000 * max_error
-    rows = [_row("inferences, worst seed / target", asked, most, INFERENCES_TARGET)]
-    rows += [_row(f"inferences / {name}", asked, inferences["verified"], inferences[name]) for name in names[1:]]
-    rows += [_row("wrong, worst seed / max_error", given, worst["verified"], bound)]
-    rows += [_row(f"wrong / {name}", given, wrong["verified"], wrong[name]) for name in names[1:] if name != "ideal"]
+    rows = [Row("inferences, worst seed / target", asked, most, INFERENCES_TARGET)]
+    rows += [Row(f"inferences / {name}", asked, inferences["verified"], inferences[name]) for name in names[1:]]
+    rows += [Row("wrong, worst seed / max_error", given, worst["verified"], bound)]
+    rows += [Row(f"wrong / {name}", given, wrong["verified"], wrong[name]) for name in names[1:] if name != "ideal"]
     rows += [
-        _row(f"{OFTEN}: inferences / no cache", asked, inferences[OFTEN], 100.0),
-        _row(f"{OFTEN}: wrong, worst seed / max_error", given, worst[OFTEN], bound),
-        _row(f"{OFTEN}: wrong / the same lifetime", given, wrong[OFTEN], wrong[f"{OFTEN}, lifetime"]),
+        Row(f"{OFTEN}: inferences / no cache", asked, inferences[OFTEN], 100.0),
+        Row(f"{OFTEN}: wrong, worst seed / max_error", given, worst[OFTEN], bound),
+        Row(f"{OFTEN}: wrong / the same lifetime", given, wrong[OFTEN], wrong[f"{OFTEN}, lifetime"]),
     ]
     within, within_often = (sum(each[name].wrong <= max_error for each in found) for name in ("verified", OFTEN))
     notes = [
@@ -245,7 +245,7 @@ def lookup_row() -> Row:
         times.append(time.perf_counter() - began)
         if isinstance(found, Question):
             table.settle(found, _answer(1), 0.0)
-    return _row("key of 600 characters, lookup, outputs of 100 tokens / target", "us", 1e6 * median(times), LOOKUP_TARGET_US)
+    return Row("key of 600 characters, lookup, outputs of 100 tokens / target", "us", 1e6 * median(times), LOOKUP_TARGET_US)
 
 
 def ahead_rows(wanted: AnswersBench, progress: Progress) -> list[Row]:
@@ -267,7 +267,7 @@ def ahead_rows(wanted: AnswersBench, progress: Progress) -> list[Row]:
         progress(f"{size:,} entries: {hits}")
         for name, what in (("read", "predicted by a model of words"), ("own", "by the grammar's own likelihood")):
             rows.append(
-                _row(f"hits, {size:,} {what} / most frequent seen", "of 100 prompts", hits[name], hits["seen"], higher=True)
+                Row(f"hits, {size:,} {what} / most frequent seen", "of 100 prompts", hits[name], hits["seen"], higher=True)
             )
     return rows
 
@@ -291,7 +291,3 @@ def bench_answers(wanted: AnswersBench, progress: Progress) -> Report:
         f"prompts of a synthetic grammar; the model and the history have seen {wanted.read:,}, and as many others are asked"
     )
     return report
-
-
-def _row(name: str, unit: str, value: float, reference: float, *, higher: bool = False) -> Row:
-    return Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=higher)

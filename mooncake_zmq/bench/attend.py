@@ -19,7 +19,7 @@ import numpy as np
 
 from mooncake_zmq.bench.others.peers import Peer, driver_process
 from mooncake_zmq.bench.quality import Floats, Tokens, check_positions, manual_tokens, prefilled, studied
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.elsewhere import FarKV
 from mooncake_zmq.engine.errors import ModelError
@@ -89,15 +89,7 @@ def bench_attend(bench: AttendBench, progress: Progress) -> Report:
     }
     for name, what in title.items():
         way = ways[name]
-        report.rows.append(
-            Row(
-                name=f"TBT, batch {bench.batch}, {what} / {LOCAL}",
-                unit="ms",
-                value=1e3 * way.step_s,
-                reference=1e3 * local.step_s,
-                higher_is_better=False,
-            )
-        )
+        report.row(f"TBT, batch {bench.batch}, {what} / {LOCAL}", "ms", 1e3 * way.step_s, 1e3 * local.step_s)
         equal = all(map(np.array_equal, way.tokens, local.tokens))
         error = float(np.max([np.abs(ours - its).max() for ours, its in zip(way.logits, local.logits, strict=True)]))
         if not (equal and np.isfinite(error)):

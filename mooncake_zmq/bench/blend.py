@@ -126,14 +126,7 @@ def bench_blend(bench: BlendBench, progress: Progress) -> BlendReport:
     for of in dict.fromkeys(each.of for each in report.outcomes):
         reference, *others = (each for each in report.outcomes if each.of == of)
         report.rows += [
-            Row(
-                name=f"TTFT, {each.name} / {reference.name}",
-                unit="ms",
-                value=1e3 * each.ttft_s,
-                reference=1e3 * reference.ttft_s,
-                higher_is_better=False,
-            )
-            for each in others
+            Row(f"TTFT, {each.name} / {reference.name}", "ms", 1e3 * each.ttft_s, 1e3 * reference.ttft_s) for each in others
         ]
     return report
 

@@ -20,20 +20,18 @@ TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class _Sink:
-    """Take a block into memory of its own, and keep whether it arrived whole."""
+    """Take a block into memory of its own, and keep whether it arrived whole; see `channel.ReadSink`."""
 
     memory: memoryview
     failure: ReadFailure | None = None
 
     def buffer(self) -> memoryview | None:
-        """See `channel.ReadSink`."""
         return self.memory
 
     def part(self, layer: int, payload: memoryview, checksum: int) -> None:
         """See `channel.ReadSink`."""
 
     def end(self, failure: ReadFailure | None) -> None:
-        """See `channel.ReadSink`."""
         self.failure = failure
 
 

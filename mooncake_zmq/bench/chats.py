@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.engine.key_cache import KeyCache
 from mooncake_zmq.engine.prepare import prepare as prepare_model
 from mooncake_zmq.engine.tokenizer import open_tokenizer
@@ -53,9 +53,7 @@ def chats(report: Report, rounds: int, progress: Callable[[str], None]) -> None:
             later.append(_prepared_s(messages, model))
         progress(f"  {1e3 * first[-1]:.0f} ms at first, {1e3 * median(later[-ASKED:]):.1f} ms a further turn")
     name = f"a request of a chat's next turn, {TOKENS:,} tokens / at first"
-    report.rows.append(
-        Row(name=name, unit="ms", value=1e3 * median(later), reference=1e3 * median(first), higher_is_better=False)
-    )
+    report.row(name, "ms", 1e3 * median(later), 1e3 * median(first))
 
 
 def _message(rand: random.Random, role: str) -> dict[str, str]:

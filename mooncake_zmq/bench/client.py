@@ -16,6 +16,7 @@ import msgspec
 from mooncake_zmq.bench.client_prompts import PromptForm, pieces
 from mooncake_zmq.bench.client_stream import NONSENSE, Seen, ask
 from mooncake_zmq.laboratory.study import Arrival
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.runtime.http_connections import Broken, Connections, Target
 
 Progress = Callable[[str], None]
@@ -30,7 +31,7 @@ NOT_SENT = "not sent: too many open"
 CONNECT_S = 30.0
 
 
-class NoServer(Exception):
+class NoServer(Refused):
     """The server does not say which model it serves."""
 
 
@@ -203,18 +204,16 @@ async def _report_progress(replayed: Replayed, began: float, progress: Progress)
 
 
 class _Whole:
-    """An answer that is not streamed."""
+    """An answer that is not streamed; see `http_connections.Receiver`."""
 
     def __init__(self) -> None:
         self.status = 0
         self.said = b""
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """See `http_connections.Receiver`."""
         self.status = status
 
     def body(self, at: float, piece: bytes) -> None:
-        """See `http_connections.Receiver`."""
         self.said = (self.said + piece)[: 1 << 20]
 
     def again(self) -> None:

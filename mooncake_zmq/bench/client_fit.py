@@ -10,6 +10,7 @@ from mooncake_zmq.bench.client_prompts import PromptForm
 from mooncake_zmq.kv.layout import div_ceil
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.study import TRACE_BLOCK_TOKENS, Arrival
+from mooncake_zmq.refused import Refused
 
 TEXT_SHARE = 0.9
 """Share of the model's context that prompts of words fill at most: some words are two tokens, and a chat template adds some."""
@@ -17,7 +18,7 @@ PROBE_BLOCKS = 1 << 61
 """Least hash id of the probe's prompt, which is drawn: no trace has it, so that nothing of the prompt is in a cache."""
 
 
-class DoesNotFit(Exception):
+class DoesNotFit(Refused):
     """The trace has requests that are longer than the model takes."""
 
 

@@ -54,7 +54,6 @@ class Seen:
     """The server's own usage count, as are the next two; -1: it sent none."""
     completion_tokens: int = -1
     cached_tokens: int = -1
-    text_chars: int = 0
     error: str = ""
     """The kind of error; empty: none."""
     said: str = ""
@@ -147,13 +146,11 @@ class Listener:
         self._broken = False
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """See `Receiver`."""
         seen = self.seen
         seen.status, seen.answered_s = status, at - self.began_at
         seen.retry_after = headers.get(b"retry-after", b"").decode("latin-1")
 
     def body(self, at: float, piece: bytes) -> None:
-        """See `Receiver`."""
         if self._broken:
             return
         self._rest += piece
@@ -168,7 +165,6 @@ class Listener:
             self.fail("an event too long", f"more than {MAX_EVENT_BYTES} bytes")
 
     def again(self) -> None:
-        """See `Receiver`."""
         self.seen.repeats += 1
 
     def end(self, at: float) -> None:
@@ -202,7 +198,6 @@ class Listener:
     def _choice(self, at_s: float, choice: _Choice) -> None:
         seen, delta = self.seen, choice.delta
         text = choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)) or ""
-        seen.text_chars += len(text)
         if choice.token_ids is not None:
             came = len(choice.token_ids)
         else:

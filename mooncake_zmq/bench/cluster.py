@@ -146,6 +146,17 @@ def variables_of(directory: Path, port: int, overrides: dict[str, str]) -> dict[
     return {f"MOONCAKE_ZMQ_{key.upper().replace('.', '__')}": value for key, value in settings.items()}
 
 
+def connected(port: int, process: "subprocess.Popen[bytes]", log: Path, config: Config) -> BenchCluster:
+    """Return a cluster whose processes write `log` in its runtime directory, once its gateway at `port` answers. Raises
+    click.ClickException."""
+    url = f"http://127.0.0.1:{port}"
+    # Over HTTP; a TLS context costs 20 ms.
+    healthy = partial(httpx.get, f"{url}/health", timeout=5, verify=False)
+    if not answers(healthy, process, START_TIMEOUT_S):
+        raise click.ClickException(f"the cluster did not start:\n{last_lines(log)}")
+    return BenchCluster(url, log.parent, [node.name for node in config.nodes])
+
+
 @contextmanager
 def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iterator[BenchCluster]:
     """Start the cluster of `config`, read from `path`, in a runtime directory of its own.
@@ -160,12 +171,7 @@ def bench_cluster(path: Path, config: Config, overrides: dict[str, str]) -> Iter
             command = [sys.executable, "-m", "mooncake_zmq", "up", "--config", str(path)]
             up = subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT)
         try:
-            url = f"http://127.0.0.1:{port}"
-            # Over HTTP; a TLS context costs 20 ms.
-            healthy = partial(httpx.get, f"{url}/health", timeout=5, verify=False)
-            if not answers(healthy, up, START_TIMEOUT_S):
-                raise click.ClickException(f"the cluster did not start:\n{last_lines(log)}")
-            yield BenchCluster(url, Path(directory), [node.name for node in config.nodes])
+            yield connected(port, up, log, config)
         finally:
             stop([up])
 

@@ -56,4 +56,4 @@ def link_row(model: str, cache_dir: str, tokens: int, rounds: int, progress: Pro
                 took[name].append(link.fetch(prompt).ttft_s)
     value, reference = (1e3 * median(took[name][1:]) for name in (CODEC, EXACT))
     what = f"TTFT of {cached:,} tokens over 100 MB/s and {TAIL_TOKENS} more, {CODEC} / exact"
-    return Row(name=what, unit="ms", value=value, reference=reference, higher_is_better=False)
+    return Row(what, "ms", value, reference)

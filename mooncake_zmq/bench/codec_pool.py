@@ -100,7 +100,7 @@ def pool_rows(blocks: int, rounds: int, progress: Progress) -> Iterator[Row]:
     for way in WAYS:
         for name in CODECS:
             value, reference = (blocks * LAYOUT.block_tokens / median(took[way, each][1:]) for each in (name, EXACT))
-            yield Row(name=f"{way}, {name} / exact", unit="tokens/s", value=value, reference=reference, higher_is_better=True)
+            yield Row(f"{way}, {name} / exact", "tokens/s", value, reference, higher=True)
 
 
 def main() -> None:

@@ -36,15 +36,10 @@ def rate_rows(blocks: int, rounds: int, progress: Progress) -> Iterator[Row]:
                 took.setdefault((what, name), []).append(time.process_time() - begun)
     gigabytes = blocks * LAYOUT.block_bytes / 1e9
     rates = {key: gigabytes / max(median(seconds[1:]), 1e-9) for key, seconds in took.items()}
+    unit = "GB/s of float32 a core"
     for what, plain in (("encode", "read exactly by NumPy"), ("decode", "placed exactly")):
         for name in CODECS:
-            yield Row(
-                name=f"{what} {name}, {kind} / {plain}",
-                unit="GB/s of float32 a core",
-                value=rates[what, name],
-                reference=rates[what, EXACT],
-                higher_is_better=True,
-            )
+            yield Row(f"{what} {name}, {kind} / {plain}", unit, rates[what, name], rates[what, EXACT], higher=True)
 
 
 def _side(make: NewSequence, layout: BlockLayout, blocks: int) -> tuple[SequenceKV, list[Part]]:

@@ -131,16 +131,7 @@ def _measure_quality(report: CodecReport, bench: CodecBench, progress: Progress)
     report.notes += [f"{study.engine.spec.name}, {len(study.texts)} pages, {bench.tokens} tokens, the next {bench.following}"]
     report.notes += study.cosine_notes()
     by_name = {each.name: each for each in report.qualities}
-    report.rows += [
-        Row(
-            name=f"KL, {name} / {other}",
-            unit="nats",
-            value=by_name[name].kl,
-            reference=by_name[other].kl,
-            higher_is_better=False,
-        )
-        for name, other in BESIDE
-    ]
+    report.rows += [Row(f"KL, {name} / {other}", "nats", by_name[name].kl, by_name[other].kl) for name, other in BESIDE]
 
 
 class Study:

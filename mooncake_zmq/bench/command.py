@@ -317,7 +317,7 @@ def attend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
 @click.option("--only", "parts", multiple=True, type=click.Choice(GPU_PARTS), help="Rows of this kind alone; may be repeated.")
 @json_option
 @plot_option("the ratios")
-def gpu(model: str, cache_dir: str, rounds: int, parts: tuple[str, ...], as_json: bool, plot: Path | None) -> None:
+def gpu(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameters: Any) -> None:
     """Measure KV blocks between GPU, DRAM and a neighbour process, and the engine, beside what the GPU can do.
 
     Needs a GPU and CuPy (extras gpu-cu12, gpu-cu13), 12 GB of its memory and of disk for the default model. Two minutes.
@@ -330,8 +330,8 @@ def gpu(model: str, cache_dir: str, rounds: int, parts: tuple[str, ...], as_json
     limit_blas()
     from mooncake_zmq.bench.gpu import GpuBench, bench_gpu
 
-    wanted = GpuBench(model=model, cache_dir=cache_dir, rounds=rounds)
-    bench_gpu(wanted, parts=parts or GPU_PARTS, progress=show_progress).show(as_json=as_json, plot=plot)
+    report = bench_gpu(GpuBench(**parameters), parts=parts or GPU_PARTS, progress=show_progress)
+    report.show(as_json=as_json, plot=plot)
 
 
 @bench.command()
@@ -485,7 +485,7 @@ def engine(parts: tuple[str, ...], as_json: bool, plot: Path | None, **parameter
 @numbers_option("--lengths", least=256, default="2048,3840", help="Tokens of the prompts.")
 @json_option
 @plot_option("the ratios")
-def vllm(python: str, model: str, gpu: bool, rounds: int, lengths: tuple[int, ...], as_json: bool, plot: Path | None) -> None:
+def vllm(as_json: bool, plot: Path | None, **parameters: Any) -> None:
     """Measure the pool under vLLM against its own prefix cache and against MooncakeStoreConnector, in CPU seconds of the
     engine.
 
@@ -502,8 +502,7 @@ def vllm(python: str, model: str, gpu: bool, rounds: int, lengths: tuple[int, ..
     from mooncake_zmq.telemetry import log
 
     log.configure(node="bench", role="bench", form="console", level="warning")
-    wanted = VllmBench(python=python, model=model, rounds=rounds, lengths=lengths, gpu=gpu)
-    bench_vllm(wanted, progress=show_progress).show(as_json=as_json, plot=plot)
+    bench_vllm(VllmBench(**parameters), progress=show_progress).show(as_json=as_json, plot=plot)
 
 
 @click.command(epilog=PROFILE_EXAMPLES)

@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 SETTINGS = CacheNodeSettings()
 TIMEOUT_S = 120.0
+DEPTH = 4
 LAYOUTS = {
     "64 KiB": BlockLayout(layers=2, kv_heads=1, head_dim=64, block_tokens=64),
     "1.41 MiB": BlockLayout(layers=30, kv_heads=3, head_dim=64, block_tokens=32),
@@ -47,12 +48,11 @@ def disk_rows(
     directory: Path,
     *,
     rounds: int = 5,
-    depth: int = 4,
     working_set_bytes: int = 512 << 20,
     memory_directory: Path = Path("/dev/shm"),
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
-    """Return the rows of write and read speed in GB/s of each block size; `depth` requests at once on both sides, medians of
+    """Return the rows of write and read speed in GB/s of each block size; `DEPTH` requests at once on both sides, medians of
     alternating rounds.
 
     Needs twice the working set in memory and on the disk; its files are removed at the end. Raises DiskError, SharedMemoryError
@@ -61,17 +61,15 @@ def disk_rows(
     rows = []
     for name, layout in LAYOUTS.items():
         for operation, (value, reference) in _measure(
-            directory, memory_directory, layout, working_set_bytes // layout.slot_bytes, depth, rounds
+            directory, memory_directory, layout, working_set_bytes // layout.slot_bytes, rounds
         ).items():
             label = f"ssd {operation} {name}"
-            rows.append(Row(name=label, unit="GB/s", value=value, reference=reference, higher_is_better=True))
+            rows.append(Row(label, "GB/s", value, reference, higher=True))
             progress(f"{label}: {value:.2f} GB/s, bare I/O {reference:.2f} GB/s")
     return rows
 
 
-def _measure(
-    directory: Path, memory: Path, layout: BlockLayout, blocks: int, depth: int, rounds: int
-) -> dict[str, tuple[float, float]]:
+def _measure(directory: Path, memory: Path, layout: BlockLayout, blocks: int, rounds: int) -> dict[str, tuple[float, float]]:
     """Return GB/s of the tier and of bare I/O, per operation."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
@@ -79,9 +77,9 @@ def _measure(
             closing(Segment.create(memory, f"bench-{os.getpid()}", "bench", layout, 2 * blocks, 1, setting="working_set_bytes"))
         )
         capacity_bytes = blocks * (PAGE_BYTES + layout.slot_bytes)
-        disk = stack.enter_context(closing(Disk.open(scratch / "tier", layout, capacity_bytes, threads=depth)))
+        disk = stack.enter_context(closing(Disk.open(scratch / "tier", layout, capacity_bytes, threads=DEPTH)))
         tier = stack.enter_context(closing(_Tier(segment, disk, scratch, blocks)))
-        bare = stack.enter_context(closing(_Bare(segment, scratch / "bare", blocks, depth, direct=disk.direct)))
+        bare = stack.enter_context(closing(_Bare(segment, scratch / "bare", blocks, direct=disk.direct)))
         figures = {}
         pairs = {"write": (tier.write, bare.write), "read": (tier.read, bare.read)}
         for operation, sides in pairs.items():
@@ -164,12 +162,11 @@ class _Tier:
 class _Bare:
     """The same bytes, written to and read from a plain file."""
 
-    def __init__(self, segment: Segment, path: Path, blocks: int, depth: int, *, direct: bool) -> None:
+    def __init__(self, segment: Segment, path: Path, blocks: int, *, direct: bool) -> None:
         self._segment = segment
         self._blocks = blocks
-        self._depth = depth
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
-        self._threads = ThreadPoolExecutor(depth)
+        self._threads = ThreadPoolExecutor(DEPTH)
         os.posix_fallocate(self._fd, 0, blocks * segment.layout.slot_bytes)
 
     def write(self) -> None:
@@ -195,7 +192,7 @@ class _Bare:
                     return
                 assert call(self._fd, [self._segment.layers_view(first_slot + slot, 0, layers)], slot * size) == size
 
-        for future in [self._threads.submit(take) for _ in range(self._depth)]:
+        for future in [self._threads.submit(take) for _ in range(DEPTH)]:
             future.result()
 
 

@@ -6,7 +6,6 @@ our compiled backend decodes from fewer bits wherever those give the very same n
 each.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,9 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
-
-from mooncake_zmq.bench.memory import cpu_s, footprint
+from mooncake_zmq.bench.memory import await_idle, footprint
 from mooncake_zmq.bench.others.engine_peers import MACHINE, OURS, VLLM, VLLM_BFLOAT16, engine_process
 from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.others.peers import Peer
@@ -193,15 +190,7 @@ def _rounds(
 
 def _rest(sides: Mapping[str, Peer]) -> None:
     """Wait until all sides are idle: BLAS and OpenMP threads spin for a while when they are done."""
-    deadline = time.monotonic() + QUIET_TIMEOUT_S
-    used = {name: cpu_s(side.pid) for name, side in sides.items()}
-    while time.monotonic() < deadline:
-        time.sleep(QUIET_S)
-        before, used = used, {name: cpu_s(side.pid) for name, side in sides.items()}
-        busy = [name for name in sides if used[name] - before[name] > QUIET_CPU_S]
-        if not busy:
-            return
-    raise click.ClickException(f"{', '.join(busy)} computes without a request: no figure would be worth anything")
+    await_idle({name: side.pid for name, side in sides.items()}, QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S)
 
 
 def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: ModelSpec, unit: str) -> list[Row]:
@@ -213,13 +202,7 @@ def _rows(case: Case, took: Mapping[tuple[str, str], Sequence[float]], spec: Mod
     others = {name: median(took[name, case.name]) for name in (VLLM, VLLM_BFLOAT16) if (name, case.name) in took}
     ours_s = median(took[OURS, case.name])
     return [
-        Row(
-            name=f"{case.name} / {name}",
-            unit=unit,
-            value=case.per_call / ours_s,
-            reference=case.per_call / reference_s,
-            higher_is_better=True,
-        )
+        Row(f"{case.name} / {name}", unit, case.per_call / ours_s, case.per_call / reference_s, higher=True)
         for name, reference_s in {**others, bound: bound_s}.items()
     ]
 

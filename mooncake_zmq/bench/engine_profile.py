@@ -19,7 +19,7 @@ from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.engine.weights import load_engine
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure, save
 from mooncake_zmq.laboratory.reports import machine
 from mooncake_zmq.refused import Refused
 
@@ -183,7 +183,7 @@ def draw(profile: Profile, path: Path) -> None:
         axes.legend()
     engine = f"{profile.model}, {profile.threads} threads, {profile.backend}, {profile.machine}"
     figure.suptitle(f"{engine}: measured (dots) and fitted")
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -78,10 +78,10 @@ def _run(bench: CodecBench, less: Path | None, minutes: float, progress: Progres
     report.title = f"{CODEC.name} (KL {own:.4f}) {word} every eviction in as many bytes (the best {best:.4f})"
     for one, other in ((one, other) for one, other in PAIRS if one in errors):
         name, value, reference = f"KL, {one} / {other}", errors[one], errors[other]
-        report.rows.append(Row(name=name, unit="nats", value=value, reference=reference, higher_is_better=False))
+        report.row(name, "nats", value, reference)
     if evictions.is_trained:
         name, closed = f"{LESS}: share of KL closed / asked", 1 - errors[LESS] / errors[WINDOW]
-        report.rows.append(Row(name=name, unit="", value=closed, reference=GAP_CLOSED, higher_is_better=True))
+        report.row(name, "", closed, GAP_CLOSED, higher=True)
     report.rows.append(evictions.multiply_adds())
     report.notes += [
         f"{spec.name}, {len(PAGES)} pages, {bench.tokens} tokens, the next {bench.following}",
@@ -159,7 +159,7 @@ class _Evictions:
     def multiply_adds(self) -> Row:
         """Return those of PyramidInfer's prefills beside those of all tokens."""
         name, value, reference = f"multiply-adds of prefills, {PYRAMID} / all tokens", self._work / 1e9, self._whole_work / 1e9
-        return Row(name=name, unit="G", value=value, reference=reference, higher_is_better=False)
+        return Row(name, "G", value, reference)
 
     def schedule(self) -> str:
         """Say what PyramidInfer keeps, and whether its schedule could keep as few tokens as all others."""

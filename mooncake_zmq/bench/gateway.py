@@ -21,7 +21,7 @@ from mooncake_zmq.bench.client_stream import Seen, ask
 from mooncake_zmq.bench.cluster import BenchCluster, bench_cluster
 from mooncake_zmq.bench.memory import footprint, threads_cpu_s
 from mooncake_zmq.bench.relay_floor import floor_s
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.config.load import load
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.sampling import sample
@@ -158,7 +158,7 @@ class _Run:
             cpu_ms = 1e3 * (threads_cpu_s(self._pid) - cpu_s) / IDLE_REQUESTS
             bare.append(1e3 * self._engine_s())
             self._progress(f"  {ours[-1]:.2f} ms, engine {bare[-1]:.2f} ms, gateway's CPU {cpu_ms:.2f} ms a request")
-        self._row("TTFT added at idle, 16 ids / wanted", "ms", median(ours) - median(bare), ADDED_MS)
+        self._report.row("TTFT added at idle, 16 ids / wanted", "ms", median(ours) - median(bare), ADDED_MS)
 
     async def _ttft_s(self) -> float:
         connections, found = Connections(Target.of(self._cluster.url)), []
@@ -198,9 +198,11 @@ class _Run:
         for streams, wanted in zip(STREAMS, (BATCHED_US, ALONE_US), strict=True):
             name = "one stream" if streams == 1 else f"{streams} streams"
             self._progress(f"  {name}: {[round(each, 1) for each in found[streams]]} us")
-            self._row(f"CPU of a relayed token, {name} / wanted", "us", median(found[streams]), wanted)
+            self._report.row(f"CPU of a relayed token, {name} / wanted", "us", median(found[streams]), wanted)
         self._progress(f"  bare loop: {[round(each, 1) for each in floor]} us")
-        self._row("CPU of a relayed token, one stream / bare loop of its system calls", "us", median(found[1]), median(floor))
+        self._report.row(
+            "CPU of a relayed token, one stream / bare loop of its system calls", "us", median(found[1]), median(floor)
+        )
 
     async def _idle_share(self) -> float:
         began, cpu_s = time.perf_counter(), threads_cpu_s(self._pid)
@@ -244,9 +246,9 @@ class _Run:
         self._progress(f"{OPEN_STREAMS} streams at once")
         result, cpu_s = self._replayed([0.0] * OPEN_STREAMS, OPEN_TOKENS)
         _expect_open(result)
-        self._row(f"{OPEN_STREAMS:,} open streams, answered", "share", result.finished / OPEN_STREAMS, 1.0, higher=True)
+        self._report.row(f"{OPEN_STREAMS:,} open streams, answered", "share", result.finished / OPEN_STREAMS, 1.0, higher=True)
         each_us = 1e6 * cpu_s / max(1, result.output_tokens)
-        self._row(f"{OPEN_STREAMS:,} open streams, CPU of a token, calls included / wanted", "us", each_us, BATCHED_US)
+        self._report.row(f"{OPEN_STREAMS:,} open streams, CPU of a token, calls included / wanted", "us", each_us, BATCHED_US)
         self._report.memory.append(footprint("gateway gateway-0", self._pid))
         self._note(f"{OPEN_STREAMS:,} streams", result, cpu_s)
 
@@ -255,8 +257,8 @@ class _Run:
         count = RATE_PER_S * RATE_S
         self._progress(f"{RATE_PER_S} requests/s for {RATE_S} s")
         result, cpu_s = self._replayed([number / RATE_PER_S for number in range(count)], RATE_TOKENS)
-        self._row(f"{RATE_PER_S} requests/s, answered", "share", result.finished / count, 1.0, higher=True)
-        self._row(f"{RATE_PER_S} requests/s, rate of answers", "1/s", result.requests_per_s, RATE_PER_S, higher=True)
+        self._report.row(f"{RATE_PER_S} requests/s, answered", "share", result.finished / count, 1.0, higher=True)
+        self._report.row(f"{RATE_PER_S} requests/s, rate of answers", "1/s", result.requests_per_s, RATE_PER_S, higher=True)
         self._note(f"{RATE_PER_S} requests/s", result, cpu_s)
 
     def _replayed(self, at_s: Sequence[float], tokens: int) -> tuple[Result, float]:
@@ -277,9 +279,6 @@ class _Run:
 
     def _prompt(self) -> list[int]:
         return [int(token) for token in self._random.integers(0, 256, PROMPT_TOKENS)]
-
-    def _row(self, name: str, unit: str, value: float, reference: float, *, higher: bool = False) -> None:
-        self._report.rows.append(Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=higher))
 
 
 def _expect(seen: Seen) -> None:

@@ -153,7 +153,7 @@ def _block_rows(cuda: Cuda, layout: BlockLayout, bench: GpuBench, progress: Prog
         # The slab is not written while the neighbour reads: the sides take turns.
         took = _rounds(sides, bench.rounds, progress)
     rates = {name: BLOCKS * layout.block_bytes / median(values) / 1e9 for name, values in took.items()}
-    return [_row(f"{what} / {against}", "GB/s", rates[way], rates[against]) for what, way, against in WAYS]
+    return [Row(f"{what} / {against}", "GB/s", rates[way], rates[against], higher=True) for what, way, against in WAYS]
 
 
 INTO, OUT_OF, WITHIN, STREAM = "pinned copy to the GPU", "pinned copy from the GPU", "copy within the GPU", "bare TCP stream"
@@ -309,13 +309,13 @@ def _engine_rows(cuda: Cuda, path: Path, spec: ModelSpec, bench: GpuBench, progr
     for tokens in PREFILL_TOKENS:
         name = f"prefill, {tokens:,} tokens"
         value, floor_s = tokens / median(took[name]), prefill_flops(spec, tokens) / flops
-        rows.append(_row(f"{name} / {flops / 1e12:.0f} TFLOP/s", "tokens/s", value, tokens / floor_s))
+        rows.append(Row(f"{name} / {flops / 1e12:.0f} TFLOP/s", "tokens/s", value, tokens / floor_s, higher=True))
     kv_bytes = 4 * 2 * spec.layers * spec.kv_heads * spec.head_dim * DECODE_CONTEXT
     for batch in DECODE_BATCHES:
         name = f"decode, batch {batch}, context {DECODE_CONTEXT:,}"
         floor_s = (4 * (layer_weights(spec) + head_weights(spec)) + batch * kv_bytes) / bytes_per_s
         value = batch / median(took[name])
-        rows.append(_row(f"{name} / {bytes_per_s / 1e9:,.0f} GB/s", "tokens/s", value, batch / floor_s))
+        rows.append(Row(f"{name} / {bytes_per_s / 1e9:,.0f} GB/s", "tokens/s", value, batch / floor_s, higher=True))
     return rows
 
 
@@ -371,10 +371,6 @@ def _timed(work: Callable[[], None]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
-
-
-def _row(name: str, unit: str, value: float, reference: float) -> Row:
-    return Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=True)
 
 
 def _device(cuda: Cuda) -> str:

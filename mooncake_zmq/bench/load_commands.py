@@ -119,13 +119,10 @@ def client(
     """
     import uvloop
 
-    from mooncake_zmq.bench.client import NoServer
-    from mooncake_zmq.bench.client_fit import DoesNotFit, send
+    from mooncake_zmq.bench.client_fit import send
     from mooncake_zmq.bench.client_report import Bounds, show, write_rows
     from mooncake_zmq.laboratory.command import source_of
-    from mooncake_zmq.laboratory.errors import StudyError
     from mooncake_zmq.laboratory.jobs import load
-    from mooncake_zmq.runtime.http_connections import BadUrl
 
     try:
         check_writable(rows_file, "--rows", trace, like)
@@ -135,9 +132,7 @@ def client(
             replayed = runner.run(send(asked, arrivals, fitting, speed is not None, show_progress))
         if rows_file is not None:
             write_rows(rows_file, replayed)
-    except DoesNotFit as error:
-        raise Refused(str(error)) from None
-    except (BadUrl, NoServer, StudyError, ValueError) as error:
+    except ValueError as error:
         raise Refused(str(error)) from None
     sys.exit(show(replayed, url, Bounds(ttft_s=ttft_slo, tbt_s=tbt_slo), as_json=as_json))
 

@@ -38,7 +38,7 @@ from mooncake_zmq.bench.client_stream import Seen, ask
 from mooncake_zmq.bench.cluster import answers, bench_cluster, last_lines
 from mooncake_zmq.bench.memory import cpu_s, footprint
 from mooncake_zmq.bench.others.store_driver import free_port
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.bench.sleeping_vllm import PREFILL_S, TOKEN, TOKEN_S
 from mooncake_zmq.config.load import load
 from mooncake_zmq.core.messages import MAX_TOKENS
@@ -380,10 +380,7 @@ def _write(report: Report, wanted: LongPrompts, sides: Sequence[Side]) -> None:
     def added(side: Side, name: str) -> float:
         return side.percentile_ms(name) - direct.percentile_ms(name)
 
-    def row(name: str, unit: str, value: float, reference: float, *, higher: bool = False) -> None:
-        report.rows.append(Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=higher))
-
-    asked = wanted.turns
+    row, asked = report.row, wanted.turns
     row(f"turns answered, {load_name} / sent", "turns", len(ours.ttft_s), asked, higher=True)
     for name, most in WANTED_MS.items():
         row(f"TTFT added, {name}, {load_name} / wanted", "ms", added(ours, name), most)

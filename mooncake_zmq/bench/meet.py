@@ -115,4 +115,4 @@ class _Run:
 
 
 def _row(name: str, value_s: float, reference_s: float) -> Row:
-    return Row(name=name, unit="ms", value=1e3 * value_s, reference=1e3 * reference_s, higher_is_better=False)
+    return Row(name, "ms", 1e3 * value_s, 1e3 * reference_s)

@@ -1,9 +1,12 @@
 """Memory and CPU time of processes, as the kernel counts them."""
 
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import psutil
 
 FIELDS = {"VmHWM": "peak_bytes", "RssAnon": "private_bytes", "RssFile": "file_bytes", "RssShmem": "shared_bytes"}
@@ -57,6 +60,19 @@ def cpu_s(pid: int) -> float:
                 times = each.cpu_times()
                 used_s += times.user + times.system
     return used_s
+
+
+def await_idle(pids: Mapping[str, int], quiet_s: float, most_cpu_s: float, timeout_s: float) -> None:
+    """Wait until all of these processes, by name, use little CPU time in a while. Raises click.ClickException."""
+    deadline = time.monotonic() + timeout_s
+    used = {name: cpu_s(pid) for name, pid in pids.items()}
+    while time.monotonic() < deadline:
+        time.sleep(quiet_s)
+        before, used = used, {name: cpu_s(pid) for name, pid in pids.items()}
+        busy = [name for name in pids if used[name] - before[name] > most_cpu_s]
+        if not busy:
+            return
+    raise click.ClickException(f"{', '.join(busy)} computes without a request: no figure would be worth anything")
 
 
 def threads_cpu_s(pid: int) -> float:

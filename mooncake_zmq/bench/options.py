@@ -26,11 +26,9 @@ cpu_time_option = click.option("--cpu-time", is_flag=True, help="Seconds of CPU,
 
 def config_option(default: str, what: str) -> Option:
     """Return the option for the configuration file of the cluster that is measured; `default` comes with the project."""
-
-    def find(_context: click.Context, _parameter: click.Parameter, value: str) -> Path:
-        return Path(located(value))
-
-    return click.option("--config", default=default, show_default=True, metavar="FILE", help=what, callback=find)
+    return click.option(
+        "--config", default=default, show_default=True, metavar="FILE", help=what, callback=lambda *of: Path(located(of[2]))
+    )
 
 
 def rounds_option(default: int) -> Option:

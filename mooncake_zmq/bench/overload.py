@@ -7,6 +7,7 @@ other is refused at once, with a time to retry.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import mean
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from mooncake_zmq.bench.client import Client, replay
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.config.load import costs_of, load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.core.costs import Costs
@@ -130,29 +131,26 @@ def as_report(
     ended = [each for each in admitted if each.outcome == "finished" and len(each.token_s) == each.output_tokens]
     within = [each for each in ended if each.ttft_s <= conductor.ttft_slo_s and each.tbt_s <= conductor.tbt_slo_s]
     report = Report("overload")
-
-    def row(name: str, unit: str, value: float, reference: float, *, higher: bool = True) -> None:
-        report.rows.append(Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=higher))
-
+    lower, higher = report.row, partial(report.row, higher=True)
     # Requests that came in the time, and those that may still be waiting at its end, one TTFT long.
     served_s = wanted.duration_s + conductor.ttft_slo_s
-    row("admitted", "share", len(admitted) / max(1, len(seen)), min(1.0, capacity_per_s * served_s / max(1, len(seen))))
-    row("of these, to their end", "share", len(ended) / max(1, len(admitted)), 1.0)
-    row("of these, in both SLOs", "share", len(within) / max(1, len(admitted)), SLO_PROMISE)
-    row("goodput", "requests/s", len(within) / served_s, min(1.0, wanted.multiple) * capacity_per_s)
+    higher("admitted", "share", len(admitted) / max(1, len(seen)), min(1.0, capacity_per_s * served_s / max(1, len(seen))))
+    higher("of these, to their end", "share", len(ended) / max(1, len(admitted)), 1.0)
+    higher("of these, in both SLOs", "share", len(within) / max(1, len(admitted)), SLO_PROMISE)
+    higher("goodput", "requests/s", len(within) / served_s, min(1.0, wanted.multiple) * capacity_per_s)
     useful_s = sum(costs.compute_s(each.input_tokens, 0) for each in within)
     prefills_s = len(config.of_role("prefill")) * served_s
-    row("prefill time for these", "share", useful_s / prefills_s, min(1.0, wanted.multiple))
+    higher("prefill time for these", "share", useful_s / prefills_s, min(1.0, wanted.multiple))
     if ended:
-        row("TTFT, p99", "s", _p(99, [each.ttft_s for each in ended]), conductor.ttft_slo_s, higher=False)
-        row("TBT, p99", "ms", 1e3 * _p(99, [each.tbt_s for each in ended]), 1e3 * conductor.tbt_slo_s, higher=False)
+        lower("TTFT, p99", "s", _p(99, [each.ttft_s for each in ended]), conductor.ttft_slo_s)
+        lower("TBT, p99", "ms", 1e3 * _p(99, [each.tbt_s for each in ended]), 1e3 * conductor.tbt_slo_s)
     if refused:
-        row("refused after, p50", "ms", 1e3 * _p(50, [each.answered_s for each in refused]), REFUSAL_MS, higher=False)
-        row("refused after, p99", "ms", 1e3 * _p(99, [each.answered_s for each in refused]), REFUSAL_MS, higher=False)
-        row("refused with Retry-After", "share", mean(bool(each.retry_after) for each in refused), 1.0)
+        lower("refused after, p50", "ms", 1e3 * _p(50, [each.answered_s for each in refused]), REFUSAL_MS)
+        lower("refused after, p99", "ms", 1e3 * _p(99, [each.answered_s for each in refused]), REFUSAL_MS)
+        higher("refused with Retry-After", "share", mean(bool(each.retry_after) for each in refused), 1.0)
     if predictions:
         error = predictions["error_s"] / max(1e-9, predictions["actual_s"])
-        row("TTFT predicted off by", "of its mean", error, ERROR_PROMISE, higher=False)
+        lower("TTFT predicted off by", "of its mean", error, ERROR_PROMISE)
     report.notes += _notes(seen, config, wanted, capacity_per_s)
     return report
 

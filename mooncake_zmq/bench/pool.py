@@ -227,11 +227,11 @@ def _rounds(
 
 
 def _rate(name: str, ours: Sequence[float], reference: Sequence[float], *, unit: str = "GB/s") -> Row:
-    return Row(name=name, unit=unit, value=median(ours), reference=median(reference), higher_is_better=True)
+    return Row(name, unit, median(ours), median(reference), higher=True)
 
 
 def _cost(name: str, unit: str, ours: Sequence[float], reference: Sequence[float]) -> Row:
-    return Row(name=name, unit=unit, value=median(ours), reference=median(reference), higher_is_better=False)
+    return Row(name, unit, median(ours), median(reference))
 
 
 def _shown(size: int) -> str:

@@ -59,7 +59,6 @@ class LeaseClient(StubNode):
         self._sent_at = 0.0
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `core.actor`."""
         match event:
             case Started():
                 return [SetTimer(("too late",), TIMEOUT_S)]

@@ -11,25 +11,25 @@ from rich.table import Table
 
 from mooncake_zmq.bench.memory import Footprint
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure, save
 from mooncake_zmq.laboratory.reports import commit, machine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One figure beside its reference, both medians of one run. `ratio` above 1: better than the reference."""
+    """One figure beside its reference, both medians of one run. `higher`: more is better; `ratio` above 1: it is better."""
 
     name: str
     unit: str
     value: float
     reference: float
-    higher_is_better: bool
+    higher: bool = False
 
     @property
     def ratio(self) -> float:
         """The factor by which the value is better than the reference. A difference may be 0 or less: nothing is infinitely
         better than something, and something never better than nothing."""
-        better, worse = (self.value, self.reference) if self.higher_is_better else (self.reference, self.value)
+        better, worse = (self.value, self.reference) if self.higher else (self.reference, self.value)
         return max(0.0, better / worse) if worse > 0 else float("inf")
 
 
@@ -41,6 +41,10 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     memory: list[Footprint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def row(self, name: str, unit: str, value: float, reference: float, *, higher: bool = False) -> None:
+        """Add a row."""
+        self.rows.append(Row(name, unit, value, reference, higher))
 
     def as_json(self) -> dict[str, Any]:
         """Return `{"bench", "commit", "machine", "rows": [{"name", "unit", "value", "reference", "ratio"}], "memory",
@@ -55,7 +59,7 @@ class Report:
         stamp = {"bench": self.bench, "commit": commit(), "machine": machine()}
         return stamp | {"rows": rows, "memory": memory, "notes": self.notes}
 
-    def show(self, *, as_json: bool, plot: Path | None) -> None:
+    def show(self, *, as_json: bool, plot: Path | None = None) -> None:
         """Print to standard output, and draw to a file if asked."""
         if as_json:
             click.echo(json.dumps(self.as_json()))
@@ -97,4 +101,4 @@ class Report:
         axes.invert_yaxis()
         axes.set_xlabel("ratio to the reference (above 1 is better)")
         axes.set_title(f"bench {self.bench}, {commit()}")
-        figure.savefig(path)
+        save(figure, path)

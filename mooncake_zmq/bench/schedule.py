@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.bench.schedule_load import POOL_BLOCKS, Asked, ClusterLoad, generated_trace, of_models
 from mooncake_zmq.bench.schedule_zmq import times_over_zmq
 from mooncake_zmq.conductor.conductor import Conductor
@@ -32,7 +32,7 @@ from mooncake_zmq.core.messages import MAX_TOKENS, BlocksAnnounced, Placed, Sche
 from mooncake_zmq.kv.block_hash import KEY_BYTES, extend_keys
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure, save
 from mooncake_zmq.laboratory.reports import commit
 from mooncake_zmq.native import mypyc_code
 from mooncake_zmq.refused import Refused
@@ -148,7 +148,7 @@ class ScheduleReport(Report):
         axes.set_ylabel("microseconds per decision")
         axes.legend()
         axes.set_title(f"bench {self.bench}, {commit()}")
-        figure.savefig(path)
+        save(figure, path)
 
 
 def bench_schedule(
@@ -169,8 +169,8 @@ def bench_schedule(
         progress(f"{count} hosts, {len(asked):,} requests")
         timings = report.timings[count] = replay(asked, count)
         goal = next(per_s for most, per_s in GOALS if count <= most)
-        report.rows.append(_row(f"decisions, {count} hosts", "1/s", timings.decisions_per_s, goal))
-        report.rows.append(_row(f"index updates, {count} hosts", "blocks/s", timings.updates_per_s, GOAL_UPDATES_PER_S))
+        report.row(f"decisions, {count} hosts", "1/s", timings.decisions_per_s, goal, higher=True)
+        report.row(f"index updates, {count} hosts", "blocks/s", timings.updates_per_s, GOAL_UPDATES_PER_S, higher=True)
         if router_python:
             _against_router(report, asked, count, router_python)
     _beside_one_model(report, asked, hosts[0], progress)
@@ -179,8 +179,8 @@ def bench_schedule(
         _over_zmq(report, asked, zmq_per_s)
     for batch in UPDATE_BATCHES:
         name = f"index alone, {UPDATE_NODES} nodes, {batch:,} keys at a time"
-        report.rows.append(_row(name, "blocks/s", updates_per_s(batch), GOAL_UPDATES_PER_S))
-    report.rows.append(_row("hashing a prompt", "blocks/s", hashed_per_s(), GOAL_UPDATES_PER_S / 10))
+        report.row(name, "blocks/s", updates_per_s(batch), GOAL_UPDATES_PER_S, higher=True)
+    report.row("hashing a prompt", "blocks/s", hashed_per_s(), GOAL_UPDATES_PER_S / 10, higher=True)
     what = "machine code" if mypyc_code.in_use() else "Python, see mooncake-zmq compile"
     report.notes.append(f"{what}; CPU time of one thread; references are goals, or in rows against RadixTree what it does")
     return report
@@ -297,9 +297,9 @@ def _against_router(report: ScheduleReport, asked: Sequence[Asked], hosts: int, 
     answer = router_choices(asked, hosts, python)
     timings = report.timings[hosts]
     theirs = 1 / float(np.mean(answer["choices_s"]))
-    report.rows.append(_row(f"decisions, {hosts} hosts, against RadixTree", "1/s", timings.decisions_per_s, theirs))
+    report.row(f"decisions, {hosts} hosts, against RadixTree", "1/s", timings.decisions_per_s, theirs, higher=True)
     theirs = answer["updated"] / answer["updates_s"]
-    report.rows.append(_row(f"index updates, {hosts} hosts, against RadixTree", "blocks/s", timings.updates_per_s, theirs))
+    report.row(f"index updates, {hosts} hosts, against RadixTree", "blocks/s", timings.updates_per_s, theirs, higher=True)
 
 
 def _beside_one_model(report: ScheduleReport, asked: Sequence[Asked], hosts: int, progress: Progress) -> None:
@@ -313,24 +313,19 @@ def _beside_one_model(report: ScheduleReport, asked: Sequence[Asked], hosts: int
             each.append(replay(side, hosts, vllms=True).decisions_per_s)
     one, several = (float(np.median(each)) for each in rates)
     name = f"decisions, {hosts} hosts of vLLMs, {MODELS} models with {ADAPTERS} adapters beside one model"
-    report.rows.append(_row(name, "1/s", several, one))
+    report.row(name, "1/s", several, one, higher=True)
 
 
 def _over_zmq(report: ScheduleReport, asked: Sequence[Asked], per_s: float) -> None:
     took_s, answered_per_s = times_over_zmq(asked, per_s)
     p50_s, p99_s = np.percentile(took_s, (50, 99)).tolist()
-    report.rows.append(_row("answers over ZeroMQ, 4 gateways", "1/s", answered_per_s, min(per_s, GOAL_ZMQ_PER_S)))
+    report.row("answers over ZeroMQ, 4 gateways", "1/s", answered_per_s, min(per_s, GOAL_ZMQ_PER_S), higher=True)
     for name, seconds in (("median", p50_s), ("99th percentile", p99_s)):
-        row = Row(name=f"over ZeroMQ, {name}", unit="ms", value=1e3 * seconds, reference=GOAL_ZMQ_MS, higher_is_better=False)
-        report.rows.append(row)
+        report.row(f"over ZeroMQ, {name}", "ms", 1e3 * seconds, GOAL_ZMQ_MS)
 
 
 def _asked(keys: tuple[bytes, ...], read: _Line) -> Asked:
     return Asked(keys, read.input_length, max(1, read.output_length))
-
-
-def _row(name: str, unit: str, value: float, reference: float) -> Row:
-    return Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=True)
 
 
 def timed(conductor: Conductor, timings: Timings, collector: Collector, now: float, event: Event, kind: str) -> list[Effect]:

@@ -42,7 +42,6 @@ class Silent(StubNode):
         self._greeted = greeted
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `core.actor`."""
         if isinstance(event, PeerUp):
             self._greeted.release()
         return []
@@ -63,7 +62,6 @@ class Asking(Silent):
         self._sent = 0
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `core.actor`."""
         match event:
             case TimerFired(key) if key == TICK:
                 return self._ask(now)

@@ -114,13 +114,7 @@ def bench_select(bench: SelectBench, progress: Progress) -> SelectReport:
     report.outcomes = study.qualities(progress)
     baselines = {each.share: each.kl for each in report.outcomes if each.name == BASELINE}
     report.rows += [
-        Row(
-            name=f"KL, {each.name} / {BASELINE}, 1/{each.share}",
-            unit="nats",
-            value=each.kl,
-            reference=baselines[each.share],
-            higher_is_better=False,
-        )
+        Row(f"KL, {each.name} / {BASELINE}, 1/{each.share}", "nats", each.kl, baselines[each.share])
         for each in report.outcomes
         if each.name != BASELINE
     ]
@@ -217,14 +211,9 @@ class _Study:
             notes.append(f"{name} there: near {near:.3f} of all KV, {fetched / 1e6:.1f} MB fetched a token")
         sequence.close()
         rates = {name: 1 / median(each) for name, each in seconds.items()}
+        what = f"decode at {len(context)} tokens"
         rows = [
-            Row(
-                name=f"decode at {len(context)} tokens, {name}, 1/{SPEED_SHARE} / {EXACT}",
-                unit="tokens/s",
-                value=rates[name],
-                reference=rates[EXACT],
-                higher_is_better=True,
-            )
+            Row(f"{what}, {name}, 1/{SPEED_SHARE} / {EXACT}", "tokens/s", rates[name], rates[EXACT], higher=True)
             for name in ways
         ]
         return rows, notes

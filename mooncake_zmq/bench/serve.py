@@ -163,7 +163,7 @@ class _Run:
             bare.append(self._engine_tokens_per_s(batch))
             ours.append(self._cluster_tokens_per_s(batch, decodes))
         name = f"decode, batch {batch} / engine"
-        return Row(name=name, unit="tokens/s", value=median(ours), reference=median(bare), higher_is_better=True)
+        return Row(name, "tokens/s", median(ours), median(bare), higher=True)
 
     def _prompt(self, tokens: int) -> list[int]:
         return [int(t) for t in self._random.integers(100, self._engine.spec.vocab_size - 100, tokens)]
@@ -224,4 +224,4 @@ def _expect(answer: Answer, source: str) -> None:
 
 
 def _milliseconds(name: str, ours: list[float], reference: list[float]) -> Row:
-    return Row(name=name, unit="ms", value=1e3 * median(ours), reference=1e3 * median(reference), higher_is_better=False)
+    return Row(name, "ms", 1e3 * median(ours), 1e3 * median(reference))

@@ -71,7 +71,6 @@ class _Connection(asyncio.Protocol):
     waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -80,7 +79,6 @@ class _Connection(asyncio.Protocol):
             self.waiting.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         if self.missing:
             return self._more(data)
         self.head += data

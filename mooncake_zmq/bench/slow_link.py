@@ -6,14 +6,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
-import click
-import httpx
 import numpy as np
 
-from mooncake_zmq.bench.cluster import START_TIMEOUT_S, Answer, BenchCluster, answers, last_lines, stop, variables_of
+from mooncake_zmq.bench.cluster import Answer, BenchCluster, connected, stop, variables_of
 from mooncake_zmq.bench.others.store_driver import free_port
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.native import mypyc_code
@@ -88,12 +85,7 @@ def slow_link(path: Path, config: Config, overrides: dict[str, str], *, fetches_
             command = [sys.executable, "-m", *module, node.role, "--config", str(path), "--node", node.name]
             processes.append(subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=output))
         stack.callback(stop, processes)
-        url = f"http://127.0.0.1:{port}"
-        healthy = partial(httpx.get, f"{url}/health", timeout=5, verify=False)
-        if not answers(healthy, processes[-1], START_TIMEOUT_S):
-            raise click.ClickException(f"the cluster did not start:\n{last_lines(log)}")
-        cluster = BenchCluster(url, directory, [node.name for node in config.nodes])
-        yield SlowLink(cluster, config, hosts[0], rate, fetches_all=fetches_all)
+        yield SlowLink(connected(port, processes[-1], log, config), config, hosts[0], rate, fetches_all=fetches_all)
 
 
 def random_prompt(random: np.random.Generator, tokens: int) -> list[int]:

@@ -30,11 +30,9 @@ class StubNode:
         """See `core.actor`."""
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `core.actor`."""
         return {}
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `core.actor`."""
         return {}
 
 

@@ -11,7 +11,6 @@ the engine, in all the CPU time of our connector: the difference of two colds va
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import click
 
-from mooncake_zmq.bench.memory import cpu_s
+from mooncake_zmq.bench.memory import await_idle, cpu_s
 from mooncake_zmq.bench.others.hugging_face import hugging_face_directory
 from mooncake_zmq.bench.others.peers import Peer, driver_process
 from mooncake_zmq.bench.report import Report, Row
@@ -185,20 +184,8 @@ def _first(bench: VllmBench, name: str, side: Peer, arguments: Mapping[str, Any]
     began = cpu_s(side.pid)
     answer = side.ask("first", **{"answer": [], **arguments})
     used = answer["s"] if bench.gpu else cpu_s(side.pid) - began
-    _rest(name, side)
+    await_idle({name: side.pid}, QUIET_S, QUIET_CPU_S, QUIET_TIMEOUT_S)  # it goes on saving after the first token
     return used, answer
-
-
-def _rest(name: str, side: Peer) -> None:
-    """Wait until the side is idle: it goes on saving after the first token."""
-    deadline = time.monotonic() + QUIET_TIMEOUT_S
-    used = cpu_s(side.pid)
-    while time.monotonic() < deadline:
-        time.sleep(QUIET_S)
-        before, used = used, cpu_s(side.pid)
-        if used - before < QUIET_CPU_S:
-            return
-    raise click.ClickException(f"{name} computes without a request: no figure would be worth anything")
 
 
 def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:
@@ -207,7 +194,7 @@ def _rows(bench: VllmBench, took: Took, tokens: int) -> list[Row]:
 
     def row(name: str, value: tuple[str, str], reference: tuple[str, str]) -> Row:
         values = [median(took[(*each, tokens)]) for each in (value, reference)]
-        return Row(name=f"{name}, {tokens:,} tokens", unit=unit, value=values[0], reference=values[1], higher_is_better=False)
+        return Row(f"{name}, {tokens:,} tokens", unit, values[0], values[1])
 
     found = [
         row("warm from the pool / cold", (OURS, "warm"), (PLAIN, "cold")),

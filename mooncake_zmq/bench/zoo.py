@@ -7,21 +7,19 @@ from typing import ClassVar
 
 import click
 
-from mooncake_zmq.bench.zoo_report import ZooReport
+from mooncake_zmq.bench.zoo_report import ZooLine, ZooReport
 from mooncake_zmq.laboratory import zoo
-from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.jobs import Job, Progress, Source, run_jobs
 from mooncake_zmq.laboratory.metrics import Summary, summarize
 from mooncake_zmq.laboratory.runs import DISAGGREGATED, POLICIES, check
 from mooncake_zmq.laboratory.study import Setup
-from mooncake_zmq.refused import Refused
 
 SMALL_REQUESTS = 200
 """Requests of each workload in a quick run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZooRow:
+class ZooRow(ZooLine):
     """One workload under one policy. Shares from 0 to 1, times in seconds; `*_error`: mean absolute error over the mean."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
@@ -45,11 +43,9 @@ class ZooRow:
 
     @property
     def group(self) -> str:
-        """See `zoo_report`."""
         return self.workload
 
     def cells(self) -> Iterable[str]:
-        """See `zoo_report`."""
         return (
             self.workload,
             self.policy,
@@ -76,15 +72,13 @@ def bench_zoo(
 ) -> ZooReport:
     """Replay each of `kinds` under each of `policies` on the cluster of `setup`. Raises click.ClickException."""
     chosen = [(kind, policy) for kind in kinds for policy in policies]
-    try:
-        jobs = [Job(source_of(kind, seed, small=small), replace(setup, policy=policy)) for kind, policy in chosen]
-        for job in jobs:
-            check(job.setup)
-        found = run_jobs(jobs, processes, summarize, progress)
-    except StudyError as error:
-        raise Refused(str(error)) from None
+    jobs = [Job(source_of(kind, seed, small=small), replace(setup, policy=policy)) for kind, policy in chosen]
+    for job in jobs:
+        check(job.setup)
+    found = run_jobs(jobs, processes, summarize, progress)
     title = f"{setup.prefill}P+{setup.decode}D of {setup.hardware.name}, seed {seed}"
-    report = ZooReport(title, [row_of(kind, policy, each) for (kind, policy), each in zip(chosen, found, strict=True)])
+    lines = [row_of(kind, policy, each) for (kind, policy), each in zip(chosen, found, strict=True)]
+    report = ZooReport("zoo", title=title, lines=lines)
     report.notes.append("TTFT and its least (a clairvoyant's on an idle machine): means in s; gap after the first token: ms")
     report.notes.append(f"in TBT: of all requests, {1000 * setup.tbt_slo_s:g} ms as the mean of the longest tenth of the gaps")
     return report

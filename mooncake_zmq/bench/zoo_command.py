@@ -7,7 +7,6 @@ import click
 
 from mooncake_zmq.bench.options import config_option, json_option, show_progress
 from mooncake_zmq.config.examples import TOY
-from mooncake_zmq.refused import Refused
 
 EXAMPLES = """\b
 Examples:
@@ -52,7 +51,6 @@ def zoo(
     """
     from mooncake_zmq.bench.zoo import bench_zoo, names, policies_of
     from mooncake_zmq.laboratory.command import runs_display
-    from mooncake_zmq.laboratory.errors import StudyError
     from mooncake_zmq.laboratory.profiles import find_profile
     from mooncake_zmq.laboratory.settings import assigned, split_assignment
     from mooncake_zmq.laboratory.study import Setup
@@ -64,12 +62,9 @@ def zoo(
 
         bench_zoo_live(config, kinds=kinds, seed=seed, progress=show_progress).show(as_json=as_json)
         return
-    try:
-        setup = Setup(prefill=prefill, decode=decode, hardware=find_profile(hardware), seed=seed)
-        for text in assignments:
-            setup = assigned(setup, *split_assignment("--set", text))
-    except StudyError as error:
-        raise Refused(str(error)) from None
+    setup = Setup(prefill=prefill, decode=decode, hardware=find_profile(hardware), seed=seed)
+    for text in assignments:
+        setup = assigned(setup, *split_assignment("--set", text))
     with runs_display("zoo", len(kinds) * len(policies)) as progress:
         report = bench_zoo(setup, kinds=kinds, policies=policies, seed=seed, small=small, processes=jobs, progress=progress)
     report.show(as_json=as_json)

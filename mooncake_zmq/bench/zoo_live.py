@@ -18,7 +18,7 @@ from mooncake_zmq.bench.client import Client, replay
 from mooncake_zmq.bench.client_prompts import PromptForm
 from mooncake_zmq.bench.client_stream import Seen
 from mooncake_zmq.bench.cluster import REQUEST_TIMEOUT_S, BenchCluster, bench_cluster
-from mooncake_zmq.bench.zoo_report import ZooReport
+from mooncake_zmq.bench.zoo_report import ZooLine, ZooReport
 from mooncake_zmq.config.load import load
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.laboratory import zoo
@@ -50,7 +50,7 @@ SPECS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveRow:
+class LiveRow(ZooLine):
     """One workload. Times in seconds; `*_error`: mean absolute error over the mean, -1 where nothing was predicted."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = (
@@ -71,13 +71,7 @@ class LiveRow:
     ttft_error: float
     tbt_error: float
 
-    @property
-    def group(self) -> str:
-        """See `zoo_report`."""
-        return ""
-
     def cells(self) -> Iterable[str]:
-        """See `zoo_report`."""
         return (
             self.workload,
             f"{self.finished} of {self.requests}",
@@ -102,8 +96,8 @@ def bench_zoo_live(path: Path, *, kinds: Sequence[str], seed: int, progress: Pro
     progress(f"starting {len(config.nodes)} processes")
     with bench_cluster(path, config, {"conductor.admission": '"none"'}) as cluster:
         run = _Run(cluster, config, seed, progress)
-        rows = [run.row(kind) for kind in kinds]
-    report = ZooReport(f"live, {path}, seed {seed}", rows)
+        lines = [run.row(kind) for kind in kinds]
+    report = ZooReport("zoo", title=f"live, {path}, seed {seed}", lines=lines)
     report.notes.append("computed, least: prompt tokens; TTFT: mean and p99 in s; gap after the first token, all gaps: ms")
     return report
 

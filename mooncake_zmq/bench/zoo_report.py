@@ -1,59 +1,53 @@
 """The output of `bench zoo`, replayed or live: a row for each workload, as a table or as one JSON object."""
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
-import click
 from rich.table import Table
 
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.laboratory import tables
 from mooncake_zmq.laboratory.reports import commit, machine
 
 
-class ZooLine(Protocol):
-    """A row: a dataclass whose fields are the JSON."""
+@dataclass(frozen=True, slots=True)
+class ZooLine:
+    """A row, whose fields are the JSON."""
 
     COLUMNS: ClassVar[tuple[str, ...]]
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def group(self) -> str:
         """The group of the row; a line is drawn where it changes."""
+        return ""
 
     def cells(self) -> Iterable[str]:
         """Return a text for each column."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True)
-class ZooReport:
-    """The result of a run of the zoo, and notes that a reader must know beside it."""
+class ZooReport(Report):
+    """The result of a run of the zoo."""
 
-    title: str
-    rows: Sequence[ZooLine]
-    notes: list[str] = field(default_factory=list)
+    title: str = ""
+    lines: Sequence[ZooLine] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return `{"bench", "commit", "machine", "title", "rows": [{"name", "ratio", and the row's fields}], "notes"}`."""
-        stamp = {"bench": "zoo", "commit": commit(), "machine": machine(), "title": self.title}
-        return stamp | {"rows": [_named(asdict(row)) for row in self.rows], "notes": self.notes}
+        whole = Report.as_json(self) | {"title": self.title, "rows": [_named(asdict(line)) for line in self.lines]}
+        del whole["memory"]
+        return whole
 
-    def show(self, *, as_json: bool) -> None:
-        """Print to standard output."""
-        if as_json:
-            click.echo(json.dumps(self.as_json()))
-            return
-        tables.show([self._table()], (f"  {note}" for note in self.notes))
-
-    def _table(self) -> Table:
-        columns = self.rows[0].COLUMNS if self.rows else ()
+    def _tables(self) -> Iterator[Table]:
+        columns = self.lines[0].COLUMNS if self.lines else ()
         title = f"bench zoo, {self.title}  ({commit()}, {machine()})"
         table = tables.empty(title, columns, text=("workload", "policy"))
-        for at, row in enumerate(self.rows):
-            last = at + 1 == len(self.rows) or self.rows[at + 1].group != row.group
-            table.add_row(*row.cells(), end_section=last)
-        return table
+        for at, line in enumerate(self.lines):
+            last = at + 1 == len(self.lines) or self.lines[at + 1].group != line.group
+            table.add_row(*line.cells(), end_section=last)
+        yield table
 
 
 def _named(fields: dict[str, Any]) -> dict[str, Any]:

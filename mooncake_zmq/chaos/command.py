@@ -5,21 +5,20 @@ import json
 import logging
 import shutil
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 import structlog
 from rich.console import Console
-from rich.markup import escape
 
 from mooncake_zmq.chaos.floods import KINDS
 from mooncake_zmq.chaos.node import PLANTED
 from mooncake_zmq.chaos.plan import Kind
 from mooncake_zmq.config.examples import CHAOS, located
 from mooncake_zmq.engine.cpu import limit_blas
+from mooncake_zmq.telemetry.progress import elapsed_lines
 
 if TYPE_CHECKING:
     from mooncake_zmq.chaos.run import Wanted
@@ -210,7 +209,7 @@ def _run_faults(wanted: "Wanted", *, keep: bool, as_json: bool) -> NoReturn:
     from mooncake_zmq.chaos.run import NotStarted, Run
     from mooncake_zmq.refused import Refused
 
-    run = Run(wanted, _sayer())
+    run = Run(wanted, elapsed_lines())
     try:
         outcome = asyncio.run(run.run())
     except asyncio.CancelledError:
@@ -231,7 +230,7 @@ def _run_tenants(
     from mooncake_zmq.chaos import tenants
 
     try:
-        outcome = asyncio.run(tenants.TenantsRun(loaded, kinds or [*KINDS], seconds, step_s, _sayer()).run())
+        outcome = asyncio.run(tenants.TenantsRun(loaded, kinds or [*KINDS], seconds, step_s, elapsed_lines()).run())
     except KeyboardInterrupt:
         sys.exit(130)
     if as_json:
@@ -239,17 +238,6 @@ def _run_tenants(
     else:
         tenants.print_report(outcome, Console())
     _end(outcome.problems, outcome.directory, keep=keep)
-
-
-def _sayer() -> Callable[[str], None]:
-    """Return a function that prints a run's progress on stderr."""
-    began = time.monotonic()
-    errors = Console(stderr=True, highlight=False)
-
-    def say(text: str) -> None:
-        errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {escape(text)}", markup=True, soft_wrap=True)
-
-    return say
 
 
 def _end(problems: Sequence[str], directory: Path, *, keep: bool) -> NoReturn:

@@ -17,6 +17,11 @@ Attempt = tuple[str, str, int]
 """Gateway, request and number of an attempt."""
 
 
+def changes_role(counts: Mapping[str, float]) -> bool:
+    """Return whether a node has begun a change of its role that an operator has not undone, as `Drain` counts them."""
+    return counts.get("role_changes_begun", 0) > counts.get("role_changes_undone", 0)
+
+
 class Drain:
     """Draining state. `may_become`: the role that a conductor may request, if any. An operator's drain or cordon
     takes precedence over a change of role."""

@@ -26,6 +26,7 @@ from mooncake_zmq.core.actor import (
     Transmit,
     WorkDone,
 )
+from mooncake_zmq.core.drain import changes_role
 from mooncake_zmq.core.messages import MAX_DUMP_BYTES, AskState, Message, Report, SetCordon, StateReported, Watch, clip
 from mooncake_zmq.core.session import Session, SessionEvent
 from mooncake_zmq.core.transfer_stats import COUNTED, TransferStats
@@ -133,10 +134,9 @@ class Node:
     def report(self, now: float) -> Report:
         """Return this process's report."""
         counts, gauges = self._facts() if self._facts is not None else (self.actor.counts, self.actor.gauges(now))
-        changes = counts.get("role_changes_begun", 0) > counts.get("role_changes_undone", 0)
         return report(
             uptime_s=now - self._began_at,
-            draining=self.draining or self.cordon_wanted or changes,
+            draining=self.draining or self.cordon_wanted or changes_role(counts),
             cordoned=self.cordoned,
             counts=counts,
             gauges=gauges,

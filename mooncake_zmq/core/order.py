@@ -1,5 +1,4 @@
-"""Order of a prefill's prompts, and the work ahead of a new one: the same rule in the node and in the conductor's prediction.
-PURE.
+"""Order of a prefill's prompts: the same rule in the node and in the conductor's prediction. PURE.
 
 A prompt gets its *rank* once, when it arrives: the time of its arrival, plus `overtake` times its own work, plus `priority_s`
 for each step of priority. The prompt of the smallest rank computes its next chunk. So a short
@@ -12,7 +11,6 @@ that is late already (`priority_behind`). The conductor applies that, as it know
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -32,8 +30,3 @@ class Order:
         """Return the earliest priority with which a prompt does not go before rank `rank`. Needs `priority_s` above 0."""
         priority = math.ceil((rank - arrived_at - self.overtake * work_s) / self.priority_s)
         return priority if self.rank(arrived_at, work_s, priority) >= rank else priority + 1  # sums are rounded
-
-
-def work_ahead_s(jobs: Iterable[tuple[float, float]], rank: float) -> float:
-    """Return the seconds of work ahead of a job of this rank; `jobs`: (rank, seconds left) of those in the queue."""
-    return sum(left_s for other, left_s in jobs if other <= rank)

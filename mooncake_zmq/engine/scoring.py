@@ -23,6 +23,5 @@ class PromptScores:
         self._likeliest = likeliest
 
     def __call__(self, logits: NDArray[np.float32]) -> None:
-        """See `spec.LogitsCallback`."""
         self.scored += [logprob(row, token, self._likeliest) for row, token in zip(logits, self._following, strict=False)]
         self.last = logits[-1:].copy()

@@ -118,7 +118,6 @@ class Arrivals:
         self._peers: dict[str, str] = {}
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `core.actor`."""
         match event:
             case Received(sender, message):
                 return self._on_message(now, sender, message)
@@ -137,12 +136,10 @@ class Arrivals:
         return []
 
     def check(self, now: float) -> None:
-        """See `core.actor`."""
         for request in self.open.values():
             assert request.tokens < request.max_tokens, "the last token ends a request"
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `core.actor`."""
         waiting = sum([request.waiting or not request.prefill for request in self.open.values()])
         decoding = sum([request.tokens > request.resumed_at and not request.waiting for request in self.open.values()])
         return {
@@ -152,7 +149,6 @@ class Arrivals:
         }
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `core.actor`."""
         return {"gauges": self.gauges(now), "requests": list(self.open)}
 
     # --- arrivals

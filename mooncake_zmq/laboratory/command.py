@@ -1,12 +1,10 @@
 """`mooncake-zmq sim` and `mooncake-zmq reproduce`: options in, tables or one JSON object out, progress on standard error."""
 
-import functools
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import msgspec
@@ -38,29 +36,6 @@ Examples:
   mooncake-zmq sim conversation_trace.jsonl --sweep policy=coming,global --rows rows.npz
   mooncake-zmq sim trace.jsonl --sweep prefill=6,8,10 --dask tcp://head:8786
 """
-
-
-def one_line(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn errors that the user can correct into one line and exit code 2."""
-
-    @functools.wraps(command)
-    def run(**options: Any) -> None:
-        try:
-            command(**options)
-        except (StudyError, click.ClickException) as error:
-            if isinstance(error, click.UsageError):
-                raise
-            fail(error.message if isinstance(error, click.ClickException) else str(error))
-        except OSError as error:
-            fail(str(error))
-
-    return run
-
-
-def fail(message: str) -> NoReturn:
-    """Print an error and exit."""
-    click.echo(f"mooncake-zmq: {message}", err=True)
-    sys.exit(2)
 
 
 @contextmanager
@@ -106,7 +81,6 @@ def runs_display(name: str, count: int) -> Iterator[Progress]:
 @click.option("--plot", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Draw PNGs there.")
 @rows_option
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write it as a page to look at.")
-@one_line
 def sim(trace: Path | None, generate: str | None, like: Path | None, **options: Any) -> None:
     """Replay TRACE through the cluster's own actors in virtual time, and print its figures.
 

@@ -90,7 +90,7 @@ class _Running(Struct, eq=False):
 
 
 class ModelledMachine:
-    """One incarnation of one process. `hosts`: the resources of every host; `host_of`: the host of a process."""
+    """One incarnation of one process; see `world.Carrier`. `hosts`: resources of all hosts; `host_of`: of a process."""
 
     def __init__(
         self,
@@ -137,7 +137,6 @@ class ModelledMachine:
     # --- works
 
     def start(self, work_id: int, work: Work, deadline_s: float) -> None:
-        """See `world.Carrier`."""
         assert work_id not in self.running, "a work id is used once"
         now = self._world.now
         running = self._plan(now, work)

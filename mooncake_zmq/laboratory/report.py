@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure, save
 from mooncake_zmq.laboratory.metrics import Spread, Summary, summarize
 from mooncake_zmq.laboratory.study import RunResult, Setup
 
@@ -111,33 +111,18 @@ def written(found: Spread, scale: float) -> str:
 
 def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> Table:
     """Return a table with a row for each run."""
-    columns = (
-        *chosen[0],
-        "in SLO",
-        "goodput/s",
-        "TTFT",
-        "p50",
-        "p90",
-        "p99",
-        "TBT",
-        "p99",
-        "reused",
-        "regret",
-        "prefill",
-        "rejected",
-        "wasted",
-    )
+    times, others = ("TTFT", "p50", "p90", "p99", "TBT", "p99"), ("reused", "regret", "prefill", "rejected", "wasted")
+    columns = (*chosen[0], "in SLO", "goodput/s", *times, *others)
     table = tables.empty(f"{len(outcomes)} runs; times in seconds, TBT in ms", columns, text=chosen[0])
     for swept, outcome in zip(chosen, outcomes, strict=True):
         s = outcome.summary
-        times = (s.ttft_s.mean, s.ttft_s.p50, s.ttft_s.p90, s.ttft_s.p99)
-        steps = (1000 * s.tbt_s.mean, 1000 * s.tbt_s.p99)
+        ttft_s = (s.ttft_s.mean, s.ttft_s.p50, s.ttft_s.p90, s.ttft_s.p99)
+        tbt_ms = (1000 * s.tbt_s.mean, 1000 * s.tbt_s.p99)
         table.add_row(
             *swept.values(),
             percent(s.within_slo),
             f"{s.goodput_per_s:.3f}",
-            *(f"{each:.3g}" for each in times),
-            *(f"{each:.3g}" for each in steps),
+            *(f"{each:.3g}" for each in (*ttft_s, *tbt_ms)),
             percent(s.hit_ratio),
             f"{s.regret:.2f}",
             f"{s.prefill_gpu_s:.3f}",
@@ -149,7 +134,6 @@ def sweep_table(chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]
 
 def plot(directory: Path, chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> list[Path]:
     """Draw the available curves: ttft.png, load.png, copies.png, sweep.png. Raises click.ClickException without matplotlib."""
-    directory.mkdir(parents=True, exist_ok=True)
     names = [", ".join(f"{key} {value}" for key, value in each.items()) or outcomes[0].setup.policy for each in chosen]
     drawn = [_plot_ttft(directory, names, outcomes), _plot_loads(directory, names, outcomes)]
     if any(each.copies for each in outcomes):
@@ -169,7 +153,7 @@ def _plot_ttft(directory: Path, names: Sequence[str], outcomes: Sequence[Outcome
     axes.axvline(outcomes[0].setup.ttft_slo_s, color="black", linewidth=1)
     axes.set(xlabel="TTFT, s", ylabel="share of the requests", ylim=(0, 1), xscale="symlog", xlim=(0, None))
     axes.legend(fontsize="small")
-    return _saved(figure, directory / "ttft.png")
+    return save(figure, directory / "ttft.png")
 
 
 def _started(summary: Summary) -> int:
@@ -187,7 +171,7 @@ def _plot_loads(directory: Path, names: Sequence[str], outcomes: Sequence[Outcom
     above.set(ylabel="prefill load, of its SLO")
     below.set(ylabel="decode load, of its SLO", xlabel="virtual time, s")
     above.legend(fontsize="small")
-    return _saved(figure, directory / "load.png")
+    return save(figure, directory / "load.png")
 
 
 def _plot_copies(directory: Path, names: Sequence[str], outcomes: Sequence[Outcome]) -> Path:
@@ -200,7 +184,7 @@ def _plot_copies(directory: Path, names: Sequence[str], outcomes: Sequence[Outco
             axes.plot(*zip(*points, strict=True), label=f"{name}: rank {rank}")
     axes.set(xlabel="virtual time, s", ylabel="hosts that hold the key")
     axes.legend(fontsize="small")
-    return _saved(figure, directory / "copies.png")
+    return save(figure, directory / "copies.png")
 
 
 def _plot_sweep(directory: Path, chosen: Sequence[Mapping[str, str]], outcomes: Sequence[Outcome]) -> Path:
@@ -216,9 +200,4 @@ def _plot_sweep(directory: Path, chosen: Sequence[Mapping[str, str]], outcomes: 
         axes.plot(*zip(*points, strict=True), marker="o", label=name or "all")
     axes.set(xlabel=last, ylabel="share within the SLOs", ylim=(0, 1.02))
     axes.legend(fontsize="small")
-    return _saved(figure, directory / "sweep.png")
-
-
-def _saved(figure: Any, path: Path) -> Path:
-    figure.savefig(path)
-    return path
+    return save(figure, directory / "sweep.png")

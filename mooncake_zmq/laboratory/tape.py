@@ -17,6 +17,7 @@ import msgspec
 
 from mooncake_zmq.core.actor import Effect, Event, FromClient, Send, Start, ToClient, WorkDone
 from mooncake_zmq.core.actor_parts import Tally
+from mooncake_zmq.core.drain import changes_role
 from mooncake_zmq.core.messages import Hello, Report, Sampling, Schedule, StopRule
 from mooncake_zmq.core.transfer_stats import COUNTED, TransferStats
 from mooncake_zmq.core.watch import PeerReport, report
@@ -106,7 +107,6 @@ class Tape:
     # --- observing
 
     def watch(self, process: Process[Any]) -> Observe | None:
-        """See `World`."""
         transfer_stats = TransferStats(process.name, self._layout)
         self._incarnations[process.name] = _Incarnation(self._world.now, transfer_stats)
         if process.spec.role == "gateway":
@@ -233,7 +233,7 @@ class Tape:
         moved = [msgspec.structs.replace(each, bytes=int(each.bytes * scale)) for each in incarnation.transfer_stats.totals()]
         return report(
             uptime_s=now - incarnation.began_at,
-            draining="role_changes_begun" in counts,
+            draining=changes_role(counts),
             counts=counts,
             gauges=actor.gauges(now),
             moved=moved,

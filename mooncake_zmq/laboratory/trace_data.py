@@ -1,14 +1,12 @@
 """`mooncake-zmq trace-data`: where the public trace is, and whether a file is that trace."""
 
 import hashlib
-import sys
 from pathlib import Path
 
 import click
 import numpy as np
 
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.traces import read_trace
 
 NAME = "conversation_trace.jsonl"
@@ -36,11 +34,7 @@ def trace_data(trace: Path | None) -> None:
     if trace is None:
         click.echo(HOW)
         return
-    try:
-        tables.show([tables.pairs(str(trace), lines(trace))])
-    except StudyError as error:
-        click.echo(f"mooncake-zmq: {error}", err=True)
-        sys.exit(2)
+    tables.show([tables.pairs(str(trace), lines(trace))])
 
 
 def lines(trace: Path) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ import click
 
 from mooncake_zmq.core.keys import KeysError, Kind
 from mooncake_zmq.core.messages import MAX_PRIORITY
-from mooncake_zmq.gateway.http.api_keys import read
+from mooncake_zmq.gateway.http.api_keys import read_with_text
 from mooncake_zmq.gateway.requests.tenants import HANGUPS, SHARE, Role, SloRight, Tenant, TenantsError, digest_of, parse
 from mooncake_zmq.refused import Refused
 from mooncake_zmq.transfer import key_files
@@ -161,26 +161,14 @@ def drop(name: str, directory: Path) -> None:
     default=0,
     help="The least, that is the most urgent, priority that its requests may name.",
 )
-@click.option("--slo", type=click.Choice(["own"]), default=None, help="Allow its requests to name their own SLOs.")
+@click.option("--slo", type=click.Choice(["own"]), help="Allow its requests to name their own SLOs.")
 @click.option("--replace", is_flag=True, help="Instead of the key and limits that NAME has. Its cached prefixes stay its own.")
 @click.option(
     "--forget",
     is_flag=True,
     help="With --replace: for a new holder of NAME, with whom the former one's cached prefixes are not shared.",
 )
-def api(
-    name: str,
-    path: Path,
-    requests: int,
-    tokens: int,
-    hangups: int,
-    share: float,
-    role: Role,
-    priority: int,
-    slo: SloRight | None,
-    replace: bool,
-    forget: bool,
-) -> None:
+def api(name: str, path: Path, slo: SloRight | None, replace: bool, forget: bool, **limits: Any) -> None:
     """Make an API key of NAME for a gateway's clients, print it once, and write its hash to FILE.
 
     Gateways that run with `gateway.api_keys = FILE` follow the file; a key deleted from it is refused.
@@ -199,18 +187,8 @@ def api(
     def tenant(former: Tenant | None) -> Tenant:
         if former is not None and not replace:
             _fail(f"{name} has a key in {path}: --replace makes another one in its place")
-        return Tenant(
-            name=name,
-            digest=digest_of(secret),
-            requests=requests,
-            tokens=tokens,
-            hangups=hangups,
-            share=share,
-            role=role,
-            priority=priority,
-            slo=slo or "",
-            own_salt=former.own_salt if former is not None and not forget else secrets.token_hex(SALT_BYTES),
-        )
+        salt = former.own_salt if former is not None and not forget else secrets.token_hex(SALT_BYTES)
+        return Tenant(name=name, digest=digest_of(secret), slo=slo or "", own_salt=salt, **limits)
 
     _or_exit(lambda: _put_tenant(path, name, tenant))
     click.echo(secret)
@@ -222,10 +200,10 @@ def _put_tenant(path: Path, name: str, make: Callable[[Tenant | None], Tenant]) 
     if not path.parent.is_dir():
         _fail(f"there is no directory {path.parent}")
     with key_files.alone(path.parent):
-        known = {each.name: each for each in (read(path) if path.exists() else ())}
-        lines = key_files.read_guarded(path).splitlines() if path.exists() else []
-        kept = [line for line in lines if line.startswith("#") or line.strip().partition(":")[0] != name]
-        text = "".join(f"{line}\n" for line in (*kept, make(known.get(name)).line()))
+        former, known = read_with_text(path) if path.exists() else ("", ())
+        kept = [line for line in former.splitlines() if line.startswith("#") or line.strip().partition(":")[0] != name]
+        made = make(next((each for each in known if each.name == name), None))
+        text = "".join(f"{line}\n" for line in (*kept, made.line()))
         parse(text)
         # Hashes of keys that cannot be guessed, for gateways of any user.
         replace_own(path, text.encode(), mode=key_files.WORLD_READABLE)

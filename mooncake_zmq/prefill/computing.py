@@ -289,7 +289,6 @@ class Computing:
         return self._handoff.finish(now, job, result.sampled)
 
     def check(self) -> None:
-        """See `core.actor`."""
         computing = [job for job in self._jobs if job.state in (COMPUTING, ABANDONED)]
         assert [id(job) for job in computing] == ([] if self._job is None else [id(self._job)])
         sampling = {id(job) for job in self._sampling.values() if job.sampling_id}

@@ -68,7 +68,6 @@ class Jobs:
         return was_live
 
     def check(self) -> None:
-        """See `core.actor`."""
         for job in self:
             assert job.state is not JobState.ENDED
             assert (job.state is JobState.ABANDONED) == (job in self._abandoned)

@@ -233,7 +233,6 @@ class Prefill:
         return self.slots.committed(key) is not None
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `core.actor`."""
         if type(event) is WorkProgress:  # the most frequent event, for which no queued job waits
             return self._computing.on_progress(event)
         effects = self._dispatch(now, event)
@@ -311,7 +310,6 @@ class Prefill:
         return self._reuse.corrupt(message.slots)
 
     def check(self, now: float) -> None:
-        """See `core.actor`."""
         slots, jobs = self.slots, list(self.jobs)
         slots.check()
         self.jobs.check()
@@ -331,7 +329,6 @@ class Prefill:
         assert self._queue.waiting == sum(1 for job in queued if job.state is JobState.QUEUED)
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `core.actor`."""
         early = (JobState.WAITING, JobState.QUEUED, PREPARING, JobState.GATHERING)
         waiting = sum(1 for job in self.jobs if job.state in early)
         return {
@@ -347,7 +344,6 @@ class Prefill:
         }
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
             **self._workload.dump(now),

@@ -171,7 +171,6 @@ class Stages:
         return [slot for stage in self._all() for slot in stage.held_slots]
 
     def check(self) -> None:
-        """See `core.actor`."""
         for stage in self._all():
             assert stage.state is not StageState.ENDED
             assert (stage.state is StageState.ABANDONED) == (stage in self._abandoned)

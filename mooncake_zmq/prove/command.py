@@ -6,13 +6,12 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from mooncake_zmq.laboratory import tables
 from mooncake_zmq.prove.connectors import CONNECTORS, OURS, PLANTED
 from mooncake_zmq.prove.run import Outcome, Proof
 from mooncake_zmq.telemetry.log import logs_from
+from mooncake_zmq.telemetry.progress import elapsed_lines
 
 EXAMPLES = """\b
 Examples:
@@ -49,16 +49,7 @@ def prove() -> None:
 @click.option("--vllm-argument", "arguments", multiple=True, metavar="ARG", help="Given to both servers; may be repeated.")
 @click.option("--keep", is_flag=True, help="Keep the directory with model and logs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def vllm(
-    python: str,
-    connector: str,
-    answers: int,
-    seed: int,
-    planted: str | None,
-    arguments: tuple[str, ...],
-    keep: bool,
-    as_json: bool,
-) -> None:
+def vllm(connector: str, planted: str | None, keep: bool, as_json: bool, **parameters: Any) -> None:
     """Compare the greedy answers of a vLLM with a connector with those of one without, on a small random model.
 
     The server with the connector evicts and preempts all the time, is killed amid answers, left by its clients at every stage,
@@ -74,16 +65,8 @@ def vllm(
     scratch = Path(tempfile.mkdtemp(prefix="mz-prove-"))
     clean = False
     try:
-        outcomes = Proof(
-            python=python,
-            connector=connector,
-            answers=answers,
-            seed=seed,
-            scratch=scratch,
-            planted=planted or "",
-            arguments=arguments,
-            say=_sayer(),
-        ).run()
+        proof = Proof(connector=connector, planted=planted or "", scratch=scratch, say=elapsed_lines(), **parameters)
+        outcomes = proof.run()
         clean = not any(_problems(connector, outcome) for outcome in outcomes)
         (_print_json if as_json else _print_table)(connector, outcomes)
     finally:
@@ -98,12 +81,6 @@ def vllm(
 def _problems(connector: str, outcome: Outcome) -> list[str]:
     """Return what is wrong; without a connector nothing can be loaded."""
     return [each for each in outcome.problems if connector != "none" or not each.startswith("no KV")]
-
-
-def _sayer() -> Callable[[str], None]:
-    began = time.monotonic()
-    errors = Console(stderr=True, highlight=False)
-    return lambda text: errors.print(f"[dim]{time.monotonic() - began:6.0f} s[/] {escape(text)}", soft_wrap=True)
 
 
 def _print_table(connector: str, outcomes: Sequence[Outcome]) -> None:

@@ -14,7 +14,6 @@ from tokenizers.pre_tokenizers import Whitespace
 VOCAB = 512
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, LAYERS = 128, 4, 2, 32, 256, 2
 BLOCK_TOKENS = 32
-VALUE_BYTES = LAYERS * 2 * KV_HEADS * HEAD * BLOCK_TOKENS * 4
 
 
 def llama_config(vocabulary: int = VOCAB, positions: int = 4096, rope_theta: float = 10_000.0) -> dict[str, Any]:

@@ -53,7 +53,7 @@ from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT, embed
 from mooncake_zmq.runtime.http_connections import Broken, Connections, Target
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber, OnEvents
 from mooncake_zmq.runtime.rendering import REFUSED, parts_of, without_repeats, write_chat
-from mooncake_zmq.runtime.vllm_answers import Nonsense, asked, for_model, shown
+from mooncake_zmq.runtime.vllm_answers import Nonsense, asked, for_model, models_in, shown
 from mooncake_zmq.runtime.vllm_stream import Refusal, Stream
 from mooncake_zmq.vllm.hints import as_parameters
 
@@ -525,9 +525,13 @@ class Generation:
         all the same."""
         try:
             async with asyncio.timeout(LIST_S):
-                return listed_in(*await asked(self._client, "GET", "/v1/models"))
+                models = models_in(*await asked(self._client, "GET", "/v1/models"))
         except (httpx.HTTPError, Nonsense, TimeoutError):
             return None
+        if models is None:
+            return None
+        adapters = tuple(each.id for each in models if each.parent is not None and len(each.id) <= MAX_MODEL_NAME)
+        return tuple(each.id for each in models if each.parent is None), adapters
 
     async def _parsers(self) -> Parsers | None:
         """Return the parsers that vLLM was started with, or None if it does not answer that. One that embeds has none."""
@@ -613,19 +617,6 @@ def _client(url: str, connect_s: float) -> httpx.AsyncClient:
         headers={"accept-encoding": "identity"},
         trust_env=False,
     )
-
-
-def listed_in(status: int, raw: bytes | bytearray) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the names of the model and of the adapters that a server lists, or None where its answer is no list of models."""
-    try:
-        listed = msgspec.json.decode(raw)["data"] if status == httpx.codes.OK else None
-        if listed is None:
-            return None
-        found = [(each["id"], each.get("parent") is None) for each in listed if isinstance(each["id"], str)]
-        adapters = tuple(name for name, is_own in found if not is_own and len(name) <= MAX_MODEL_NAME)
-        return tuple(name for name, is_own in found if is_own), adapters
-    except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 def _reason(error: Exception) -> str:

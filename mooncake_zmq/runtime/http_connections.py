@@ -172,11 +172,9 @@ class _Connection(asyncio.Protocol):
         await self._ended
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self._lost = str(exc) if exc is not None else "closed"
         if self._until_closed and exc is None:
             self.on_message_complete()
@@ -184,7 +182,6 @@ class _Connection(asyncio.Protocol):
         self._fail(Broken(f"the connection ended: {self._lost}") if taken else _NotTaken())
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         if self._receiver is None:
             self._lost = "it spoke unasked"
             self.transport.abort()

@@ -40,6 +40,24 @@ async def asked(client: httpx.AsyncClient, method: str, path: str, body: Any = N
         return response.status_code, await whole(response, MOST_BYTES, f"vLLM's {path} answers more than {MOST_BYTES} bytes")
 
 
+class Model(Struct, frozen=True):
+    """A model or an adapter that a server lists."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+def models_in(status: int, raw: bytes | bytearray) -> list[Model] | None:
+    """Return what a server lists, but for names that are no text; None where its answer is no list of models."""
+    try:
+        listed = msgspec.json.decode(raw)["data"] if status == httpx.codes.OK else None
+        return None if listed is None else [msgspec.convert(each, Model) for each in listed if isinstance(each["id"], str)]
+    except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 class _Said(Struct, frozen=True):
     message: str = ""
 

@@ -10,16 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import msgspec
 import structlog
-from msgspec import Struct
 
 from mooncake_zmq.config.records import Config
 from mooncake_zmq.runtime import notify
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT
 from mooncake_zmq.runtime.generation import GENERATE, ONE_TOKEN
 from mooncake_zmq.runtime.mistakes import ServerError
-from mooncake_zmq.runtime.vllm_answers import reason_of
+from mooncake_zmq.runtime.vllm_answers import Model, models_in, reason_of
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 log = structlog.get_logger()
@@ -47,21 +45,6 @@ class NoScaleOut(ServerError):
     """The server does not take token ids."""
 
 
-class Model(Struct, frozen=True):
-    """A model or an adapter that a server lists."""
-
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class Models(Struct, frozen=True):
-    """A server's models and adapters."""
-
-    data: list[Model]
-
-
 def await_server(
     settings: VllmSettings,
     max_model_len: int,
@@ -85,7 +68,7 @@ def await_server(
             notify.status(f"waiting for vLLM at {settings.url}: {why}")
             sleep(POLL_S)
         try:
-            models = _models(answered(client, "GET", "/v1/models")[1])
+            models = models_in(*answered(client, "GET", "/v1/models")) or []
             _check_models(models, settings, max_model_len, adapters, model)
             (check_embedding if embeds else check_generation)(client, settings)
         except httpx.HTTPError as error:
@@ -158,14 +141,6 @@ def check_generation(client: httpx.Client, settings: VllmSettings) -> None:
         raise NoScaleOut(f"vLLM at {settings.url} does not serve {GENERATE}: start it with {SCALE_OUT}")
     if status != httpx.codes.OK:
         raise ServerError(f"vLLM at {settings.url} answers {status} to {GENERATE}: {reason_of(content)}")
-
-
-def _models(content: bytes) -> list[Model]:
-    """Return its models and adapters; none where the answer is no list of them."""
-    try:
-        return msgspec.json.decode(content, type=Models).data
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []
 
 
 def _shape(directory: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Refusal(Exception):
 
 
 class Stream:
-    """One call. It ends once `take` has returned that the answer is complete, or with the last byte."""
+    """One call; see `http_connections.Receiver`. It ends with the last byte, or once `take` has returned that it has all."""
 
     def __init__(self, take: Callable[[bytes], bool], quiet_s: float) -> None:
         """`take`: takes a piece of the body; raises Nonsense. `quiet_s`: the longest time without a byte."""
@@ -53,11 +53,9 @@ class Stream:
         return call
 
     def answered(self, at: float, status: int, headers: dict[bytes, bytes]) -> None:
-        """See `http_connections.Receiver`."""
         self._at, self._status = self._loop.time(), status
 
     def body(self, at: float, piece: bytes) -> None:
-        """See `http_connections.Receiver`."""
         self._at = self._loop.time()
         if self._over.done():
             return

@@ -212,12 +212,10 @@ class ZmqRuntime:
             self._carry_out(self.node.look(time.monotonic(), for_s))
 
     def ask_state(self, peer: str, ask_id: int, part: str = "") -> None:
-        """See `Node.ask_state`."""
         if not self._closed:
             self._carry_out(self.node.ask_state(time.monotonic(), peer, ask_id, part))
 
     def set_cordon(self, peer: str, cordoned: bool) -> None:
-        """See `Node.set_cordon`."""
         if not self._closed:
             self._carry_out(self.node.set_cordon(time.monotonic(), peer, cordoned))
 

@@ -1,11 +1,11 @@
 """Writes to a simulated disk."""
 
 from mooncake_zmq.core.work import DiskWritten, WorkFailed, WriteToDisk
-from mooncake_zmq.simulation.machine import Machine, Steps
+from mooncake_zmq.simulation.machine import Machine, Running, Steps
 from mooncake_zmq.simulation.memory import generation_stands
 
 
-def write_to_disk(machine: Machine, work: WriteToDisk) -> Steps:
+def write_to_disk(machine: Machine, _: Running, work: WriteToDisk) -> Steps:
     """Write block by block, each in two halves: a crash in between leaves a torn slot under whatever row it had."""
     disk, segment = machine.disk, machine.segment
     if disk is None or segment is None:

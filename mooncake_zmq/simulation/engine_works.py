@@ -89,7 +89,7 @@ def _sampled(machine: Machine, work: ComputeChunk, kv_hash: int, end: int) -> tu
     return ()
 
 
-def sample_late(machine: Machine, work: SampleTokens) -> Steps:
+def sample_late(machine: Machine, _: Running, work: SampleTokens) -> Steps:
     sequence = machine.sequences.get(work.logits_of)
     sampled = sequence.unsampled if sequence is not None else ()
     if not sampled:
@@ -270,7 +270,7 @@ def _step(machine: Machine, entry: StepEntry, made: int, token: int) -> int | Wo
     return sequence.token_of(merged.hash_kv(range(LAYERS), position + 1), position + 1, entry.sampling)
 
 
-def fork(machine: Machine, running: Running, work: ForkSequence) -> Steps:
+def fork(machine: Machine, _: Running, work: ForkSequence) -> Steps:
     source = machine.sequences[work.source]
     for target in work.targets:
         blocks = machine.layout.blocks_for(work.tokens)

@@ -88,16 +88,8 @@ MIN_FAULTS, MAX_FAULTS, MIN_KINDS = 8, 14, 4
 
 
 _OF_BLOCKS = (
-    FaultKind.CORDON,
-    FaultKind.ROLE,
-    FaultKind.TANGLE,
-    FaultKind.LATE,
-    FaultKind.SUSPEND,
-    FaultKind.STOP_READER,
-    FaultKind.STOP_ASKER,
-    FaultKind.STOP_WRITER,
-    FaultKind.COPY_FAIL,
-    FaultKind.GARBAGE,
+    *(FaultKind.CORDON, FaultKind.ROLE, FaultKind.TANGLE, FaultKind.LATE, FaultKind.SUSPEND, FaultKind.STOP_READER),
+    *(FaultKind.STOP_ASKER, FaultKind.STOP_WRITER, FaultKind.COPY_FAIL, FaultKind.GARBAGE),
 )
 _READERS = ("prefill", "decode")
 LONG_STOP_S = 3.2
@@ -115,12 +107,8 @@ _DRAWN_ALONE = (
 USUAL = tuple(kind for kind in FaultKind if kind not in _DRAWN_ALONE)
 """The kinds that every seed draws from. Others are drawn by themselves, so that these draws do not depend on them."""
 AMID_LATENESS = (
-    FaultKind.COPY_FAIL,
-    FaultKind.COPY_TEAR,
-    FaultKind.BIT_FLIP,
-    FaultKind.DISK_FULL,
-    FaultKind.DISK_FAIL,
-    FaultKind.DISK_SLOW,
+    *(FaultKind.COPY_FAIL, FaultKind.COPY_TEAR, FaultKind.BIT_FLIP),
+    *(FaultKind.DISK_FULL, FaultKind.DISK_FAIL, FaultKind.DISK_SLOW),
 )
 """The kinds that a seed with late processes draws from: none that may end a conversation, or have a copy that began in the last
 moments of a lease, as many do after a lateness, outlast it."""

@@ -74,11 +74,9 @@ class Sessions:
         self._world: World[Any]
 
     def attach(self, world: World[Any]) -> None:
-        """See `world.Link`."""
         self._world = world
 
     def begin(self, process: Process[Any]) -> None:
-        """See `world.Link`."""
         current, world = process.current, self._world
         assert current is not None
         session = Session(
@@ -101,11 +99,9 @@ class Sessions:
         """See `world.Link`."""
 
     def handle(self, process: Process[Any], event: Event) -> None:
-        """See `world.Link`."""
         self._carry_out(process, _node(process).handle(self._world.clock(process), event))
 
     def pending(self, process: Process[Any]) -> int:
-        """See `world.Link`."""
         return _node(process).session.unacknowledged
 
     def look(self, process: Process[Any], for_s: float) -> None:
@@ -194,11 +190,9 @@ class Direct:
         self._world: World[Any]
 
     def attach(self, world: World[Any]) -> None:
-        """See `world.Link`."""
         self._world = world
 
     def begin(self, process: Process[Any]) -> None:
-        """See `world.Link`."""
         world = self._world
         world.in_incarnation(process, world.now, self.handle, process, Started())
         for name in sorted(process.spec.peers):
@@ -213,7 +207,6 @@ class Direct:
         world.in_incarnation(process, world.now + self._delay_s, self.handle, process, up)
 
     def end(self, process: Process[Any], current: Incarnation[Any]) -> None:
-        """See `world.Link`."""
         world = self._world
         for name in sorted(process.spec.peers):
             peer = world.processes[name]
@@ -222,7 +215,6 @@ class Direct:
                 world.in_incarnation(peer, world.now + self._delay_s, self.handle, peer, down)
 
     def handle(self, process: Process[Any], event: Event) -> None:
-        """See `world.Link`."""
         current, world = process.current, self._world
         assert current is not None
         now = world.now
@@ -239,7 +231,6 @@ class Direct:
                 acts[type(effect)](process, current, effect)
 
     def pending(self, process: Process[Any]) -> int:
-        """See `world.Link`."""
         assert process.current is not None
         return int(self._world.now <= process.current.sent_at + self._delay_s)
 

@@ -5,10 +5,10 @@ import numpy as np
 from mooncake_zmq.core.messages import LoanPlace
 from mooncake_zmq.core.work import BorrowParts, Done, LendSequence, SequenceLent, TakeBack, WorkFailed, lender_lost
 from mooncake_zmq.simulation.engine import SimSequence
-from mooncake_zmq.simulation.machine import Machine, Steps
+from mooncake_zmq.simulation.machine import Machine, Running, Steps
 
 
-def lend(machine: Machine, work: LendSequence) -> Steps:
+def lend(machine: Machine, _: Running, work: LendSequence) -> Steps:
     stop = yield machine.took(machine.world.hardware.probe_s)
     if stop or machine.world.random.random() < machine.world.copy_fail:
         return WorkFailed(stop or "injected failure")
@@ -17,13 +17,13 @@ def lend(machine: Machine, work: LendSequence) -> Steps:
     return SequenceLent(LoanPlace(where="", number=work.sequence, token=token, secret=b"", sealed=False))
 
 
-def take_back(machine: Machine, work: TakeBack) -> Steps:
+def take_back(machine: Machine, _: Running, work: TakeBack) -> Steps:
     yield machine.took(machine.world.hardware.probe_s)
     machine.lent.pop(work.sequence, None)
     return Done()
 
 
-def borrow(machine: Machine, work: BorrowParts) -> Steps:
+def borrow(machine: Machine, _: Running, work: BorrowParts) -> Steps:
     stop = yield machine.took(machine.world.hardware.network_start_s)
     if stop:
         return WorkFailed(stop)

@@ -171,7 +171,7 @@ def _put_in_store(machine: Machine, blocks: Sequence[tuple[Key, SavedBlock]]) ->
             store.put(key, block)
 
 
-def probe_engine(machine: Machine, work: ProbeEngine) -> Steps:
+def probe_engine(machine: Machine, _: Running, work: ProbeEngine) -> Steps:
     yield machine.took(machine.world.hardware.probe_s)
     well = machine.world.random.random() >= max(ENGINE_FAILS, machine.world.copy_fail)
     if not well:
@@ -179,7 +179,7 @@ def probe_engine(machine: Machine, work: ProbeEngine) -> Steps:
     return EngineProbed(True, "", adapters_of(machine.name, machine.model), READ_BY if work.parsers else None)
 
 
-def write_chat(machine: Machine, work: WriteChat) -> Steps:
+def write_chat(machine: Machine, _: Running, work: WriteChat) -> Steps:
     """Write a chat with images as tokens, which may fail."""
     yield machine.took(machine.world.hardware.probe_s)
     if machine.world.random.random() < max(ENGINE_FAILS, machine.world.copy_fail):
@@ -187,7 +187,7 @@ def write_chat(machine: Machine, work: WriteChat) -> Steps:
     return written(work.chat)
 
 
-def read_tokens(machine: Machine, work: ReadTokens) -> Steps:
+def read_tokens(machine: Machine, _: Running, work: ReadTokens) -> Steps:
     """Read tokens as their places and numbers; the state is the tokens before. A call may fail."""
     yield machine.took(machine.world.hardware.probe_s)
     if machine.world.random.random() < max(ENGINE_FAILS, machine.world.copy_fail):

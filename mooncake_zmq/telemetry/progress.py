@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 LINE_EACH_S = 60.0
@@ -47,6 +48,12 @@ def progress_display(text: str) -> Iterator[ProgressDisplay]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield ProgressDisplay(console, bar, text)
+
+
+def elapsed_lines() -> Callable[[str], None]:
+    """Return a function that prints a line on standard error, behind the time since now."""
+    began, errors = time.monotonic(), Console(stderr=True, highlight=False)
+    return lambda text: errors.print(f"[dim]{time.monotonic() - began:6.1f} s[/] {escape(text)}", soft_wrap=True)
 
 
 def _left(elapsed_s: float, share: float) -> str:

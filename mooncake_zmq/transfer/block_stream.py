@@ -47,14 +47,13 @@ _LOSS |= zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class BlockStreams:
-    """Opens streams to data servers."""
+    """Opens streams to data servers; see `channel.OpenChannel`."""
 
     def __init__(self, layout: BlockLayout, sockets: Sockets) -> None:
         self._layout = layout
         self._sockets = sockets
 
     def open(self, incarnation: Incarnation, endpoint: str, is_over: Callable[[], bool]) -> Channel:
-        """See `channel.OpenChannel`."""
         until = time.monotonic() + OPEN_S
         try:
             offer = self._ask(incarnation, endpoint, until, is_over)

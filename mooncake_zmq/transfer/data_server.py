@@ -173,7 +173,7 @@ class DataServer:
 
 
 class _Served:
-    """One reader's stream."""
+    """One reader's stream; see `stream_host.Served`."""
 
     def __init__(
         self,
@@ -192,7 +192,6 @@ class _Served:
         self.waits_since = time.monotonic()
 
     def run(self) -> None:
-        """See `stream_host.Served`."""
         try:
             while True:
                 self.waits_since = time.monotonic()
@@ -206,11 +205,9 @@ class _Served:
             log.debug("data_stream_ended", reason=str(error))
 
     def shut(self) -> None:
-        """See `stream_host.Served`."""
         self._stream.shut()
 
     def close(self) -> None:
-        """See `stream_host.Served`."""
         self._stream.close()
 
     def _serve(self, request: ReadRequest) -> None:

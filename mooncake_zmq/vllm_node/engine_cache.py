@@ -53,5 +53,4 @@ class EngineCache:
         return [Send(conductor, message) for message in announcements(came, gone) for conductor in conductors]
 
     def check(self) -> None:
-        """See `core.actor`."""
         self._mirror.check()

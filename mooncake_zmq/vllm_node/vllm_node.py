@@ -138,7 +138,6 @@ class VllmNode:
         self._renders = Renders(settings.max_queued, self._peers, self._ids, self.counts)
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `core.actor`."""
         trouble = self._trouble if self._lost else "the node is draining" if self._drain.draining else ""
         effects = self._reads.handle(now, event) + self._renders.handle(now, event, trouble) + self._dispatch(now, event)
         return effects + self._begin(now) + self._drained()
@@ -205,7 +204,6 @@ class VllmNode:
                 return []
 
     def check(self, now: float) -> None:
-        """See `core.actor`."""
         live = [*self._jobs.values(), *self._closing]
         for job in live:
             assert job.state is not JobState.ENDED
@@ -220,7 +218,6 @@ class VllmNode:
         self._renders.check()
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `core.actor`."""
         waiting = len(self._in(JobState.QUEUED))
         return {
             "capacity_tokens": self._settings.capacity_tokens,
@@ -234,7 +231,6 @@ class VllmNode:
         }
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `core.actor`."""
         return {
             "gauges": self.gauges(now),
             "draining": self._drain.draining,

@@ -3,7 +3,6 @@
 import json
 import re
 from contextlib import contextmanager
-from itertools import count
 from types import SimpleNamespace
 
 import click
@@ -139,17 +138,6 @@ def test_a_python_that_is_not_there_is_told():
     order = {"engine": VLLM, "threads": 1}
     with pytest.raises(click.ClickException, match="/no/python"), engine_process(order, python="/no/python"):
         pass
-
-
-def test_a_side_that_computes_unasked_ends_the_run(monkeypatch):
-    monkeypatch.setattr(bench_module, "QUIET_TIMEOUT_S", 0.3)
-    side = Answers(OURS)
-    seconds = count()
-    monkeypatch.setattr(bench_module, "cpu_s", lambda pid: next(seconds))
-    with pytest.raises(click.ClickException, match="mooncake_zmq computes without a request"):
-        bench_module._rest({OURS: side})
-    monkeypatch.setattr(bench_module, "cpu_s", lambda pid: 7.0)
-    bench_module._rest({OURS: side})
 
 
 @pytest.mark.parametrize("model", ["toy", "/no/model", "dummy:no"])

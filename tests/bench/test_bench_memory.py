@@ -4,11 +4,14 @@ import mmap
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
+import click
 import pytest
 
-from mooncake_zmq.bench.memory import cpu_s, footprint, shared_files
+from mooncake_zmq.bench import memory
+from mooncake_zmq.bench.memory import await_idle, cpu_s, footprint, shared_files
 
 MIB = 1 << 20
 
@@ -54,3 +57,12 @@ def test_the_cpu_time_of_children_counts():
         assert Path(f"/proc/{child.pid}/stat").exists()
         assert cpu_s(child.pid) >= 0.2
         child.communicate()
+
+
+def test_a_side_that_computes_unasked_ends_the_run(monkeypatch):
+    seconds = count()
+    monkeypatch.setattr(memory, "cpu_s", lambda pid: next(seconds))
+    with pytest.raises(click.ClickException, match="ours computes without a request"):
+        await_idle({"ours": 1}, 0.0, 0.015, 0.3)
+    monkeypatch.setattr(memory, "cpu_s", lambda pid: 7.0)
+    await_idle({"ours": 1}, 0.0, 0.015, 0.3)

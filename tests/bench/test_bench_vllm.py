@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from mooncake_zmq.bench import memory
 from mooncake_zmq.bench import vllm as bench_module
 from mooncake_zmq.bench.command import bench as bench_command
 from mooncake_zmq.bench.others import vllm_driver
@@ -69,7 +70,8 @@ def world(monkeypatch):
         yield sides[order["side"]]
 
     monkeypatch.setattr(bench_module, "driver_process", start)
-    monkeypatch.setattr(bench_module, "cpu_s", lambda name: sides[name].used_s)
+    for module in (bench_module, memory):
+        monkeypatch.setattr(module, "cpu_s", lambda name: sides[name].used_s)
     monkeypatch.setattr(
         bench_module, "os", SimpleNamespace(**vars(os) | {"kill": lambda name, _: calls.append((name, "kill"))})
     )

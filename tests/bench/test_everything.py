@@ -62,7 +62,7 @@ def test_slower_is_what_the_turns_own_differences_do_not_explain(
 
 def test_the_zoo_is_compared_by_what_a_clairvoyant_would_compute() -> None:
     row = row_of("quiet", [Seen(status=200, finished=True, prompt_tokens=100, cached_tokens=50)], 40, {})
-    before, after = (ZooReport("t", [replace(row, finished=finished)]).as_json() for finished in (1, 0))
+    before, after = (ZooReport("zoo", lines=[replace(row, finished=finished)]).as_json() for finished in (1, 0))
     (change,) = compared(whole(before), whole(after))
     assert (change.bench, change.row, change.before, change.is_slower) == ("zoo", "quiet, live", 0.8, True)
 

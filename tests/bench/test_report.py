@@ -9,8 +9,8 @@ from mooncake_zmq.bench.report import Report, Row
 
 
 def report() -> Report:
-    faster = Row(name="latency", unit="ms", value=50.0, reference=100.0, higher_is_better=False)
-    slower = Row(name="rate", unit="tokens/s", value=9.0, reference=10.0, higher_is_better=True)
+    faster = Row(name="latency", unit="ms", value=50.0, reference=100.0, higher=False)
+    slower = Row(name="rate", unit="tokens/s", value=9.0, reference=10.0, higher=True)
     taken = Footprint(name="engine", peak_bytes=3 << 30, private_bytes=1 << 30, file_bytes=2 << 20, shared_bytes=0)
     return Report("test", [faster, slower], memory=[taken], notes=["both [sides] rested"])
 
@@ -24,7 +24,7 @@ def test_a_ratio_above_one_is_better_whichever_way_the_unit_points():
     [(-2.0, -0.5, float("inf")), (-2.0, 2.0, float("inf")), (2.0, -0.5, 0.0), (0.0, 2.0, float("inf"))],
 )
 def test_a_difference_below_nothing_is_never_worse_than_one_above(value: float, reference: float, ratio: float):
-    assert Row(name="added", unit="ms", value=value, reference=reference, higher_is_better=False).ratio == ratio
+    assert Row(name="added", unit="ms", value=value, reference=reference, higher=False).ratio == ratio
 
 
 def test_json_is_one_object_of_the_stated_shape(capsys):

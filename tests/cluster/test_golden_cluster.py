@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import web
+from near_tie import near_tie
 from toy_cluster import ROOT, Stream, ToyCluster, eventually, until_none
 
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
-from mooncake_zmq.engine.sampling import near_tie
 
 pytestmark = pytest.mark.timeout(280)
 

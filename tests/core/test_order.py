@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_zmq.core.order import Order, work_ahead_s
+from mooncake_zmq.core.order import Order
 
 jobs = st.tuples(st.floats(0, 100), st.floats(0.01, 50), st.integers(-3, 3))
 orders = st.builds(Order, overtake=st.floats(0, 5), priority_s=st.floats(0, 20))
@@ -38,8 +38,3 @@ def test_the_priority_behind_a_rank_is_the_earliest_that_does_not_pass_it(overta
     priority = order.priority_behind(rank, arrived_at, work_s)
     assert order.rank(arrived_at, work_s, priority) >= rank
     assert order.rank(arrived_at, work_s, priority - 2) < rank
-
-
-def test_the_work_ahead_is_what_ranks_before():
-    assert work_ahead_s([(1.0, 5.0), (2.0, 7.0), (3.0, 11.0)], 2.0) == 12.0
-    assert work_ahead_s([], 2.0) == 0.0

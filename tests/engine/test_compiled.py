@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from near_tie import near_tie
 
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine import prepare as prepare_module
@@ -15,7 +16,6 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.matrices import quantized
 from mooncake_zmq.engine.matrices.panels import to_panels
 from mooncake_zmq.engine.prepare import default_cache_dir, prepare
-from mooncake_zmq.engine.sampling import near_tie
 from mooncake_zmq.runtime.executor.lending import why_not
 
 compiled = pytest.importorskip("mooncake_zmq.engine.machine_code.compiled", reason="needs Numba")

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from near_tie import near_tie
 
 from mooncake_zmq.core.messages import Sampling
 from mooncake_zmq.engine.constraint import MAX_COMPILED, Compiler, ConstraintError, NamedWords
 from mooncake_zmq.engine.grammars import Grammars
-from mooncake_zmq.engine.sampling import Past, choose, near_tie, scores
+from mooncake_zmq.engine.sampling import Past, choose, scores
 from mooncake_zmq.engine.tokenizer import ByteVocabulary, byte_tokenizer, open_tokenizer
 from mooncake_zmq.gateway.openai.constraints import of_lark, of_schema
 from mooncake_zmq.kv.block_hash import pack_tokens

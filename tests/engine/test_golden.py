@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from near_tie import near_tie
 
 from mooncake_zmq.core.messages import Sampling
-from mooncake_zmq.engine.sampling import near_tie
 
 TOLERANCE = 1e-3
 TIES_MAX_SHARE = 0.02

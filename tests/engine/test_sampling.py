@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from near_tie import near_tie
 
 from mooncake_zmq.core.messages import Sampling
-from mooncake_zmq.engine.sampling import Past, choose, logprob, near_tie, sample, scores
+from mooncake_zmq.engine.sampling import Past, choose, logprob, sample, scores
 from mooncake_zmq.kv.block_hash import pack_tokens
 
 LOGITS = np.random.default_rng(11).normal(scale=3, size=2000).astype(np.float32)

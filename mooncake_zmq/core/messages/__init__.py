@@ -133,7 +133,6 @@ from mooncake_zmq.core.messages.pool import (
 )
 from mooncake_zmq.core.messages.protocols import FIELDS_SINCE, has_field, speaks, without_newer_fields
 from mooncake_zmq.core.messages.reading import (
-    MAX_CHAT_BYTES,
     MAX_READ_BYTES,
     AnswerRead,
     AnswerUnread,
@@ -172,224 +171,20 @@ from mooncake_zmq.core.messages.watching import (
     Watch,
 )
 
-__all__ = [
-    "MAX_ADAPTERS",
-    "MAX_OVERTAKE",
-    "MAX_PARTS",
-    "AdaptersListed",
-    "AnswerRead",
-    "AnswerUnread",
-    "AskState",
-    "AttemptFailed",
-    "BlocksAnnounced",
-    "BlocksArrived",
-    "BlocksLeased",
-    "BlocksLent",
-    "CacheLoad",
-    "CallRead",
-    "CancelRequest",
-    "ChangeReplica",
-    "ChangeRole",
-    "ChatRendered",
-    "ChatUnrendered",
-    "Checksum",
-    "CommitSlots",
-    "Count",
-    "DecodeTimes",
-    "DecodeDenied",
-    "DecodeLoad",
-    "DecodeReserved",
-    "Embedding",
-    "End",
-    "EndStage",
-    "Envelope",
-    "FillLoan",
-    "FirstToken",
-    "GROWTH_TOKENS",
-    "Goodbye",
-    "GrantedSlot",
-    "HandoffBlocks",
-    "HandoffDone",
-    "HandoffFailed",
-    "HandoffReceived",
-    "Hello",
-    "Image",
-    "LEAST_LOGPROB",
-    "LayersReady",
-    "LeaseBlocks",
-    "LeaseRenewed",
-    "MAX_BLOCKS",
-    "MAX_BODIES",
-    "MAX_CHAT_BYTES",
-    "MAX_CONSTRAINT_BYTES",
-    "MAX_DUMP_BYTES",
-    "MAX_IMAGES",
-    "MAX_IMAGES_BYTES",
-    "MAX_LEVEL",
-    "MAX_COUNT",
-    "MAX_LEVELS",
-    "MAX_SECONDS",
-    "MAX_LOGPROBS",
-    "MAX_FETCHED_BLOCKS",
-    "MAX_LENDERS",
-    "MAX_MESSAGE_BYTES",
-    "MAX_RESERVE_BYTES",
-    "MAX_TRANSFER_STATS",
-    "MAX_MODELS",
-    "MAX_MODEL_NAME",
-    "MAX_MOVED",
-    "MAX_NODES",
-    "MAX_PRIORITY",
-    "MAX_READ_BYTES",
-    "MAX_REFUSALS",
-    "MAX_RENDERED_BYTES",
-    "MAX_REPORTED",
-    "MAX_RUN",
-    "MAX_SCORED",
-    "MAX_TEXT",
-    "MAX_TEXTS",
-    "MAX_TOKENS",
-    "MAX_VECTORS_BYTES",
-    "MAX_VERSION_CHARACTERS",
-    "MAX_WEIGHT_VERSIONS",
-    "LendBlocks",
-    "LoanEnded",
-    "LoanFilled",
-    "LoanPlace",
-    "Measured",
-    "Message",
-    "Moved",
-    "NodesReported",
-    "Outcome",
-    "OLDEST_PROTOCOL",
-    "PROTOCOL_VERSION",
-    "Parsers",
-    "ParsersReported",
-    "Part",
-    "PlaceElsewhere",
-    "Placed",
-    "PrefillLoad",
-    "Priority",
-    "PromptScored",
-    "ProtocolError",
-    "QueuedJob",
-    "ReadAnswer",
-    "ReclaimSlots",
-    "RejectReason",
-    "Rejected",
-    "ReleaseLease",
-    "RenderChat",
-    "RenewLease",
-    "Report",
-    "ReportCorrupt",
-    "RequestEnded",
-    "ReserveDecode",
-    "ReserveSlots",
-    "ReturnBlocks",
-    "Sampled",
-    "Sampling",
-    "Schedule",
-    "SegmentRef",
-    "SetCordon",
-    "ShortenFetch",
-    "Sibling",
-    "Slo",
-    "SlotRef",
-    "SlotsReserved",
-    "SourceRate",
-    "StageChunk",
-    "StageDone",
-    "StageFailed",
-    "StageReady",
-    "StartPrefill",
-    "StartStage",
-    "StateReported",
-    "StopRule",
-    "TextsEmbedded",
-    "TokenLogprob",
-    "TokensDecoded",
-    "WaitEnded",
-    "Watch",
-    "WeightsReported",
-    "clip",
-    "decode",
-    "decode_envelope",
-    "encode",
-    "for_sibling",
-    "has_field",
-    "speaks",
-]
-
-Message = (
-    Hello
-    | Goodbye
-    | Schedule
-    | Placed
-    | Rejected
-    | RequestEnded
-    | PrefillLoad
-    | AdaptersListed
-    | DecodeLoad
-    | CacheLoad
-    | WaitEnded
-    | BlocksAnnounced
-    | StartPrefill
-    | FirstToken
-    | PromptScored
-    | TextsEmbedded
-    | AttemptFailed
-    | PlaceElsewhere
-    | CancelRequest
-    | ReserveDecode
-    | DecodeReserved
-    | DecodeDenied
-    | HandoffBlocks
-    | LayersReady
-    | HandoffDone
-    | HandoffReceived
-    | HandoffFailed
-    | LendBlocks
-    | BlocksLent
-    | FillLoan
-    | LoanFilled
-    | ReturnBlocks
-    | LoanEnded
-    | TokensDecoded
-    | WeightsReported
-    | ParsersReported
-    | ReadAnswer
-    | AnswerRead
-    | AnswerUnread
-    | RenderChat
-    | ChatRendered
-    | ChatUnrendered
-    | LeaseBlocks
-    | BlocksLeased
-    | BlocksArrived
-    | ShortenFetch
-    | RenewLease
-    | LeaseRenewed
-    | ReleaseLease
-    | ReserveSlots
-    | SlotsReserved
-    | CommitSlots
-    | ReclaimSlots
-    | ChangeReplica
-    | ReportCorrupt
-    | ChangeRole
-    | StartStage
-    | StageReady
-    | StageChunk
-    | StageDone
-    | StageFailed
-    | EndStage
-    | NodesReported
-    | Watch
-    | Report
-    | AskState
-    | StateReported
-    | SetCordon
-)
+_Placing = Hello | Goodbye | Schedule | Placed | Rejected | RequestEnded
+_Reporting = PrefillLoad | AdaptersListed | DecodeLoad | CacheLoad | WaitEnded | BlocksAnnounced
+_Prefilling = StartPrefill | FirstToken | PromptScored | TextsEmbedded | AttemptFailed | PlaceElsewhere | CancelRequest
+_Reserving = ReserveDecode | DecodeReserved | DecodeDenied
+_HandingOff = HandoffBlocks | LayersReady | HandoffDone | HandoffReceived | HandoffFailed
+_Lending = LendBlocks | BlocksLent | FillLoan | LoanFilled | ReturnBlocks | LoanEnded
+_Decoding = TokensDecoded | WeightsReported | ParsersReported
+_Reading = ReadAnswer | AnswerRead | AnswerUnread | RenderChat | ChatRendered | ChatUnrendered
+_Leasing = LeaseBlocks | BlocksLeased | BlocksArrived | ShortenFetch | RenewLease | LeaseRenewed | ReleaseLease
+_Putting = ReserveSlots | SlotsReserved | CommitSlots | ReclaimSlots | ChangeReplica | ReportCorrupt | ChangeRole
+_Staging = StartStage | StageReady | StageChunk | StageDone | StageFailed | EndStage
+_Watching = NodesReported | Watch | Report | AskState | StateReported | SetCordon
+_Computing = _Prefilling | _Reserving | _HandingOff | _Lending | _Decoding | _Reading
+Message = _Placing | _Reporting | _Computing | _Leasing | _Putting | _Staging | _Watching
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,42 +10,16 @@ from typing import Final
 
 from msgspec import Struct
 
-SINCE: Final[Mapping[str, int]] = {
-    "AnswerRead": 23,
-    "AnswerUnread": 23,
-    "BlocksArrived": 23,
-    "BlocksLeased.block_s": 23,
-    "BlocksLeased.more": 23,
-    "BlocksLent": 23,
-    "ChatRendered": 23,
-    "ChatUnrendered": 23,
-    "DecodeLoad.borrows": 23,
-    "DecodeLoad.lendable": 23,
-    "DecodeTimes.borrowed_tokens": 23,
-    "FillLoan": 23,
-    "FirstToken.met": 23,
-    "FirstToken.parts": 23,
-    "FirstToken.recomputed": 23,
-    "HandoffDone.exact_blocks": 23,
-    "LeaseBlocks.tail_first": 23,
-    "LendBlocks": 23,
-    "LoanEnded": 23,
-    "LoanFilled": 23,
-    "ParsersReported": 23,
-    "PlaceElsewhere": 23,
-    "Placed.lenders": 23,
-    "PrefillLoad.meets": 23,
-    "ReadAnswer": 23,
-    "RenderChat": 23,
-    "ReserveDecode.lenders": 23,
-    "ReturnBlocks": 23,
-    "ShortenFetch": 23,
-    "StartPrefill.embedding": 23,
-    "StartPrefill.exact": 23,
-    "StartPrefill.images": 23,
-    "StartPrefill.lenders": 23,
-    "TextsEmbedded": 23,
-}
+_SINCE_23 = (
+    *("AnswerRead", "AnswerUnread", "BlocksArrived", "BlocksLeased.block_s", "BlocksLeased.more", "BlocksLent"),
+    *("ChatRendered", "ChatUnrendered", "DecodeLoad.borrows", "DecodeLoad.lendable", "DecodeTimes.borrowed_tokens"),
+    *("FillLoan", "FirstToken.met", "FirstToken.parts", "FirstToken.recomputed", "HandoffDone.exact_blocks"),
+    *("LeaseBlocks.tail_first", "LendBlocks", "LoanEnded", "LoanFilled", "ParsersReported", "PlaceElsewhere"),
+    *("Placed.lenders", "PrefillLoad.meets", "ReadAnswer", "RenderChat", "ReserveDecode.lenders", "ReturnBlocks"),
+    *("ShortenFetch", "StartPrefill.embedding", "StartPrefill.exact", "StartPrefill.images", "StartPrefill.lenders"),
+    "TextsEmbedded",
+)
+SINCE: Final[Mapping[str, int]] = dict.fromkeys(_SINCE_23, 23)
 """The protocol that added a type of message or a field ("Type.field"), for those that not every spoken protocol has."""
 
 

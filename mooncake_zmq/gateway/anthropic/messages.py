@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from mooncake_zmq.gateway.openai.bodies import ChatBody, TokenCount, few_variables, given_of, parse_body, parsed
+from mooncake_zmq.gateway.openai.bodies import ChatBody, OfChat, TokenCount, few_variables, given_of, parse_body, parsed
 from mooncake_zmq.gateway.openai.constraints import ConstraintRefused
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, check_containers, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
@@ -21,11 +21,6 @@ from mooncake_zmq.gateway.settings import EdgeSettings
 
 CALL_PREFIX = "toolu_"
 """The beginning of a tool call's id, as this API writes it. Templates are given the rest: some take nine characters alone."""
-PASSED_ON = (
-    *("stream", "temperature", "top_p", "top_k", "seed", "min_tokens", "ignore_eos", "chat_template_kwargs"),
-    *("cache_salt", "priority", "ttft_slo", "tbt_slo"),
-)
-"""Fields with the same name and meaning in the body of a chat."""
 REFUSED = ("mcp_servers", "container")
 """Fields that ask for what a gateway would have to do for the model."""
 TURN_ROLES = Literal["user", "assistant", "system"]
@@ -85,10 +80,9 @@ class Thinking(Struct, frozen=True, kw_only=True):
     type: str
 
 
-class MessagesBody(Struct, frozen=True, kw_only=True):
+class MessagesBody(OfChat, frozen=True, kw_only=True):
     """POST /v1/messages and /v1/messages/count_tokens. Beside Anthropic's fields it has our own of a chat."""
 
-    model: str | None = None
     max_tokens: TokenCount | None = None
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: Raw = NULL
@@ -98,18 +92,6 @@ class MessagesBody(Struct, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     mcp_servers: Raw = NULL
     container: Raw = NULL
-    stream: Raw = NULL
-    temperature: Raw = NULL
-    top_p: Raw = NULL
-    top_k: Raw = NULL
-    seed: Raw = NULL
-    min_tokens: Raw = NULL
-    ignore_eos: Raw = NULL
-    chat_template_kwargs: Raw = NULL
-    cache_salt: Raw = NULL
-    priority: Raw = NULL
-    ttft_slo: Raw = NULL
-    tbt_slo: Raw = NULL
 
 
 class MessagesChat(ChatBody, frozen=True, kw_only=True):
@@ -156,13 +138,8 @@ def _chat_of(body: MessagesBody, model: ServedModel) -> dict[str, Any]:
     if len(body.messages) > model.max_model_len:
         raise too_long("messages", model, f"you requested {len(body.messages)} messages, which are more tokens than that")
     turns = [*_system(body.system), *_turns(body.messages, model.max_model_len)]
-    chat: dict[str, Any] = {"messages": turns, **_tools_of(body)}
-    chat |= {name: given for name in PASSED_ON if (given := getattr(body, name)) != NULL}
-    chat["exact"] = True  # this API's answers cannot say that they are not
-    named = {"model": body.model, "max_tokens": body.max_tokens}
-    chat |= {name: given for name, given in named.items() if given is not None}
-    if body.stop_sequences != NULL:
-        chat["stop"] = body.stop_sequences
+    named = {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
+    chat: dict[str, Any] = {"messages": turns, **_tools_of(body), **body.as_chat(), **given_of(named)}
     if body.thinking is not None:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"} | _variables_of(body)
     if turns[-1]["role"] == "assistant":

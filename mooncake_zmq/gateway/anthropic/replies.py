@@ -53,7 +53,6 @@ class MessagesReply(OverChat):
     def __init__(
         self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, shows_reuse: bool = True
     ) -> None:
-        """See `OverChat`."""
         super().__init__(prepared, model, request_id=request_id, created=created, shows_reuse=shows_reuse)
         self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.id}
 

@@ -41,8 +41,14 @@ def api_keys_of(setting: str) -> Path | None:
 
 def read(path: Path) -> tuple[Tenant, ...]:
     """Read the file. Raises KeysError."""
+    return read_with_text(path)[1]
+
+
+def read_with_text(path: Path) -> tuple[str, tuple[Tenant, ...]]:
+    """Read the file; return its text too. Raises KeysError."""
     try:
-        return parse(read_guarded(path))
+        text = read_guarded(path)
+        return text, parse(text)
     except (OSError, KeysError, TenantsError) as error:
         raise KeysError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from mooncake_zmq.core.chat import PLAIN_CHAT, TEMPLATE_NAMES, ChatForm
 from mooncake_zmq.core.messages import MAX_LOGPROBS, Priority, Sampling, Slo, StopRule
@@ -285,16 +285,13 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     @property
     def likeliest(self) -> int | None:
-        """See `Body`."""
         return self.logprobs
 
     @property
     def echoed_likeliest(self) -> int | None:
-        """See `Body`."""
         return self.logprobs if self.echo else None
 
     def check_no_answer(self) -> None:
-        """See `Body`."""
         if not self.echo:
             super().check_no_answer()
 
@@ -395,26 +392,21 @@ class ChatBody(Body, frozen=True, kw_only=True):
     )
 
     def tools_for(self, model: ServedModel, settings: EdgeSettings, answer: dict[str, Any] | None, *, parsed: bool) -> Tools:
-        """See `Body`."""
         form, words = settings.tool_call_parser or None, model.tokenizer
         return read_tools(self.tools, self.tool_choice, self.parallel_tool_calls, words, form, answer, parsed=parsed)
 
     @property
     def wants_reasoning(self) -> bool:
-        """See `Body`."""
         return self.include_reasoning is not False
 
     def reasoning_marks(self, model: ServedModel, settings: EdgeSettings) -> Marks | None:
-        """See `Body`."""
         return marks_of(model.tokenizer.chat_template, settings.reasoning_parser)
 
     def reasons_as_vllm(self, settings: EdgeSettings) -> bool:
-        """See `Body`."""
         return settings.reasoning_parser in ("", "vllm")
 
     @property
     def likeliest(self) -> int | None:
-        """See `Body`."""
         if not self.logprobs and self.top_logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -428,7 +420,6 @@ class ChatBody(Body, frozen=True, kw_only=True):
         return msgspec.structs.replace(super().without_prompt(), messages=[], tool_choice=self.tool_choice.copy())
 
     def chat_form(self) -> ChatForm:
-        """See `Body`."""
         return chat_form(
             bytes(self.chat_template_kwargs), self.add_generation_prompt, self.continue_final_message, self.reasoning_effort
         )
@@ -456,6 +447,28 @@ def chat_form(
 def given_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a translated object's fields that the client has given."""
     return {name: said for name, said in fields.items() if said is not None and said != NULL}
+
+
+class OfChat(Struct, frozen=True, kw_only=True):
+    """The fields of another API's body that have the same name and meaning in the body of a chat."""
+
+    model: str | None = None
+    stream: Raw = NULL
+    temperature: Raw = NULL
+    top_p: Raw = NULL
+    top_k: Raw = NULL
+    seed: Raw = NULL
+    min_tokens: Raw = NULL
+    ignore_eos: Raw = NULL
+    chat_template_kwargs: Raw = NULL
+    cache_salt: Raw = NULL
+    priority: Raw = NULL
+    ttft_slo: Raw = NULL
+    tbt_slo: Raw = NULL
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return those that are given, for a chat whose answer cannot say that it is not exact, as that API's cannot."""
+        return given_of({name: getattr(self, name) for name in OfChat.__struct_fields__}) | {"exact": True}
 
 
 def few_variables(kwargs: bytes) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct, structs
 
-from mooncake_zmq.gateway.openai.bodies import given_of, parsed
+from mooncake_zmq.gateway.openai.bodies import OfChat, given_of, parsed
 from mooncake_zmq.gateway.openai.errors import UNSUPPORTED, asked, check_containers, invalid, json_errors, quoted, too_long
 from mooncake_zmq.gateway.openai.images import Part, content_of, image_part
 from mooncake_zmq.gateway.openai.rejected_params import NULL
@@ -18,11 +18,6 @@ from mooncake_zmq.gateway.served_model import ServedModel, ServedModels
 
 CALL_PREFIX = "call_"
 """The beginning of a call's id, as this API writes it. Templates are given the rest: some take nine characters alone."""
-PASSED_ON = (
-    *("stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "seed", "min_tokens", "ignore_eos"),
-    *("chat_template_kwargs", "cache_salt", "priority", "ttft_slo", "tbt_slo"),
-)
-"""Fields with the same name and meaning in the body of a chat."""
 REFUSED = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that ask for what a server would have to keep."""
 NOTHING = (b"null", b"false", b"{}")
@@ -92,10 +87,9 @@ class Reasoning(Struct, frozen=True, kw_only=True):
     effort: str | None = None
 
 
-class ResponsesBody(Struct, frozen=True, kw_only=True):
+class ResponsesBody(OfChat, frozen=True, kw_only=True):
     """POST /v1/responses. Beside OpenAI's fields it has our own of a chat."""
 
-    model: str | None = None
     input: Raw
     instructions: str | None = None
     max_output_tokens: Raw = NULL
@@ -107,19 +101,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     conversation: Raw = NULL
     background: Raw = NULL
     prompt: Raw = NULL
-    stream: Raw = NULL
-    temperature: Raw = NULL
-    top_p: Raw = NULL
     parallel_tool_calls: Raw = NULL
-    top_k: Raw = NULL
-    seed: Raw = NULL
-    min_tokens: Raw = NULL
-    ignore_eos: Raw = NULL
-    chat_template_kwargs: Raw = NULL
-    cache_salt: Raw = NULL
-    priority: Raw = NULL
-    ttft_slo: Raw = NULL
-    tbt_slo: Raw = NULL
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -146,15 +128,10 @@ def as_chat(raw: bytes | bytearray, models: ServedModels) -> tuple[bytes, Spaces
             raise invalid(name, f"{name} is not supported: no response is kept here, so send the whole input", UNSUPPORTED)
     tools = list(_functions(body))
     spaces = _spaces(tools)
-    chat: dict[str, Any] = {"messages": _turns(body, asked(body.model, models)), **_choice_of(body)}
+    chat: dict[str, Any] = {"messages": _turns(body, asked(body.model, models)), **_choice_of(body), **body.as_chat()}
     if tools:
         chat["tools"] = [_function(_seen(space, tool.name), tool) for space, tool in tools]
-    chat |= {name: given for name in PASSED_ON if (given := getattr(body, name)) != NULL}
-    chat["exact"] = True  # this API's answers cannot say that they are not
-    if body.model is not None:
-        chat["model"] = body.model
-    if body.max_output_tokens != NULL:
-        chat["max_completion_tokens"] = body.max_output_tokens
+    chat |= given_of({"parallel_tool_calls": body.parallel_tool_calls, "max_completion_tokens": body.max_output_tokens})
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat["reasoning_effort"] = body.reasoning.effort
     if (form := body.text and body.text.format) and form.type != "text":

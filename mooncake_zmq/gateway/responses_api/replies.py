@@ -27,7 +27,6 @@ class ResponsesReply(OverChat):
     def __init__(
         self, prepared: Prepared, model: ServedModel, *, request_id: str, created: int, shows_reuse: bool = True
     ) -> None:
-        """See `OverChat`."""
         super().__init__(prepared, model, request_id=request_id, created=created, shows_reuse=shows_reuse)
         self._id, self._spaces = request_id, prepared.spaces
         self._head = {"id": f"resp_{request_id}", "object": "response", "created_at": created, "model": model.id}

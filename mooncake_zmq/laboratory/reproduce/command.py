@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from mooncake_zmq.laboratory.command import one_line, runs_display
+from mooncake_zmq.laboratory.command import runs_display
 from mooncake_zmq.laboratory.drawing import new_figure
 from mooncake_zmq.laboratory.errors import StudyError
 from mooncake_zmq.laboratory.generated import parse_spec
@@ -63,7 +63,6 @@ Examples:
     help="Of systems: take what was measured before from this file, and add what is measured now.",
 )
 @rows_option
-@one_line
 def reproduce(
     name: str,
     trace: Path | None,

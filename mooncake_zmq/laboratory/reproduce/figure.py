@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-from mooncake_zmq.laboratory.profiles import A800, H800
+from mooncake_zmq.laboratory.profiles import A800, H800, Source
 from mooncake_zmq.laboratory.study import NodeProfile, RunResult, Setup
 
-Source = Literal["paper", "measured", "assumed"]
 HARDWARE: tuple[NodeProfile, ...] = (A800, H800)
 """The paper's hardware, and another one on which conclusions must hold too."""
 PAPER = A800

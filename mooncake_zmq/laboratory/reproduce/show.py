@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from mooncake_zmq.laboratory import tables
-from mooncake_zmq.laboratory.drawing import new_figure
+from mooncake_zmq.laboratory.drawing import new_figure, save
 from mooncake_zmq.laboratory.reproduce.figure import Conclusion, Figure
 
 MOST_BREAKS = 6
@@ -57,9 +57,8 @@ def _settings(figure: Figure) -> Table:
 
 
 def plot(figure: Figure, directory: Path) -> Path:
-    """Draw NAME.png: its curves, or ours and the paper's as bars. Raises click.ClickException without matplotlib, OSError."""
+    """Draw NAME.png: its curves, or ours and the paper's as bars. Raises click.ClickException."""
     drawing = new_figure(8, 5) if figure.curves else new_figure(9, 0.35 * len(figure.rows) + 1.5)
-    directory.mkdir(parents=True, exist_ok=True)
     axes = drawing.add_subplot()
     if figure.curves:
         for label, points in figure.curves.items():
@@ -73,6 +72,4 @@ def plot(figure: Figure, directory: Path) -> Path:
         axes.invert_yaxis()
     axes.legend(fontsize="small")
     axes.set_title(figure.title, fontsize="medium")
-    path = directory / f"{figure.name}.png"
-    drawing.savefig(path)
-    return path
+    return save(drawing, directory / f"{figure.name}.png")

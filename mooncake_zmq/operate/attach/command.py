@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -22,6 +22,7 @@ from mooncake_zmq.operate.attach.lacks import Lack, flags, lacks, line, pasted
 from mooncake_zmq.operate.attach.model_files import find
 from mooncake_zmq.operate.attach.server import ASK_S, Server, ask
 from mooncake_zmq.operate.options import load_config, overrides_of, refuse_aside, set_option
+from mooncake_zmq.refused import Refused
 from mooncake_zmq.runtime.mistakes import MISTAKES, ServerError
 from mooncake_zmq.runtime.process import BAD_INPUT
 from mooncake_zmq.runtime.vllm_server import client_of, unwell
@@ -101,7 +102,7 @@ def attach(
             problem = summary["problem"] or any(each["problem"] for each in summary["models"])
             sys.exit(BAD_INPUT if needed or problem else DEGRADED if any(found) else 0)
         if needed:
-            _fail("a required flag is missing: start that server with it, and attach again")
+            raise Refused("a required flag is missing: start that server with it, and attach again")
         deployment = _deployment(servers, directories)
         if dry_run:
             refuse_aside(assignments)
@@ -109,7 +110,7 @@ def attach(
             sys.exit(DEGRADED if any(found) else 0)
         sys.exit(_run(Path(file).expanduser() if file else default_file(), deployment, assignments))
     except MISTAKES as mistake:
-        _fail(str(mistake))
+        raise Refused(str(mistake)) from None
 
 
 def _checked(urls: Sequence[str]) -> list[str]:
@@ -255,8 +256,3 @@ def _run(path: Path, deployment: Deployment, assignments: tuple[str, ...]) -> in
     again = shlex.join(["mooncake-zmq", "status", "--config", str(path), *(f"--set={each}" for each in assignments)])
     click.echo(f"wrote {path}; its state: {again}")
     return Up(load_config(str(path), None, assignments), str(path), None, assignments).run()
-
-
-def _fail(message: str) -> NoReturn:
-    click.echo(f"mooncake-zmq: {message}", err=True)
-    sys.exit(BAD_INPUT)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from mooncake_zmq.operate.attach.probe import probe
 from mooncake_zmq.runtime.embedding import EMBEDDINGS, ONE_TEXT
 from mooncake_zmq.runtime.mistakes import ServerError
-from mooncake_zmq.runtime.vllm_server import Model, Models, NoScaleOut, answered, check_generation, client_of
+from mooncake_zmq.runtime.vllm_answers import Model, models_in
+from mooncake_zmq.runtime.vllm_server import NoScaleOut, answered, check_generation, client_of
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 ASK_S = 30.0
@@ -106,10 +106,7 @@ def _models(client: httpx.Client, url: str) -> tuple[list[Model], list[Model]]:
     status, content = answered(client, "GET", "/v1/models")
     if status in GUARDED:
         raise ServerError(f"{url} wants an API key, which nodes do not send: start it without --api-key, on its own network")
-    try:
-        models = msgspec.json.decode(content, type=Models).data if status == httpx.codes.OK else []
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        models = []
+    models = models_in(status, content) or []
     own = [model for model in models if model.parent is None and model.max_model_len]
     if not own:
         raise ServerError(f"{url} is no vLLM server: its /v1/models names no model with a max_model_len (it answers {status})")

@@ -18,7 +18,7 @@ from mooncake_zmq.gateway.http.reuse_port import LISTENING
 from mooncake_zmq.operate.console import drain as draining
 from mooncake_zmq.operate.console.gateways import SERVING, Gateways, NoGateway
 
-DONE, STOPPED, REFUSED = 0, 1, 2
+DONE, STOPPED = 0, 1
 ORDER = ("cache-node", "prefill", "decode", "vllm", "gateway", "conductor")
 """Roles in the order of their restart: requests reach a new gateway or conductor only when all that it needs runs."""
 NEEDED = ("prefill", "decode", "gateway", "conductor")

@@ -124,7 +124,6 @@ class CacheNode:
         return [IN_DRAM if dram is not None else ON_DISK if disk is not None else None for dram, disk in found]
 
     def handle(self, now: float, event: Event) -> list[Effect]:
-        """See `core.actor`."""
         effects = self._dispatch(now, event)
         while self._gatherer.finished:
             effects += self._leases.answer(now, self._gatherer.finished.pop(0))
@@ -180,7 +179,6 @@ class CacheNode:
                 raise TypeError(event)
 
     def check(self, now: float) -> None:
-        """See `core.actor`."""
         self.slots.check()
         self.disk.slots.check()
         unsaved = sum(1 for key in self.slots.committed_keys() if self.disk.slots.committed(key) is None)
@@ -198,7 +196,6 @@ class CacheNode:
         assert writing == [s for s in range(self.slots.capacity) if self.slots.state_of(s) in states]
 
     def gauges(self, now: float) -> dict[str, float]:
-        """See `core.actor`."""
         leases = self._leases.all
         oldest = min((lease.expires_at for lease in leases), default=None)
         return {
@@ -230,7 +227,6 @@ class CacheNode:
         return blocks_of
 
     def dump(self, now: float) -> dict[str, Any]:
-        """See `core.actor`."""
         gatherings = self._gatherer.gatherings
         return {
             "gauges": self.gauges(now),

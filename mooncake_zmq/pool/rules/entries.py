@@ -193,7 +193,6 @@ class Entries:
         self.counts["corrupt"] += report_corrupt(self, entry, generation)
 
     def is_readable(self, entry: int, generation: int) -> bool:
-        """See `Table`."""
         if not self.first <= entry < len(self.generation) or self.generation[entry] != generation:
             return False
         key = self.key[entry]
@@ -287,7 +286,6 @@ class Entries:
         self.blocked[self.slabs.unit_of(self.offset[entry])] += 1
 
     def quarantine(self, entry: int) -> None:
-        """See `Table`."""
         self.move(entry, SlotEvent.QUARANTINE)
 
     def move(self, entry: int, event: SlotEvent) -> None:

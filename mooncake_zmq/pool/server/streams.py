@@ -103,7 +103,7 @@ class StoreStreams:
 
 
 class _Served:
-    """One stream: takes its requests to the actor, and moves the bytes that it says."""
+    """One stream: takes its requests to the actor, and moves the bytes that it says; see `stream_host.Served`."""
 
     def __init__(
         self,
@@ -148,12 +148,10 @@ class _Served:
             del self._queues[self.number]
 
     def shut(self) -> None:
-        """See `stream_host.Served`."""
         self.stream.shut()
         self.effects.put(None)
 
     def close(self) -> None:
-        """See `stream_host.Served`."""
         self.stream.close()
 
     def _attach(self) -> Attach:

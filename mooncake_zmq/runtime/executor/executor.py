@@ -144,7 +144,6 @@ class Executor:
         filled_tokens: int = 0,
         tenant: str = "",
     ) -> None:
-        """See `core.actor.OpenSequence`."""
         assert self._engine, "a node without an engine has no sequences"
         tokens = None
         if sampling is not None and sampling.reads_past:

@@ -59,7 +59,6 @@ class Works:
     # --- sequences
 
     def open_sequence(self, sequence: int, engine: Engine, capacity_tokens: int, filled_tokens: int, past: Past | None) -> None:
-        """See `core.actor.OpenSequence`."""
         assert sequence not in self.sequences, f"sequence {sequence} is open already"
         try:
             opened = OpenSequence(engine.new_sequence(capacity_tokens))
