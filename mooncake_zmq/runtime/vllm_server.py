@@ -82,6 +82,7 @@ def await_server(
                 raise ServerError(f"vLLM at {settings.url} does not serve after {WAIT_S:.0f} s: {why}")
             if not logged:
                 log.info("waiting_for_vllm", url=settings.url, why=why)
+                notify.ready("waiting for vLLM")  # gateways start after this unit, and other vLLMs may serve
                 logged = True
             notify.status(f"waiting for vLLM at {settings.url}: {why}")
             sleep(POLL_S)
