@@ -135,6 +135,13 @@ def test_what_libzmq_aborts_without_is_allowed(installed: Path) -> None:
     assert filters[-1] == "SystemCallFilter=sched_setscheduler", "its threads set the policy that they have"
 
 
+def test_nodes_see_in_proc_which_of_their_peers_wait_for_a_cpu(installed: Path) -> None:
+    """With users of their own, processes of the same user count as others', which ProtectProc= hides."""
+    for path in [installed / UNITS / "mooncake-.service.d/10-common.conf", *(installed / UNITS).glob("mooncake-*@.service")]:
+        lines = path.read_text().splitlines()
+        assert {line for line in lines if line.startswith("ProtectProc=")} <= {"ProtectProc=default"}, path.name
+
+
 def test_an_environment_of_which_a_process_runs_stays_and_others_go(installed: Path) -> None:
     used, unused = (installed / f"opt/mooncake-zmq/venv-{number}" for number in (111, 222))
     for venv in (used, unused):
