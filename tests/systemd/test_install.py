@@ -142,6 +142,36 @@ def test_nodes_see_in_proc_which_of_their_peers_wait_for_a_cpu(installed: Path) 
         assert {line for line in lines if line.startswith("ProtectProc=")} <= {"ProtectProc=default"}, path.name
 
 
+BASE = """#!/bin/sh
+for last; do :; done
+case "$*" in
+    --version) echo Python 3.13.0 ;;
+    "-m venv "*) mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;;
+    *--requirement*) cp "$last" "$(dirname "$0")/../lines" ;;
+esac
+"""
+
+
+def test_an_upgrade_keeps_the_extras_that_were_asked_for(tmp_path: Path) -> None:
+    base, root = tmp_path / "python", tmp_path / "root"
+    base.write_text(BASE)
+    base.chmod(0o755)
+
+    def upgraded(*more: str) -> set[str]:
+        command = [ROOT / "bin/install", "--root", root, "--no-compile", *more]
+        subprocess.run(command, env={**os.environ, "PYTHON": str(base)}, check=True, capture_output=True, timeout=60)
+        launched = (root / "opt/mooncake-zmq/bin/mooncake-zmq").read_text().partition("exec ")[2].partition("/bin/python")[0]
+        lines = (root / launched.lstrip("/") / "lines").read_text()
+        return {name for name in ("llvmlite", "opentelemetry-sdk") if f"\n{name}==" in lines}
+
+    assert upgraded() == set()
+    assert upgraded("--extra", "otel") == upgraded() == {"opentelemetry-sdk"}
+    both = {"llvmlite", "opentelemetry-sdk"}
+    assert upgraded("--extra", "compiled") == upgraded("--extra", "compiled", "--extra", "otel") == upgraded() == both
+    assert run(ROOT / "bin/uninstall", "--root", root).returncode == 0
+    assert upgraded() == set()
+
+
 def test_an_environment_of_which_a_process_runs_stays_and_others_go(installed: Path) -> None:
     used, unused = (installed / f"opt/mooncake-zmq/venv-{number}" for number in (111, 222))
     for venv in (used, unused):
