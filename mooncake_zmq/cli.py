@@ -97,7 +97,7 @@ def _role_command(role: Role, summary: str) -> None:
             options = ["--config", path, "--node", node, *(part for each in assignments for part in ("--set", each))]
             options += ["--model", model] if model is not None else []
             sys.stdout.flush()
-            os.execv(sys.executable, [sys.executable, "-m", "mooncake_zmq", other, *options])
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "mooncake_zmq", other, *options])
 
         sys.exit(run_process(loaded, node, role=role, begin_as=begin_as))
 

@@ -98,6 +98,15 @@ def test_doctor_and_dump_work_without_a_cluster(tmp_path: Path) -> None:
     assert "not running" in dumped.output
 
 
+def test_a_node_that_begins_in_another_role_imports_nothing_from_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake_zmq.native.mypyc_code.use", lambda _modules: None)
+    monkeypatch.setattr("mooncake_zmq.runtime.process.main", lambda *_, begin_as, **__: begin_as("decode"))
+    begun: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _program, command: begun.append(command))
+    call("prefill", "--config", TOY, "--node", "prefill-a")
+    assert begun[0][1:5] == ["-P", "-m", "mooncake_zmq", "decode"]
+
+
 def test_launchers_are_thin_and_executable() -> None:
     for name in ("up", "test", "conductor", "prefill", "decode", "cache-node", "vllm", "gateway"):
         path = ROOT / "bin" / name

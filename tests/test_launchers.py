@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -98,6 +99,39 @@ def test_up_goes_on_without_the_compiler_and_asks_no_more(tmp_path: Path) -> Non
     assert start(root) == (asked, "")
     (root / ".venv/.without-compiled").unlink()
     assert kinds(start(root)[0])[len(asked) :] == ["locked compiled"]
+
+
+def test_an_environment_whose_python_is_gone_is_made_again_with_its_extras(tmp_path: Path) -> None:
+    root = place(tmp_path, 0)
+    before = kinds(start(root)[0])
+    python, other = root / ".venv/bin/python", root / "python3"
+    python.rename(root / "former")
+    python.symlink_to(root / "gone")
+    other.write_text(
+        '#!/bin/sh\nfor last; do :; done\ncase "$*" in "-m venv "*) ln -s "$last/../former" "$last/bin/python" ;; esac\n'
+    )
+    other.chmod(0o755)
+    asked, told = start(root, PYTHON=str(other))
+    assert "making" in told
+    assert kinds(asked) == [*before, "locked compiled", "project"]
+
+
+def test_a_user_who_may_not_write_takes_what_is_installed(tmp_path: Path) -> None:
+    """As in another user's clone, or on a disk that is mounted read-only."""
+    with tempfile.TemporaryDirectory() as directory:  # which any user may enter, unlike `tmp_path`
+        Path(directory).chmod(0o755)
+        root = place(Path(directory) / "clone", 0)
+        asked, _ = start(root)
+        (root / ".venv/bin/mooncake-zmq").write_text("#!/bin/sh\necho served\n")
+        (root / ".venv").chmod(0o555)
+        user = {} if os.geteuid() else {"user": 65534, "group": 65534, "extra_groups": []}
+        done = subprocess.run([root / "bin/up"], capture_output=True, text=True, check=False, **user)
+        assert done.stdout == "served\n", done.stderr
+        assert (root / ".venv/asked").read_text().splitlines() == asked
+        with (root / "pyproject.toml").open("a") as project:
+            project.write("# changed\n")
+        assert subprocess.run([root / "bin/up"], capture_output=True, check=False, **user).returncode, "it lacks something"
+        (root / ".venv").chmod(0o755)
 
 
 @pytest.mark.parametrize("launcher", ["conductor", "cache-node", "gateway"])

@@ -12,7 +12,7 @@ from mooncake_zmq.native.mypyc_build import hindrance, is_being_compiled
 from mooncake_zmq.native.mypyc_code import NODES, SWITCH, Code, code
 from mooncake_zmq.runtime.lifecycle import follow_parent
 
-COMMAND = (sys.executable, "-m", "mooncake_zmq", "compile")
+COMMAND = (sys.executable, "-P", "-m", "mooncake_zmq", "compile")
 NICENESS = 19
 STOP_TIMEOUT_S = 5.0
 STALE = "the sources have changed since they were compiled"

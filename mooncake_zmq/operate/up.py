@@ -300,7 +300,8 @@ class Up:
         return child.node.role, *self._arguments, "--node", child.node.name
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        """Return the environment of the children, which import nothing from the directory in which this process was started."""
+        return {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
     def _spawn(self, child: _Child) -> None:
         environment = self._environment() | {log_file.VARIABLE: str(child.log)}

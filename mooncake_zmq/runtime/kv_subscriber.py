@@ -4,11 +4,14 @@ vLLM replays; where that does not help, all blocks are reported as cleared.
 See `kv_events` for the other side, and for the messages.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable
 
 import structlog
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from mooncake_zmq.kv.engine_events import MAX_PAYLOAD_BYTES, EngineBatch, EngineCleared, EngineEvent, EventError, decode_batch
 from mooncake_zmq.runtime.kv_events import END, NUMBER_BYTES
@@ -20,6 +23,9 @@ HWM = 1000
 POLL_MS = 200
 REPLAY_MS = 2000
 """Silence that ends a replay."""
+
+UNREACHED_S = 30.0
+"""Time without a first connection after which that is logged. vLLM listens before it serves."""
 
 OnEvents = Callable[[tuple[EngineEvent, ...]], None]
 
@@ -41,6 +47,8 @@ class KvSubscriber:
         self._time_s = 0.0
         """Time of the latest batch, by vLLM's clock."""
         self._stopping = False
+        self._warns_at = time.monotonic() + UNREACHED_S
+        """When to log that nothing listens at the endpoint; infinite once something did, or that is logged."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._sub = self._context.socket(zmq.SUB)
@@ -49,7 +57,7 @@ class KvSubscriber:
             self._sub.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES)
             self._sub.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
             self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
-            self._ends: zmq.Socket[bytes] = self._sub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._links: zmq.Socket[bytes] = self._sub.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
             self._sub.connect(endpoint)
         except BaseException:
             self._context.destroy(linger=0)
@@ -70,22 +78,30 @@ class KvSubscriber:
             if self._replay_endpoint:
                 self._catch_up()  # vLLM may have served for long
             poller = zmq.Poller()
-            for each in (self._ends, self._sub):
+            for each in (self._links, self._sub):
                 poller.register(each, zmq.POLLIN)
             while not self._stopping:
                 ready = dict(poller.poll(POLL_MS))
-                if self._ends in ready:
-                    self._on_disconnected()
+                if self._links in ready:
+                    self._on_link(parse_monitor_message(self._links.recv_multipart())["event"])
                 elif self._sub in ready:
                     self._on_frames(self._sub.recv_multipart())
+                elif time.monotonic() > self._warns_at:
+                    self._warns_at = math.inf
+                    log.warning("kv_events_not_reached", endpoint=self._endpoint)
         except Exception as error:
             self._on_crash(error)
             log.critical("worker_crashed", thread="kv-subscriber", exc_info=error)
 
+    def _on_link(self, event: int) -> None:
+        self._warns_at = math.inf
+        if event == zmq.EVENT_DISCONNECTED:
+            self._on_disconnected()
+
     def _on_disconnected(self) -> None:
         """Clear everything, as this vLLM may have ended. Batches that are still queued are dropped; if some are of a new one,
         the numbers of its next ones show that."""
-        for each in (self._ends, self._sub):
+        for each in (self._links, self._sub):
             while each.poll(0):
                 each.recv_multipart()
         self._time_s = 0.0

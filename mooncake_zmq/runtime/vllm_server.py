@@ -2,6 +2,7 @@
 deployment's length. The node waits for a server that is still loading; an operator's mistake ends it with one line."""
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -64,6 +65,7 @@ def await_server(
                 raise ServerError(f"vLLM at {settings.url} does not serve after {WAIT_S:.0f} s: {why}")
             if not logged:
                 log.info("waiting_for_vllm", url=settings.url, why=why)
+                notify.ready("waiting for vLLM")  # gateways start after this unit, and other vLLMs may serve
                 logged = True
             notify.status(f"waiting for vLLM at {settings.url}: {why}")
             sleep(POLL_S)
@@ -206,7 +208,9 @@ def check_python(python: str, config: Config) -> None:
     packages = ["vllm", *(["mooncake_zmq"] if _stores(config) else [])]
     script = "import sys, importlib.util as u; print(*(name for name in sys.argv[1:] if u.find_spec(name) is None))"
     try:
-        found = subprocess.run([python, "-c", script, *packages], capture_output=True, text=True, check=True)
+        environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # as that of the servers
+        command = [python, "-c", script, *packages]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ServerError(f"--vllm-python {python} does not run: {error}") from error
     if missing := found.stdout.split():

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,6 +64,13 @@ def can_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiling(tmp_path: Path, script: str) -> tuple[Compilation, list[str]]:
     said: list[str] = []
     return Compilation(tmp_path / "compile.log", said.append, [sys.executable, "-c", script]), said
+
+
+def test_it_compiles_the_program_whatever_the_directory_holds(tmp_path: Path) -> None:
+    (tmp_path / "mooncake_zmq.py").write_text("raise SystemExit('not the program')")
+    asked = subprocess.run([*compilation.COMMAND, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "not the program" not in asked.stderr
+    assert asked.returncode == 0
 
 
 @pytest.mark.usefixtures("can_compile")

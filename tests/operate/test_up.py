@@ -45,6 +45,24 @@ def add(up: Up, name: str, process: Any) -> _Child:
     return child
 
 
+@pytest.mark.parametrize("start", ["a node", "all nodes", "a vllm"])
+def test_what_is_started_imports_nothing_from_the_directory_of_the_user(
+    up: Up, tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mooncake_zmq", "vllm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the directory')")
+    monkeypatch.chdir(tmp_path)
+    up._arguments = ["--no-such"]
+    child = add(up, "decode-a", None)
+    if start == "a vllm":
+        child.server = (sys.executable, "-m", "vllm.entrypoints")
+    up._spawn(child) if start == "a node" else up._spawn_all()
+    assert child.process is not None
+    child.process.wait(20)
+    assert "of the directory" not in child.log.read_text()
+    assert "--no-such" in child.log.read_text() or child.server
+
+
 def test_the_end_of_a_vllm_is_shown_with_its_first_error(up: Up) -> None:
     child = add(up, "decode-a", None)
     child.server, cause = ("vllm",), "ERROR ValueError: Available memory is less than desired"

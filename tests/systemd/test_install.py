@@ -65,6 +65,37 @@ def test_the_launcher_runs_the_program_whatever_the_directory_holds(installed: P
     ]
 
 
+def test_a_python_may_be_named_from_here_and_by_a_name_with_spaces(tmp_path: Path) -> None:
+    python = tmp_path / "an environment/python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho ran\n")
+    python.chmod(0o755)
+    command = [ROOT / "bin/install", "--root", tmp_path / "root", "--python", "an environment/python"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    assert run(tmp_path / "root/opt/mooncake-zmq/bin/mooncake-zmq").stdout == "ran\n"
+
+
+def test_an_environment_in_a_home_is_refused_though_its_python_is_not_there(tmp_path: Path) -> None:
+    """`mktemp` ends an installation on this machine itself before its first file, should the check be missing."""
+    fakes = {"id": "echo 0", "systemd-sysusers": "exit 9", "mktemp": "exit 9"}
+    for name, does in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+    venv = tmp_path / "python"
+    environment = "import sys; sys.executable, sys.prefix = '/usr/bin/env', '/home/a/venv'; exec(sys.argv[2])"
+    venv.write_text(f"#!{sys.executable}\n{environment}\n")
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+    refused = subprocess.run(
+        [ROOT / "bin/install", "--python", venv],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (refused.returncode, "is in a home directory" in refused.stderr) == (2, True)
+
+
 def test_uninstall_leaves_settings_and_data_and_purge_leaves_nothing(installed: Path) -> None:
     kept = [installed / "etc/mooncake-zmq/cluster.toml", installed / "var/lib/mooncake-zmq/kv"]
     for path in kept:
@@ -133,6 +164,43 @@ def test_what_libzmq_aborts_without_is_allowed(installed: Path) -> None:
     assert "AF_NETLINK" in families, "zmq_bind lists the network's interfaces"
     filters = [line for line in common if line.startswith("SystemCallFilter=")]
     assert filters[-1] == "SystemCallFilter=sched_setscheduler", "its threads set the policy that they have"
+
+
+def test_nodes_see_in_proc_which_of_their_peers_wait_for_a_cpu(installed: Path) -> None:
+    """With users of their own, processes of the same user count as others', which ProtectProc= hides."""
+    for path in [installed / UNITS / "mooncake-.service.d/10-common.conf", *(installed / UNITS).glob("mooncake-*@.service")]:
+        lines = path.read_text().splitlines()
+        assert {line for line in lines if line.startswith("ProtectProc=")} <= {"ProtectProc=default"}, path.name
+
+
+BASE = """#!/bin/sh
+for last; do :; done
+case "$*" in
+    --version) echo Python 3.13.0 ;;
+    "-m venv "*) mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;;
+    *--requirement*) cp "$last" "$(dirname "$0")/../lines" ;;
+esac
+"""
+
+
+def test_an_upgrade_keeps_the_extras_that_were_asked_for(tmp_path: Path) -> None:
+    base, root = tmp_path / "python", tmp_path / "root"
+    base.write_text(BASE)
+    base.chmod(0o755)
+
+    def upgraded(*more: str) -> set[str]:
+        command = [ROOT / "bin/install", "--root", root, "--no-compile", *more]
+        subprocess.run(command, env={**os.environ, "PYTHON": str(base)}, check=True, capture_output=True, timeout=60)
+        launched = (root / "opt/mooncake-zmq/bin/mooncake-zmq").read_text().partition('exec "')[2].partition("/bin/python")[0]
+        lines = (root / launched.lstrip("/") / "lines").read_text()
+        return {name for name in ("llvmlite", "opentelemetry-sdk") if f"\n{name}==" in lines}
+
+    assert upgraded() == set()
+    assert upgraded("--extra", "otel") == upgraded() == {"opentelemetry-sdk"}
+    both = {"llvmlite", "opentelemetry-sdk"}
+    assert upgraded("--extra", "compiled") == upgraded("--extra", "compiled", "--extra", "otel") == upgraded() == both
+    assert run(ROOT / "bin/uninstall", "--root", root).returncode == 0
+    assert upgraded() == set()
 
 
 def test_an_environment_of_which_a_process_runs_stays_and_others_go(installed: Path) -> None:

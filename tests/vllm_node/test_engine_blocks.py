@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import math
 import time
 
 import msgpack
 import pytest
+import structlog
 import waiting
 import xxhash
 import zmq
@@ -20,6 +22,7 @@ from mooncake_zmq.core.work import EngineReported, WatchEngine
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens, root_of_salt, salt_of
 from mooncake_zmq.kv.engine_events import EngineBatch, EngineCleared, EngineRemoved, EngineStored, EventError, decode_batch
 from mooncake_zmq.kv.image_keys import digest_of, keys_with_images
+from mooncake_zmq.runtime import kv_subscriber
 from mooncake_zmq.runtime.kv_events import END
 from mooncake_zmq.runtime.kv_subscriber import KvSubscriber
 from mooncake_zmq.vllm_node.mirror import Mirror
@@ -419,6 +422,23 @@ def test_a_vllm_that_ends_is_cleared_whatever_numbers_and_times_the_next_one_has
         assert publisher.told[2] == (EngineCleared(),)
     finally:
         heard.close()
+    assert not crashes
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_an_endpoint_where_nothing_listens_is_logged_once(publisher, monkeypatch, tmp_path, listens):
+    if not listens:
+        monkeypatch.setattr(kv_subscriber, "UNREACHED_S", 0.0)
+    endpoint = publisher.endpoint if listens else f"ipc://{tmp_path}/none"
+    crashes = []
+    with structlog.testing.capture_logs() as logs:
+        heard = KvSubscriber(endpoint, replay_endpoint="", topic="", on_events=publisher.told.append, on_crash=crashes.append)
+        try:
+            waiting.eventually(lambda: heard._warns_at == math.inf)
+            assert not listens or publisher.pub.recv() == b"\x01"
+        finally:
+            heard.close()
+    assert [(line["event"], line["endpoint"]) for line in logs] == [("kv_events_not_reached", endpoint)] * (not listens)
     assert not crashes
 
 

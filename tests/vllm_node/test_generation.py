@@ -497,6 +497,19 @@ def test_a_node_waits_for_its_server_and_tells_what_is_wrong_with_it():
         stub.close()
 
 
+def test_a_unit_is_ready_while_its_server_loads_so_that_gateways_start(monkeypatch):
+    stub, reported = StubVllm(), []
+    monkeypatch.setattr(vllm_server.notify, "ready", reported.append)
+    stub.well = 503
+    try:
+        await_server(VllmSettings(url=stub.url), 4096, lambda _: setattr(stub, "well", 200))
+        assert reported == ["waiting for vLLM"]
+        await_server(VllmSettings(url=stub.url), 4096)
+        assert len(reported) == 1, "of one that serves, only the node's own beginning"
+    finally:
+        stub.close()
+
+
 def test_a_node_waits_for_its_server_for_an_hour_however_long_each_look_lasts(monkeypatch):
     now = 0.0
 

@@ -1,6 +1,7 @@
 """The settings of a cluster beside vLLM: what is wrong is told before anything starts, and `up` starts vLLM as they say."""
 
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,16 @@ def test_a_python_that_cannot_start_servers_is_refused_in_one_line(tmp_path: Pat
         python.chmod(0o700)
         with pytest.raises(ServerError, match=said) if said else nullcontext():
             check_python(str(python), config)
+
+
+def test_a_python_has_not_what_lies_in_the_directory_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm.py").touch()
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ServerError, match="has no vllm"):
+        check_python(str(bare), load(CONFIG, {}, {}).config)
 
 
 @pytest.mark.parametrize(
