@@ -5,7 +5,9 @@ argv: where a store would be; nobody is there.
 
 import sys
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace as Told
+from typing import Any
 
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -33,15 +35,27 @@ def half(address: str) -> connector._SchedulerHalf:
 
 
 def request() -> Told:
-    plain = {"resumable": False, "cache_salt": None, "lora_request": None, "mm_features": [], "prompt_embeds": None}
+    plain: dict[str, Any] = {
+        "resumable": False,
+        "cache_salt": None,
+        "lora_request": None,
+        "mm_features": [],
+        "prompt_embeds": None,
+    }
     return Told(request_id="r", num_tokens=33, all_token_ids=list(range(33)), kv_transfer_params=None, **plain)
 
 
 def main(address: str) -> None:
-    scheduling, asked, answers, waits = half(address), request(), [], []
-    lookups = scheduling._lookups
-    lookups.ask = lambda names, first=(): answers.append(Lookup(names, first)) or answers[-1]
-    lookups.wait = waits.append
+    scheduling, asked = half(address), request()
+    lookups: Any = scheduling._lookups
+    answers: list[Lookup] = []
+    waits: list[float] = []
+
+    def ask(names: list[str], first: Sequence[str] = ()) -> Lookup:
+        answers.append(Lookup(names, first, lambda lookup: None))
+        return answers[-1]
+
+    lookups.ask, lookups.wait = ask, waits.append
 
     def plan(tokens: int = 0) -> int:
         """How often the step waits."""

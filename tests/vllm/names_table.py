@@ -69,12 +69,18 @@ def keys_follow_what_requests_hold(address: str, directory: Path) -> None:
     half = connector._SchedulerHalf(config, cache, read_settings({"stores": address}))
     adapter = LoRARequest("a", 1, str(directory))
     (directory / "adapter_config.json").write_text("{}")
-    seen = [half._keys(request()).upto(4), half._keys(request(images=("a" * 64,))).upto(4)]
+
+    def keys(asked: Told) -> list[bytes]:
+        made = half._keys(asked)
+        assert made is not None
+        return made.upto(4)
+
+    seen = [keys(request()), keys(request(images=("a" * 64,)))]
     for content in ("once", "again"):
         (directory / "adapter_model.safetensors").write_text(content)
         half._adapters = Adapters(time.time_ns() + 10**12)
-        seen.append(half._keys(request(adapter)).upto(4))
-        assert seen[-1] == half._keys(request(adapter)).upto(4)
+        seen.append(keys(request(adapter)))
+        assert seen[-1] == keys(request(adapter))
     assert not any(set(one) & set(other) for number, one in enumerate(seen) for other in seen[:number])
     half._adapters = Adapters(0)
     assert half._keys(request(adapter)) is None, "its files may have changed since the engine loaded them"

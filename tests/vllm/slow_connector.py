@@ -8,15 +8,15 @@ from mooncake_zmq.vllm import connector
 LOAD_S = 3.0
 
 
-class SlowConnector(connector.MooncakeZmqConnector):  # type: ignore[misc]
+class SlowConnector(connector.MooncakeZmqConnector):
     """Each load takes LOAD_S."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        mover = self._moving._mover
+        mover: Any = self._moving._mover
         fetch = mover._fetch
 
-        def slow(*arguments: Any) -> int:
+        def slow(*arguments: Any) -> Any:
             time.sleep(LOAD_S)
             return fetch(*arguments)
 

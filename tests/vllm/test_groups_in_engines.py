@@ -102,6 +102,14 @@ def settled(engine: Vllm) -> float:
         time.sleep(0.1)
 
 
+def saves_over(engine: Vllm) -> None:
+    """Wait until the engine holds no block, for a save among others; its prefix cache stays."""
+    deadline = time.monotonic() + 60
+    while engine.metric("vllm:kv_cache_usage_perc") > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def numbered(number: int) -> list[int]:
     """Return a prompt, none of which begins as another does."""
     return prompt(LENGTHS[number] + 1000 * number, LENGTHS[number])
@@ -169,6 +177,7 @@ def test_an_answer_goes_on_from_what_another_engine_decoded_as_from_what_it_deco
     for number in NUMBERS:
         lives.engine.forget()  # or what is left of others' blocks may be taken before what is of use
         assert lives.engine.ask(numbered(number), ANSWER, cache_salt="own")[0] == lives.answers[number]
+        saves_over(lives.engine)
         own.append(lives.engine.ask(known[number], ANSWER - 30, cache_salt="own"))
     # Beside full attention vLLM's own cache has less of an answer's windows than the pool, which adds them here.
     assert lives.engine.count("loaded_blocks") == loaded or not lives.kind.is_rounded
