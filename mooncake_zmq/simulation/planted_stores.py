@@ -142,7 +142,7 @@ def sent_after_its_lease() -> Replacements:
 
 
 def promoted_unleased() -> Replacements:
-    """What comes from disk for a stream is released before it is sent."""
+    """A value that comes from disk for a stream is released before it is sent."""
     send = Streaming._send
 
     def hasty(self: Streaming, number: int, get: Any) -> None:
