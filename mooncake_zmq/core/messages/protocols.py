@@ -37,6 +37,7 @@ SINCE: Final[Mapping[str, int]] = {
     "PrefillLoad.meets": 23,
     "ReadAnswer": 23,
     "RenderChat": 23,
+    "ReserveDecode.approximate": 23,
     "ReserveDecode.lenders": 23,
     "ReturnBlocks": 23,
     "ShortenFetch": 23,
@@ -45,6 +46,7 @@ SINCE: Final[Mapping[str, int]] = {
     "StartPrefill.images": 23,
     "StartPrefill.lenders": 23,
     "TextsEmbedded": 23,
+    "TokensDecoded.approximate": 23,
 }
 """The protocol that added a type of message or a field ("Type.field"), for those that not every spoken protocol has."""
 
