@@ -15,7 +15,7 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS, panel_count
 from mooncake_zmq.engine.spec import FAMILIES, ModelSpec, check_spec
 
-FORMAT = 3  # version of the prepared directory: a change here converts every model again
+FORMAT = 4  # version of the prepared directory: a change here converts every model again
 ALIGNMENT_BYTES = 4096
 ITEM_BYTES = 4  # float32
 HEADER_FILE = "header.json"

@@ -90,10 +90,11 @@ def save_model_directory(directory, config, tensors, *, kind="F32", shards=1):
     return directory
 
 
-def add_byte_level_tokenizer(writer, vocab_size, *, pre="gpt-2", merge="t 1"):
+def add_byte_level_tokenizer(writer, vocab_size, *, pre="gpt-2", merge="t 1", ends=()):
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(["t", "1", *(f"t{index}" for index in range(1, vocab_size - 2)), "</s>"])
+    texts = ["t", "1", *(f"t{index}" for index in range(1, vocab_size - 2)), "</s>"]
+    writer.add_token_list([dict(ends).get(token, text) for token, text in enumerate(texts)])
     writer.add_token_types([1] * (vocab_size - 1) + [3])
     writer.add_token_merges([merge])
     writer.add_eos_token_id(vocab_size - 1)

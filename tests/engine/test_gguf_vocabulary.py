@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import pytest
 import tokenizers
-from model_files import save_gguf, stored
+from model_files import add_byte_level_tokenizer, save_gguf, stored
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mooncake_zmq.engine import gguf_vocabulary
@@ -156,6 +156,15 @@ def test_a_sentencepiece_model_through_the_whole_path(sentencepiece, tmp_path):
         assert "".join([stream.push(token) for token in ids]) + stream.flush() == reference.decode(ids)
     assert tokenizer.chat([{"role": "user", "content": "keeper"}]).tolist() == reference.encode("<s>keeper").ids
     assert tokenizer.eos_ids == (2,)
+
+
+def test_an_answer_ends_at_each_token_that_ends_one_by_its_text(tmp_path):
+    def add(writer, vocab_size):
+        add_byte_level_tokenizer(writer, vocab_size, ends={5: "<|endoftext|>", 7: "<|im_end|>", 9: "<|fim_pad|>"})
+
+    config, tensors = stored(DummySource("tiny"))
+    source = GgufSource(save_gguf(tmp_path / "model.gguf", config, tensors, add_tokenizer=add))
+    assert source.spec.eos_ids == (5, 7, 9, source.spec.vocab_size - 1), "Qwen2.5's metadata names <|im_end|> alone"
 
 
 @pytest.mark.parametrize(("model", "pre"), [("bert", "default"), ("t5", "default"), ("gpt2", "viking")])

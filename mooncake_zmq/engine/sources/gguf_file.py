@@ -40,6 +40,10 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FACTORS = "rope_freqs.weight"
 _SCALINGS = {"none": "default", "linear": "linear"}  # GGUF's names; llama3's is carried as factors
 
+_END_NAMES = ("endoftext", "end_of_text", "im_end", "eot_id", "eom_id", "end", "fim_pad", "repo_name", "file_sep")
+_END_TEXTS = {"<end_of_turn>", *(f"<|{name}|>" for name in _END_NAMES)}
+"""Tokens that end an answer by their texts, as in llama.cpp: the metadata names one of a model's several."""
+
 _Item = TypeVar("_Item", bound=np.generic)
 T = TypeVar("T", int, float, bool, str, list[Any])
 
@@ -102,13 +106,15 @@ class GgufSource:
         rotated = self._hyper("rope.dimension_count", int, head_dim)
         if rotated != head_dim or self._hyper("attention.value_length", int, head_dim) != head_dim:
             raise ModelError(f"{self._path}: RoPE or values of other than {head_dim} dimensions a head are not supported")
+        tokens = self._texts("tokenizer.ggml.tokens")
         stop_ids = {self._field(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot", "eom")}
+        stop_ids |= {token for token, text in enumerate(tokens) if text in _END_TEXTS}
         bos_id = self._field("tokenizer.ggml.bos_token_id", int, -1)
         # As in llama.cpp: a factor without a type is linear, and 0 is none.
         scaling = self._hyper("rope.scaling.type", str, "none" if self._rope_factor() in (0.0, 1.0) else "linear")
         if _ROPE_FACTORS in self.stored and scaling not in ("none", "llama3"):
             raise ModelError(f"{self._path}: RoPE scaling {scaling!r} with {_ROPE_FACTORS} is not supported")
-        vocab_size = len(self._field("tokenizer.ggml.tokens", list))
+        vocab_size = len(tokens)
         if max(bos_id, *stop_ids) >= vocab_size:
             raise ModelError(f"{self._path}: a special token lies outside its vocabulary of {vocab_size}")
         spec = ModelSpec(
