@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_cluster import ROOT, SmallCluster, eventually, stopped
+from toy_cluster import ROOT, SmallCluster, Stream, eventually, greedy, stopped
 
 from mooncake_zmq.core.selection import RECENT, SINKS
 from mooncake_zmq.engine import weights
@@ -106,6 +106,15 @@ def test_what_selecting_decodes_answer_is_said_and_never_reused(cluster: Selecti
     refused, served = ask("decode-few", prompt, exact=True)
     assert "approximate" not in served
     assert refused == exact
+
+    for options, said, answered in (({"include_usage": True}, {"approximate": True}, few), ({}, {}, exact)):
+        with stopped({each: cluster.pid(each) for each in DECODES if each != "decode-few"}, cluster.serves):
+            body = greedy(model=model, prompt=prompt, max_tokens=ANSWER, stream=True, stream_options=options)
+            with Stream(cluster.url, body) as stream:
+                assert stream.read() == answered, "a plain stream cannot say that it is approximate, so it is exact"
+        assert {name: value for name, value in stream.served.items() if name == "approximate"} == said
+    counts = cluster.dumps()["decode-few"]["counts"]
+    assert counts["generation_tokens_approximate"] == 2 * (ANSWER - 1) < counts["generation_tokens"]
 
     followed = [*prompt, *few, *prompt[:32]]
     warm, served = ask("decode-all", followed)

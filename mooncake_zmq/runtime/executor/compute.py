@@ -314,6 +314,7 @@ class Compute:
 def _running(opened: OpenSequence, entry: StepEntry) -> SequenceKV | FewOfMany:
     """Return what a step reads and appends to."""
     if opened.few is not None:
+        assert opened.few.length == entry.position, "what a choice is made from has each token once"
         return opened.few
     sequence = opened.kv
     if sequence.before + sequence.length != entry.position:
