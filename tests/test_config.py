@@ -430,6 +430,27 @@ def test_a_codec_is_for_engines_that_keep_it(write: Any, model: str, node: str, 
         load(write(text, NODES + f"[[nodes]]\nname = 'p'\nrole = 'prefill'\n{node}\n"), {}, {})
 
 
+@pytest.mark.parametrize(
+    ("model", "node", "why"),
+    [
+        ("path = 'toy'", "", "the toy engine attends to nothing"),
+        ("kv_codec = 'int8'", "", "model.kv_codec is 'int8'"),
+        ("", "device = 'cuda'", "node d has device 'cuda'"),
+        ("", "backend = 'modelled:a800-llama3-70b'", "node d has a modelled engine"),
+    ],
+)
+def test_selection_is_for_exact_kv_on_a_cpu(write: Any, model: str, node: str, why: str) -> None:
+    text = f"[model]\n{model}\n[[nodes]]\nname = 'd'\nrole = 'decode'\nsettings = {{ selection = 'kcache' }}\n{node}\n"
+    with pytest.raises(ConfigError, match=f"our own engine computes on a CPU: {why}"):
+        load(write(text, ""), {}, {})
+    load(write(text.replace("kcache", "none"), ""), {}, {})
+
+
+def test_the_summary_counts_what_selection_copies(write: Any) -> None:
+    text = "[decode]\nselection = 'quest'\n[[nodes]]\nname = 'd'\nrole = 'decode'\n"
+    assert "half of it for selection = 'quest'" in "".join(summary(load(write(text, ""), {}, {})))
+
+
 def test_the_summary_counts_gpu_memory_by_itself(write: Any) -> None:
     text = (
         f"[model]\npath = '{OF_A_KIB}'\nmax_model_len = 1024\n"

@@ -29,14 +29,13 @@ from mooncake_zmq.bench.quality import (
     studied,
 )
 from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.core.selection import RECENT, SINKS
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
-from mooncake_zmq.engine.selection.exact_keys import ExactKeys
-from mooncake_zmq.engine.selection.few_of_many import RECENT, SINKS, FewOfMany, Selector
-from mooncake_zmq.engine.selection.product_codes import ProductCodes
-from mooncake_zmq.engine.selection.quest import Quest
+from mooncake_zmq.engine.selection.few_of_many import FewOfMany
+from mooncake_zmq.engine.selection.kinds import SELECTORS
 from mooncake_zmq.engine.tokenizer import open_tokenizer
 from mooncake_zmq.engine.weights import load_engine
 from mooncake_zmq.laboratory import tables
@@ -45,14 +44,14 @@ PAGES = ("architecture", "pool", "vllm")
 SPEED_PAGES = ("operating", "architecture", "api", "pool", "vllm", "laboratory")
 SPEED_SHARE = 8
 EXACT, BASELINE = "all tokens", "sinks and recent"
-WAYS: Mapping[str, tuple[Callable[[int, int, int, int], Selector], bool]] = {
-    "KCache": (ExactKeys, False),
-    "KCache, by values too": (ExactKeys, True),
-    "PQCache": (ProductCodes, False),
-    "PQCache, by values too": (ProductCodes, True),
-    "Quest": (Quest, False),
+WAYS: Mapping[str, tuple[str, bool]] = {
+    "KCache": ("kcache", False),
+    "KCache, by values too": ("kcache", True),
+    "PQCache": ("pqcache", False),
+    "PQCache, by values too": ("pqcache", True),
+    "Quest": ("quest", False),
 }
-"""Selectors, and whether values count too, as `FewOfMany` says."""
+"""Kinds of selection, and whether values count too, as `FewOfMany` says."""
 Progress = Callable[[str], None]
 
 
@@ -222,8 +221,8 @@ class _Study:
         """Return a way's own KV of a sequence. The baseline has as many recent tokens more as others choose."""
         if name == BASELINE:
             return FewOfMany(sequence, None, 0, following=following, recent=RECENT + chosen)
-        spec, (selector, values) = self.engine.spec, WAYS[name]
-        kept = selector(spec.layers, spec.kv_heads, spec.head_dim, sequence.length + following)
+        spec, (kind, values) = self.engine.spec, WAYS[name]
+        kept = SELECTORS[kind](spec.layers, spec.kv_heads, spec.head_dim, sequence.length + following)
         return FewOfMany(sequence, kept, chosen, following=following, values=values)
 
     def _decoded(self, few: FewOfMany, following: Tokens) -> Logs:

@@ -374,6 +374,7 @@ class Config:
                     f"model.kv_codec {self.model.kv_codec!r} is for engines that compute on a CPU: node {node.name} has "
                     f"{'a modelled engine' if node.modelled else f'device {node.device!r}'}"
                 )
+        self._check_selection()
         if self.model.path == "toy" and any(node.device != "cpu" for node in self.nodes):
             raise ValueError("nodes: the toy model computes on the CPU alone: leave device out")
         if self.model.engine == "vllm" and (own := self.of_role(*ENGINE_ROLES)):
@@ -386,6 +387,19 @@ class Config:
             raise ValueError(f"prefill.chunk_tokens must be a multiple of model.block_tokens, {self.model.block_tokens}")
         self._check_models()
         self._check_ladder()
+
+    def _check_selection(self) -> None:
+        """Check that decodes which choose what they attend to compute with floats on a CPU."""
+        for node in self.nodes:
+            section = {"selection": self.decode.selection, **(node.settings if node.role == "decode" else {})}
+            if "decode" not in node.roles or section["selection"] == "none":
+                continue
+            why = f"node {node.name} has a modelled engine" if node.modelled else ""
+            why = why or (f"node {node.name} has device {node.device!r}" if node.device != "cpu" else "")
+            why = why or ("the toy engine attends to nothing" if self.model.path == "toy" else "")
+            why = why or (f"model.kv_codec is {self.model.kv_codec!r}" if self.model.kv_codec != "exact" else "")
+            if why:
+                raise ValueError(f"decode.selection is for exact KV that our own engine computes on a CPU: {why}")
 
     def _check_models(self) -> None:
         """Check that each node is for one of the models, or for all of them."""

@@ -47,8 +47,9 @@ def summary(loaded: Loaded) -> Iterator[str]:
                 size, what = section.slab_bytes + running, f"slab of {section.slab_bytes / mib:,.0f} MiB"
                 what += f", KV of running prompts {running / mib:,.0f} MiB"
             case "decode":
-                size = section.capacity_tokens * kv_bytes
-                what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB"
+                size = section.capacity_tokens * kv_bytes * (2 if section.choice else 1)  # it selects from a copy
+                copied = f", half of it for selection = {section.selection!r}" if section.choice else ""
+                what = f"KV of {section.capacity_tokens:,} tokens, {size / mib:,.0f} MiB{copied}"
             case "vllm":
                 what = f"vLLM at {section.url}, {section.max_running} requests at a time"
                 what += f", {section.part} alone" if section.part != "both" else ""

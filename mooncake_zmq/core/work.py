@@ -22,6 +22,7 @@ from mooncake_zmq.core.messages import (
     StopRule,
     TokenLogprob,
 )
+from mooncake_zmq.core.selection import Selection
 from mooncake_zmq.kv.block_hash import Key
 from mooncake_zmq.kv.engine_events import EngineEvent
 from mooncake_zmq.kv.object_record import ObjectRecord
@@ -234,6 +235,9 @@ class StepEntry(Struct, frozen=True, gc=False):
     position: int
     sampling: Sampling
     mask_s: float = 0.0
+    selection: Selection | None = None
+    """How the tokens to attend to are chosen of more; None: all are attended to. Once a sequence has one, it keeps it, and what
+    is computed from then on is approximate and not in the sequence's KV."""
 
 
 class DecodeStep(Struct, frozen=True):

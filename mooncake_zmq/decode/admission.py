@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from mooncake_zmq.core.actor import Effect, OpenSequence, Send, SetTimer
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.drain import Drain
-from mooncake_zmq.core.messages import AttemptFailed, DecodeDenied, Hello, ReserveDecode, Sibling, for_sibling
+from mooncake_zmq.core.messages import AttemptFailed, DecodeDenied, Hello, ReserveDecode, Sibling, for_sibling, has_field
 from mooncake_zmq.core.tenant_room import leaves_room
 from mooncake_zmq.decode.borrowing import Borrowing
 from mooncake_zmq.decode.budget import Budget
@@ -112,6 +112,7 @@ class Admission:
             budget_tokens=budget,
             capacity_tokens=capacity,
             lent_tokens=lent,
+            selection=self._settings.choice if message.approximate and self._can_say(message.gateway) else None,
             keys=[] if lent else [*message.reuse_keys, *message.new_keys],
             parts=[MISSING] * (self._layout.blocks_for(message.tokens) * self._layout.layers),
             tail=message.tail,
@@ -125,6 +126,10 @@ class Admission:
         effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past, tokens, tenant))
         effects.append(SetTimer((DEADLINE, message.request_id, message.attempt), message.deadline_s))
         return request
+
+    def _can_say(self, gateway: str) -> bool:
+        """Return whether a gateway can say that an answer is approximate."""
+        return has_field(self._peers[gateway].protocol, "TokensDecoded.approximate")
 
     def _lack(self, budget: int, tenant: str, *, borrows: bool = False) -> str | None:
         """Return what is missing for now, or None. An attempt denied for this counts as one that found no room. `borrows`: the

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.gaps import longest_step_s
 from mooncake_zmq.core.messages import DecodeTimes, HandoffDone, LoanPlace, ReserveDecode, SlotRef
+from mooncake_zmq.core.selection import RECENT, SINKS, Selection
 from mooncake_zmq.core.work import BlockLoad
 from mooncake_zmq.kv.block_hash import Key, extend_keys, pack_tokens
 
@@ -167,6 +168,10 @@ class Request:
     lenders: list[str] = field(default_factory=list)
     """Decodes that it has still to ask."""
     loans: list[Loan] = field(default_factory=list)
+    selection: Selection | None = None
+    """How its steps choose what they attend to in a long context; None: they attend to all."""
+    selected: bool = False
+    """Whether a step has chosen: its tokens from then on are approximate."""
     unwanted: bool = False
     """Its gateway has cancelled it: the handoff goes on only for its siblings."""
 
@@ -279,6 +284,15 @@ class Request:
         """Take note that only so many leading blocks have exact KV: nothing behind them gets a key."""
         self.is_exact = False
         del self.keys[blocks:]
+
+    def select(self) -> Selection | None:
+        """Return how its next step chooses what it attends to; None: it attends to all, as they are few."""
+        if self.selection is None or self.context <= SINKS + RECENT + self.selection.tokens:
+            return None
+        if not self.selected:
+            self.selected = True
+            self.keep_exact(len(self.keys))
+        return self.selection
 
     def _loads(
         self, blocks: range, sources: Mapping[int, SlotRef], first_layer: int, stop_layer: int, block_tokens: int

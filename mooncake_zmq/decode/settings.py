@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mooncake_zmq.core.drain import GRACE_S
 from mooncake_zmq.core.messages import MAX_RUN
+from mooncake_zmq.core.selection import Selection
 from mooncake_zmq.pool.node.client import PoolClientSettings
 
 
@@ -40,6 +42,11 @@ class DecodeSettings:
     """Most of `capacity_tokens` that requests of other decodes may use, for prompts that have no room at theirs."""
     borrow: bool = False
     """Take requests that have no room here if other decodes lend it. Each of their tokens then takes longer."""
+    selection: Literal["none", "kcache", "pqcache", "quest"] = "none"
+    """How a step chooses the few tokens that it attends to, of each layer and KV head, in a longer context; "none": it attends
+    to all. Such an answer is approximate, and marked so; nothing that is computed from then on is offered to a pool."""
+    selection_tokens: int = 256
+    """The tokens that are chosen beside the first 4 and the last 32. Up to so many in all, attention is exact."""
     measured_half_life_s: float = 60.0
     """Time in which the measured speed of an idle node loses half of its weight, as for a prefill."""
     drain_grace_s: float = GRACE_S
@@ -52,9 +59,18 @@ class DecodeSettings:
             raise ValueError("capacity_tokens, max_batch and max_requests must be at least 1")
         if not 0 <= self.lend_tokens <= self.capacity_tokens:
             raise ValueError("lend_tokens must be in 0..capacity_tokens")
+        if self.selection_tokens < 1:
+            raise ValueError("selection_tokens must be at least 1")
+        if self.choice and (self.borrow or self.lend_tokens):
+            raise ValueError("selection is for KV that is all here: leave borrow and lend_tokens out")
         if not 1 <= self.max_steps <= MAX_RUN:
             raise ValueError(f"max_steps must be in 1..{MAX_RUN}")
         if min(self.report_s, self.pull_deadline_s, self.step_deadline_s, self.measured_half_life_s) <= 0:
             raise ValueError("report_s, pull_deadline_s, step_deadline_s and measured_half_life_s must be positive")
         if not 0 <= self.drain_grace_s < math.inf:
             raise ValueError("drain_grace_s must be 0 or more, and finite")
+
+    @property
+    def choice(self) -> Selection | None:
+        """How steps choose what they attend to; None: they attend to all."""
+        return None if self.selection == "none" else Selection(self.selection, self.selection_tokens)

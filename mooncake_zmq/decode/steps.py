@@ -35,8 +35,8 @@ READY, STEPPING, CLOSING, SITTING_OUT = (
 STEP_BEGAN, STEPPED = RequestEvent.STEP_BEGAN, RequestEvent.STEPPED
 """Local names, since each step needs them for each request and looking into an enum class is ten times as slow."""
 
-Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeTimes | None]
-"""The tokens of one request in a `TokensDecoded`, their probabilities, and its times if it ends."""
+Entry = tuple[tuple[str, int, int, tuple[int, ...]], tuple[TokenLogprob, ...], DecodeTimes | None, bool]
+"""The tokens of one request in a `TokensDecoded`, their probabilities, its times if it ends, and whether it is approximate."""
 
 
 class Steps:
@@ -142,7 +142,7 @@ class Steps:
             request.in_flight += 1
             sampling = request.request.sampling
             wait_s = mask_s(self._flight.step_s, constrained=bool(sampling.constraint), was_late=request.was_late)
-            entries.append(StepEntry(request.sequence, request.last, request.position, sampling, wait_s))
+            entries.append(StepEntry(request.sequence, request.last, request.position, sampling, wait_s, request.select()))
         self._counts.add("steps_sat_out", len(self._sitting_out))
         work_id = self._ids.new()
         self._flight.begin(Step(work_id, members, steps, sum([request.context for request in members])))
@@ -227,7 +227,7 @@ class Steps:
 
     def _sent(self, batches: dict[str, list[Entry]]) -> list[Effect]:
         """Send each gateway the tokens that were sampled for it."""
-        self._counts.add("generation_tokens", sum([len(entry[-1]) for each in batches.values() for entry, _, _ in each]))
+        self._counts.add("generation_tokens", sum([len(entry[-1]) for each in batches.values() for entry, *_ in each]))
         return [Send(gateway, _decoded(entries)) for gateway, entries in batches.items()]
 
     def _sit_out(self, request: Request) -> Effect:
@@ -281,7 +281,9 @@ class Steps:
         entry = (message.request_id, message.attempt, first, taken)
         known = tuple([each for each in logprobs[:stop] if each is not None]) if logprobs else ()
         request.steps += stop
-        batches.setdefault(message.gateway, []).append((entry, known, request.times(now) if ended else None))
+        if request.selected:
+            self._counts.add("generation_tokens_approximate", stop)
+        batches.setdefault(message.gateway, []).append((entry, known, request.times(now) if ended else None, request.selected))
         return effects + self._ends.close(now, request) if ended else effects
 
     def _take_until_failed(
@@ -308,6 +310,7 @@ class Steps:
 
 
 def _decoded(entries: Sequence[Entry]) -> TokensDecoded:
-    tokens, logprobs, times = zip(*entries, strict=True)
+    tokens, logprobs, times, selected = zip(*entries, strict=True)
     over = tuple([each for each in times if each is not None])
-    return TokensDecoded(entries=tokens, logprobs=logprobs if any(logprobs) else (), times=over)
+    approximate = tuple([entry[:2] for entry, is_approximate in zip(tokens, selected, strict=True) if is_approximate])
+    return TokensDecoded(entries=tokens, logprobs=logprobs if any(logprobs) else (), times=over, approximate=approximate)

@@ -236,15 +236,7 @@ class Llama:
     @ended_on_error
     def decode(self, sequences: list[SequenceKV], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         check_whole(*sequences)
-        attention = self._seats[0].attention
-
-        def attend(index: int, queries: Any, keys: Any, values: Any, out: Any) -> None:
-            for row, sequence in enumerate(sequences):
-                position = sequence.length
-                sequence.append(index, position, keys[row], values[row])
-                out[row] = attention.one(sequence, index, queries[:, row], position + 1)
-
-        return self._step(sequences, tokens, attend)
+        return self.decode_over(sequences, tokens)
 
     def decode_elsewhere(
         self, sequences: Sequence[SequenceKV | FarKV], tokens: NDArray[np.int32], elsewhere: Elsewhere
@@ -273,12 +265,17 @@ class Llama:
         row's sequence. Any thread may call it beside the one that computes. On a CPU alone."""
         return Attention(self._xp, self.spec, self._rowwise).parts(sequences, lengths, layer, queries)
 
-    def decode_over(self, sequences: "list[Attending]", tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Compute what `decode` does for sequences that compute their own attention. On a CPU alone."""
+    def decode_over(self, sequences: "Sequence[SequenceKV | Attending]", tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Compute what `decode` does for sequences of which some compute their own attention. On a CPU alone."""
+        attention = self._seats[0].attention
 
         def attend(index: int, queries: Any, keys: Any, values: Any, out: Any) -> None:
             for row, sequence in enumerate(sequences):
-                out[row] = sequence.attend(index, queries[:, row], keys[row], values[row])
+                if isinstance(sequence, SequenceKV):
+                    sequence.append(index, sequence.length, keys[row], values[row])
+                    out[row] = attention.one(sequence, index, queries[:, row], sequence.length + 1)
+                else:
+                    out[row] = sequence.attend(index, queries[:, row], keys[row], values[row])
 
         return self._step(sequences, tokens, attend)
 

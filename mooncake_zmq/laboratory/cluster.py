@@ -124,6 +124,8 @@ def cluster_of(setup: Setup, arrivals: Sequence[Arrival]) -> Cluster:
         raise ValueError(
             "prefill.blend: a trace does not name the tokens in which parts are found; `mooncake-zmq bench blend` does"
         )
+    if cluster.decode.choice:
+        raise ValueError("decode.selection: its steps cost what no cost model knows; `mooncake-zmq bench select` measures them")
     return cluster
 
 

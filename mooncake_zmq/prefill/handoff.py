@@ -101,6 +101,7 @@ class Handoff:
             new_keys=request.keys[len(may_hold) :] if elsewhere else (),
             block_tokens=job.tokens[: full * size * 4] if offered else b"",
             lenders=request.lenders,
+            approximate=not request.exact,
         )
         return Send(request.decode, reserve)
 

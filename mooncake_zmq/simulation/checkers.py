@@ -46,7 +46,7 @@ from mooncake_zmq.core.messages import (
 )
 from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.core.work import CopyBlocks, ForkSequence, ProbeEngine, PullBlocks, SequenceBlock, SlotGrant
-from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientRequest, Finished
+from mooncake_zmq.gateway.requests.client_events import ClientGone, ClientRequest, Finished, TokenOut
 from mooncake_zmq.kv.block_hash import Key, extend_keys
 from mooncake_zmq.kv.checksum import block_checksum, part_checksums
 from mooncake_zmq.kv.events import BlocksStored
@@ -189,6 +189,7 @@ class Checkers:
         if spec.role == "decode":
             forks = isinstance(event, Received) and isinstance(event.message, ReserveDecode)
             self._copies_exact(spec.name, effects, forks=forks)
+            self._approximations.decodes(actor, effects)
         if spec.role == "prefill":
             self._slab_announced((spec.name, incarnation), actor, effects)
             self._waits_end(spec.name, actor)
@@ -249,6 +250,9 @@ class Checkers:
                 request_id, attempt = said.request_id, said.attempt
                 self._only_current({(request_id, attempt)}, effects)
         for effect in effects:
+            if isinstance(effect, ToClient) and isinstance(effect.output, TokenOut):
+                attempt = self._attempts.get(effect.request_id, 0)
+                self._approximations.sent(effect.request_id, attempt, effect.output.index)
             if isinstance(effect, ToClient) and isinstance(effect.output, Finished):
                 self._versions.finished(effect.request_id, effect.output)
                 self._approximations.finished(effect.request_id, effect.output)

@@ -44,6 +44,8 @@ CHANGEABLE = tuple(f"{role}-{host}" for role in BECOMES for host in HOSTS[:2])
 """Prefills and decodes that may change their role: not all of them, so that there is always one of each."""
 LITTLE_TOKENS = 160
 """The KV of each decode where they lend: many prompts have no room in it."""
+CHOSEN_TOKENS = 60
+"""The tokens that decodes choose where they do: many prompts have more, with the first and last ones."""
 GRACE_S = 0.05
 """The grace of a drain, which many answers outlast."""
 POOL = PoolClientSettings(lease_ttl_s=3.0, fetch_s=1.0, max_puts=8)
@@ -131,8 +133,9 @@ class ClusterSettings:
         """Return the settings of a seed. Of three seeds one has vLLMs among the others, or in a third of these seeds alone,
         which in half of them prefill and decode separately, and otherwise, where they are alone, are of several models; one
         computes longer prompts in pipelines of up to three prefills, one decodes several steps in a work, and in half of these
-        seeds its prefills blend. Of five, one is watched. Of eight, one is starved. Of four, one has hosts that are suspended.
-        `of_models`: all are of several models. `lending`: decodes lend each other all of their little KV."""
+        seeds its prefills blend, while in the other half its decodes choose what they attend to. Of five, one is watched. Of
+        eight, one is starved. Of four, one has hosts that are suspended. `of_models`: all are of several models. `lending`:
+        decodes lend each other all of their little KV."""
         plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
         if lending:
             little = replace(plain.decode, capacity_tokens=LITTLE_TOKENS, lend_tokens=LITTLE_TOKENS, borrow=True)
@@ -141,7 +144,8 @@ class ClusterSettings:
             return plain._with_models()
         if seed % 3 == 2:
             blend = seed % 2 == 1
-            return replace(plain, decode=replace(plain.decode, max_steps=5), prefill=replace(plain.prefill, blend=blend))
+            decode = replace(plain.decode, max_steps=5, selection="none" if blend else "kcache", selection_tokens=CHOSEN_TOKENS)
+            return replace(plain, decode=decode, prefill=replace(plain.prefill, blend=blend))
         if seed % 3 == 0:
             parts = (VLLM_PAIR if seed % 4 == 1 else VLLMS_DISAGGREGATED) if seed % 2 else VLLMS
             alone = seed % 9 == 6

@@ -264,6 +264,8 @@ def _step(machine: Machine, entry: StepEntry, made: int, token: int) -> int | Wo
     if isinstance(merged, WorkFailed):
         return merged
     merged.run(position, np.array([token], dtype=np.uint32))
+    if entry.selection is not None and sequence.approximate_from > position:
+        sequence.poison(slice(None), position, position + 1)
     if merged is not sequence:
         sequence.kv[:, :, position - merged.capacity + sequence.capacity] = merged.kv[:, :, position]
     sequence.feed(token, position, entry.sampling)

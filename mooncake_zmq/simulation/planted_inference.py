@@ -9,6 +9,7 @@ from mooncake_zmq.core.messages import SlotRef, StartPrefill
 from mooncake_zmq.decode import ends as decode_ends
 from mooncake_zmq.decode import handoff as decode_handoff
 from mooncake_zmq.decode import request as decode_request
+from mooncake_zmq.decode import steps as decode_steps
 from mooncake_zmq.decode.borrowing import Borrowing
 from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.decode.lending import Lending
@@ -151,6 +152,29 @@ def blend_decoded() -> Replacements:
         del self.keys[blocks:]
 
     return [(decode_request.Request, "keep_exact", keep)]
+
+
+def selected_kv_put() -> Replacements:
+    """A decode keeps and offers what it decodes over few of many tokens as if that were exact."""
+    select = decode_request.Request.select
+
+    def as_if_exact(self: decode_request.Request) -> Any:
+        before = self.is_exact, list(self.keys)
+        choice = select(self)
+        self.is_exact, self.keys[:] = before
+        return choice
+
+    return [(decode_request.Request, "select", as_if_exact)]
+
+
+def selected_unreported() -> Replacements:
+    """A decode does not say that it attended to few of many tokens."""
+    decoded = decode_steps._decoded
+
+    def silently(entries: Any) -> Any:
+        return structs.replace(decoded(entries), approximate=())
+
+    return [(decode_steps, "_decoded", silently)]
 
 
 def blend_kept() -> Replacements:

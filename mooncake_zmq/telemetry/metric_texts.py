@@ -142,6 +142,7 @@ _ENGINES = {
     "prompt_tokens_cached": "Prompt tokens whose KV was reused, by where it came from",
     "prompt_tokens_computed": "Prompt tokens computed",
     "generation_tokens": "Tokens sampled",
+    "generation_tokens_approximate": "Tokens of these sampled with attention to few of many tokens (decode.selection)",
     "steps": "Decode steps",
     "steps_sat_out": "Steps that began without an answer of their batch: what may come next in it was not known in time",
     "jobs_set_aside": "Prompts computed before it was known what their first token may be: others went on meanwhile",

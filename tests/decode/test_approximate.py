@@ -1,11 +1,14 @@
-"""KV of which only the leading blocks are exact: those alone are kept and offered under keys, and so for every choice."""
+"""KV of which only the leading blocks are exact: those alone are kept and offered under keys, and so for every choice. And
+decodes that choose what they attend to, whose KV is exact up to there."""
 
 import pytest
 from test_decode import ROOT, B, Node, assert_nothing_left
 from test_forks import Family
 
-from mooncake_zmq.core.messages import LeaseBlocks, ReserveSlots
+from mooncake_zmq.core.messages import LeaseBlocks, ReserveSlots, TokensDecoded
+from mooncake_zmq.core.selection import RECENT, SINKS, Selection
 from mooncake_zmq.core.work import DecodeStep, ForkSequence
+from mooncake_zmq.decode.settings import DecodeSettings
 from mooncake_zmq.kv.block_hash import extend_keys, pack_tokens
 
 TOKENS = pack_tokens([1000 + i for i in range(4 * B + 2)])
@@ -58,3 +61,70 @@ def test_no_choice_of_a_prompt_offers_what_it_decodes_behind_approximate_kv():
     node.forked()
     assert offered(node) == []
     assert_nothing_left(node)
+
+
+CHOSEN = 3 * B - 2
+LENGTH = SINKS + RECENT + CHOSEN - 1
+"""A prompt whose first step attends to all of it and its first token."""
+
+
+def steps_of(approximate=True, gateway=None, **settings):
+    """What the steps of a prompt of LENGTH tokens choose, which of their messages say so, and the keys that are offered."""
+    tokens = pack_tokens([1000 + i for i in range(LENGTH)])
+    keys = tuple(extend_keys(ROOT, tokens, B))
+    node = Node(**({"capacity_tokens": 100 * B, "selection": "quest", "selection_tokens": CHOSEN} | settings))
+    if gateway is not None:
+        node.up("g9", 7, **gateway)
+    changes = {} if gateway is None else {"gateway": "g9"}
+    block_tokens = tokens[: len(keys) * B * 4]
+    node.reserve(
+        "r",
+        LENGTH,
+        prefill="p1",
+        new_keys=keys,
+        block_tokens=block_tokens,
+        max_tokens=3 * B,
+        approximate=approximate,
+        **changes,
+    )
+    node.blocks("r", prefill="p1")
+    node.pulled()
+    node.handoff_done("r", prefill="p1")
+    chosen, said, put, token = [], [], [], 20
+    while works := [work for work in node.works.values() if isinstance(work, DecodeStep)]:
+        chosen.append(works[0].entries[0].selection)
+        put += [key for _, message in node.sent if isinstance(message, ReserveSlots) for key in message.keys]
+        node.put_all()
+        node.sent.clear()
+        node.step(token)
+        said += [bool(message.approximate) for _, message in node.sent if isinstance(message, TokensDecoded)]
+        token += 1
+    node.put_all()
+    assert_nothing_left(node)
+    return chosen, said, put, keys, node
+
+
+def test_a_decode_chooses_once_there_are_more_tokens_says_so_and_offers_nothing_computed_from_then_on():
+    chosen, said, put, keys, node = steps_of()
+    assert chosen == [None] + [Selection("quest", CHOSEN)] * (len(chosen) - 1)
+    assert said == [False] + [True] * (len(said) - 1)
+    assert put == list(keys), "the prompt is exact"
+    assert len(chosen) > 2 * B, "whole blocks were decoded"
+    assert node.actor.counts["generation_tokens_approximate"] == len(chosen) - 1
+
+
+@pytest.mark.parametrize(
+    "plain", [{"approximate": False}, {"gateway": {"protocol": 22}}, {"selection": "none"}, {"selection_tokens": 7 * B}]
+)
+def test_a_decode_attends_to_all_where_the_answer_must_be_exact_or_cannot_say_that_it_is_not(plain):
+    chosen, said, put, keys, _ = steps_of(**plain)
+    assert not any(chosen)
+    assert not any(said)
+    assert put[: len(keys)] == list(keys)
+    assert len(put) > len(keys)
+
+
+@pytest.mark.parametrize("loans", [{"borrow": True}, {"lend_tokens": 4}])
+def test_selection_is_for_kv_that_is_all_here(loans):
+    with pytest.raises(ValueError, match="leave borrow and lend_tokens out"):
+        DecodeSettings(selection="kcache", **loans)

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake_zmq.core.selection import Selection
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.selection.exact_keys import ExactKeys
 from mooncake_zmq.engine.selection.few_of_many import FewOfMany
+from mooncake_zmq.engine.selection.kinds import selected
 from mooncake_zmq.engine.selection.product_codes import CENTROIDS, ProductCodes, k_means, nearest
 from mooncake_zmq.engine.selection.quest import BLOCK_TOKENS, Quest
 
@@ -55,6 +57,22 @@ def test_all_tokens_chosen_give_exact_attention(engine, selector):
     tokens = np.array([7, 8], np.int32)
     np.testing.assert_allclose(engine.decode_over(few, tokens), engine.decode(sequences, tokens), rtol=2e-3, atol=2e-4)
     assert [each.length for each in few] == [101, 101]
+
+
+def test_a_sequence_in_the_same_step_attends_to_all_of_its_own_kv(engine):
+    rng = np.random.default_rng(1)
+    sequences = [engine.new_sequence(120) for _ in range(3)]
+    for sequence in sequences:
+        engine.prefill(sequence, rng.integers(0, 500, 100).astype(np.int32))
+    few = selected(sequences[1], Selection("kcache", 20))
+    tokens = np.array([7, 8, 9], np.int32)
+    mixed = engine.decode_over([sequences[0], few, sequences[2]], tokens)
+    assert [each.length for each in (*sequences, few)] == [101, 100, 101, 101]
+    for sequence in sequences:
+        sequence.set_length(100)
+    exact = engine.decode(sequences, tokens)
+    np.testing.assert_allclose(mixed[[0, 2]], exact[[0, 2]], rtol=2e-3, atol=2e-4)
+    assert np.abs(mixed[1] - exact[1]).max() > 1e-3
 
 
 def test_what_fails_in_a_layer_fails_the_step(engine):

@@ -111,6 +111,7 @@ def test_help_has_examples():
         (["--generate", SPEC, "--set", "costs.prefill_token_s=-1"], "must be positive"),
         (["--generate", SPEC, "--set", "colour=red"], "no setting 'colour'"),
         (["--generate", SPEC, "--set", "prefill.blend=true"], "prefill.blend: a trace does not name the tokens"),
+        (["--generate", SPEC, "--set", "decode.selection=quest"], "decode.selection: its steps cost"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, said):

@@ -34,7 +34,11 @@ FOUND_BY = {
         "tail_misplaced",
         "ttl_from_receipt",
     ),
-    2: ("store_disk_quota_ignored",),
+    2: (
+        "selected_kv_put",
+        "selected_unreported",
+        "store_disk_quota_ignored",
+    ),
     3: (
         "kept_unverified",
         "passed_on_short",

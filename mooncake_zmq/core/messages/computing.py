@@ -237,6 +237,8 @@ class ReserveDecode(TaggedRecord, frozen=True):
     be here and in `past`."""
     lenders: Lenders = ()
     """See `Placed`."""
+    approximate: bool = False
+    """Whether the answer may be approximate."""
 
 
 ForChoices = TypeVar("ForChoices", StartPrefill, ReserveDecode)
@@ -367,3 +369,5 @@ class TokensDecoded(TaggedRecord, frozen=True):
     whose KV was not computed)."""
     times: Annotated[tuple[DecodeTimes, ...], Meta(max_length=4096)] = ()
     """Times of the requests that end with this message."""
+    approximate: Annotated[tuple[tuple[RequestId, Count], ...], Meta(max_length=4096)] = ()
+    """Requests whose answer is approximate from these tokens on, if not before: (request_id, attempt)."""

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.core.selection import RECENT, SINKS
 from mooncake_zmq.engine.kv_cache import SequenceKV
 
-SINKS, RECENT = 4, 32
-"""The first tokens, and the last ones, which are always attended to: measured in a prototype; PQCache's scripts have 32 and
-32."""
 Floats = NDArray[np.float32]
 
 

@@ -44,7 +44,7 @@ class Asking:
         if self._kept is None:
             fresh = None
             # One over KV of other prompts is not kept: a plain stream, which cannot say so, has the same key.
-            if choice.kept is not None and choice.finish_reason and end is not None and not end.parts:
+            if choice.kept is not None and choice.finish_reason and end is not None and not end.is_approximate:
                 bare = structs.replace(end, cached_own=0, cached_local=0, cached_remote=0, computed_of_cached=0)
                 fresh = Answer(pack_tokens(choice.kept), choice.finish_reason, bare)
             self._kept = self._table.settle(found, fresh, time.time())

@@ -246,7 +246,7 @@ class Reply:
             **self._coded(sum(reused.values())),
             **self._unread(),
             **self._met(sum(each.computed_of_cached for each in finished)),
-            **self._blended(finished),
+            **self._approximate(finished),
             **self._borrowed(),
             **self._of_kept(),
             "request": self._request_id,
@@ -261,13 +261,16 @@ class Reply:
         tokens = sum([choice.finished.borrowed_tokens for choice in self.choices if choice.finished is not None])
         return {"borrowed_tokens": tokens} if tokens else {}
 
-    def _blended(self, firsts: Sequence[Finished]) -> dict[str, Any]:
-        """Return that the answer is approximate, if a choice is over KV that was computed behind other tokens, and how many of
-        the prompts' tokens have such KV, or were computed again; empty: none is. `firsts`: of each prompt's first choice."""
-        if not any(choice.finished is not None and choice.finished.parts for choice in self.choices):
+    def _approximate(self, firsts: Sequence[Finished]) -> dict[str, Any]:
+        """Return that the answer is approximate, if a choice is; and how many of the prompts' tokens have KV that was computed
+        behind other tokens, or were computed again; empty: none is. `firsts`: of each prompt's first choice."""
+        ends = [choice.finished for choice in self.choices if choice.finished is not None]
+        if not any(end.is_approximate for end in ends):
             return {}
         parts, recomputed = sum(each.parts for each in firsts), sum(each.recomputed for each in firsts)
-        return {"approximate": True, **({"cached_parts": parts, "recomputed": recomputed} if self._shows_reuse else {})}
+        is_blended = any(end.parts for end in ends)
+        shown = {"cached_parts": parts, "recomputed": recomputed} if is_blended and self._shows_reuse else {}
+        return {"approximate": True, **shown}
 
     def _coded(self, reused: int) -> dict[str, Any]:
         """Return how blocks hold KV, and whether the answer may for that reason differ from one that was computed at once;

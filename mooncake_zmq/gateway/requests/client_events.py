@@ -158,6 +158,13 @@ class Finished(Struct, frozen=True, kw_only=True):
     """Tokens of these that were computed again."""
     borrowed_tokens: int = 0
     """Tokens whose KV other decodes than its own held."""
+    selected: bool = False
+    """Whether a decode attended to few of many tokens."""
+
+    @property
+    def is_approximate(self) -> bool:
+        """Whether another answer may be the exact one."""
+        return self.parts > 0 or self.selected
 
 
 class Failed(Struct, frozen=True, kw_only=True):

@@ -134,6 +134,8 @@ class Request:
     """Tokens with KV of earlier prompts, computed behind other tokens: the answer is approximate if there are any."""
     recomputed: int = 0
     """Tokens of these that the prefill computed again."""
+    selected_from: int | None = None
+    """The first token for which a decode attended to few of many: the answer is approximate from there on."""
     borrowed_tokens: int = 0
     """Tokens whose KV other decodes than its own held."""
     cached: tuple[int, int, int] | None = None
@@ -182,6 +184,8 @@ class Request:
         self.received_at = now
         self.answer.begin_attempt(now)
         end = len(self.answer.tokens)
+        if self.selected_from is not None and self.selected_from >= end:
+            self.selected_from = None
         self.versions = tuple([(name, start, min(stop, end)) for name, start, stop in self.versions if start < end])
 
     def place(self, now: float, placed: Placed) -> None:
@@ -390,6 +394,7 @@ class Request:
             parts=self.parts,
             recomputed=self.recomputed,
             borrowed_tokens=self.borrowed_tokens,
+            selected=self.selected_from is not None,
         )
 
     def dump(self, now: float) -> dict[str, Any]:

@@ -371,10 +371,10 @@ class Requests:
             if request is not None and request.decode == sender and not request.fits_model(tokens, logprobs):
                 effects += self._on_nonsense(now, request, sender)
             elif request is not None and request.decode == sender:
+                if request.selected_from is None and (request_id, attempt) in message.approximate:
+                    request.selected_from = first
                 effects += self._take_run(now, request, first, tokens, logprobs)
-            elif (
-                request is None
-            ):  # our cancel arrived before the prefill's reservation: without another one the attempt would run to its end
+            elif request is None:  # our cancel came before the prefill's reservation: without another the attempt would go on
                 effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
         return effects
 

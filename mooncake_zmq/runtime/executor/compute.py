@@ -32,9 +32,11 @@ from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.sampling import Past, choose
 from mooncake_zmq.engine.scoring import PromptScores
+from mooncake_zmq.engine.selection.few_of_many import FewOfMany
+from mooncake_zmq.engine.selection.kinds import selected
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.checksum import block_checksum
-from mooncake_zmq.runtime.executor.jobs import Job, Stopped, Subtasks, Unsampled
+from mooncake_zmq.runtime.executor.jobs import Job, OpenSequence, Stopped, Subtasks, Unsampled
 from mooncake_zmq.runtime.executor.load_records import PrefixFailed, split_failures
 from mooncake_zmq.runtime.executor.loads import Loads
 from mooncake_zmq.runtime.executor.worker import Worker
@@ -250,10 +252,7 @@ class Compute:
 
     def _decode(self, job: Job, work: DecodeStep) -> Result:
         began = time.perf_counter()
-        sequences = [job.sequences[entry.sequence].kv for entry in work.entries]
-        for sequence, entry in zip(sequences, work.entries, strict=True):
-            if sequence.before + sequence.length != entry.position:
-                sequence.set_length(entry.position - sequence.before)
+        sequences = [_running(job.sequences[entry.sequence], entry) for entry in work.entries]
         elsewhere = self._elsewhere(job, work)
         pasts = [job.sequences[entry.sequence].past for entry in work.entries]
         asked = any(entry.sampling.logprobs is not None for entry in work.entries)
@@ -301,12 +300,29 @@ class Compute:
         return BorrowedKV(self._engine.spec, borrowed) if borrowed else None
 
     def _logits(
-        self, sequences: list[SequenceKV], tokens: NDArray[np.int32], elsewhere: BorrowedKV | None
+        self, sequences: Sequence[SequenceKV | FewOfMany], tokens: NDArray[np.int32], elsewhere: BorrowedKV | None
     ) -> NDArray[np.float32]:
-        if elsewhere is None:
-            return self._engine.decode(sequences, tokens)
+        whole = [sequence for sequence in sequences if isinstance(sequence, SequenceKV)]
+        if elsewhere is None and len(whole) == len(sequences):
+            return self._engine.decode(whole, tokens)
         assert isinstance(self._engine, Llama)
-        return self._engine.decode_elsewhere(sequences, tokens, elsewhere)
+        if elsewhere is None:
+            return self._engine.decode_over(sequences, tokens)
+        return self._engine.decode_elsewhere(whole, tokens, elsewhere)
+
+
+def _running(opened: OpenSequence, entry: StepEntry) -> SequenceKV | FewOfMany:
+    """Return what a step reads and appends to."""
+    if opened.few is not None:
+        assert opened.few.length == entry.position, "what a choice is made from has each token once"
+        return opened.few
+    sequence = opened.kv
+    if sequence.before + sequence.length != entry.position:
+        sequence.set_length(entry.position - sequence.before)
+    if entry.selection is None:
+        return sequence
+    opened.few = selected(sequence, entry.selection)
+    return opened.few
 
 
 def _sitting_out(entries: Sequence[StepEntry], pasts: Sequence[Past | None]) -> tuple[int, ...]:

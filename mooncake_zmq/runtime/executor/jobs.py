@@ -35,6 +35,7 @@ from mooncake_zmq.core.work import (
 )
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.sampling import Past, choose
+from mooncake_zmq.engine.selection.few_of_many import FewOfMany
 from mooncake_zmq.runtime.executor.load_records import Prefix
 from mooncake_zmq.runtime.executor.worker import Worker
 from mooncake_zmq.transfer.channel import ReadBatch, RemoteRead
@@ -79,6 +80,8 @@ class OpenSequence:
     closing: bool = False
     borrowed: list[Borrowed] = field(default_factory=list)
     """Its parts that lenders hold, to whom it is connected."""
+    few: FewOfMany | None = None
+    """The KV with which it goes on once its steps choose what they attend to."""
 
     @property
     def kv(self) -> SequenceKV:
@@ -92,6 +95,7 @@ class OpenSequence:
         if self.closing and not self.uses:
             unused += [each.lender for each in self.borrowed]
             self.borrowed.clear()
+            self.few = None
             if self.memory:
                 unused.append(self.memory)
                 self.memory = None

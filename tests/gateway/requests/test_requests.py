@@ -347,6 +347,40 @@ def test_an_answer_that_began_approximately_stays_so_wherever_it_goes_on(node, e
     assert (node.end().attempts, node.end().parts, node.end().recomputed) == (2, 4, 1)
 
 
+def choosing(node, *indices, attempt=1, sender="d0"):
+    """Tokens for which a decode chose what it attended to."""
+    entries = tuple(("r", attempt, index, (text(index),)) for index in indices)
+    node.say(sender, TokensDecoded(entries=entries, approximate=(("r", attempt),)))
+
+
+def test_an_answer_is_approximate_from_the_token_on_that_few_of_many_tokens_were_attended_to_for(node):
+    node.ask()
+    node.place()
+    node.first()
+    choosing(node, 1)
+    node.fail(1, "d0")
+    node.advance(1.0)
+    node.place(to=("p1", "d1"))
+    node.first(2, attempt=2, sender="p1", own=0)
+    node.tokens(3, 4, attempt=2, sender="d1")
+    assert node.end().selected
+    assert node.end().is_approximate
+
+
+@pytest.mark.parametrize(("attempt", "sender", "index"), [(2, "d0", 1), (1, "d1", 1), (1, "d0", 2)])
+def test_an_answer_is_exact_if_such_tokens_never_came_into_it(node, attempt, sender, index):
+    node.ask()
+    node.place()
+    node.first()
+    choosing(node, index, attempt=attempt, sender=sender)
+    node.fail(1, "d0")
+    node.advance(1.0)
+    node.place(to=("p1", "d1"))
+    node.first(1, attempt=2, sender="p1", own=0)
+    node.tokens(2, 3, 4, attempt=2, sender="d1")
+    assert not node.end().selected
+
+
 @pytest.mark.parametrize(("attempt", "sender", "borrowed"), [(1, "d0", 4), (2, "d0", 0), (1, "d1", 0)])
 def test_how_much_a_decode_borrowed_is_what_it_says_with_the_last_token(node, attempt, sender, borrowed):
     node.ask(max_tokens=2)

@@ -1,0 +1,134 @@
+"""Decodes that attend to few of many tokens beside one that attends to all: what they answer, what they say, what is reused."""
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_cluster import ROOT, SmallCluster, Stream, eventually, greedy, stopped
+
+from mooncake_zmq.core.selection import RECENT, SINKS
+from mooncake_zmq.engine import weights
+from mooncake_zmq.engine.prepare import default_cache_dir, prepare
+
+pytestmark = pytest.mark.timeout(200)
+
+TOKENS, ANSWER, LONG = 420, 40, 120
+NEARLY_ALL, FEW = TOKENS - SINKS - RECENT, 8
+DECODES = ("decode-all", "decode-few", "decode-most")
+CONFIG = """
+[model]
+max_model_len = 2048
+[cache_node]
+pool_bytes = 134_217_728
+[prefill]
+slab_bytes = 134_217_728
+[decode]
+capacity_tokens = 4096
+[costs]
+decode_step_s = 0.023
+[[nodes]]
+name = "conductor-0"
+role = "conductor"
+[[nodes]]
+name = "cache-a"
+role = "cache-node"
+[[nodes]]
+name = "gateway-0"
+role = "gateway"
+[[nodes]]
+name = "prefill-a"
+role = "prefill"
+[[nodes]]
+name = "decode-all"
+role = "decode"
+[[nodes]]
+name = "decode-few"
+role = "decode"
+settings = {{ selection = "kcache", selection_tokens = {few} }}
+[[nodes]]
+name = "decode-most"
+role = "decode"
+settings = {{ selection = "kcache", selection_tokens = {most} }}
+"""
+
+
+class SelectingCluster(SmallCluster):
+    nodes = ("conductor-0", "cache-a", "prefill-a", *DECODES, "gateway-0")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[SelectingCluster]:
+    config = tmp_path / "selection.toml"
+    config.write_text(CONFIG.format(few=FEW, most=NEARLY_ALL))
+    with tempfile.TemporaryDirectory(prefix="mz-") as path:
+        cluster = SelectingCluster(Path(path), config=str(config))
+        with cluster.unbroken():
+            yield cluster
+
+
+def of_the_engine_alone(prompt: list[int]) -> list[int]:
+    engine = weights.load_engine(prepare("default", default_cache_dir(), backend="auto"))
+    sequence = engine.new_sequence(len(prompt) + ANSWER)
+    tokens = [int(np.argmax(engine.prefill(sequence, np.asarray(prompt, np.int32))[-1]))]
+    while len(tokens) < ANSWER:
+        tokens.append(int(np.argmax(engine.decode([sequence], np.asarray(tokens[-1:], np.int32))[0])))
+    return tokens
+
+
+def test_what_selecting_decodes_answer_is_said_and_never_reused(cluster: SelectingCluster) -> None:
+    with np.load(ROOT / "tests/golden/smollm2.npz", allow_pickle=False) as golden:
+        prompt = next(
+            np.resize(p, TOKENS) for p in np.split(golden["prompts"], np.cumsum(golden["prompt_lengths"])) if len(p) > 400
+        )
+    prompt, model = prompt.tolist(), "SmolLM2-135M-Instruct"
+
+    def ask(decode: str, prompt: list[int], **options: Any) -> tuple[list[int], dict[str, Any]]:
+        with stopped({each: cluster.pid(each) for each in DECODES if each != decode}, cluster.serves):
+            answer = cluster.complete_text(model=model, prompt=prompt, max_tokens=ANSWER, **options)
+        assert answer["mooncake"]["decode"] == decode
+        assert answer["usage"]["completion_tokens"] == ANSWER
+        return answer["choices"][0]["token_ids"], answer["mooncake"]
+
+    exact, served = ask("decode-all", prompt)
+    assert "approximate" not in served
+    assert exact == of_the_engine_alone(prompt)
+    most, served = ask("decode-most", prompt)
+    assert served["approximate"] is True, "a few tokens are left out"
+    assert most == exact
+    few, served = ask("decode-few", prompt)
+    assert served["approximate"] is True
+    assert few != exact
+    assert few[0] == exact[0], "which the prefill sampled"
+    refused, served = ask("decode-few", prompt, exact=True)
+    assert "approximate" not in served
+    assert refused == exact
+
+    for options, said, answered in (({"include_usage": True}, {"approximate": True}, few), ({}, {}, exact)):
+        with stopped({each: cluster.pid(each) for each in DECODES if each != "decode-few"}, cluster.serves):
+            body = greedy(model=model, prompt=prompt, max_tokens=ANSWER, stream=True, stream_options=options)
+            with Stream(cluster.url, body) as stream:
+                assert stream.read() == answered, "a plain stream cannot say that it is approximate, so it is exact"
+        assert {name: value for name, value in stream.served.items() if name == "approximate"} == said
+    counts = cluster.dumps()["decode-few"]["counts"]
+    assert counts["generation_tokens_approximate"] == 2 * (ANSWER - 1) < counts["generation_tokens"]
+
+    followed = [*prompt, *few, *prompt[:32]]
+    warm, served = ask("decode-all", followed)
+    assert "approximate" not in served
+    assert sum(served[f"cached_{where}"] for where in ("own", "local", "remote")) == TOKENS // 32 * 32, (
+        "the prompt's blocks alone"
+    )
+    assert warm == of_the_engine_alone(followed)
+
+    with cluster.stream(model=model, prompt=prompt, max_tokens=LONG) as stream:
+        stream.read(20)
+        (victim,) = [node for node, dump in cluster.dumps().items() if dump["gauges"].get("requests_running")]
+        cluster.signal(victim, signal.SIGKILL)
+        assert len(stream.read()) == LONG
+    assert stream.errors == []
+    assert stream.served["attempts"] > 1
+    eventually(cluster.complete, 60, "the decode is restarted")
