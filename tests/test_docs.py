@@ -13,6 +13,7 @@ from mooncake_zmq.engine.constraint import Compiler, ConstraintError
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.gateway.openai.constraints import of_schema
 from mooncake_zmq.gateway.requests.cluster_snapshot import REASONS
+from mooncake_zmq.gateway.settings import EdgeSettings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "mooncake_zmq/docs"
@@ -74,6 +75,11 @@ def test_every_warning_of_the_log_is_in_a_page() -> None:
     assert len(told) > 60
     assert told > IN_VLLMS_LOG
     assert sorted(name for name in told - IN_VLLMS_LOG if not any(f"`{name}`" in text for text in PAGES.values())) == []
+
+
+def test_the_proxy_accepts_bodies_as_large_as_the_gateway_does() -> None:
+    longest = EdgeSettings().body_bytes(1 << 20)
+    assert f"with a context of 1M tokens {longest >> 20}m" in OPERATING
 
 
 def test_every_way_to_be_degraded_is_an_alarm() -> None:

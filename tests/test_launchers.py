@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -114,6 +115,22 @@ def test_an_environment_whose_python_is_gone_is_made_again_with_its_extras(tmp_p
     asked, told = start(root, PYTHON=str(other))
     assert "making" in told
     assert kinds(asked) == [*before, "locked compiled", "project"]
+
+
+def test_a_python_that_the_lock_has_files_for_is_preferred_and_one_that_is_named_is_taken(tmp_path: Path) -> None:
+    for name, minor in (("python3", 14), ("python3.12", 12)):
+        as_if = f"import sys; sys.version_info, sys.argv = (3, {minor}, 0), sys.argv[1:]; exec(sys.stdin.read())"
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{as_if}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def found(**more: str) -> str:
+        script = f". {ROOT}/bin/_python; _find_python"
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **more}
+        return subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    newest = str(tmp_path / "python3")
+    assert found() != newest
+    assert found(PYTHON=newest) == newest
 
 
 def test_a_user_who_may_not_write_takes_what_is_installed(tmp_path: Path) -> None:

@@ -187,6 +187,21 @@ def test_a_directory_that_may_not_be_written_is_told(tmp_path: Path, monkeypatch
     assert "install -d -o mooncake" in found.advice
 
 
+def test_places_that_units_do_not_see_or_may_not_write_to_are_told(tmp_path: Path) -> None:
+    def found(model: str, tier: str) -> list[str]:
+        settings = {"model__path": model, "cache_node__ssd__directory": tier}
+        return [each.found for each in storage.of_units(here.find(loaded(**settings), None), [str(tmp_path)])]
+
+    state = "/var/lib/mooncake-zmq"
+    assert found("toy", f"{state}/kv") == found("default", f"{state}/kv") == found("/srv/model", f"{state}/kv") == []
+    assert found("/home/a/model", f"{state}/kv")[0].startswith("/home/a/model is not seen by units")
+    assert found("toy", "/tmp/kv")[0].startswith("/tmp/kv is not seen by units")
+    assert found("toy", "/data/kv") == ["/data/kv may not be written by units"]
+    (tmp_path / "mooncake-cache-node@.service.d").mkdir()
+    (tmp_path / "mooncake-cache-node@.service.d/a.conf").write_text("[Service]\nReadWritePaths=/data /more\n")
+    assert found("toy", "/data/kv") == []
+
+
 def test_a_disk_that_knows_no_direct_reads_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "allows_direct", lambda _: False)
     assert storage.direct(tmp_path).level == "warning"

@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from threading import Thread
 
+import certificates
 import httpx
 import pytest
 from click.testing import CliRunner
@@ -17,7 +18,7 @@ from rich.console import Console
 from mooncake_zmq.cli import main
 from mooncake_zmq.config.load import load
 from mooncake_zmq.gateway.requests.cluster_snapshot import Listed, Seen, snapshot
-from mooncake_zmq.operate.console.gateways import KEY_VARIABLE, Gateways, NoGateway, place
+from mooncake_zmq.operate.console.gateways import KEY_VARIABLE, Gateways, NoGateway, place, trusted
 from mooncake_zmq.operate.console.status import show, watch
 
 CONFIG = Path(__file__).parent.parent.parent / "configs"
@@ -121,6 +122,25 @@ def test_a_gateway_is_where_its_config_says():
     loaded = load(CONFIG / "two-hosts.toml", {"gateway.http_host": "0.0.0.0"})
     for node in loaded.config.of_role("gateway"):
         assert place(loaded, node) == f"https://{node.endpoint.removeprefix('tcp://').rpartition(':')[0]}:8000"
+
+
+def test_the_certificates_of_all_gateways_are_trusted_where_their_files_are(tmp_path: Path):
+    config = tmp_path / "two.toml"
+    config.write_text(
+        "".join(
+            f"""
+[[nodes]]
+name = "{name}"
+role = "gateway"
+host = "{name}"
+settings = {{ tls_certificate = "{tmp_path}/{name}.crt", tls_key = "{tmp_path}/{name}.key" }}
+"""
+            for name in ("a", "b", "elsewhere")
+        )
+    )
+    for name in ("a", "b"):
+        certificates.make(tmp_path, name)
+    assert trusted(load(config, {}, {}), "").cert_store_stats()["x509"] == 2
 
 
 def test_an_operators_key_goes_with_every_question(monkeypatch: pytest.MonkeyPatch):

@@ -80,7 +80,9 @@ def _certificate(files: TlsFiles, now: float) -> Judgement:
     try:
         shown = presented(files)
     except KeysError as error:
-        return Judgement("problem", str(error), "put a new certificate and its key there; no restart is needed")
+        return Judgement(
+            "problem", str(error), "put a new certificate and its key there; a gateway that runs reads them without a restart"
+        )
     left = days_left(shown.until, now)
     found = f"{files.certificate} for {', '.join(shown.names) or 'no name'}"
     if left >= SOON_DAYS:

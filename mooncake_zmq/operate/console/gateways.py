@@ -153,18 +153,20 @@ def place(loaded: Loaded, node: NodeSettings) -> str:
 
 
 def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext:
-    """Return how gateways are verified: by the certificates in `ca`, by the certificate that the config names if its file is
-    here, or by the system's trusted certificates. Raises ConfigError."""
+    """Return how gateways are verified: by the certificates in `ca`, by those of the config whose files are here, or
+    by the system's trusted certificates. Raises ConfigError."""
     if ca:
         return _trust(ca)
+    context: ssl.SSLContext | None = None
     for node in loaded.config.of_role("gateway"):
         path = Path(loaded.section(node).tls_certificate)
         try:
             if path.is_file():
-                return trusting(path)
+                context = context or trusting(path)
+                context.load_verify_locations(path)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}; --ca FILE names certificates to trust instead") from None
-    return _trust(ca)
+    return context or _trust(ca)
 
 
 def _trust(ca: str) -> ssl.SSLContext:

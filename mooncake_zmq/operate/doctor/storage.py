@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mooncake_zmq.core.roles import ENGINE_ROLES
@@ -11,10 +11,15 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.prepare import is_prepared, located
 from mooncake_zmq.operate.doctor.finding import Finding, Here
 from mooncake_zmq.operate.doctor.memory import size
+from mooncake_zmq.operate.doctor.places import UNIT_DIRECTORIES, units_installed
 from mooncake_zmq.pool.ssd.disk_directory import allows_direct
 
 AREA = "storage"
 MODEL_ADVICE = "put the model where the nodes' user may read it, outside of home directories, and set model.path to it"
+UNSEEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
+"""Directories that a unit has not, or has its own of (ProtectHome=, PrivateTmp=)."""
+WRITTEN = ("/var/lib/mooncake-zmq", "/var/cache/mooncake-zmq", "/run/mooncake-zmq")
+"""Directories on disks that a unit may write to (ProtectSystem=, StateDirectory=)."""
 
 
 def examine(here: Here) -> Iterator[Finding]:
@@ -28,6 +33,34 @@ def examine(here: Here) -> Iterator[Finding]:
             yield from tier(Path(section.ssd.directory), node.name, section.ssd.bytes)
         if node.store_endpoint and section.objects.ssd.directory:
             yield from tier(Path(section.objects.ssd.directory), f"{node.name}.objects", section.objects.ssd.bytes)
+    if units_installed():
+        yield from of_units(here)
+
+
+def of_units(here: Here, directories: Sequence[str] = UNIT_DIRECTORIES) -> Iterator[Finding]:
+    """Yield a finding for each place that this user reaches and units do not. `directories`: of units and their drop-ins."""
+    models = {here.config.model.path} if any(node.computes for node in here.of_role(*ENGINE_ROLES)) else set[str]()
+    sections = [here.section(node) for node in here.of_role("cache-node")]
+    tiers = {place for each in sections for place in (each.ssd.directory, each.objects.ssd.directory) if place}
+    writable = (*WRITTEN, *_granted(directories))
+    for place in sorted(models | tiers):
+        if not Path(place).expanduser().is_absolute():  # a model's name
+            continue
+        where = Path(place).expanduser().resolve()
+        if any(where.is_relative_to(each) for each in UNSEEN):
+            found = f"{place} is not seen by units, which have no home directories and a /tmp of their own"
+            yield Finding(AREA, "problem", found, f"a place below {WRITTEN[0]}")
+        elif place in tiers and not any(where.is_relative_to(each) for each in writable):
+            advice = f"a directory below {WRITTEN[0]}, or ReadWritePaths={place}: systemctl edit mooncake-cache-node@.service"
+            yield Finding(AREA, "problem", f"{place} may not be written by units", advice)
+
+
+def _granted(directories: Sequence[str]) -> Iterator[str]:
+    """Yield the paths that drop-ins let units write to."""
+    for file in (file for directory in directories for file in Path(directory).glob("mooncake-*.d/*.conf")):
+        for line in file.read_text().splitlines() if os.access(file, os.R_OK) else ():
+            if line.startswith("ReadWritePaths="):
+                yield from (path.lstrip("-+") for path in line.partition("=")[2].split())
 
 
 def model(path: str, cache_dir: str) -> Finding:
