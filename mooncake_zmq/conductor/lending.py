@@ -16,7 +16,7 @@ def borrowing(
     largest = largest[: MAX_LENDERS + 1]
     borrowers = [node for node in nodes if node.borrows and node.places >= 1 and tenant not in node.tenants]
     for borrower in sorted(borrowers, key=lambda node: -node.free):
-        lacking = max(0, need_tokens - borrower.free)
+        lacking = max(0, need_tokens - borrower.free, prompt_tokens - borrower.own_tokens)
         if lacking > prompt_tokens:
             return None
         lent: dict[str, int] = {}

@@ -131,7 +131,7 @@ class Admission:
         request may have more KV than there is here."""
         if self._drain.draining:
             return "decode is draining"
-        most = self._settings.max_requests
+        most = self._settings.most_taken
         free = most - len(self._requests)
         if free < 1:
             return "too many requests"

@@ -61,10 +61,12 @@ class Borrowing:
         """Return how many leading tokens of a prompt are to be borrowed; 0 if all have room here, or borrowing is of no use.
         `budget`: the KV without which it cannot begin."""
         size, free = self._layout.block_tokens, self._budget.free_tokens
-        if not (self._settings.borrow and message.lenders) or budget <= free:
+        own = self._settings.own_tokens
+        if not (self._settings.borrow and message.lenders) or (budget <= free and message.tokens <= own):
             return 0
         growth = min(GROWTH_TOKENS, max(1, message.stop.max_tokens - message.first_index))
         wanted = self._layout.blocks_for(message.tokens + growth) * size - free
+        wanted = max(wanted, (message.tokens - own) // size * size)
         lent = min(wanted, (message.tokens - 1) // size * size)
         return lent if budget - lent <= free else 0
 

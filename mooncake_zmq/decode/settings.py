@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from mooncake_zmq.core.drain import GRACE_S
-from mooncake_zmq.core.messages import MAX_RUN
+from mooncake_zmq.core.messages import MAX_RUN, MAX_TOKENS
 from mooncake_zmq.pool.node.client import PoolClientSettings
 
 
@@ -15,7 +15,7 @@ class DecodeSettings:
     capacity_tokens: int = 16_384
     """KV budget in tokens, of 46 kB each with the default model. It has to hold at least one request of full length."""
     max_batch: int = 16
-    """Most requests in one step."""
+    """Most requests in one step. 0: it takes none, and only lends."""
     max_requests: int = 64
     """Most requests that hold KV, waiting ones included; a further one is denied."""
     report_s: float = 0.25
@@ -40,6 +40,8 @@ class DecodeSettings:
     """Most of `capacity_tokens` that requests of other decodes may use, for prompts that have no room at theirs."""
     borrow: bool = False
     """Take requests that have no room here if other decodes lend it. Each of their tokens then takes longer."""
+    own_tokens: int = MAX_TOKENS
+    """Most KV of a prompt that is here where other decodes lend; 0: its last tokens, up to a whole block, and the output."""
     measured_half_life_s: float = 60.0
     """Time in which the measured speed of an idle node loses half of its weight, as for a prefill."""
     drain_grace_s: float = GRACE_S
@@ -48,8 +50,8 @@ class DecodeSettings:
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:
-        if min(self.capacity_tokens, self.max_batch, self.max_requests) < 1:
-            raise ValueError("capacity_tokens, max_batch and max_requests must be at least 1")
+        if min(self.capacity_tokens, self.max_requests) < 1 or min(self.max_batch, self.own_tokens) < 0:
+            raise ValueError("capacity_tokens and max_requests must be at least 1, max_batch and own_tokens at least 0")
         if not 0 <= self.lend_tokens <= self.capacity_tokens:
             raise ValueError("lend_tokens must be in 0..capacity_tokens")
         if not 1 <= self.max_steps <= MAX_RUN:
@@ -58,3 +60,8 @@ class DecodeSettings:
             raise ValueError("report_s, pull_deadline_s, step_deadline_s and measured_half_life_s must be positive")
         if not 0 <= self.drain_grace_s < math.inf:
             raise ValueError("drain_grace_s must be 0 or more, and finite")
+
+    @property
+    def most_taken(self) -> int:
+        """Most requests that hold KV."""
+        return self.max_requests if self.max_batch else 0

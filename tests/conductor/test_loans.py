@@ -45,6 +45,17 @@ def test_the_decode_with_the_most_free_kv_borrows():
     assert place(cluster).decode == "d2"
 
 
+@pytest.mark.parametrize(("own", "borrows"), [(PROMPT - 1, True), (PROMPT, False)])
+def test_a_decode_that_has_room_borrows_what_it_does_not_want_of_a_prompt(own, borrows):
+    cluster = Cluster(3)
+    cluster.decode_load("d0", borrows=True, own_tokens=own)
+    for name in ("d1", "d2"):
+        cluster.decode_load(name, lendable=PROMPT, room=0)
+    placed = place(cluster)
+    assert (placed.decode, bool(placed.lenders)) == ("d0", borrows)
+    assert isinstance(place(cluster, tokens=3 * PROMPT), Rejected) == borrows, "less is lent than it does not want"
+
+
 @pytest.mark.parametrize("more", [{"borrows": False}, {"lendable": BLOCK}, {"free": 0, "lendable": 2 * BLOCK}])
 def test_a_prompt_for_which_too_little_is_lent_is_refused_for_now(more):
     refused = place(lending(**more))

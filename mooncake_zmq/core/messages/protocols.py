@@ -21,6 +21,7 @@ SINCE: Final[Mapping[str, int]] = {
     "ChatUnrendered": 23,
     "DecodeLoad.borrows": 23,
     "DecodeLoad.lendable": 23,
+    "DecodeLoad.own_tokens": 23,
     "DecodeTimes.borrowed_tokens": 23,
     "FillLoan": 23,
     "FirstToken.met": 23,
