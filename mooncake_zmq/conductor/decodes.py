@@ -239,9 +239,10 @@ class Decodes:
             node.places -= booking.choices
         self._rank(node)
         for name, tokens in booking.lent.items():
-            lender = self.by_name[name]
-            lender.promised[booking] = tokens
-            self._set_room(lender)
+            lender = self.by_name.get(name)
+            if lender is not None and not booking.reserved:
+                lender.promised[booking] = tokens
+                self._set_room(lender)
 
     def unbook(self, node: DecodeNode, booking: Booking) -> None:
         """Remove a request that ended or will never arrive."""

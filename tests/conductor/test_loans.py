@@ -101,6 +101,20 @@ def test_a_lender_that_leaves_is_promised_no_more():
     assert isinstance(place(cluster), Placed)
 
 
+@pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
+def test_an_attempt_that_goes_on_where_it_is_is_promised_nothing_again(is_up):
+    cluster = lending(2, lendable=5 * BLOCK)
+    placed = place(cluster, request_id="r")
+    (lender,) = placed.lenders
+    if is_up:
+        report(cluster, placed.decode, free=0, bookings=(placed.booking,))
+    else:
+        cluster.down(lender)
+    assert isinstance(place(cluster, 99 * BLOCK, request_id="r", attempt=2), Rejected)
+    if is_up:
+        assert place(cluster, FREE - BLOCK).decode == lender, "what is reserved is in its report"
+
+
 @pytest.mark.parametrize("order", [("d0", "d1"), ("d1", "d0")])
 @pytest.mark.parametrize("free", [FREE, FREE - BLOCK])
 def test_the_only_lender_does_not_borrow_whatever_it_has_and_when_it_reported(order, free):
