@@ -16,14 +16,15 @@ def borrowing(
     largest = largest[: MAX_LENDERS + 1]
     borrowers = [node for node in nodes if node.borrows and node.places >= 1 and tenant not in node.tenants]
     for borrower in sorted(borrowers, key=lambda node: -node.free):
-        lacking = max(0, need_tokens - borrower.free, prompt_tokens - borrower.own_tokens)
+        lacking = max(0, need_tokens - borrower.free)
         if lacking > prompt_tokens:
             return None
+        wanted = max(lacking, prompt_tokens - borrower.own_tokens)
         lent: dict[str, int] = {}
         for lender in [node for node in largest if node is not borrower][:MAX_LENDERS]:
-            lent[lender.name] = min(_left(lender), lacking)
-            lacking -= lent[lender.name]
-        if not lacking:
+            lent[lender.name] = min(_left(lender), wanted)
+            wanted -= lent[lender.name]
+        if sum(lent.values()) >= lacking:
             return borrower, lent
     return None
 

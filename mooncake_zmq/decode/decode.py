@@ -185,6 +185,7 @@ class Decode:
             peers=self._peers,
             requests=requests,
             budget=self._budget,
+            kept=self._kept,
             handoff=self._handoff,
             ends=ends,
             ids=ids,

@@ -41,7 +41,7 @@ class DecodeSettings:
     borrow: bool = False
     """Take requests that have no room here if other decodes lend it. Each of their tokens then takes longer."""
     own_tokens: int = MAX_TOKENS
-    """Most KV of a prompt that is here where other decodes lend; 0: its last tokens, up to a whole block, and the output."""
+    """Most KV of a prompt that is here where others lend more; 0: its last tokens, up to a whole block, and the output."""
     measured_half_life_s: float = 60.0
     """Time in which the measured speed of an idle node loses half of its weight, as for a prefill."""
     drain_grace_s: float = GRACE_S

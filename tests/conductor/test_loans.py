@@ -53,7 +53,14 @@ def test_a_decode_that_has_room_borrows_what_it_does_not_want_of_a_prompt(own, b
         cluster.decode_load(name, lendable=PROMPT, room=0)
     placed = place(cluster)
     assert (placed.decode, bool(placed.lenders)) == ("d0", borrows)
-    assert isinstance(place(cluster, tokens=3 * PROMPT), Rejected) == borrows, "less is lent than it does not want"
+    assert place(cluster, tokens=4 * PROMPT).decode == "d0", "it has what is not lent"
+
+
+def test_a_tenant_that_has_something_at_a_decode_borrows_nothing_behind_it():
+    cluster = Cluster(2)
+    cluster.decode_load("d0", borrows=True, own_tokens=0)
+    cluster.decode_load("d1", lendable=4 * PROMPT, room=0)
+    assert [place(cluster, tenant="t").lenders for _ in range(2)] == [("d1",), ()]
 
 
 @pytest.mark.parametrize("more", [{"borrows": False}, {"lendable": BLOCK}, {"free": 0, "lendable": 2 * BLOCK}])

@@ -263,6 +263,24 @@ def test_no_more_whole_blocks_of_a_prompt_are_here_than_a_decode_wants(own, leng
     assert bool(node.take(DecodeReserved)) == (blocks == 0)
 
 
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_what_nothing_lends_of_a_prompt_is_here_if_there_is_room(blocks):
+    node = Node(capacity_tokens=20 * B, own_tokens=0)
+    node.reserve(lenders=("d1",))
+    if not blocks:
+        node.say("d1", LoanEnded(loan=node.one(LendBlocks, "d1").loan, reason="no"))
+        assert node.one(DecodeReserved)
+        assert node.busy()["reserved_tokens"] == 9 * B
+        return
+    node.lend(blocks=blocks)
+    node.connect()
+    node.hand_off(blocks)
+    work_id, _ = node.work(DecodeStep)
+    node.done(work_id, StepDecoded(((9,),), 0.01))
+    assert node.one(TokensDecoded, "g").times[0].borrowed_tokens == blocks * B
+    assert_nothing_left(node)
+
+
 def test_a_decode_without_a_batch_lends_and_takes_no_request():
     node = Node(max_batch=0, capacity_tokens=20 * B)
     assert lent_out(node).blocks == 2
