@@ -114,7 +114,7 @@ def test_a_node_may_replace_keys_of_its_role(write: Any) -> None:
         ("[gateway]\ncors_origins = ['https://a.b/chat']\n", "cors_origins: 'https://a.b/chat' is no origin"),
         ("[prefill.pool]\nnothing = 1\n", "x.toml: prefill.pool.nothing: unknown key"),
         ("decode = 3\n", "x.toml: decode: expected object, got int"),
-        ("[decode]\nmax_batch = 0\n", "x.toml: decode: capacity_tokens, max_batch and max_requests must be at least 1"),
+        ("[decode]\nmax_requests = 0\n", "x.toml: decode: capacity_tokens and max_requests must be at least 1"),
         ("[session]\nheartbeat_s = 2.0\n", "x.toml: session: peer_timeout_s must be at least 3 * heartbeat_s"),
         ("[prefill.pool]\nlease_ttl_s = 2.0\nfetch_s = 1\n", "prefill.pool.lease_ttl_s must be above session.peer_timeout_s"),
         ("[decode.pool]\nlease_ttl_s = 90.0\n", "decode.pool.lease_ttl_s must be at most cache_node.max_lease_s"),
@@ -812,6 +812,15 @@ def test_one_node_may_lend_to_another_that_borrows(write: Any) -> None:
     loaded = load(write("[decode]\ncapacity_tokens = 96\nborrow = true\n", NODES + lender), {}, {})
     assert loaded.lends
     assert loaded.longest_request(1 << 20, 16) == 96 + 64
+
+
+def test_a_decode_without_a_batch_only_lends(write: Any) -> None:
+    lender = (
+        '\n[[nodes]]\nname = "l"\nrole = "decode"\n[nodes.settings]\ncapacity_tokens = 512\nlend_tokens = 64\nmax_batch = 0\n'
+    )
+    loaded = load(write("[decode]\ncapacity_tokens = 96\nborrow = true\n", NODES + lender), {}, {})
+    assert loaded.longest_request(1 << 20, 16) == 96 + 64
+    assert not any("capacity_tokens is below" in text for text in warnings(loaded))
 
 
 def test_a_request_has_what_as_many_lend_as_may_be_named(write: Any) -> None:

@@ -218,8 +218,10 @@ class Batches:
         gap_s = joining.looked_at.get(node)
         if gap_s is None:
             left_tokens = _left_tokens(joining, node) if joining.tenant in node.tenants else 0.0
-            roomy = node.has_room(joining.need_tokens, joining.choices, left_tokens)
-            if not roomy and (joining.wait_s > 0 or node.coming):
+            is_whole = not node.borrows or joining.tenant in node.tenants
+            fits = is_whole or joining.own_tokens <= node.own_tokens * joining.choices
+            roomy = fits and node.has_room(joining.need_tokens, joining.choices, left_tokens)
+            if fits and not roomy and (joining.wait_s > 0 or node.coming):
                 roomy = node.will_have_room(
                     joining.need_tokens,
                     joining.choices,

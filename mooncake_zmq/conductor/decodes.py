@@ -15,7 +15,7 @@ from mooncake_zmq.conductor.corrections import Accuracy, Correction, factor_of
 from mooncake_zmq.conductor.ranking import Ranking
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import MAX_REPORTED, DecodeLoad, Measured
+from mooncake_zmq.core.messages import MAX_REPORTED, MAX_TOKENS, DecodeLoad, Measured
 
 UNLIMITED: Final = 1 << 40
 
@@ -38,6 +38,7 @@ class DecodeNode:
         "load_s",
         "max_batch",
         "name",
+        "own_tokens",
         "places",
         "promised",
         "reported_at",
@@ -95,6 +96,7 @@ class DecodeNode:
         self.promised: dict[Booking, int] = {}
         """The KV tokens that it is to lend to requests elsewhere that have yet to reserve theirs."""
         self.borrows = False
+        self.own_tokens = MAX_TOKENS
         self.coming: list[Booking] = []
         self.coming_requests = 0
         """The sequences of the requests in `coming`, with all choices."""
@@ -212,7 +214,7 @@ class Decodes:
         node.there = there = load.running + reserved
         node.context, node.max_batch = load.context_tokens, max(1, load.max_batch)
         node.load_s = self._costs.decode_request_s * there + self._costs.decode_context_s * load.context_tokens
-        node.borrows = load.borrows
+        node.borrows, node.own_tokens = load.borrows, load.own_tokens
         node.held = load.capacity_tokens - load.free_tokens
         node.step_s = node.scale * self._costs.step_s(max(1, min(there, load.max_batch)), load.context_tokens)
         node.reported_at = now
@@ -237,9 +239,10 @@ class Decodes:
             node.places -= booking.choices
         self._rank(node)
         for name, tokens in booking.lent.items():
-            lender = self.by_name[name]
-            lender.promised[booking] = tokens
-            self._set_room(lender)
+            lender = self.by_name.get(name)
+            if lender is not None and not booking.reserved:
+                lender.promised[booking] = tokens
+                self._set_room(lender)
 
     def unbook(self, node: DecodeNode, booking: Booking) -> None:
         """Remove a request that ended or will never arrive."""

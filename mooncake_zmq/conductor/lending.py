@@ -19,11 +19,12 @@ def borrowing(
         lacking = max(0, need_tokens - borrower.free)
         if lacking > prompt_tokens:
             return None
+        wanted = max(lacking, prompt_tokens - borrower.own_tokens)
         lent: dict[str, int] = {}
         for lender in [node for node in largest if node is not borrower][:MAX_LENDERS]:
-            lent[lender.name] = min(_left(lender), lacking)
-            lacking -= lent[lender.name]
-        if not lacking:
+            lent[lender.name] = min(_left(lender), wanted)
+            wanted -= lent[lender.name]
+        if sum(lent.values()) >= lacking:
             return borrower, lent
     return None
 

@@ -89,14 +89,14 @@ class Loaded:
             yield node.metrics_host, node.metrics_port, False
 
     def longest_request(self, max_model_len: int, block_tokens: int) -> int:
-        """Return the most tokens of prompt and output together: the model's limit, or what the largest decode holds in whole
-        blocks, with what the MAX_LENDERS others that lend most lend it if it borrows."""
+        """Return the most tokens of prompt and output together: the model's limit, or what the largest decode with a batch has
+        in whole blocks, with what the MAX_LENDERS others that lend most lend it if it borrows."""
         sections = {node.name: self.section(node) for node in self.config.of_role("decode", "vllm")}
         lent = {name: getattr(each, "lend_tokens", 0) // block_tokens for name, each in sections.items()}
         largest = nlargest(MAX_LENDERS + 1, lent, key=lent.__getitem__)
         blocks = []
         for name, each in sections.items():
-            if getattr(each, "part", "both") != "prefill":
+            if getattr(each, "part", "both") != "prefill" and getattr(each, "max_batch", 1):
                 others = sum([lent[other] for other in largest if other != name][:MAX_LENDERS])
                 blocks.append(each.capacity_tokens // block_tokens + others * getattr(each, "borrow", False))
         return min(max_model_len, max(blocks) * block_tokens) if blocks else max_model_len

@@ -62,7 +62,8 @@ def warnings(loaded: Loaded) -> Iterator[str]:
         yield from _part_warnings(each)
     for node in config.of_role("decode", "vllm"):
         section, longest = loaded.section(node), loaded.of(node).config.model.max_model_len
-        if section.capacity_tokens < longest and not getattr(section, "borrow", False):
+        takes_more = getattr(section, "borrow", False) or not getattr(section, "max_batch", 1)
+        if section.capacity_tokens < longest and not takes_more:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from mooncake_zmq.core.actor import Effect, OpenSequence, Send, SetTimer
+from mooncake_zmq.core.actor import Effect, Send, SetTimer
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.drain import Drain
 from mooncake_zmq.core.messages import AttemptFailed, DecodeDenied, Hello, ReserveDecode, Sibling, for_sibling, has_field
@@ -121,9 +121,8 @@ class Admission:
             reserved_at=now,
         )
         self._requests.add(request)
-        tokens, tenant = message.tokens - lent, message.tenant
         effects += self._kept.begin(request)
-        effects.append(OpenSequence(request.sequence, capacity, message.sampling, message.past, tokens, tenant))
+        effects.append(request.opened)
         effects.append(SetTimer((DEADLINE, message.request_id, message.attempt), message.deadline_s))
         return request
 
@@ -136,7 +135,7 @@ class Admission:
         request may have more KV than there is here."""
         if self._drain.draining:
             return "decode is draining"
-        most = self._settings.max_requests
+        most = self._settings.most_taken
         free = most - len(self._requests)
         if free < 1:
             return "too many requests"

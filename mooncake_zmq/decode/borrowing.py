@@ -7,7 +7,7 @@ attention. Whatever goes wrong there ends the attempt; its deadline bounds each 
 
 from collections.abc import Mapping
 
-from mooncake_zmq.core.actor import Effect, Send, Start
+from mooncake_zmq.core.actor import CloseSequence, Effect, Send, Start
 from mooncake_zmq.core.actor_parts import Ids, Tally
 from mooncake_zmq.core.messages import (
     GROWTH_TOKENS,
@@ -23,6 +23,7 @@ from mooncake_zmq.core.work import BlocksPulled, BorrowParts, Done, LentPart, Wo
 from mooncake_zmq.decode.budget import Budget
 from mooncake_zmq.decode.ends import Ends
 from mooncake_zmq.decode.handoff import Handoff
+from mooncake_zmq.decode.kept import Kept
 from mooncake_zmq.decode.request import Loan, Request, RequestState
 from mooncake_zmq.decode.requests import Requests
 from mooncake_zmq.decode.settings import DecodeSettings
@@ -40,6 +41,7 @@ class Borrowing:
         peers: Mapping[str, Hello],
         requests: Requests,
         budget: Budget,
+        kept: Kept,
         handoff: Handoff,
         ends: Ends,
         ids: Ids,
@@ -50,6 +52,7 @@ class Borrowing:
         self._peers = peers
         self._requests = requests
         self._budget = budget
+        self._kept = kept
         self._handoff = handoff
         self._ends = ends
         self._ids = ids
@@ -61,10 +64,12 @@ class Borrowing:
         """Return how many leading tokens of a prompt are to be borrowed; 0 if all have room here, or borrowing is of no use.
         `budget`: the KV without which it cannot begin."""
         size, free = self._layout.block_tokens, self._budget.free_tokens
-        if not (self._settings.borrow and message.lenders) or budget <= free:
+        own = self._settings.own_tokens
+        if not (self._settings.borrow and message.lenders) or (budget <= free and message.tokens <= own):
             return 0
         growth = min(GROWTH_TOKENS, max(1, message.stop.max_tokens - message.first_index))
         wanted = self._layout.blocks_for(message.tokens + growth) * size - free
+        wanted = max(wanted, (message.tokens - own) // size * size)
         lent = min(wanted, (message.tokens - 1) // size * size)
         return lent if budget - lent <= free else 0
 
@@ -80,17 +85,33 @@ class Borrowing:
             return [self._connect(request)]
         while request.lenders and not self._is_decode(request.lenders[0]):
             del request.lenders[0]
+        message, prefill = request.request, request.prefill
         if not request.lenders:
+            more = (lacks - held) * self._layout.block_tokens
+            if not self._budget.lacks(message.tenant, more, request.own_tokens):
+                return self._have_here(now, request, more)
             self._counts.add("reservations_denied")
-            message, prefill = request.request, request.prefill
             reason = "no decode lends as much"
             denied = DecodeDenied(request_id=message.request_id, attempt=message.attempt, reason=reason, full=True)
             return [Send(prefill, denied), *self._ends.close(now, request, prefill_fails=True)]
         loan = Loan(request.lenders.pop(0), self._ids.new(), range(held, lacks))
         request.loans.append(loan)
-        message = request.request
         ask = LendBlocks(loan=loan.number, blocks=lacks - held, ttl_s=message.deadline_s, tenant=message.tenant)
         return [Send(loan.lender, ask)]
+
+    def _have_here(self, now: float, request: Request, more: int) -> list[Effect]:
+        """Hold what nothing lends of a prompt that has room here."""
+        message, closed = request.request, request.sequence
+        self._budget.take(message.tenant, more)
+        request.lent_tokens -= more
+        capacity = min(request.capacity_tokens + more, self._budget.capacity_tokens)
+        effects = self._kept.hold(capacity - request.capacity_tokens)
+        request.capacity_tokens, request.sequence = capacity, self._ids.new()
+        effects += [CloseSequence(closed), request.opened]
+        if request.lent_tokens:
+            return [*effects, self._connect(request)]
+        request.keys, request.pulling = [*message.reuse_keys, *message.new_keys], False
+        return effects + self._handoff.begin(now, request)
 
     def _is_decode(self, name: str) -> bool:
         return name in self._peers and self._peers[name].role == "decode"

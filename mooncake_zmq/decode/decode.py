@@ -185,6 +185,7 @@ class Decode:
             peers=self._peers,
             requests=requests,
             budget=self._budget,
+            kept=self._kept,
             handoff=self._handoff,
             ends=ends,
             ids=ids,
@@ -409,7 +410,7 @@ class Decode:
             capacity_tokens=self._budget.capacity_tokens,
             context_tokens=sum([request.context for request in running]),
             max_batch=self._settings.max_batch,
-            room=max(0, self._settings.max_requests - len(self.requests)),
+            room=max(0, self._settings.most_taken - len(self.requests)),
             step_s=self._flight.step_s,
             step=self._steps.measured(now),
             bookings=tuple(bookings[:MAX_REPORTED]),
@@ -417,6 +418,7 @@ class Decode:
             fixed_s=self._costs.decode_step_s,
             lendable=self._lending.lendable,
             borrows=self._settings.borrow,
+            own_tokens=self._settings.own_tokens,
         )
         return self._reports.send(now, load)
 

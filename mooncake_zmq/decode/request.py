@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mooncake_zmq.core.actor import OpenSequence
 from mooncake_zmq.core.actor_parts import Named
 from mooncake_zmq.core.gaps import longest_step_s
 from mooncake_zmq.core.messages import DecodeTimes, HandoffDone, LoanPlace, ReserveDecode, SlotRef
@@ -184,6 +185,12 @@ class Request:
     def own_tokens(self) -> int:
         """Return the KV of this decode that it holds."""
         return self.budget_tokens - self.lent_tokens
+
+    @property
+    def opened(self) -> OpenSequence:
+        """Return the effect that opens its sequence."""
+        message, tokens = self.request, self.request.tokens - self.lent_tokens
+        return OpenSequence(self.sequence, self.capacity_tokens, message.sampling, message.past, tokens, message.tenant)
 
     @property
     def lent_blocks(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mooncake_zmq.core.drain import GRACE_S
-from mooncake_zmq.core.messages import MAX_RUN
+from mooncake_zmq.core.messages import MAX_RUN, MAX_TOKENS
 from mooncake_zmq.core.selection import Selection
 from mooncake_zmq.pool.node.client import PoolClientSettings
 
@@ -17,7 +17,7 @@ class DecodeSettings:
     capacity_tokens: int = 16_384
     """KV budget in tokens, of 46 kB each with the default model. It has to hold at least one request of full length."""
     max_batch: int = 16
-    """Most requests in one step."""
+    """Most requests in one step. 0: it takes none, and only lends."""
     max_requests: int = 64
     """Most requests that hold KV, waiting ones included; a further one is denied."""
     report_s: float = 0.25
@@ -42,6 +42,8 @@ class DecodeSettings:
     """Most of `capacity_tokens` that requests of other decodes may use, for prompts that have no room at theirs."""
     borrow: bool = False
     """Take requests that have no room here if other decodes lend it. Each of their tokens then takes longer."""
+    own_tokens: int = MAX_TOKENS
+    """Most KV of a prompt that is here where others lend more; 0: its last tokens, up to a whole block, and the output."""
     selection: Literal["none", "kcache", "pqcache", "quest"] = "none"
     """How a step chooses the few tokens that it attends to, of each layer and KV head, in a longer context; "none": it attends
     to all. Such an answer is approximate, and marked so; nothing that is computed from then on is offered to a pool."""
@@ -55,8 +57,8 @@ class DecodeSettings:
     pool: PoolClientSettings = field(default_factory=PoolClientSettings)
 
     def __post_init__(self) -> None:
-        if min(self.capacity_tokens, self.max_batch, self.max_requests) < 1:
-            raise ValueError("capacity_tokens, max_batch and max_requests must be at least 1")
+        if min(self.capacity_tokens, self.max_requests) < 1 or min(self.max_batch, self.own_tokens) < 0:
+            raise ValueError("capacity_tokens and max_requests must be at least 1, max_batch and own_tokens at least 0")
         if not 0 <= self.lend_tokens <= self.capacity_tokens:
             raise ValueError("lend_tokens must be in 0..capacity_tokens")
         if self.selection_tokens < 1:
@@ -74,3 +76,8 @@ class DecodeSettings:
     def choice(self) -> Selection | None:
         """How steps choose what they attend to; None: they attend to all."""
         return None if self.selection == "none" else Selection(self.selection, self.selection_tokens)
+
+    @property
+    def most_taken(self) -> int:
+        """Most requests that hold KV."""
+        return self.max_requests if self.max_batch else 0

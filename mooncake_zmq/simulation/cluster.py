@@ -8,7 +8,7 @@ from typing import Any
 from mooncake_zmq.conductor.settings import ConductorSettings
 from mooncake_zmq.core.actor import Actor
 from mooncake_zmq.core.costs import Costs
-from mooncake_zmq.core.messages import Part
+from mooncake_zmq.core.messages import MAX_TOKENS, Part
 from mooncake_zmq.core.roles import BECOMES, ROLES, Role
 from mooncake_zmq.core.routes import may_connect
 from mooncake_zmq.core.session import SessionSettings
@@ -135,11 +135,12 @@ class ClusterSettings:
         computes longer prompts in pipelines of up to three prefills, one decodes several steps in a work, and in half of these
         seeds its prefills blend, while in the other half its decodes choose what they attend to. Of five, one is watched. Of
         eight, one is starved. Of four, one has hosts that are suspended. `of_models`: all are of several models. `lending`:
-        decodes lend each other all of their little KV."""
+        decodes lend each other all of their little KV, and of four seeds one has prompts elsewhere whole."""
         plain = cls(watched=seed % 5 == 4, starved=seed % 8 == 6, suspended=seed % 4 == 1)
         if lending:
             little = replace(plain.decode, capacity_tokens=LITTLE_TOKENS, lend_tokens=LITTLE_TOKENS, borrow=True)
-            return replace(plain, watched=False, decode=replace(little, max_steps=1 + seed % 2 * 4))
+            little = replace(little, max_steps=1 + seed % 2 * 4, own_tokens=0 if seed % 4 == 3 else MAX_TOKENS)
+            return replace(plain, watched=False, decode=little)
         if of_models or seed % 18 == 6:
             return plain._with_models()
         if seed % 3 == 2:

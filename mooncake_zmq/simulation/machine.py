@@ -49,6 +49,8 @@ Slot = tuple[str, int, int, int]
 """A slot in one of its generations: (node, incarnation, slot, generation)."""
 NO_ANSWER = "no answer"
 """The reason why a work stops that waited for a silent peer: its blocks were not reached."""
+LONGEST_S = 20.0
+"""The longest step of a work, which a slow disk of a slow host would exceed beyond any bound on what follows faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,9 +255,9 @@ class Machine:
         return self.world.hardware.disk_block_s * (self.disk.slowness if self.disk else 1.0)
 
     def took(self, seconds: float) -> float:
-        """Stretch a duration at random, and by the slowness of the host."""
+        """Stretch a duration at random, and by the slowness of the host, at most so that it ends within the run."""
         world = self.world
-        return seconds * (1 + world.hardware.jitter * world.random.random()) * world.slowness(self.host)
+        return min(LONGEST_S, seconds * (1 + world.hardware.jitter * world.random.random()) * world.slowness(self.host))
 
     def wait_for_compute(self, running: Running, took_s: float) -> float:
         """Queue for the one compute thread; return the time to wait, at most until just after the deadline."""

@@ -45,6 +45,24 @@ def test_the_decode_with_the_most_free_kv_borrows():
     assert place(cluster).decode == "d2"
 
 
+@pytest.mark.parametrize(("own", "borrows"), [(PROMPT - 1, True), (PROMPT, False)])
+def test_a_decode_that_has_room_borrows_what_it_does_not_want_of_a_prompt(own, borrows):
+    cluster = Cluster(3)
+    cluster.decode_load("d0", borrows=True, own_tokens=own)
+    for name in ("d1", "d2"):
+        cluster.decode_load(name, lendable=PROMPT, room=0)
+    placed = place(cluster)
+    assert (placed.decode, bool(placed.lenders)) == ("d0", borrows)
+    assert place(cluster, tokens=4 * PROMPT).decode == "d0", "it has what is not lent"
+
+
+def test_a_tenant_that_has_something_at_a_decode_borrows_nothing_behind_it():
+    cluster = Cluster(2)
+    cluster.decode_load("d0", borrows=True, own_tokens=0)
+    cluster.decode_load("d1", lendable=4 * PROMPT, room=0)
+    assert [place(cluster, tenant="t").lenders for _ in range(2)] == [("d1",), ()]
+
+
 @pytest.mark.parametrize("more", [{"borrows": False}, {"lendable": BLOCK}, {"free": 0, "lendable": 2 * BLOCK}])
 def test_a_prompt_for_which_too_little_is_lent_is_refused_for_now(more):
     refused = place(lending(**more))
@@ -88,6 +106,20 @@ def test_a_lender_that_leaves_is_promised_no_more():
     report(cluster, lender)
     cluster.end(placed)
     assert isinstance(place(cluster), Placed)
+
+
+@pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
+def test_an_attempt_that_goes_on_where_it_is_is_promised_nothing_again(is_up):
+    cluster = lending(2, lendable=5 * BLOCK)
+    placed = place(cluster, request_id="r")
+    (lender,) = placed.lenders
+    if is_up:
+        report(cluster, placed.decode, free=0, bookings=(placed.booking,))
+    else:
+        cluster.down(lender)
+    assert isinstance(place(cluster, 99 * BLOCK, request_id="r", attempt=2), Rejected)
+    if is_up:
+        assert place(cluster, FREE - BLOCK).decode == lender, "what is reserved is in its report"
 
 
 @pytest.mark.parametrize("order", [("d0", "d1"), ("d1", "d0")])

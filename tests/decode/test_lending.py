@@ -251,6 +251,46 @@ def test_nothing_is_borrowed_for_a_prompt_that_has_room(node):
     assert not node.take(LendBlocks)
 
 
+@pytest.mark.parametrize(
+    ("own", "length", "blocks"),
+    [(0, PROMPT, 8), (0, 4 * B, 3), (0, B, 0), (2 * B, PROMPT, 6), (2 * B - 2, 2 * B - 2, 0), (2 * B - 2, 2 * B - 3, 0)],
+)
+def test_no_more_whole_blocks_of_a_prompt_are_here_than_a_decode_wants(own, length, blocks):
+    node = Node(capacity_tokens=20 * B, own_tokens=own)
+    node.reserve(length=length)
+    asked = node.take(LendBlocks)
+    assert [ask.blocks for ask in asked] == [blocks] * (blocks > 0)
+    assert bool(node.take(DecodeReserved)) == (blocks == 0)
+
+
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_what_nothing_lends_of_a_prompt_is_here_if_there_is_room(blocks):
+    node = Node(capacity_tokens=20 * B, own_tokens=0)
+    node.reserve(lenders=("d1",))
+    if not blocks:
+        node.say("d1", LoanEnded(loan=node.one(LendBlocks, "d1").loan, reason="no"))
+        assert node.one(DecodeReserved)
+        assert node.busy()["reserved_tokens"] == 9 * B
+        return
+    node.lend(blocks=blocks)
+    node.connect()
+    node.hand_off(blocks)
+    work_id, _ = node.work(DecodeStep)
+    node.done(work_id, StepDecoded(((9,),), 0.01))
+    assert node.one(TokensDecoded, "g").times[0].borrowed_tokens == blocks * B
+    assert_nothing_left(node)
+
+
+def test_a_decode_without_a_batch_lends_and_takes_no_request():
+    node = Node(max_batch=0, capacity_tokens=20 * B)
+    assert lent_out(node).blocks == 2
+    node.reserve()
+    assert node.one(DecodeDenied).full
+    node.advance(1.0)
+    report = node.take(DecodeLoad, "k")[-1]
+    assert (report.room, report.lendable) == (0, B)
+
+
 def test_further_choices_of_a_prompt_that_is_elsewhere_are_placed_by_themselves(node):
     node.reserve(siblings=(Sibling(request_id="s", attempt=1, seed=1),))
     assert node.one(AttemptFailed, "g").full

@@ -4,7 +4,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from mooncake_zmq.core.messages.fields import Count, Keys, ModelName, Name, Record, Seconds, TaggedRecord, Tenant
+from mooncake_zmq.core.messages.fields import MAX_TOKENS, Count, Keys, ModelName, Name, Record, Seconds, TaggedRecord, Tenant
 
 
 class Measured(Record, frozen=True):
@@ -89,6 +89,8 @@ class DecodeLoad(TaggedRecord, frozen=True):
     """KV tokens of whole blocks that it would lend to another decode now."""
     borrows: bool = False
     """Whether it takes requests of which other decodes hold KV."""
+    own_tokens: Count = MAX_TOKENS
+    """The KV of a prompt that is here before it borrows."""
 
 
 class SourceRate(Record, frozen=True):

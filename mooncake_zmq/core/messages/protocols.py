@@ -12,12 +12,12 @@ from msgspec import Struct
 
 _SINCE_23 = (
     *("AnswerRead", "AnswerUnread", "BlocksArrived", "BlocksLeased.block_s", "BlocksLeased.more", "BlocksLent"),
-    *("ChatRendered", "ChatUnrendered", "DecodeLoad.borrows", "DecodeLoad.lendable", "DecodeTimes.borrowed_tokens"),
-    *("FillLoan", "FirstToken.met", "FirstToken.parts", "FirstToken.recomputed", "HandoffDone.exact_blocks"),
-    *("LeaseBlocks.tail_first", "LendBlocks", "LoanEnded", "LoanFilled", "ParsersReported", "PlaceElsewhere"),
-    *("Placed.lenders", "PrefillLoad.meets", "ReadAnswer", "RenderChat", "ReserveDecode.approximate", "ReserveDecode.lenders"),
-    *("ReturnBlocks", "ShortenFetch", "StartPrefill.embedding", "StartPrefill.exact", "StartPrefill.images"),
-    *("StartPrefill.lenders", "TextsEmbedded", "TokensDecoded.approximate"),
+    *("ChatRendered", "ChatUnrendered", "DecodeLoad.borrows", "DecodeLoad.lendable", "DecodeLoad.own_tokens"),
+    *("DecodeTimes.borrowed_tokens", "FillLoan", "FirstToken.met", "FirstToken.parts", "FirstToken.recomputed"),
+    *("HandoffDone.exact_blocks", "LeaseBlocks.tail_first", "LendBlocks", "LoanEnded", "LoanFilled", "ParsersReported"),
+    *("PlaceElsewhere", "Placed.lenders", "PrefillLoad.meets", "ReadAnswer", "RenderChat", "ReserveDecode.approximate"),
+    *("ReserveDecode.lenders", "ReturnBlocks", "ShortenFetch", "StartPrefill.embedding", "StartPrefill.exact"),
+    *("StartPrefill.images", "StartPrefill.lenders", "TextsEmbedded", "TokensDecoded.approximate"),
 )
 SINCE: Final[Mapping[str, int]] = dict.fromkeys(_SINCE_23, 23)
 """The protocol that added a type of message or a field ("Type.field"), for those that not every spoken protocol has."""
