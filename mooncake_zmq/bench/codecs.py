@@ -32,7 +32,6 @@ from mooncake_zmq.bench.quality import (
 )
 from mooncake_zmq.bench.report import Report, Row
 from mooncake_zmq.engine.blend import read_kv, rotation, turned
-from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
@@ -213,7 +212,7 @@ class Study:
 
     def of_codec(self, codec: Codec) -> Quality:
         """Compare what is served: a context computed here, where KV is rounded when stored, and one loaded from blocks."""
-        engine = open_model(self._path, sequences=partial(CodedSequenceKV, codec))
+        engine = open_model(self._path, codec=codec)
         cold: list[Logs] = []
         warm: list[Logs] = []
         for text in self.texts:
