@@ -54,7 +54,8 @@ BESIDE = (
     ("int4", f"ThinK, {FIXED}, with 4 bits"),
     ("int4", f"{SINKS} sinks and recent tokens"),
 )
-"""Codecs, and the ways beside which they stand: that take as many bytes or more, and ThinK, which takes a tenth less."""
+"""Codecs, and the ways beside which they stand: that take as many bytes or more, but for fp8, which takes a thirtieth less, and
+ThinK, which takes a tenth less."""
 Progress = Callable[[str], None]
 Error = tuple[float, float, float]
 """KL, share of equal top-1 tokens, and the mean of minus the log probability of the right one, for a text."""
