@@ -66,10 +66,12 @@ class CodedSequenceKV(SequenceKV):
         if self.offsets is None:
             return keys, values
         of_keys, of_values = self.offsets.at(layer, positions)
-        return keys - of_keys, values - of_values
+        keys = keys - of_keys
+        return keys if self.offsets.divisors is None else keys * self.offsets.divisors[layer, 1], values - of_values
 
     def _plus_offsets(self, layer: int, positions: Positions, keys: Any, values: Any) -> tuple[Any, Any]:
         if self.offsets is None:
             return keys, values
         of_keys, of_values = self.offsets.at(layer, positions)
+        keys = keys if self.offsets.divisors is None else keys * self.offsets.divisors[layer, 0]
         return keys + of_keys, values + of_values

@@ -3,6 +3,10 @@
 A Qwen's keys are as large as 160 by biases of a few channels, and a tenth of that without them. A key's offset is the bias as
 it is rotated for the key's position, a value's is the bias. It is taken off before a number is coded, and added after that.
 Their sum is rounded to float32, and this error must not change a code: no scale is less than some part of the largest offset.
+
+Keys of 4 bits are then divided by a number for each pair of channels, the root of their size by that of queries there, as the
+weights show it: a rotation gives all channels the same error, and it matters as much as the query is large. (On a Qwen with
+int4 a KL of .011 in place of .017. With 8 bits, and without biases, nothing was gained.)
 """
 
 import math
@@ -28,9 +32,12 @@ rotation 64 such errors make 8 times as much: 2**-8 of a step, and 2**-10 of the
 class Offsets:
     """The offsets of all layers."""
 
-    def __init__(self, biases: Floats, frequencies: Floats) -> None:
-        """`biases` [layer, k/v, kv_head, head_dim], rotation pairs side by side; `frequencies` [head_dim / 2]."""
+    def __init__(self, biases: Floats, frequencies: Floats, divisors: Floats | None = None) -> None:
+        """`biases` [layer, k/v, kv_head, head_dim], rotation pairs side by side; `frequencies` [head_dim / 2]; `divisors` of
+        keys [layer, kv_head, head_dim], None: 1."""
         self.biases: Floats = np.ascontiguousarray(biases)
+        self.divisors: Floats | None = None if divisors is None else np.stack((divisors, 1 / divisors), axis=1)
+        """Those of keys and their inverses [layer, 2, kv_head, head_dim]."""
         self._frequencies = frequencies
         self._turns: Floats = np.empty((2, 0, len(frequencies)), np.float32)
 
@@ -63,10 +70,25 @@ class Offsets:
         return keys, values
 
 
-def offsets_of(spec: ModelSpec, tensors: Mapping[str, Any]) -> Offsets | None:
+def offsets_of(spec: ModelSpec, tensors: Mapping[str, Any], codec: Codec) -> Offsets | None:
     """Return the offsets of a model in host memory; None: its family has no biases."""
     if not FAMILIES[spec.family].qkv_bias:
         return None
     width = 2 * spec.kv_heads * spec.head_dim
     biases = np.stack([tensors[f"{layer}.qkv_bias"][-width:] for layer in range(spec.layers)])
-    return Offsets(biases.reshape(spec.layers, 2, spec.kv_heads, spec.head_dim), tensors["inv_freq"])
+    divisors = [divisors_of(spec, tensors, layer) for layer in range(spec.layers)] if codec.rotates_keys else None
+    shaped = biases.reshape(spec.layers, 2, spec.kv_heads, spec.head_dim)
+    return Offsets(shaped, tensors["inv_freq"], None if divisors is None else np.stack(divisors))
+
+
+def divisors_of(spec: ModelSpec, tensors: Mapping[str, Any], layer: int) -> Floats:
+    """Return the divisors of a layer's keys [kv_head, head_dim]: powers of 2**.25, so that all machines have the same, with a
+    mean of about 1 in a head, and one for both channels of a rotation pair. Normed inputs count as of equal size."""
+    query, kv, gain = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, tensors[f"{layer}.attn_norm"][:, None]
+    squares = np.concatenate([((panel * gain).astype(np.float64) ** 2).sum(axis=0) for panel in tensors[f"{layer}.qkv"]])
+    squares[:query] += tensors[f"{layer}.qkv_bias"][:query].astype(np.float64) ** 2
+    queries = squares[:query].reshape(spec.kv_heads, -1, spec.head_dim // 2, 2).sum(axis=(1, 3))
+    keys = squares[query : query + kv].reshape(spec.kv_heads, -1, 2).sum(axis=2)
+    powers = np.log2(np.maximum(keys, 1e-30) / np.maximum(queries, 1e-30)) / 4
+    powers = np.round(4 * (powers - powers.mean(axis=1, keepdims=True))) / 4
+    return np.repeat(np.exp2(powers).astype(np.float32), 2, axis=1)

@@ -57,7 +57,7 @@ def open_model(
     """Map a prepared model. Takes milliseconds; pages come in as they are read and are shared by all processes."""
     spec, tensors = _map_tensors(path)
     if codec is not None:
-        sequences = functools.partial(CodedSequenceKV, codec, offsets_of(spec, tensors))
+        sequences = functools.partial(CodedSequenceKV, codec, offsets_of(spec, tensors, codec))
     if device == "cuda":
         return DeviceLlama(spec, tensors, sequences=sequences)
     return Llama(spec, tensors, threads=threads, sequences=sequences)

@@ -40,7 +40,7 @@ def opened(path: Path, backend: str, codec: Codec | None) -> Engine:
         keys, values = tensors[name][-2 * spec.kv_heads * spec.head_dim :].reshape(2, spec.kv_heads, spec.head_dim)
         keys[:, -2:], values[:, 3] = 150.0, 40.0
     if backend == "numpy":
-        sequences = None if codec is None else partial(CodedSequenceKV, codec, offsets_of(spec, tensors))
+        sequences = None if codec is None else partial(CodedSequenceKV, codec, offsets_of(spec, tensors, codec))
         return Llama(spec, tensors, sequences=sequences)
     compiled = pytest.importorskip("mooncake_zmq.engine.machine_code.compiled", reason="needs Numba")
     engine: Engine = compiled.CompiledLlama(spec, tensors, {}, threads=2, codec=codec, cache_dir=default_cache_dir())
@@ -116,7 +116,7 @@ class OffsetsOfTheNext(CodedSequenceKV):
 def test_nor_are_they_with_wrong_offsets(path: Path, wrong: type[CodedSequenceKV]) -> None:
     codec, engine = CODECS["int8"], opened(path, "numpy", CODECS["int8"])
     assert isinstance(engine, Llama)
-    engine._new_sequence = partial(wrong, codec, offsets_of(engine.spec, engine._tensors))
+    engine._new_sequence = partial(wrong, codec, offsets_of(engine.spec, engine._tensors, codec))
     cold, warm, _ = answers(engine, codec)
     assert cold != warm
 
@@ -155,7 +155,8 @@ def test_machine_code_writes_and_reads_the_bytes_of_numpy(
     for dim, heads in SHAPES:
         frequencies = (10000.0 ** -np.linspace(0, 1, dim // 2)).astype(np.float32)
         biases = random.uniform(-largest, largest, (2, 2, heads, dim)).astype(np.float32)
-        offsets = Offsets(biases, frequencies) if largest else None
+        divisors = np.repeat(np.exp2(random.uniform(-3, 3, (2, heads, dim // 2))).astype(np.float32), 2, axis=2)
+        offsets = Offsets(biases, frequencies, divisors if codec.rotates_keys else None) if largest else None
         shape = {"layers": 2, "kv_heads": heads, "head_dim": dim, "capacity_tokens": 300}
         spread = np.exp(random.normal(0, 1.5, (heads, dim)))
         keys, values = ((random.normal(size=(200, heads, dim)) * spread).astype(np.float32) for _ in range(2))

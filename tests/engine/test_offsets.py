@@ -11,7 +11,7 @@ from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.blend import read_kv
 from mooncake_zmq.engine.codecs import LEAST_EXPONENTS
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
-from mooncake_zmq.engine.offsets import Offsets
+from mooncake_zmq.engine.offsets import Offsets, divisors_of, offsets_of
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.kv.codec import CODECS, Codec
 
@@ -96,6 +96,25 @@ def test_one_token_is_stored_as_many_are() -> None:
     for each, out in zip((one, two), kv, strict=True):
         super(CodedSequenceKV, each).read_part(0, 3, 3 + TOKENS, out)
     assert kv[0].tobytes() == kv[1].tobytes()
+
+
+def test_keys_of_4_bits_are_divided_by_what_makes_their_error_matter_least(tmp_path: Path) -> None:
+    """Larger rows of keys and smaller ones of queries ask for larger divisors, for both channels of a pair."""
+    path = prepare('dummy:{"family": "qwen2"}', tmp_path)
+    spec, tensors = weights._map_tensors(path)
+    rows = np.ones((spec.heads + 2 * spec.kv_heads) * spec.head_dim, np.float32)
+    first_key = spec.heads * spec.head_dim
+    rows[first_key + 4] = 64.0  # channels 4 and 5 of the first head
+    rows[16:18] = 1 / 64  # channels 0 and 1 of one of the two queries of the first head: the other one counts
+    before = divisors_of(spec, tensors, 0)
+    scaled = tensors["0.qkv"] * np.pad(rows, (0, -len(rows) % 64)).reshape(-1, 1, 64)
+    after = divisors_of(spec, tensors | {"0.qkv": scaled}, 0)
+    assert after[0, 4] == after[0, 5] > 4 * before[0, 4]
+    assert 1 <= after[0, 0] / after[0, 2] * before[0, 2] / before[0, 0] < 1.5
+    np.testing.assert_array_equal(after[1], before[1])
+    np.testing.assert_allclose(np.log2(after).mean(axis=1), 0, atol=0.15)
+    assert offsets_of(spec, tensors, CODECS["int8"]).divisors is None  # type: ignore[union-attr]
+    np.testing.assert_array_equal(offsets_of(spec, tensors, CODECS["int4"]).divisors[0, 0], before)  # type: ignore
 
 
 def test_parts_that_are_loaded_elsewhere_are_read_as_they_were_computed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mooncake_zmq.engine.machine_code.step_layout import (
     CODED_START,
     CODED_TOKENS,
     COS_AT,
+    DIVISORS_AT,
     HEAD_DIM,
     KV_HEADS,
     LEAST_OF_KEYS,
@@ -34,6 +35,7 @@ from mooncake_zmq.engine.machine_code.step_layout import (
 )
 
 MINUS, PLUS = np.float32(-1.0), np.float32(1.0)
+DIVISORS, INVERSES = range(2)
 
 
 @njit(**OPTIONS)
@@ -64,6 +66,17 @@ def _shift_key(begins, layer, head, position, key_at, sign):
         turn = 4 * position * (dim // 2)
         cos, sin = floats(begins[COS_AT] + turn, (dim // 2,)), floats(begins[SIN_AT] + turn, (dim // 2,))
         shift_key(floats(key_at, (dim,)), bias, cos, sin, sign)
+
+
+@njit(**OPTIONS)
+def _multiply_key(begins, layer, head, key_at, which):
+    """Multiply a key in place by its divisors or their inverses, where the model has some."""
+    if begins[DIVISORS_AT]:
+        dim = begins[HEAD_DIM]
+        key = floats(key_at, (dim,))
+        factors = floats(begins[DIVISORS_AT] + 4 * ((2 * layer + which) * begins[KV_HEADS] + head) * dim, (dim,))
+        for index in range(dim):
+            key[index] *= factors[index]
 
 
 @njit(**OPTIONS)
@@ -104,6 +117,7 @@ def encode_parts(table):
                     _prefetch(next_keys + tile_at, values + 4 * (start + at + token) * dim, token, run, dim)
                     here, number = out + (at + token) * token_bytes, scratch + 4 * token * dim
                     _shift_key(begins, layer, head, start + at + token, number, MINUS)
+                    _multiply_key(begins, layer, head, number, INVERSES)
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
                     codes_at = here + head * (dim * key_bits // 8)
@@ -162,6 +176,7 @@ def decode_parts(table):
                     decode_head(codes_at, here + key_scales_at + 2 * head, key_bits, floats(number, (dim,)))
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
+                    _multiply_key(begins, layer, head, number, DIVISORS)
                     _shift_key(begins, layer, head, start + at + token, number, PLUS)
                 place_columns(scratch, 4 * dim, run, dim, tile_at)
                 for token in range(run):

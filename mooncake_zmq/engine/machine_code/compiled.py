@@ -91,7 +91,7 @@ class CompiledLlama(Llama):
         sequences: NewSequence = functools.partial(PlacingSequenceKV, self._code)
         if codec is not None:
             code = _machine_code(cache_dir, object_code.CODECS)
-            sequences = functools.partial(PlacingCodedKV, code, codec, offsets_of(spec, tensors))
+            sequences = functools.partial(PlacingCodedKV, code, codec, offsets_of(spec, tensors, codec))
         super().__init__(spec, tensors, threads=threads, sequences=sequences)
         self._panels = panels  # kept here, as the tensors are: the kernel has their addresses only
         names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]

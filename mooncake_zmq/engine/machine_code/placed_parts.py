@@ -22,7 +22,7 @@ from mooncake_zmq.engine.offsets import Offsets
 from mooncake_zmq.kv.codec import Codec
 
 ITEM_BYTES = 4
-NO_CACHE = (0, 0, 1, -1, 0, 0, 0, 0, 0, 0)
+NO_CACHE = (0, 0, 1, -1, 0, 0, 0, 0, 0, 0, 0)
 """The row of `cache_row` of a sequence that has no KV here: nothing is stored, and there are no tokens to attend to."""
 
 
@@ -93,8 +93,9 @@ class PlacingCodedKV(CodedSequenceKV):
         """Return what `cache_row` has from CODEC on."""
         round_at = self._code.address if self._codec.rounds_when_stored else 0
         if self.offsets is None or self._turns is None:
-            return self._number, round_at, 0, 0, 0
-        return self._number, round_at, self.offsets.biases.ctypes.data, *(each.ctypes.data for each in self._turns)
+            return self._number, round_at, 0, 0, 0, 0
+        arrays = (self.offsets.biases, *self._turns, self.offsets.divisors)
+        return self._number, round_at, *(0 if each is None else each.ctypes.data for each in arrays)
 
     def write_part(self, layer: int, start: int, part: Any) -> None:
         self.write_parts(((layer, start, len(part), part),))
@@ -124,7 +125,7 @@ class PlacingCodedKV(CodedSequenceKV):
 
 def cache_row(sequence: SequenceKV, position: int = 0) -> tuple[int, ...]:
     """Return a row of step_layout.CACHE_FIELDS; `position`: of the first new token."""
-    coding = sequence.coding() if isinstance(sequence, PlacingCodedKV) else (0, 0, 0, 0, 0)
+    coding = sequence.coding() if isinstance(sequence, PlacingCodedKV) else (0, 0, 0, 0, 0, 0)
     head_dim = sequence.keys.shape[3]
     return sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, position, head_dim, *coding
 
