@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.kv_cache import SequenceKV
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.spec import check_room, check_tokens
@@ -60,12 +61,18 @@ class Blended:
     computed: Positions
 
 
-def read_kv(engine: Llama, sequence: SequenceKV, first: int, stop: int) -> Floats:
-    """Return the KV of some tokens as it is stored, [layer, k/v, token, kv_head, head_dim]."""
+def read_kv(engine: Llama, sequence: SequenceKV, first: int, stop: int, computed_at: int | None = None) -> Floats:
+    """Return the KV of some tokens as it is stored, [layer, k/v, token, kv_head, head_dim]. `computed_at`: where the first was
+    computed, if blocks of it were loaded elsewhere: a codec then added the offsets of other positions."""
     spec = engine.spec
     kv: Floats = np.empty((spec.layers, 2, stop - first, spec.kv_heads, spec.head_dim), np.float32)
     for layer in range(spec.layers):
         SequenceKV.read_part(sequence, layer, first, stop, kv[layer])
+    if computed_at not in (None, first) and isinstance(sequence, CodedSequenceKV) and sequence.offsets is not None:
+        here, there = (np.arange(at, at + stop - first) for at in (first, computed_at))
+        for layer in range(spec.layers):
+            kv[layer, 0] -= sequence.offsets.at(layer, here)[0]
+            kv[layer, 0] += sequence.offsets.at(layer, there)[0]
     return kv
 
 

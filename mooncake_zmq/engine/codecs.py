@@ -14,22 +14,23 @@ from mooncake_zmq.kv.codec import REACHES, SCALE_BYTES, ZEROS, Codec, rotated_to
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+Exponents = tuple[int, int]
 
-LEAST_SCALE = 2.0**-100
-"""Numbers so small are zero."""
+LEAST_EXPONENTS = (100, 100)
+"""-log2 of the scales of keys and of values below which numbers are zero. Of fewer, as `offsets` has them, no scale is less."""
 SIDE = 8
 """Numbers of a vector of machine code."""
 
 
-def encode(codec: Codec, keys: Floats, values: Floats, out: Bytes) -> None:
-    """Write keys and values, each [n, kv_head, head_dim], as a coded part [n, token_bytes]."""
+def encode(codec: Codec, keys: Floats, values: Floats, out: Bytes, least: Exponents = LEAST_EXPONENTS) -> None:
+    """Write keys and values, each [n, kv_head, head_dim], as a coded part [n, token_bytes]. `least`: as LEAST_EXPONENTS."""
     count, heads, dim = keys.shape
     key_end, value_end, key_scales_end, _ = _bounds(codec, heads, dim)
-    for numbers, bits, is_rotated, codes_at, scales_at in (
-        (keys, codec.key_bits, codec.rotates_keys, slice(0, key_end), slice(value_end, key_scales_end)),
-        (values, codec.value_bits, codec.rotates_values, slice(key_end, value_end), slice(key_scales_end, None)),
+    for numbers, bits, is_rotated, least_one, codes_at, scales_at in (
+        (keys, codec.key_bits, codec.rotates_keys, least[0], slice(0, key_end), slice(value_end, key_scales_end)),
+        (values, codec.value_bits, codec.rotates_values, least[1], slice(key_end, value_end), slice(key_scales_end, None)),
     ):
-        codes, scales = _quantized(rotated(numbers) if is_rotated else numbers, bits)
+        codes, scales = _quantized(rotated(numbers) if is_rotated else numbers, bits, least_one)
         out[:, codes_at] = _packed(codes, bits).reshape(count, -1)
         out[:, scales_at] = (scales.view(np.uint32) >> 16).astype("<u2").view(np.uint8).reshape(count, -1)
 
@@ -50,13 +51,13 @@ def decode(codec: Codec, part: Bytes, heads: int, head_dim: int) -> tuple[Floats
     return found[0], found[1]
 
 
-def rounded(codec: Codec, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+def rounded(codec: Codec, keys: Floats, values: Floats, least: Exponents = LEAST_EXPONENTS) -> tuple[Floats, Floats]:
     """Return keys and values, each [..., head_dim], as they are after `encode` and `decode`. To round them again changes
     nothing."""
-    pairs = ((keys, codec.key_bits, codec.rotates_keys), (values, codec.value_bits, codec.rotates_values))
+    kinds = ((keys, codec.key_bits, codec.rotates_keys), (values, codec.value_bits, codec.rotates_values))
     found = []
-    for numbers, bits, is_rotated in pairs:
-        again = _dequantized(*_quantized(rotated(numbers) if is_rotated else numbers, bits), bits)
+    for (numbers, bits, is_rotated), least_one in zip(kinds, least, strict=True):
+        again = _dequantized(*_quantized(rotated(numbers) if is_rotated else numbers, bits, least_one), bits)
         found.append(rotated(again) if is_rotated else again)
     return found[0], found[1]
 
@@ -75,12 +76,12 @@ def rotated(numbers: Floats) -> Floats:
     return (turned * np.float32(1.0 / math.sqrt(run))).reshape(numbers.shape)
 
 
-def _quantized(numbers: Floats, bits: int) -> tuple[Bytes, Floats]:
+def _quantized(numbers: Floats, bits: int, least: int) -> tuple[Bytes, Floats]:
     """Return codes [..., head_dim] and scales [..., 1], which are exact in bfloat16."""
     zero, reach = np.float32(ZEROS[bits]), np.float32(REACHES[bits])
     with np.errstate(all="ignore"):  # KV that is not finite stays so by its scale
         scales = _in_bfloat16(np.abs(numbers).max(axis=-1, keepdims=True) * (np.float32(1.0) / reach))
-        scales[scales < LEAST_SCALE] = 0.0
+        scales[scales < 2.0**-least] = 2.0**-least if least < LEAST_EXPONENTS[0] else 0.0
         steps = np.where(scales > 0, np.float32(1.0) / scales, np.float32(0.0))
         codes = np.floor(numbers * steps + (zero + np.float32(0.5)))
         codes = np.minimum(np.maximum(codes, zero - reach), zero + reach)

@@ -17,6 +17,7 @@ from mooncake_zmq.engine.errors import ModelError
 from mooncake_zmq.engine.kv_cache import NewSequence
 from mooncake_zmq.engine.llama import Llama
 from mooncake_zmq.engine.matrices import compact
+from mooncake_zmq.engine.offsets import offsets_of
 from mooncake_zmq.engine.prepared_files import ITEM_BYTES, WEIGHTS_FILE, fused_matrices, read_header
 from mooncake_zmq.engine.sources.source import expected_shapes
 from mooncake_zmq.engine.spec import Engine, ModelSpec
@@ -42,14 +43,21 @@ def load_engine(
         return ToyEngine()
     if chosen(backend) == "compiled":
         return open_compiled(Path(model), threads=threads, compacted=backend == "compiled", codec=codec)
-    if codec is not None:
-        sequences = functools.partial(CodedSequenceKV, codec)
-    return open_model(Path(model), device=device, threads=threads, sequences=sequences)
+    return open_model(Path(model), device=device, threads=threads, sequences=sequences, codec=codec)
 
 
-def open_model(path: Path, *, device: Device = "cpu", threads: int = 1, sequences: NewSequence | None = None) -> Llama:
+def open_model(
+    path: Path,
+    *,
+    device: Device = "cpu",
+    threads: int = 1,
+    sequences: NewSequence | None = None,
+    codec: Codec | None = None,
+) -> Llama:
     """Map a prepared model. Takes milliseconds; pages come in as they are read and are shared by all processes."""
     spec, tensors = _map_tensors(path)
+    if codec is not None:
+        sequences = functools.partial(CodedSequenceKV, codec, offsets_of(spec, tensors, codec))
     if device == "cuda":
         return DeviceLlama(spec, tensors, sequences=sequences)
     return Llama(spec, tensors, threads=threads, sequences=sequences)

@@ -36,6 +36,8 @@ class BlockLayout:
     """Bytes of one token's hidden state, which stages of a pipeline pass on in slots; 0: this engine is not cut into stages."""
     codec: str = EXACT
     """The name of the codec of all blocks, whose `dtype` is then uint8."""
+    has_offsets: bool = False
+    """Whether the model has biases, so that coded KV is without its offsets (`engine.offsets`)."""
     vocab_size: int = 0
     """Token ids are below this; 0: token ids are not used (a replay's prompts have lengths alone)."""
 
@@ -103,5 +105,6 @@ class BlockLayout:
         text = f"v1 {self.layers} 2 {self.block_tokens} {self.kv_heads} {self.head_dim} {self.dtype}"
         if self.codec == EXACT:
             return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_CHARS]
-        digest = hashlib.sha256(f"{text} {self.codec} {CODES_VERSION}".encode()).hexdigest()
+        text = f"{text} {self.codec} {CODES_VERSION}{' without offsets' if self.has_offsets else ''}"
+        digest = hashlib.sha256(text.encode()).hexdigest()
         return f"{self.codec}-{digest}"[:FINGERPRINT_CHARS]

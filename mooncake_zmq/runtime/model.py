@@ -14,7 +14,7 @@ from mooncake_zmq.core.roles import ENGINE_ROLES
 from mooncake_zmq.engine.card import ModelCard
 from mooncake_zmq.engine.cpu import Backend
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.spec import ModelSpec
+from mooncake_zmq.engine.spec import FAMILIES, ModelSpec
 from mooncake_zmq.kv.codec import CODECS, EXACT
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.runtime import notify
@@ -96,6 +96,7 @@ class Model:
             dtype=self.spec.kv_dtype,
             hidden_bytes=4 * self.spec.hidden,
             vocab_size=self.spec.vocab_size,
+            has_offsets=FAMILIES[self.spec.family].qkv_bias,
         ).coded(self.codec)
 
 

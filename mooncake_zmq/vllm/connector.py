@@ -60,7 +60,7 @@ from mooncake_zmq.vllm.names import (
 from mooncake_zmq.vllm.settings import ConnectorSettings, read_settings
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans
 from mooncake_zmq.vllm.staged_memory import StagedMemory
-from mooncake_zmq.vllm.weights import identity
+from mooncake_zmq.vllm.weights import has_key_biases, identity
 
 log = init_logger("vllm.mooncake_zmq")  # under vLLM's own logger, or it would not be shown
 
@@ -534,6 +534,10 @@ def _checked(vllm_config: Any, kv_cache_config: Any) -> ConnectorSettings:
         raise refuse(f"kv_connector_extra_config: {error}") from error
     if settings.codec is not None and any(isinstance(spec, MambaSpec) for spec in specs):
         raise refuse("kv_codec is for attention's KV, and this model has states too")
+    if settings.codec is not None and has_key_biases(vllm_config.model_config, vllm_config.load_config.download_dir):
+        if settings.codec.key_bits < 8:
+            raise refuse(f"kv_codec {settings.codec.name!r} ruins the answers of a model whose keys have biases: take int8")
+        log.warning("this model's keys have biases: with a kv_codec its answers from stores differ more than other models'")
     return settings
 
 

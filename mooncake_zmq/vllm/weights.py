@@ -1,6 +1,8 @@
 """The identity of a model's weights, from its embeddings and three samples of every other tensor in its files, without reading
 all of them.
 
+It also finds out whether a model has biases of keys, for which codecs are worse.
+
 Two models that differ in one whole tensor, or in the embedding of one token, have different identities; so has the same model
 in other files. Of weights whose files are not at hand there is none.
 """
@@ -8,6 +10,7 @@ in other files. Of weights whose files are not at hand there is none.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +27,11 @@ MAX_HEADER_BYTES = 100 << 20
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files that say how text and images become what the tensors compute."""
+BIASED = ("attention_bias", "qkv_bias", "use_qkv_bias")
+"""Fields of configurations that say so where they are true; Qwen2's have none."""
+KEY_BIAS = re.compile(r"\b(k_proj|qkv_proj|c_attn|query_key_value|wqkv|Wqkv|key)\.bias$")
+OTHERS = re.compile("vis|audio|image|encoder")
+"""Parts of the names of tensors that compute no KV of ours."""
 FROM_FILES = frozenset(
     (
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
@@ -61,6 +69,23 @@ def local_copy(name: str, revision: str | None = None, download_dir: str | None 
         return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
     except (LocalEntryNotFoundError, ValueError, OSError):
         return None
+
+
+def has_key_biases(model: Any, download_dir: str | None = None) -> bool:
+    """Return whether the language model of vLLM's `ModelConfig` has biases of keys, by its configuration or by the names in its
+    safetensors files. Raises OSError."""
+    config = model.hf_text_config
+    if str(getattr(config, "model_type", "")).startswith("qwen2") or any(
+        getattr(config, name, None) is True for name in BIASED
+    ):
+        return True
+    place = local_copy(model.model, model.revision, download_dir)
+    files = [] if place is None else [path for path in _weight_files(place) if path.suffix == ".safetensors"]
+    for path in files:
+        with path.open("rb") as file:
+            if any(KEY_BIAS.search(name) and not OTHERS.search(name) for name in _header(file, path.stat().st_size)[1]):
+                return True
+    return False
 
 
 def fingerprint(model: Path) -> str:
@@ -106,14 +131,22 @@ def _samples(file: BinaryIO, size: int, is_safetensors: bool) -> Iterator[tuple[
 def _tensors(file: BinaryIO, size: int) -> tuple[int, list[tuple[int, int, bool]]] | None:
     """Return where a safetensors file's data begin, and each tensor in them with whether it is read wholly; None if its header
     is invalid."""
+    data, header = _header(file, size)
+    try:
+        found = [(any(part in name for part in EMBEDDINGS), *map(int, each["data_offsets"])) for name, each in header.items()]
+        return (data, sorted((start, stop, bool(is_whole)) for is_whole, start, stop in found)) if data else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _header(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
+    """Return where a safetensors file's data begin, and what its header has of each tensor; 0 and nothing if it is invalid."""
     file.seek(0, os.SEEK_SET)
     length = int.from_bytes(file.read(8), "little")
-    if length > min(size, MAX_HEADER_BYTES):
-        return None
     try:
-        header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        found = [(any(part in name for part in EMBEDDINGS), *map(int, each["data_offsets"])) for name, each in header.items()]
-        return 8 + length, sorted((start, stop, bool(is_whole)) for is_whole, start, stop in found)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+        header = json.loads(file.read(length)) if length <= min(size, MAX_HEADER_BYTES) else None
+    except (ValueError, RecursionError):
+        return 0, {}
+    if not isinstance(header, dict):
+        return 0, {}
+    return 8 + length, {name: each for name, each in header.items() if name != "__metadata__"}

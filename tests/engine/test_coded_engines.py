@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mooncake_zmq.engine import weights
+from mooncake_zmq.engine import codecs, weights
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.kv_cache import SequenceKV
-from mooncake_zmq.engine.prepare import default_cache_dir
+from mooncake_zmq.engine.llama import Llama
+from mooncake_zmq.engine.offsets import Offsets, offsets_of
+from mooncake_zmq.engine.prepare import default_cache_dir, prepare
 from mooncake_zmq.engine.spec import Engine
 from mooncake_zmq.kv.codec import CODECS, Codec
 
@@ -22,11 +26,23 @@ SHAPES = [(64, 3), (128, 1), (80, 2), (96, 2), (10, 3), (4, 1), (32, 2)]
 ROUNDING = [name for name, codec in CODECS.items() if codec.rounds_when_stored]
 
 
+@pytest.fixture(scope="session", params=["llama", "qwen2"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without biases, and one with some."""
+    return prepare(f'dummy:{{"family": "{request.param}"}}', tmp_path_factory.mktemp("models"))
+
+
 def opened(path: Path, backend: str, codec: Codec | None) -> Engine:
-    if backend == "numpy":
-        return weights.load_engine(path, codec=codec)
-    compiled = pytest.importorskip("mooncake_zmq.engine.machine_code.compiled", reason="needs Numba")
+    """Return an engine. Biases of one pair of a key's channels, which turns slowly, and of one of a value's are large."""
     spec, tensors = weights._map_tensors(path)
+    for name in [name for name in tensors if name.endswith("qkv_bias")]:
+        tensors[name] = tensors[name].copy()
+        keys, values = tensors[name][-2 * spec.kv_heads * spec.head_dim :].reshape(2, spec.kv_heads, spec.head_dim)
+        keys[:, -2:], values[:, 3] = 150.0, 40.0
+    if backend == "numpy":
+        sequences = None if codec is None else partial(CodedSequenceKV, codec, offsets_of(spec, tensors, codec))
+        return Llama(spec, tensors, sequences=sequences)
+    compiled = pytest.importorskip("mooncake_zmq.engine.machine_code.compiled", reason="needs Numba")
     engine: Engine = compiled.CompiledLlama(spec, tensors, {}, threads=2, codec=codec, cache_dir=default_cache_dir())
     return engine
 
@@ -64,8 +80,8 @@ def answers(engine: Engine, codec: Codec) -> tuple[bytes, bytes, bytes]:
 
 @pytest.mark.parametrize("backend", ["numpy", "compiled"])
 @pytest.mark.parametrize("name", ROUNDING)
-def test_warm_logits_are_the_cold_ones_bit_by_bit(tiny_path: Path, backend: str, name: str) -> None:
-    cold, warm, moved = answers(opened(tiny_path, backend, CODECS[name]), CODECS[name])
+def test_warm_logits_are_the_cold_ones_bit_by_bit(path: Path, backend: str, name: str) -> None:
+    cold, warm, moved = answers(opened(path, backend, CODECS[name]), CODECS[name])
     assert cold == warm
     assert cold == moved
 
@@ -75,6 +91,34 @@ def test_they_are_not_where_rounding_is_forgotten_as_kv_is_stored(tiny_path: Pat
     for codec in (replace(CODECS["int8"], rounds_when_stored=False), CODECS["int4"]):
         cold, warm, _ = answers(opened(tiny_path, "numpy", codec), codec)
         assert cold != warm
+
+
+class WithoutOffsets(CodedSequenceKV):
+    """Forgets them as parts are loaded."""
+
+    def write_part(self, layer: int, start: int, part: Any) -> None:
+        _, kv_heads, _, head_dim, _ = self.keys.shape
+        SequenceKV.store(self, layer, start, *codecs.decode(self._codec, part, kv_heads, head_dim))
+
+
+class OffsetsOfTheNext(CodedSequenceKV):
+    """Adds those of the next position as parts are loaded."""
+
+    def write_part(self, layer: int, start: int, part: Any) -> None:
+        _, kv_heads, _, head_dim, _ = self.keys.shape
+        positions = np.arange(start, start + len(part)) + 1
+        found = self._plus_offsets(layer, positions, *codecs.decode(self._codec, part, kv_heads, head_dim))
+        SequenceKV.store(self, layer, start, *found)
+
+
+@pytest.mark.parametrize("path", ["qwen2"], indirect=True)
+@pytest.mark.parametrize("wrong", [WithoutOffsets, OffsetsOfTheNext])
+def test_nor_are_they_with_wrong_offsets(path: Path, wrong: type[CodedSequenceKV]) -> None:
+    codec, engine = CODECS["int8"], opened(path, "numpy", CODECS["int8"])
+    assert isinstance(engine, Llama)
+    engine._new_sequence = partial(wrong, codec, offsets_of(engine.spec, engine._tensors, codec))
+    cold, warm, _ = answers(engine, codec)
+    assert cold != warm
 
 
 @pytest.mark.parametrize("name", ROUNDING)
@@ -99,18 +143,25 @@ def coded_by_machine() -> Callable[..., SequenceKV]:
     from mooncake_zmq.engine.machine_code.placed_parts import PlacingCodedKV
 
     code = object_code.load(default_cache_dir(), object_code.CODECS)
-    return lambda codec, **shape: PlacingCodedKV(code, codec, **shape)
+    return partial(PlacingCodedKV, code)
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
-def test_machine_code_writes_and_reads_the_bytes_of_numpy(coded_by_machine: Callable[..., SequenceKV], codec: Codec) -> None:
+@pytest.mark.parametrize("largest", [0.0, 150.0])
+def test_machine_code_writes_and_reads_the_bytes_of_numpy(
+    coded_by_machine: Callable[..., SequenceKV], codec: Codec, largest: float
+) -> None:
     random = np.random.default_rng(0)
     for dim, heads in SHAPES:
+        frequencies = (10000.0 ** -np.linspace(0, 1, dim // 2)).astype(np.float32)
+        biases = random.uniform(-largest, largest, (2, 2, heads, dim)).astype(np.float32)
+        divisors = np.repeat(np.exp2(random.uniform(-3, 3, (2, heads, dim // 2))).astype(np.float32), 2, axis=2)
+        offsets = Offsets(biases, frequencies, divisors if codec.rotates_keys else None) if largest else None
         shape = {"layers": 2, "kv_heads": heads, "head_dim": dim, "capacity_tokens": 300}
         spread = np.exp(random.normal(0, 1.5, (heads, dim)))
         keys, values = ((random.normal(size=(200, heads, dim)) * spread).astype(np.float32) for _ in range(2))
         keys[5] = values[6] = 0.0
-        reference, coded = CodedSequenceKV(codec, **shape), coded_by_machine(codec, **shape)
+        reference, coded = CodedSequenceKV(codec, offsets, **shape), coded_by_machine(codec, offsets, **shape)
         for sequence in (reference, coded):
             sequence.keys[:] = sequence.values[:] = 0.0
             sequence.store(1, 37, keys, values)
@@ -141,10 +192,10 @@ def test_what_is_not_finite_stays_so_in_machine_code_too(coded_by_machine: Calla
 
 
 @pytest.mark.parametrize("name", ROUNDING)
-def test_machine_code_rounds_what_it_stores_as_numpy_does(tiny_path: Path, name: str) -> None:
+def test_machine_code_rounds_what_it_stores_as_numpy_does(path: Path, name: str) -> None:
     """Rounding what a step of machine code has stored changes nothing."""
     codec = CODECS[name]
-    engine = opened(tiny_path, "compiled", codec)
+    engine = opened(path, "compiled", codec)
     sequence = engine.new_sequence(256)
     engine.prefill(sequence, TOKENS[:100])
     engine.decode([sequence], TOKENS[100:101])

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,10 +128,13 @@ def test_checksums_are_golden_and_see_order_and_every_byte():
 def test_layouts_of_different_codecs_share_no_key_and_name_their_codec():
     assert LAYOUT.coded("exact") is LAYOUT
     coded = {name: LAYOUT.coded(name) for name in CODECS}
+    coded |= {f"{name}-": replace(layout, has_offsets=True) for name, layout in coded.items()}
     prints = [LAYOUT.fingerprint, *(layout.fingerprint for layout in coded.values())]
+    assert coded["int4"].fingerprint == "int4-7e0b29b9119", "that of models without biases stays"
+    assert replace(LAYOUT, has_offsets=True).fingerprint == LAYOUT.fingerprint, "exact KV has them"
     assert len(set(prints)) == len(prints)
     assert {len(each) for each in prints} == {16}, "the SSD's blocks have as many bytes for it"
-    assert all(layout.fingerprint.startswith(f"{name}-") for name, layout in coded.items())
+    assert all(layout.fingerprint.startswith(f"{name.rstrip('-')}-") for name, layout in coded.items())
     assert len({namespace(model="m", layout=each, salt="s") for each in prints}) == len(prints)
 
 

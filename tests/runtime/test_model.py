@@ -63,6 +63,19 @@ def test_a_model_has_the_name_that_is_given_and_stays_the_same(card: Path, tmp_p
     assert model.identity == unnamed.identity, "its KV is still found"
 
 
+def test_coded_blocks_of_a_model_with_biases_have_a_layout_of_their_own(card: Path, tmp_path: Path) -> None:
+    """Its card is enough to know it by."""
+    config = config_of(tmp_path, "conductor", "prefill", card=card)
+    for codec, same in (("exact", True), ("int8", False)):
+        prints = []
+        for family in ("llama", "qwen2"):
+            found = cards.read(card)
+            card.write_bytes(cards.encode(structs.replace(found, spec=replace(found.spec, family=family))))
+            model = learn(replace(config, model=replace(config.model, kv_codec=codec)), config.nodes[0])  # type: ignore[arg-type]
+            prints.append(model.layout(32).fingerprint)
+        assert (prints[0] == prints[1]) is same
+
+
 def test_a_vllms_model_is_compared_by_the_name_that_is_given(tmp_path: Path) -> None:
     first, second = (write_model(tmp_path / where) for where in ("snapshot-a", "snapshot-b"))
 

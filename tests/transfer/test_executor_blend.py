@@ -22,9 +22,14 @@ PARTS = (ReusedPart(2 * B, 5 * B, BLOCKS, 2 * B), ReusedPart(4 * B + 7, 2 * B, B
 """The blocks of TWO and then of ONE are loaded behind the prompt."""
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return prepare('dummy:{"layers": 4}', tmp_path_factory.mktemp("blend"))
+@pytest.fixture
+def family():
+    return "llama"
+
+
+@pytest.fixture
+def model(family, tmp_path_factory):
+    return prepare(f'dummy:{{"layers": 4, "family": "{family}"}}', tmp_path_factory.getbasetemp() / "blend")
 
 
 @pytest.fixture
@@ -108,8 +113,11 @@ def test_a_part_that_changed_fails_the_chunk_by_its_block(rig):
     assert result.token is None
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_parts_of_a_codec_are_used_as_their_blocks_hold_them(rig, engine, codec):
+@pytest.mark.parametrize(
+    ("codec", "family", "most_others"), [("int8", "llama", 0), ("int4", "llama", 0), ("int8", "qwen2", 0.01)]
+)
+def test_parts_of_a_codec_are_used_as_their_blocks_hold_them(rig, engine, codec, most_others):
+    """With offsets they are taken off and added once more on the way: few codes may be the next ones."""
     spec, alone = engine.spec, engine.new_sequence(len(FIRST))
     engine.prefill(alone, FIRST)
     loaded = engine.new_sequence(len(SHUFFLED))
@@ -127,7 +135,7 @@ def test_parts_of_a_codec_are_used_as_their_blocks_hold_them(rig, engine, codec)
     for layer, row in enumerate(parts):
         for block, got in enumerate(row[:-1], 2):
             loaded.read_part(layer, block * B, (block + 1) * B, part)
-            np.testing.assert_array_equal(got, part)
+            assert (got != part).mean() <= most_others
 
 
 def test_it_ends_between_its_chunks_where_it_is_cancelled(rig, engine, monkeypatch):

@@ -36,6 +36,8 @@ def config(**changes: object) -> Told:
         parallel_config=Told(**parallel),
         speculative_config=drafts,
         cache_config=Told(calculate_kv_scales=changes.get("scales", False)),
+        model_config=Told(model="nobody/none", revision=None, hf_text_config=Told(model_type=changes.get("family", "llama"))),
+        load_config=Told(download_dir=None),
         kv_transfer_config=Told(kv_connector_extra_config=extra),
     )
 
@@ -76,6 +78,9 @@ def main() -> None:
     refused(config(decode_context_parallel_size=2), cache(FULL), "context parallelism")
     refused(config(scales=True), cache(FULL), "calculate_kv_scales")
     refused(config(extra={"stores": ""}), cache(FULL), "names no store")
+    refused(config(extra={"kv_codec": "int4"}, family="qwen2"), cache(FULL), "kv_codec 'int4' ruins the answers")
+    assert _checked(config(extra={"kv_codec": "int8"}, family="qwen2"), cache(FULL))
+    assert _checked(config(extra={"kv_codec": "int4"}), cache(FULL))
     refused(config(extra={"colour": 1}), cache(FULL), "colour is no setting")
 
 

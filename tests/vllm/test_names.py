@@ -35,7 +35,7 @@ from mooncake_zmq.vllm.names import (
 )
 from mooncake_zmq.vllm.settings import LOOKUP_TIMEOUT_S, MOVE_TIMEOUT_S, read_settings
 from mooncake_zmq.vllm.spans import BlockSpans, layer_spans, runs_of
-from mooncake_zmq.vllm.weights import fingerprint, identity
+from mooncake_zmq.vllm.weights import fingerprint, has_key_biases, identity
 
 ROOT = Path(__file__).parents[2]
 PROMPT = list(range(100))
@@ -519,6 +519,29 @@ def test_a_model_of_a_hub_is_known_by_the_files_where_vllm_downloads_to(monkeypa
     (there / "model.safetensors").unlink()
     at = SimpleNamespace(_commit_hash="c0ffee")
     assert identity(_of("a/b", hf_config=at), "auto", str(tmp_path / "elsewhere")) == "a/b@c0ffee"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "config", "expected"),
+    [
+        ("model.layers.0.self_attn.k_proj.bias", {}, True),
+        ("transformer.h.0.attn.c_attn.bias", {}, True),
+        ("model.layers.0.self_attn.k_proj.weight", {}, False),
+        ("model.layers.0.mlp.down_proj.bias", {"attention_bias": False}, False),
+        ("vision_model.encoder.layers.0.self_attn.k_proj.bias", {}, False),
+        ("t", {"attention_bias": True}, True),
+        ("t", {"model_type": "qwen2_moe"}, True),
+    ],
+)
+def test_biases_of_keys_are_found_by_names_of_tensors_or_the_configuration(tmp_path, tensor, config, expected):
+    place = _model(tmp_path / "model", other=np.zeros(4, np.float32), **{tensor: np.zeros(4, np.float32)})
+    assert has_key_biases(_of(place, hf_text_config=SimpleNamespace(**config))) is expected
+
+
+def test_what_no_file_shows_has_no_biases_of_keys(tmp_path):
+    (_model(tmp_path / "model", t=np.zeros(4)) / "model.safetensors").write_bytes(b"\xff" * 20)
+    for name in (tmp_path / "model", "nobody/no-such-model"):
+        assert not has_key_biases(_of(name, hf_text_config=SimpleNamespace()))
 
 
 # --- where bytes lie

@@ -15,7 +15,7 @@ from mooncake_zmq.engine.machine_code.products import (
     multiply_tile,
 )
 from mooncake_zmq.engine.machine_code.row_kernels import exp, exponentiate, largest, normalize
-from mooncake_zmq.engine.machine_code.step_layout import CAPACITY, KEYS_AT, ROUND_AT, SPAN_TILES, VALUES_AT, Coding
+from mooncake_zmq.engine.machine_code.step_layout import BIASES_AT, CAPACITY, KEYS_AT, ROUND_AT, SPAN_TILES, VALUES_AT, Coding
 
 FEW_ROWS = 6
 """Fewer rows meet keys as wide as they lie in memory, in long runs; more rows meet as many columns as the registers have sums
@@ -54,6 +54,42 @@ def prepared_head(qkv, head, bias, norms, eps, cos, sin, scale, out):
 
 
 @njit(**OPTIONS)
+def shift_key(key, bias, cos, sin, sign):
+    """Add the offset of a key in place, or with a `sign` of -1 take it off: its bias [head_dim], rotated as the key is."""
+    for pair in range(len(cos)):
+        real, imaginary = bias[2 * pair], bias[2 * pair + 1]
+        key[2 * pair] += (real * cos[pair] - imaginary * sin[pair]) * sign
+        key[2 * pair + 1] += (real * sin[pair] + imaginary * cos[pair]) * sign
+
+
+@njit(**OPTIONS)
+def shift_value(value, bias, sign):
+    """Add the offset of a value in place, or with a `sign` of -1 take it off."""
+    for index in range(len(value)):
+        value[index] += bias[index] * sign
+
+
+@njit(**OPTIONS)
+def _round_key(key, bias, cos, sin, cache):
+    """Round what a key is beside its offset, in place, as the codec of its cache does."""
+    if cache[BIASES_AT]:
+        shift_key(key, bias, cos, sin, np.float32(-1.0))
+    call(cache[ROUND_AT], np.int64(Coding.ROUND_KEY), key.ctypes.data, cache.ctypes.data)
+    if cache[BIASES_AT]:
+        shift_key(key, bias, cos, sin, np.float32(1.0))
+
+
+@njit(**OPTIONS)
+def _round_value(value, bias, cache):
+    """Round a value as `_round_key` does a key."""
+    if cache[BIASES_AT]:
+        shift_value(value, bias, np.float32(-1.0))
+    call(cache[ROUND_AT], np.int64(Coding.ROUND_VALUE), value.ctypes.data, cache.ctypes.data)
+    if cache[BIASES_AT]:
+        shift_value(value, bias, np.float32(1.0))
+
+
+@njit(**OPTIONS)
 def places(cache, layer, kv_heads, head, dim):
     """Return the addresses of the keys and the values of one head of a sequence; `cache` is its row of Array.CACHES."""
     tiles_of_room = (cache[CAPACITY] + KEY_TILE - 1) // KEY_TILE
@@ -69,7 +105,8 @@ def store_token(qkv, head, group, kv_heads, bias, norms, eps, cos, sin, keys, va
     tile = floats(keys + 4 * (position // KEY_TILE) * dim * KEY_TILE, (dim, KEY_TILE))
     prepared_head(qkv, kv_heads * group + head, bias, norms, eps, cos, sin, np.float32(1.0), scratch)
     if cache[ROUND_AT]:
-        call(cache[ROUND_AT], np.int64(Coding.ROUND_KEY), scratch.ctypes.data, cache.ctypes.data)
+        first = (kv_heads * group + head) * dim
+        _round_key(scratch, bias[first : first + dim], cos, sin, cache)
     copy(scratch, tile[:, position % KEY_TILE])
     value = floats(values + 4 * position * dim, (dim,))
     source = (kv_heads * (group + 1) + head) * dim
@@ -78,7 +115,7 @@ def store_token(qkv, head, group, kv_heads, bias, norms, eps, cos, sin, keys, va
         for index in range(dim):
             value[index] += bias[source + index]
     if cache[ROUND_AT]:
-        call(cache[ROUND_AT], np.int64(Coding.ROUND_VALUE), value.ctypes.data, cache.ctypes.data)
+        _round_value(value, bias[source : source + dim], cache)
 
 
 @njit(**OPTIONS)

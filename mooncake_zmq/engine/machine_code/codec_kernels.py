@@ -10,11 +10,18 @@ from numba.extending import intrinsic
 
 from mooncake_zmq.engine.machine_code.memory_access import codes, floats, shorts, words
 from mooncake_zmq.engine.machine_code.products import OPTIONS
-from mooncake_zmq.engine.machine_code.step_layout import CODEC, HEAD_DIM, ROTATES_KEYS, ROTATES_VALUES
+from mooncake_zmq.engine.machine_code.step_layout import (
+    CODEC,
+    HEAD_DIM,
+    LEAST_OF_KEYS,
+    LEAST_OF_VALUES,
+    ROTATES_KEYS,
+    ROTATES_VALUES,
+)
 
 SIDE = 8  # numbers of a vector
 RUN = 64  # numbers that one rotation mixes, at most
-LEAST_SCALE = np.float32(2.0**-100)
+USUAL_LEAST = 100  # -log2 of the scale below which numbers are zero, where no larger one is the least
 
 _LONG, _INT, _VECTOR = ir.IntType(64), ir.IntType(32), ir.VectorType(ir.FloatType(), SIDE)
 
@@ -92,13 +99,16 @@ def _highest(address, dim):
 
 
 @njit(**OPTIONS, inline="always")
-def _scale_of(address, dim, bits):
-    """Return the scale of a head, exact in bfloat16."""
+def _scale_of(address, dim, bits, least):
+    """Return the scale of a head, exact in bfloat16. `least`: -log2 of the least one."""
     part = np.float32(1.0) / np.float32(127.0) if bits == 8 else np.float32(1.0) / np.float32(7.5)
     word = np.float32(_highest(address, dim) * part).view(np.uint32)
     word = (word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
     scale = np.uint32(word).view(np.float32)
-    return np.float32(0.0) if scale < LEAST_SCALE else scale
+    smallest = np.uint32((127 - least) << 23).view(np.float32)
+    if scale < smallest:
+        return smallest if least < USUAL_LEAST else np.float32(0.0)
+    return scale
 
 
 @njit(**OPTIONS, inline="always")
@@ -154,10 +164,10 @@ def _write_pairs(context, low_at, high_at, step, out_at):
 
 
 @njit(**OPTIONS)
-def encode_head(address, dim, bits, out_at, scale_at):
+def encode_head(address, dim, bits, least, out_at, scale_at):
     """Write the codes and the scale of one head [dim]."""
     numbers = floats(address, (dim,))
-    scale = _scale_of(address, dim, bits)
+    scale = _scale_of(address, dim, bits, least)
     step = _step_of(scale)
     shorts(scale_at, (1,))[0] = np.uint16(np.float32(scale).view(np.uint32) >> np.uint32(16))
     if bits == 8:
@@ -194,12 +204,12 @@ def decode_head(in_at, scale_at, bits, numbers):
 
 
 @njit(**OPTIONS)
-def _round_head(address, dim, bits, is_rotated):
+def _round_head(address, dim, bits, least, is_rotated):
     """Round one head in place, as encoding and decoding do."""
     if is_rotated:
         rotate(address, dim)
     numbers = floats(address, (dim,))
-    scale = _scale_of(address, dim, bits)
+    scale = _scale_of(address, dim, bits, least)
     step = _step_of(scale)
     if bits == 8:
         for index in range(dim):
@@ -217,11 +227,11 @@ def _round_head(address, dim, bits, is_rotated):
 def round_key(address, cache):
     """Round a key in place as the codec of its cache does."""
     codec = cache[CODEC]
-    _round_head(address, cache[HEAD_DIM], codec & 15, codec & ROTATES_KEYS != 0)
+    _round_head(address, cache[HEAD_DIM], codec & 15, (codec >> LEAST_OF_KEYS) & 255, codec & ROTATES_KEYS != 0)
 
 
 @njit(**OPTIONS)
 def round_value(address, cache):
     """Round a value in place as the codec of its cache does."""
     codec = cache[CODEC]
-    _round_head(address, cache[HEAD_DIM], (codec >> 4) & 15, codec & ROTATES_VALUES != 0)
+    _round_head(address, cache[HEAD_DIM], (codec >> 4) & 15, (codec >> LEAST_OF_VALUES) & 255, codec & ROTATES_VALUES != 0)

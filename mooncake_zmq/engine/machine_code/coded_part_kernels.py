@@ -1,14 +1,16 @@
 """Coded parts of blocks, between slots and a sequence's memory, and the entry point of the machine code of codecs."""
 
+import numpy as np
 from numba import njit
 
 from mooncake_zmq.engine.kv_cache import KEY_TILE
-from mooncake_zmq.engine.machine_code.attention_kernels import copy, places
+from mooncake_zmq.engine.machine_code.attention_kernels import copy, places, shift_key, shift_value
 from mooncake_zmq.engine.machine_code.codec_kernels import decode_head, encode_head, rotate, round_key, round_value
 from mooncake_zmq.engine.machine_code.memory_access import floats, integers, prefetch
 from mooncake_zmq.engine.machine_code.part_kernels import SIDE, place_columns, transpose
 from mooncake_zmq.engine.machine_code.products import LINE_BYTES, OPTIONS
 from mooncake_zmq.engine.machine_code.step_layout import (
+    BIASES_AT,
     CACHE_FIELDS,
     CODEC,
     CODED_AT,
@@ -16,16 +18,24 @@ from mooncake_zmq.engine.machine_code.step_layout import (
     CODED_PART_FIELDS,
     CODED_START,
     CODED_TOKENS,
+    COS_AT,
+    DIVISORS_AT,
     HEAD_DIM,
     KV_HEADS,
+    LEAST_OF_KEYS,
+    LEAST_OF_VALUES,
     PARTS,
     PLACING_FIELDS,
     ROTATES_KEYS,
     ROTATES_VALUES,
     SCRATCH_AT,
+    SIN_AT,
     TOGETHER,
     Coding,
 )
+
+MINUS, PLUS = np.float32(-1.0), np.float32(1.0)
+DIVISORS, INVERSES = range(2)
 
 
 @njit(**OPTIONS)
@@ -48,11 +58,43 @@ def _prefetch(tile_at, value_at, turn, turns, dim):
 
 
 @njit(**OPTIONS)
+def _shift_key(begins, layer, head, position, key_at, sign):
+    """Add the offset of a key in place, or take it off, where the model has offsets."""
+    if begins[BIASES_AT]:
+        dim = begins[HEAD_DIM]
+        bias = floats(begins[BIASES_AT] + 4 * (2 * layer * begins[KV_HEADS] + head) * dim, (dim,))
+        turn = 4 * position * (dim // 2)
+        cos, sin = floats(begins[COS_AT] + turn, (dim // 2,)), floats(begins[SIN_AT] + turn, (dim // 2,))
+        shift_key(floats(key_at, (dim,)), bias, cos, sin, sign)
+
+
+@njit(**OPTIONS)
+def _multiply_key(begins, layer, head, key_at, which):
+    """Multiply a key in place by its divisors or their inverses, where the model has some."""
+    if begins[DIVISORS_AT]:
+        dim = begins[HEAD_DIM]
+        key = floats(key_at, (dim,))
+        factors = floats(begins[DIVISORS_AT] + 4 * ((2 * layer + which) * begins[KV_HEADS] + head) * dim, (dim,))
+        for index in range(dim):
+            key[index] *= factors[index]
+
+
+@njit(**OPTIONS)
+def _shift_value(begins, layer, head, value_at, sign):
+    """Add the offset of a value in place, or take it off, where the model has offsets."""
+    if begins[BIASES_AT]:
+        dim = begins[HEAD_DIM]
+        bias = floats(begins[BIASES_AT] + 4 * ((2 * layer + 1) * begins[KV_HEADS] + head) * dim, (dim,))
+        shift_value(floats(value_at, (dim,)), bias, sign)
+
+
+@njit(**OPTIONS)
 def encode_parts(table):
     """Write parts of the cache into slots; `table`: the address of the table of `Coding.ENCODE_PARTS`."""
     begins = integers(table, (PLACING_FIELDS,))
     codec, kv_heads, dim, scratch = begins[CODEC], begins[KV_HEADS], begins[HEAD_DIM], begins[SCRATCH_AT]
     key_bits, value_bits = codec & 15, (codec >> 4) & 15
+    least_of_keys, least_of_values = (codec >> LEAST_OF_KEYS) & 255, (codec >> LEAST_OF_VALUES) & 255
     values_at, key_scales_at, value_scales_at, token_bytes = _fields_of(codec, kv_heads, dim)
     parts = integers(table + 8 * PLACING_FIELDS, (begins[PARTS], CODED_PART_FIELDS))
     for row in range(len(parts)):
@@ -74,18 +116,22 @@ def encode_parts(table):
                 for token in range(run):
                     _prefetch(next_keys + tile_at, values + 4 * (start + at + token) * dim, token, run, dim)
                     here, number = out + (at + token) * token_bytes, scratch + 4 * token * dim
+                    _shift_key(begins, layer, head, start + at + token, number, MINUS)
+                    _multiply_key(begins, layer, head, number, INVERSES)
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
                     codes_at = here + head * (dim * key_bits // 8)
-                    encode_head(number, dim, key_bits, codes_at, here + key_scales_at + 2 * head)
+                    encode_head(number, dim, key_bits, least_of_keys, codes_at, here + key_scales_at + 2 * head)
                 for token in range(run):
                     here, number = out + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
-                    if codec & ROTATES_VALUES:
+                    if codec & ROTATES_VALUES or begins[BIASES_AT]:
                         copy(floats(number, (dim,)), floats(scratch, (dim,)))
                         number = scratch
+                        _shift_value(begins, layer, head, number, MINUS)
+                    if codec & ROTATES_VALUES:
                         rotate(number, dim)
                     codes_at = here + values_at + head * (dim * value_bits // 8)
-                    encode_head(number, dim, value_bits, codes_at, here + value_scales_at + 2 * head)
+                    encode_head(number, dim, value_bits, least_of_values, codes_at, here + value_scales_at + 2 * head)
             at += run
 
 
@@ -130,6 +176,8 @@ def decode_parts(table):
                     decode_head(codes_at, here + key_scales_at + 2 * head, key_bits, floats(number, (dim,)))
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
+                    _multiply_key(begins, layer, head, number, DIVISORS)
+                    _shift_key(begins, layer, head, start + at + token, number, PLUS)
                 place_columns(scratch, 4 * dim, run, dim, tile_at)
                 for token in range(run):
                     here, number = given + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
@@ -137,6 +185,7 @@ def decode_parts(table):
                     decode_head(codes_at, here + value_scales_at + 2 * head, value_bits, floats(number, (dim,)))
                     if codec & ROTATES_VALUES:
                         rotate(number, dim)
+                    _shift_value(begins, layer, head, number, PLUS)
             at += run
 
 

@@ -32,6 +32,7 @@ from mooncake_zmq.engine.machine_code.step_layout import (
 )
 from mooncake_zmq.engine.matrices.panels import PANEL_COLUMNS
 from mooncake_zmq.engine.matrices.quantized import Form, Panels
+from mooncake_zmq.engine.offsets import offsets_of
 from mooncake_zmq.engine.spec import ModelSpec, check_batch
 from mooncake_zmq.kv.codec import Codec
 
@@ -87,7 +88,10 @@ class CompiledLlama(Llama):
         cache_dir: Path,
     ) -> None:
         self._code = _machine_code(cache_dir)
-        sequences = functools.partial(PlacingSequenceKV, self._code) if codec is None else _coding(cache_dir, codec)
+        sequences: NewSequence = functools.partial(PlacingSequenceKV, self._code)
+        if codec is not None:
+            code = _machine_code(cache_dir, object_code.CODECS)
+            sequences = functools.partial(PlacingCodedKV, code, codec, offsets_of(spec, tensors, codec))
         super().__init__(spec, tensors, threads=threads, sequences=sequences)
         self._panels = panels  # kept here, as the tensors are: the kernel has their addresses only
         names = [f"{layer}.{name}" for layer in range(spec.layers) for name in _LAYER_MATRICES]
@@ -241,11 +245,6 @@ class CompiledLlama(Llama):
         if f"0.{name}" not in self._tensors:
             return np.empty((self.spec.layers, *shape_of_none), dtype=np.float32)
         return np.stack([self._tensors[f"{layer}.{name}"] for layer in range(self.spec.layers)])
-
-
-def _coding(cache_dir: Path, codec: Codec) -> NewSequence:
-    """Return what makes sequences whose parts are coded."""
-    return functools.partial(PlacingCodedKV, _machine_code(cache_dir, object_code.CODECS), codec)
 
 
 def _workspace(spec: ModelSpec, rows: int, threads: int, parts_elsewhere: int) -> dict[Array, NDArray[Any]]:

@@ -9,11 +9,20 @@ from numpy.typing import NDArray
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
 from mooncake_zmq.engine.kv_cache import Part, SequenceKV
 from mooncake_zmq.engine.machine_code.object_code import MachineCode
-from mooncake_zmq.engine.machine_code.step_layout import ROTATES_KEYS, ROTATES_VALUES, TOGETHER, Coding, What
+from mooncake_zmq.engine.machine_code.step_layout import (
+    LEAST_OF_KEYS,
+    LEAST_OF_VALUES,
+    ROTATES_KEYS,
+    ROTATES_VALUES,
+    TOGETHER,
+    Coding,
+    What,
+)
+from mooncake_zmq.engine.offsets import Offsets
 from mooncake_zmq.kv.codec import Codec
 
 ITEM_BYTES = 4
-NO_CACHE = (0, 0, 1, -1, 0, 0, 0)
+NO_CACHE = (0, 0, 1, -1, 0, 0, 0, 0, 0, 0, 0)
 """The row of `cache_row` of a sequence that has no KV here: nothing is stored, and there are no tokens to attend to."""
 
 
@@ -55,23 +64,38 @@ class PlacingSequenceKV(SequenceKV):
 class PlacingCodedKV(CodedSequenceKV):
     """`CodedSequenceKV` whose parts machine code encodes and decodes."""
 
-    __slots__ = ("_code", "_number", "_token_bytes")
+    __slots__ = ("_code", "_number", "_token_bytes", "_turns")
 
     parts_at_once = 32
     """Coded parts are a fourth to a seventh of exact ones; with 8 in a call, calls took a tenth of the time."""
 
     def __init__(
-        self, code: MachineCode, codec: Codec, *, layers: int, kv_heads: int, head_dim: int, capacity_tokens: int
+        self,
+        code: MachineCode,
+        codec: Codec,
+        offsets: Offsets | None = None,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity_tokens: int,
     ) -> None:
         """`code`: of `object_code.CODECS`."""
-        super().__init__(codec, layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity_tokens=capacity_tokens)
+        super().__init__(codec, offsets, layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity_tokens=capacity_tokens)
         self._code = code
+        self._turns = offsets.turns(capacity_tokens) if offsets else None
         self._number = codec.key_bits | codec.value_bits << 4
         self._number |= codec.rotates_keys * ROTATES_KEYS | codec.rotates_values * ROTATES_VALUES
+        self._number |= self._least[0] << LEAST_OF_KEYS | self._least[1] << LEAST_OF_VALUES
         self._token_bytes = codec.token_bytes(kv_heads, head_dim)
 
-    def coding(self) -> tuple[int, int]:
-        return self._number, self._code.address if self._codec.rounds_when_stored else 0
+    def coding(self) -> tuple[int, ...]:
+        """Return what `cache_row` has from CODEC on."""
+        round_at = self._code.address if self._codec.rounds_when_stored else 0
+        if self.offsets is None or self._turns is None:
+            return self._number, round_at, 0, 0, 0, 0
+        arrays = (self.offsets.biases, *self._turns, self.offsets.divisors)
+        return self._number, round_at, *(0 if each is None else each.ctypes.data for each in arrays)
 
     def write_part(self, layer: int, start: int, part: Any) -> None:
         self.write_parts(((layer, start, len(part), part),))
@@ -101,7 +125,7 @@ class PlacingCodedKV(CodedSequenceKV):
 
 def cache_row(sequence: SequenceKV, position: int = 0) -> tuple[int, ...]:
     """Return a row of step_layout.CACHE_FIELDS; `position`: of the first new token."""
-    coding = sequence.coding() if isinstance(sequence, PlacingCodedKV) else (0, 0)
+    coding = sequence.coding() if isinstance(sequence, PlacingCodedKV) else (0, 0, 0, 0, 0, 0)
     head_dim = sequence.keys.shape[3]
     return sequence.keys.ctypes.data, sequence.values.ctypes.data, sequence.capacity, position, head_dim, *coding
 

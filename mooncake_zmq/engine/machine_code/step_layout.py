@@ -7,11 +7,15 @@ from enum import IntEnum
 
 QKV, OUT, GATE_UP, DOWN, MATRICES = range(5)  # of a layer; the head follows the last layer
 FORM, VALUES, SCALES, MINIMA, GROUP_SHIFT, DEPTH, PANELS, MATRIX_FIELDS = range(8)  # of a row of `matrices`
-KEYS_AT, VALUES_AT, CAPACITY, POSITION, HEAD_DIM, CODEC, ROUND_AT, CACHE_FIELDS = range(8)  # of a row of `caches`
+KEYS_AT, VALUES_AT, CAPACITY, POSITION, HEAD_DIM, CODEC, ROUND_AT, BIASES_AT, COS_AT, SIN_AT, DIVISORS_AT, CACHE_FIELDS = range(
+    12
+)
+# of a row of `caches`; the last four are of `offsets`, or 0
 PARTS, KV_HEADS, SCRATCH_AT, PLACING_FIELDS = range(CACHE_FIELDS, CACHE_FIELDS + 4)  # how tables of parts begin, after a cache
 PART_KEYS_AT, PART_VALUES_AT, PART_LAYER, PART_START, PART_TOKENS, PART_FIELDS = range(6)  # of a row that follows there
 CODED_AT, CODED_LAYER, CODED_START, CODED_TOKENS, CODED_PART_FIELDS = range(5)  # of a row for coded parts
 ROTATES_KEYS, ROTATES_VALUES = 1 << 8, 1 << 9  # of CODEC, above the bits of a key's numbers and, times 16, of a value's
+LEAST_OF_KEYS, LEAST_OF_VALUES = 16, 24  # bits of CODEC from which -log2 of the least scales stands
 TOGETHER = 32  # tokens of a head whose keys are placed at once: longer runs of memory in a tile measured 5 % faster than 8
 SPAN_TILES = 8  # of keys, scored before their values are read: long runs of memory measured a tenth faster than 1
 

@@ -95,9 +95,10 @@ class Compute:
                 job.before_layer(layer)
         except PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *split_failures(failure.blocks))
+        loaded_at = [part.block * size for part in work.parts]
         reused = [
-            moved_run(read_kv(engine, sequence, part.block * size, part.block * size + part.tokens), part.at, part.computed_at)
-            for part in work.parts
+            moved_run(read_kv(engine, sequence, first, first + part.tokens, part.computed_at), part.at, part.computed_at)
+            for first, part in zip(loaded_at, work.parts, strict=True)
         ]
         sequence.set_length(work.start)
         blended = prefill_blended(engine, sequence, tokens, reused, Again(work.again), job.check)
