@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import httpx
@@ -25,8 +25,13 @@ START_TIMEOUT_S = 300.0
 STATE_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 300.0
 STOP_S = 60.0
+T = TypeVar("T")
 BUSY = ("puts", "fetches", "requests_", "writing_", "unacknowledged")
 """Gauges that are zero at an idle node."""
+
+
+class Full(click.ClickException):
+    """Raised for a request that was refused for now."""
 
 
 @dataclass(slots=True)
@@ -64,8 +69,8 @@ class BenchCluster:
         self.max_model_len = int(model["max_model_len"])
         """The most tokens of a prompt and its answer together."""
 
-    def complete(self, tokens: list[int], *, max_tokens: int) -> Answer:
-        """Stream a greedy completion of a token-id prompt that ends only at `max_tokens`."""
+    def complete(self, tokens: list[int], *, max_tokens: int, answer: Answer | None = None) -> Answer:
+        """Stream a greedy completion of a token-id prompt that ends only at `max_tokens`, into `answer` if that is given."""
         body = {
             "model": self.model,
             "prompt": tokens,
@@ -76,12 +81,13 @@ class BenchCluster:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        answer = Answer()
+        answer = Answer() if answer is None else answer
         began = time.perf_counter()
         with self._client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
-                raise click.ClickException(f"the cluster answered {response.status_code}: {response.text}")
+                kind = Full if response.status_code in (429, 503) else click.ClickException
+                raise kind(f"the cluster answered {response.status_code}: {response.text}")
             for event in EventSource(response).iter_sse():
                 if event.data == "[DONE]":
                     continue
@@ -113,12 +119,12 @@ class BenchCluster:
         try:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-            self._wait(lambda missing: {*nodes} <= {*missing}, f"{names} to be missed")
+            self.wait(lambda: {*nodes} <= {*self.missing()}, f"{names} to be missed")
             yield
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-            self._wait(lambda missing: not {*nodes} & {*missing}, f"{names} to be back")
+            self.wait(lambda: not {*nodes} & {*self.missing()}, f"{names} to be back")
 
     def settle(self) -> None:
         """Wait until every node is idle: all blocks of the requests so far are in the pool, and the conductor knows them."""
@@ -129,13 +135,18 @@ class BenchCluster:
                 return
         raise click.ClickException(f"the cluster was not idle within {STATE_TIMEOUT_S:g} s")
 
-    def _wait(self, condition: Callable[[list[str]], bool], what: str) -> None:
-        """Return once the condition holds for the nodes that the gateway's health names as missing."""
+    def missing(self) -> list[str]:
+        """Return the nodes with which the gateway is not in conversation."""
+        names: list[str] = self._client.get("/health").json()["not_connected"]
+        return names
+
+    def wait(self, condition: Callable[[], T], what: str) -> T:
+        """Return what a condition gives once that is true."""
         deadline = time.monotonic() + STATE_TIMEOUT_S
         while time.monotonic() < deadline:
-            if condition(self._client.get("/health").json()["not_connected"]):
-                return
-            time.sleep(0.1)
+            if found := condition():
+                return found
+            time.sleep(0.05)
         raise click.ClickException(f"waited {STATE_TIMEOUT_S:g} s in vain for {what}")
 
 

@@ -311,6 +311,30 @@ def attend(as_json: bool, plot: Path | None, **parameters: Any) -> None:
 
 
 @bench.command()
+@model_option
+@cache_dir_option
+@click.option("--tokens", type=click.IntRange(min=512), default=4096, show_default=True, help="Of each decode's KV.")
+@click.option("--decodes", type=click.IntRange(min=2, max=17), default=4, show_default=True, help="Nodes with so much KV.")
+@click.option("--batch", type=click.IntRange(min=1, max=16), default=8, show_default=True, help="Requests that borrow at once.")
+@click.option("--kills", type=click.IntRange(min=0), default=10, show_default=True, help="Of lenders, under load.")
+@json_option
+@plot_option("the ratios")
+def lending(as_json: bool, plot: Path | None, **parameters: Any) -> None:
+    """Measure decodes that lend each other KV, as processes: the longest prompt, and what the ends of lenders cost.
+
+    The model needs as many positions as all decodes have KV.
+
+    \b
+    Examples:
+      mooncake-zmq bench lending --tokens 2048
+      mooncake-zmq bench lending --model 'dummy:{"max_positions": 16384}' --kills 50
+    """
+    from mooncake_zmq.bench.lending import LendingBench, Lendings
+
+    Lendings(LendingBench(**parameters), show_progress).run().show(as_json=as_json, plot=plot)
+
+
+@bench.command()
 @click.option("--model", default="dummy:1b", show_default=True, metavar="MODEL", help="As in the setting model.path.")
 @cache_dir_option
 @rounds_option(5)

@@ -108,6 +108,7 @@ TRIED = {
     "engine": "bench/test_bench_engine.py",
     "gateway": "helpers/page_commands.py",
     "gpu": "bench/test_bench_gpu.py",
+    "lending": "bench/test_bench_lending.py",
     "longprompt": "bench/test_longprompt.py",
     "meet": "helpers/page_commands.py",
     "overload": "helpers/page_commands.py",

@@ -68,6 +68,7 @@ NOT_RUN = {
     r"mooncake-zmq prove vllm": "needs vLLM; tests/prove runs it with stand-ins",
     r"mooncake-zmq bench zoo --live --config": "minutes of real engines; the toy's run is the same code",
     r"mooncake-zmq bench (all|compare)": "half an hour a turn; tests/bench/test_everything.py gives `compare` small reports",
+    r"mooncake-zmq bench lending": "minutes; tests/bench/test_bench_lending.py runs it small",
     r"mooncake-zmq bench attend": "minutes; tests/bench/test_bench_attend.py runs its rows",
     r"mooncake-zmq bench blend": "ten minutes; tests/bench/test_bench_blend.py runs its rows",
     r"mooncake-zmq bench codecs": "seven minutes; tests/bench/test_bench_codecs.py runs its rows",
