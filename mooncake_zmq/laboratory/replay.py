@@ -35,7 +35,7 @@ COPIES_EVERY = 3
 """Samples of loads for one of copies: Figure 11 has one every 30 s."""
 RANKS = (10, 100, 1000, 10_000)
 TIMEOUT_S = 86_400.0
-"""Virtual time without an end of a request, after which all open ones have failed."""
+"""Virtual time without an arrival or an end of a request, after which all open ones have failed."""
 
 
 def run(
@@ -77,8 +77,8 @@ class Replay:
         )
         self._engines: list[tuple[str, str, ModelledMachine]] = []
         """Name, role and machine of every incarnation with an engine."""
-        last_s = arrivals[-1].at_s / setup.speed if arrivals else 0.0
-        self.tape = Tape(setup, self.cluster.layout, last_s=last_s, own=self.recorder.watch) if taped else None
+        self._last_s = arrivals[-1].at_s / setup.speed if arrivals else 0.0
+        self.tape = Tape(setup, self.cluster.layout, last_s=self._last_s, own=self.recorder.watch) if taped else None
         self.gateway = self._gateway(encoded=link != "direct")
         processes = specs(setup, self.cluster, lambda: self.gateway)
         self._hosts = {spec.host: _host(setup.hardware) for spec in processes}
@@ -106,7 +106,7 @@ class Replay:
             samples += 1
             self._let_pass(world.now + SAMPLE_S)
             progress(len(self._records) / max(1, len(self._arrivals)))
-            if gateway.open and world.now - self._ended_at > TIMEOUT_S:
+            if world.now - max(self._ended_at, BEGIN_S + self._last_s) > TIMEOUT_S:
                 break
         self._give_up()
         if self.tape is not None:
@@ -187,6 +187,7 @@ class Replay:
 
     def _finish(self) -> RunResult:
         result = self._result
+        assert len(self._records) == len(self._arrivals), "every arrival ends in one record"
         result.requests = [self._records[number] for number in sorted(self._records)]
         for name, role, machine in self._engines:
             busy_s = result.prefill_busy_s if role == "prefill" else result.decode_busy_s

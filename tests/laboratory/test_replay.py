@@ -11,6 +11,7 @@ import pytest
 from lab_bench import NODE, shifting_trace, small_setup, small_trace
 
 from mooncake_zmq.laboratory import machine as modelled
+from mooncake_zmq.laboratory import replay as replaying
 from mooncake_zmq.laboratory.cluster import CHUNK_TOKENS
 from mooncake_zmq.laboratory.machine import LAYERS
 from mooncake_zmq.laboratory.metrics import summarize
@@ -72,6 +73,15 @@ def test_every_arrival_ends_in_one_record_and_engines_compute_no_longer_than_tim
     assert sum(record.hit_dram for record in result.requests) > 0
     assert result.errors["ttft_s"][0] == len(arrivals)
     assert len(result.loads) >= result.virtual_s / 10 - 1
+
+
+@pytest.mark.parametrize("pause_s", [100.0, 109.5])  # a sample comes every 10 s: before the arrival, or just after it
+def test_a_pause_in_the_trace_longer_than_any_request_may_take_ends_no_replay(
+    pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replaying, "TIMEOUT_S", 50.0)
+    arrivals = [replace(arrival, at_s=index * pause_s) for index, arrival in enumerate(small_trace(4))]
+    assert [each.outcome for each in run(small_setup(), arrivals).requests] == ["finished"] * 4
 
 
 def test_a_loaded_cluster_is_slower_and_a_lone_request_takes_what_it_costs() -> None:
