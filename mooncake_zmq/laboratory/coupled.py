@@ -141,8 +141,8 @@ class _Cluster:
         """Sample the load up to `now`, as shares of the SLOs, whenever another SAMPLE_S has passed."""
         due_s = (len(self._loads) + 1) * SAMPLE_S
         while due_s <= now:
-            count, costs = len(self._instances), self._setup.hardware.costs
-            ahead_s = sum(costs.compute_s(job.kv, 0) for each in self._instances for job in each.waiting)
+            count = len(self._instances)
+            ahead_s = sum(each.ahead_s(due_s) for each in self._instances)
             step_s = sum(each.step_s for each in self._instances)
             load = (due_s, ahead_s / count / self._setup.ttft_slo_s, step_s / count / self._setup.tbt_slo_s)
             self._loads.append(load)

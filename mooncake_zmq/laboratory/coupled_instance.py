@@ -151,6 +151,13 @@ class Instance:
         """The time that a decode step would take now."""
         return self._costs.step_s(len(self._batch), self._context) if self._batch else 0.0
 
+    def ahead_s(self, now: float) -> float:
+        """Return the compute that prompts still take: those that wait, without hits, and what is left of those begun."""
+        left_s = sum(self._costs.compute_s(job.kv, 0) for job in self.waiting)
+        for job in self._partial or [job for job, _ in self._chunks]:
+            left_s += self._costs.compute_s(job.kv, job.computed)
+        return left_s - (min(self._compute_s, now - self._began_s) if self._chunks else 0.0)
+
     def check_idle(self) -> None:
         """Assert that no request and no memory is left after all have ended."""
         self.memory.check()

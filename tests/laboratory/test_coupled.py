@@ -111,6 +111,15 @@ def test_chunks_share_steps_with_decodes():
     assert b.tbt_s == pytest.approx(0.012)
 
 
+@pytest.mark.parametrize(("policy", "prefill_tokens"), [("vllm", 90_000), ("vllm", 50_000), ("vllm-chunked", 1)])
+def test_the_load_of_prefills_counts_prompts_that_have_begun(policy, prefill_tokens):
+    # A: 50 s of compute, B: 40 s; at 30 s 60 are left, at 60 s 30. At 90 s all is done.
+    requests = arrivals((0.0, 50_000, 1), (0.0, 40_000, 1), (91.0, 10, 1))
+    result = replay(requests, policy, prefill_tokens=prefill_tokens)
+    ahead_s = [share * result.setup.ttft_slo_s for _, share, _ in result.loads]
+    assert ahead_s == pytest.approx([60, 30, 0], abs=1e-6)
+
+
 def test_out_of_memory_the_youngest_is_computed_again():
     node = replace(NODE, decode_tokens=220)
     result = replay(arrivals((0.0, 100, 30), (0.0, 100, 30)), node=node)
