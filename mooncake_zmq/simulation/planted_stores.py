@@ -141,6 +141,17 @@ def sent_after_its_lease() -> Replacements:
     return [(Streaming, "_send", hasty), (StoreNode, "check", silent)]
 
 
+def promoted_unleased() -> Replacements:
+    """What comes from disk for a stream is released before it is sent."""
+    send = Streaming._send
+
+    def hasty(self: Streaming, number: int, get: Any) -> None:
+        send(self, number, get)
+        self._release(self._open[number].client, get.leases[1:])
+
+    return [(Streaming, "_send", hasty), (StoreNode, "check", silent), (Streaming, "check", silent)]
+
+
 def sent_past_its_lease() -> Replacements:
     """A stream's values may be released before they are sent, once the time that the client asked for is over."""
 
@@ -218,6 +229,7 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "removed_while_read": ("a segment removed under a read", ("I2",), (), removed_while_read),
     "leases_last": ("leases of values never end", ("I2",), (K.DROP,), leases_last),
     "sent_unleased": ("let go before it is sent", ("I2",), (K.SLOW, K.SLOW), sent_after_its_lease),
+    "promoted_unleased": ("promoted and let go before it is sent", ("I2",), (), promoted_unleased),
     "sent_late": ("sent past its lease", ("I2",), (), sent_past_its_lease),
     "reach_ignored": ("namespaces ignored", ("I7",), (), reach_ignored),
     "quota_ignored": ("quotas of memory ignored", ("I7",), (), quota_ignored),

@@ -192,14 +192,16 @@ class StoreChecker:
         """Check a turn of the actor."""
         books = self._of(store)
         self._observed(store, books, event)
+        fenced: dict[int, int] = {}
         for effect in effects:
             match effect:
                 case Fence(changes):
                     self._fenced(store, books, changes)
+                    fenced.update(changes)
                 case Reply(connection, reply):
                     self._replied(store, books, connection[1:17], reply)
                 case SendValues():
-                    self._sends(store, books, effect)
+                    self._sends(store, books, effect, fenced)
                 case ReceiveValues():
                     self._receives(store, books, effect)
                 case Serve(stream, stream_messages.Ended(codes)):
@@ -412,7 +414,8 @@ class StoreChecker:
         if held > len(books.leases) + 2 * gets:
             raise Violation("I2", f"{store.name} has {held:.0f} leases, but only {len(books.leases)} were granted that last")
 
-    def _sends(self, store: CheckedStore, books: _Books, effect: SendValues) -> None:
+    def _sends(self, store: CheckedStore, books: _Books, effect: SendValues, fenced: Mapping[int, int]) -> None:
+        """Check I1: bytes that are to leave are their keys'. `fenced`: this turn's generations, as of a value just promoted."""
         asked_at, get = books.asked[effect.stream]
         keys = get.keys[books.answered[effect.stream] :][: len(effect.sizes)]
         books.answered[effect.stream] += len(keys)
@@ -422,7 +425,8 @@ class StoreChecker:
         cells: dict[int, tuple[int, int, int, bytes]] = {}
         for key, found in zip(sent, effect.found, strict=True):
             standing = bytes(store.memory[found.offset : found.offset + found.size])
-            if store.generations[found.entry] == found.generation and (found.entry, found.generation) not in store.flipped:
+            generation = fenced.get(found.entry, store.generations[found.entry])
+            if generation == found.generation and (found.entry, found.generation) not in store.flipped:
                 self._was_value(store, books, key, standing, asked_at)
                 cells[found.entry] = found.generation, found.offset, found.size, standing
         expires_at = asked_at + min(get.ttl_s, store.node.objects.settings.max_ttl_s)
