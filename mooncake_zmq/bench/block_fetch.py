@@ -81,12 +81,14 @@ class BareStream:
         self._socket = socket.create_connection(("127.0.0.1", port))
 
     def fetch_s(self, memory: memoryview) -> float:
-        """Return the seconds until `memory` is full."""
+        """Return the seconds until `memory` is full. Raises ConnectionError if the sender closes before."""
         began = time.perf_counter()
         self._socket.send(b"!")
         left = memory
         while left:
-            left = left[self._socket.recv_into(left) :]
+            if not (count := self._socket.recv_into(left)):
+                raise ConnectionError(f"the bare stream ended {len(left)} bytes early")
+            left = left[count:]
         return time.perf_counter() - began
 
     def close(self) -> None:

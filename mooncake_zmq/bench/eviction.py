@@ -120,7 +120,8 @@ class _Evictions:
         else:
             try:
                 if path:
-                    new_of(path).touch()
+                    new_of(path).touch()  # before minutes of training
+                    new_of(path).unlink()
                 texts = self._training_texts()
                 less = trained(
                     study.engine, texts, bench.tokens, self._recent, minutes=minutes, steps=STEPS, progress=self._progress

@@ -93,14 +93,15 @@ def opened(path: Path, fingerprint: str, layers: int, tokens: int, recent: int) 
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("phi1", "phi2", "psi1", "psi2")}
             of, (steps, left) = file["of"].tolist(), file["training"].tolist()
+            steps = int(steps)
         if {len(each) for each in arrays.values()} != {layers}:
             raise ValueError("other layers")
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, TypeError, OverflowError) as error:
         raise ModelError(f"{path} has no weights of LESS: {error}") from None
     if of != [fingerprint, str(tokens), str(recent)]:
         raise ModelError(f"{path} has weights for another model or context: {', '.join(of)}; give another file")
     weights = [dict(zip(arrays, each, strict=True)) for each in zip(*arrays.values(), strict=True)]
-    return LowRank(fingerprint, tokens, recent, int(steps), left, weights)
+    return LowRank(fingerprint, tokens, recent, steps, left, weights)
 
 
 def joined(state: State, queries: Floats, unit: Floats, kept: Floats) -> Floats:

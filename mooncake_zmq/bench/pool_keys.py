@@ -44,6 +44,7 @@ class Near:
         self._memory = self._fetch.memory
         self._bare = BareStream(remote["bare"])
         self._framed, _ = self._sockets.connecting(zmq.DEALER, remote["framed"], "data", BULK, server=FAR)
+        self._framed.rcvtimeo = self._socket.rcvtimeo
         self._framed.connect(remote["framed"])
         self._store = MooncakeDistributedStore()
         place = remote["store"].removeprefix("tcp://")

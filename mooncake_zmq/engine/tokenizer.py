@@ -295,11 +295,14 @@ def read_vocabulary(path: Path) -> "tokenizers.Tokenizer":
 
 @contextlib.contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turn errors of the tokenizers library, which raises bare `Exception`, into ours; it is caught here and nowhere else."""
+    """Turn errors of the tokenizers library, which raises bare `Exception`, into ours; it is caught here and nowhere else. A
+    panic of its Rust code is a `BaseException`."""
     try:
         yield
-    except Exception as error:
-        raise ModelError(f"{what}: {error}") from error
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
+            raise ModelError(f"{what}: {error}") from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,12 @@ class Outcome:
 @click.option("--seed", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--corpus", metavar="DIR", help="Keep inputs there, and go on with those of former runs.")
 @click.option("--findings", metavar="DIR", default="findings", show_default=True, help="Where inputs with findings go.")
-@click.option("--replay", metavar="FILE", help="Give one input to the one --decoder, and say what comes of it.")
+@click.option(
+    "--replay",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Give one input to the one --decoder, and say what comes of it.",
+)
 @click.option("--list", "only_list", is_flag=True, help="Print the decoders' names.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def fuzz(
@@ -55,7 +60,7 @@ def fuzz(
     seed: int,
     corpus: str | None,
     findings: str,
-    replay: str | None,
+    replay: Path | None,
     only_list: bool,
     as_json: bool,
 ) -> None:
@@ -81,7 +86,7 @@ def fuzz(
     if replay is not None:
         if len(names) != 1:
             raise click.UsageError("--replay goes with one --decoder")
-        sys.exit(_replay(names[0], Path(replay)))
+        sys.exit(_replay(names[0], replay))
     if importlib.util.find_spec("atheris") is None:
         raise click.UsageError("fuzzing is guided by atheris: install the extra fuzz")
     outcomes = []

@@ -12,7 +12,11 @@ def new_of(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path to write to; at the end it replaces `path`, which stays as it is if the writing fails. Raises OSError."""
+    """Yield the path to write to; at the end it replaces `path`. If the writing fails, that stays as it is, and nothing else is
+    left. Raises OSError."""
     new = new_of(path)
-    yield new
-    new.replace(path)
+    try:
+        yield new
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)

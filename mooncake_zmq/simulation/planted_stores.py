@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from mooncake_zmq.core.work import GOOD
 from mooncake_zmq.pool.node.store_node import StoreNode
 from mooncake_zmq.pool.node.streaming import Streaming
@@ -11,6 +13,7 @@ from mooncake_zmq.pool.rules import object_check
 from mooncake_zmq.pool.rules.changes import Change, Changes, copies_on_disk
 from mooncake_zmq.pool.rules.demotion import Demotion
 from mooncake_zmq.pool.rules.disk_quotas import DiskQuotas
+from mooncake_zmq.pool.rules.entries import Entries
 from mooncake_zmq.pool.rules.holders import ObjectPut
 from mooncake_zmq.pool.rules.object_log import ObjectLog
 from mooncake_zmq.pool.rules.objects import Objects
@@ -19,7 +22,7 @@ from mooncake_zmq.pool.rules.tenants import Tenants
 from mooncake_zmq.pool.rules.victims import Victims
 from mooncake_zmq.simulation import store_clients, store_disk
 from mooncake_zmq.simulation.faults import FaultKind
-from mooncake_zmq.store import memory
+from mooncake_zmq.store import memory, protocol
 from mooncake_zmq.store.codes import Code
 
 Replacements = list[tuple[Any, str, Any]]
@@ -142,7 +145,7 @@ def sent_after_its_lease() -> Replacements:
 
 
 def promoted_unleased() -> Replacements:
-    """A value that comes from disk for a stream is released before it is sent."""
+    """Values that come from disk for a stream are released before they are sent."""
     send = Streaming._send
 
     def hasty(self: Streaming, number: int, get: Any) -> None:
@@ -182,6 +185,52 @@ def given_up_is_committed() -> Replacements:
 def reach_ignored() -> Replacements:
     """Any key gives access to every namespace."""
     return [(Tenants, "reach_of", lambda *_: None)]
+
+
+def name_suffices() -> Replacements:
+    """A request is taken by the name of its client, whosever key it came with."""
+    on_asked = StoreNode._on_asked
+
+    def trusting(self: StoreNode, event: Any) -> None:
+        client = self._clients.get(event.connection[1:17])
+        on_asked(self, event if client is None else structs.replace(event, user=client.user))
+
+    return [(StoreNode, "_on_asked", trusting)]
+
+
+def all_means_all() -> Replacements:
+    """A client that removes all of its values removes those of others too, and reports one at most."""
+    some_keys = Objects.some_keys
+
+    def remove(self: StoreNode, request_id: int, keys: Sequence[str], _: set[str]) -> protocol.Numbers:
+        for key in keys:
+            self.objects.remove(key)
+        return protocol.Numbers(request_id, [min(len(keys), 1)])
+
+    return [
+        (Objects, "some_keys", lambda self, limit, within=None: some_keys(self, limit)),
+        (StoreNode, "_all_removed", remove),
+    ]
+
+
+def report_ignored() -> Replacements:
+    """A value that a client found damaged is served on."""
+    return [(Entries, "report_corrupt", silent)]
+
+
+def existence_denied() -> Replacements:
+    """No key exists, to those that ask."""
+    return [(Objects, "exist", lambda _, keys: bytes(len(keys)))]
+
+
+def sizes_denied() -> Replacements:
+    """No key has a size, to those that ask."""
+    return [(Objects, "size_of", lambda *_: None)]
+
+
+def nothing_listed() -> Replacements:
+    """No key is listed."""
+    return [(Objects, "keys", lambda *_: ([], 0))]
 
 
 def quota_ignored() -> Replacements:
@@ -232,6 +281,12 @@ PLANTED: dict[str, tuple[str, tuple[str, ...], tuple[FaultKind, ...], Callable[[
     "promoted_unleased": ("promoted and let go before it is sent", ("I2",), (), promoted_unleased),
     "sent_late": ("sent past its lease", ("I2",), (), sent_past_its_lease),
     "reach_ignored": ("namespaces ignored", ("I7",), (), reach_ignored),
+    "name_suffices": ("a client's name stands for its key", ("I7",), (), name_suffices),
+    "all_means_all": ("removing all, of every tenant", ("I7",), (), all_means_all),
+    "report_ignored": ("a report of damage ignored", ("I1",), (K.BIT_FLIP,) * 4, report_ignored),
+    "existence_denied": ("no key exists", ("I1",), (), existence_denied),
+    "sizes_denied": ("no key has a size", ("I1",), (), sizes_denied),
+    "nothing_listed": ("no key is listed", ("I1",), (), nothing_listed),
     "quota_ignored": ("quotas of memory ignored", ("I7",), (), quota_ignored),
     "disk_quota_ignored": ("quotas of disk ignored", ("I7",), (), disk_quota_ignored),
     "disk_quota_no_promise": ("a tenant within its quota pushed out", ("I7",), (), disk_quota_no_promise),

@@ -113,6 +113,13 @@ class _Books:
     sending: dict[int, _Lease] = field(default_factory=dict)
     waiting: dict[tuple[bytes, int], tuple[float, Any]] = field(default_factory=dict)
     """The requests without an answer yet, and when they came."""
+    reported: set[tuple[int, int]] = field(default_factory=set)
+    """The (entry, generation) of cells whose bytes a client found damaged."""
+    here: frozenset[str] = frozenset()
+    """The keys in memory as of the last turn; by then so many values had left it as evicted or damaged."""
+    left: int = 0
+    removed: set[str] = field(default_factory=set)
+    """The keys that this turn took from memory as clients had asked, or may have."""
     on_disk: dict[str, int] = field(default_factory=dict)
     """The bytes of each tenant as of the last turn: after a restart they may exceed its quota, but not grow."""
 
@@ -191,7 +198,10 @@ class StoreChecker:
     def observed(self, store: CheckedStore, event: Event, effects: Sequence[Effect]) -> None:
         """Check a turn of the actor."""
         books = self._of(store)
-        self._observed(store, books, event)
+        if isinstance(event, Asked) and event.user != self._users.get(event.connection[1:17]):
+            self._refuses(store, event, effects)
+        else:
+            self._observed(store, books, event)
         fenced: dict[int, int] = {}
         for effect in effects:
             match effect:
@@ -214,6 +224,7 @@ class StoreChecker:
             self._expired(store, books)
         if isinstance(event, WorkDone) or any(isinstance(effect, Fence) for effect in effects):
             self._within_quotas(store, books)
+        self._keeps(store, books)
 
     def at_end(self, store: CheckedStore) -> None:
         """Check I1 once nothing is in progress: the values in memory are those of their keys."""
@@ -236,6 +247,9 @@ class StoreChecker:
                     books.leases.pop((connection[1:17], lease_id), None)
                 for put_id in puts:
                     books.puts.pop((connection[1:17], put_id), None)
+            case Asked(connection, protocol.ReportCorrupt(entries, generations)):
+                if connection[1:17] in store.node.shared_clients():
+                    books.reported.update(zip(entries, generations, strict=True))
             case Asked(connection, request) if not isinstance(request, protocol.ReportCorrupt | protocol.Release):
                 books.waiting[connection[1:17], request.id] = now, request
             case ClientDied(client):
@@ -281,24 +295,32 @@ class StoreChecker:
                 within = [key for key in books.values if self._is_within(store, client, key)]
                 if count > len(within):
                     raise Violation("I7", f"{store.name} removed {count} values for {self._users[client]}")
+                books.removed.update(within)
                 for key in within:
                     if books.since[key][-1][0] < asked_at:  # its later value may be removed or not
                         self._becomes(books, key, None)
             case protocol.Exist(keys=keys), protocol.Codes(codes=found):
                 for key, there in zip(keys, found, strict=False):
                     self._may(store, client, key, bool(there))
+                    self._finds(store, client, key, bool(there))
                     if there and books.values.get(key) is None and not books.may_return.get(key):
                         raise Violation("I1", f"{store.name} has {key}, which has no value")
             case protocol.SizesOf(keys=keys), protocol.Numbers(numbers=sizes):
                 for key, size in zip(keys, sizes, strict=True):
                     self._may(store, client, key, size > 0)
+                    self._finds(store, client, key, size > 0)
                     value = books.values.get(key)
                     if size > 0 and not books.may_return.get(key) and (value is None or len(value) != size):
                         raise Violation("I1", f"{store.name} answers {size} bytes of {key}, which has other ones")
-
-            case protocol.ListKeys(), protocol.KeysListed(keys=keys):
+            case protocol.ListKeys(), protocol.KeysListed(keys=keys, cursor=cursor):
                 for key in keys:
                     self._may(store, client, key, True)
+                listed, objects = set(keys), store.node.objects
+                while cursor:  # the pages that this client did not ask for
+                    page, cursor = objects.keys(cursor, protocol.MAX_KEYS)
+                    listed.update(page)
+                for key in [*objects.by_key, *(objects.log.readable if objects.log is not None else ())]:
+                    self._finds(store, client, key, key in listed)
 
     def _is_within(self, store: CheckedStore, client: bytes, key: str) -> bool:
         """Return whether this client may know of the key. A client that may read may also write in these stores."""
@@ -312,6 +334,30 @@ class StoreChecker:
             self.covered["asked for another's"] += 1
             if was_done:
                 raise Violation("I7", f"{store.name}: {self._users[client]} has to do with {key}")
+
+    def _finds(self, store: CheckedStore, client: bytes, key: str, found: bool) -> None:
+        """Check I1: a key that has a value in memory, or on a disk that can be read, is not denied."""
+        objects = store.node.objects
+        is_here = key in objects.by_key or (objects.log is not None and key in objects.log.readable)
+        if is_here and not found and self._is_within(store, client, key):
+            raise Violation("I1", f"{store.name} does not find {key}, which is there")
+
+    def _refuses(self, store: CheckedStore, asked: Asked, effects: Sequence[Effect]) -> None:
+        """Check I7: one whose key is another than that of the client whose name it bears gets no answer but that."""
+        self.covered["impostors"] += 1
+        replies = [each.reply for each in effects if isinstance(each, Reply) and each.connection == asked.connection]
+        if not all(isinstance(reply, protocol.Stranger) for reply in replies):
+            raise Violation("I7", f"{store.name} answers {asked.user} as if it were another, who has the name")
+
+    def _keeps(self, store: CheckedStore, books: _Books) -> None:
+        """Check I7: no key leaves memory but removed by a client that may do that, or evicted, or damaged."""
+        objects = store.node.objects
+        here, left = frozenset(objects.by_key), objects.counts["evicted"] + objects.counts["corrupt"]
+        lost = books.here - here - books.removed
+        if len(lost) > left - books.left:
+            raise Violation("I7", f"{store.name} has lost {min(lost)}, which no client removed that may")
+        books.here, books.left = here, left
+        books.removed.clear()
 
     def _within_quotas(self, store: CheckedStore, books: _Books) -> None:
         """Check I7 by what is allocated and by what stands on disk, and not by the actor's sums."""
@@ -350,19 +396,21 @@ class StoreChecker:
         rows = zip(request.keys, reply.entries, reply.generations, reply.offsets, reply.sizes, reply.checksums, strict=True)
         for key, entry, generation, offset, size, checksum in rows:
             if entry:
-                value = self._stands(store, key, entry, generation, offset, size, checksum)
+                value = self._stands(store, books, key, entry, generation, offset, size, checksum)
                 cells[entry] = generation, offset, size, value
         if cells:
             expires_at = store.now + min(request.ttl_s, store.node.objects.settings.max_ttl_s)
             books.leases[client, request.id] = _Lease(expires_at, cells)
 
     def _stands(
-        self, store: CheckedStore, key: str, entry: int, generation: int, offset: int, size: int, checksum: int
+        self, store: CheckedStore, books: _Books, key: str, entry: int, generation: int, offset: int, size: int, checksum: int
     ) -> bytes:
         """Check I1: a value that is served is in its cell, and its key's."""
         standing = bytes(store.memory[offset : offset + size])
         if generation % 2:
             raise Violation("I1", f"{store.name}: {key} is served before its commit")
+        if (entry, generation) in books.reported:
+            raise Violation("I1", f"{store.name}: {key} is served though its bytes were reported as damaged")
         if (entry, generation) in store.flipped:
             return standing
         if checksum not in (0, checksum_of(standing)):
@@ -459,6 +507,8 @@ class StoreChecker:
 
     def _becomes(self, books: _Books, key: str, value: Value) -> None:
         self.covered["put" if value is not None else "removed"] += 1
+        if value is None:
+            books.removed.add(key)
         books.values[key] = value
         books.since.setdefault(key, []).append((self._clock(), value))
 

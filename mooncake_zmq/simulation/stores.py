@@ -66,6 +66,8 @@ COPY_S = 1e-3
 BYTES_PER_S = 2e7
 CHECK_EVERY = 8
 """The number of turns between checks of an actor's own invariants."""
+IMPOSTOR_EVERY = 8
+"""The number of requests that come for one that comes once more, under the same client's name, from another's key."""
 
 
 class StoreCaller(Protocol):
@@ -346,6 +348,7 @@ class Stores:
         self.checker = StoreChecker(lambda: simulator.now)
         self.living: dict[str, StoreIncarnation] = {}
         self.clients: Sequence[StoreCaller] = []
+        self._arrived = 0
         self._disks = {
             name: StoreDisk(disk, Random(f"store disk {name} of seed {seed}")) for name, disk in simulator.disks.items()
         }
@@ -432,6 +435,9 @@ class Stores:
                 store.later(0.0, store.take, greeted)
             else:
                 store.later(0.0, store.take, Asked(connection, request, client.user))
+        self._arrived += 1
+        if self._arrived % IMPOSTOR_EVERY == 0 and not isinstance(request, Hello):
+            store.later(0.0, store.take, Asked(connection[:17] + b"else", request, "mallory"))
 
     def reply(self, store: StoreIncarnation, reply: Reply) -> None:
         """Send an answer to its client."""

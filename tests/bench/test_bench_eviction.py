@@ -303,3 +303,23 @@ def test_a_file_without_weights_is_refused(tmp_path: Path) -> None:
         file.write_bytes(whole[:cut])
         with pytest.raises(ModelError, match="has no weights"):
             low_rank.opened(file, "x", 1, 1, 1)
+    one = {name: np.zeros((1, 1)) for name in ("phi1", "phi2", "psi1", "psi2")}
+    for training in (3.0, [np.nan, 0.0], [np.inf, 0.0]):
+        np.savez(file, of=np.array(["x", "1", "1"]), training=np.array(training), **one)
+        with pytest.raises(ModelError, match="has no weights"):
+            low_rank.opened(file, "x", 1, 1, 1)
+    np.save(tmp_path / "less.npy", np.zeros(3))
+    with pytest.raises(ModelError, match="has no weights"):
+        low_rank.opened(tmp_path / "less.npy", "x", 1, 1, 1)
+
+
+def test_weights_that_cannot_be_written_leave_the_former_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, **_: object) -> None:
+        file.write(b"half")
+        raise OSError("no space")
+
+    monkeypatch.setattr(np, "savez", full)
+    (tmp_path / "less.npz").write_bytes(b"former")
+    with pytest.raises(OSError, match="no space"):
+        LowRank("x", 1, 1, 400, 0.5, [begun((1, 1, 2), np.random.default_rng(0))]).save(tmp_path / "less.npz")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"less.npz": b"former"}

@@ -1,5 +1,7 @@
 """The pool's benchmark: it measures what it says, notices wrong bytes, and its processes end with it."""
 
+import socket
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from actor_harness import leased
 
 from mooncake_zmq.bench import pool, pool_keys, pool_load
+from mooncake_zmq.bench.block_fetch import BareStream
 from mooncake_zmq.bench.others.peers import peer
 from mooncake_zmq.bench.others.store_driver import Buffer, StoreClient, WrongBytes
 from mooncake_zmq.bench.pool import MIB, PoolBench, bench_pool
@@ -200,6 +203,17 @@ def test_leases_are_measured_at_a_live_cache_node():
     took_s = lease_times_s(5)
     assert len(took_s) == 5
     assert min(took_s) > 0
+
+
+def test_a_bare_stream_that_ends_early_is_an_error_and_no_endless_wait():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stream = BareStream(listener.getsockname()[1])
+        sender = threading.Thread(target=lambda: listener.accept()[0].close())
+        sender.start()
+        with pytest.raises(ConnectionError):
+            stream.fetch_s(memoryview(bytearray(8)))
+        sender.join()
+        stream.close()
 
 
 def test_the_cost_of_keys_is_measured_with_and_without_them(monkeypatch):

@@ -1,5 +1,6 @@
 """Round trips, streams that never cut a character, and templates that cannot leave the sandbox."""
 
+import json
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from mooncake_zmq.engine.tokenizer import (
     byte_tokenizer,
     fingerprint,
     open_tokenizer,
+    read_vocabulary,
     write_byte_conversation,
     write_conversation,
 )
@@ -34,6 +36,15 @@ TEXTS = [
 @pytest.fixture(scope="module", params=["bytes", "smollm2"])
 def tokenizer(request):
     return byte_tokenizer() if request.param == "bytes" else request.getfixturevalue("default_tokenizer")
+
+
+def test_a_vocabulary_that_breaks_the_library_is_refused(tmp_path):
+    """A prefix of continuing subwords that is longer than what merges make is a panic of its code."""
+    whole = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).to_str())
+    whole["model"]["continuing_subword_prefix"] = "####"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
+        read_vocabulary(tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("text", TEXTS)

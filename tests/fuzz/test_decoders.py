@@ -10,8 +10,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from click.testing import CliRunner
 
 from mooncake_zmq.fuzz import examination
+from mooncake_zmq.fuzz.command import fuzz
 from mooncake_zmq.fuzz.decoders import DECODERS
 from mooncake_zmq.fuzz.examination import MAX_CPU_S, MAX_GROWTH_BYTES, Decoder, examine, mutations
 
@@ -74,6 +76,12 @@ def test_blind_inputs_reach_what_lies_near_a_valid_one() -> None:
 
     found = (examine(Decoder(name="planted", read=trips), raw) for raw in mutations(seeds, Random(1), 2000, 4096))
     assert any(found)
+
+
+def test_an_input_to_replay_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    outcome = CliRunner().invoke(fuzz, ["--decoder", "message", "--replay", str(tmp_path / "none")])
+    assert outcome.exit_code == 2
+    assert "does not exist" in outcome.output
 
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="the extra fuzz is not installed")

@@ -67,7 +67,10 @@ FOUND_BY = {
         "deaf_time_counts",
         "lateness_unreported",
     ),
-    7: ("newer_assumed",),
+    7: (
+        "newer_assumed",
+        "store_all_means_all",
+    ),
     11: ("newer_sent",),
     12: ("store_promoted_anyway",),
 }

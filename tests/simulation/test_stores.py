@@ -67,6 +67,6 @@ def test_bits_flip_where_a_checksum_can_tell_and_what_comes_back_from_disk_is_wh
     assert objects.exist(["k"]) == (b"\0" if checked else b"\1")
     assert objects.counts["corrupt"] == checked
     if not checked:
-        objects.entries.forget(objects.by_key["k"])
+        objects.entries.evict(objects.by_key["k"])
         client.promote("k")
         assert client.ask(protocol.Lease(4, ["k"], 1.0)).checksums == [checksum_of(VALUE)]
