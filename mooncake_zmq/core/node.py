@@ -23,6 +23,7 @@ from mooncake_zmq.core.actor import (
     Send,
     SetTimer,
     Start,
+    ToClient,
     Transmit,
     WorkDone,
 )
@@ -195,6 +196,7 @@ class Node:
         queue = list(events)
         outer: list[Outer] = []
         position, leaves = 0, False
+        to_client = ToClient  # most effects of a gateway: a search by name and `isinstance` would cost much as machine code
         while position < len(queue):
             event = queue[position]
             position += 1
@@ -206,6 +208,9 @@ class Node:
                 self._observe(now, event, effects)
             leaves = leaves or type(event) is DrainTimedOut
             for effect in effects:
+                if type(effect) is to_client:
+                    outer.append(effect)
+                    continue
                 if isinstance(effect, Send):
                     queue += self.session.send(now, effect.to, effect.message, lossy=effect.lossy)
                     continue

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -100,7 +100,10 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary, conversation: Conversation) -> None:
         self._vocabulary = vocabulary
         self._piece = lru_cache(PIECES_KEPT)(vocabulary.piece)
-        self._text_of = lru_cache(PIECES_KEPT)(lambda token, special: vocabulary.decode([token], special=special))
+        self._texts: dict[bool, Callable[[int], str]] = {
+            False: lru_cache(PIECES_KEPT)(lambda token: vocabulary.decode([token])),
+            True: lru_cache(PIECES_KEPT)(lambda token: vocabulary.decode([token], special=True)),
+        }
         self.joins_bytes = vocabulary.joins_bytes
         self._conversation = conversation
         self._template = conversation.chat_template()
@@ -127,9 +130,9 @@ class Tokenizer:
         """Return the bytes of a token, perhaps a part of a character. A special token's are those of its name."""
         return self._piece(token)
 
-    def text_of(self, token: int, special: bool = False) -> str:
-        """Return the text of one token by itself, as `decode` does."""
-        return self._text_of(token, special)
+    def texts(self, special: bool) -> Callable[[int], str]:
+        """Return a function that returns the text of one token by itself, as `decode` does."""
+        return self._texts[special]
 
     def chat(
         self,

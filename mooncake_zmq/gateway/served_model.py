@@ -31,8 +31,8 @@ class Tokenizer(Protocol):
     joins_bytes: bool
     """Whether a text is exactly the bytes of its tokens one after the other."""
 
-    def text_of(self, token: int, special: bool = False) -> str:
-        """Return the text of one token by itself, as `decode` does."""
+    def texts(self, special: bool) -> Callable[[int], str]:
+        """Return a function that returns the text of one token by itself, as `decode` does."""
 
     def piece(self, token: int) -> bytes:
         """The bytes that it stands for: perhaps a part of a character."""

@@ -401,7 +401,12 @@ class ZmqRuntime:
     # --- effects
 
     def _carry_out(self, effects: list[Outer]) -> None:
+        to_client, deliver = ToClient, self._deliver
         for effect in effects:
+            if type(effect) is to_client:  # most effects of a gateway
+                assert deliver is not None, "this process has no clients"
+                deliver(effect)
+                continue
             match effect:
                 case Transmit(to, frame):
                     self._peers.transmit(to, frame)
@@ -409,9 +414,6 @@ class ZmqRuntime:
                     self._timers.set(("actor", key), time.monotonic() + delay_s, partial(self._feed, TimerFired(key)))
                 case CancelTimer(key):
                     self._timers.cancel(("actor", key))
-                case ToClient():
-                    assert self._deliver is not None, "this process has no clients"
-                    self._deliver(effect)
                 case Publish(events):
                     if self._publish is not None:
                         self._publish(events)

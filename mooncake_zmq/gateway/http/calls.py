@@ -21,6 +21,7 @@ from mooncake_zmq.gateway.http.backing import Backing
 from mooncake_zmq.gateway.http.loop_turns import LoopTurns
 from mooncake_zmq.gateway.http.metrics import EdgeMetrics, RequestTimes
 from mooncake_zmq.gateway.http.shared_amount import SharedAmount
+from mooncake_zmq.gateway.requests.answer import TOKEN
 from mooncake_zmq.gateway.requests.client_events import (
     ChatToRender,
     ClientGone,
@@ -137,7 +138,7 @@ class Calls:
             return
         output: ClientOutput = effect.output
         self._metrics.observe(request.times, output, self.clock())
-        if isinstance(output, ENDS):
+        if type(output) is not TOKEN and isinstance(output, ENDS):
             del self._open[effect.request_id]
         request.call.receive(request.index, output)
 

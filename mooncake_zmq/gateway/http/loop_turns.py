@@ -49,8 +49,10 @@ class LoopTurns:
         """Have `work` done in a later turn. `later_s`: the time that the loop needs for it afterwards, by estimate."""
         if not self._is_begun:
             self._begin()
-        self._works.setdefault(owner, deque()).append((work, later_s))
-        self._shares.wait(owner)
+        if (works := self._works.get(owner)) is None:
+            works = self._works[owner] = deque()
+            self._shares.wait(owner)
+        works.append((work, later_s))
 
     def _begin(self) -> None:
         self._is_begun = True
@@ -62,14 +64,19 @@ class LoopTurns:
         self._is_begun = False
         if self._works:
             self._begin()
-        while (began := self._clock()) < self._ends and (owner := self._shares.first()) is not None:
-            works = self._works[owner]
-            work, later_s = works.popleft()
-            if not works:
-                del self._works[owner]
-                self._shares.rest(owner)
+        clock = self._clock
+        while (began := clock()) < self._ends and (owner := self._shares.first()) is not None:
+            works, later_s = self._works[owner], 0.0
             try:
-                work()
+                while True:
+                    work, after_s = works.popleft()
+                    if not works:
+                        del self._works[owner]
+                        self._shares.rest(owner)
+                    later_s += after_s
+                    self.spend(after_s)
+                    work()
+                    if not works or len(self._works) > 1 or clock() >= self._ends:  # alone, an owner stays the first
+                        break
             finally:
-                self.spend(later_s)
-                self._shares.charge(owner, self._clock() - began + later_s)
+                self._shares.charge(owner, clock() - began + later_s)

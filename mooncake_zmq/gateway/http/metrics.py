@@ -11,7 +11,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, TokenOut
+from mooncake_zmq.gateway.requests.answer import TOKEN
+from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished
 from mooncake_zmq.gateway.requests.history import GAP, GAP_BOUNDS_S, TOKENS, TTFT, TTFT_BOUNDS_S, histogram
 from mooncake_zmq.telemetry.metrics import families
 
@@ -140,20 +141,21 @@ class _OfModel:
 
     def observe(self, times: RequestTimes, output: ClientOutput, now: float) -> None:
         """Something is about to go to the client."""
+        if type(output) is TOKEN:
+            self.tokens += 1
+            if times.first_token_at is None:
+                times.first_token_at = now
+                ttft_s = now - times.began_at
+                self.first[bisect_left(TTFT_BOUNDS_S, ttft_s)] += 1
+                self.first_s += ttft_s
+                self._prompt.inc(times.prompt_tokens)
+            else:
+                gap_s = now - times.last_token_at
+                self.gaps[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
+                self.gaps_s += gap_s
+            times.last_token_at = now
+            return
         match output:
-            case TokenOut():
-                self.tokens += 1
-                if times.first_token_at is None:
-                    times.first_token_at = now
-                    ttft_s = now - times.began_at
-                    self.first[bisect_left(TTFT_BOUNDS_S, ttft_s)] += 1
-                    self.first_s += ttft_s
-                    self._prompt.inc(times.prompt_tokens)
-                else:
-                    gap_s = now - times.last_token_at
-                    self.gaps[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
-                    self.gaps_s += gap_s
-                times.last_token_at = now
             case Finished():
                 if times.prompt_tokens:
                     self._queries.inc(output.prompt_tokens)

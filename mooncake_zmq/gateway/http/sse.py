@@ -10,7 +10,8 @@ from mooncake_zmq.gateway.http.calls import Call
 from mooncake_zmq.gateway.http.cluster_routes import HEADERS
 from mooncake_zmq.gateway.openai.errors import RequestError
 from mooncake_zmq.gateway.openai.responses import KEEP_ALIVE, Reply
-from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, Rendered, TextRead, TokenOut
+from mooncake_zmq.gateway.requests.answer import TOKEN
+from mooncake_zmq.gateway.requests.client_events import ClientOutput, Failed, Finished, Rendered, TextRead
 from mooncake_zmq.gateway.responses_api.replies import ResponsesReply
 from mooncake_zmq.gateway.settings import EdgeSettings
 
@@ -142,17 +143,19 @@ def _never(_events: bytes) -> bool:
 
 def accept(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]]) -> None:
     """Feed the choices; raises RequestError at the first failure. One failed choice fails the call."""
+    choices = reply.choices
     for index, output in outputs:
-        choice = reply.choices[index]
+        choice = choices[index]
         if choice.has_ended:  # a stop string was found
             if isinstance(output, Failed) and not all(each.settled for each in reply.choices if each is not choice):
                 raise RequestError.of(output)  # it may be of the whole call, and nothing follows then
             if isinstance(output, Finished | Failed):  # else it came before the actor learned of it
                 choice.settle(output)
             continue
-        if isinstance(output, Failed):
-            raise RequestError.of(output)
-        assert not isinstance(output, Rendered), "a chat is written before it has an answer"
+        if type(output) is not TOKEN:
+            if isinstance(output, Failed):
+                raise RequestError.of(output)
+            assert not isinstance(output, Rendered), "a chat is written before it has an answer"
         choice.accept(output)
         if choice.was_cut:
             call.stop(index)
@@ -161,7 +164,7 @@ def accept(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]])
 def accept_tokens(call: Call, reply: AnyReply, outputs: list[tuple[int, ClientOutput]]) -> bool:
     """Feed the choices, if all outputs are tokens and their text: no task has to wake for them. Else return False."""
     for _, output in outputs:
-        if type(output) is not TokenOut and type(output) is not TextRead:
+        if type(output) is not TOKEN and type(output) is not TextRead:
             return False
     accept(call, reply, outputs)
     return True

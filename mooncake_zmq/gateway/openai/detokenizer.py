@@ -9,6 +9,7 @@ from mooncake_zmq.core.messages import TokenLogprob
 from mooncake_zmq.gateway.openai.reasoning import ReasoningReader
 from mooncake_zmq.gateway.openai.token_stream import TokenStream
 from mooncake_zmq.gateway.openai.tools import NO_TOOLS, CallPiece, Tools
+from mooncake_zmq.gateway.requests.answer import TOKEN
 from mooncake_zmq.gateway.requests.client_events import (
     Failed,
     Finished,
@@ -174,11 +175,11 @@ class Choice:
     def accept(self, output: TokenOut | PromptLogprobs | Vectors | TextRead | TextUnread | Finished) -> None:
         """Take the actor's next output; the text of a token that ends the answer is usually no part of it."""
         assert not self.has_ended
-        assert not isinstance(output, Vectors), "vectors are no answer of tokens"
-        if isinstance(output, TokenOut):
+        if type(output) is TOKEN:
             if not self._silent:
-                self._accept_token(output)
+                self._accept_token(output.index, output.token, output.logprob)
             return
+        assert not isinstance(output, TokenOut | Vectors), "vectors are no answer of tokens"
         if isinstance(output, PromptLogprobs):
             assert output.first == len(self._logprobs)
             self._logprobs += output.logprobs
@@ -199,23 +200,23 @@ class Choice:
         if not self.has_ended:
             self._say(self._scanner.flush(), "length" if self._silent else output.reason)
 
-    def _accept_token(self, output: TokenOut) -> None:
-        assert output.index == self.completion_tokens, f"token {output.index} after {self.completion_tokens} tokens"
+    def _accept_token(self, index: int, token: int, logprob: TokenLogprob | None) -> None:
+        assert index == self.completion_tokens, f"token {index} after {self.completion_tokens} tokens"
         self.has_news = True
         self.completion_tokens += 1
         self.reasoning_tokens += self._reasoning is not None and self._reasoning.is_inside
-        self._token_ids.append(output.token)
+        self._token_ids.append(token)
         if self.kept is not None:
-            self.kept.append(output.token)
-        if output.logprob is not None:
-            self._logprobs.append(output.logprob)
+            self.kept.append(token)
+        if logprob is not None:
+            self._logprobs.append(logprob)
             self._offsets.append(self._chars)
-        if output.token in self._textless:
+        if token in self._textless:
             return
         if self._unread is None:
-            self._add(self._detokenizer.push(output.token))
+            self._add(self._detokenizer.push(token))
         else:
-            self._unread.append(output.token)
+            self._unread.append(token)
 
     def _take_read(self, read: TextRead) -> None:
         """Take the text of the tokens so far. A part for which vLLM has no parser may be in it."""
@@ -280,7 +281,7 @@ class Choice:
         else but token ids; else nothing."""
         if self.pieces_taken == 0 or self.finish_reason is not None or self._pieces:
             return ""
-        says_text, reasons = any(self._text), bool(self._thoughts)
+        says_text, reasons = any(text for text in self._text), bool(self._thoughts)
         return "" if says_text == reasons else "text" if says_text else "reasoning"
 
     def take_alone(self) -> tuple[str, list[int]]:

@@ -1,7 +1,7 @@
 """Responses of the OpenAI API: a call's answers as JSON, whole or as server-sent events."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +15,7 @@ from mooncake_zmq.gateway.requests.client_events import Finished
 from mooncake_zmq.gateway.served_model import ServedModel
 from mooncake_zmq.kv.codec import EXACT
 
+AS_JSON: Final = msgspec.json.encode
 REASONING = "reasoning_content"
 """The name of the reasoning in a message, as most clients read it."""
 LONG_SCORES = 2048
@@ -38,7 +39,7 @@ class Reply:
         self._shows_reuse = shows_reuse
         self._of_kept = prepared.of_kept
         self._says_text_alone = self.body.likeliest is None and not self.body.continuous_usage
-        self._forms: dict[tuple[int, str], list[bytes]] = {}
+        self._forms: list[dict[str, list[bytes]]] = [{} for _ in self.choices]
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{request_id}",
             "object": ("chat.completion" if self._chat else "text_completion"),
@@ -98,14 +99,15 @@ class Reply:
         alone = choice.next_alone
         if not alone or not self._says_text_alone:
             return b"".join(map(server_sent, self._chunks(choice)))
-        form = self._forms.get((choice.index, alone))
+        forms = self._forms[choice.index]
+        form = forms.get(alone)
         if form is None:
-            form = self._forms[choice.index, alone] = self._form(choice, "content" if alone == "text" else REASONING)
+            form = forms[alone] = self._form(choice, "content" if alone == "text" else REASONING)
         text, ids = choice.take_alone()
-        written = _one_line(msgspec.json.encode(text))
+        written = _one_line(AS_JSON(text))
         if len(form) == 2:
             return form[0] + written + form[1]
-        return form[0] + written + form[1] + msgspec.json.encode(ids) + form[2]
+        return b"".join([form[0], written, form[1], AS_JSON(ids), form[2]])
 
     def _form(self, choice: Choice, name: str) -> list[bytes]:
         """A chunk of this choice as it is written, cut where its text stands, and its token ids: nothing else changes from

@@ -24,6 +24,7 @@ class TokenStream:
         self._tokenizer = tokenizer
         self._special = special
         self._joins_bytes = tokenizer.joins_bytes
+        self._text_of = tokenizer.texts(special)
         self._ids: list[int] = []
         self._read = 0
         self._emitted = ""
@@ -32,7 +33,7 @@ class TokenStream:
     def push(self, token: int) -> str:
         """Add a token, and return the text that is complete with it."""
         if self._joins_bytes and not self._ids:
-            text = self._tokenizer.text_of(token, self._special)
+            text = self._text_of(token)
             if text and not text.endswith(REPLACEMENT):
                 return text
         self._ids.append(token)

@@ -1,12 +1,15 @@
 """The tokens of one answer: put in order, each once, and timed. PURE."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from mooncake_zmq.core.actor_parts import Tally
 from mooncake_zmq.core.messages import MAX_RUN, StopRule, TokenLogprob
 from mooncake_zmq.gateway.requests.client_events import TokenOut
 from mooncake_zmq.gateway.requests.token_gaps import Gaps
 
+TOKEN: Final = TokenOut
+"""The type of most outputs: what is `Final`, machine code reads without a search by name."""
 EARLY_TOKENS = MAX_RUN
 """Limit on the tokens kept that arrived ahead of a missing one: a decode's may overtake the prefill's first. Any more are
 dropped: the attempt then stalls and is placed again."""
@@ -25,6 +28,7 @@ class Answer:
         """TTFT of the attempt under way, once its first token has arrived."""
         self.gaps = Gaps()
         self._stop = stop
+        self._most, self._eos_ids = stop.max_tokens, frozenset(stop.eos_ids)
         self._counts = counts
         self._early: dict[int, tuple[int, TokenLogprob | None]] = {}
         self._began_at = 0.0
@@ -82,9 +86,10 @@ class Answer:
             self._append(early, its_logprob, due)
 
     def _append(self, token: int, logprob: TokenLogprob | None, due: list[TokenOut]) -> None:
-        due.append(TokenOut(len(self.tokens), token, logprob))
+        due.append(TOKEN(len(self.tokens), token, logprob))
         self.tokens.append(token)
-        self.reason = self._stop.reason(token, len(self.tokens))
+        if len(self.tokens) >= self._most or token in self._eos_ids:  # else there is no reason
+            self.reason = self._stop.reason(token, len(self.tokens))
 
     def _time(self, now: float, first: int, count: int) -> None:
         """Note when these tokens arrived. Tokens ahead of a missing one are timed with the missing one."""

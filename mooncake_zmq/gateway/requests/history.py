@@ -15,11 +15,11 @@ RATE_STEPS = 2
 """Steps over which a rate is taken."""
 MINUTE = 12
 """Steps over which all other numbers are taken."""
-TTFT_BOUNDS_S = (
+TTFT_BOUNDS_S: Sequence[float] = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1),
     *(2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
-GAP_BOUNDS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+GAP_BOUNDS_S: Sequence[float] = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 """Upper ends of the buckets of both histograms, as vLLM has them."""
 TTFT, GAP = "ttft", "gap"
 BOUNDS: Mapping[str, Sequence[float]] = {TTFT: TTFT_BOUNDS_S, GAP: GAP_BOUNDS_S}

@@ -1,9 +1,9 @@
 """One request of a gateway: its state, and what it sends and answers. PURE."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec import structs
 
@@ -31,6 +31,10 @@ from mooncake_zmq.kv.layout import BlockLayout
 
 MAX_EXCLUDED = 4
 """Nodes that the next attempt avoids: the last ones that failed."""
+
+
+ANY_TOKEN: Final = 1 << 31
+"""More than any token's id in a message."""
 
 
 class RequestState(Named):
@@ -147,6 +151,14 @@ class Request:
     """Versions of the weights that made the tokens, as far as engines reported them."""
     predicted: tuple[float, float] = (0.0, 0.0)
     """TTFT and TBT of the attempt under way, as its `Placed` predicted them."""
+    has_scores: bool = field(init=False)
+    """Whether its tokens come with their probabilities."""
+    tokens_end: int = field(init=False)
+    """The end of the ids that its tokens may have; 0: it has none."""
+
+    def __post_init__(self) -> None:
+        self.has_scores = self.client.sampling.logprobs is not None
+        self.tokens_end = 0 if self.client.embedding is not None else self.layout.vocab_size or ANY_TOKEN
 
     @property
     def prompt_tokens(self) -> int:
@@ -284,10 +296,13 @@ class Request:
 
     def fits_model(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> bool:
         """Return whether these are tokens of the model, with their probabilities if they were asked for."""
-        if self.client.embedding is not None or len(logprobs) != (0 if self.client.sampling.logprobs is None else len(tokens)):
+        if len(logprobs) != (len(tokens) if self.has_scores else 0):
             return False
-        ids = [*tokens, *(token for _, likeliest in logprobs for token, _ in likeliest)] if logprobs else tokens
-        return self.layout.has_token(ids[0] if len(ids) == 1 else max(ids, default=0))
+        for token in tokens:
+            if token >= self.tokens_end:
+                return False
+        ids = [token for _, likeliest in logprobs for token, _ in likeliest] if logprobs else []
+        return max(ids, default=0) < self.tokens_end
 
     def fits_prompt(self, message: PromptScored | TextsEmbedded) -> bool:
         """Return whether these probabilities are of the prompt's tokens and leave none out, or these vectors of its texts."""

@@ -142,10 +142,11 @@ class RequestLog:
                 for each in (request_id, *(sibling for sibling, _ in client.siblings)):
                     self._begin(now, each, client)
         over: list[tuple[str, Finished | Failed]] = []
+        to_client, token = ToClient, TokenOut
         for effect in effects:
+            if type(effect) is to_client and type(effect.output) is token:
+                continue  # most effects, at little cost
             match effect:
-                case ToClient(_, TokenOut()):
-                    pass
                 case ToClient(request_id, Finished() | Failed() as end):
                     over.append((request_id, end))
                 case Send(to, Schedule() as schedule):

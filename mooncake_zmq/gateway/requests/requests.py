@@ -6,7 +6,6 @@ the tokens so far, so that the client sees a pause, never an error or a repeated
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain, repeat
 from typing import Any
 
 from msgspec import structs
@@ -365,17 +364,19 @@ class Requests:
         for times in message.times:
             if (request := self._current(times.request_id, times.attempt)) is not None and request.decode == sender:
                 request.borrowed_tokens = min(times.borrowed_tokens, request.prompt_tokens + len(request.answer.tokens))
-        of_entries = chain(message.logprobs, repeat(()))
-        for (request_id, attempt, first, tokens), logprobs in zip(message.entries, of_entries, strict=False):
+        scores = message.logprobs
+        for place, (request_id, attempt, first, tokens) in enumerate(message.entries):
             request = self._current(request_id, attempt)
-            if request is not None and request.decode == sender and not request.fits_model(tokens, logprobs):
-                effects += self._on_nonsense(now, request, sender)
-            elif request is not None and request.decode == sender:
+            if request is None:  # our cancel came before the prefill's reservation: else the attempt would run to its end
+                effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
+            elif request.decode == sender:
+                logprobs = scores[place] if place < len(scores) else ()
+                if not request.fits_model(tokens, logprobs):
+                    effects += self._on_nonsense(now, request, sender)
+                    continue
                 if request.selected_from is None and (request_id, attempt) in message.approximate:
                     request.selected_from = first
                 effects += self._take_run(now, request, first, tokens, logprobs)
-            elif request is None:  # our cancel came before the prefill's reservation: without another the attempt would go on
-                effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
         return effects
 
     def _on_scored(self, now: float, sender: str, message: PromptScored | TextsEmbedded) -> list[Effect]:
@@ -519,7 +520,7 @@ class Requests:
     def _current(self, request_id: str, attempt: int) -> Request | None:
         """Return the request, if this is its attempt under way. Messages of older attempts are counted and dropped."""
         request = self._requests.get(request_id)
-        if request is None or request.attempt != attempt or request.state is RequestState.WAITING:
+        if request is None or request.attempt != attempt or not request.scheduled:
             self.counts.add("stale_attempt_messages")
             return None
         return request

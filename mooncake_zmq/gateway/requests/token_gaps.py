@@ -1,10 +1,11 @@
 """The gaps between one attempt's tokens, as far as its TBT needs them. PURE."""
 
 from array import array
+from typing import Final
 
 from mooncake_zmq.core.gaps import longest_gaps
 
-MAX_KEPT = 4096
+MAX_KEPT: Final = 4096
 """Limit on the gaps kept: 32 kB. At the limit the shorter half is dropped, which matters only past 20,000 tokens of one
 attempt."""
 

@@ -298,7 +298,7 @@ def test_a_whole_answer_that_nobody_reads_is_given_up():
 def test_a_stream_that_nobody_reads_ends_and_its_connection_too(caplog):
     actor = ScriptedActor(settings=EdgeSettings(send_timeout_s=0.2, max_buffered_outputs=1 << 20))
     actor.script = lambda _request, _number: [[TokenOut(at + i, 511) for i in range(2000)] for at in range(0, 400_000, 2000)]
-    actor.model.tokenizer.text_of = lambda *_: "x" * 200
+    actor.model.tokenizer.texts = lambda special: lambda token: "x" * 200
 
     async def client(port):
         body = b'{"prompt":"a","stream":true}'
