@@ -23,7 +23,7 @@ import numpy as np
 
 from mooncake_zmq.bench.cluster import STATE_TIMEOUT_S, Answer, BenchCluster, Full, bench_cluster
 from mooncake_zmq.bench.quality import prepared_model
-from mooncake_zmq.bench.report import Report, Row
+from mooncake_zmq.bench.report import Report
 from mooncake_zmq.bench.slow_link import random_prompt
 from mooncake_zmq.config.load import load
 from mooncake_zmq.engine import card
@@ -114,13 +114,11 @@ class Lendings:
                 if answer.tokens != expected.tokens:
                     raise Refused(f"other tokens than of one decode with all memory, to a prompt of {len(prompt):,} tokens")
             here_s = self._batch(cluster, prompts)
-        self._add(f"TBT of {bench.batch} at once, all but {BLOCK} tokens elsewhere / all here", "ms", 1e3 * tbt_s, 1e3 * here_s)
+        self._report.row(
+            f"TBT of {bench.batch} at once, all but {BLOCK} tokens elsewhere / all here", "ms", 1e3 * tbt_s, 1e3 * here_s
+        )
         self._report.notes.append(f"{len(lent)} answers have the tokens of one decode with all memory")
         return self._report
-
-    def _add(self, name: str, unit: str, value: float, reference: float, *, higher_is_better: bool = False) -> None:
-        row = Row(name=name, unit=unit, value=value, reference=reference, higher_is_better=higher_is_better)
-        self._report.rows.append(row)
 
     @contextmanager
     def _cluster(self, decodes: Mapping[str, str]) -> Iterator[BenchCluster]:
@@ -167,7 +165,7 @@ class Lendings:
         bench, total = self._bench, self._bench.tokens * self._bench.decodes
         prompt = self._prompt(cluster.max_model_len - ANSWER_TOKENS)
         answer = self._complete(cluster, prompt)
-        self._add(f"longest prompt of {bench.decodes} decodes / their KV", "tokens", len(prompt), total, higher_is_better=True)
+        self._report.row(f"longest prompt of {bench.decodes} decodes / their KV", "tokens", len(prompt), total, higher=True)
         self._report.notes.append(f"of the longest prompt others held {answer.served.get('borrowed_tokens', 0):,} tokens")
 
     def _batch(self, cluster: BenchCluster, prompts: Sequence[Prompt]) -> float:
