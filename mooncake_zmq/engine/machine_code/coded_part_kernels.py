@@ -35,7 +35,6 @@ from mooncake_zmq.engine.machine_code.step_layout import (
 )
 
 MINUS, PLUS = np.float32(-1.0), np.float32(1.0)
-DIVISORS, INVERSES = range(2)
 
 
 @njit(**OPTIONS)
@@ -58,34 +57,30 @@ def _prefetch(tile_at, value_at, turn, turns, dim):
 
 
 @njit(**OPTIONS)
-def _shift_key(begins, layer, head, position, key_at, sign):
-    """Add the offset of a key in place, or take it off, where the model has offsets."""
-    if begins[BIASES_AT]:
-        dim = begins[HEAD_DIM]
-        bias = floats(begins[BIASES_AT] + 4 * (2 * layer * begins[KV_HEADS] + head) * dim, (dim,))
-        turn = 4 * position * (dim // 2)
-        cos, sin = floats(begins[COS_AT] + turn, (dim // 2,)), floats(begins[SIN_AT] + turn, (dim // 2,))
-        shift_key(floats(key_at, (dim,)), bias, cos, sin, sign)
+def _shift_keys(begins, layer, head, position, tokens, keys_at, sign):
+    """Multiply keys of a head [tokens, dim] by their divisors and add their offsets, or with a sign of -1 undo both."""
+    dim, row = begins[HEAD_DIM], 2 * layer * begins[KV_HEADS] + head
+    bias = floats(begins[BIASES_AT] + 4 * row * dim, (dim,))
+    which = row if sign > 0 else row + begins[KV_HEADS]
+    for token in range(tokens):
+        key, turn = floats(keys_at + 4 * token * dim, (dim,)), 4 * (position + token) * (dim // 2)
+        if sign < 0:
+            shift_key(key, bias, floats(begins[COS_AT] + turn, (dim // 2,)), floats(begins[SIN_AT] + turn, (dim // 2,)), sign)
+        if begins[DIVISORS_AT]:
+            factors = floats(begins[DIVISORS_AT] + 4 * which * dim, (dim,))
+            for index in range(dim):
+                key[index] *= factors[index]
+        if sign > 0:
+            shift_key(key, bias, floats(begins[COS_AT] + turn, (dim // 2,)), floats(begins[SIN_AT] + turn, (dim // 2,)), sign)
 
 
 @njit(**OPTIONS)
-def _multiply_key(begins, layer, head, key_at, which):
-    """Multiply a key in place by its divisors or their inverses, where the model has some."""
-    if begins[DIVISORS_AT]:
-        dim = begins[HEAD_DIM]
-        key = floats(key_at, (dim,))
-        factors = floats(begins[DIVISORS_AT] + 4 * ((2 * layer + which) * begins[KV_HEADS] + head) * dim, (dim,))
-        for index in range(dim):
-            key[index] *= factors[index]
-
-
-@njit(**OPTIONS)
-def _shift_value(begins, layer, head, value_at, sign):
-    """Add the offset of a value in place, or take it off, where the model has offsets."""
-    if begins[BIASES_AT]:
-        dim = begins[HEAD_DIM]
-        bias = floats(begins[BIASES_AT] + 4 * ((2 * layer + 1) * begins[KV_HEADS] + head) * dim, (dim,))
-        shift_value(floats(value_at, (dim,)), bias, sign)
+def _shift_values(begins, layer, head, tokens, values_at, sign):
+    """Add their offset to values of a head [tokens, dim], or take it off."""
+    dim = begins[HEAD_DIM]
+    bias = floats(begins[BIASES_AT] + 4 * ((2 * layer + 1) * begins[KV_HEADS] + head) * dim, (dim,))
+    for token in range(tokens):
+        shift_value(floats(values_at + 4 * token * dim, (dim,)), bias, sign)
 
 
 @njit(**OPTIONS)
@@ -93,6 +88,7 @@ def encode_parts(table):
     """Write parts of the cache into slots; `table`: the address of the table of `Coding.ENCODE_PARTS`."""
     begins = integers(table, (PLACING_FIELDS,))
     codec, kv_heads, dim, scratch = begins[CODEC], begins[KV_HEADS], begins[HEAD_DIM], begins[SCRATCH_AT]
+    biased = begins[BIASES_AT] != 0
     key_bits, value_bits = codec & 15, (codec >> 4) & 15
     least_of_keys, least_of_values = (codec >> LEAST_OF_KEYS) & 255, (codec >> LEAST_OF_VALUES) & 255
     values_at, key_scales_at, value_scales_at, token_bytes = _fields_of(codec, kv_heads, dim)
@@ -113,21 +109,22 @@ def encode_parts(table):
                 next_keys, _ = places(begins, layer, kv_heads, head + 1, dim)
                 tile_at = 4 * (tile * dim * KEY_TILE + column)
                 _take_columns(keys + tile_at, run, dim, scratch)
+                if biased:
+                    _shift_keys(begins, layer, head, start + at, run, scratch, MINUS)
                 for token in range(run):
                     _prefetch(next_keys + tile_at, values + 4 * (start + at + token) * dim, token, run, dim)
                     here, number = out + (at + token) * token_bytes, scratch + 4 * token * dim
-                    _shift_key(begins, layer, head, start + at + token, number, MINUS)
-                    _multiply_key(begins, layer, head, number, INVERSES)
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
                     codes_at = here + head * (dim * key_bits // 8)
                     encode_head(number, dim, key_bits, least_of_keys, codes_at, here + key_scales_at + 2 * head)
                 for token in range(run):
                     here, number = out + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
-                    if codec & ROTATES_VALUES or begins[BIASES_AT]:
+                    if codec & ROTATES_VALUES or biased:
                         copy(floats(number, (dim,)), floats(scratch, (dim,)))
                         number = scratch
-                        _shift_value(begins, layer, head, number, MINUS)
+                    if biased:
+                        _shift_values(begins, layer, head, 1, number, MINUS)
                     if codec & ROTATES_VALUES:
                         rotate(number, dim)
                     codes_at = here + values_at + head * (dim * value_bits // 8)
@@ -152,6 +149,7 @@ def decode_parts(table):
     """Place coded parts into the cache; `table`: the address of the table of `Coding.DECODE_PARTS`."""
     begins = integers(table, (PLACING_FIELDS,))
     codec, kv_heads, dim, scratch = begins[CODEC], begins[KV_HEADS], begins[HEAD_DIM], begins[SCRATCH_AT]
+    biased = begins[BIASES_AT] != 0
     key_bits, value_bits = codec & 15, (codec >> 4) & 15
     values_at, key_scales_at, value_scales_at, token_bytes = _fields_of(codec, kv_heads, dim)
     parts = integers(table + 8 * PLACING_FIELDS, (begins[PARTS], CODED_PART_FIELDS))
@@ -176,8 +174,8 @@ def decode_parts(table):
                     decode_head(codes_at, here + key_scales_at + 2 * head, key_bits, floats(number, (dim,)))
                     if codec & ROTATES_KEYS:
                         rotate(number, dim)
-                    _multiply_key(begins, layer, head, number, DIVISORS)
-                    _shift_key(begins, layer, head, start + at + token, number, PLUS)
+                if biased:
+                    _shift_keys(begins, layer, head, start + at, run, scratch, PLUS)
                 place_columns(scratch, 4 * dim, run, dim, tile_at)
                 for token in range(run):
                     here, number = given + (at + token) * token_bytes, values + 4 * (start + at + token) * dim
@@ -185,7 +183,8 @@ def decode_parts(table):
                     decode_head(codes_at, here + value_scales_at + 2 * head, value_bits, floats(number, (dim,)))
                     if codec & ROTATES_VALUES:
                         rotate(number, dim)
-                    _shift_value(begins, layer, head, number, PLUS)
+                if biased:
+                    _shift_values(begins, layer, head, run, values + 4 * (start + at) * dim, PLUS)
             at += run
 
 
