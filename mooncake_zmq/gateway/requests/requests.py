@@ -226,9 +226,8 @@ class Requests:
         timers: list[Effect] = []
         family = request_id if client.siblings else ""
         for each, seed in choices:
-            own = client
-            if family:
-                own = structs.replace(client, sampling=structs.replace(client.sampling, seed=seed), siblings=())
+            sampling = structs.replace(client.sampling, seed=seed)
+            own = structs.replace(client, sampling=sampling, siblings=()) if family else client
             self._open(now, each, own, family)
             timers.append(SetTimer(("deadline", each), self._settings.deadline_s))
             timers.append(SetTimer(("placement", each), self._settings.placement_wait_s))
@@ -364,13 +363,12 @@ class Requests:
         for times in message.times:
             if (request := self._current(times.request_id, times.attempt)) is not None and request.decode == sender:
                 request.borrowed_tokens = min(times.borrowed_tokens, request.prompt_tokens + len(request.answer.tokens))
-        scores = message.logprobs
         for place, (request_id, attempt, first, tokens) in enumerate(message.entries):
             request = self._current(request_id, attempt)
             if request is None:  # our cancel came before the prefill's reservation: else the attempt would run to its end
                 effects.append(Send(sender, CancelRequest(request_id=request_id, attempt=attempt)))
             elif request.decode == sender:
-                logprobs = scores[place] if place < len(scores) else ()
+                logprobs = message.logprobs[place] if place < len(message.logprobs) else ()
                 if not request.fits_model(tokens, logprobs):
                     effects += self._on_nonsense(now, request, sender)
                     continue
