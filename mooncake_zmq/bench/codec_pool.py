@@ -45,7 +45,7 @@ class Host:
         self._layout = LAYOUT.coded(codec)
         exact, coded, _ = makers()
         make = exact if codec == EXACT else partial(coded, CODECS[codec])
-        self._source, self._target = filled(make, blocks), filled(make, blocks)
+        self._source, self._target = filled(make, blocks), filled(make, blocks, seed=2)
         directory = stack.enter_context(TemporaryDirectory(prefix="mczmq-bench-", dir="/dev/shm"))
         self.segment = Segment.create(directory, "bench", FAR, self._layout, blocks, 1)
         stack.callback(self.segment.close)
@@ -69,6 +69,11 @@ class Host:
         for block, ref in enumerate(refs):
             load = (self.segment, BlockLoad(block, ref, 0, layers.stop, tokens), layers)
             assert isinstance(load_blocks([load], self._target)[0], list), "a block did not verify"
+
+    def check(self, refs: list[SlotRef]) -> None:
+        """Check that all blocks have been loaded: the other sequence, which held other KV, is stored as the same bytes."""
+        self._source, self._target = self._target, self._source
+        assert [ref.checksum for ref in self.put()] == [ref.checksum for ref in refs], "a block was not loaded"
 
 
 def pool_rows(blocks: int, rounds: int, progress: Progress) -> Iterator[Row]:
@@ -94,6 +99,8 @@ def pool_rows(blocks: int, rounds: int, progress: Progress) -> Iterator[Row]:
                 between = time.perf_counter()
                 host.get(refs)
                 ended = time.perf_counter()
+                if not number:
+                    host.check(refs)
                 seconds = {"put": between - began, "get": ended - between, "fetch": fetches[name].fetch_s(theirs)}
                 for way, steps in WAYS.items():
                     took.setdefault((way, name), []).append(sum(seconds[step] for step in steps))

@@ -50,11 +50,11 @@ def _side(make: NewSequence, layout: BlockLayout, blocks: int) -> tuple[Sequence
     return sequence, [(layer, block * tokens, tokens, room[block, layer]) for block, layer in places]
 
 
-def filled(make: NewSequence, blocks: int) -> SequenceKV:
+def filled(make: NewSequence, blocks: int, seed: int = 1) -> SequenceKV:
     """Return a sequence of the default model's shape with so many blocks of random KV."""
     tokens, shape = blocks * LAYOUT.block_tokens, (LAYOUT.kv_heads, LAYOUT.head_dim)
     sequence = make(layers=LAYOUT.layers, kv_heads=shape[0], head_dim=shape[1], capacity_tokens=tokens)
-    keys, values = np.random.default_rng(1).standard_normal((2, tokens, *shape), np.float32)
+    keys, values = np.random.default_rng(seed).standard_normal((2, tokens, *shape), np.float32)
     for layer in range(LAYOUT.layers):
         sequence.store(layer, 0, keys, values)
     return sequence

@@ -5,6 +5,7 @@ pinned host memory, or within the GPU's. The engine stands beside the GPU's own 
 compared with the CPU's and every block's bytes with those that were written before anything is timed.
 """
 
+import hashlib
 import os
 import socket
 import sys
@@ -117,15 +118,18 @@ class _Ways:
         """Load blocks as a prefill loads a prefix, or a decode a computed prompt."""
         load_all(self.room, segment, verify=verify)
 
-    def check(self, what: str) -> None:
-        """Check that the loaded bytes are the computed ones."""
-        parts = [np.empty(self.layout.part_shape, np.float32) for _ in range(2)]
-        for start in range(0, BLOCKS * BLOCK_TOKENS, BLOCK_TOKENS):
-            for layer in range(self.layout.layers):
-                for sequence, part in zip((self.computed, self.room), parts, strict=True):
-                    sequence.read_part(layer, start, start + BLOCK_TOKENS, part)
-                if not np.array_equal(parts[0], parts[1]):
-                    raise ValueError(f"tokens from {start} in layer {layer} are not what was computed: {what}")
+    def compare(self, neighbour: Peer) -> None:
+        """Take each way once, into memory that holds something else, and compare. Raises ValueError."""
+        computed = digest(self.computed, self.layout)
+        for what, segment in (("slab", self.slab), ("pool", self.pool)):
+            for verify in (True, False):
+                blank(self.room, self.layout)
+                self.load(segment, verify=verify)
+                if digest(self.room, self.layout) != computed:
+                    raise ValueError(f"the {what}'s blocks are not what was computed")
+        for way, options in (("load", {"verify": True}), ("load", {"verify": False}), ("fetch", {}), ("receive", {})):
+            if neighbour.ask("digest", way=way, **options)["digest"] != computed:
+                raise ValueError(f"the neighbour's blocks are not what was computed: {way}")
 
 
 def _block_rows(cuda: Cuda, layout: BlockLayout, bench: GpuBench, progress: Progress) -> list[Row]:
@@ -134,12 +138,9 @@ def _block_rows(cuda: Cuda, layout: BlockLayout, bench: GpuBench, progress: Prog
         ways = _open_ways(cuda, layout, stack)
         progress(f"{BLOCKS} blocks of {layout.block_bytes >> 10} KiB, in {layout.layers} parts: each way once, compared")
         ways.store()
-        ways.load(ways.slab, verify=True)
-        ways.check("from the slab")
         ways.put()
-        ways.load(ways.pool, verify=True)
-        ways.check("from the pool")
         neighbour = stack.enter_context(_neighbour(ways, stack))
+        ways.compare(neighbour)
         sides = _bare_copies(cuda, BLOCKS * layout.block_bytes) | {
             "store": lambda: _timed(ways.store),
             "put": lambda: _timed(ways.put),
@@ -193,6 +194,27 @@ def new_sequence(cuda: Cuda, layout: BlockLayout) -> DeviceSequence:
     """Return a sequence with room for every block."""
     shape = {"layers": layout.layers, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim}
     return DeviceSequence(cuda, **shape, capacity_tokens=BLOCKS * BLOCK_TOKENS)
+
+
+def _each_part(layout: BlockLayout) -> Iterator[tuple[int, int]]:
+    return ((layer, block * BLOCK_TOKENS) for block in range(BLOCKS) for layer in range(layout.layers))
+
+
+def blank(sequence: DeviceSequence, layout: BlockLayout) -> None:
+    """Fill a sequence with zeros."""
+    part = np.zeros(layout.part_shape, np.float32)
+    for layer, start in _each_part(layout):
+        sequence.write_part(layer, start, part)
+    sequence.settle()
+
+
+def digest(sequence: DeviceSequence, layout: BlockLayout) -> str:
+    """Return the digest of a sequence's KV as its blocks' bytes lie one after the other."""
+    found, part = hashlib.sha256(), np.empty(layout.part_shape, np.float32)
+    for layer, start in _each_part(layout):
+        sequence.read_part(layer, start, start + BLOCK_TOKENS, part)
+        found.update(part.tobytes())
+    return found.hexdigest()
 
 
 def load_all(sequence: DeviceSequence, segment: Segment, *, verify: bool) -> None:

@@ -5,13 +5,14 @@ Its argument is a JSON object: the slab's place and the data server's endpoint. 
 request; see `bench.others.peers`.
 """
 
+import hashlib
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from mooncake_zmq.bench.block_fetch import BareStream, BlockFetch
-from mooncake_zmq.bench.gpu import BLOCK_TOKENS, INCARNATION, NODE, load_all, new_sequence, references
+from mooncake_zmq.bench.gpu import BLOCK_TOKENS, INCARNATION, NODE, blank, digest, load_all, new_sequence, references
 from mooncake_zmq.bench.keys_driver import fail
 from mooncake_zmq.kv.layout import BlockLayout
 from mooncake_zmq.transfer.cuda import Cuda, DeviceSegment
@@ -38,13 +39,22 @@ def main(arguments: Sequence[str]) -> None:
         "fetch": lambda: fetch.fetch_s(references(slab)),
         "receive": lambda: bare.fetch_s(fetch.memory),
     }
+
+    def digest_of(way: str, **options: bool) -> str:
+        """Take a way into memory that holds something else; return the digest of what came."""
+        blank(sequence, layout)
+        fetch.memory[:] = bytes(len(fetch.memory))
+        ways[way](**options)
+        return digest(sequence, layout) if way == "load" else hashlib.sha256(fetch.memory).hexdigest()
+
     _answer({})
     for line in sys.stdin:
         asked = json.loads(line)
-        _answer({"s": ways[asked.pop("do")](**asked)})
+        do = asked.pop("do")
+        _answer({"digest": digest_of(**asked)} if do == "digest" else {"s": ways[do](**asked)})
 
 
-def _answer(answer: dict[str, float]) -> None:
+def _answer(answer: dict[str, float] | dict[str, str]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

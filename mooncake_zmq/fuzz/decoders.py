@@ -3,6 +3,7 @@
 Files are read where nothing is written to a disk. Every decoder here must be deterministic: an input alone decides.
 """
 
+import ctypes
 import gzip
 import json
 import os
@@ -15,7 +16,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import gguf
 import msgpack
 import numpy as np
 
@@ -27,10 +27,10 @@ from mooncake_zmq.core.session import Session, SessionSettings
 from mooncake_zmq.core.work import DiskBlock, Embed
 from mooncake_zmq.engine import card
 from mooncake_zmq.engine.errors import ModelError
-from mooncake_zmq.engine.sources.gguf_file import GgufSource
 from mooncake_zmq.engine.sources.safetensors_file import SafetensorsFile
 from mooncake_zmq.engine.tokenizer import byte_tokenizer
 from mooncake_zmq.engine.toy import TOY_SPEC
+from mooncake_zmq.fuzz import model_files
 from mooncake_zmq.fuzz.examination import IN_MEMORY, Decoder
 from mooncake_zmq.fuzz.samples import samples
 from mooncake_zmq.gateway.anthropic import messages as anthropic_messages
@@ -52,11 +52,12 @@ from mooncake_zmq.laboratory.traces import read_trace
 from mooncake_zmq.pool.ssd import disk
 from mooncake_zmq.pool.ssd.disk_index import DiskIndex, IndexFault, IndexUnusable
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
+from mooncake_zmq.runtime.derender import what_was_read
 from mooncake_zmq.runtime.embedding import vectors_in
-from mooncake_zmq.runtime.generation import Answer, EventLines
+from mooncake_zmq.runtime.generation import Answer, EventLines, listed_in, prompt_scores
 from mooncake_zmq.runtime.rendering import what_was_written
 from mooncake_zmq.runtime.vllm_answers import Nonsense
-from mooncake_zmq.store import protocol, stream_messages
+from mooncake_zmq.store import protocol, stream_messages, tensors
 from mooncake_zmq.transfer import block_messages, partials, segment_file, shared_memory
 from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer
 from mooncake_zmq.transfer.segment_file import SharedMemoryError
@@ -295,31 +296,6 @@ def _segment_seeds() -> list[bytes]:
     return [_segment()[:PAGE_BYTES].rstrip(b"\0")]
 
 
-def _gguf_seeds() -> list[bytes]:
-    path = _directory() / "seed.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(8)
-    writer.add_feed_forward_length(8)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["a", "b"])
-    shapes = {"token_embd": (2, 8), "output_norm": (8,), "blk.0.attn_norm": (8,), "blk.0.attn_q": (8, 8)}
-    shapes |= {"blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.attn_output": (8, 8), "blk.0.ffn_norm": (8,)}
-    shapes |= {"blk.0.ffn_gate": (8, 8), "blk.0.ffn_up": (8, 8), "blk.0.ffn_down": (8, 8)}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return [path.read_bytes()]
-
-
 def _safetensors_seeds() -> list[bytes]:
     tensors = {"__metadata__": {}, "a.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
     header = json.dumps(tensors).encode()
@@ -397,6 +373,17 @@ def _of_stores() -> Iterable[Decoder]:
     }
     for name, (read, kind) in kinds.items():
         yield Decoder(name=name, read=read, refusals=refused, seeds=_drawn(kind))
+    yield Decoder(
+        name="store-tensor",
+        read=lambda raw: tensors.decode(bytearray(raw)),
+        refusals=(tensors.NotATensor,),
+        seeds=lambda: [_tensor(np.zeros(shape, dtype)) for shape, dtype in (((2, 3), "f4"), ((0, 3), "i1"), ((), "?"))],
+    )
+
+
+def _tensor(array: Any) -> bytes:
+    encoded = tensors.Encoded(array)
+    return b"".join(ctypes.string_at(address, size) for address, size in encoded.spans)
 
 
 def _of_people() -> Iterable[Decoder]:
@@ -504,7 +491,9 @@ def _of_files() -> Iterable[Decoder]:
     yield _file("trace-lines", read_trace, study, lambda: [_JSON_LINES], ".jsonl")
     yield _file("trace-csv", read_trace, study, lambda: [_AZURE, _BURST], ".csv")
     yield _file("trace-gz", read_trace, study, lambda: [gzip.compress(_JSON_LINES, mtime=0)], ".jsonl.gz")
-    yield _file("gguf", GgufSource, model, _gguf_seeds, ".gguf", max_bytes=16_384)
+    yield _file("gguf", model_files.read_gguf, model, lambda: model_files.gguf_seeds(_directory()), ".gguf", max_bytes=16_384)
+    yield _file("tokenizer-json", model_files.read_tokenizer, model, model_files.tokenizer_seeds, ".json", max_bytes=16_384)
+    yield _file("config-json", model_files.read_config, model, model_files.config_seeds, ".json")
     yield _file("safetensors", SafetensorsFile, model, _safetensors_seeds, ".safetensors")
     yield _file("model-card", card.read, model, _card_seeds, ".json")
     yield Decoder(name="profile", read=profile.decode, refusals=(profile.ProfileError,), seeds=_profile_seeds)
@@ -527,12 +516,31 @@ _VLLM_CHAT = json.dumps(
         "features": {"mm_hashes": {"image": ["ab" * 32]}, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}},
     }
 ).encode()
+_CALL = {"index": 0, "id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+_READ = {"reasoning": "r", "content": "c", "tool_calls": [_CALL]}
+_VLLM_READ = [
+    json.dumps({"choices": [{"message": _READ}]}).encode(),
+    json.dumps({"chunk": {"choices": [{"delta": _READ}]}, "stream_state": {"a": 1}}).encode(),
+]
+_VLLM_MODELS = json.dumps({"data": [{"id": "m", "parent": None}, {"id": "a", "parent": "m"}]}).encode()
+_VLLM_SCORES = json.dumps(
+    {"prompt_logprobs": [None, *({str(token): {"logprob": -1.5}, "7": {"logprob": -2}} for token in (2, 3))]}
+).encode()
 _VLLM_VECTORS = json.dumps({"data": [{"index": index, "embedding": "AACAPwAAAEA="} for index in (1, 0)]}).encode()
 
 
 def _of_vllm() -> Iterable[Decoder]:
     yield Decoder(name="kv-events", read=_mirrored, refusals=(EventError,), seeds=lambda: [_KV_EVENTS, _KV_EVENTS_ARRAYS])
     yield Decoder(name="vllm-answer", read=_answered, refusals=(Nonsense,), seeds=lambda: [_VLLM_ANSWER])
+    yield Decoder(name="vllm-read", read=what_was_read, refusals=(Nonsense,), seeds=lambda: _VLLM_READ)
+    yield Decoder(name="vllm-models", read=partial(listed_in, 200), seeds=lambda: [_VLLM_MODELS])
+    prompt = pack_tokens([1, 2, 3])
+    yield Decoder(
+        name="vllm-scores",
+        read=lambda raw: prompt_scores(raw, prompt, 2),
+        refusals=(Nonsense,),
+        seeds=lambda: [_VLLM_SCORES],
+    )
     yield Decoder(name="vllm-chat", read=what_was_written, refusals=(Nonsense,), seeds=lambda: [_VLLM_CHAT])
     texts = Embed(pack_tokens([1, 2, 3]), Embedding((1, 2)), KEY)
     yield Decoder(
@@ -541,9 +549,11 @@ def _of_vllm() -> Iterable[Decoder]:
 
 
 def _mirrored(raw: bytes) -> None:
+    """Apply a batch to a mirror that has blocks, and once more."""
     mirror = Mirror(LAYOUT.block_tokens, 64, root_of_salt)
-    mirror.apply(decode_batch(raw).events)
-    mirror.check()
+    for batch in (_KV_EVENTS_ARRAYS, raw, raw):
+        mirror.apply(decode_batch(batch).events)
+        mirror.check()
 
 
 def _answered(raw: bytes) -> Answer:

@@ -22,7 +22,7 @@ ALIGNMENT_BYTES = 64
 MAX_DIMENSIONS = 32
 _FIXED = struct.Struct("<8s5sBH16s")
 """Magic, library, dimensions, bytes of the header, dtype; the shape follows, as int64."""
-_DTYPE = re.compile(r"[<>|]?[a-z]{1,10}[0-9]{0,3}")
+_DTYPE = re.compile(r"[<>|]?[b-z][a-z]{0,9}[0-9]{0,3}")
 _NUMPY_KINDS = "biufc"
 """Booleans, whole, real and complex numbers: elements that are their bytes."""
 

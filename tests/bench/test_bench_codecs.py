@@ -1,6 +1,7 @@
 """`bench codecs` at toy size, and what it compares with: each other way keeps what it says it keeps."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from mooncake_zmq.bench.codec_baselines import SINKS, Baseline, adjacent_cosines, baselines, kept_tokens
-from mooncake_zmq.bench.codec_pool import WAYS
+from mooncake_zmq.bench.codec_pool import WAYS, Host
 from mooncake_zmq.bench.codec_pruning import BY_PROMPT, FIXED, KEYS_ALONE, LAST, Pruning, left_out, mean_squares, prunings
 from mooncake_zmq.bench.codecs import BESIDE
 from mooncake_zmq.bench.command import bench
@@ -17,7 +18,7 @@ from mooncake_zmq.bench.quality import prepared_model
 from mooncake_zmq.engine.blend import read_kv
 from mooncake_zmq.engine.codecs import rotated, rounded
 from mooncake_zmq.engine.weights import open_model
-from mooncake_zmq.kv.codec import CODECS
+from mooncake_zmq.kv.codec import CODECS, EXACT
 
 KEYS, VALUES = np.random.default_rng(4).standard_normal((2, 6, 96, 2, 64), dtype=np.float32)
 OTHERS = {each.name: each for each in baselines(64, 6, 96, 4.25)}
@@ -53,6 +54,18 @@ def test_each_codec_and_each_other_way_has_its_row() -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("codec", [EXACT, *CODECS])
+def test_blocks_that_are_not_loaded_are_noticed(codec: str) -> None:
+    with ExitStack() as stack:
+        host = Host(codec, 2, stack)
+        refs = host.put()
+        host.get(refs)
+        host.check(refs)
+        unloaded = Host(codec, 2, stack)
+        with pytest.raises(AssertionError, match="not loaded"):
+            unloaded.check(unloaded.put())
+
+
 def test_over_a_link_two_clusters_answer_the_same_prompts() -> None:
     report = run("--model", "dummy:tiny", "--linked-tokens", "64", "--rounds", "1", "--only", "link")
     (row,) = report["rows"]
