@@ -301,8 +301,11 @@ class Request:
         for token in tokens:
             if token >= self.tokens_end:
                 return False
-        ids = [token for _, likeliest in logprobs for token, _ in likeliest] if logprobs else []
-        return max(ids, default=0) < self.tokens_end
+        for _, likeliest in logprobs:
+            for token, _ in likeliest:
+                if token >= self.tokens_end:
+                    return False
+        return True
 
     def fits_prompt(self, message: PromptScored | TextsEmbedded) -> bool:
         """Return whether these probabilities are of the prompt's tokens and leave none out, or these vectors of its texts."""
