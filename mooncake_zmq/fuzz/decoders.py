@@ -54,9 +54,9 @@ from mooncake_zmq.pool.ssd.disk_index import DiskIndex, IndexFault, IndexUnusabl
 from mooncake_zmq.pool.ssd.object_index import ObjectIndex
 from mooncake_zmq.runtime.derender import what_was_read
 from mooncake_zmq.runtime.embedding import vectors_in
-from mooncake_zmq.runtime.generation import Answer, EventLines, listed_in, prompt_scores
+from mooncake_zmq.runtime.generation import Answer, EventLines, prompt_scores
 from mooncake_zmq.runtime.rendering import what_was_written
-from mooncake_zmq.runtime.vllm_answers import Nonsense
+from mooncake_zmq.runtime.vllm_answers import Nonsense, models_in
 from mooncake_zmq.store import protocol, stream_messages, tensors
 from mooncake_zmq.transfer import block_messages, partials, segment_file, shared_memory
 from mooncake_zmq.transfer.sealing import Broken, Opener, Sealer
@@ -533,7 +533,7 @@ def _of_vllm() -> Iterable[Decoder]:
     yield Decoder(name="kv-events", read=_mirrored, refusals=(EventError,), seeds=lambda: [_KV_EVENTS, _KV_EVENTS_ARRAYS])
     yield Decoder(name="vllm-answer", read=_answered, refusals=(Nonsense,), seeds=lambda: [_VLLM_ANSWER])
     yield Decoder(name="vllm-read", read=what_was_read, refusals=(Nonsense,), seeds=lambda: _VLLM_READ)
-    yield Decoder(name="vllm-models", read=partial(listed_in, 200), seeds=lambda: [_VLLM_MODELS])
+    yield Decoder(name="vllm-models", read=partial(models_in, 200), seeds=lambda: [_VLLM_MODELS])
     prompt = pack_tokens([1, 2, 3])
     yield Decoder(
         name="vllm-scores",
