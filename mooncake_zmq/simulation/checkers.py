@@ -222,15 +222,11 @@ class Checkers:
 
     def _slab_announced(self, me: IncarnationId, actor: Any, effects: Sequence[Effect]) -> None:
         """Check I1 and I5: the blocks that a prefill announces stand in its slab, and have the contents of their keys."""
-        for effect in effects:
-            if not (isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced)):
-                continue
-            self._announced(me[0], effect.message.stored)
-            segment = self._watched.segments[me]
-            for key in effect.message.stored:
-                slot = actor.slots.committed(key)
-                if slot not in segment.flipped and segment.block(slot) != self._blocks.get(key):
-                    raise Violation("I1", f"{me[0]} announces {key.hex()} in slot {slot}, which holds something else")
+        segment = self._watched.segments[me]
+        for key in self._announced(me[0], effects):
+            slot = actor.slots.committed(key)
+            if slot not in segment.flipped and segment.block(slot) != self._blocks.get(key):
+                raise Violation("I1", f"{me[0]} announces {key.hex()} in slot {slot}, which holds something else")
 
     def _gateway_did(self, event: Event, effects: Sequence[Effect]) -> None:
         """Check I3: what an attempt that was given up still sends reaches no client."""
@@ -303,6 +299,7 @@ class Checkers:
 
     def _pool_said(self, me: IncarnationId, pool: _Pool, event: Event, effects: Sequence[Effect]) -> None:
         segment = self._watched.segments[me]
+        self._announced(me[0], effects)
         for effect in effects:
             match effect:
                 case Fence(changes):
@@ -313,8 +310,6 @@ class Checkers:
                     self._renewed(pool, self._incarnation_of(pool, to), lease_id, event)
                 case Send(to, SlotsReserved() as reserved):
                     self._reserved(pool, self._incarnation_of(pool, to), event, reserved)
-                case Send(_, BlocksAnnounced(stored=stored)):
-                    self._announced(me[0], stored)
                 case Publish(events):
                     self._published(me[0], [each for each in events if isinstance(each, BlocksStored)])
 
@@ -372,13 +367,19 @@ class Checkers:
     def _commit(self, pool: _Pool, writer: IncarnationId, commit: CommitSlots) -> None:
         pool.puts.pop((writer, commit.put_id), None)
 
-    def _announced(self, name: str, stored: Sequence[Key]) -> None:
-        """Check I5: a cache-node or prefill announces only blocks that it holds."""
-        holds = getattr(self._actors.get(name), "holds", None)
-        if holds is not None:
-            for key in stored:
-                if not holds(key):
-                    raise Violation("I5", f"{name} announces {key.hex()}, which it does not hold")
+    def _announced(self, name: str, effects: Sequence[Effect]) -> list[Key]:
+        """Check I5: a cache-node or prefill announces only blocks that it holds, or that leave it in the same turn and are
+        announced to the same conductor as gone thereafter. Return those that it holds."""
+        holds, held, gone = self._actors[name].holds, list[Key](), set[tuple[str, Key]]()
+        for effect in reversed(effects):
+            if isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced):
+                stays = [key for key in effect.message.stored if (effect.to, key) not in gone]
+                gone.update((effect.to, key) for key in effect.message.removed)
+                for key in stays:
+                    if not holds(key):
+                        raise Violation("I5", f"{name} announces {key.hex()}, which it does not hold")
+                held += stays
+        return held
 
     def _published(self, name: str, events: Sequence[BlocksStored]) -> None:
         """Check I5: the key of a block in a KV event is the hash of the tokens there, wherever the copy came from."""
