@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from mooncake_zmq.runtime.lifecycle import PARENT_VARIABLE, follow_parent, make_
 from mooncake_zmq.runtime.listening import PortInUse, claim
 from mooncake_zmq.runtime.mistakes import MISTAKES
 from mooncake_zmq.runtime.process import BAD_INPUT
-from mooncake_zmq.runtime.vllm_server import check_python, server_command
+from mooncake_zmq.runtime.vllm_server import check_python, cpu_shares, server_command
 from mooncake_zmq.telemetry import log_file
 from mooncake_zmq.transfer.own_files import make_own_directory, open_own, own_files
 from mooncake_zmq.transfer.process_lock import ProcessLock, holder, is_alive
@@ -70,6 +70,8 @@ class _Child:
     starts: int = 0
     server: tuple[str, ...] = ()
     """The command line of a vLLM, if this is one and not the node beside it."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its environment beside those of all children."""
 
     @property
     def name(self) -> str:
@@ -266,10 +268,11 @@ class Up:
         if self._vllm_python is None:
             return []
         children, nodes = [], self.config.of_role("vllm")
-        for node in nodes:
+        shares = cpu_shares([self.loaded.section(node) for node in nodes])
+        for node, variables in zip(nodes, shares, strict=True):
             config, section = self.loaded.of(node).config, self.loaded.section(node)
             command = server_command(self._vllm_python, config, section, node.host, servers=len(nodes))
-            children.append(_Child(node, logs / f"{node.name}.server.log", server=tuple(command)))
+            children.append(_Child(node, logs / f"{node.name}.server.log", server=tuple(command), variables=variables))
         return children
 
     def _is_complete(self) -> bool:
@@ -304,7 +307,7 @@ class Up:
         return {**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
     def _spawn(self, child: _Child) -> None:
-        environment = self._environment() | {log_file.VARIABLE: str(child.log)}
+        environment = {**self._environment(), log_file.VARIABLE: str(child.log), **child.variables}
         own = [sys.executable, "-m", "mooncake_zmq", *self._command(child)]
         with open(open_own(child.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             # A session of its own: Ctrl-C reaches only this process, which then drains the children in order. And Linux shares

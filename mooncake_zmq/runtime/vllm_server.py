@@ -1,8 +1,10 @@
 """Checks of a node's vLLM server before the node serves: that it is up, accepts tokens, and takes requests of the
 deployment's length. The node waits for a server that is still loading; an operator's mistake ends it with one line."""
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +39,9 @@ POOLING = "--runner pooling"
 """The option with which vLLM embeds texts."""
 REUSE_REPORTED = "--enable-prompt-tokens-details"
 """The flag with which vLLM reports what it reused."""
+CPUS = "VLLM_CPU_OMP_THREADS_BIND"
+"""The variable with the CPUs of a vLLM that computes on them; others do not read it."""
+RANKS = re.compile(r"--(tensor|pipeline|data)-parallel-size|-[tpd]p\b")
 HERE = ("127.0.0.1", "localhost", "::1")
 SHAPE = ("architectures", "hidden_size", "num_hidden_layers", "vocab_size")
 """Settings in a model's config.json by which a server with another model on this machine is recognized."""
@@ -179,6 +184,18 @@ def server_command(python: str, config: Config, settings: VllmSettings, host: st
     arguments = [str(part) for name, value in options.items() for part in (name, value)]
     flags = [SCALE_OUT, REUSE_REPORTED]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags, *settings.serve_arguments]
+
+
+def cpu_shares(servers: Sequence[VllmSettings]) -> list[dict[str, str]]:
+    """Return for each server of one machine the variable that gives it CPUs of its own where it computes on CPUs. By default
+    each computes on all, and waits for threads that others keep from running: two on two CPUs are tens of times as slow.
+    Nothing where the user has set it, where there are fewer CPUs than servers, and where one has several ranks."""
+    cpus, count = sorted(os.sched_getaffinity(0)), len(servers)
+    ranks = any(RANKS.match(each) for server in servers for each in server.serve_arguments)
+    if count < 2 or count > len(cpus) or ranks or CPUS in os.environ:
+        return [{} for _ in servers]
+    bounds = [len(cpus) * index // count for index in range(count + 1)]
+    return [{CPUS: ",".join(map(str, cpus[start:stop]))} for start, stop in itertools.pairwise(bounds)]
 
 
 def events_option(endpoint: str, **more: Any) -> dict[str, str]:

@@ -14,7 +14,7 @@ from mooncake_zmq.config.summary import summary
 from mooncake_zmq.config.warnings import warnings
 from mooncake_zmq.operate.up import Up
 from mooncake_zmq.runtime.mistakes import ServerError
-from mooncake_zmq.runtime.vllm_server import check_python, server_command
+from mooncake_zmq.runtime.vllm_server import CPUS, check_python, cpu_shares, server_command
 from mooncake_zmq.vllm_node.settings import VllmSettings
 
 CONFIG = Path(__file__).parents[2] / "configs/vllm.toml"
@@ -171,3 +171,27 @@ def test_a_part_that_is_missing_is_warned_of(tmp_path: Path, old: str, new: str,
     path.write_text(APART.read_text().replace(old, new))
     assert [text for text in warnings(load(path, {}, {})) if said in text]
     assert not [text for text in warnings(load(APART, {}, {})) if said in text]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "arguments", "shares"),
+    [
+        ({0, 1}, [(), ()], ["0", "1"]),
+        ({2, 3, 5, 7, 11}, [(), ()], ["2,3", "5,7,11"]),
+        ({0, 1}, [()], None),
+        ({0, 1}, [(), (), ()], None),
+        (set(range(8)), [("--tensor-parallel-size", "2"), ()], None),
+        (set(range(8)), [("-tp=2",), ()], None),
+    ],
+)
+def test_servers_of_one_machine_have_cpus_of_their_own_if_there_are_enough(monkeypatch, cpus, arguments, shares):
+    monkeypatch.delenv(CPUS, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: cpus)
+    found = cpu_shares([VllmSettings(serve_arguments=each) for each in arguments])
+    assert found == ([{CPUS: each} for each in shares] if shares else [{} for _ in arguments])
+
+
+def test_cpus_that_the_user_chose_for_vllm_stay(monkeypatch):
+    monkeypatch.setenv(CPUS, "nobind")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert cpu_shares([VllmSettings(), VllmSettings()]) == [{}, {}]
