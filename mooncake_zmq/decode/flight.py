@@ -19,6 +19,8 @@ class Step:
     steps: int
     context: int
     """Tokens of KV that the first step reads."""
+    begins_choice: bool = False
+    """Whether a member chooses for the first time what it attends to: a copy of its KV is made first, in the step's time."""
     cancelled: bool = False
 
 

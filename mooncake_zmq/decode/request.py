@@ -292,11 +292,14 @@ class Request:
         self.is_exact = False
         del self.keys[blocks:]
 
-    def select(self) -> Selection | None:
-        """Return how its next step chooses what it attends to; None: it attends to all, as they are few."""
+    def select(self, *, may_begin: bool) -> Selection | None:
+        """Return how its next step chooses what it attends to; None: it attends to all, as they are few, or as it would choose
+        for the first time, which `may_begin` allows."""
         if self.selection is None or self.context <= SINKS + RECENT + self.selection.tokens:
             return None
         if not self.selected:
+            if not may_begin:
+                return None
             self.selected = True
             self.keep_exact(len(self.keys))
         return self.selection

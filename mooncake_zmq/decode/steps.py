@@ -135,17 +135,20 @@ class Steps:
         if hold_s > LEAST_HOLD_S:
             return [*effects, SetTimer(JOIN, hold_s)]
         steps = self._run_length(members)
-        entries = []
+        entries, begins_choice = [], False
         for request in members:
             self._requests.move(request, STEP_BEGAN)
             request.stepped_at = request.stepped_at or now
             request.in_flight += 1
             sampling = request.request.sampling
             wait_s = mask_s(self._flight.step_s, constrained=bool(sampling.constraint), was_late=request.was_late)
-            entries.append(StepEntry(request.sequence, request.last, request.position, sampling, wait_s, request.select()))
+            # One copy a step: those of many choices of a prompt would stop all answers for as long as all of them take.
+            chose, choice = request.selected, request.select(may_begin=not begins_choice)
+            begins_choice = begins_choice or request.selected and not chose
+            entries.append(StepEntry(request.sequence, request.last, request.position, sampling, wait_s, choice))
         self._counts.add("steps_sat_out", len(self._sitting_out))
         work_id = self._ids.new()
-        self._flight.begin(Step(work_id, members, steps, sum([request.context for request in members])))
+        self._flight.begin(Step(work_id, members, steps, sum([request.context for request in members]), begins_choice))
         return [*effects, Start(work_id, DecodeStep(tuple(entries), steps), self._settings.step_deadline_s)]
 
     def _hold_s(self, now: float) -> float:
@@ -253,9 +256,12 @@ class Steps:
         return self._sent(batches) + effects
 
     def _measure(self, now: float, step: Step, result: StepDecoded) -> None:
-        """Record the time of a work; each step of a run reads one more token of KV for each member than the one before."""
+        """Record the time of a work; each step of a run reads one more token of KV for each member than the one before. Of one
+        that a copy made longer nothing follows for others."""
         made, batch = len(result.tokens), len(step.members)
         self._counts.add("steps", made)
+        if step.begins_choice:
+            return
         self._flight.measure(result.elapsed_s, made)
         context = step.context + batch * (made - 1) / 2
         self._speed.add(now, result.elapsed_s, made * self._costs.step_s(batch, context))

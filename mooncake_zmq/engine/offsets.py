@@ -29,6 +29,11 @@ a step of 8 bits, where half a step would do, and 2**-13 of the 127 steps that g
 rotation 64 such errors make 8 times as much: 2**-8 of a step, and 2**-10 of the 7.5 steps that give the scale of 4 bits."""
 
 
+MOST_POWER = 6
+"""log2 of the largest divisor and of the inverse of the smallest one. A pair of channels without weights, whose keys are the
+bias alone, would have 0, and the rounding error of a sum divided by that would drown its head."""
+
+
 class Offsets:
     """The offsets of all layers."""
 
@@ -90,5 +95,6 @@ def divisors_of(spec: ModelSpec, tensors: Mapping[str, Any], layer: int) -> Floa
     queries = squares[:query].reshape(spec.kv_heads, -1, spec.head_dim // 2, 2).sum(axis=(1, 3))
     keys = squares[query : query + kv].reshape(spec.kv_heads, -1, 2).sum(axis=2)
     powers = np.log2(np.maximum(keys, 1e-30) / np.maximum(queries, 1e-30)) / 4
+    powers = np.clip(powers - np.median(powers, axis=1, keepdims=True), -MOST_POWER, MOST_POWER)
     powers = np.round(4 * (powers - powers.mean(axis=1, keepdims=True))) / 4
     return np.repeat(np.exp2(powers).astype(np.float32), 2, axis=1)

@@ -105,6 +105,8 @@ class BlockLayout:
         text = f"v1 {self.layers} 2 {self.block_tokens} {self.kv_heads} {self.head_dim} {self.dtype}"
         if self.codec == EXACT:
             return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_CHARS]
-        text = f"{text} {self.codec} {CODES_VERSION}{' without offsets' if self.has_offsets else ''}"
+        text = f"{text} {self.codec} {CODES_VERSION}"
+        if self.has_offsets:
+            text += " without offsets, divided" if CODECS[self.codec].rotates_keys else " without offsets"
         digest = hashlib.sha256(text.encode()).hexdigest()
         return f"{self.codec}-{digest}"[:FINGERPRINT_CHARS]

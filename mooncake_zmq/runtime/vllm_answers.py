@@ -50,12 +50,18 @@ class Model(Struct, frozen=True):
 
 
 def models_in(status: int, raw: bytes | bytearray) -> list[Model] | None:
-    """Return what a server lists, but for names that are no text; None where its answer is no list of models."""
+    """Return what a server lists, but for names that are no text; None where its answer is no list of models. A field
+    of another type than ours says nothing."""
     try:
         listed = msgspec.json.decode(raw)["data"] if status == httpx.codes.OK else None
-        return None if listed is None else [msgspec.convert(each, Model) for each in listed if isinstance(each["id"], str)]
+        return None if listed is None else [_model(each) for each in listed if isinstance(each["id"], str)]
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _model(listed: Mapping[str, Any]) -> Model:
+    kinds = (("root", str), ("parent", str), ("max_model_len", int))
+    return Model(listed["id"], **{name: listed[name] for name, kind in kinds if isinstance(listed.get(name), kind)})
 
 
 class _Said(Struct, frozen=True):

@@ -158,9 +158,9 @@ def selected_kv_put() -> Replacements:
     """A decode keeps and offers what it decodes over few of many tokens as if that were exact."""
     select = decode_request.Request.select
 
-    def as_if_exact(self: decode_request.Request) -> Any:
+    def as_if_exact(self: decode_request.Request, *, may_begin: bool) -> Any:
         before = self.is_exact, list(self.keys)
-        choice = select(self)
+        choice = select(self, may_begin=may_begin)
         self.is_exact, self.keys[:] = before
         return choice
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,11 +28,16 @@ MAX_HEADER_BYTES = 100 << 20
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SETTINGS = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files that say how text and images become what the tensors compute."""
-BIASED = ("attention_bias", "qkv_bias", "use_qkv_bias")
-"""Fields of configurations that say so where they are true; Qwen2's have none."""
+BIASED = (
+    *("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "qkv_proj_bias", "add_bias_linear"),
+    *("use_bias", "enable_bias"),
+)
+"""Fields of configurations that say so where they are true."""
+BIASED_TYPES = ("qwen2", "qwen", "gpt2", "gpt_bigcode", "opt", "bloom", "phi", "gpt_neox")
+"""Types of models that have such biases without a field that says so."""
 KEY_BIAS = re.compile(r"\b(k_proj|qkv_proj|c_attn|query_key_value|wqkv|Wqkv|key)\.bias$")
-OTHERS = re.compile("vis|audio|image|encoder")
-"""Parts of the names of tensors that compute no KV of ours."""
+OTHERS = re.compile(r"vis|audio|image|(?<!transformer\.)encoder")
+"""Parts of the names of tensors that compute no KV of ours; ChatGLM names its decoder's layers transformer.encoder."""
 FROM_FILES = frozenset(
     (
         *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
@@ -73,16 +79,15 @@ def local_copy(name: str, revision: str | None = None, download_dir: str | None 
 
 def has_key_biases(model: Any, download_dir: str | None = None) -> bool:
     """Return whether the language model of vLLM's `ModelConfig` has biases of keys, by its configuration or by the names in its
-    safetensors files. Raises OSError."""
+    safetensors files. One that cannot be read says nothing."""
     config = model.hf_text_config
-    if str(getattr(config, "model_type", "")).startswith("qwen2") or any(
-        getattr(config, name, None) is True for name in BIASED
-    ):
+    kind = str(getattr(config, "model_type", ""))
+    if kind in BIASED_TYPES or kind.startswith("qwen2_") or any(getattr(config, name, None) is True for name in BIASED):
         return True
     place = local_copy(model.model, model.revision, download_dir)
     files = [] if place is None else [path for path in _weight_files(place) if path.suffix == ".safetensors"]
     for path in files:
-        with path.open("rb") as file:
+        with suppress(OSError), path.open("rb") as file:
             if any(KEY_BIAS.search(name) and not OTHERS.search(name) for name in _header(file, path.stat().st_size)[1]):
                 return True
     return False

@@ -124,6 +124,22 @@ def test_a_decode_attends_to_all_where_the_answer_must_be_exact_or_cannot_say_th
     assert len(put) > len(keys)
 
 
+def test_the_choices_of_a_prompt_begin_one_a_step_and_such_steps_are_not_measured():
+    node = Family(capacity_tokens=100 * B, max_requests=8, selection="quest", selection_tokens=CHOSEN)
+    node.reserve_three(LENGTH + 1, max_tokens=3 * B, approximate=True)
+    node.blocks("r")
+    node.pulled()
+    node.handoff_done("r", token=20)
+    node.forked()
+    choosing = []
+    while works := [work for work in node.works.values() if isinstance(work, DecodeStep)]:
+        choosing.append(sum(entry.selection is not None for entry in works[0].entries))
+        node.step(21 + len(choosing), elapsed_s=60.0 if len(choosing) <= 3 else 0.01)
+        node.put_all()
+    assert choosing[:5] == [1, 2, 3, 3, 3]
+    assert node.told().step.seconds < 1.0
+
+
 @pytest.mark.parametrize("loans", [{"borrow": True}, {"lend_tokens": 4}])
 def test_selection_is_for_kv_that_is_all_here(loans):
     with pytest.raises(ValueError, match="leave borrow and lend_tokens out"):

@@ -11,7 +11,7 @@ from mooncake_zmq.engine import weights
 from mooncake_zmq.engine.blend import read_kv
 from mooncake_zmq.engine.codecs import LEAST_EXPONENTS
 from mooncake_zmq.engine.coded_kv import CodedSequenceKV
-from mooncake_zmq.engine.offsets import Offsets, divisors_of, offsets_of
+from mooncake_zmq.engine.offsets import MOST_POWER, Offsets, divisors_of, offsets_of
 from mooncake_zmq.engine.prepare import prepare
 from mooncake_zmq.kv.codec import CODECS, Codec
 
@@ -115,6 +115,18 @@ def test_keys_of_4_bits_are_divided_by_what_makes_their_error_matter_least(tmp_p
     np.testing.assert_allclose(np.log2(after).mean(axis=1), 0, atol=0.15)
     assert offsets_of(spec, tensors, CODECS["int8"]).divisors is None  # type: ignore[union-attr]
     np.testing.assert_array_equal(offsets_of(spec, tensors, CODECS["int4"]).divisors[0, 0], before)  # type: ignore
+
+
+def test_channels_without_weights_have_divisors_within_bounds(tmp_path: Path) -> None:
+    """A pair of which the keys are the bias alone would have a divisor of 0, and drown its head in rounding errors."""
+    spec, tensors = weights._map_tensors(prepare('dummy:{"family": "qwen2"}', tmp_path))
+    rows = np.ones((spec.heads + 2 * spec.kv_heads) * spec.head_dim, np.float32)
+    rows[spec.heads * spec.head_dim + 4 :][:2] = 0.0
+    divisors = divisors_of(
+        spec, tensors | {"0.qkv": tensors["0.qkv"] * np.pad(rows, (0, -len(rows) % 64)).reshape(-1, 1, 64)}, 0
+    )
+    assert 2.0**-MOST_POWER <= divisors[0, 4] < divisors[0, 6] / 2
+    assert np.abs(np.log2(divisors)).max() < 2 * MOST_POWER
 
 
 def test_parts_that_are_loaded_elsewhere_are_read_as_they_were_computed(tmp_path: Path) -> None:

@@ -531,6 +531,9 @@ def test_a_model_of_a_hub_is_known_by_the_files_where_vllm_downloads_to(monkeypa
         ("vision_model.encoder.layers.0.self_attn.k_proj.bias", {}, False),
         ("t", {"attention_bias": True}, True),
         ("t", {"model_type": "qwen2_moe"}, True),
+        ("t", {"model_type": "gpt2"}, True),
+        ("t", {"model_type": "chatglm", "add_qkv_bias": True}, True),
+        ("transformer.encoder.layers.0.self_attention.query_key_value.bias", {}, True),
     ],
 )
 def test_biases_of_keys_are_found_by_names_of_tensors_or_the_configuration(tmp_path, tensor, config, expected):
@@ -540,7 +543,8 @@ def test_biases_of_keys_are_found_by_names_of_tensors_or_the_configuration(tmp_p
 
 def test_what_no_file_shows_has_no_biases_of_keys(tmp_path):
     (_model(tmp_path / "model", t=np.zeros(4)) / "model.safetensors").write_bytes(b"\xff" * 20)
-    for name in (tmp_path / "model", "nobody/no-such-model"):
+    (_model(tmp_path / "dangling", t=np.zeros(4)) / "consolidated.safetensors").symlink_to(tmp_path / "gone")
+    for name in (tmp_path / "model", tmp_path / "dangling", "nobody/no-such-model"):
         assert not has_key_biases(_of(name, hf_text_config=SimpleNamespace()))
 
 
