@@ -8,7 +8,6 @@ and the contents of the node's memory.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
@@ -200,11 +199,11 @@ class Balance:
             return {"node": node, "role": role, "happens": "nothing: that is its role"}, []
         if member.may_become != role:
             return {"error": f"{node} is a {member.role} and may not become a {role}: see may_become of nodes"}, []
-        by_name: Mapping[str, PrefillNode | DecodeNode]
-        by_name = self._prefills.by_name if member.role == "prefill" else self._decodes.by_name
-        if change is None and by_name[node].draining:
+        takes = [each.name for each in self._working(member.role)]
+        lends = [each.name for each in self._decodes.nodes if each.lends_only and not each.draining]
+        if change is None and node not in takes + lends:
             return {"error": f"{node} drains or is cordoned: it changes its role when it takes requests again"}, []
-        if not [each for each in self._working(member.role) if each.name != node]:
+        if not [each for each in takes if each != node]:
             return {"error": f"{node} is the only {member.role} that takes requests"}, []
         effects = [] if change is not None else self._begin(now, member, role)
         happens = f"finishes {self._left(member)} requests, takes no new ones, then becomes a {role}"
@@ -242,9 +241,8 @@ class Balance:
         before = self._mean or sample
         self._mean = [old + WEIGHT * (new - old) for old, new in zip(before, sample, strict=True)]
         working = len(self._working("prefill")) + len(self._working("decode"))
-        there = sum([not node.vllm for node in self._prefills.nodes]) + sum(
-            [not (node.vllm or node.lends_only) for node in self._decodes.nodes]
-        )
+        there = sum([not node.vllm for node in self._prefills.nodes])
+        there += sum([not (node.vllm or node.lends_only) for node in self._decodes.nodes])
         drains = working < there
         if self._change is not None or drains or now < self._quiet_until:
             self._lopsided.reset()
