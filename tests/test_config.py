@@ -827,3 +827,11 @@ def test_a_request_has_what_as_many_lend_as_may_be_named(write: Any) -> None:
     nodes = NODES + "".join(f'\n[[nodes]]\nname = "d{number}"\nrole = "decode"\n' for number in range(MAX_LENDERS + 3))
     loaded = load(write("[decode]\ncapacity_tokens = 96\nlend_tokens = 64\nborrow = true\n", nodes), {}, {})
     assert loaded.longest_request(1 << 20, 16) == 96 + 64 * MAX_LENDERS
+
+
+def test_decodes_that_all_only_lend_are_refused_and_one_that_does_not_even_lend_gets_a_warning(write: Any) -> None:
+    assert "x.toml: all decodes have max_batch = 0" in fails(write("[decode]\nmax_batch = 0\nlend_tokens = 64\n"))
+    idle = '\n[[nodes]]\nname = "l"\nrole = "decode"\n[nodes.settings]\nmax_batch = 0\n'
+    for more, warned in (("", True), ("lend_tokens = 64\n", False)):
+        loaded = load(write("[decode]\nborrow = true\n", NODES + idle + more), {}, {})
+        assert any("l: max_batch = 0 and lend_tokens = 0" in text for text in warnings(loaded)) == warned

@@ -199,9 +199,11 @@ class Balance:
             return {"node": node, "role": role, "happens": "nothing: that is its role"}, []
         if member.may_become != role:
             return {"error": f"{node} is a {member.role} and may not become a {role}: see may_become of nodes"}, []
-        if change is None and node not in [each.name for each in self._working(member.role)]:
+        takes = [each.name for each in self._working(member.role)]
+        lends = [each.name for each in self._decodes.nodes if each.lends_only and not each.draining]
+        if change is None and node not in takes + lends:
             return {"error": f"{node} drains or is cordoned: it changes its role when it takes requests again"}, []
-        if not [each for each in self._working(member.role) if each.name != node]:
+        if not [each for each in takes if each != node]:
             return {"error": f"{node} is the only {member.role} that takes requests"}, []
         effects = [] if change is not None else self._begin(now, member, role)
         happens = f"finishes {self._left(member)} requests, takes no new ones, then becomes a {role}"
@@ -239,7 +241,8 @@ class Balance:
         before = self._mean or sample
         self._mean = [old + WEIGHT * (new - old) for old, new in zip(before, sample, strict=True)]
         working = len(self._working("prefill")) + len(self._working("decode"))
-        there = sum([not node.vllm for node in self._prefills.nodes]) + sum([not node.vllm for node in self._decodes.nodes])
+        there = sum([not node.vllm for node in self._prefills.nodes])
+        there += sum([not (node.vllm or node.lends_only) for node in self._decodes.nodes])
         drains = working < there
         if self._change is not None or drains or now < self._quiet_until:
             self._lopsided.reset()
@@ -253,7 +256,7 @@ class Balance:
         settings, (work_s, tokens) = self._settings, self._typical
         queued_s = [node.queued_s(now) for node in self._prefills.nodes if not (node.draining or node.vllm)]
         waits = [(fmean(queued_s) + work_s) / settings.ttft_slo_s, fmean(map(bool, queued_s))] if queued_s else []
-        decodes = [node for node in self._decodes.nodes if not (node.draining or node.vllm)]
+        decodes = [node for node in self._decodes.nodes if not (node.closed or node.vllm)]
         if not decodes:
             return [*(waits or [0.0, 0.0]), 0.0, 0.0]
         typical = max(1.0, self._outputs.typical)
@@ -282,6 +285,7 @@ class Balance:
         if role == "decode":
             able.sort(key=lambda member: self._prefills.by_name[member.name].queued_s(now))
         else:
+            able = [member for member in able if not self._decodes.by_name[member.name].lends_only]
             able.sort(key=self._left)
         return able[0] if able else None
 
@@ -295,7 +299,7 @@ class Balance:
     def _working(self, role: str) -> list[PrefillNode] | list[DecodeNode]:
         if role == "prefill":
             return [node for node in self._prefills.nodes if not (node.draining or node.vllm)]
-        return [node for node in self._decodes.nodes if not (node.draining or node.vllm)]
+        return [node for node in self._decodes.nodes if not (node.closed or node.vllm)]
 
     # --- changing
 

@@ -218,8 +218,8 @@ class Batches:
         gap_s = joining.looked_at.get(node)
         if gap_s is None:
             left_tokens = _left_tokens(joining, node) if joining.tenant in node.tenants else 0.0
-            is_whole = not node.borrows or joining.tenant in node.tenants
-            fits = is_whole or joining.own_tokens <= node.own_tokens * joining.choices
+            is_whole = not node.borrows or joining.choices > 1 or joining.tenant in node.tenants
+            fits = is_whole or joining.own_tokens <= node.own_tokens
             roomy = fits and node.has_room(joining.need_tokens, joining.choices, left_tokens)
             if fits and not roomy and (joining.wait_s > 0 or node.coming):
                 roomy = node.will_have_room(
@@ -248,7 +248,7 @@ class Batches:
             return
         holders, late_s = joining.handover.holders(candidates.by_host)
         for node in holders:
-            if not node.draining:
+            if not node.closed:
                 self._look_at(joining, node)
         if late_s:
             joining.late_s = late_s / joining.longest
@@ -262,7 +262,7 @@ class Batches:
             if now - node.reported_at <= STALE_S:
                 joining.slack = (joining.at - node.reported_at) / joining.stay_tokens
                 break
-            if not node.draining:
+            if not node.closed:
                 self._look_at(joining, node)
 
     def _least(self, joining: Joining, candidates: Candidates, host: str, exclude: Collection[str]) -> DecodeNode | None:
@@ -333,7 +333,7 @@ class Batches:
     ) -> DecodeNode | None:
         tied: list[DecodeNode] = []
         for node in there:
-            if not node.draining and node.name not in exclude and self._look_at(joining, node) <= limit:
+            if not node.closed and node.name not in exclude and self._look_at(joining, node) <= limit:
                 tied.append(node)
         return _roomiest(tied) if tied else None
 

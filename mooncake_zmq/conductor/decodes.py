@@ -34,6 +34,7 @@ class DecodeNode:
         "held",
         "host",
         "lendable",
+        "lends_only",
         "load",
         "load_s",
         "max_batch",
@@ -91,6 +92,8 @@ class DecodeNode:
         """The free places in the batch, less those of requests that have yet to reserve theirs."""
         self.held = 0
         """The KV tokens in use."""
+        self.lends_only = False
+        """Whether it has no batch, by its last report, and so takes no request."""
         self.lendable = 0
         """The KV tokens that it lends, less those of such loans."""
         self.promised: dict[Booking, int] = {}
@@ -102,6 +105,11 @@ class DecodeNode:
         """The sequences of the requests in `coming`, with all choices."""
         self.tenants: dict[str, dict[Booking, None]] = {}
         """The placements of each named tenant that have not ended."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no new requests."""
+        return self.draining or self.lends_only
 
     def has_room(self, need_tokens: int, choices: int, left_tokens: float = 0.0) -> bool:
         """Return whether it has KV and a place for each choice of a request now, and so many tokens beside them."""
@@ -135,7 +143,7 @@ class Candidates:
     def __init__(self) -> None:
         self.by_host: dict[str, list[DecodeNode]] = {}
         self.idle: Ranking[DecodeNode] = Ranking()
-        """The decodes without any request that do not drain, by their step time; the next has the others, by the step time of
+        """The decodes without any request that are not closed, by their step time; the next has the others, by the step time of
         their batch as reported."""
         self.busy: Ranking[DecodeNode] = Ranking()
         self.reported: dict[DecodeNode, None] = {}
@@ -155,7 +163,7 @@ class Candidates:
         """Assert that the orders match the state of `members`, which are all nodes of this group."""
         for ranking, there in ((self.idle, False), (self.busy, True)):
             ranking.check()
-            ranked = {node.name for node in members if not node.draining and (node.there > 0) == there}
+            ranked = {node.name for node in members if not node.closed and (node.there > 0) == there}
             assert {entry.name for entry in ranking.entries} == ranked
         times = [node.reported_at for node in self.reported]
         assert times == sorted(times)
@@ -212,6 +220,7 @@ class Decodes:
             reserved = max(0, reserved - sum([booking.choices for booking in node.coming if booking.reserved]))
         self._correct(now, node, load)
         node.there = there = load.running + reserved
+        node.lends_only = load.max_batch == 0
         node.context, node.max_batch = load.context_tokens, max(1, load.max_batch)
         node.load_s = self._costs.decode_request_s * there + self._costs.decode_context_s * load.context_tokens
         node.borrows, node.own_tokens = load.borrows, load.own_tokens
@@ -265,9 +274,9 @@ class Decodes:
         self._rank(node)
 
     def has_other(self, node: DecodeNode, without: tuple[str, ...]) -> bool:
-        """Return whether another node of this kind, vLLM or not, does not drain; those in `without` do not count."""
+        """Return whether another node of this kind, vLLM or not, is not closed; those in `without` do not count."""
         others = [each for each in self.nodes if each is not node and each.vllm == node.vllm and each.name not in without]
-        return any([not each.draining for each in others])
+        return any([not each.closed for each in others])
 
     def check(self, now: float) -> None:
         """Assert that the orders match the state of the nodes."""
@@ -327,11 +336,11 @@ class Decodes:
         candidates = node.candidates
         if candidates is None:
             return
-        if node.draining or node.there:
+        if node.closed or node.there:
             candidates.idle.remove(node)
-        if node.draining or not node.there:
+        if node.closed or not node.there:
             candidates.busy.remove(node)
-        if node.draining:
+        if node.closed:
             return
         costs = self._costs
         if not node.there:

@@ -364,7 +364,7 @@ class Placement:
 
     def _no_decode(self, candidates: Candidates, stay_tokens: float, without: frozenset[str]) -> Refused:
         """Return the refusal when no decode has room: the retry is after the first request should have left one, or, without
-        any decode, after one may be back."""
+        any decode that takes requests, after one may be back."""
         entries = (*candidates.idle.entries, *candidates.busy.entries)
         nodes = [entry.node for entry in entries if entry.name not in without]
         leave_s = [stay_tokens * node.step_s / max(1.0, node.there) for node in nodes]

@@ -80,6 +80,12 @@ class Loaded:
             if (events := self.section(node).kv_events) in own:
                 raise ConfigError(f"{self.path}: {node.name}: its vLLM would publish at {events}, where {own[events]} listens")
 
+    def check_decodes(self) -> None:
+        """Raise ConfigError if there are decodes and all of them only lend."""
+        sections = [self.section(node) for node in self.config.of_role("decode")]
+        if sections and not any(each.max_batch for each in sections):
+            raise ConfigError(f"{self.path}: all decodes have max_batch = 0, so that none takes requests: give one a batch")
+
     def _http(self, node: NodeSettings) -> Iterator[tuple[str, int, bool]]:
         """Yield where a node serves HTTP, and whether others may listen there too."""
         if node.role == "gateway":
@@ -190,6 +196,7 @@ def _loaded(raw: dict[str, Any], shown: str, sources: dict[str, str]) -> Loaded:
         except ValueError as error:
             raise ConfigError(f"{shown}: nodes[{position}].settings: {error}") from None
     loaded.check_addresses()
+    loaded.check_decodes()
     return loaded
 
 

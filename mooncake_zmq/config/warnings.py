@@ -65,6 +65,8 @@ def warnings(loaded: Loaded) -> Iterator[str]:
         takes_more = getattr(section, "borrow", False) or not getattr(section, "max_batch", 1)
         if section.capacity_tokens < longest and not takes_more:
             yield f"{node.name}: capacity_tokens is below model.max_model_len: what does not fit into any decode is refused"
+        if not (getattr(section, "max_batch", 1) or section.lend_tokens):
+            yield f"{node.name}: max_batch = 0 and lend_tokens = 0: it neither takes requests nor lends"
 
 
 def device_warnings(nodes: Iterable[NodeSettings]) -> Iterator[str]:

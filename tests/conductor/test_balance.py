@@ -234,3 +234,38 @@ def test_a_node_that_rests_is_not_asked_for_another_role():
     assert cluster.asked == []
     cluster.prefill_load("p1")
     assert not cluster.conductor._prefills.by_name["p1"].draining
+
+
+def lends_only(cluster, *names):
+    for name in names:
+        cluster.decode_load(name, room=0, max_batch=0, lendable=1000)
+
+
+def test_a_decode_that_only_lends_replaces_none_that_serves():
+    cluster = Changing()
+    cluster.down("d1")
+    for _ in range(round(2 * AFTER_S)):
+        lends_only(cluster, "d0")
+        cluster.serve(1, but=("d0",))
+    assert cluster.asked == []
+    assert "only decode" in cluster.request_role("d2", "prefill")["error"]
+
+
+def test_decodes_that_only_lend_do_not_hide_that_those_that_serve_are_short():
+    cluster = Changing()
+    cluster.crowded = "decode"
+    lends_only(cluster, "d1", "d2")
+    cluster.serve(1, but=("d1", "d2"))
+    assert cluster.conductor.gauges(cluster.now)["decode_load"] >= 1
+    cluster.serve(AFTER_S + 3, but=("d1", "d2"))
+    assert [role for _, role in cluster.asked] == ["decode"]
+
+
+def test_what_only_lends_changes_its_role_for_an_operator_and_else_for_none():
+    cluster = Changing()
+    lends_only(cluster, "d2")
+    cluster.serve(AFTER_S + 3, but=("d2",))
+    assert cluster.asked == [("d1", "prefill")]
+    cluster = Changing(role_change_after_s=0.0)
+    lends_only(cluster, "d2")
+    assert "becomes a prefill" in cluster.request_role("d2", "prefill")["happens"]

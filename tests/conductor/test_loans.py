@@ -156,3 +156,26 @@ def test_nothing_is_borrowed_while_a_node_would_not_pass_on_of_whom():
 def test_several_answers_to_a_prompt_borrow_for_the_first():
     placed = place(lending(lendable=5 * BLOCK), choices=3)
     assert placed.lenders
+
+
+def lends_only(cluster, name):
+    cluster.decode_load(name, room=0, max_batch=0, lendable=PROMPT)
+
+
+def test_without_a_decode_that_serves_a_request_waits_for_one_whatever_lends():
+    cluster = Cluster(2)
+    lends_only(cluster, "d1")
+    cluster.down("d0")
+    assert place(cluster).reason is RejectReason.NO_DECODE
+    cluster.up("d0", "decode", "h0", 2)
+    cluster.decode_load("d0", free=0)
+    assert place(cluster).reason is RejectReason.NO_ROOM
+
+
+def test_several_answers_to_a_prompt_are_whole_where_there_is_room_whatever_a_decode_wants_of_it():
+    cluster = Cluster(2)
+    cluster.decode_load("d0", borrows=True, own_tokens=0)
+    lends_only(cluster, "d1")
+    assert place(cluster, choices=3).lenders == ()
+    assert cluster.conductor._decodes.by_name["d0"].coming_requests == 3
+    assert place(cluster).lenders == ("d1",)

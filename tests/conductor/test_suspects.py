@@ -143,3 +143,15 @@ def test_the_only_vllm_gets_requests_whatever_ended_in_silence_there():
         cluster.prefill_load("v")
         cluster.decode_load("v")
         assert cluster.conductor._suspects.shuts(cluster.now, "v") == (number > 0)
+
+
+def test_the_only_decode_that_serves_stays_open_whatever_lends():
+    cluster = Grey()
+    for _ in range(2):
+        cluster.decode_load("d1", room=0, max_batch=0, lendable=1000)
+        cluster.stall(cluster.place_on("d0"), tokens=1)
+        cluster.report()
+    assert cluster.conductor._suspects.shuts(cluster.now, "d0")
+    cluster.decode_load("d1", room=0, max_batch=0, lendable=1000)
+    cluster.decode_load("d0")
+    assert cluster.schedule(keys("n", 3)).decode == "d0"
