@@ -156,11 +156,11 @@ def test_a_drain_lets_running_requests_finish(directory: Path) -> None:
 def test_a_decode_whose_drain_ran_out_of_time_hands_its_requests_over(directory: Path) -> None:
     """And is not found out by its silence."""
     cluster = ToyCluster(directory, settings=("cluster.drain_timeout_s=0.05",))
-    prompt, tokens = [1, 2, 3], 3000
+    prompt, tokens = [1, 2, 3], 4000
     try:
         cluster.start()
         with cluster.stream(prompt=prompt, max_tokens=tokens) as stream:
-            stream.read(50)
+            stream.read(1)
             running = {name: dump["gauges"].get("requests_running") for name, dump in cluster.dumps().items()}
             (serving,) = [name for name in ("decode-a", "decode-b") if running[name]]
             cluster.signal(serving, signal.SIGTERM)
