@@ -370,13 +370,13 @@ class Checkers:
     def _announced(self, name: str, effects: Sequence[Effect]) -> list[Key]:
         """Check I5: a cache-node or prefill announces only blocks that it holds, or that leave it in the same turn and are
         announced to the same conductor as gone thereafter. Return those that it holds."""
-        holds, held, gone = self._actors[name].holds, list[Key](), set[tuple[str, Key]]()
+        held, gone = list[Key](), set[tuple[str, Key]]()
         for effect in reversed(effects):
             if isinstance(effect, Send) and isinstance(effect.message, BlocksAnnounced):
                 stays = [key for key in effect.message.stored if (effect.to, key) not in gone]
                 gone.update((effect.to, key) for key in effect.message.removed)
                 for key in stays:
-                    if not holds(key):
+                    if not self._actors[name].holds(key):
                         raise Violation("I5", f"{name} announces {key.hex()}, which it does not hold")
                 held += stays
         return held
