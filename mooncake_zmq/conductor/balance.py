@@ -199,7 +199,7 @@ class Balance:
             return {"node": node, "role": role, "happens": "nothing: that is its role"}, []
         if member.may_become != role:
             return {"error": f"{node} is a {member.role} and may not become a {role}: see may_become of nodes"}, []
-        takes = [each.name for each in self._working(member.role)]
+        takes = [each.name for each in (self._open_prefills() if member.role == "prefill" else self._open_decodes())]
         lends = [each.name for each in self._decodes.nodes if each.lends_only and not each.draining]
         if change is None and node not in takes + lends:
             return {"error": f"{node} drains or is cordoned: it changes its role when it takes requests again"}, []
@@ -215,8 +215,8 @@ class Balance:
         """Assert the invariants."""
         change = self._change
         assert self._armed or change is None, "a change is forgotten in time"
-        for node in self._working("prefill") + self._working("decode"):
-            assert change is None or node.name != change.node, f"{node.name} leaves and takes requests"
+        for name in [*(each.name for each in self._open_prefills()), *(each.name for each in self._open_decodes())]:
+            assert change is None or name != change.node, f"{name} leaves and takes requests"
 
     def gauges(self, now: float) -> dict[str, float]:
         """Return gauges for metrics; loads are 0 while nothing is sampled."""
@@ -240,10 +240,8 @@ class Balance:
         sample = self._sample(now)
         before = self._mean or sample
         self._mean = [old + WEIGHT * (new - old) for old, new in zip(before, sample, strict=True)]
-        working = len(self._working("prefill")) + len(self._working("decode"))
-        there = sum([not node.vllm for node in self._prefills.nodes])
-        there += sum([not (node.vllm or node.lends_only) for node in self._decodes.nodes])
-        drains = working < there
+        drains = any([node.draining and not node.vllm for node in self._prefills.nodes])
+        drains = drains or any([node.draining and not (node.vllm or node.lends_only) for node in self._decodes.nodes])
         if self._change is not None or drains or now < self._quiet_until:
             self._lopsided.reset()
             return []
@@ -254,9 +252,9 @@ class Balance:
     def _sample(self, now: float) -> list[float]:
         """Return wait, busy share, gap and KV in use as a typical request would find them now."""
         settings, (work_s, tokens) = self._settings, self._typical
-        queued_s = [node.queued_s(now) for node in self._prefills.nodes if not (node.draining or node.vllm)]
+        queued_s = [node.queued_s(now) for node in self._open_prefills()]
         waits = [(fmean(queued_s) + work_s) / settings.ttft_slo_s, fmean(map(bool, queued_s))] if queued_s else []
-        decodes = [node for node in self._decodes.nodes if not (node.closed or node.vllm)]
+        decodes = self._open_decodes()
         if not decodes:
             return [*(waits or [0.0, 0.0]), 0.0, 0.0]
         typical = max(1.0, self._outputs.typical)
@@ -270,7 +268,7 @@ class Balance:
     def _loads(self) -> Loads:
         """Return the loads; a role without any node has an infinite one."""
         wait, busy, gap, used = self._mean or [0.0] * 4
-        prefills, decodes = len(self._working("prefill")), len(self._working("decode"))
+        prefills, decodes = len(self._open_prefills()), len(self._open_decodes())
         return Loads(
             prefill=wait if prefills else math.inf,
             busy=busy,
@@ -296,9 +294,10 @@ class Balance:
         decode = self._decodes.by_name[member.name]
         return decode.there + decode.coming_requests
 
-    def _working(self, role: str) -> list[PrefillNode] | list[DecodeNode]:
-        if role == "prefill":
-            return [node for node in self._prefills.nodes if not (node.draining or node.vllm)]
+    def _open_prefills(self) -> list[PrefillNode]:
+        return [node for node in self._prefills.nodes if not (node.draining or node.vllm)]
+
+    def _open_decodes(self) -> list[DecodeNode]:
         return [node for node in self._decodes.nodes if not (node.closed or node.vllm)]
 
     # --- changing

@@ -69,25 +69,15 @@ class PlacingCodedKV(CodedSequenceKV):
     parts_at_once = 32
     """Coded parts are a fourth to a seventh of exact ones; with 8 in a call, calls took a tenth of the time."""
 
-    def __init__(
-        self,
-        code: MachineCode,
-        codec: Codec,
-        offsets: Offsets | None = None,
-        *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        capacity_tokens: int,
-    ) -> None:
-        """`code`: of `object_code.CODECS`."""
-        super().__init__(codec, offsets, layers=layers, kv_heads=kv_heads, head_dim=head_dim, capacity_tokens=capacity_tokens)
+    def __init__(self, code: MachineCode, codec: Codec, offsets: Offsets | None = None, **shape: int) -> None:
+        """`code`: of `object_code.CODECS`; the others as in `CodedSequenceKV`."""
+        super().__init__(codec, offsets, **shape)
         self._code = code
-        self._turns = offsets.turns(capacity_tokens) if offsets else None
+        self._turns = offsets.turns(self.capacity) if offsets else None
         self._number = codec.key_bits | codec.value_bits << 4
         self._number |= codec.rotates_keys * ROTATES_KEYS | codec.rotates_values * ROTATES_VALUES
         self._number |= self._least[0] << LEAST_OF_KEYS | self._least[1] << LEAST_OF_VALUES
-        self._token_bytes = codec.token_bytes(kv_heads, head_dim)
+        self._token_bytes = codec.token_bytes(shape["kv_heads"], shape["head_dim"])
 
     def coding(self) -> tuple[int, ...]:
         """Return what `cache_row` has from CODEC on."""

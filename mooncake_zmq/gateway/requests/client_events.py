@@ -1,6 +1,6 @@
 """Events between clients and the gateway's actor, which the HTTP edge passes on. PURE."""
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mooncake_zmq.core.messages import CallRead, Embedding, Image, Parsers, Sampling, StopRule, TokenLogprob
 
@@ -56,6 +56,10 @@ class ClientRequest(Struct, frozen=True, kw_only=True):
     """The texts in `tokens` whose vectors are the answer, in place of tokens; None: tokens are."""
     images: tuple[Image, ...] = ()
     """The images in `tokens`, in order, with their data URLs."""
+
+    def choice(self, seed: int) -> "ClientRequest":
+        """Return the request for one of its answers alone."""
+        return structs.replace(self, sampling=structs.replace(self.sampling, seed=seed), siblings=())
 
 
 class ChatToRender(Struct, frozen=True, kw_only=True):

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from msgspec import structs
-
 from mooncake_zmq.core.actor import (
     CancelTimer,
     CordonWanted,
@@ -226,9 +224,7 @@ class Requests:
         timers: list[Effect] = []
         family = request_id if client.siblings else ""
         for each, seed in choices:
-            sampling = structs.replace(client.sampling, seed=seed)
-            own = structs.replace(client, sampling=sampling, siblings=()) if family else client
-            self._open(now, each, own, family)
+            self._open(now, each, client.choice(seed) if family else client, family)
             timers.append(SetTimer(("deadline", each), self._settings.deadline_s))
             timers.append(SetTimer(("placement", each), self._settings.placement_wait_s))
         return timers + self._begin_attempt(now, self._requests[request_id])

@@ -162,8 +162,10 @@ def trusted(loaded: Loaded, ca: str) -> ssl.SSLContext:
         path = Path(loaded.section(node).tls_certificate)
         try:
             if path.is_file():
-                context = context or trusting(path)
-                context.load_verify_locations(path)
+                if context is None:
+                    context = trusting(path)
+                else:
+                    context.load_verify_locations(path)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror or error}; --ca FILE names certificates to trust instead") from None
     return context or _trust(ca)

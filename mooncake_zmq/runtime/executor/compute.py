@@ -95,11 +95,11 @@ class Compute:
                 job.before_layer(layer)
         except PrefixFailed as failure:
             return ChunkComputed((), None, time.perf_counter() - began, *split_failures(failure.blocks))
-        loaded_at = [part.block * size for part in work.parts]
-        reused = [
-            moved_run(read_kv(engine, sequence, first, first + part.tokens, part.computed_at), part.at, part.computed_at)
-            for first, part in zip(loaded_at, work.parts, strict=True)
-        ]
+        reused = []
+        for part in work.parts:
+            first = part.block * size
+            kv = read_kv(engine, sequence, first, first + part.tokens, part.computed_at)
+            reused.append(moved_run(kv, part.at, part.computed_at))
         sequence.set_length(work.start)
         blended = prefill_blended(engine, sequence, tokens, reused, Again(work.again), job.check)
         for layer in layers:
